@@ -1,0 +1,28 @@
+# make demo    a real run on this machine: a tiny model learns addition on real vLLM engines
+# make test    the tests that every change must pass
+# The others: setup, lint, test-all (adds the slow ones), clean. All of them make .venv themselves, once.
+PYTHON ?= python3
+DEVICE ?= auto
+VENV := .venv
+ACTIVATE := . $(VENV)/bin/activate
+
+.PHONY: setup demo test test-all lint clean
+
+setup:
+	@$(PYTHON) tools/install.py --device $(DEVICE)
+
+demo: setup
+	@$(ACTIVATE) && torchrun --nproc-per-node 2 train.py run.name=demo $(ARGS)
+
+test: setup lint
+	@$(ACTIVATE) && pytest -m "not slow and not gpu" $(ARGS)
+
+test-all: setup lint
+	@$(ACTIVATE) && pytest -m "not gpu" $(ARGS)
+
+lint: setup
+	@$(ACTIVATE) && ruff check . && ruff format --check . && mypy rl train.py
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,291 @@
+"""Every setting of a run: frozen dataclasses, filled from a YAML file and `key=value` overrides through OmegaConf.
+
+The text beside a field is its documentation. Unknown keys are errors that name the nearest known key; values that
+contradict each other are errors that say what to change. Nothing here knows about ranks or devices.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
+
+
+class ConfigError(ValueError):
+    """A mistake in the user's settings; the message says what was got, what is required and what to change."""
+
+
+def key(default: Any, doc: str) -> Any:
+    """A documented field; lists and dicts are copied into each instance."""
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata={"doc": doc})
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str = key("runs", "folder that holds the run folders")
+    name: str = key("", "run folder's name; empty: the config file's name and the time the launcher started")
+    seed: int = key(0, "seed of the prompt order and of every sample")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = key("configs/tiny", "Hugging Face model folder, or a hub name")
+    dtype: str = key("float32", "float32 or bfloat16: the dtype of forward passes and engines; masters are float32")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: str = key("configs/tiny/train.jsonl", "prompts to train on, one JSON object a line")
+    eval: str = key("", "held-out prompts, same format; empty: no evaluation")
+    prompt_key: str = key("prompt", "field that holds the prompt")
+    answer_key: str = key("answer", "field that holds the reference answer")
+    chat_template: bool = key(False, "wrap each prompt as a user message in the tokenizer's chat template")
+    max_prompt_tokens: int = key(1024, "longer prompts are an error that names the row")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    engine: str = key("vllm", "vllm, or fake: an engine without a model for tests of the plumbing")
+    num_samples_per_prompt: int = key(8, "rollouts in a group")
+    temperature: float = key(1.0, "sampling temperature; logprobs of engine and learner are at this temperature")
+    max_new_tokens: int = key(64, "tokens after which a response is cut")
+    tensor_parallel_size: int = key(1, "consecutive rollout ranks of one node that host one engine")
+    max_num_seqs: int = key(256, "sequences one engine decodes at once")
+    kv_cache_mb: int = key(0, "KV cache of one rank; 0: 256 MB on a CPU, gpu_memory_fraction on a GPU")
+    gpu_memory_fraction: float = key(0.85, "share of a GPU's memory that an engine may fill")
+    enforce_eager: bool = key(False, "no CUDA graphs: starts faster, decodes slower")
+    max_mismatch_kl: float = key(0.0, "end the run when engine and learner disagree by more than this KL; 0: never")
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    function: str = key("exact_match", "name of the rule in rl/rewards that scores a response")
+
+
+@dataclass(frozen=True)
+class AlgoConfig:
+    normalize_std: bool = key(True, "divide a group's advantages by the standard deviation of its rewards")
+    clip_low: float = key(0.2, "ratio is clipped below 1 - clip_low")
+    clip_high: float = key(0.2, "ratio is clipped above 1 + clip_high")
+    kl_coef: float = key(0.0, "weight of the KL to the reference policy in the loss; 0: no reference model is loaded")
+    kl_estimator: str = key("k3", "k1, k2 or k3")
+    num_mini_batches: int = key(1, "optimizer steps per pass over a batch")
+    num_epochs: int = key(1, "passes over a batch")
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    lr: float = key(1e-6, "peak learning rate")
+    lr_schedule: str = key("constant", "constant, linear or cosine, after the warm-up, over train.num_steps")
+    warmup_steps: int = key(0, "optimizer steps of linear warm-up")
+    weight_decay: float = key(0.0, "AdamW weight decay")
+    beta1: float = key(0.9, "AdamW beta1")
+    beta2: float = key(0.999, "AdamW beta2")
+    eps: float = key(1e-8, "AdamW epsilon")
+    max_grad_norm: float = key(1.0, "gradients are scaled down to this global norm")
+    max_tokens_per_micro_batch: int = key(8192, "tokens in one forward-backward; a longer sequence goes alone")
+
+
+@dataclass(frozen=True)
+class InferenceConfig:
+    max_tokens_per_micro_batch: int = key(16384, "tokens in one forward of a logprob pass")
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    bucket_mb: int = key(128, "bytes of whole tensors that travel together in a weight sync")
+    join_timeout_s: float = key(600.0, "ranks that have not joined an announced sync by then are named and end the run")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    num_steps: int = key(100, "iterations of the loop")
+    num_prompts_per_step: int = key(32, "prompts of one iteration")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    interval: int = key(0, "evaluate every so many steps, and before and after training; 0: never")
+    num_prompts: int = key(0, "held-out prompts of one evaluation; 0: all")
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    samples_interval: int = key(10, "sample responses go to TensorBoard every so many steps; 0: never")
+    num_samples: int = key(4, "how many of them")
+
+
+@dataclass(frozen=True)
+class WorldConfig:
+    transfer_timeout_s: float = key(300.0, "one collective or message that takes longer fails")
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    share_gpu: bool = key(False, "all ranks of a node on GPU 0, for trying a placement on one card")
+
+
+@dataclass(frozen=True)
+class Config:
+    placement: dict[str, Any] = key({"actor,rollout": "all"}, "who does what: rl/placement.py has the grammar")
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+
+PLACEMENT_SIZES = ("num_nodes", "num_gpus_per_node")
+
+
+def load_config(path: str | Path | None = None, overrides: list[str] | None = None) -> Config:
+    """The defaults above, then the file, then the overrides; `path` None is configs/default.yaml."""
+    file = resolve_path(str(path)) if path else DEFAULT_CONFIG
+    if not file.is_file():
+        raise ConfigError(f"no config file at {path}; give --config the path of a YAML file, such as configs/default.yaml")
+    try:
+        loaded = OmegaConf.load(file)
+    except Exception as error:  # the YAML parser's own errors have no common base class
+        raise ConfigError(f"{file} is not valid YAML: {error}") from None
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{file} holds a {type(OmegaConf.to_container(loaded)).__name__}; a config is a mapping of sections")
+    values = OmegaConf.to_container(loaded, resolve=False)
+    assert isinstance(values, dict)
+    for override in overrides or []:
+        _apply_override(values, override)
+    config = _typed(values)
+    validate(config)
+    return config
+
+
+def resolve_path(path: str) -> Path:
+    """A relative path is looked up in the working directory, then in the repository; a hub name stays as it is."""
+    if Path(path).is_absolute() or Path(path).exists():
+        return Path(path)
+    return ROOT / path if (ROOT / path).exists() else Path(path)
+
+
+def _apply_override(values: dict, override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise ConfigError(f"got the argument {override!r}; an override is key=value, such as actor.lr=1e-5")
+    *sections, leaf = dotted.split(".")
+    if sections == ["placement"] and leaf not in PLACEMENT_SIZES and not values.get("_roles_replaced"):
+        # A role map is read as a whole: half of the file's map beside half of the command line's means nothing.
+        placement = values.get("placement") or {}
+        values["placement"] = {name: value for name, value in placement.items() if name in PLACEMENT_SIZES}
+        values["_roles_replaced"] = True
+    node = values
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"got {override!r}, but {section!r} is a value, not a section")
+    try:
+        node[leaf] = OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]  # type: ignore[index,call-overload]
+    except Exception as error:  # the YAML parser's own errors have no common base class
+        raise ConfigError(f"got {override!r}: the value is not valid YAML ({error}); quote it") from None
+
+
+def _typed(values: dict) -> Config:
+    values.pop("_roles_replaced", None)
+    placement = values.pop("placement", None)
+    _check_keys(values, Config, "")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values))
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{getattr(error, 'full_key', None) or 'config'}: {str(error).splitlines()[0]}") from None
+    assert isinstance(config, Config)
+    if placement is not None:
+        if not isinstance(placement, dict):
+            raise ConfigError(f"placement: got {placement!r}; it is a mapping such as {{'actor,rollout': all}}")
+        config = dataclasses.replace(config, placement={str(name): value for name, value in placement.items()})
+    return config
+
+
+def _check_keys(values: dict, schema: type, prefix: str) -> None:
+    known = {entry.name: entry for entry in dataclasses.fields(schema)}
+    for name, value in values.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(prefix + k for k in known)}"
+            raise ConfigError(f"unknown config key {prefix}{name}; {hint}")
+        nested = known[name].type
+        if dataclasses.is_dataclass(nested) and isinstance(nested, type):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{prefix}{name}: got {value!r}; it is a section with keys of its own")
+            _check_keys(value, nested, f"{prefix}{name}.")
+
+
+def validate(config: Config) -> None:
+    """What can be wrong without knowing the world; rl/placement.py checks the rest."""
+
+    def require(ok: bool, name: str, got: Any, rule: str) -> None:
+        if not ok:
+            raise ConfigError(f"{name}: got {got!r}; {rule}")
+
+    def one_of(name: str, got: str, choices: tuple[str, ...]) -> None:
+        require(got in choices, name, got, f"choose one of {', '.join(choices)}")
+
+    one_of("model.dtype", config.model.dtype, ("float32", "bfloat16"))
+    one_of("rollout.engine", config.rollout.engine, ("vllm", "fake"))
+    one_of("algo.kl_estimator", config.algo.kl_estimator, ("k1", "k2", "k3"))
+    one_of("actor.lr_schedule", config.actor.lr_schedule, ("constant", "linear", "cosine"))
+    positive = {
+        "train.num_steps": config.train.num_steps,
+        "train.num_prompts_per_step": config.train.num_prompts_per_step,
+        "rollout.num_samples_per_prompt": config.rollout.num_samples_per_prompt,
+        "rollout.max_new_tokens": config.rollout.max_new_tokens,
+        "rollout.max_num_seqs": config.rollout.max_num_seqs,
+        "rollout.temperature": config.rollout.temperature,
+        "rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
+        "actor.max_tokens_per_micro_batch": config.actor.max_tokens_per_micro_batch,
+        "actor.max_grad_norm": config.actor.max_grad_norm,
+        "inference.max_tokens_per_micro_batch": config.inference.max_tokens_per_micro_batch,
+        "sync.bucket_mb": config.sync.bucket_mb,
+        "algo.num_mini_batches": config.algo.num_mini_batches,
+        "algo.num_epochs": config.algo.num_epochs,
+        "data.max_prompt_tokens": config.data.max_prompt_tokens,
+    }
+    for name, number in positive.items():
+        require(number > 0, name, number, "it must be greater than 0")
+    nonnegative = {
+        "actor.lr": config.actor.lr,
+        "actor.warmup_steps": config.actor.warmup_steps,
+        "algo.kl_coef": config.algo.kl_coef,
+        "eval.interval": config.eval.interval,
+        "eval.num_prompts": config.eval.num_prompts,
+        "rollout.max_mismatch_kl": config.rollout.max_mismatch_kl,
+    }
+    for name, number in nonnegative.items():
+        require(number >= 0, name, number, "it must not be negative")
+    require(0 < config.algo.clip_low < 1, "algo.clip_low", config.algo.clip_low, "it must lie between 0 and 1")
+    require(config.algo.clip_high > 0, "algo.clip_high", config.algo.clip_high, "it must be greater than 0")
+    fraction = config.rollout.gpu_memory_fraction
+    require(0 < fraction < 1, "rollout.gpu_memory_fraction", fraction, "it must lie between 0 and 1")
+    batches, prompts = config.algo.num_mini_batches, config.train.num_prompts_per_step
+    rule = f"a mini-batch holds whole groups, so it must not exceed train.num_prompts_per_step = {prompts}"
+    require(batches <= prompts, "algo.num_mini_batches", batches, rule)
+    rule = "a group-relative advantage compares at least 2 rollouts of a prompt"
+    require(config.rollout.num_samples_per_prompt > 1, "rollout.num_samples_per_prompt", 1, rule)
+    if config.eval.interval and not config.data.eval:
+        raise ConfigError("eval.interval is set, but data.eval is empty: give held-out prompts or set eval.interval=0")
+    if "/" in config.run.name:
+        raise ConfigError(f"run.name: got {config.run.name!r}; it is a folder's name, without '/' (run.dir is the path)")

@@ -1,0 +1,31 @@
+"""What a batch says before anything is learnt from it."""
+
+import torch
+
+from rl.data.batch import Batch
+from rl.data.prompts import Tokenizer
+from rl.metrics import Measures
+
+
+def describe(batch: Batch) -> Measures:
+    """`policy/mismatch_kl` is the k3 estimate of KL(engine || learner): 0 when the engine samples from the weights that are trained."""
+    assert batch.old_logprobs is not None
+    measures = Measures()
+    mask, count = batch.response_mask, batch.num_sequences
+    measures.mean("reward/mean", batch.rewards.sum(), count)
+    measures.mean("rollout/length_mean", batch.response_lengths.sum(), count)
+    measures.mean("rollout/truncated", batch.truncated.sum(), count)
+    measures.sum("rollout/tokens", mask.sum())
+    log_ratio = (batch.old_logprobs - batch.rollout_logprobs)[mask]
+    measures.mean("policy/mismatch_kl", (torch.exp(log_ratio) - 1 - log_ratio).sum(), mask.sum())
+    return measures
+
+
+def show(batch: Batch, tokenizer: Tokenizer, count: int) -> str:
+    """The first rollouts as a Markdown table for TensorBoard."""
+    rows = ["| reward | prompt | response |", "| --- | --- | --- |"]
+    for tokens, prompt_length, reward in list(zip(batch.tokens.split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), batch.rewards.tolist()))[:count]:
+        texts = [tokenizer.decode(part.tolist(), skip_special_tokens=False) for part in (tokens[:prompt_length], tokens[prompt_length:])]
+        cells = [text.replace("|", "\\|").replace("\n", "<br>") for text in texts]
+        rows.append(f"| {reward:g} | {cells[0]} | {cells[1]} |")
+    return "\n".join(rows)

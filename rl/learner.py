@@ -1,0 +1,102 @@
+"""The policy on the actor mesh and its optimizer: one batch in, new weights and metrics out.
+
+Losses are sums; the division by the number of response tokens of the whole mini-batch, over all ranks, happens once, so the
+result depends neither on the number of ranks nor on the split into micro-batches. FSDP averages gradients over the mesh, which the
+factor `mesh size` undoes.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rl.algo.losses import clipped_ratio, kl_penalty
+from rl.config import ActorConfig, AlgoConfig
+from rl.data.batch import Batch
+from rl.data.packing import mini_batch_of, pack, pad_to
+from rl.metrics import Measures
+from rl.model.logprobs import score_responses
+from rl.scoring import agree_on_count
+
+
+class Learner:
+    def __init__(
+        self,
+        model: nn.Module,
+        pg: dist.ProcessGroup,
+        device: torch.device,
+        actor: ActorConfig,
+        algo: AlgoConfig,
+        temperature: float,
+        num_optimizer_steps: int,
+    ):
+        self.model = model
+        self._pg, self._device, self._actor, self._algo, self._temperature = pg, device, actor, algo, temperature
+        # Right after sharding: an optimizer made after a forward would miss the root's parameters without a word.
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=actor.lr, betas=(actor.beta1, actor.beta2), eps=actor.eps, weight_decay=actor.weight_decay
+        )
+        schedule = lr_schedule(actor.lr_schedule, actor.warmup_steps, num_optimizer_steps)
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, schedule)
+
+    def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
+        """Epochs of optimizer steps over mini-batches, which are runs of whole groups in stream order."""
+        count = self._algo.num_mini_batches
+        mini_batch_of_sequence = [mini_batch_of(position, num_prompts, count) for position in batch.group_ids.tolist()]
+        for _ in range(self._algo.num_epochs):
+            for index in range(count):
+                sequences = [s for s, mini_batch in enumerate(mini_batch_of_sequence) if mini_batch == index]
+                self._optimizer_step(batch.select(sequences).to(self._device), measures)
+
+    def _optimizer_step(self, mini_batch: Batch, measures: Measures) -> None:
+        micro_batches = pack(mini_batch.lengths.tolist(), self._actor.max_tokens_per_micro_batch)
+        micro_batches = pad_to(micro_batches, agree_on_count(len(micro_batches), self._pg))
+        num_tokens = mini_batch.response_lengths.sum()
+        total_tokens = num_tokens.clone()
+        dist.all_reduce(total_tokens, group=self._pg)
+        scale = dist.get_world_size(self._pg) / total_tokens
+        for sequences in micro_batches:
+            self._accumulate(mini_batch.select(sequences), scale, measures)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._actor.max_grad_norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if not torch.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm.item()}; lower actor.lr, or look at the batch's logprobs and rewards")
+        measures.mean("optim/grad_norm", norm, 1)
+        measures.mean("optim/lr", self._scheduler.get_last_lr()[0], 1)
+        self._optimizer.step()
+        self._scheduler.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _accumulate(self, micro_batch: Batch, scale: torch.Tensor, measures: Measures) -> None:
+        """Forward and backward of one micro-batch; an empty one takes part with a loss of 0."""
+        assert micro_batch.old_logprobs is not None and micro_batch.advantages is not None
+        mask = micro_batch.response_mask
+        count = mask.sum()
+        scores = score_responses(self.model, micro_batch, self._temperature)
+        advantages = torch.repeat_interleave(micro_batch.advantages, micro_batch.lengths)[mask]
+        old_logprobs = micro_batch.old_logprobs[mask]
+        policy = clipped_ratio(scores.logprobs, old_logprobs, advantages, self._algo.clip_low, self._algo.clip_high)
+        loss_sum = policy.loss_sum
+        if self._algo.kl_coef:
+            assert micro_batch.ref_logprobs is not None
+            kl_sum = kl_penalty(scores.logprobs, micro_batch.ref_logprobs[mask], self._algo.kl_estimator).sum()
+            loss_sum = loss_sum + self._algo.kl_coef * kl_sum
+            measures.mean("loss/kl", kl_sum, count)
+        (loss_sum * scale).backward()
+        measures.mean("loss/policy", policy.loss_sum, count)
+        measures.mean("policy/clip_fraction", policy.clipped_sum, count)
+        measures.mean("policy/entropy", scores.entropy.sum(), count)
+
+
+def lr_schedule(name: str, warmup_steps: int, num_steps: int) -> Callable[[int], float]:
+    """The factor on the learning rate at each optimizer step, counted from 0."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+        return {"constant": 1.0, "linear": 1.0 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[name]
+
+    return factor

@@ -1,0 +1,101 @@
+"""What a run reports: means over ranks, TensorBoard, one JSON line a step, a line on the console.
+
+Names have stable prefixes: reward/ loss/ policy/ rollout/ optim/ eval/ time/ perf/. A mean is kept as a sum and a count until all
+ranks have been added up, so it does not depend on who held which sequences.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+CONSOLE = {
+    "reward": "reward/mean",
+    "eval": "eval/accuracy",
+    "loss": "loss/policy",
+    "mismatch": "policy/mismatch_kl",
+    "length": "rollout/length_mean",
+    "tokens/s": "perf/tokens_per_s",
+    "seconds": "time/step",
+}
+
+
+class Measures:
+    """Sums and means by name. Every rank adds the same names in the same order, also where it has nothing to count."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, list[Tensor]] = {}  # totals and counts
+        self._sums: set[str] = set()
+
+    def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        pair = [torch.as_tensor(value, dtype=torch.float64).detach().cpu() for value in (total, count)]
+        self._pairs.setdefault(name, []).append(torch.stack(pair))
+
+    def sum(self, name: str, total: Tensor | float) -> None:
+        self._sums.add(name)
+        self.mean(name, total, 0)
+
+    def reduce(self, pg: dist.ProcessGroup) -> dict[str, float]:
+        """The values over all ranks of the group, on each of them; a mean over nothing is 0."""
+        table = torch.stack([torch.stack(pairs).sum(0) for pairs in self._pairs.values()])
+        dist.all_reduce(table, group=pg)
+        reduced = {}
+        for name, (total, count) in zip(self._pairs, table.tolist(), strict=True):
+            reduced[name] = total if name in self._sums else total / count if count else 0.0
+        return reduced
+
+
+class MetricsWriter:
+    """On the leader."""
+
+    def __init__(self, run_dir: Path, num_steps: int):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._name, self._num_steps = run_dir.name, num_steps
+        self._file = _fresh_file(run_dir / "metrics.jsonl").open("w", buffering=1)
+        self._board = SummaryWriter(str(run_dir), purge_step=0, flush_secs=5)
+        self._live = sys.stdout.isatty()
+        self._started = time.perf_counter()
+        self._rewards: list[float] = []
+
+    def write(self, step: int, version: int, values: Mapping[str, float]) -> None:
+        """`version` is the newest one published: the one that the next step samples from."""
+        self._file.write(json.dumps({"step": step, "version": version, **values}) + "\n")
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        if "reward/mean" in values:
+            self._rewards.append(values["reward/mean"])
+        shown = "  ".join(f"{label} {values[name]:.4g}" for label, name in CONSOLE.items() if name in values)
+        self._print(f"step {step}/{self._num_steps}  {shown}", last=step == self._num_steps)
+
+    def write_text(self, name: str, text: str, step: int) -> None:
+        self._board.add_text(name, text, step)
+
+    def close(self, engine_name: str) -> None:
+        """Ends with a line that says what came of the run: mean reward of the first and of the last 5 steps."""
+        first, last = (sum(part) / max(1, len(part)) for part in (self._rewards[:5], self._rewards[-5:]))
+        seconds = time.perf_counter() - self._started
+        print(f"{self._name}: reward {first:.2f} -> {last:.2f} in {len(self._rewards)} steps, {seconds:.0f} s, engine {engine_name}", flush=True)
+        self._board.close()
+        self._file.close()
+
+    def _print(self, line: str, last: bool) -> None:
+        """On a terminal one line that is written over, elsewhere a line a step."""
+        if not self._live:
+            print(line, flush=True)
+            return
+        width = os.get_terminal_size().columns - 1
+        print("\r" + line[:width].ljust(width), end="\n" if last else "", flush=True)
+
+
+def _fresh_file(path: Path) -> Path:
+    """Keeps what an earlier run of the same name wrote, beside the new file."""
+    if path.exists():
+        path.rename(path.with_name(f"{path.stem}.{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}"))
+    return path

@@ -1,0 +1,54 @@
+"""Attention over a ragged batch, registered with transformers under the name `ragged`.
+
+A micro-batch is one row of tokens in which sequences lie end to end; where they begin travels through the model's keyword
+arguments. Each sequence attends causally to itself alone. Exact on every device: sequences are gathered into a padded block,
+where padding comes after the last real key and so is never attended to.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from rl.config import ConfigError
+
+RAGGED = "ragged"
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, T, head_dim]
+    key: Tensor,  # [1, kv_heads, T, head_dim]
+    value: Tensor,
+    attention_mask: None,
+    *,
+    segment_ids: Tensor,  # [T]
+    positions: Tensor,  # [T]
+    padded_shape: tuple[int, int],  # sequences, longest length
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    num_sequences, longest = padded_shape
+    if sliding_window is not None and longest > sliding_window:
+        raise ConfigError(
+            f"a sequence has {longest} tokens, but the model attends to the last {sliding_window} only, which the learner does not do yet; "
+            "lower rollout.max_new_tokens"
+        )
+    padded = [_pad(part[0], segment_ids, positions, num_sequences, longest) for part in (query, key, value)]
+    output = F.scaled_dot_product_attention(*padded, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    return output.transpose(1, 2)[segment_ids, positions].unsqueeze(0), None
+
+
+def _pad(flat: Tensor, segment_ids: Tensor, positions: Tensor, num_sequences: int, longest: int) -> Tensor:
+    """[heads, T, head_dim] -> [S, heads, L, head_dim]."""
+    padded = flat.new_zeros(num_sequences, longest, flat.shape[0], flat.shape[2])
+    return padded.index_put((segment_ids, positions), flat.transpose(0, 1)).transpose(1, 2)
+
+
+def register() -> None:
+    AttentionInterface.register(RAGGED, ragged_attention)
+    # The function above needs no mask; without an entry here transformers would build one of T x T.
+    AttentionMaskInterface.register(RAGGED, lambda *args, **kwargs: None)

@@ -1,0 +1,118 @@
+"""A Hugging Face causal LM on a mesh: built without memory, sharded by FSDP2, filled from safetensors slice by slice.
+
+No rank ever holds the whole model: each reads the rows it owns. Parameters are float32 masters; with bfloat16 the forward and
+backward passes run in bfloat16 and gradients are reduced in float32.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from rl.config import ConfigError, resolve_path
+from rl.model import attention
+from rl.shards import local_slices
+
+MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def find_model(path: str) -> Path:
+    """The local folder of a model; a hub name is downloaded into the hub's cache."""
+    folder = resolve_path(path)
+    if not folder.exists():
+        try:
+            folder = Path(snapshot_download(path, allow_patterns=MODEL_FILES))
+        except Exception as error:  # the client raises many unrelated types: offline, no such name, no permission
+            raise ConfigError(f"model.path: {path!r} is no local folder, and the hub did not give it: {error}") from None
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path: {folder} has no config.json; give the folder of a Hugging Face model")
+    return folder
+
+
+def load_model(folder: Path, mesh: DeviceMesh, device: torch.device, dtype: str, trainable: bool) -> nn.Module:
+    attention.register()
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.RAGGED)
+    model.requires_grad_(trainable)
+    _shard(model, mesh, dtype)
+    model.to_empty(device=device)
+    model.tie_weights()
+    _fill_computed_buffers(model, device)
+    _fill_from_files(model, folder, mesh)
+    return model.train()
+
+
+def stop_token_ids(folder: Path) -> list[int]:
+    """The tokens that end a response, from generation_config.json or else config.json."""
+    has_own = (folder / "generation_config.json").is_file()
+    source = GenerationConfig.from_pretrained(folder) if has_own else AutoConfig.from_pretrained(folder)
+    ids = getattr(source, "eos_token_id", None)
+    if ids is None:
+        raise ConfigError(f"{folder} names no eos_token_id in generation_config.json or config.json, so no response would end; add it")
+    return list(ids) if isinstance(ids, list) else [ids]
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, dtype: str) -> None:
+    policy = MixedPrecisionPolicy()
+    if dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    layer_classes = set(model._no_split_modules or ())  # type: ignore[arg-type]
+    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
+    assert layers, f"{type(model).__name__} names no layer class in _no_split_modules"
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _fill_computed_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers that no file holds (rotary frequencies): computed by a fresh module of the same class."""
+    for name, module in model.named_modules():
+        computed = sorted(module._non_persistent_buffers_set)
+        if computed:
+            try:
+                fresh = type(module)(module.config)
+            except (AttributeError, TypeError) as error:
+                raise ConfigError(f"cannot recompute {', '.join(computed)} of {name} ({type(module).__name__}): {error}; this architecture is not supported") from None
+            for buffer in computed:
+                setattr(module, buffer, getattr(fresh, buffer).to(device))
+
+
+def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh) -> None:
+    files = tensor_files(folder)
+    missing = [part.info.name for part in local_slices(model) if part.info.name not in files]
+    if missing:
+        raise ConfigError(
+            f"{folder} lacks {len(missing)} tensors of {type(model).__name__}, the first of them {missing[0]}; the folder must hold "
+            "safetensors of the architecture that its config.json names"
+        )
+    handles = {file: safe_open(folder / file, framework="pt") for file in set(files.values())}
+    for part in local_slices(model):
+        info, file = part.info, files[part.info.name]
+        source = handles[file].get_slice(info.name)
+        if tuple(source.get_shape()) != info.shape:
+            raise ConfigError(f"{folder / file}: {info.name} has the shape {source.get_shape()}, but config.json asks for {list(info.shape)}")
+        if not info.sharded:
+            part.data.copy_(handles[file].get_tensor(info.name))
+            continue
+        start, stop = info.rows(mesh.get_local_rank(), mesh.size())
+        if start < stop:
+            part.data.copy_(source[start:stop])
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Which file of a model folder holds each tensor."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return json.loads(index.read_text())["weight_map"]
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise ConfigError(f"{folder} has neither model.safetensors nor model.safetensors.index.json; only safetensors can be read by slices")
+    with safe_open(single, framework="pt") as handle:
+        return dict.fromkeys(handle.keys(), single.name)

@@ -1,0 +1,83 @@
+"""The engine seam: what the rollout service asks of whatever samples tokens.
+
+Two stand behind it: vLLM (vllm_engine.py, the only importer of vllm) and a fake without a model for tests of the plumbing.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from rl.config import Config
+
+Weights = Iterator[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Request:
+    id: str
+    tokens: list[int]
+    temperature: float  # 0: greedy
+    max_new_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    id: str
+    tokens: list[int]  # the stop token included
+    logprobs: list[float]  # at the sampling temperature, one a token
+    truncated: bool
+
+
+class Engine(Protocol):
+    name: str  # for people: 'vllm 0.32.0'
+    version: int  # of the weights it samples from; 0 before the first load
+
+    @property
+    def num_unfinished(self) -> int: ...
+
+    def add(self, requests: Sequence[Request]) -> None: ...
+
+    def step(self) -> list[Completion]:
+        """Decodes one token for every running request; returns those that ended."""
+        ...
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Takes every tensor under its Hugging Face name; the iterator may run collectives, so it is always exhausted."""
+        ...
+
+    def sleep(self) -> None:
+        """Frees the device for the learner of the same rank; the next load and add take it back."""
+        ...
+
+    def close(self) -> None:
+        """The end of the process group too: nothing collective may follow on this rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineSeat:
+    """Where one rank's part of an engine sits."""
+
+    name: str  # unique in the run
+    tp_rank: int
+    tp_size: int
+    store: Store
+    device: torch.device
+    shares_device: bool  # the learner of this rank wants the memory between batches
+    stop_token_ids: list[int]
+
+
+def build_engine(config: Config, model_folder: Path, seat: EngineSeat) -> Engine:
+    if config.rollout.engine == "fake":
+        from rl.rollout.fake_engine import FakeEngine
+
+        return FakeEngine(config.rollout.max_num_seqs, seat.stop_token_ids[0])
+    from rl.rollout import vllm_engine  # 6 s of imports that ranks without an engine do not need
+
+    return vllm_engine.build(config, model_folder, seat)

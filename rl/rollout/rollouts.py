@@ -1,0 +1,69 @@
+"""The rollout stage as the loop sees it: prompts in, this actor's share of the finished groups out, in stream order.
+
+`start` hands a batch to the engines, `collect` waits for it. They are apart so that more than one batch can be in flight.
+"""
+
+from collections import defaultdict
+
+from rl.data.batch import Batch
+from rl.data.packing import mini_batch_of
+from rl.data.prompts import Prompt
+from rl.mail import Mail
+from rl.placement import Placement
+from rl.rollout.dispatch import Dispatcher, Sampling, Task
+from rl.rollout.service import RolloutService
+
+
+class Rollouts:
+    """On every actor rank; the leader alone gives prompts. `service` is this rank's own engine, if it hosts one."""
+
+    def __init__(self, mail: Mail, placement: Placement, num_mini_batches: int, service: RolloutService | None):
+        self._mail, self._actors, self._service = mail, placement.actors, service
+        self._num_mini_batches = num_mini_batches
+        self._dispatcher = Dispatcher(mail, len(placement.engines)) if mail.rank == placement.leader else None
+        self.engine_name = "no engine yet"
+        self._started = 0
+        self._arrived: dict[int, dict[int, Batch]] = defaultdict(dict)  # batch -> position -> group
+        self._expected: dict[int, int] = {}  # batch -> groups that this rank owns
+
+    def start(self, prompts: list[Prompt] | None, sampling: Sampling) -> int:
+        """Called by all actors in the same order; returns the number of the batch."""
+        self._started += 1
+        if self._dispatcher is not None:
+            assert prompts is not None, "the leader gives the prompts"
+            owners = [self._owner(position, len(prompts)) for position in range(len(prompts))]
+            tasks = [
+                Task(self._started, position, owner, prompt, sampling)
+                for position, (owner, prompt) in enumerate(zip(owners, prompts, strict=True))
+            ]
+            for rank in self._actors:
+                self._mail.send(rank, "batch", {"batch": self._started, "groups": owners.count(rank)})
+            self._dispatcher.open(tasks, self._started)
+        return self._started
+
+    def collect(self, batch: int) -> Batch:
+        """Waits until every group of this batch that this rank owns has arrived; meanwhile its engine, if any, samples."""
+        if self._service is not None:
+            self._service.serve_batch(batch)
+        while batch not in self._expected or len(self._arrived[batch]) < self._expected[batch]:
+            message = self._mail.receive("batch", "group")
+            assert message is not None
+            if message.kind == "batch":
+                self._expected[message.meta["batch"]] = message.meta["groups"]
+            else:
+                self.engine_name = message.meta["engine"]
+                self._arrived[message.meta["batch"]][message.meta["position"]] = Batch.from_bytes(message.payload)
+        del self._expected[batch]
+        groups = self._arrived.pop(batch, {})
+        return Batch.concat([groups[position] for position in sorted(groups)])
+
+    def release_device(self) -> None:
+        """The engine of this rank gives the device's memory to its learner."""
+        if self._service is not None:
+            self._service.engine.sleep()
+
+    def _owner(self, position: int, num_prompts: int) -> int:
+        """Each mini-batch is dealt out to all actors, so that none idles during an optimizer step."""
+        mini_batch = mini_batch_of(position, num_prompts, self._num_mini_batches)
+        first = next(p for p in range(num_prompts) if mini_batch_of(p, num_prompts, self._num_mini_batches) == mini_batch)
+        return self._actors[(position - first) % len(self._actors)]

@@ -1,0 +1,159 @@
+"""Samples groups on one engine: pulls tasks, steps the engine, scores finished responses, sends whole groups to their owners.
+
+All ranks of a tensor-parallel engine must make the same calls in the same order. The lead decides, and mirrors each call to its
+followers by message just before it makes it; followers obey. So no rank waits for work inside a collective.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from rl.data.batch import Batch
+from rl.data.prompts import Tokenizer, sample_seed
+from rl.mail import Mail, Message
+from rl.rollout.dispatch import Task
+from rl.rollout.engine import Completion, Engine, Request
+from rl.serve import serve
+
+
+@dataclass
+class _Group:
+    task: Task
+    ended: dict[int, Completion] = field(default_factory=dict)  # sample index -> completion
+
+
+class RolloutService:
+    """On every rank of an engine; `ranks` are the engine's, the lead first."""
+
+    kinds = ("work", "drained", "mirror")
+
+    def __init__(
+        self,
+        mail: Mail,
+        engine: Engine,
+        ranks: tuple[int, ...],
+        leader: int,
+        max_num_groups: int,
+        run_seed: int,
+        score: Callable[[str, str], float],
+        tokenizer: Tokenizer,
+    ):
+        self.engine = engine
+        self._mail, self._leader, self._lead, self._followers = mail, leader, ranks[0], ranks[1:]
+        self._max_num_groups, self._run_seed, self._score, self._tokenizer = max_num_groups, run_seed, score, tokenizer
+        self._groups: dict[tuple[int, int], _Group] = {}
+        self._batch: int | None = None  # the batch that this rank's own loop waits for; None on ranks that only serve
+        self._drained = 0
+
+    @property
+    def is_lead(self) -> bool:
+        return self._mail.rank == self._lead
+
+    @property
+    def busy(self) -> bool:
+        return self.is_lead and self.engine.num_unfinished > 0
+
+    def begin(self) -> None:
+        """Asks for the first work; from then on every finished group asks for more."""
+        self._pull()
+
+    def serve_batch(self, batch: int) -> None:
+        """On ranks that also drive the loop: samples until nothing of this batch is left to hand out or to finish here."""
+        self._batch = batch
+        self._pull()
+        serve(self._mail, [self], until=lambda: self._drained >= batch and not self.busy)
+        if self.is_lead:
+            self._mirror("drained", batch=batch)
+
+    def handle(self, message: Message) -> None:
+        if message.kind == "work":
+            self._start([Task.from_dict(task) for task in message.meta["tasks"]])
+        elif message.kind == "drained":
+            self._drained = message.meta["batch"]
+        else:
+            self._obey(message.meta)
+
+    def work(self) -> None:
+        self._mirror("step")
+        finished = [group for done in self.engine.step() if (group := self._finish(done))]
+        for group in finished:
+            self._deliver(group)
+        if finished:
+            self._pull()
+
+    def _obey(self, order: dict) -> None:
+        if order["call"] == "add":
+            self.engine.add([Request(**request) for request in order["requests"]])
+        elif order["call"] == "step":
+            self.engine.step()
+        else:
+            self._drained = order["batch"]
+
+    def _mirror(self, call: str, **meta: object) -> None:
+        for rank in self._followers:
+            self._mail.send(rank, "mirror", {"call": call, **meta})
+
+    def _pull(self) -> None:
+        if not self.is_lead:
+            return
+        held = len(self._groups)
+        room = max(self._max_num_groups - held, 0)
+        self._mail.send(self._leader, "pull", {"room": room, "held": held, "batch": self._batch})
+
+    def _start(self, tasks: list[Task]) -> None:
+        requests = []
+        for task in tasks:
+            self._groups[task.batch, task.position] = _Group(task)
+            for sample in range(task.sampling.num_samples):
+                requests.append(
+                    Request(
+                        id=f"{task.batch}/{task.position}/{sample}",
+                        tokens=task.prompt.tokens,
+                        temperature=task.sampling.temperature,
+                        max_new_tokens=task.sampling.max_new_tokens,
+                        seed=sample_seed(self._run_seed, task.prompt.epoch, task.prompt.id, sample),
+                    )
+                )
+        self._mirror("add", requests=[asdict(request) for request in requests])
+        self.engine.add(requests)
+        self._pull()
+
+    def _finish(self, completion: Completion) -> _Group | None:
+        batch, position, sample = map(int, completion.id.split("/"))
+        group = self._groups[batch, position]
+        group.ended[sample] = completion
+        if len(group.ended) < group.task.sampling.num_samples:
+            return None
+        return self._groups.pop((batch, position))
+
+    def _deliver(self, group: _Group) -> None:
+        task = group.task
+        rollouts = pack_group(group.task, [group.ended[index] for index in sorted(group.ended)], self.engine.version, self._rate)
+        meta = {"batch": task.batch, "position": task.position, "version": self.engine.version, "engine": self.engine.name}
+        self._mail.send(task.owner, "group", meta, rollouts.to_bytes())
+
+    def _rate(self, tokens: list[int], answer: str) -> float:
+        return self._score(self._tokenizer.decode(tokens, skip_special_tokens=True), answer)
+
+
+def pack_group(task: Task, completions: list[Completion], version: int, rate: Callable[[list[int], str], float]) -> Batch:
+    """The ragged batch of one group, in the order of its samples."""
+    prompt = task.prompt.tokens
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for completion in completions:
+        tokens += [*prompt, *completion.tokens]
+        logprobs += [0.0] * len(prompt) + completion.logprobs
+        versions += [-1] * len(prompt) + [version] * len(completion.tokens)
+    return Batch(
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        lengths=torch.tensor([len(prompt) + len(c.tokens) for c in completions], dtype=torch.int64),
+        prompt_lengths=torch.full((len(completions),), len(prompt), dtype=torch.int64),
+        versions=torch.tensor(versions, dtype=torch.int32),
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        rewards=torch.tensor([rate(c.tokens, task.prompt.answer) for c in completions], dtype=torch.float32),
+        group_ids=torch.full((len(completions),), task.position, dtype=torch.int64),
+        truncated=torch.tensor([c.truncated for c in completions], dtype=torch.bool),
+    )

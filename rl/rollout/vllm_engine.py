@@ -1,0 +1,215 @@
+"""vLLM in the rank's own process, stepped by us. The only importer of vllm; serves 0.26 to 0.32.
+
+vLLM builds its groups over the whole default group of torch.distributed, which hangs when only some ranks host engines. So each
+engine gets a private default group, of its tensor-parallel ranks alone, that is in place during every vLLM call and away
+otherwise, also while the body of a weight iterator runs its own collectives. The counter that names new groups is part
+of the swap: else later groups of the trainer get different names on different ranks.
+
+Weights start as dummies and arrive by the first sync, which thereby proves its path before the first token.
+"""
+
+import logging
+import os
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from rl.config import Config, ConfigError
+from rl.rollout.engine import Completion, EngineSeat, Request, Weights
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, so that we step it
+    "VLLM_PLUGINS": "",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks share cores here; vLLM would pin them all to the same ones
+}
+os.environ.update(ENVIRONMENT)  # read by vllm at import
+if not torch.cuda.is_available():
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM's sampler would call a C++ compiler, 9 s on first use
+
+logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # says on every CPU rank that there is no Triton
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", FutureWarning)  # vLLM walks over deprecated names of torch
+    import vllm
+from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.inputs import TokensPrompt  # noqa: E402
+from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # noqa: E402
+
+FIRST_PRIVATE_GROUP_NUMBER = 1_000_000  # far from the names of the trainer's groups
+CPU_KV_CACHE_MB = 256
+
+
+class PrivateDefaultGroup:
+    """The default group that vLLM sees."""
+
+    def __init__(self, seat: EngineSeat):
+        self._group: c10d.ProcessGroup | None = None
+        self._count = FIRST_PRIVATE_GROUP_NUMBER
+        self._environment = {"RANK": str(seat.tp_rank), "WORLD_SIZE": str(seat.tp_size), "LOCAL_RANK": str(seat.device.index or 0)}
+        backend = "cpu:gloo,cuda:nccl" if seat.device.type == "cuda" else "gloo"
+        excepthook = sys.excepthook  # init_process_group wraps it
+        with self.entered():
+            store = c10d.PrefixStore(f"vllm/{seat.name}", seat.store)
+            c10d.init_process_group(backend, store=store, rank=seat.tp_rank, world_size=seat.tp_size)
+        sys.excepthook = excepthook
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    left = entered  # the same exchange, from inside
+
+    def _swap(self) -> None:
+        world = c10d._world
+        self._group, world.default_pg = world.default_pg, self._group
+        self._count, world.group_count = world.group_count, self._count
+        for name, value in self._environment.items():
+            self._environment[name], os.environ[name] = os.environ[name], value
+
+
+@contextmanager
+def _untouched_rng() -> Iterator[None]:
+    """Building an engine seeds every generator of the process."""
+    state, cpu_state = random.getstate(), torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        torch.set_rng_state(cpu_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
+
+
+def _executor(seat: EngineSeat) -> type[ExecutorWithExternalLauncher]:
+    class SeatExecutor(ExecutorWithExternalLauncher):
+        """vLLM derives shared-memory names from the init method, so it is unique to the run and the engine."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return f"env://:{seat.name}", seat.tp_rank, seat.device.index or 0
+
+    return SeatExecutor
+
+
+def build(config: Config, model_folder: Path, seat: EngineSeat) -> "VllmEngine":
+    if seat.device.type == "cpu":
+        # vLLM prepacks linear layers for oneDNN, and a tied head keeps its packed copy of the old weights after a reload.
+        import vllm._custom_ops as custom_ops
+
+        custom_ops._supports_onednn = False
+    group = PrivateDefaultGroup(seat)
+    rollout = config.rollout
+    kv_cache_mb = rollout.kv_cache_mb or (CPU_KV_CACHE_MB if seat.device.type == "cpu" else 0)
+    memory = {"kv_cache_memory_bytes": kv_cache_mb << 20} if kv_cache_mb else {"gpu_memory_utilization": rollout.gpu_memory_fraction}
+    with _untouched_rng(), group.entered():
+        try:
+            llm = vllm.LLM(
+                model=str(model_folder),
+                skip_tokenizer_init=True,
+                dtype=config.model.dtype,
+                load_format="dummy",
+                max_model_len=config.data.max_prompt_tokens + rollout.max_new_tokens,
+                max_num_seqs=rollout.max_num_seqs,
+                tensor_parallel_size=seat.tp_size,
+                distributed_executor_backend=_executor(seat),
+                disable_custom_all_reduce=config.debug.share_gpu,
+                enforce_eager=rollout.enforce_eager or seat.device.type == "cpu",
+                enable_sleep_mode=seat.shares_device and seat.device.type == "cuda",
+                logprobs_mode="processed_logprobs",  # at the sampling temperature; vLLM's default ignores it
+                async_scheduling=False,
+                seed=0,
+                **memory,
+            )
+        except ValueError as error:  # pydantic's errors and vLLM's own checks of what it was given
+            raise ConfigError(f"vLLM refuses these settings: {error}") from error
+        c10d.barrier()  # of the engine's ranks: this default group is the private one
+    for segment in Path("/dev/shm").glob(f"{seat.name}-*"):
+        segment.unlink(missing_ok=True)  # every rank has mapped it; without a name it goes with the last process, however that ends
+    return VllmEngine(llm, group, seat)
+
+
+class VllmEngine:
+    def __init__(self, llm: vllm.LLM, group: PrivateDefaultGroup, seat: EngineSeat):
+        self.name = f"vllm {vllm.__version__}"
+        self.version = 0
+        self._engine = llm.llm_engine
+        self._llm, self._group, self._stop_token_ids = llm, group, seat.stop_token_ids
+        self._can_sleep = seat.shares_device and seat.device.type == "cuda"
+        self._asleep: set[str] = set()
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._engine.get_num_unfinished_requests()
+
+    def add(self, requests: Sequence[Request]) -> None:
+        assert self.version > 0 and "weights" not in self._asleep, "sampling without weights"
+        self._wake("kv_cache")
+        with self._group.entered():
+            for request in requests:
+                params = SamplingParams(
+                    temperature=request.temperature,
+                    max_tokens=request.max_new_tokens,
+                    seed=request.seed,
+                    logprobs=0,
+                    flat_logprobs=True,
+                    detokenize=False,
+                    stop_token_ids=self._stop_token_ids,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                # The salt keeps KV blocks of older weights from being reused.
+                prompt = TokensPrompt(prompt_token_ids=request.tokens, cache_salt=str(self.version))
+                self._engine.add_request(request.id, prompt, params)
+
+    def step(self) -> list[Completion]:
+        with self._group.entered():
+            outputs = self._engine.step()
+        ended = []
+        for output in outputs:
+            answer = output.outputs[0]
+            ended.append(Completion(output.request_id, list(answer.token_ids), list(answer.logprobs.logprobs), answer.finish_reason == "length"))
+        return ended
+
+    def load(self, weights: Weights, version: int) -> None:
+        assert self.num_unfinished == 0, "weights change between batches only"
+        self._wake("weights")
+        with self._group.entered(), set_current_vllm_config(self._engine.vllm_config):
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._outside(weights)})
+            self._llm.reset_prefix_cache()
+        self.version = version
+
+    def sleep(self) -> None:
+        if self._can_sleep and not self._asleep:
+            with self._group.entered():
+                self._llm.sleep(level=2)  # the next sync brings new weights, so nothing is kept
+            self._asleep = {"weights", "kv_cache"}
+
+    def close(self) -> None:
+        with self._group.entered():
+            self._engine.engine_core.shutdown()
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            with self._group.entered():
+                self._llm.wake_up(tags=[part])
+            self._asleep.discard(part)
+
+    def _outside(self, weights: Weights) -> Weights:
+        """The iterator's body runs with the trainer's default group in place."""
+        while True:
+            with self._group.left():
+                item = next(weights, None)
+            if item is None:
+                return
+            yield item

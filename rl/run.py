@@ -1,0 +1,223 @@
+"""Builds what this rank's roles need, in the order that all ranks share, and nothing more: a rank that only samples loads no
+trainable model, a rank that only trains does not import vLLM."""
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoTokenizer
+
+from rl.config import Config, ConfigError
+from rl.data.prompts import Prompt, PromptStream, Tokenizer, read_prompts
+from rl.learner import Learner
+from rl.metrics import MetricsWriter
+from rl.model.load import find_model, load_model, stop_token_ids
+from rl.placement import Groups, Placement, make_groups, plan
+from rl.rewards import find_reward
+from rl.rollout.dispatch import Sampling
+from rl.rollout.engine import Engine, EngineSeat, build_engine
+from rl.rollout.rollouts import Rollouts
+from rl.rollout.service import RolloutService
+from rl.scoring import LocalScorer, LogprobService, RemoteScorer, Scorer
+from rl.serve import EndService, Service, serve
+from rl.shards import from_json, to_json
+from rl.sync.weights import SyncService, WeightSync, wire_tensors
+from rl.world import World
+
+
+@dataclass
+class Run:
+    """What every rank knows about the run before it builds anything."""
+
+    world: World
+    config: Config
+    placement: Placement
+    folder: Path  # of the run
+    model_folder: Path
+    groups: Groups
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return self.placement.roles[self.world.rank]
+
+
+@dataclass
+class Actor:
+    """What an actor rank drives the loop with. `stream`, `eval_prompts` and `writer` are the leader's."""
+
+    learner: Learner
+    scorer: Scorer
+    rollouts: Rollouts
+    sync: WeightSync
+    pg: dist.ProcessGroup
+    tokenizer: Tokenizer
+    stream: PromptStream | None = None
+    eval_prompts: list[Prompt] = field(default_factory=list)
+    writer: MetricsWriter | None = None
+
+
+def open_run(world: World, config: Config, config_name: str) -> Run:
+    """Checks everything that can be checked without loading a model, then connects the process groups."""
+    num_nodes = world.size // world.num_ranks_per_node
+    placement = plan(config.placement, num_nodes, world.num_ranks_per_node, config.rollout.tensor_parallel_size)
+    find_reward(config.reward.function)
+    folder = Path(config.run.dir) / _run_name(world, config, config_name)
+    world.introduce(",".join(placement.roles[world.rank]), folder)
+    model_folder = find_model(config.model.path)
+    check_model(config, model_folder)
+    world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
+    groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
+    return Run(world, config, placement, folder, model_folder, groups)
+
+
+def check_model(config: Config, model_folder: Path) -> None:
+    """What config.json says against the settings, before anything is loaded."""
+    shape = json.loads((model_folder / "config.json").read_text())
+    heads, tp = shape.get("num_attention_heads", 0), config.rollout.tensor_parallel_size
+    if heads % tp:
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ConfigError(
+            f"rollout.tensor_parallel_size: got {tp}, but {model_folder} has {heads} attention heads; choose one of {', '.join(map(str, divisors))}"
+        )
+    longest, positions = config.data.max_prompt_tokens + config.rollout.max_new_tokens, shape.get("max_position_embeddings")
+    if positions and longest > positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens: got {longest}, but {model_folder} has {positions} positions; lower one of them, "
+            f"for example data.max_prompt_tokens={max(1, positions - config.rollout.max_new_tokens)}"
+        )
+
+
+def _run_name(world: World, config: Config, config_name: str) -> str:
+    """The config's name and the time the launcher started, so that a restarted world finds its folder again."""
+    if config.run.name:
+        return config.run.name
+    if world.rank == 0:
+        launcher = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+        started = time.strftime("%Y%m%d-%H%M%S", time.localtime(launcher.create_time()))
+        world.store.set("run/name", f"{config_name}-{started}")
+    return world.store.get("run/name").decode()
+
+
+def build_actor(run: Run) -> Actor:
+    config, mail, rank = run.config, run.world.mail, run.world.rank
+    model = _load(run, trainable=True)
+    updates = config.train.num_steps * config.algo.num_epochs * config.algo.num_mini_batches
+    learner = Learner(model, run.groups.actor_pg, run.world.device, config.actor, config.algo, config.rollout.temperature, updates)
+    if rank == run.placement.leader:
+        run.world.store.set("sync/tensors", to_json(wire_tensors(model, config.model.dtype)))
+    tokenizer = AutoTokenizer.from_pretrained(run.model_folder)
+    service = _build_rollout_service(run, tokenizer)
+    sync = _build_sync(run, model=model, engine=service.engine if service else None)
+    rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service)
+    actor = Actor(learner, _build_scorer(run, model), rollouts, sync, run.groups.actor_pg, tokenizer)
+    if rank == run.placement.leader:
+        actor.stream = PromptStream(read_prompts(config.data.train, config.data, tokenizer), config.run.seed)
+        if config.eval.interval:
+            held_out = read_prompts(config.data.eval, config.data, tokenizer)
+            actor.eval_prompts = held_out[: config.eval.num_prompts or None]
+        actor.writer = MetricsWriter(run.folder, config.train.num_steps)
+        run.world.closers.append(lambda: actor.writer.close(rollouts.engine_name))
+    return actor
+
+
+def serve_run(run: Run) -> None:
+    """A rank that only samples or scores: serves until the run ends."""
+    services: list[Service] = []
+    tokenizer = AutoTokenizer.from_pretrained(run.model_folder) if "rollout" in run.roles else None
+    rollout = _build_rollout_service(run, tokenizer) if tokenizer is not None else None
+    logprobs = _build_logprob_service(run) if "inference" in run.roles else None
+    copy = logprobs.models["old_logprobs"] if logprobs else None
+    sync = _build_sync(run, copy=copy, engine=rollout.engine if rollout else None)
+
+    def on_version(version: int) -> None:
+        if logprobs is not None:
+            logprobs.version = version
+
+    end = EndService()
+    services += [SyncService(sync, on_version), end]
+    services += [service for service in (rollout, logprobs) if service is not None]
+    if rollout is not None:
+        rollout.begin()
+    with run.world.stage("serve"):
+        serve(run.world.mail, services, until=lambda: end.ended)
+
+
+def end_run(run: Run) -> None:
+    """On the leader: releases the ranks that only serve."""
+    if run.world.rank == run.placement.leader:
+        for rank in range(run.placement.world_size):
+            if rank not in run.placement.actors:
+                run.world.mail.send(rank, "end")
+
+
+def train_sampling(config: Config) -> Sampling:
+    rollout = config.rollout
+    return Sampling(rollout.num_samples_per_prompt, rollout.temperature, rollout.max_new_tokens)
+
+
+def eval_sampling(config: Config) -> Sampling:
+    return Sampling(1, 0.0, config.rollout.max_new_tokens)
+
+
+def _load(run: Run, trainable: bool) -> nn.Module:
+    mesh = run.groups.actor_mesh or run.groups.scorer_mesh
+    assert mesh is not None
+    return load_model(run.model_folder, mesh, run.world.device, run.config.model.dtype, trainable)
+
+
+def _build_scorer(run: Run, model: nn.Module) -> Scorer:
+    config = run.config
+    if run.placement.scorers:
+        return RemoteScorer(run.world.mail, run.placement.scorers, list(_score_fields(config)))
+    models = {"old_logprobs": model}
+    if config.algo.kl_coef:
+        models["ref_logprobs"] = _load(run, trainable=False)
+    max_tokens = config.inference.max_tokens_per_micro_batch
+    return LocalScorer(models, run.groups.actor_pg, max_tokens, config.rollout.temperature, run.world.device)
+
+
+def _build_logprob_service(run: Run) -> LogprobService:
+    config = run.config
+    models = {name: _load(run, trainable=False) for name in _score_fields(config)}
+    max_tokens = config.inference.max_tokens_per_micro_batch
+    return LogprobService(run.world.mail, run.placement.scorers, models, max_tokens, config.rollout.temperature, run.world.device)
+
+
+def _score_fields(config: Config) -> tuple[str, ...]:
+    return ("old_logprobs", "ref_logprobs") if config.algo.kl_coef else ("old_logprobs",)
+
+
+def _build_rollout_service(run: Run, tokenizer: Tokenizer) -> RolloutService | None:
+    config, rank = run.config, run.world.rank
+    index = run.placement.engine_of(rank)
+    if index is None:
+        return None
+    ranks = run.placement.engines[index]
+    seat = EngineSeat(
+        name=f"oneworld-{run.world.id}-engine{index}",
+        tp_rank=ranks.index(rank),
+        tp_size=len(ranks),
+        store=run.world.store,
+        device=run.world.device,
+        shares_device="actor" in run.roles,
+        stop_token_ids=stop_token_ids(run.model_folder),
+    )
+    with run.world.stage("build engine"):
+        engine = build_engine(config, run.model_folder, seat)
+    run.world.closers.append(engine.close)
+    max_num_groups = max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt)
+    score = find_reward(config.reward.function)
+    return RolloutService(run.world.mail, engine, ranks, run.placement.leader, max_num_groups, config.run.seed, score, tokenizer)
+
+
+def _build_sync(run: Run, model: nn.Module | None = None, copy: nn.Module | None = None, engine: Engine | None = None) -> WeightSync:
+    tensors = from_json(run.world.store.get("sync/tensors").decode())
+    load = engine.load if engine is not None else None
+    return WeightSync(
+        run.world.mail, run.placement, run.groups.sync_pg, run.config.sync, run.world.device, tensors, model=model, copy=copy, load=load
+    )

@@ -1,0 +1,127 @@
+"""Who computes old and reference logprobs: this learner's own model, or the inference ranks.
+
+A forward of a sharded model is a collective, so the ranks of a mesh run equally many. Actors agree on a count among themselves; for
+inference ranks the first of them cuts arriving work into even parts and says how many forwards each runs.
+
+    actor --score--> first inference rank --forward--> every inference rank --scores--> actor
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl.data.batch import Batch
+from rl.data.packing import pack, pad_to, split_evenly
+from rl.mail import Mail, Message
+from rl.model.logprobs import score_responses
+
+
+@torch.no_grad()
+def score_batch(model: nn.Module, batch: Batch, micro_batches: list[list[int]], temperature: float) -> Tensor:
+    """[T] logprobs of the response tokens, 0 in prompts; on the device of the batch."""
+    logprobs = torch.zeros(batch.num_tokens, dtype=torch.float32, device=batch.tokens.device)
+    starts = batch.cu_lengths.tolist()
+    for sequences in micro_batches:
+        part = batch.select(sequences)
+        scores = score_responses(model, part, temperature)
+        flat = torch.zeros(part.num_tokens, dtype=torch.float32, device=part.tokens.device)
+        flat[part.response_mask] = scores.logprobs
+        for sequence, piece in zip(sequences, flat.split(part.lengths.tolist()), strict=True):
+            logprobs[starts[sequence] : starts[sequence + 1]] = piece
+    return logprobs
+
+
+def agree_on_count(count: int, pg: dist.ProcessGroup) -> int:
+    """The largest count of the group."""
+    counts = torch.tensor([count])
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=pg)
+    return int(counts)
+
+
+class Scorer(Protocol):
+    def score(self, batch: Batch, version: int) -> Batch:
+        """The batch with old_logprobs, and ref_logprobs where there is a reference."""
+        ...
+
+
+class LocalScorer:
+    """The actors' own models."""
+
+    def __init__(self, models: Mapping[str, nn.Module], pg: dist.ProcessGroup, max_tokens: int, temperature: float, device: torch.device):
+        self._models, self._pg, self._max_tokens = models, pg, max_tokens
+        self._temperature, self._device = temperature, device
+
+    def score(self, batch: Batch, version: int) -> Batch:
+        micro_batches = pack(batch.lengths.tolist(), self._max_tokens)
+        micro_batches = pad_to(micro_batches, agree_on_count(len(micro_batches), self._pg))
+        moved = batch.to(self._device)
+        scores = {name: score_batch(model, moved, micro_batches, self._temperature).cpu() for name, model in self._models.items()}
+        return batch.replace(**scores)
+
+
+class RemoteScorer:
+    """Asks the inference ranks."""
+
+    def __init__(self, mail: Mail, scorers: list[int], fields: list[str]):
+        self._mail, self._scorers, self._fields = mail, scorers, fields
+
+    def score(self, batch: Batch, version: int) -> Batch:
+        merged = {name: torch.zeros(batch.num_tokens) for name in self._fields}
+        if batch.num_sequences == 0:
+            return batch.replace(**merged)
+        self._mail.send(self._scorers[0], "score", {"version": version}, batch.to_bytes())
+        starts = batch.cu_lengths.tolist()
+        for _ in self._scorers:
+            message = self._mail.receive("scores")
+            assert message is not None
+            for name, scores in safetensors.torch.load(bytes(message.payload)).items():
+                sequences = message.meta["sequences"]
+                pieces = scores.split([starts[s + 1] - starts[s] for s in sequences])
+                for sequence, piece in zip(sequences, pieces, strict=True):
+                    merged[name][starts[sequence] : starts[sequence + 1]] = piece
+        return batch.replace(**merged)
+
+
+class LogprobService:
+    """On every inference rank: `models` are its sharded copies, by the name of the batch field that each fills."""
+
+    kinds = ("score", "forward")
+    busy = False
+
+    def __init__(
+        self, mail: Mail, scorers: list[int], models: Mapping[str, nn.Module], max_tokens: int, temperature: float, device: torch.device
+    ):
+        self.version = 0
+        self.models = models
+        self._mail, self._scorers, self._max_tokens = mail, scorers, max_tokens
+        self._temperature, self._device = temperature, device
+
+    def handle(self, message: Message) -> None:
+        if message.kind == "score":
+            self._cut(message)
+        else:
+            self._forward(message)
+
+    def work(self) -> None:
+        raise AssertionError("never busy")
+
+    def _cut(self, message: Message) -> None:
+        batch = Batch.from_bytes(message.payload)
+        lengths = batch.lengths.tolist()
+        parts = split_evenly(lengths, len(self._scorers))
+        count = max(len(pack([lengths[s] for s in part], self._max_tokens)) for part in parts)
+        for rank, part in zip(self._scorers, parts, strict=True):
+            meta = {"actor": message.source, "version": message.meta["version"], "sequences": part, "num_micro_batches": count}
+            self._mail.send(rank, "forward", meta, batch.select(part).to_bytes())
+
+    def _forward(self, message: Message) -> None:
+        meta = message.meta
+        assert meta["version"] == self.version, f"asked for logprobs of version {meta['version']}, this rank holds {self.version}"
+        batch = Batch.from_bytes(message.payload).to(self._device)
+        micro_batches = pad_to(pack(batch.lengths.tolist(), self._max_tokens), meta["num_micro_batches"])
+        scores = {name: score_batch(model, batch, micro_batches, self._temperature).cpu() for name, model in self.models.items()}
+        self._mail.send(meta["actor"], "scores", {"sequences": meta["sequences"]}, safetensors.torch.save(scores))

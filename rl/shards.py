@@ -1,0 +1,84 @@
+"""The slice map of a sharded model: which part of which tensor lies on which rank of a mesh.
+
+Load, weight sync, checkpoint and merge all speak of tensors by this map. Every rank can derive it from the list of tensors
+alone: FSDP2 cuts the first dimension into chunks of ceil(n / ranks) rows, so late ranks may hold fewer rows or none.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of the whole model, under its Hugging Face name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # float32, bfloat16, ...
+    sharded: bool  # False: every rank of the mesh holds all of it
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def num_elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def rows(self, index: int, num_ranks: int) -> tuple[int, int]:
+        """First row and end of the slice that rank `index` of the mesh owns; of a replicated tensor rank 0 owns all."""
+        num_rows = self.shape[0] if self.shape else 1
+        if not self.sharded:
+            return (0, num_rows) if index == 0 else (num_rows, num_rows)
+        chunk = -(-num_rows // num_ranks)
+        return min(index * chunk, num_rows), min((index + 1) * chunk, num_rows)
+
+    @property
+    def row_elements(self) -> int:
+        return torch.Size(self.shape[1:]).numel()
+
+
+@dataclass(frozen=True)
+class LocalSlice:
+    """What this rank holds of a tensor; `data` is a view of the model's own memory."""
+
+    info: TensorInfo
+    data: Tensor
+
+
+def local_slices(model: nn.Module) -> Iterator[LocalSlice]:
+    """This rank's part of every parameter and persistent buffer, in model order; tied parameters come once."""
+    for name, tensor in _named_tensors(model):
+        if isinstance(tensor, DTensor):
+            placement = tensor.placements[0]
+            assert isinstance(placement, Shard | Replicate), placement
+            assert not isinstance(placement, Shard) or placement.dim == 0, f"{name} is cut along {placement}"
+            info = TensorInfo(name, tuple(tensor.shape), _dtype_name(tensor), isinstance(placement, Shard))
+            yield LocalSlice(info, tensor.to_local().detach())
+        else:
+            yield LocalSlice(TensorInfo(name, tuple(tensor.shape), _dtype_name(tensor), False), tensor.detach())
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def to_json(infos: list[TensorInfo]) -> str:
+    return json.dumps([asdict(info) for info in infos])
+
+
+def from_json(text: str) -> list[TensorInfo]:
+    return [TensorInfo(row["name"], tuple(row["shape"]), row["dtype"], row["sharded"]) for row in json.loads(text)]

