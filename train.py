@@ -8,7 +8,6 @@ Actor ranks drive the loop in `train`; ranks that are only rollout or inference 
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 from rl.algo.advantages import group_relative
@@ -39,7 +38,9 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 values = describe(batch).reduce(actor.pg)
                 check_mismatch(values["policy/mismatch_kl"], config.rollout.max_mismatch_kl)
             with world.stage("advantages"):
-                batch = batch.replace(advantages=group_relative(batch.rewards, batch.group_ids, config.algo.normalize_std))
+                batch = batch.replace(
+                    advantages=group_relative(batch.rewards, batch.group_ids, config.algo.normalize_std)
+                )
             with world.stage("update"):
                 measures = Measures()
                 actor.learner.update(batch, num_prompts, measures)
@@ -72,7 +73,13 @@ def check_mismatch(mismatch_kl: float, limit: float) -> None:
 
 
 def report(
-    world: World, config: Config, actor: Actor, step: int, version: int, values: dict[str, float], batch: Batch | None = None
+    world: World,
+    config: Config,
+    actor: Actor,
+    step: int,
+    version: int,
+    values: dict[str, float],
+    batch: Batch | None = None,
 ) -> None:
     """On the leader: one step's metrics, and now and then what was sampled."""
     seconds = {f"time/{stage}": seconds for stage, seconds in world.take_stage_seconds().items()}

@@ -159,13 +159,17 @@ def load_config(path: str | Path | None = None, overrides: list[str] | None = No
     """The defaults above, then the file, then the overrides; `path` None is configs/default.yaml."""
     file = resolve_path(str(path)) if path else DEFAULT_CONFIG
     if not file.is_file():
-        raise ConfigError(f"no config file at {path}; give --config the path of a YAML file, such as configs/default.yaml")
+        raise ConfigError(
+            f"no config file at {path}; give --config the path of a YAML file, such as configs/default.yaml"
+        )
     try:
         loaded = OmegaConf.load(file)
     except Exception as error:  # the YAML parser's own errors have no common base class
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{file} holds a {type(OmegaConf.to_container(loaded)).__name__}; a config is a mapping of sections")
+        raise ConfigError(
+            f"{file} holds a {type(OmegaConf.to_container(loaded)).__name__}; a config is a mapping of sections"
+        )
     values = OmegaConf.to_container(loaded, resolve=False)
     assert isinstance(values, dict)
     for override in overrides or []:
@@ -288,4 +292,6 @@ def validate(config: Config) -> None:
     if config.eval.interval and not config.data.eval:
         raise ConfigError("eval.interval is set, but data.eval is empty: give held-out prompts or set eval.interval=0")
     if "/" in config.run.name:
-        raise ConfigError(f"run.name: got {config.run.name!r}; it is a folder's name, without '/' (run.dir is the path)")
+        raise ConfigError(
+            f"run.name: got {config.run.name!r}; it is a folder's name, without '/' (run.dir is the path)"
+        )

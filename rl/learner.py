@@ -36,7 +36,11 @@ class Learner:
         self._pg, self._device, self._actor, self._algo, self._temperature = pg, device, actor, algo, temperature
         # Right after sharding: an optimizer made after a forward would miss the root's parameters without a word.
         self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=actor.lr, betas=(actor.beta1, actor.beta2), eps=actor.eps, weight_decay=actor.weight_decay
+            model.parameters(),
+            lr=actor.lr,
+            betas=(actor.beta1, actor.beta2),
+            eps=actor.eps,
+            weight_decay=actor.weight_decay,
         )
         schedule = lr_schedule(actor.lr_schedule, actor.warmup_steps, num_optimizer_steps)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, schedule)
@@ -62,7 +66,9 @@ class Learner:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._actor.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not torch.isfinite(norm):
-            raise FloatingPointError(f"the gradient norm is {norm.item()}; lower actor.lr, or look at the batch's logprobs and rewards")
+            raise FloatingPointError(
+                f"the gradient norm is {norm.item()}; lower actor.lr, or look at the batch's logprobs and rewards"
+            )
         measures.mean("optim/grad_norm", norm, 1)
         measures.mean("optim/lr", self._scheduler.get_last_lr()[0], 1)
         self._optimizer.step()

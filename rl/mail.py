@@ -80,7 +80,9 @@ class Mail:
     def learn(self, addresses: dict[int, tuple[str, int]]) -> None:
         self._addresses.update(addresses)
 
-    def send(self, rank: int, kind: str, meta: dict[str, Any] | None = None, payload: bytes | bytearray | memoryview = b"") -> None:
+    def send(
+        self, rank: int, kind: str, meta: dict[str, Any] | None = None, payload: bytes | bytearray | memoryview = b""
+    ) -> None:
         """Delivers in order per pair of ranks. Raises PeerLost when the other side does not take it in time."""
         if rank == self.rank:
             self._deliver(Message(rank, kind, meta or {}, bytes(payload)))
@@ -95,7 +97,9 @@ class Mail:
                 if payload:
                     connection.sendall(payload)
             except OSError as error:
-                raise PeerLost(f"could not send {kind!r} to rank {rank} at {self._addresses.get(rank)}: {error}") from error
+                raise PeerLost(
+                    f"could not send {kind!r} to rank {rank} at {self._addresses.get(rank)}: {error}"
+                ) from error
 
     def receive(self, *kinds: str, timeout_s: float | None = None) -> Message | None:
         """The oldest message of these kinds; None after `timeout_s`. Without a limit it waits as long as the world lives."""
@@ -153,7 +157,9 @@ class Mail:
                     return
                 try:
                     selected.data()
-                except Exception as error:  # a handler's failure must reach the main thread, and the thread must live on
+                except (
+                    Exception
+                ) as error:  # a handler's failure must reach the main thread, and the thread must live on
                     self.fail(error)
 
     def _accept(self) -> None:

@@ -81,7 +81,10 @@ class MetricsWriter:
         """Ends with a line that says what came of the run: mean reward of the first and of the last 5 steps."""
         first, last = (sum(part) / max(1, len(part)) for part in (self._rewards[:5], self._rewards[-5:]))
         seconds = time.perf_counter() - self._started
-        print(f"{self._name}: reward {first:.2f} -> {last:.2f} in {len(self._rewards)} steps, {seconds:.0f} s, engine {engine_name}", flush=True)
+        print(
+            f"{self._name}: reward {first:.2f} -> {last:.2f} in {len(self._rewards)} steps, {seconds:.0f} s, engine {engine_name}",
+            flush=True,
+        )
         self._board.close()
         self._file.close()
 

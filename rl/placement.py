@@ -66,7 +66,14 @@ class Placement:
         rows = [("rank", "node", "roles", "engine")]
         for rank, roles in enumerate(self.roles):
             engine = self.engine_of(rank)
-            rows.append((str(rank), str(rank // self.num_ranks_per_node), ",".join(roles), "-" if engine is None else str(engine)))
+            rows.append(
+                (
+                    str(rank),
+                    str(rank // self.num_ranks_per_node),
+                    ",".join(roles),
+                    "-" if engine is None else str(engine),
+                )
+            )
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
@@ -85,7 +92,9 @@ def plan(spec: dict[str, Any], num_nodes: int, num_ranks_per_node: int, tensor_p
         raise ConfigError("placement names no role; for example {'actor,rollout': all}")
     assigned = _assign(entries, world_size, tensor_parallel_size)
     roles = _roles_by_rank(entries, assigned, world_size)
-    engines = _group_engines([r for r in range(world_size) if "rollout" in roles[r]], num_ranks_per_node, tensor_parallel_size)
+    engines = _group_engines(
+        [r for r in range(world_size) if "rollout" in roles[r]], num_ranks_per_node, tensor_parallel_size
+    )
     placement = Placement(num_nodes, num_ranks_per_node, roles, engines)
     _check_roles(placement, tensor_parallel_size)
     return placement
@@ -95,9 +104,13 @@ def _parse_roles(name: str) -> tuple[str, ...]:
     roles = tuple(part.strip() for part in name.split(","))
     for role in roles:
         if role not in ROLES:
-            raise ConfigError(f"placement: got the role {role!r} in {name!r}; roles are {', '.join(ROLES)}, for example 'actor,rollout: all'")
+            raise ConfigError(
+                f"placement: got the role {role!r} in {name!r}; roles are {', '.join(ROLES)}, for example 'actor,rollout: all'"
+            )
     if len(set(roles)) < len(roles):
-        raise ConfigError(f"placement: got {name!r}, which names a role twice; write {','.join(dict.fromkeys(roles))!r}")
+        raise ConfigError(
+            f"placement: got {name!r}, which names a role twice; write {','.join(dict.fromkeys(roles))!r}"
+        )
     return tuple(role for role in ROLES if role in roles)
 
 
@@ -115,7 +128,10 @@ def _assign(entries: list[tuple[tuple[str, ...], Any]], world_size: int, tensor_
                 "{'rollout': '75%', 'actor': 'rest'} or {'rollout': '0-2', 'actor': '3'}"
             )
         return _assign_sizes(entries, relative, world_size, tensor_parallel_size)
-    ranks = [None if text == "rest" else _parse_ranks(",".join(roles), text, world_size) for (roles, _), text in zip(entries, texts)]
+    ranks = [
+        None if text == "rest" else _parse_ranks(",".join(roles), text, world_size)
+        for (roles, _), text in zip(entries, texts)
+    ]
     taken = {rank for part in ranks if part is not None for rank in part}
     return [part if part is not None else [rank for rank in range(world_size) if rank not in taken] for part in ranks]
 
@@ -134,7 +150,9 @@ def _parse_size(name: str, text: str, world_size: int) -> float | None:
     except ValueError:
         raise ConfigError(f"placement.{name}: got {text!r}; a count is '4 ranks', a share '25%'") from None
     if not 0 < value <= whole or (whole == world_size and not text.endswith("%") and value != int(value)):
-        raise ConfigError(f"placement.{name}: got {text!r} in a world of {world_size} ranks; a count is a whole number from 1 to {world_size}, a share lies above 0% and up to 100%")
+        raise ConfigError(
+            f"placement.{name}: got {text!r} in a world of {world_size} ranks; a count is a whole number from 1 to {world_size}, a share lies above 0% and up to 100%"
+        )
     return value * world_size / whole
 
 
@@ -173,7 +191,9 @@ def _parse_ranks(name: str, text: str, world_size: int) -> list[int]:
             raise ConfigError(f"placement.{name}: got {text!r}; write ranks as 0-3,8, or all, rest, '4 ranks', '25%'")
         low, high = int(first), int(last or first)
         if low > high:
-            raise ConfigError(f"placement.{name}: got {part.strip()!r}, a range that runs backwards; write {high}-{low}")
+            raise ConfigError(
+                f"placement.{name}: got {part.strip()!r}, a range that runs backwards; write {high}-{low}"
+            )
         if high >= world_size:
             raise ConfigError(
                 f"placement.{name}: got rank {high} in a world of {world_size} ranks, 0 to {world_size - 1}; write for example "
@@ -182,13 +202,17 @@ def _parse_ranks(name: str, text: str, world_size: int) -> list[int]:
         ranks.extend(range(low, high + 1))
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
     if twice:
-        raise ConfigError(f"placement.{name}: got {text!r}, which names {_compact(twice)} twice; write {_compact(sorted(set(ranks)))}")
+        raise ConfigError(
+            f"placement.{name}: got {text!r}, which names {_compact(twice)} twice; write {_compact(sorted(set(ranks)))}"
+        )
     return ranks
 
 
-def _roles_by_rank(entries: list[tuple[tuple[str, ...], Any]], assigned: list[list[int]], world_size: int) -> tuple[tuple[str, ...], ...]:
+def _roles_by_rank(
+    entries: list[tuple[tuple[str, ...], Any]], assigned: list[list[int]], world_size: int
+) -> tuple[tuple[str, ...], ...]:
     roles: list[tuple[str, ...]] = [()] * world_size
-    for index, ((entry_roles, _), ranks) in enumerate(zip(entries, assigned)):
+    for (entry_roles, _), ranks in zip(entries, assigned):
         shared = [rank for rank in ranks if roles[rank]]
         if shared:
             both = ",".join(role for role in ROLES if role in entry_roles + roles[shared[0]])
@@ -208,7 +232,9 @@ def _roles_by_rank(entries: list[tuple[tuple[str, ...], Any]], assigned: list[li
     return tuple(roles)
 
 
-def _group_engines(rollout: list[int], num_ranks_per_node: int, tensor_parallel_size: int) -> tuple[tuple[int, ...], ...]:
+def _group_engines(
+    rollout: list[int], num_ranks_per_node: int, tensor_parallel_size: int
+) -> tuple[tuple[int, ...], ...]:
     tp = tensor_parallel_size
     if len(rollout) % tp:
         raise ConfigError(
@@ -231,7 +257,9 @@ def _group_engines(rollout: list[int], num_ranks_per_node: int, tensor_parallel_
 def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
     for role in ("actor", "rollout"):
         if not placement.ranks(role):
-            raise ConfigError(f"placement: no rank has the role {role!r}; for example {{'rollout': '75%', 'actor': 'rest'}} or {{'actor,rollout': 'all'}}")
+            raise ConfigError(
+                f"placement: no rank has the role {role!r}; for example {{'rollout': '75%', 'actor': 'rest'}} or {{'actor,rollout': 'all'}}"
+            )
     for ranks in placement.engines:
         if len({placement.roles[rank] for rank in ranks}) > 1:
             got = "; ".join(f"rank {rank} is {','.join(placement.roles[rank])}" for rank in ranks)

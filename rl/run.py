@@ -84,7 +84,10 @@ def check_model(config: Config, model_folder: Path) -> None:
         raise ConfigError(
             f"rollout.tensor_parallel_size: got {tp}, but {model_folder} has {heads} attention heads; choose one of {', '.join(map(str, divisors))}"
         )
-    longest, positions = config.data.max_prompt_tokens + config.rollout.max_new_tokens, shape.get("max_position_embeddings")
+    longest, positions = (
+        config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        shape.get("max_position_embeddings"),
+    )
     if positions and longest > positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_new_tokens: got {longest}, but {model_folder} has {positions} positions; lower one of them, "
@@ -107,7 +110,9 @@ def build_actor(run: Run) -> Actor:
     config, mail, rank = run.config, run.world.mail, run.world.rank
     model = _load(run, trainable=True)
     updates = config.train.num_steps * config.algo.num_epochs * config.algo.num_mini_batches
-    learner = Learner(model, run.groups.actor_pg, run.world.device, config.actor, config.algo, config.rollout.temperature, updates)
+    learner = Learner(
+        model, run.groups.actor_pg, run.world.device, config.actor, config.algo, config.rollout.temperature, updates
+    )
     if rank == run.placement.leader:
         run.world.store.set("sync/tensors", to_json(wire_tensors(model, config.model.dtype)))
     tokenizer = AutoTokenizer.from_pretrained(run.model_folder)
@@ -120,8 +125,8 @@ def build_actor(run: Run) -> Actor:
         if config.eval.interval:
             held_out = read_prompts(config.data.eval, config.data, tokenizer)
             actor.eval_prompts = held_out[: config.eval.num_prompts or None]
-        actor.writer = MetricsWriter(run.folder, config.train.num_steps)
-        run.world.closers.append(lambda: actor.writer.close(rollouts.engine_name))
+        actor.writer = writer = MetricsWriter(run.folder, config.train.num_steps)
+        run.world.closers.append(lambda: writer.close(rollouts.engine_name))
     return actor
 
 
@@ -185,7 +190,9 @@ def _build_logprob_service(run: Run) -> LogprobService:
     config = run.config
     models = {name: _load(run, trainable=False) for name in _score_fields(config)}
     max_tokens = config.inference.max_tokens_per_micro_batch
-    return LogprobService(run.world.mail, run.placement.scorers, models, max_tokens, config.rollout.temperature, run.world.device)
+    return LogprobService(
+        run.world.mail, run.placement.scorers, models, max_tokens, config.rollout.temperature, run.world.device
+    )
 
 
 def _score_fields(config: Config) -> tuple[str, ...]:
@@ -212,12 +219,24 @@ def _build_rollout_service(run: Run, tokenizer: Tokenizer) -> RolloutService | N
     run.world.closers.append(engine.close)
     max_num_groups = max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt)
     score = find_reward(config.reward.function)
-    return RolloutService(run.world.mail, engine, ranks, run.placement.leader, max_num_groups, config.run.seed, score, tokenizer)
+    return RolloutService(
+        run.world.mail, engine, ranks, run.placement.leader, max_num_groups, config.run.seed, score, tokenizer
+    )
 
 
-def _build_sync(run: Run, model: nn.Module | None = None, copy: nn.Module | None = None, engine: Engine | None = None) -> WeightSync:
+def _build_sync(
+    run: Run, model: nn.Module | None = None, copy: nn.Module | None = None, engine: Engine | None = None
+) -> WeightSync:
     tensors = from_json(run.world.store.get("sync/tensors").decode())
     load = engine.load if engine is not None else None
     return WeightSync(
-        run.world.mail, run.placement, run.groups.sync_pg, run.config.sync, run.world.device, tensors, model=model, copy=copy, load=load
+        run.world.mail,
+        run.placement,
+        run.groups.sync_pg,
+        run.config.sync,
+        run.world.device,
+        tensors,
+        model=model,
+        copy=copy,
+        load=load,
     )

@@ -51,7 +51,14 @@ class Scorer(Protocol):
 class LocalScorer:
     """The actors' own models."""
 
-    def __init__(self, models: Mapping[str, nn.Module], pg: dist.ProcessGroup, max_tokens: int, temperature: float, device: torch.device):
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        pg: dist.ProcessGroup,
+        max_tokens: int,
+        temperature: float,
+        device: torch.device,
+    ):
         self._models, self._pg, self._max_tokens = models, pg, max_tokens
         self._temperature, self._device = temperature, device
 
@@ -59,7 +66,10 @@ class LocalScorer:
         micro_batches = pack(batch.lengths.tolist(), self._max_tokens)
         micro_batches = pad_to(micro_batches, agree_on_count(len(micro_batches), self._pg))
         moved = batch.to(self._device)
-        scores = {name: score_batch(model, moved, micro_batches, self._temperature).cpu() for name, model in self._models.items()}
+        scores = {
+            name: score_batch(model, moved, micro_batches, self._temperature).cpu()
+            for name, model in self._models.items()
+        }
         return batch.replace(**scores)
 
 
@@ -93,7 +103,13 @@ class LogprobService:
     busy = False
 
     def __init__(
-        self, mail: Mail, scorers: list[int], models: Mapping[str, nn.Module], max_tokens: int, temperature: float, device: torch.device
+        self,
+        mail: Mail,
+        scorers: list[int],
+        models: Mapping[str, nn.Module],
+        max_tokens: int,
+        temperature: float,
+        device: torch.device,
     ):
         self.version = 0
         self.models = models
@@ -115,13 +131,23 @@ class LogprobService:
         parts = split_evenly(lengths, len(self._scorers))
         count = max(len(pack([lengths[s] for s in part], self._max_tokens)) for part in parts)
         for rank, part in zip(self._scorers, parts, strict=True):
-            meta = {"actor": message.source, "version": message.meta["version"], "sequences": part, "num_micro_batches": count}
+            meta = {
+                "actor": message.source,
+                "version": message.meta["version"],
+                "sequences": part,
+                "num_micro_batches": count,
+            }
             self._mail.send(rank, "forward", meta, batch.select(part).to_bytes())
 
     def _forward(self, message: Message) -> None:
         meta = message.meta
-        assert meta["version"] == self.version, f"asked for logprobs of version {meta['version']}, this rank holds {self.version}"
+        assert meta["version"] == self.version, (
+            f"asked for logprobs of version {meta['version']}, this rank holds {self.version}"
+        )
         batch = Batch.from_bytes(message.payload).to(self._device)
         micro_batches = pad_to(pack(batch.lengths.tolist(), self._max_tokens), meta["num_micro_batches"])
-        scores = {name: score_batch(model, batch, micro_batches, self._temperature).cpu() for name, model in self.models.items()}
+        scores = {
+            name: score_batch(model, batch, micro_batches, self._temperature).cpu()
+            for name, model in self.models.items()
+        }
         self._mail.send(meta["actor"], "scores", {"sequences": meta["sequences"]}, safetensors.torch.save(scores))

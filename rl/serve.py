@@ -7,7 +7,10 @@ from rl.mail import Mail, Message
 
 
 class Service(Protocol):
-    kinds: tuple[str, ...]  # of the messages it answers
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the messages it answers."""
+        ...
 
     @property
     def busy(self) -> bool: ...

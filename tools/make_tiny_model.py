@@ -116,7 +116,9 @@ def write_rows(path: Path, pairs: Sequence[Pair]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def encode_skill(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], skill: Skill) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_skill(
+    tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], skill: Skill
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [P, T] and their labels [P, T], where only the response and its <eos> are labelled."""
     length = PROMPT_LENGTH + RESPONSE_LENGTH
     ids = torch.full((len(pairs), length), tokenizer.pad_token_id)

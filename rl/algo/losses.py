@@ -15,7 +15,9 @@ class PolicyLoss:
     clipped_sum: Tensor  # scalar, tokens whose gradient the clip cut off
 
 
-def clipped_ratio(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
+def clipped_ratio(
+    new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> PolicyLoss:
     """PPO's pessimistic bound with separate bounds below and above (DAPO's clip-higher, arXiv 2503.14476)."""
     ratio = torch.exp(new_logprobs - old_logprobs)
     free = ratio * advantages

@@ -24,8 +24,10 @@ def describe(batch: Batch) -> Measures:
 def show(batch: Batch, tokenizer: Tokenizer, count: int) -> str:
     """The first rollouts as a Markdown table for TensorBoard."""
     rows = ["| reward | prompt | response |", "| --- | --- | --- |"]
-    for tokens, prompt_length, reward in list(zip(batch.tokens.split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), batch.rewards.tolist()))[:count]:
-        texts = [tokenizer.decode(part.tolist(), skip_special_tokens=False) for part in (tokens[:prompt_length], tokens[prompt_length:])]
+    sequences = batch.tokens.split(batch.lengths.tolist())
+    for tokens, split, reward in list(zip(sequences, batch.prompt_lengths.tolist(), batch.rewards.tolist()))[:count]:
+        parts = (tokens[:split].tolist(), tokens[split:].tolist())
+        texts = [tokenizer.decode(part, skip_special_tokens=False) for part in parts]
         cells = [text.replace("|", "\\|").replace("\n", "<br>") for text in texts]
         rows.append(f"| {reward:g} | {cells[0]} | {cells[1]} |")
     return "\n".join(rows)

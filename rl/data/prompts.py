@@ -17,7 +17,9 @@ from rl.config import ConfigError, DataConfig, resolve_path
 class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-    def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool) -> str: ...
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,11 @@ def sample_seed(run_seed: int, epoch: int, prompt_id: int, sample_index: int) ->
 def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
     file = resolve_path(path)
     if not file.is_file():
-        raise ConfigError(f"no prompts at {path}; data.train and data.eval are jsonl files with the fields {data.prompt_key!r} and {data.answer_key!r}")
-    prompts = []
+        raise ConfigError(
+            f"no prompts at {path}; data.train and data.eval are jsonl files with the fields "
+            f"{data.prompt_key!r} and {data.answer_key!r}"
+        )
+    prompts: list[Prompt] = []
     for number, line in enumerate(file.read_text().splitlines(), start=1):
         if line.strip():
             prompts.append(_read_row(file, number, line, len(prompts), data, tokenizer))

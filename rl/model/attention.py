@@ -37,8 +37,11 @@ def ragged_attention(
             f"a sequence has {longest} tokens, but the model attends to the last {sliding_window} only, which the learner does not do yet; "
             "lower rollout.max_new_tokens"
         )
-    padded = [_pad(part[0], segment_ids, positions, num_sequences, longest) for part in (query, key, value)]
-    output = F.scaled_dot_product_attention(*padded, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    q, k, v = (_pad(part[0], segment_ids, positions, num_sequences, longest) for part in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    output = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+    )
     return output.transpose(1, 2)[segment_ids, positions].unsqueeze(0), None
 
 

@@ -29,7 +29,9 @@ def find_model(path: str) -> Path:
         try:
             folder = Path(snapshot_download(path, allow_patterns=MODEL_FILES))
         except Exception as error:  # the client raises many unrelated types: offline, no such name, no permission
-            raise ConfigError(f"model.path: {path!r} is no local folder, and the hub did not give it: {error}") from None
+            raise ConfigError(
+                f"model.path: {path!r} is no local folder, and the hub did not give it: {error}"
+            ) from None
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path: {folder} has no config.json; give the folder of a Hugging Face model")
     return folder
@@ -55,14 +57,18 @@ def stop_token_ids(folder: Path) -> list[int]:
     source = GenerationConfig.from_pretrained(folder) if has_own else AutoConfig.from_pretrained(folder)
     ids = getattr(source, "eos_token_id", None)
     if ids is None:
-        raise ConfigError(f"{folder} names no eos_token_id in generation_config.json or config.json, so no response would end; add it")
+        raise ConfigError(
+            f"{folder} names no eos_token_id in generation_config.json or config.json, so no response would end; add it"
+        )
     return list(ids) if isinstance(ids, list) else [ids]
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, dtype: str) -> None:
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
     layer_classes = set(model._no_split_modules or ())  # type: ignore[arg-type]
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     assert layers, f"{type(model).__name__} names no layer class in _no_split_modules"
@@ -79,7 +85,9 @@ def _fill_computed_buffers(model: nn.Module, device: torch.device) -> None:
             try:
                 fresh = type(module)(module.config)
             except (AttributeError, TypeError) as error:
-                raise ConfigError(f"cannot recompute {', '.join(computed)} of {name} ({type(module).__name__}): {error}; this architecture is not supported") from None
+                raise ConfigError(
+                    f"cannot recompute {', '.join(computed)} of {name} ({type(module).__name__}): {error}; this architecture is not supported"
+                ) from None
             for buffer in computed:
                 setattr(module, buffer, getattr(fresh, buffer).to(device))
 
@@ -97,7 +105,9 @@ def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh) -> None:
         info, file = part.info, files[part.info.name]
         source = handles[file].get_slice(info.name)
         if tuple(source.get_shape()) != info.shape:
-            raise ConfigError(f"{folder / file}: {info.name} has the shape {source.get_shape()}, but config.json asks for {list(info.shape)}")
+            raise ConfigError(
+                f"{folder / file}: {info.name} has the shape {source.get_shape()}, but config.json asks for {list(info.shape)}"
+            )
         if not info.sharded:
             part.data.copy_(handles[file].get_tensor(info.name))
             continue
@@ -113,6 +123,8 @@ def tensor_files(folder: Path) -> dict[str, str]:
         return json.loads(index.read_text())["weight_map"]
     single = folder / "model.safetensors"
     if not single.is_file():
-        raise ConfigError(f"{folder} has neither model.safetensors nor model.safetensors.index.json; only safetensors can be read by slices")
+        raise ConfigError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json; only safetensors can be read by slices"
+        )
     with safe_open(single, framework="pt") as handle:
         return dict.fromkeys(handle.keys(), single.name)

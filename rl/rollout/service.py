@@ -129,15 +129,24 @@ class RolloutService:
 
     def _deliver(self, group: _Group) -> None:
         task = group.task
-        rollouts = pack_group(group.task, [group.ended[index] for index in sorted(group.ended)], self.engine.version, self._rate)
-        meta = {"batch": task.batch, "position": task.position, "version": self.engine.version, "engine": self.engine.name}
+        rollouts = pack_group(
+            group.task, [group.ended[index] for index in sorted(group.ended)], self.engine.version, self._rate
+        )
+        meta = {
+            "batch": task.batch,
+            "position": task.position,
+            "version": self.engine.version,
+            "engine": self.engine.name,
+        }
         self._mail.send(task.owner, "group", meta, rollouts.to_bytes())
 
     def _rate(self, tokens: list[int], answer: str) -> float:
         return self._score(self._tokenizer.decode(tokens, skip_special_tokens=True), answer)
 
 
-def pack_group(task: Task, completions: list[Completion], version: int, rate: Callable[[list[int], str], float]) -> Batch:
+def pack_group(
+    task: Task, completions: list[Completion], version: int, rate: Callable[[list[int], str], float]
+) -> Batch:
     """The ragged batch of one group, in the order of its samples."""
     prompt = task.prompt.tokens
     tokens: list[int] = []

@@ -53,7 +53,11 @@ class PrivateDefaultGroup:
     def __init__(self, seat: EngineSeat):
         self._group: c10d.ProcessGroup | None = None
         self._count = FIRST_PRIVATE_GROUP_NUMBER
-        self._environment = {"RANK": str(seat.tp_rank), "WORLD_SIZE": str(seat.tp_size), "LOCAL_RANK": str(seat.device.index or 0)}
+        self._environment = {
+            "RANK": str(seat.tp_rank),
+            "WORLD_SIZE": str(seat.tp_size),
+            "LOCAL_RANK": str(seat.device.index or 0),
+        }
         backend = "cpu:gloo,cuda:nccl" if seat.device.type == "cuda" else "gloo"
         excepthook = sys.excepthook  # init_process_group wraps it
         with self.entered():
@@ -112,7 +116,11 @@ def build(config: Config, model_folder: Path, seat: EngineSeat) -> "VllmEngine":
     group = PrivateDefaultGroup(seat)
     rollout = config.rollout
     kv_cache_mb = rollout.kv_cache_mb or (CPU_KV_CACHE_MB if seat.device.type == "cpu" else 0)
-    memory = {"kv_cache_memory_bytes": kv_cache_mb << 20} if kv_cache_mb else {"gpu_memory_utilization": rollout.gpu_memory_fraction}
+    memory = (
+        {"kv_cache_memory_bytes": kv_cache_mb << 20}
+        if kv_cache_mb
+        else {"gpu_memory_utilization": rollout.gpu_memory_fraction}
+    )
     with _untouched_rng(), group.entered():
         try:
             llm = vllm.LLM(
@@ -136,7 +144,9 @@ def build(config: Config, model_folder: Path, seat: EngineSeat) -> "VllmEngine":
             raise ConfigError(f"vLLM refuses these settings: {error}") from error
         c10d.barrier()  # of the engine's ranks: this default group is the private one
     for segment in Path("/dev/shm").glob(f"{seat.name}-*"):
-        segment.unlink(missing_ok=True)  # every rank has mapped it; without a name it goes with the last process, however that ends
+        segment.unlink(
+            missing_ok=True
+        )  # every rank has mapped it; without a name it goes with the last process, however that ends
     return VllmEngine(llm, group, seat)
 
 
@@ -178,7 +188,14 @@ class VllmEngine:
         ended = []
         for output in outputs:
             answer = output.outputs[0]
-            ended.append(Completion(output.request_id, list(answer.token_ids), list(answer.logprobs.logprobs), answer.finish_reason == "length"))
+            ended.append(
+                Completion(
+                    output.request_id,
+                    list(answer.token_ids),
+                    list(answer.logprobs.logprobs),
+                    answer.finish_reason == "length",
+                )
+            )
         return ended
 
     def load(self, weights: Weights, version: int) -> None:

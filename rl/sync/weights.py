@@ -75,7 +75,9 @@ class WeightSync:
             message = self._mail.receive("joined", timeout_s=deadline - time.monotonic())
             if message is None:
                 names = ", ".join(map(str, sorted(missing)))
-                raise SyncError(f"version {version}: no answer from rank {names} within sync.join_timeout_s = {self._join_timeout_s:g} s")
+                raise SyncError(
+                    f"version {version}: no answer from rank {names} within sync.join_timeout_s = {self._join_timeout_s:g} s"
+                )
             missing.discard(message.source)
         for rank in range(self._world_size):
             self._mail.send(rank, "go", {"version": version})
@@ -111,7 +113,9 @@ class WeightSync:
                 self._exchange(bucket, whole, index, parts if actor == self._mail.rank else None)
             yield from zip((info.name for info in bucket), whole, strict=True)
 
-    def _exchange(self, bucket: list[TensorInfo], whole: list[Tensor], index: int, parts: dict[str, LocalSlice] | None) -> None:
+    def _exchange(
+        self, bucket: list[TensorInfo], whole: list[Tensor], index: int, parts: dict[str, LocalSlice] | None
+    ) -> None:
         """One actor's slices of a bucket, from it to everyone; `parts` are this rank's own when it is that actor."""
         views = []
         for info, tensor in zip(bucket, whole, strict=True):
