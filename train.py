@@ -1,4 +1,5 @@
-"""RL post-training in one torchrun world: the same command on every node, ranks take their roles from the placement config.
+"""RL post-training in one torchrun world: the same command on every node, ranks take their roles from the placement
+config.
 
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint head:29500 train.py [--config F] [key=value ...]
     python train.py --plan [--config F] [--nnodes N --nproc-per-node M] [key=value ...]
@@ -67,7 +68,8 @@ def evaluate(world: World, config: Config, actor: Actor, step: int) -> dict[str,
 def check_mismatch(mismatch_kl: float, limit: float) -> None:
     if limit and mismatch_kl > limit:
         raise RuntimeError(
-            f"engine and learner disagree: policy/mismatch_kl is {mismatch_kl:.4g}, above rollout.max_mismatch_kl = {limit:g}; "
+            f"engine and learner disagree: policy/mismatch_kl is {mismatch_kl:.4g}, above rollout.max_mismatch_kl = "
+            f"{limit:g}; "
             "nothing was learnt from this batch. Raise the limit or compare model.dtype and the engine's settings"
         )
 

@@ -1,8 +1,8 @@
 """The policy on the actor mesh and its optimizer: one batch in, new weights and metrics out.
 
-Losses are sums; the division by the number of response tokens of the whole mini-batch, over all ranks, happens once, so the
-result depends neither on the number of ranks nor on the split into micro-batches. FSDP averages gradients over the mesh, which the
-factor `mesh size` undoes.
+Losses are sums; the division by the number of response tokens of the whole mini-batch, over all ranks, happens once,
+so the result depends neither on the number of ranks nor on the split into micro-batches. FSDP averages gradients over
+the mesh, which the factor `mesh size` undoes.
 """
 
 import math

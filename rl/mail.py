@@ -2,12 +2,12 @@
 
     sender's thread --send--> socket --> receiver's I/O thread --> handler(kind), or the inbox --receive--> main thread
 
-Why not c10d: a gloo send blocks until the other side enters the matching receive and cannot be polled, so an engine would
-stop for a busy actor, and a rank would wait for work inside a c10d call. Here the I/O thread always drains, a sender waits
-for the kernel alone, and the end of a peer's process closes its connection, which is noticed at once.
+Why not c10d: a gloo send blocks until the other side enters the matching receive and cannot be polled, so an engine
+would stop for a busy actor, and a rank would wait for work inside a c10d call. Here the I/O thread always drains, a
+sender waits for the kernel alone, and the end of a peer's process closes its connection, which is noticed at once.
 
-A frame is a fixed prefix, a JSON header and raw bytes; nothing is unpickled. A connection opens with the run's token, which
-travels through the rendezvous store, so that a stranger's connection is dropped.
+A frame is a fixed prefix, a JSON header and raw bytes; nothing is unpickled. A connection opens with the run's token,
+which travels through the rendezvous store, so that a stranger's connection is dropped.
 """
 
 import json
@@ -102,7 +102,8 @@ class Mail:
                 ) from error
 
     def receive(self, *kinds: str, timeout_s: float | None = None) -> Message | None:
-        """The oldest message of these kinds; None after `timeout_s`. Without a limit it waits as long as the world lives."""
+        """The oldest message of these kinds; None after `timeout_s`. Without a limit it waits as long as the world
+        lives."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._arrived:
             while True:

@@ -1,7 +1,7 @@
 """What a run reports: means over ranks, TensorBoard, one JSON line a step, a line on the console.
 
-Names have stable prefixes: reward/ loss/ policy/ rollout/ optim/ eval/ time/ perf/. A mean is kept as a sum and a count until all
-ranks have been added up, so it does not depend on who held which sequences.
+Names have stable prefixes: reward/ loss/ policy/ rollout/ optim/ eval/ time/ perf/. A mean is kept as a sum and a
+count until all ranks have been added up, so it does not depend on who held which sequences.
 """
 
 import json
@@ -82,7 +82,8 @@ class MetricsWriter:
         first, last = (sum(part) / max(1, len(part)) for part in (self._rewards[:5], self._rewards[-5:]))
         seconds = time.perf_counter() - self._started
         print(
-            f"{self._name}: reward {first:.2f} -> {last:.2f} in {len(self._rewards)} steps, {seconds:.0f} s, engine {engine_name}",
+            f"{self._name}: reward {first:.2f} -> {last:.2f} in {len(self._rewards)} steps, {seconds:.0f} s, engine "
+            f"{engine_name}",
             flush=True,
         )
         self._board.close()

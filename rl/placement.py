@@ -85,7 +85,8 @@ def plan(spec: dict[str, Any], num_nodes: int, num_ranks_per_node: int, tensor_p
         if spec.get(name) not in (None, real):
             raise ConfigError(
                 f"placement.{name}: the config says {spec[name]}, but the world that torchrun started has {real}; "
-                f"start {num_nodes} x {num_ranks_per_node} = {world_size} ranks as the config says, or set placement.{name}={real}"
+                f"start {num_nodes} x {num_ranks_per_node} = {world_size} ranks as the config says, or set "
+                f"placement.{name}={real}"
             )
     entries = [(_parse_roles(name), value) for name, value in spec.items() if name not in PLACEMENT_SIZES]
     if not entries:
@@ -105,7 +106,8 @@ def _parse_roles(name: str) -> tuple[str, ...]:
     for role in roles:
         if role not in ROLES:
             raise ConfigError(
-                f"placement: got the role {role!r} in {name!r}; roles are {', '.join(ROLES)}, for example 'actor,rollout: all'"
+                f"placement: got the role {role!r} in {name!r}; roles are {', '.join(ROLES)}, for example "
+                "'actor,rollout: all'"
             )
     if len(set(roles)) < len(roles):
         raise ConfigError(
@@ -124,7 +126,8 @@ def _assign(entries: list[tuple[tuple[str, ...], Any]], world_size: int, tensor_
         absolute = [text for text, size in zip(texts, relative) if size is None and text != "rest"]
         if absolute:
             raise ConfigError(
-                f"placement: got the absolute {absolute[0]!r} beside counts or shares; write all entries one way, for example "
+                f"placement: got the absolute {absolute[0]!r} beside counts or shares; write all entries one way, "
+                "for example "
                 "{'rollout': '75%', 'actor': 'rest'} or {'rollout': '0-2', 'actor': '3'}"
             )
         return _assign_sizes(entries, relative, world_size, tensor_parallel_size)
@@ -151,7 +154,8 @@ def _parse_size(name: str, text: str, world_size: int) -> float | None:
         raise ConfigError(f"placement.{name}: got {text!r}; a count is '4 ranks', a share '25%'") from None
     if not 0 < value <= whole or (whole == world_size and not text.endswith("%") and value != int(value)):
         raise ConfigError(
-            f"placement.{name}: got {text!r} in a world of {world_size} ranks; a count is a whole number from 1 to {world_size}, a share lies above 0% and up to 100%"
+            f"placement.{name}: got {text!r} in a world of {world_size} ranks; a count is a whole number from 1 to "
+            f"{world_size}, a share lies above 0% and up to 100%"
         )
     return value * world_size / whole
 
@@ -159,7 +163,8 @@ def _parse_size(name: str, text: str, world_size: int) -> float | None:
 def _assign_sizes(
     entries: list[tuple[tuple[str, ...], Any]], sizes: list[float | None], world_size: int, tensor_parallel_size: int
 ) -> list[list[int]]:
-    """Consecutive ranks: each boundary is the running sum, rounded, so that shares of 100 % always add up to the world."""
+    """Consecutive ranks: each boundary is the running sum, rounded, so that shares of 100 % always add up to the
+    world."""
     counts: list[int] = []
     exact, used = 0.0, 0
     for (roles, _), size in zip(entries, sizes):
@@ -174,7 +179,8 @@ def _assign_sizes(
     if sum(counts) != world_size or min(counts) < 1:
         got = ", ".join(f"{','.join(roles)}: {value} = {count}" for (roles, value), count in zip(entries, counts))
         raise ConfigError(
-            f"placement: got {got} ranks, which is {sum(counts)} of {world_size}; counts and shares must give each entry at "
+            f"placement: got {got} ranks, which is {sum(counts)} of {world_size}; counts and shares must give each "
+            "entry at "
             "least one rank and cover the world: write 'rest' beside one of them"
         )
     starts = [sum(counts[:index]) for index in range(len(counts))]
@@ -196,7 +202,8 @@ def _parse_ranks(name: str, text: str, world_size: int) -> list[int]:
             )
         if high >= world_size:
             raise ConfigError(
-                f"placement.{name}: got rank {high} in a world of {world_size} ranks, 0 to {world_size - 1}; write for example "
+                f"placement.{name}: got rank {high} in a world of {world_size} ranks, 0 to {world_size - 1}; write "
+                "for example "
                 f"{min(low, world_size - 1)}-{world_size - 1}, or a share such as '25%'"
             )
         ranks.extend(range(low, high + 1))
@@ -217,8 +224,10 @@ def _roles_by_rank(
         if shared:
             both = ",".join(role for role in ROLES if role in entry_roles + roles[shared[0]])
             raise ConfigError(
-                f"placement: {_compact(shared)} stands under {','.join(roles[shared[0]])!r} and under {','.join(entry_roles)!r}; a rank "
-                f"stands in one entry. If it is to have both roles, write {both!r}: {_compact(shared, word='')}, and take it out of the other entries"
+                f"placement: {_compact(shared)} stands under {','.join(roles[shared[0]])!r} and under "
+                f"{','.join(entry_roles)!r}; a rank "
+                f"stands in one entry. If it is to have both roles, write {both!r}: {_compact(shared, word='')}, and "
+                "take it out of the other entries"
             )
         for rank in ranks:
             roles[rank] = entry_roles
@@ -226,7 +235,8 @@ def _roles_by_rank(
     if missing:
         last = ",".join(entries[-1][0])
         raise ConfigError(
-            f"placement: {_compact(missing)} of {world_size} ranks has no role; every rank takes part: extend an entry, for example "
+            f"placement: {_compact(missing)} of {world_size} ranks has no role; every rank takes part: extend an "
+            "entry, for example "
             f"{last}: {_compact(sorted(assigned[-1] + missing), word='')}, or start fewer ranks"
         )
     return tuple(roles)
@@ -238,7 +248,8 @@ def _group_engines(
     tp = tensor_parallel_size
     if len(rollout) % tp:
         raise ConfigError(
-            f"rollout.tensor_parallel_size: got {tp}, but there are {len(rollout)} rollout ranks ({_compact(rollout)}); their number must be a "
+            f"rollout.tensor_parallel_size: got {tp}, but there are {len(rollout)} rollout ranks "
+            f"({_compact(rollout)}); their number must be a "
             f"multiple: give the role {max(tp, len(rollout) // tp * tp)} ranks, or set rollout.tensor_parallel_size=1"
         )
     engines = tuple(tuple(rollout[start : start + tp]) for start in range(0, len(rollout), tp))
@@ -248,8 +259,10 @@ def _group_engines(
             why = "not consecutive" if one_node else f"on different nodes of {num_ranks_per_node} ranks"
             start = ranks[0] // num_ranks_per_node * num_ranks_per_node
             raise ConfigError(
-                f"rollout.tensor_parallel_size: got {tp}, but ranks {', '.join(map(str, ranks))} of one engine are {why}; an engine's ranks are "
-                f"consecutive ranks of one node: start the rollout range at a multiple of {tp}, for example rollout: {start}-{start + tp - 1}"
+                f"rollout.tensor_parallel_size: got {tp}, but ranks {', '.join(map(str, ranks))} of one engine are "
+                f"{why}; an engine's ranks are "
+                f"consecutive ranks of one node: start the rollout range at a multiple of {tp}, for example rollout: "
+                f"{start}-{start + tp - 1}"
             )
     return engines
 
@@ -258,25 +271,32 @@ def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
     for role in ("actor", "rollout"):
         if not placement.ranks(role):
             raise ConfigError(
-                f"placement: no rank has the role {role!r}; for example {{'rollout': '75%', 'actor': 'rest'}} or {{'actor,rollout': 'all'}}"
+                f"placement: no rank has the role {role!r}; for example {{'rollout': '75%', 'actor': 'rest'}} or "
+                f"{{'actor,rollout': 'all'}}"
             )
     for ranks in placement.engines:
         if len({placement.roles[rank] for rank in ranks}) > 1:
             got = "; ".join(f"rank {rank} is {','.join(placement.roles[rank])}" for rank in ranks)
             raise ConfigError(
-                f"placement: the ranks of one engine have different roles: {got}; with rollout.tensor_parallel_size={tensor_parallel_size} each run "
-                f"of {tensor_parallel_size} rollout ranks shares its roles: move the boundary of the ranges to a multiple of {tensor_parallel_size}"
+                f"placement: the ranks of one engine have different roles: {got}; with "
+                f"rollout.tensor_parallel_size={tensor_parallel_size} each run "
+                f"of {tensor_parallel_size} rollout ranks shares its roles: move the boundary of the ranges to a "
+                f"multiple of {tensor_parallel_size}"
             )
     shared = set(placement.scorers) & set(placement.actors)
     if shared:
         raise ConfigError(
-            f"placement: {_compact(sorted(shared))} is actor and inference, other ranks only one of them; inference ranks either are all the actors "
-            "(then leave the role out: actors compute logprobs themselves) or none of them, for example {'actor,rollout': '0-2', 'inference': '3'}"
+            f"placement: {_compact(sorted(shared))} is actor and inference, other ranks only one of them; inference "
+            "ranks either are all the actors "
+            "(then leave the role out: actors compute logprobs themselves) or none of them, for example "
+            "{'actor,rollout': '0-2', 'inference': '3'}"
         )
     if tensor_parallel_size > 1 and set(placement.scorers) & set(placement.ranks("rollout")):
         raise ConfigError(
-            "placement: ranks that are inference and rollout need rollout.tensor_parallel_size=1, since the two kinds of collectives would wait for "
-            "each other; give inference ranks of its own, for example {'rollout': '50%', 'inference': '25%', 'actor': 'rest'}"
+            "placement: ranks that are inference and rollout need rollout.tensor_parallel_size=1, since the two "
+            "kinds of collectives would wait for "
+            "each other; give inference ranks of its own, for example "
+            "{'rollout': '50%', 'inference': '25%', 'actor': 'rest'}"
         )
 
 

@@ -1,5 +1,5 @@
-"""Builds what this rank's roles need, in the order that all ranks share, and nothing more: a rank that only samples loads no
-trainable model, a rank that only trains does not import vLLM."""
+"""Builds what this rank's roles need, in the order that all ranks share, and nothing more: a rank that only samples
+loads no trainable model, a rank that only trains does not import vLLM."""
 
 import json
 import os
@@ -82,7 +82,8 @@ def check_model(config: Config, model_folder: Path) -> None:
     if heads % tp:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ConfigError(
-            f"rollout.tensor_parallel_size: got {tp}, but {model_folder} has {heads} attention heads; choose one of {', '.join(map(str, divisors))}"
+            f"rollout.tensor_parallel_size: got {tp}, but {model_folder} has {heads} attention heads; choose one of "
+            f"{', '.join(map(str, divisors))}"
         )
     longest, positions = (
         config.data.max_prompt_tokens + config.rollout.max_new_tokens,
@@ -90,7 +91,8 @@ def check_model(config: Config, model_folder: Path) -> None:
     )
     if positions and longest > positions:
         raise ConfigError(
-            f"data.max_prompt_tokens + rollout.max_new_tokens: got {longest}, but {model_folder} has {positions} positions; lower one of them, "
+            f"data.max_prompt_tokens + rollout.max_new_tokens: got {longest}, but {model_folder} has {positions} "
+            "positions; lower one of them, "
             f"for example data.max_prompt_tokens={max(1, positions - config.rollout.max_new_tokens)}"
         )
 

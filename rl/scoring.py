@@ -1,7 +1,8 @@
 """Who computes old and reference logprobs: this learner's own model, or the inference ranks.
 
-A forward of a sharded model is a collective, so the ranks of a mesh run equally many. Actors agree on a count among themselves; for
-inference ranks the first of them cuts arriving work into even parts and says how many forwards each runs.
+A forward of a sharded model is a collective, so the ranks of a mesh run equally many. Actors agree on a count among
+themselves; for inference ranks the first of them cuts arriving work into even parts and says how many forwards each
+runs.
 
     actor --score--> first inference rank --forward--> every inference rank --scores--> actor
 """

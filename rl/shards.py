@@ -1,7 +1,8 @@
 """The slice map of a sharded model: which part of which tensor lies on which rank of a mesh.
 
-Load, weight sync, checkpoint and merge all speak of tensors by this map. Every rank can derive it from the list of tensors
-alone: FSDP2 cuts the first dimension into chunks of ceil(n / ranks) rows, so late ranks may hold fewer rows or none.
+Load, weight sync, checkpoint and merge all speak of tensors by this map. Every rank can derive it from the list of
+tensors alone: FSDP2 cuts the first dimension into chunks of ceil(n / ranks) rows, so late ranks may hold fewer rows
+or none.
 """
 
 import json

@@ -1,12 +1,13 @@
 """Start and end of the world: how ranks join, how a stage is named and timed, and how one rank's error reaches all.
 
-Rank 0 is the hub: every rank keeps a connection to it, so it notices at once when a process is gone. A rank that fails reports
-to the hub and waits for its verdict; the hub collects reports for a moment (the exception that started it beats the broken
-connections that follow), prints one block, and tells everyone. A rank whose main thread does not end by itself is ended by its
-I/O thread, so a stuck collective cannot keep the world alive.
+Rank 0 is the hub: every rank keeps a connection to it, so it notices at once when a process is gone. A rank that
+fails reports to the hub and waits for its verdict; the hub collects reports for a moment (the exception that started
+it beats the broken connections that follow), prints one block, and tells everyone. A rank whose main thread does not
+end by itself is ended by its I/O thread, so a stuck collective cannot keep the world alive.
 
-torchrun restarts workers on any failure whatever their exit code. So for a fatal error (bad settings, Ctrl-C, the same error at the
-same step twice) the first rank of each node tells its agent to stop, and `FATAL` in the run's folder says why.
+torchrun restarts workers on any failure whatever their exit code. So for a fatal error (bad settings, Ctrl-C, the
+same error at the same step twice) the first rank of each node tells its agent to stop, and `FATAL` in the run's
+folder says why.
 """
 
 import ctypes
@@ -47,7 +48,8 @@ class Aborted(Exception):
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's account of its failure. `cause` orders reports: an exception explains a lost rank, that a broken connection."""
+    """One rank's account of its failure. `cause` orders reports: an exception explains a lost rank, that a broken
+    connection."""
 
     rank: int
     roles: str
@@ -72,7 +74,8 @@ class Report:
 
 
 class World:
-    """This rank's place in the world. Made by `join`; the process groups follow in `connect`, when the config is known."""
+    """This rank's place in the world. Made by `join`; the process groups follow in `connect`, when the config is
+    known."""
 
     def __init__(self, store: dist.Store, mail: Mail, rank: int, local_rank: int, size: int):
         self.store, self.mail = store, mail
@@ -132,8 +135,10 @@ class World:
             self.device = torch.device("cuda", 0 if share_gpu else self.local_rank)
             if self.device.index >= torch.cuda.device_count():
                 raise ConfigError(
-                    f"rank {self.rank} is number {self.local_rank} on its node, which shows {torch.cuda.device_count()} GPUs; start "
-                    "torchrun with --nproc-per-node at most that, or set debug.share_gpu=true to try a placement on one card"
+                    f"rank {self.rank} is number {self.local_rank} on its node, which shows "
+                    f"{torch.cuda.device_count()} GPUs; start "
+                    "torchrun with --nproc-per-node at most that, or set debug.share_gpu=true to try a placement on "
+                    "one card"
                 )
             if share_gpu:
                 os.environ["NCCL_HOSTID"] = f"oneworld-{self.rank}"  # NCCL refuses two ranks of one host on one device

@@ -1,8 +1,8 @@
 """The ragged batch: rollouts laid end to end as flat tokens, never padded.
 
-T tokens of S sequences. Fields of shape [T] speak of tokens, fields of shape [S] of sequences. A logprob at position t is the
-logprob of tokens[t] given what precedes it in its own sequence. Which tokens are trained on follows from the lengths, never
-from token ids: an EOS may also be the pad token.
+T tokens of S sequences. Fields of shape [T] speak of tokens, fields of shape [S] of sequences. A logprob at position
+t is the logprob of tokens[t] given what precedes it in its own sequence. Which tokens are trained on follows from the
+lengths, never from token ids: an EOS may also be the pad token.
 """
 
 import dataclasses

@@ -8,7 +8,8 @@ from rl.metrics import Measures
 
 
 def describe(batch: Batch) -> Measures:
-    """`policy/mismatch_kl` is the k3 estimate of KL(engine || learner): 0 when the engine samples from the weights that are trained."""
+    """`policy/mismatch_kl` is the k3 estimate of KL(engine || learner): 0 when the engine samples from the weights
+    that are trained."""
     assert batch.old_logprobs is not None
     measures = Measures()
     mask, count = batch.response_mask, batch.num_sequences

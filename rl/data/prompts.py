@@ -1,7 +1,7 @@
 """The prompt stream: rows of a jsonl file in an order that depends on the seed and the epoch alone.
 
-A position in the stream is all there is to save: position // number of rows is the epoch, and each epoch is a permutation of its
-own. Batch k is the interval [k * n, (k + 1) * n) of the stream, whoever samples it and whenever.
+A position in the stream is all there is to save: position // number of rows is the epoch, and each epoch is a
+permutation of its own. Batch k is the interval [k * n, (k + 1) * n) of the stream, whoever samples it and whenever.
 """
 
 import hashlib
@@ -64,7 +64,8 @@ def _read_row(file: Path, number: int, line: str, row_id: int, data: DataConfig,
         raise ConfigError(f"{file}, line {number} is not JSON ({error}); each line is one object") from None
     except (KeyError, TypeError):
         raise ConfigError(
-            f"{file}, line {number} has no field {data.prompt_key!r} or {data.answer_key!r}; got {line[:80]!r}: set data.prompt_key and "
+            f"{file}, line {number} has no field {data.prompt_key!r} or {data.answer_key!r}; got {line[:80]!r}: set "
+            "data.prompt_key and "
             "data.answer_key to the names in the file"
         ) from None
     if data.chat_template:
@@ -73,7 +74,8 @@ def _read_row(file: Path, number: int, line: str, row_id: int, data: DataConfig,
     tokens = tokenizer.encode(str(text), add_special_tokens=False)
     if not 0 < len(tokens) <= data.max_prompt_tokens:
         raise ConfigError(
-            f"{file}, line {number} has {len(tokens)} tokens; a prompt has 1 to data.max_prompt_tokens = {data.max_prompt_tokens}: "
+            f"{file}, line {number} has {len(tokens)} tokens; a prompt has 1 to data.max_prompt_tokens = "
+            f"{data.max_prompt_tokens}: "
             "raise the limit or drop the row"
         )
     return Prompt(row_id, 0, str(text), str(answer), tokens)

@@ -1,11 +1,10 @@
 """Attention over a ragged batch, registered with transformers under the name `ragged`.
 
-A micro-batch is one row of tokens in which sequences lie end to end; where they begin travels through the model's keyword
-arguments. Each sequence attends causally to itself alone. Exact on every device: sequences are gathered into a padded block,
-where padding comes after the last real key and so is never attended to.
+A micro-batch is one row of tokens in which sequences lie end to end; where they begin travels through the model's
+keyword arguments. Each sequence attends causally to itself alone. Exact on every device: sequences are gathered into
+a padded block, where padding comes after the last real key and so is never attended to.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -34,7 +33,8 @@ def ragged_attention(
     num_sequences, longest = padded_shape
     if sliding_window is not None and longest > sliding_window:
         raise ConfigError(
-            f"a sequence has {longest} tokens, but the model attends to the last {sliding_window} only, which the learner does not do yet; "
+            f"a sequence has {longest} tokens, but the model attends to the last {sliding_window} only, which the "
+            "learner does not do yet; "
             "lower rollout.max_new_tokens"
         )
     q, k, v = (_pad(part[0], segment_ids, positions, num_sequences, longest) for part in (query, key, value))

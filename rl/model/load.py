@@ -1,7 +1,7 @@
 """A Hugging Face causal LM on a mesh: built without memory, sharded by FSDP2, filled from safetensors slice by slice.
 
-No rank ever holds the whole model: each reads the rows it owns. Parameters are float32 masters; with bfloat16 the forward and
-backward passes run in bfloat16 and gradients are reduced in float32.
+No rank ever holds the whole model: each reads the rows it owns. Parameters are float32 masters; with bfloat16 the
+forward and backward passes run in bfloat16 and gradients are reduced in float32.
 """
 
 import json
@@ -86,7 +86,8 @@ def _fill_computed_buffers(model: nn.Module, device: torch.device) -> None:
                 fresh = type(module)(module.config)
             except (AttributeError, TypeError) as error:
                 raise ConfigError(
-                    f"cannot recompute {', '.join(computed)} of {name} ({type(module).__name__}): {error}; this architecture is not supported"
+                    f"cannot recompute {', '.join(computed)} of {name} ({type(module).__name__}): {error}; this "
+                    "architecture is not supported"
                 ) from None
             for buffer in computed:
                 setattr(module, buffer, getattr(fresh, buffer).to(device))
@@ -97,7 +98,8 @@ def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh) -> None:
     missing = [part.info.name for part in local_slices(model) if part.info.name not in files]
     if missing:
         raise ConfigError(
-            f"{folder} lacks {len(missing)} tensors of {type(model).__name__}, the first of them {missing[0]}; the folder must hold "
+            f"{folder} lacks {len(missing)} tensors of {type(model).__name__}, the first of them {missing[0]}; the "
+            "folder must hold "
             "safetensors of the architecture that its config.json names"
         )
     handles = {file: safe_open(folder / file, framework="pt") for file in set(files.values())}
@@ -106,7 +108,8 @@ def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh) -> None:
         source = handles[file].get_slice(info.name)
         if tuple(source.get_shape()) != info.shape:
             raise ConfigError(
-                f"{folder / file}: {info.name} has the shape {source.get_shape()}, but config.json asks for {list(info.shape)}"
+                f"{folder / file}: {info.name} has the shape {source.get_shape()}, but config.json asks for "
+                f"{list(info.shape)}"
             )
         if not info.sharded:
             part.data.copy_(handles[file].get_tensor(info.name))
@@ -124,7 +127,8 @@ def tensor_files(folder: Path) -> dict[str, str]:
     single = folder / "model.safetensors"
     if not single.is_file():
         raise ConfigError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json; only safetensors can be read by slices"
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json; only safetensors can be read "
+            "by slices"
         )
     with safe_open(single, framework="pt") as handle:
         return dict.fromkeys(handle.keys(), single.name)

@@ -16,7 +16,8 @@ class TokenScores(NamedTuple):
 
 
 def score_responses(model: nn.Module, batch: Batch, temperature: float) -> TokenScores:
-    """Logprobs of the response tokens at this temperature. An empty batch still runs the forward: it is a collective."""
+    """Logprobs of the response tokens at this temperature. An empty batch still runs the forward: it is a
+    collective."""
     device = batch.tokens.device
     response = batch.response_mask.nonzero().squeeze(1)
     if batch.num_tokens:

@@ -1,7 +1,8 @@
-"""Hands out the prompts of a batch. On the actor leader, in the mailbox's I/O thread, so that engines never wait for a busy leader.
+"""Hands out the prompts of a batch. On the actor leader, in the mailbox's I/O thread, so that engines never wait for
+a busy leader.
 
-Engines pull when they have room. An engine holds at most its even share of the batch at a time, so the first to ask does not take
-all, and one that is done early takes more.
+Engines pull when they have room. An engine holds at most its even share of the batch at a time, so the first to ask
+does not take all, and one that is done early takes more.
 """
 
 import threading

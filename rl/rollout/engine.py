@@ -1,6 +1,7 @@
 """The engine seam: what the rollout service asks of whatever samples tokens.
 
-Two stand behind it: vLLM (vllm_engine.py, the only importer of vllm) and a fake without a model for tests of the plumbing.
+Two stand behind it: vLLM (vllm_engine.py, the only importer of vllm) and a fake without a model for tests of the
+plumbing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,8 @@ class Engine(Protocol):
         ...
 
     def load(self, weights: Weights, version: int) -> None:
-        """Takes every tensor under its Hugging Face name; the iterator may run collectives, so it is always exhausted."""
+        """Takes every tensor under its Hugging Face name; the iterator may run collectives, so it is always
+        exhausted."""
         ...
 
     def sleep(self) -> None:

@@ -1,4 +1,5 @@
-"""An engine without a model, for tests of many ranks or of milliseconds: tokens and logprobs follow from the seed alone."""
+"""An engine without a model, for tests of many ranks or of milliseconds: tokens and logprobs follow from the seed
+alone."""
 
 import random
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """The rollout stage as the loop sees it: prompts in, this actor's share of the finished groups out, in stream order.
 
-`start` hands a batch to the engines, `collect` waits for it. They are apart so that more than one batch can be in flight.
+`start` hands a batch to the engines, `collect` waits for it. They are apart so that more than one batch can be in
+flight.
 """
 
 from collections import defaultdict
@@ -42,7 +43,8 @@ class Rollouts:
         return self._started
 
     def collect(self, batch: int) -> Batch:
-        """Waits until every group of this batch that this rank owns has arrived; meanwhile its engine, if any, samples."""
+        """Waits until every group of this batch that this rank owns has arrived; meanwhile its engine, if any,
+        samples."""
         if self._service is not None:
             self._service.serve_batch(batch)
         while batch not in self._expected or len(self._arrived[batch]) < self._expected[batch]:

@@ -1,7 +1,9 @@
-"""Samples groups on one engine: pulls tasks, steps the engine, scores finished responses, sends whole groups to their owners.
+"""Samples groups on one engine: pulls tasks, steps the engine, scores finished responses, sends whole groups to their
+owners.
 
-All ranks of a tensor-parallel engine must make the same calls in the same order. The lead decides, and mirrors each call to its
-followers by message just before it makes it; followers obey. So no rank waits for work inside a collective.
+All ranks of a tensor-parallel engine must make the same calls in the same order. The lead decides, and mirrors each
+call to its followers by message just before it makes it; followers obey. So no rank waits for work inside a
+collective.
 """
 
 from collections.abc import Callable
@@ -59,7 +61,8 @@ class RolloutService:
         self._pull()
 
     def serve_batch(self, batch: int) -> None:
-        """On ranks that also drive the loop: samples until nothing of this batch is left to hand out or to finish here."""
+        """On ranks that also drive the loop: samples until nothing of this batch is left to hand out or to finish
+        here."""
         self._batch = batch
         self._pull()
         serve(self._mail, [self], until=lambda: self._drained >= batch and not self.busy)

@@ -1,9 +1,9 @@
 """vLLM in the rank's own process, stepped by us. The only importer of vllm; serves 0.26 to 0.32.
 
-vLLM builds its groups over the whole default group of torch.distributed, which hangs when only some ranks host engines. So each
-engine gets a private default group, of its tensor-parallel ranks alone, that is in place during every vLLM call and away
-otherwise, also while the body of a weight iterator runs its own collectives. The counter that names new groups is part
-of the swap: else later groups of the trainer get different names on different ranks.
+vLLM builds its groups over the whole default group of torch.distributed, which hangs when only some ranks host
+engines. So each engine gets a private default group, of its tensor-parallel ranks alone, that is in place during
+every vLLM call and away otherwise, also while the body of a weight iterator runs its own collectives. The counter
+that names new groups is part of the swap: else later groups of the trainer get different names on different ranks.
 
 Weights start as dummies and arrive by the first sync, which thereby proves its path before the first token.
 """
@@ -109,7 +109,7 @@ def _executor(seat: EngineSeat) -> type[ExecutorWithExternalLauncher]:
 
 def build(config: Config, model_folder: Path, seat: EngineSeat) -> "VllmEngine":
     if seat.device.type == "cpu":
-        # vLLM prepacks linear layers for oneDNN, and a tied head keeps its packed copy of the old weights after a reload.
+        # vLLM prepacks linear layers for oneDNN, and a tied head keeps its packed copy after a reload.
         import vllm._custom_ops as custom_ops
 
         custom_ops._supports_onednn = False

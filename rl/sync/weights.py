@@ -1,12 +1,13 @@
 """Weight sync: every version of the actors' shards to every engine and every inference rank.
 
-One plan, which every rank derives from the list of tensors: buckets of whole tensors in model order; each actor broadcasts its slices
-of a bucket, packed, before the next bucket begins; receivers assemble the tensors and pass them on. Collocated ranks are senders and
-receivers of the same plan.
+One plan, which every rank derives from the list of tensors: buckets of whole tensors in model order; each actor
+broadcasts its slices of a bucket, packed, before the next bucket begins; receivers assemble the tensors and pass them
+on. Collocated ranks are senders and receivers of the same plan.
 
-    leader announces -> every rank joins between two pieces of work -> leader says go -> buckets -> all agree that all went well
+    leader announces -> ranks join between two pieces of work -> leader says go -> buckets -> all agree
 
-A receiver that fails in the middle receives to the end and then reports, so the group stays in step and every rank raises.
+A receiver that fails in the middle receives to the end and then reports, so the group stays in step and every rank
+raises.
 """
 
 import time
@@ -30,7 +31,8 @@ class SyncError(RuntimeError):
 
 
 class WeightSync:
-    """On every rank. `model` is an actor's policy; `copy` and `load` are what receives: a sharded copy, an engine's loader."""
+    """On every rank. `model` is an actor's policy; `copy` and `load` are what receives: a sharded copy, an engine's
+    loader."""
 
     def __init__(
         self,
@@ -76,7 +78,8 @@ class WeightSync:
             if message is None:
                 names = ", ".join(map(str, sorted(missing)))
                 raise SyncError(
-                    f"version {version}: no answer from rank {names} within sync.join_timeout_s = {self._join_timeout_s:g} s"
+                    f"version {version}: no answer from rank {names} within sync.join_timeout_s = "
+                    f"{self._join_timeout_s:g} s"
                 )
             missing.discard(message.source)
         for rank in range(self._world_size):
@@ -104,7 +107,8 @@ class WeightSync:
 
     @torch.no_grad()
     def _stream(self) -> Weights:
-        """Every tensor of the model, whole, in the engine's dtype; each bucket in fresh memory, since receivers may keep it."""
+        """Every tensor of the model, whole, in the engine's dtype; each bucket in fresh memory, since receivers may
+        keep it."""
         own = list(local_slices(self._model)) if self._model is not None else []
         parts = {part.info.name: part for part in own}
         for bucket in self._buckets:
