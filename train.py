@@ -39,9 +39,9 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 values = describe(batch).reduce(actor.pg)
                 check_mismatch(values["policy/mismatch_kl"], config.rollout.max_mismatch_kl)
             with world.stage("advantages"):
-                batch = batch.replace(
-                    advantages=group_relative(batch.rewards, batch.group_ids, config.algo.normalize_std)
-                )
+                advantages = group_relative(batch.rewards, batch.group_ids, config.algo.normalize_std)
+                batch = batch.replace(advantages=advantages)
+                save_rollouts(world, config, batch)
             with world.stage("update"):
                 measures = Measures()
                 actor.learner.update(batch, num_prompts, measures)
@@ -72,6 +72,13 @@ def check_mismatch(mismatch_kl: float, limit: float) -> None:
             f"{limit:g}; "
             "nothing was learnt from this batch. Raise the limit or compare model.dtype and the engine's settings"
         )
+
+
+def save_rollouts(world: World, config: Config, batch: Batch) -> None:
+    if config.debug.save_rollouts and world.run_dir:
+        file = world.run_dir / "rollouts" / f"step_{world.step}.rank_{world.rank}.safetensors"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(batch.to_bytes())
 
 
 def report(

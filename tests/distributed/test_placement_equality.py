@@ -1,0 +1,69 @@
+"""Placement equality: one world of 4 ranks, real vLLM, float32; who does what must not change a token, a reward or a loss."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launcher import Result, train
+
+NUM_STEPS = 3
+# 10 prompts for 4 ranks, 2 optimizer steps per batch, and small micro-batches: nothing divides evenly.
+SETTINGS = (
+    f"train.num_steps={NUM_STEPS}",
+    "train.num_prompts_per_step=10",
+    "rollout.num_samples_per_prompt=4",
+    "algo.num_mini_batches=2",
+    "algo.kl_coef=0.05",
+    "actor.lr=3e-4",
+    "actor.max_tokens_per_micro_batch=100",
+    "inference.max_tokens_per_micro_batch=120",
+    "eval.interval=3",
+    "eval.num_prompts=30",
+    "debug.save_rollouts=true",
+)
+PLACEMENTS = {
+    "rollout 2, inference 1, actor 1": ("placement.rollout=0-1", "placement.inference=2", "placement.actor=3"),
+    "rollout 2, actor 2": ("placement.rollout=0-1", "placement.actor=2-3"),
+    "tensor parallel 2": ("rollout.tensor_parallel_size=2",),
+    "hybrid, inference 2": ("placement.inference=0-1", "placement.rollout=2", "placement.actor,rollout=3"),
+}
+
+
+@pytest.fixture(scope="module")
+def collocated(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return train(tmp_path_factory.mktemp("runs") / "collocated", 4, *SETTINGS)
+
+
+def assert_engines_match_learner(result: Result) -> None:
+    """After every sync the engines' logprobs are those of the learner's weights."""
+    for step in range(1, NUM_STEPS + 1):
+        batch = result.rollouts(step)
+        mask = batch.response_mask
+        assert batch.old_logprobs is not None
+        torch.testing.assert_close(batch.rollout_logprobs[mask], batch.old_logprobs[mask], atol=1e-4, rtol=0)
+        assert batch.versions[mask].unique().tolist() == [step]
+        assert batch.versions[~mask].unique().tolist() == [-1]
+
+
+@pytest.mark.timeout(240)
+def test_collocated_engines_match_the_learner(collocated: Result) -> None:
+    assert_engines_match_learner(collocated)
+    assert "engine vllm" in collocated.output
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_placement_equality(name: str, collocated: Result, tmp_path: Path) -> None:
+    other = train(tmp_path / "run", 4, *SETTINGS, *PLACEMENTS[name])
+    assert_engines_match_learner(other)
+    for step in range(1, NUM_STEPS + 1):
+        expected, got = collocated.rollouts(step), other.rollouts(step)
+        assert got.num_sequences == 40
+        assert got.tokens.tolist() == expected.tokens.tolist(), f"step {step} sampled other tokens"
+        assert got.rewards.tolist() == expected.rewards.tolist()
+        assert got.group_ids.tolist() == expected.group_ids.tolist()
+    for expected_row, row in zip(collocated.metrics, other.metrics, strict=True):
+        for metric in ("reward/mean", "loss/policy", "loss/kl", "policy/entropy", "optim/grad_norm"):
+            assert row[metric] == pytest.approx(expected_row[metric], abs=1e-5), (metric, row["step"])
+    assert other.metrics[-1]["eval/accuracy"] == collocated.metrics[-1]["eval/accuracy"]

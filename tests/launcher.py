@@ -1,0 +1,97 @@
+"""Starts real worlds for tests: torchrun in the activated environment, in a process group of its own, always ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from safetensors.torch import load_file
+
+from rl.data.batch import Batch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def activated_environment(**extra: str) -> dict[str, str]:
+    """What `. .venv/bin/activate` gives, computed by the same file."""
+    script = f'. "{ROOT}/launch/env.sh" && env -0'
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC_"))}
+    output = subprocess.run(["bash", "-c", script], env=clean, check=True, capture_output=True).stdout
+    environment = dict(entry.split("=", 1) for entry in output.decode().split("\0") if entry)
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    return environment | {"PYTHONPATH": str(ROOT)} | extra
+
+
+def start(*arguments: str, restarts: bool = False, **extra: str) -> subprocess.Popen[str]:
+    """`torchrun ARGUMENTS` with output to one pipe."""
+    environment = activated_environment(**extra)
+    if not restarts:
+        environment["PET_MAX_RESTARTS"] = "0"
+    return subprocess.Popen(
+        ["torchrun", *arguments],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float) -> str:
+    """The output of a world that must end in time; whatever is left of it is killed, and reported as an orphan."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"still running after {timeout_s} s:\n{output[-6000:]}") from None
+    orphans = members(process.pid)
+    for orphan in orphans:
+        orphan.kill()
+    assert not orphans, f"orphans {orphans} after the launcher ended:\n{output[-3000:]}"
+    return output
+
+
+def members(session: int) -> list[psutil.Process]:
+    """The processes of a session that are still alive."""
+    alive = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return alive
+
+
+@dataclass(frozen=True)
+class Result:
+    output: str
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One row a step; the evaluation before training, step 0, left out."""
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [row for row in rows if row["step"] > 0]
+
+    def rollouts(self, step: int) -> Batch:
+        """The whole batch of a step in stream order, whichever ranks owned it."""
+        files = sorted((self.folder / "rollouts").glob(f"step_{step}.rank_*.safetensors"))
+        batch = Batch.concat([Batch(**load_file(file)) for file in files])
+        order = sorted(range(batch.num_sequences), key=lambda sequence: int(batch.group_ids[sequence]))
+        return batch.select(order)
+
+
+def train(folder: Path, num_ranks: int, *overrides: str, timeout_s: float = 200) -> Result:
+    """A whole run of train.py that must succeed; `folder` becomes the run's folder."""
+    arguments = [f"--nproc-per-node={num_ranks}", "train.py", f"run.dir={folder.parent}", f"run.name={folder.name}"]
+    process = start(*arguments, *overrides)
+    output = finish(process, timeout_s)
+    assert process.returncode == 0, output[-6000:]
+    return Result(output, folder)
