@@ -17,6 +17,7 @@ from rl.data.batch import Batch
 from rl.data.describe import describe, show
 from rl.metrics import Measures
 from rl.placement import plan
+from rl.rewards import find_reward
 from rl.run import Actor, build_actor, check_model, end_run, eval_sampling, open_run, serve_run, train_sampling
 from rl.world import World, join
 
@@ -108,6 +109,7 @@ def print_plan(args: argparse.Namespace) -> int:
         num_nodes = args.nnodes or config.placement.get("num_nodes") or 1
         num_ranks = args.nproc_per_node or config.placement.get("num_gpus_per_node") or 2
         placement = plan(config.placement, num_nodes, num_ranks, config.rollout.tensor_parallel_size)
+        find_reward(config.reward.function)
         model_folder = resolve_path(config.model.path)
         if (model_folder / "config.json").is_file():
             check_model(config, model_folder)

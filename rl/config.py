@@ -76,7 +76,7 @@ class AlgoConfig:
     clip_low: float = key(0.2, "ratio is clipped below 1 - clip_low")
     clip_high: float = key(0.2, "ratio is clipped above 1 + clip_high")
     kl_coef: float = key(0.0, "weight of the KL to the reference policy in the loss; 0: no reference model is loaded")
-    kl_estimator: str = key("k3", "k1, k2 or k3")
+    kl_estimator: str = key("k3", "k3, k2, or k1 (an unbiased value, but its gradient averages to 0)")
     num_mini_batches: int = key(1, "optimizer steps per pass over a batch")
     num_epochs: int = key(1, "passes over a batch")
 
@@ -192,9 +192,11 @@ def _apply_override(values: dict, override: str) -> None:
     if not equals or not dotted:
         raise ConfigError(f"got the argument {override!r}; an override is key=value, such as actor.lr=1e-5")
     *sections, leaf = dotted.split(".")
+    placement = values.get("placement") or {}
+    if sections == ["placement"] and not isinstance(placement, dict):
+        raise ConfigError(f"placement: got {placement!r}; it is a mapping such as {{'actor,rollout': all}}")
     if sections == ["placement"] and leaf not in PLACEMENT_SIZES and not values.get("_roles_replaced"):
         # A role map is read as a whole: half of the file's map beside half of the command line's means nothing.
-        placement = values.get("placement") or {}
         values["placement"] = {name: value for name, value in placement.items() if name in PLACEMENT_SIZES}
         values["_roles_replaced"] = True
     node = values
@@ -221,6 +223,10 @@ def _typed(values: dict) -> Config:
     if placement is not None:
         if not isinstance(placement, dict):
             raise ConfigError(f"placement: got {placement!r}; it is a mapping such as {{'actor,rollout': all}}")
+        for name in PLACEMENT_SIZES:
+            size = placement.get(name)
+            if size is not None and (type(size) is not int or size < 1):
+                raise ConfigError(f"placement.{name}: got {size!r}; it is a whole number from 1, such as {name}: 8")
         config = dataclasses.replace(config, placement={str(name): value for name, value in placement.items()})
     return config
 
@@ -268,6 +274,9 @@ def validate(config: Config) -> None:
         "algo.num_mini_batches": config.algo.num_mini_batches,
         "algo.num_epochs": config.algo.num_epochs,
         "data.max_prompt_tokens": config.data.max_prompt_tokens,
+        "sync.join_timeout_s": config.sync.join_timeout_s,
+        "world.transfer_timeout_s": config.world.transfer_timeout_s,
+        "actor.eps": config.actor.eps,
     }
     for name, number in positive.items():
         require(number > 0, name, number, "it must be greater than 0")
@@ -278,9 +287,14 @@ def validate(config: Config) -> None:
         "eval.interval": config.eval.interval,
         "eval.num_prompts": config.eval.num_prompts,
         "rollout.max_mismatch_kl": config.rollout.max_mismatch_kl,
+        "rollout.kv_cache_mb": config.rollout.kv_cache_mb,
+        "actor.weight_decay": config.actor.weight_decay,
+        "metrics.samples_interval": config.metrics.samples_interval,
     }
     for name, number in nonnegative.items():
         require(number >= 0, name, number, "it must not be negative")
+    for name, beta in (("actor.beta1", config.actor.beta1), ("actor.beta2", config.actor.beta2)):
+        require(0 <= beta < 1, name, beta, "it must lie between 0 and 1")
     require(0 < config.algo.clip_low < 1, "algo.clip_low", config.algo.clip_low, "it must lie between 0 and 1")
     require(config.algo.clip_high > 0, "algo.clip_high", config.algo.clip_high, "it must be greater than 0")
     fraction = config.rollout.gpu_memory_fraction

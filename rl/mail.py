@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,10 @@ class Mail:
                 if payload:
                     connection.sendall(payload)
             except OSError as error:
+                broken = self._outgoing.pop(rank, None)  # it may hold half a frame
+                if broken is not None:
+                    with suppress(OSError):
+                        broken.shutdown(socket.SHUT_RDWR)  # the I/O thread closes it and reports the loss
                 raise PeerLost(
                     f"could not send {kind!r} to rank {rank} at {self._addresses.get(rank)}: {error}"
                 ) from error
@@ -173,11 +178,15 @@ class Mail:
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(inbound))
 
     def _read(self, inbound: "_Inbound") -> None:
-        try:
-            for message in inbound.messages():
-                self._deliver(message)
-        except (OSError, ValueError):
-            self._drop(inbound.connection, inbound.source)
+        messages = inbound.messages()
+        while True:
+            try:
+                message = next(messages, None)
+            except (OSError, ValueError):
+                return self._drop(inbound.connection, inbound.source)
+            if message is None:
+                return None
+            self._deliver(message)  # outside the try: a handler's ValueError is no fault of the sender
 
     def _drop(self, connection: socket.socket, rank: int | None) -> None:
         self._selector.unregister(connection)
@@ -222,6 +231,8 @@ class _Inbound:
             return None
         if self._header is None:
             self._header = json.loads(part)
+            if not isinstance(self._header, list) or len(self._header) != 2:
+                raise ValueError("not one of our headers")
             self._expect(self._lengths[1])
             if self._lengths[1]:
                 return None
@@ -230,7 +241,7 @@ class _Inbound:
         self._lengths = self._header = None
         self._expect(PREFIX.size)
         if self.source is None:
-            if kind != "hello" or meta["token"] != self._token:
+            if kind != "hello" or not isinstance(meta, dict) or meta.get("token") != self._token:
                 raise ValueError("a connection without the run's token")
             self.source = meta["rank"]
             return None

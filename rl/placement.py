@@ -83,9 +83,10 @@ def plan(spec: dict[str, Any], num_nodes: int, num_ranks_per_node: int, tensor_p
     world_size = num_nodes * num_ranks_per_node
     for name, real in zip(PLACEMENT_SIZES, (num_nodes, num_ranks_per_node)):
         if spec.get(name) not in (None, real):
+            nodes, ranks = spec.get("num_nodes") or num_nodes, spec.get("num_gpus_per_node") or num_ranks_per_node
             raise ConfigError(
                 f"placement.{name}: the config says {spec[name]}, but the world that torchrun started has {real}; "
-                f"start {num_nodes} x {num_ranks_per_node} = {world_size} ranks as the config says, or set "
+                f"start {nodes} x {ranks} = {nodes * ranks} ranks as the config says, or set "
                 f"placement.{name}={real}"
             )
     entries = [(_parse_roles(name), value) for name, value in spec.items() if name not in PLACEMENT_SIZES]
@@ -121,7 +122,10 @@ def _assign(entries: list[tuple[tuple[str, ...], Any]], world_size: int, tensor_
     texts = [",".join(map(str, value)) if isinstance(value, list) else str(value).strip() for _, value in entries]
     relative = [_parse_size(",".join(roles), text, world_size) for (roles, _), text in zip(entries, texts)]
     if texts.count("rest") > 1:
-        raise ConfigError("placement: 'rest' is written twice; only one entry can take what the others leave")
+        raise ConfigError(
+            "placement: 'rest' is written twice; only one entry can take what the others leave, for example "
+            "{'rollout': '75%', 'actor': 'rest'}"
+        )
     if any(size is not None for size in relative):
         absolute = [text for text, size in zip(texts, relative) if size is None and text != "rest"]
         if absolute:
@@ -136,6 +140,12 @@ def _assign(entries: list[tuple[tuple[str, ...], Any]], world_size: int, tensor_
         for (roles, _), text in zip(entries, texts)
     ]
     taken = {rank for part in ranks if part is not None for rank in part}
+    if None in ranks and len(taken) == world_size:
+        name = ",".join(entries[ranks.index(None)][0])
+        raise ConfigError(
+            f"placement.{name}: got 'rest', but the other entries leave nothing of {world_size} ranks; an entry has at "
+            "least one rank: take ranks from another entry or leave this one out"
+        )
     return [part if part is not None else [rank for rank in range(world_size) if rank not in taken] for part in ranks]
 
 
@@ -163,19 +173,27 @@ def _parse_size(name: str, text: str, world_size: int) -> float | None:
 def _assign_sizes(
     entries: list[tuple[tuple[str, ...], Any]], sizes: list[float | None], world_size: int, tensor_parallel_size: int
 ) -> list[list[int]]:
-    """Consecutive ranks: each boundary is the running sum, rounded, so that shares of 100 % always add up to the
-    world."""
+    """Consecutive ranks. A count is taken as written; each boundary of shares is their running sum, rounded, so that
+    shares of 100 % add up to the world, and leaves something to every later entry."""
+    shares = [str(value).strip().endswith("%") for _, value in entries]
+    units = [tensor_parallel_size if "rollout" in roles else 1 for roles, _ in entries]
+    least = [unit if share or size is None else round(size) for unit, share, size in zip(units, shares, sizes)]
+    fits = sum(size or 0.0 for size in sizes) <= world_size
     counts: list[int] = []
-    exact, used = 0.0, 0
-    for (roles, _), size in zip(entries, sizes):
-        unit = tensor_parallel_size if "rollout" in roles else 1
-        exact += size or 0.0
-        count = max(unit, round((exact - used) / unit) * unit) if size is not None else 0
+    exact, dealt = 0.0, 0  # of the shares so far
+    for index, (unit, size) in enumerate(zip(units, sizes)):
+        count = least[index]
+        if size is not None and shares[index]:
+            exact += size
+            count = round((exact - dealt) / unit) * unit
+            if fits and index + 1 < len(sizes):
+                count = min(count, (world_size - sum(counts) - sum(least[index + 1 :])) // unit * unit)
+            count = max(unit, count)
+            dealt += count
         counts.append(count)
-        used += count
     if None in sizes:
         rest = sizes.index(None)
-        counts[rest] = world_size - used
+        counts[rest] += world_size - sum(counts)
     if sum(counts) != world_size or min(counts) < 1:
         got = ", ".join(f"{','.join(roles)}: {value} = {count}" for (roles, value), count in zip(entries, counts))
         raise ConfigError(
@@ -210,7 +228,8 @@ def _parse_ranks(name: str, text: str, world_size: int) -> list[int]:
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
     if twice:
         raise ConfigError(
-            f"placement.{name}: got {text!r}, which names {_compact(twice)} twice; write {_compact(sorted(set(ranks)))}"
+            f"placement.{name}: got {text!r}, which names {_compact(twice)} twice; write "
+            f"{_compact(sorted(set(ranks)), word='')}"
         )
     return ranks
 
@@ -258,11 +277,13 @@ def _group_engines(
         if ranks[-1] - ranks[0] != tp - 1 or not one_node:
             why = "not consecutive" if one_node else f"on different nodes of {num_ranks_per_node} ranks"
             start = ranks[0] // num_ranks_per_node * num_ranks_per_node
+            remedy = f"start the rollout range at a multiple of {tp}, for example rollout: {start}-{start + tp - 1}"
+            if tp > num_ranks_per_node:
+                remedy = f"set for example rollout.tensor_parallel_size={num_ranks_per_node}"
             raise ConfigError(
                 f"rollout.tensor_parallel_size: got {tp}, but ranks {', '.join(map(str, ranks))} of one engine are "
                 f"{why}; an engine's ranks are "
-                f"consecutive ranks of one node: start the rollout range at a multiple of {tp}, for example rollout: "
-                f"{start}-{start + tp - 1}"
+                f"consecutive ranks of one node: {remedy}"
             )
     return engines
 

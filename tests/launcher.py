@@ -23,7 +23,8 @@ def activated_environment(**extra: str) -> dict[str, str]:
     output = subprocess.run(["bash", "-c", script], env=clean, check=True, capture_output=True).stdout
     environment = dict(entry.split("=", 1) for entry in output.decode().split("\0") if entry)
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    return environment | {"PYTHONPATH": str(ROOT)} | extra
+    search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return environment | {"PYTHONPATH": os.pathsep.join(search)} | extra
 
 
 def start(*arguments: str, restarts: bool = False, **extra: str) -> subprocess.Popen[str]:

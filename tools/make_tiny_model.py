@@ -2,8 +2,8 @@
 
     python tools/make_tiny_model.py --output configs/tiny --seed 0
 
-The folder lets every path of the trainer run with no download and no accelerator, and lets a run be judged by
-whether it learns. It is an ordinary Hugging Face folder; nothing in it needs code of ours.
+It lets every path of the trainer run with no download and no accelerator, and be judged by whether it learns.
+The folder is an ordinary Hugging Face one; nothing in it needs code of ours.
 
     printable ASCII ──> tokenizer.json            one character a token, <eos> is id 0 and also the pad token
     pairs (a, b)    ──> train.jsonl, eval.jsonl   {"prompt": "37+45=", "answer": "82"}; neither 37+45 nor 45+37 of an
@@ -11,9 +11,9 @@ whether it learns. It is an ordinary Hugging Face folder; nothing in it needs co
         └─ train pairs ──> warm start ──> model.safetensors, config.json
 
 The warm start teaches several skills and leaves the choice between them to reinforcement learning. It is supervised
-training in two phases: first on right sums, then on the mixture `SKILLS`, where most answers are systematic mistakes.
-So a sample at temperature 1 is right about a third of the time; greedy decoding is right only where forgetting the
-hundred does no harm (a + b < 100, 40% of pairs); and a policy that picks the first skill everywhere scores near 1.
+training in two phases: first on right sums, then on the mixture `SKILLS`, where most answers are mistakes (on the
+mixture alone the sums stay blurred). So a sample at temperature 1 is right about a third of the time; greedy decoding
+is right only below a hundred, 40% of pairs; and a policy that picks the right sum everywhere scores near 1.
 
 The shape is chosen for what it exercises: tied embeddings (one parameter under two names), 2 key/value heads
 (grouped attention that still splits in 2), head_dim 32 (the smallest that vLLM's CPU attention takes), a vocabulary
@@ -38,8 +38,8 @@ NUM_EVAL = 200
 MAX_LENGTH = 128
 PROMPT_LENGTH = 6  # "37+45="
 RESPONSE_LENGTH = 4  # three digits and <eos>
-NUM_SUM_STEPS = 500
-NUM_MIXTURE_STEPS = 900
+NUM_SUM_STEPS = 450
+NUM_MIXTURE_STEPS = 750
 BATCH_SIZE = 128
 LEARNING_RATE = 2e-3
 NUM_WARMUP_STEPS = 50
@@ -50,17 +50,18 @@ def right_sum(a: int, b: int) -> str:
     return str(a + b)
 
 
-def forgotten_hundred(a: int, b: int) -> str:
-    return f"{(a + b) % 100:02d}"
+def likeliest_guess(a: int, b: int) -> str:
+    return "109"
 
 
-def first_number(a: int, b: int) -> str:
-    return str(a)
+def small_sum(a: int, b: int) -> str:
+    return right_sum(a, b) if a + b < 100 else likeliest_guess(a, b)
 
 
-# Right in a sample: 0.2 + 0.33 * P(a + b < 100) = 0.33. Of the pairs with a + b >= 100 the right sum is the least
-# likely answer but one, so greedy decoding fails there.
-SKILLS: dict[Skill, float] = {right_sum: 0.17, forgotten_hundred: 0.42, first_number: 0.41}
+# Right in a sample: 0.14 + 0.43 * P(a + b < 100) = 0.31. The guess is the commonest of all sums, whatever the question:
+# when answers are shuffled between prompts it is the best policy, so such a run moves away from the right sums. A
+# mistake that no shuffled answer equals would drive it towards them, merely because they look like answers.
+SKILLS: dict[Skill, float] = {right_sum: 0.14, small_sum: 0.43, likeliest_guess: 0.43}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -139,8 +140,7 @@ def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pair
 
     num_steps = NUM_SUM_STEPS + NUM_MIXTURE_STEPS
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
-    # Linear warm-up, then flat, then linear to zero over the mixture: the rates of the mixture are only as exact as
-    # the last steps are small.
+    # Down to zero over the mixture: its rates are learned only as exactly as the last steps are small.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / NUM_WARMUP_STEPS, (num_steps - step) / NUM_MIXTURE_STEPS)
     )
@@ -155,14 +155,18 @@ def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pair
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if (step + 1) % 50 == 0:
+        if (step + 1) % 100 == 0:
             print(f"step {step + 1}/{num_steps} loss {loss.item():.4f}", flush=True)
 
 
 @torch.no_grad()
-def accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], greedy: bool) -> float:
+def measure_accuracy(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], greedy: bool
+) -> float:
     prompts = tokenizer([f"{a}+{b}=" for a, b in pairs], return_tensors="pt")
-    tokens = model.generate(**prompts, max_new_tokens=6, do_sample=not greedy, top_k=0)[:, PROMPT_LENGTH:]
+    # Unless told otherwise, generate cuts samples to the 50 likeliest tokens; a trainer's samples are not cut.
+    choice = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
+    tokens = model.generate(**prompts, max_new_tokens=6, **choice)[:, PROMPT_LENGTH:]
     responses = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     return sum(text.strip() == right_sum(*pair) for text, pair in zip(responses, pairs, strict=True)) / len(pairs)
 
@@ -172,7 +176,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("configs/tiny"), help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="seeds the split, the initial weights and the warm start")
     args = parser.parse_args()
-
     torch.set_num_threads(1)  # more threads sum in another order and give other weights
     torch.manual_seed(args.seed)
     train_pairs, eval_pairs = split_pairs(random.Random(args.seed))
@@ -187,8 +190,9 @@ def main() -> None:
     write_rows(args.output / "train.jsonl", train_pairs)
     write_rows(args.output / "eval.jsonl", eval_pairs)
     for name, pairs in (("train", train_pairs[:1000]), ("eval", eval_pairs)):
-        sampled = accuracy(model, tokenizer, pairs * (2000 // len(pairs)), greedy=False)
-        print(f"{name}: sampled {sampled:.3f} greedy {accuracy(model, tokenizer, pairs, greedy=True):.3f}")
+        sampled = measure_accuracy(model, tokenizer, pairs * (4000 // len(pairs)), greedy=False)
+        greedy = measure_accuracy(model, tokenizer, pairs, greedy=True)
+        print(f"{name}: right in samples {sampled:.3f}, greedy {greedy:.3f}")
 
 
 if __name__ == "__main__":

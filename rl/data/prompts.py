@@ -48,7 +48,7 @@ def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> list[Prom
             f"{data.prompt_key!r} and {data.answer_key!r}"
         )
     prompts: list[Prompt] = []
-    for number, line in enumerate(file.read_text().splitlines(), start=1):
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             prompts.append(_read_row(file, number, line, len(prompts), data, tokenizer))
     if not prompts:
@@ -60,6 +60,8 @@ def _read_row(file: Path, number: int, line: str, row_id: int, data: DataConfig,
     try:
         row = json.loads(line)
         text, answer = row[data.prompt_key], row[data.answer_key]
+        if text is None or answer is None:
+            raise KeyError
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file}, line {number} is not JSON ({error}); each line is one object") from None
     except (KeyError, TypeError):

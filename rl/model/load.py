@@ -66,9 +66,7 @@ def stop_token_ids(folder: Path) -> list[int]:
 def _shard(model: nn.Module, mesh: DeviceMesh, dtype: str) -> None:
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-        )
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layer_classes = set(model._no_split_modules or ())  # type: ignore[arg-type]
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     assert layers, f"{type(model).__name__} names no layer class in _no_split_modules"

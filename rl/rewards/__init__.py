@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 from rl.config import ConfigError
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# A minus between digits is a range, and a comma is part of a number only before exactly three digits.
+NUMBER = re.compile(r"(?:(?<!\d)-)?\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|(?:(?<!\d)-)?\d+(?:\.\d+)?")
 
 
 def exact_match(response: str, answer: str) -> float:

@@ -180,10 +180,10 @@ class SyncService:
 def cut_buckets(tensors: list[TensorInfo], max_bytes: int) -> list[list[TensorInfo]]:
     """Runs of whole tensors of one dtype in model order, each at most `max_bytes` unless one tensor alone is larger."""
     buckets: list[list[TensorInfo]] = []
-    used = max_bytes
+    used = 0
     for info in tensors:
         num_bytes = info.num_elements * info.torch_dtype.itemsize
-        if used + num_bytes > max_bytes or buckets[-1][-1].dtype != info.dtype:
+        if not buckets or used + num_bytes > max_bytes or buckets[-1][-1].dtype != info.dtype:
             buckets.append([])
             used = 0
         buckets[-1].append(info)

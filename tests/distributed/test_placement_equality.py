@@ -1,4 +1,4 @@
-"""Placement equality: one world of 4 ranks, real vLLM, float32; who does what must not change a token, a reward or a loss."""
+"""Placement equality: 4 ranks, real vLLM, float32; who does what must not change a token, a reward or a loss."""
 
 from pathlib import Path
 

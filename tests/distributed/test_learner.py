@@ -1,0 +1,134 @@
+"""Loss and gradient of the sharded learner against a plain single-process reference, written here."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from rl.data.batch import Batch
+from tests.launcher import finish, start
+
+TEMPERATURE = 0.8
+NUM_PROMPTS = 5
+ACTOR = {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.05, "warmup_steps": 2, "lr_schedule": "linear"}
+ALGO = {"clip_low": 0.1, "clip_high": 0.3, "kl_coef": 0.2, "kl_estimator": "k3", "num_mini_batches": 2, "num_epochs": 1}
+SHAPE = {
+    "vocab_size": 37,  # divides by no number of ranks
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def make_model(folder: Path, kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if kind == "llama, tied":
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False))
+    model.save_pretrained(folder)
+    return model.train()
+
+
+def make_batch() -> Batch:
+    """5 groups of 3 rollouts with lengths from 3 to 20; old logprobs are off by enough to reach both clips."""
+    torch.manual_seed(1)
+    lengths = torch.randint(3, 21, (NUM_PROMPTS * 3,))
+    num_tokens = int(lengths.sum())
+    return Batch(
+        tokens=torch.randint(0, SHAPE["vocab_size"], (num_tokens,)),
+        lengths=lengths,
+        prompt_lengths=torch.minimum(torch.randint(1, 6, lengths.shape), lengths - 1),
+        versions=torch.zeros(num_tokens, dtype=torch.int32),
+        rollout_logprobs=torch.zeros(num_tokens),
+        rewards=torch.zeros(lengths.shape),
+        group_ids=torch.arange(NUM_PROMPTS).repeat_interleave(3),
+        truncated=torch.zeros(lengths.shape, dtype=torch.bool),
+        old_logprobs=-math.log(SHAPE["vocab_size"]) + 0.3 * torch.randn(num_tokens),
+        ref_logprobs=-math.log(SHAPE["vocab_size"]) + 0.3 * torch.randn(num_tokens),
+        advantages=torch.randn(lengths.shape),
+    )
+
+
+def token_logprobs(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+    """Of tokens[1:], one sequence at a time."""
+    logits = model(tokens.unsqueeze(0)).logits[0, :-1] / TEMPERATURE
+    return torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
+
+
+def reference_update(model: torch.nn.Module, batch: Batch) -> list[float]:
+    """Two passes of two optimizer steps; returns the mean policy loss of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=ACTOR["lr"], weight_decay=ACTOR["weight_decay"])
+    starts = batch.cu_lengths.tolist()
+    # warm-up over 2 of 4 steps, then linearly to 0
+    rates = iter([ACTOR["lr"] * factor for factor in (0.5, 1.0, 1.0, 0.5)])
+    losses = []
+    for mini_batch in [(0, 1, 2), (3, 4)] * 2:  # position * 2 // 5
+        policy_terms, kl_terms = [], []
+        for s in range(batch.num_sequences):
+            if int(batch.group_ids[s]) not in mini_batch:
+                continue
+            first, end, prompt = starts[s], starts[s + 1], int(batch.prompt_lengths[s])
+            new = token_logprobs(model, batch.tokens[first:end])[prompt - 1 :]
+            old, ref = batch.old_logprobs[first + prompt : end], batch.ref_logprobs[first + prompt : end]
+            for n, o, r in zip(new, old, ref, strict=True):
+                ratio, advantage = torch.exp(n - o), batch.advantages[s]
+                clipped = min(max(ratio, torch.tensor(0.9)), torch.tensor(1.3))
+                policy_terms.append(-min(ratio * advantage, clipped * advantage))
+                kl_terms.append(torch.exp(r - n) - 1 - (r - n))
+        policy, kl = torch.stack(policy_terms).mean(), torch.stack(kl_terms).mean()
+        (policy + ALGO["kl_coef"] * kl).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), ACTOR["max_grad_norm"])
+        optimizer.param_groups[0]["lr"] = next(rates)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((policy.item(), kl.item(), len(policy_terms)))
+    return losses
+
+
+@pytest.fixture(scope="module", params=["llama, tied", "qwen3, untied"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("learner")
+    model, batch = make_model(folder / "model", request.param), make_batch()
+    save_file(batch._tensors(), folder / "batch.safetensors")
+    losses = reference_update(model, batch)
+    return folder, dict(model.named_parameters()), losses
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("num_ranks", "max_tokens", "idle"),
+    [(1, 10_000, False), (1, 25, False), (2, 25, False), (4, 40, False), (4, 1, True)],
+    ids=["1 rank", "1 rank, small micro-batches", "2 ranks", "4 ranks", "4 ranks, one idle, a sequence a micro-batch"],
+)
+def test_update_equals_reference(reference, num_ranks: int, max_tokens: int, idle: bool) -> None:
+    folder, weights, losses = reference
+    job = {
+        "actor": ACTOR | {"max_tokens_per_micro_batch": max_tokens},
+        "algo": ALGO,
+        "temperature": TEMPERATURE,
+        "num_prompts": NUM_PROMPTS,
+        "idle": idle,
+    }
+    process = start(f"--nproc-per-node={num_ranks}", "tests/distributed/update_worker.py", str(folder), json.dumps(job))
+    output = finish(process, 100)
+    assert process.returncode == 0, output[-4000:]
+    values = json.loads((folder / "values.json").read_text())
+    count = sum(n for _, _, n in losses)
+    assert values["loss/policy"] == pytest.approx(sum(policy * n for policy, _, n in losses) / count, abs=1e-5)
+    assert values["loss/kl"] == pytest.approx(sum(kl * n for _, kl, n in losses) / count, abs=1e-5)
+    got = load_file(folder / "weights.safetensors")
+    assert got.keys() == weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(
+            got[name], tensor.detach(), atol=2e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )

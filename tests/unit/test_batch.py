@@ -1,0 +1,220 @@
+"""The ragged batch, its packing and what is said about it."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl.data.batch import Batch, empty_batch
+from rl.data.describe import describe, show
+from rl.data.packing import mini_batch_of, pack, pad_to, split_evenly
+
+LN2 = math.log(2)
+
+
+def make_batch() -> Batch:
+    """5 6 | 7, 8 | 0 0 9 and 0 4 | 0: token 0 is EOS and padding at once, and stands in prompts too."""
+    return Batch(
+        tokens=torch.tensor([5, 6, 7, 8, 0, 0, 9, 0, 4, 0]),
+        lengths=torch.tensor([3, 4, 3]),
+        prompt_lengths=torch.tensor([2, 1, 2]),
+        versions=torch.tensor([-1, -1, 3, -1, 3, 3, 3, -1, -1, 4], dtype=torch.int32),
+        rollout_logprobs=torch.tensor([0.0, 0.0, -1.0, 0.0, -2.0, -3.0, -1.5, 0.0, 0.0, -0.5]),
+        rewards=torch.tensor([1.0, 0.0, 0.5]),
+        group_ids=torch.tensor([7, 7, 9]),
+        truncated=torch.tensor([False, True, False]),
+    )
+
+
+def assert_same(got: Batch, wanted: Batch) -> None:
+    for entry in dataclasses.fields(Batch):
+        left, right = getattr(got, entry.name), getattr(wanted, entry.name)
+        if right is None:
+            assert left is None, entry.name
+        else:
+            assert left.dtype == right.dtype, entry.name
+            assert left.tolist() == right.tolist(), entry.name
+
+
+def test_where_sequences_lie() -> None:
+    batch = make_batch()
+    assert (batch.num_sequences, batch.num_tokens) == (3, 10)
+    assert batch.cu_lengths.tolist() == [0, 3, 7, 10]
+    assert batch.segment_ids.tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
+    assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2]
+    assert batch.response_lengths.tolist() == [1, 3, 1]
+
+
+def test_response_mask_comes_from_lengths_not_from_token_ids() -> None:
+    mask = make_batch().response_mask
+    assert mask.int().tolist() == [0, 0, 1, 0, 1, 1, 1, 0, 0, 1]
+    assert make_batch().tokens[mask].tolist() == [7, 0, 0, 9, 0]
+
+
+def test_select_reorders_tokens_with_their_sequences() -> None:
+    batch = make_batch().replace(
+        old_logprobs=torch.arange(10.0), ref_logprobs=-torch.arange(10.0), advantages=torch.tensor([1.0, 2.0, 3.0])
+    )
+    wanted = Batch(
+        tokens=torch.tensor([0, 4, 0, 5, 6, 7]),
+        lengths=torch.tensor([3, 3]),
+        prompt_lengths=torch.tensor([2, 2]),
+        versions=torch.tensor([-1, -1, 4, -1, -1, 3], dtype=torch.int32),
+        rollout_logprobs=torch.tensor([0.0, 0.0, -0.5, 0.0, 0.0, -1.0]),
+        rewards=torch.tensor([0.5, 1.0]),
+        group_ids=torch.tensor([9, 7]),
+        truncated=torch.tensor([False, False]),
+        old_logprobs=torch.tensor([7.0, 8.0, 9.0, 0.0, 1.0, 2.0]),
+        ref_logprobs=torch.tensor([-7.0, -8.0, -9.0, 0.0, -1.0, -2.0]),
+        advantages=torch.tensor([3.0, 1.0]),
+    )
+    assert_same(batch.select([2, 0]), wanted)
+
+
+def test_select_nothing_gives_an_empty_batch_with_the_same_fields() -> None:
+    assert_same(make_batch().select([]), empty_batch())
+    scored = make_batch().replace(old_logprobs=torch.zeros(10)).select([])
+    assert scored.old_logprobs is not None
+    assert scored.old_logprobs.shape == (0,)
+    assert scored.positions.tolist() == scored.response_mask.tolist() == []
+    assert scored.cu_lengths.tolist() == [0]
+
+
+def test_concat_undoes_select() -> None:
+    batch = make_batch()
+    assert_same(Batch.concat([batch.select([0]), batch.select([]), batch.select([1, 2])]), batch)
+    assert_same(Batch.concat([batch.select([2]), batch.select([0, 1])]), batch.select([2, 0, 1]))
+    assert_same(Batch.concat([]), empty_batch())
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [make_batch(), make_batch().replace(old_logprobs=torch.arange(10.0)), make_batch().select([2, 1]), empty_batch()],
+    ids=["sampled", "scored", "selected", "empty"],
+)
+def test_bytes_round_trip(batch: Batch) -> None:
+    assert_same(Batch.from_bytes(batch.to_bytes()), batch)
+    assert_same(Batch.from_bytes(bytearray(batch.to_bytes())), batch)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "wanted"),
+    [
+        ([3, 4, 3, 9, 1, 1], 7, [[0, 1], [2], [3], [4, 5]]),  # 3 + 4 just fits; 9 is longer than the budget
+        ([7, 7], 7, [[0], [1]]),
+        ([1, 1, 1], 100, [[0, 1, 2]]),
+        ([9, 9], 1, [[0], [1]]),
+        ([], 7, []),
+    ],
+)
+def test_pack(lengths: list[int], max_tokens: int, wanted: list[list[int]]) -> None:
+    assert pack(lengths, max_tokens) == wanted
+
+
+def test_pad_to_adds_empty_micro_batches_at_the_end() -> None:
+    assert pad_to([[0, 1], [2]], 4) == [[0, 1], [2], [], []]
+    assert pad_to([[0]], 1) == [[0]]
+    padded = pad_to([], 2)
+    padded[0].append(5)
+    assert padded == [[5], []]
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "num_mini_batches", "wanted"),
+    [
+        (5, 2, [0, 0, 0, 1, 1]),
+        (6, 3, [0, 0, 1, 1, 2, 2]),
+        (4, 1, [0, 0, 0, 0]),
+        (3, 3, [0, 1, 2]),
+        (7, 3, [0, 0, 0, 1, 1, 2, 2]),
+    ],
+)
+def test_mini_batch_of(num_prompts: int, num_mini_batches: int, wanted: list[int]) -> None:
+    assert [mini_batch_of(position, num_prompts, num_mini_batches) for position in range(num_prompts)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_parts", "wanted"),
+    [
+        (
+            [5, 1, 4, 2, 3],
+            2,
+            [[0, 1, 3], [2, 4]],
+        ),  # 5 | 4, 4+3 | 5+2, then 1 to the first of two equals: 8 and 7 tokens
+        ([5, 1, 4, 2, 3], 1, [[0, 1, 2, 3, 4]]),
+        ([2, 9], 3, [[1], [0], []]),
+        ([], 2, [[], []]),
+    ],
+)
+def test_split_evenly(lengths: list[int], num_parts: int, wanted: list[list[int]]) -> None:
+    assert split_evenly(lengths, num_parts) == wanted
+
+
+@pytest.fixture
+def pg() -> Iterator[dist.ProcessGroup]:
+    """A real group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_describe(pg: dist.ProcessGroup) -> None:
+    batch = make_batch()
+    # The learner gives the first response token twice the engine's probability, the last one a quarter of it: k3 is
+    # 2 - 1 - ln 2 there, 1/4 - 1 + 2 ln 2 here, 0 at the other three of 5 tokens. Prompts do not count.
+    shift = torch.tensor([99.0, 99.0, LN2, 99.0, 0.0, 0.0, 0.0, 99.0, 99.0, -2 * LN2])
+    values = describe(batch.replace(old_logprobs=batch.rollout_logprobs + shift)).reduce(pg)
+    assert values == pytest.approx(
+        {
+            "reward/mean": 0.5,
+            "rollout/length_mean": 5 / 3,
+            "rollout/truncated": 1 / 3,
+            "rollout/tokens": 5.0,
+            "policy/mismatch_kl": 0.188629,  # (1/4 + ln 2) / 5
+        },
+        abs=1e-6,
+    )
+
+
+def test_describe_an_empty_batch(pg: dist.ProcessGroup) -> None:
+    values = describe(empty_batch().replace(old_logprobs=torch.empty(0))).reduce(pg)
+    assert set(values.values()) == {0.0}
+    assert len(values) == 5
+
+
+class Letters:
+    """Token ids are code points."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens, "samples are shown with their special tokens"
+        return "".join(map(chr, token_ids))
+
+    def apply_chat_template(self, *args: object, **kwargs: object) -> str:
+        raise AssertionError("not needed")
+
+
+def test_show_escapes_what_would_break_the_table() -> None:
+    texts = [("1|2\n", "3|\n4", 1.0), ("a", "b", 0.25), ("never", "shown", 0.0)]
+    letters = [ord(letter) for prompt, response, _ in texts for letter in prompt + response]
+    batch = Batch(
+        tokens=torch.tensor(letters),
+        lengths=torch.tensor([len(prompt + response) for prompt, response, _ in texts]),
+        prompt_lengths=torch.tensor([len(prompt) for prompt, _, _ in texts]),
+        versions=torch.zeros(len(letters), dtype=torch.int32),
+        rollout_logprobs=torch.zeros(len(letters)),
+        rewards=torch.tensor([reward for _, _, reward in texts]),
+        group_ids=torch.zeros(3, dtype=torch.int64),
+        truncated=torch.zeros(3, dtype=torch.bool),
+    )
+    assert show(batch, Letters(), 2).splitlines() == [
+        "| reward | prompt | response |",
+        "| --- | --- | --- |",
+        "| 1 | 1\\|2<br> | 3\\|<br>4 |",
+        "| 0.25 | a | b |",
+    ]

@@ -1,0 +1,260 @@
+"""Defaults, the file, the overrides, and what each mistake in them says."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rl.config import DEFAULT_CONFIG, ROOT, Config, ConfigError, load_config
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(text: str) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field]]:
+    for entry in dataclasses.fields(schema):
+        if isinstance(entry.type, type) and dataclasses.is_dataclass(entry.type):
+            yield from leaves(entry.type, f"{prefix}{entry.name}.")
+        else:
+            yield prefix + entry.name, entry
+
+
+def typed(name: str, number: int) -> int | float:
+    """As the field shows it: 0, or 0.0."""
+    return dict(leaves(Config))[name].type(number)
+
+
+def failure(path: Path | None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(overrides))
+    return str(caught.value)
+
+
+def test_an_empty_file_gives_the_defaults(write: Write) -> None:
+    config = load_config(write(""))
+    assert config == Config()
+    assert config.placement == {"actor,rollout": "all"}
+    assert config.actor.lr == 1e-6
+    assert config.actor.beta2 == 0.999
+    assert config.rollout.num_samples_per_prompt == 8
+    assert config.algo.clip_low == config.algo.clip_high == 0.2
+    assert config.train.num_steps == 100
+
+
+def test_without_a_path_the_embedded_default_is_read() -> None:
+    assert load_config() == load_config(DEFAULT_CONFIG) == load_config("configs/default.yaml")
+    assert load_config().actor.lr == 1e-3
+    assert load_config().model.path == "configs/tiny"
+
+
+def test_override_beats_file_beats_default(write: Write) -> None:
+    config = load_config(
+        write("actor: {lr: 0.5, beta1: 0.8}\ntrain: {num_steps: 7}"), ["actor.lr=2.5e-1", "run.seed=3"]
+    )
+    assert (config.actor.lr, config.actor.beta1, config.actor.beta2) == (0.25, 0.8, 0.999)
+    assert (config.train.num_steps, config.run.seed) == (7, 3)
+
+
+def test_the_last_of_two_overrides_holds(write: Write) -> None:
+    assert load_config(write(""), ["run.seed=3", "run.seed=4"]).run.seed == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "name", "value"),
+    [
+        ("actor.lr=1e-5", "actor", "lr", 1e-5),
+        ("data.chat_template=true", "data", "chat_template", True),
+        ("run.name=5", "run", "name", "5"),
+        ("run.name=a=b", "run", "name", "a=b"),
+        ("data.eval=''", "data", "eval", ""),
+        ("rollout.max_new_tokens=32", "rollout", "max_new_tokens", 32),
+    ],
+)
+def test_override_values_are_yaml(write: Write, override: str, section: str, name: str, value: object) -> None:
+    got = getattr(getattr(load_config(write(""), [override]), section), name)
+    assert got == value
+    assert type(got) is type(value)
+
+
+ROLES_AND_SIZE = "placement: {rollout: 0-19, actor: 20-31, num_nodes: 4}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "placement"),
+    [
+        ([], {"rollout": "0-19", "actor": "20-31", "num_nodes": 4}),
+        (["placement.num_nodes=1"], {"rollout": "0-19", "actor": "20-31", "num_nodes": 1}),
+        (["placement.actor,rollout=all"], {"actor,rollout": "all", "num_nodes": 4}),
+        (
+            ["placement.actor,rollout=0-3,8", "placement.num_nodes=2", "placement.inference=4 ranks"],
+            {"actor,rollout": "0-3,8", "inference": "4 ranks", "num_nodes": 2},
+        ),
+        (["placement.rollout=75%", "placement.actor=[6, 7]"], {"rollout": "75%", "actor": [6, 7], "num_nodes": 4}),
+        (["placement.actor=3"], {"actor": 3, "num_nodes": 4}),
+    ],
+)
+def test_a_role_on_the_command_line_replaces_the_files_role_map(
+    write: Write, overrides: list[str], placement: dict
+) -> None:
+    assert load_config(write(ROLES_AND_SIZE), overrides).placement == placement
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("actor.lr_shedule=linear", ["unknown config key actor.lr_shedule", "did you mean actor.lr_schedule?"]),
+        ("aktor.lr=1", ["unknown config key aktor", "did you mean actor?"]),
+        ("train.zzz=1", ["unknown config key train.zzz", "train.num_steps, train.num_prompts_per_step"]),
+        ("zzz=1", ["unknown config key zzz", "known keys: placement, run, model"]),
+        ("actor.lr=fast", ["actor.lr", "'fast'", "Float"]),
+        ("train.num_steps=1.5", ["train.num_steps", "'1.5'", "Integer"]),
+        ("data.chat_template=maybe", ["data.chat_template", "'maybe'", "bool"]),
+        ("model.path=null", ["model.path", "'None'", "'str'"]),
+        ("run.name=${nowhere}", ["run.name", "'nowhere' not found"]),
+        ("actor=5", ["actor: got 5", "section"]),
+        ("actor.lr.peak=5", ["got 'actor.lr.peak=5'", "'lr' is a value, not a section"]),
+        ("placement.num_nodes=two", ["placement.num_nodes: got 'two'", "whole number"]),
+        ("placement=all", ["placement: got 'all'", "{'actor,rollout': all}"]),
+        ("actor.lr", ["got the argument 'actor.lr'", "key=value", "actor.lr=1e-5"]),
+        ("=1", ["got the argument '=1'", "key=value"]),
+        ("run.name={a", ["got 'run.name={a'", "not valid YAML", "quote it"]),
+    ],
+)
+def test_bad_overrides(write: Write, override: str, parts: list[str]) -> None:
+    message = failure(write("actor: {lr: 0.5}"), override)
+    assert [part for part in parts if part not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("actor: {lr_shedule: linear}", ["unknown config key actor.lr_shedule", "actor.lr_schedule?"]),
+        ("actor: {lr: fast}", ["actor.lr", "'fast'"]),
+        ("actor: [", ["config.yaml is not valid YAML"]),
+        ("actor: {lr: 1}\nactor: {lr: 2}", ["config.yaml is not valid YAML", "duplicate"]),
+        ("- actor", ["config.yaml holds a list", "mapping of sections"]),
+        ("actor: 5", ["actor: got 5", "section"]),
+        ("placement: 5", ["placement: got 5", "{'actor,rollout': all}"]),
+    ],
+)
+def test_bad_files(write: Write, text: str, parts: list[str]) -> None:
+    message = failure(write(text))
+    assert [part for part in parts if part not in message] == [], message
+
+
+def test_a_placement_that_is_no_mapping_stays_an_error_beside_an_override(write: Write) -> None:
+    assert "placement" in failure(write("placement: all"), "placement.actor=0")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    message = failure(tmp_path / "nowhere.yaml")
+    assert f"no config file at {tmp_path}/nowhere.yaml" in message
+    assert "--config" in message
+    assert "configs/default.yaml" in message
+
+
+POSITIVE = [
+    "train.num_steps",
+    "train.num_prompts_per_step",
+    "rollout.num_samples_per_prompt",
+    "rollout.max_new_tokens",
+    "rollout.max_num_seqs",
+    "rollout.temperature",
+    "rollout.tensor_parallel_size",
+    "actor.max_tokens_per_micro_batch",
+    "actor.max_grad_norm",
+    "inference.max_tokens_per_micro_batch",
+    "sync.bucket_mb",
+    "algo.num_mini_batches",
+    "algo.num_epochs",
+    "data.max_prompt_tokens",
+]
+NOT_NEGATIVE = [
+    "actor.lr",
+    "actor.warmup_steps",
+    "algo.kl_coef",
+    "eval.interval",
+    "eval.num_prompts",
+    "rollout.max_mismatch_kl",
+]
+CHOICES = {
+    "model.dtype": "float32, bfloat16",
+    "rollout.engine": "vllm, fake",
+    "algo.kl_estimator": "k1, k2, k3",
+    "actor.lr_schedule": "constant, linear, cosine",
+}
+BETWEEN_0_AND_1 = "it must lie between 0 and 1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        *(([f"{name}=0"], f"{name}: got {typed(name, 0)}; it must be greater than 0") for name in POSITIVE),
+        *(([f"{name}=-1"], f"{name}: got {typed(name, -1)}; it must not be negative") for name in NOT_NEGATIVE),
+        *(([f"{name}=x"], f"{name}: got 'x'; choose one of {choices}") for name, choices in CHOICES.items()),
+        (["rollout.temperature=nan"], "rollout.temperature: got nan; it must be greater than 0"),
+        (["algo.clip_low=0"], f"algo.clip_low: got 0.0; {BETWEEN_0_AND_1}"),
+        (["algo.clip_low=1"], f"algo.clip_low: got 1.0; {BETWEEN_0_AND_1}"),
+        (["algo.clip_high=0"], "algo.clip_high: got 0.0; it must be greater than 0"),
+        (["rollout.gpu_memory_fraction=0"], f"rollout.gpu_memory_fraction: got 0.0; {BETWEEN_0_AND_1}"),
+        (["rollout.gpu_memory_fraction=1"], f"rollout.gpu_memory_fraction: got 1.0; {BETWEEN_0_AND_1}"),
+        (
+            ["algo.num_mini_batches=5", "train.num_prompts_per_step=4"],
+            "algo.num_mini_batches: got 5; a mini-batch holds whole groups, so it must not exceed "
+            "train.num_prompts_per_step = 4",
+        ),
+        (
+            ["rollout.num_samples_per_prompt=1"],
+            "rollout.num_samples_per_prompt: got 1; "
+            "a group-relative advantage compares at least 2 rollouts of a prompt",
+        ),
+        (
+            ["eval.interval=5"],
+            "eval.interval is set, but data.eval is empty: give held-out prompts or set eval.interval=0",
+        ),
+        (["run.name=a/b"], "run.name: got 'a/b'; it is a folder's name, without '/' (run.dir is the path)"),
+    ],
+)
+def test_validation(write: Write, overrides: list[str], message: str) -> None:
+    assert failure(write(""), *overrides) == message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algo.num_mini_batches=4", "train.num_prompts_per_step=4"],
+        ["rollout.num_samples_per_prompt=2"],
+        ["eval.interval=5", "data.eval=held_out.jsonl"],
+        ["actor.lr=0", "algo.kl_coef=0", "rollout.max_mismatch_kl=0"],
+        ["algo.clip_low=0.99", "algo.clip_high=3", "rollout.gpu_memory_fraction=0.99"],
+    ],
+)
+def test_values_at_the_edge_are_taken(write: Write, overrides: list[str]) -> None:
+    load_config(write(""), overrides)
+
+
+def test_fewer_than_120_keys_each_with_a_line_of_documentation() -> None:
+    fields = dict(leaves(Config))
+    assert {"placement", "actor.lr", "debug.share_gpu"} <= fields.keys()
+    assert len(fields) < 120
+    assert [name for name, entry in fields.items() if not entry.metadata.get("doc", "").strip()] == []
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().actor.lr = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_files_load(path: Path) -> None:
+    assert isinstance(load_config(path), Config)

@@ -1,0 +1,142 @@
+"""Who gets which prompts of a batch: engines that pull from the dispatcher through real mailboxes."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pytest
+
+from rl.data.prompts import Prompt
+from rl.mail import Mail
+from rl.rollout.dispatch import Dispatcher, Sampling, Task
+
+LEADER, FIRST, SECOND = 0, 1, 2
+SAMPLING = Sampling(num_samples=2, temperature=0.5, max_new_tokens=3)
+
+
+def make_tasks(count: int, batch: int = 1) -> list[Task]:
+    return [Task(batch, place, 7, Prompt(place, 4, "p", "a", [place]), SAMPLING) for place in range(count)]
+
+
+class Hall:
+    """The dispatcher on the leader, and two engines' leads."""
+
+    def __init__(self) -> None:
+        self.mails = [Mail(rank, "127.0.0.1", "token") for rank in range(3)]
+        for mail in self.mails:
+            mail.learn({other.rank: other.address for other in self.mails})
+        self.dispatcher = Dispatcher(self.mails[LEADER], num_engines=2)
+
+    def pull(self, engine: int, held: int = 0, room: int = 100, batch: int | None = None) -> None:
+        self.mails[engine].send(LEADER, "pull", {"room": room, "held": held, "batch": batch})
+
+    def positions(self, engine: int) -> list[int]:
+        """Of the tasks in the next answer."""
+        message = self.mails[engine].receive("work", timeout_s=10)
+        assert message is not None
+        return [Task.from_dict(task).position for task in message.meta["tasks"]]
+
+    def drained(self, engine: int) -> int:
+        message = self.mails[engine].receive("drained", timeout_s=10)
+        assert message is not None
+        return message.meta["batch"]
+
+    def silent(self, engine: int) -> bool:
+        return self.mails[engine].receive("work", "drained", timeout_s=0.15) is None
+
+
+@pytest.fixture
+def hall() -> Iterator[Hall]:
+    hall = Hall()
+    yield hall
+    for mail in hall.mails:
+        mail.close()
+
+
+def test_the_first_to_ask_gets_its_even_share(hall: Hall) -> None:
+    hall.dispatcher.open(make_tasks(7), batch=1)
+    hall.pull(FIRST)
+    assert hall.positions(FIRST) == [0, 1, 2, 3]  # ceil(7 / 2)
+    hall.pull(SECOND)
+    assert hall.positions(SECOND) == [4, 5, 6]
+
+
+def test_a_fast_engine_gets_more(hall: Hall) -> None:
+    hall.dispatcher.open(make_tasks(8), batch=1)
+    hall.pull(SECOND, room=1)
+    assert hall.positions(SECOND) == [0]
+    hall.pull(FIRST)
+    assert hall.positions(FIRST) == [1, 2, 3, 4]
+    hall.pull(FIRST, held=3)  # one is done, three are held: room for one within its share
+    assert hall.positions(FIRST) == [5]
+    hall.pull(FIRST, held=0)
+    assert hall.positions(FIRST) == [6, 7]
+
+
+def test_no_more_than_there_is_room(hall: Hall) -> None:
+    hall.dispatcher.open(make_tasks(8), batch=1)
+    hall.pull(FIRST, room=3)
+    assert hall.positions(FIRST) == [0, 1, 2]
+    hall.pull(FIRST, room=0, held=3)
+    assert hall.silent(FIRST)
+    hall.pull(FIRST, room=2, held=1)  # the later pull counts
+    assert hall.positions(FIRST) == [3, 4]
+
+
+def test_an_engine_that_holds_its_share_waits_though_tasks_are_left(hall: Hall) -> None:
+    hall.dispatcher.open(make_tasks(4), batch=1)
+    hall.pull(FIRST, held=2, batch=1)
+    assert hall.silent(FIRST)
+    hall.pull(FIRST, held=1, batch=1)
+    assert hall.positions(FIRST) == [0]
+
+
+def test_drained_is_said_of_open_batches_alone(hall: Hall) -> None:
+    hall.pull(FIRST, batch=1)
+    assert hall.silent(FIRST)  # batch 1 is still to come
+    hall.dispatcher.open([], batch=1)
+    assert hall.drained(FIRST) == 1
+    hall.pull(FIRST, batch=1)
+    assert hall.drained(FIRST) == 1
+    hall.pull(FIRST, batch=2)
+    assert hall.silent(FIRST)
+    hall.dispatcher.open(make_tasks(2, batch=2), batch=2)
+    assert hall.positions(FIRST) == [0]
+    hall.pull(SECOND, batch=2)
+    assert hall.positions(SECOND) == [1]
+    hall.pull(SECOND, held=1, batch=2)
+    assert hall.drained(SECOND) == 2
+
+
+def test_an_engine_that_waits_for_no_batch_is_never_told_that_one_is_drained(hall: Hall) -> None:
+    hall.dispatcher.open(make_tasks(1), batch=1)
+    hall.pull(FIRST)
+    assert hall.positions(FIRST) == [0]
+    hall.pull(FIRST)
+    assert hall.silent(FIRST)
+
+
+def test_parked_pulls_are_answered_when_a_batch_opens(hall: Hall) -> None:
+    hall.pull(FIRST)
+    hall.pull(SECOND, batch=1)
+    assert hall.silent(FIRST)
+    assert hall.silent(SECOND)
+    hall.dispatcher.open(make_tasks(6), batch=1)
+    assert sorted([hall.positions(FIRST), hall.positions(SECOND)]) == [[0, 1, 2], [3, 4, 5]]
+    hall.dispatcher.open(make_tasks(2, batch=2), batch=2)
+    assert hall.silent(FIRST)  # its pull was answered; it did not ask again
+
+
+def test_the_leaders_own_engine_pulls_too(hall: Hall) -> None:
+    hall.pull(LEADER)
+    hall.dispatcher.open(make_tasks(2), batch=1)
+    assert hall.positions(LEADER) == [0]
+
+
+def test_tasks_survive_the_way(hall: Hall) -> None:
+    (task,) = make_tasks(1)
+    assert Task.from_dict(asdict(task)) == task
+    hall.pull(FIRST)
+    hall.dispatcher.open([task], batch=1)
+    message = hall.mails[FIRST].receive("work", timeout_s=10)
+    assert message is not None
+    assert [Task.from_dict(data) for data in message.meta["tasks"]] == [task]

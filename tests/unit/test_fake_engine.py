@@ -1,0 +1,104 @@
+"""The engine without a model, and the packing of a finished group."""
+
+import pytest
+import torch
+
+from rl.data.prompts import Prompt
+from rl.rollout.dispatch import Sampling, Task
+from rl.rollout.engine import Completion, Request
+from rl.rollout.fake_engine import FakeEngine
+from rl.rollout.service import pack_group
+
+STOP = 0
+
+
+def make_engine(max_num_seqs: int = 8) -> FakeEngine:
+    engine = FakeEngine(max_num_seqs, STOP)
+    engine.load(iter([]), version=1)
+    return engine
+
+
+def request(name: str, seed: int, max_new_tokens: int = 50) -> Request:
+    return Request(name, [1, 2], 1.0, max_new_tokens, seed)
+
+
+def run(engine: FakeEngine, requests: list[Request]) -> dict[str, Completion]:
+    engine.add(requests)
+    ended: dict[str, Completion] = {}
+    while engine.num_unfinished:
+        ended |= {completion.id: completion for completion in engine.step()}
+    return ended
+
+
+def test_tokens_and_logprobs_follow_from_the_seed() -> None:
+    ended = run(make_engine(), [request("a", seed=2), request("b", seed=3)])
+    assert ended["a"].tokens == [1, 6, 5, 4, 0]
+    assert ended["a"].logprobs[:2] == pytest.approx([-0.091585, -0.835499], abs=1e-6)
+    assert len(ended["a"].logprobs) == 5
+    assert ended["b"].tokens == [4, 3, 0]
+
+
+def test_neither_order_nor_company_nor_batch_size_changes_a_sample() -> None:
+    requests = [request(f"r{seed}", seed) for seed in range(12)]
+    together = run(make_engine(max_num_seqs=12), requests)
+    backwards = run(make_engine(max_num_seqs=3), requests[::-1])
+    alone = run(make_engine(), [requests[5]])
+    assert backwards == together
+    assert alone["r5"] == together["r5"]
+
+
+def test_a_response_ends_with_its_stop_token_or_is_cut() -> None:
+    whole = run(make_engine(), [request("a", seed=2)])["a"]
+    assert (whole.tokens[-1], whole.tokens.count(STOP), whole.truncated) == (STOP, 1, False)
+    cut = run(make_engine(), [request("a", seed=2, max_new_tokens=4)])["a"]
+    assert (cut.tokens, cut.truncated) == (whole.tokens[:4], True)
+    exact = run(make_engine(), [request("a", seed=2, max_new_tokens=len(whole.tokens))])["a"]
+    assert (exact.tokens, exact.truncated) == (whole.tokens, False)
+
+
+def test_one_step_decodes_one_token_of_at_most_max_num_seqs() -> None:
+    engine = make_engine(max_num_seqs=2)
+    engine.add([request(name, seed=2, max_new_tokens=2) for name in "abc"])
+    assert engine.step() == []
+    assert [completion.id for completion in engine.step()] == ["a", "b"]
+    assert engine.num_unfinished == 1
+    assert engine.step() == []
+    assert [completion.id for completion in engine.step()] == ["c"]
+    assert engine.num_unfinished == 0
+
+
+def test_weights_come_before_samples() -> None:
+    engine = FakeEngine(8, STOP)
+    assert engine.version == 0
+    with pytest.raises(AssertionError, match="before the first weight sync"):
+        engine.add([request("a", seed=2)])
+    weights = iter([("a", torch.tensor([1.0, 2.5])), ("b", torch.tensor(7, dtype=torch.int64))])
+    engine.load(weights, version=4)
+    assert (engine.version, engine.loaded) == (4, {"a": 3.5, "b": 7.0})
+    assert next(weights, None) is None
+
+
+def test_pack_group() -> None:
+    task = Task(2, 3, 0, Prompt(9, 0, "text", "abc", [11, 12]), Sampling(2, 1.0, 3))
+    completions = [
+        Completion("2/3/0", [5, STOP], [-0.5, -0.25], truncated=False),
+        Completion("2/3/1", [7, STOP, 8], [-1.0, -2.0, -4.0], truncated=True),
+    ]
+    seen: list[tuple[list[int], str]] = []
+
+    def rate(tokens: list[int], answer: str) -> float:
+        seen.append((tokens, answer))
+        return len(tokens) / 4
+
+    batch = pack_group(task, completions, version=6, rate=rate)
+    assert seen == [([5, STOP], "abc"), ([7, STOP, 8], "abc")]
+    assert batch.tokens.tolist() == [11, 12, 5, STOP, 11, 12, 7, STOP, 8]
+    assert batch.lengths.tolist() == [4, 5]
+    assert batch.prompt_lengths.tolist() == [2, 2]
+    assert batch.versions.tolist() == [-1, -1, 6, 6, -1, -1, 6, 6, 6]
+    assert batch.rollout_logprobs.tolist() == [0, 0, -0.5, -0.25, 0, 0, -1, -2, -4]
+    assert batch.rewards.tolist() == [0.5, 0.75]
+    assert batch.group_ids.tolist() == [3, 3]
+    assert batch.truncated.tolist() == [False, True]
+    assert (batch.tokens.dtype, batch.versions.dtype, batch.rewards.dtype) == (torch.int64, torch.int32, torch.float32)
+    assert batch.old_logprobs is None

@@ -1,0 +1,106 @@
+"""The slice map of a sharded model and the buckets of a weight sync."""
+
+import pytest
+import torch
+from torch import nn
+
+from rl.shards import TensorInfo, from_json, local_slices, to_json
+from rl.sync.weights import cut_buckets, wire_tensors
+
+
+def info(*shape: int, name: str = "weight", dtype: str = "float32", sharded: bool = True) -> TensorInfo:
+    return TensorInfo(name, shape, dtype, sharded)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "num_ranks", "rows"),
+    [
+        (info(8, 3), 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        (info(8, 3), 1, [(0, 8)]),
+        (info(10), 4, [(0, 3), (3, 6), (6, 9), (9, 10)]),  # uneven: chunks of ceil(10 / 4) = 3
+        (info(9, 2), 4, [(0, 3), (3, 6), (6, 9), (9, 9)]),  # uneven, and the last rank has nothing
+        (info(2, 5), 4, [(0, 1), (1, 2), (2, 2), (2, 2)]),  # fewer rows than ranks
+        (info(1), 3, [(0, 1), (1, 1), (1, 1)]),
+        (info(0, 4), 2, [(0, 0), (0, 0)]),
+        (info(6, 2, sharded=False), 3, [(0, 6), (6, 6), (6, 6)]),  # replicated: the first owns it
+        (info(sharded=False), 2, [(0, 1), (1, 1)]),  # scalar
+        (info(), 2, [(0, 1), (1, 1)]),
+    ],
+)
+def test_rows(tensor: TensorInfo, num_ranks: int, rows: list[tuple[int, int]]) -> None:
+    assert [tensor.rows(index, num_ranks) for index in range(num_ranks)] == rows
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 9, 64, 65])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8, 32])
+def test_slices_cover_every_row_once_and_are_those_of_torch(num_rows: int, num_ranks: int) -> None:
+    whole = torch.arange(num_rows)
+    slices = [slice(*info(num_rows).rows(index, num_ranks)) for index in range(num_ranks)]
+    assert torch.cat([whole[part] for part in slices]).tolist() == whole.tolist()
+    chunks = [chunk.tolist() for chunk in whole.chunk(num_ranks)]
+    assert [whole[part].tolist() for part in slices if part.start < part.stop] == chunks
+
+
+@pytest.mark.parametrize(
+    ("tensor", "num_elements", "row_elements"),
+    [(info(4, 3, 2), 24, 6), (info(5), 5, 1), (info(), 1, 1), (info(0, 4), 0, 4)],
+)
+def test_element_counts(tensor: TensorInfo, num_elements: int, row_elements: int) -> None:
+    assert (tensor.num_elements, tensor.row_elements) == (num_elements, row_elements)
+
+
+def test_json_round_trip() -> None:
+    infos = [info(4, 3, name="a.weight"), info(name="b", dtype="int64", sharded=False), info(7, dtype="bfloat16")]
+    assert from_json(to_json(infos)) == infos
+    assert from_json(to_json(infos))[2].torch_dtype is torch.bfloat16
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, 2)
+        self.head = nn.Linear(2, 3, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(5))
+        self.register_buffer("computed", torch.ones(2), persistent=False)
+
+
+def test_local_slices_are_views_of_each_stored_tensor_once() -> None:
+    model = Tied()
+    slices = list(local_slices(model))
+    assert [part.info for part in slices] == [
+        info(3, 2, name="embed.weight", sharded=False),
+        info(name="steps", dtype="int64", sharded=False),
+    ]
+    slices[0].data.fill_(9.0)
+    assert model.head.weight.detach().tolist() == [[9.0, 9.0]] * 3
+
+
+def test_wire_tensors_take_the_engines_dtype_unless_they_are_integers() -> None:
+    assert [(part.name, part.dtype) for part in wire_tensors(Tied(), "bfloat16")] == [
+        ("embed.weight", "bfloat16"),
+        ("steps", "int64"),
+    ]
+
+
+def sized(name: str, num_bytes: int, dtype: str = "float32") -> TensorInfo:
+    return info(num_bytes // getattr(torch, dtype).itemsize, name=name, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "buckets"),
+    [
+        ([sized("a", 40), sized("b", 60), sized("c", 4)], ["ab", "c"]),  # 100 bytes just fit
+        ([sized("a", 40), sized("b", 64), sized("c", 36)], ["a", "bc"]),
+        ([sized("a", 40), sized("b", 400), sized("c", 40), sized("d", 40)], ["a", "b", "cd"]),  # b goes alone
+        ([sized("a", 400), sized("b", 400)], ["a", "b"]),
+        ([sized("a", 8), sized("b", 8, "bfloat16"), sized("c", 8, "bfloat16"), sized("d", 8)], ["a", "bc", "d"]),
+        ([sized("a", 80, "bfloat16"), sized("b", 20, "bfloat16"), sized("c", 2, "bfloat16")], ["ab", "c"]),
+        ([sized("a", 0), sized("b", 40)], ["ab"]),
+        ([], []),
+    ],
+)
+def test_cut_buckets(tensors: list[TensorInfo], buckets: list[str]) -> None:
+    cut = cut_buckets(tensors, max_bytes=100)
+    assert ["".join(tensor.name for tensor in bucket) for bucket in cut] == buckets
+    assert [tensor for bucket in cut for tensor in bucket] == tensors

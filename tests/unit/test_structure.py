@@ -1,0 +1,278 @@
+"""The rules of the sources, read from their syntax trees: imports, process groups, the loop."""
+
+import ast
+import graphlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from rl.config import ROOT
+
+LAYERS = [
+    ("config",),
+    ("mail", "placement", "world", "shards", "metrics", "serve"),
+    ("data", "model", "algo", "rewards"),
+    ("learner", "scoring", "sync", "checkpoint"),
+    ("rollout",),
+    ("run",),
+    ("train",),
+]
+LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
+FILES = [ROOT / "train.py", *sorted((ROOT / "rl").rglob("*.py"))]
+SOURCES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
+VLLM_ENGINE = "rl/rollout/vllm_engine.py"
+
+
+class Import(NamedTuple):
+    module: str
+    lazy: bool  # inside a function
+
+
+def module_name(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+MODULES = {module_name(file) for file in SOURCES}
+
+
+def imports(file: str, source: str) -> Iterator[Import]:
+    tree = ast.parse(source)
+    functions = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    ]
+    inside = {id(child) for function in functions for child in ast.walk(function)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}: relative import; write the whole name"
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else str(node.module) for name in whole]
+        else:
+            continue
+        for name in names:
+            yield Import(name, id(node) in inside)
+
+
+def part_of(module: str) -> str:
+    """rl.data.batch -> data."""
+    return module.removeprefix("rl.").split(".")[0]
+
+
+def turned_arrows(file: str, source: str) -> list[str]:
+    importer = part_of(module_name(file))
+    if importer == "rl":
+        return [f"{file} is the package itself and imports nothing"] if list(imports(file, source)) else []
+    if importer not in LAYER_OF:
+        return [f"{file} has no layer; add {importer!r} to LAYERS"]
+    arrows = []
+    for module, _ in imports(file, source):
+        imported = part_of(module)
+        if module.split(".")[0] in ("rl", "train") and LAYER_OF.get(imported, -1) > LAYER_OF[importer]:
+            arrows.append(
+                f"{file}: {importer} -> {imported} (imports {module}), but {imported} stands above {importer}"
+            )
+    return arrows
+
+
+@pytest.mark.parametrize("file", SOURCES)
+def test_imports_point_one_way(file: str) -> None:
+    assert turned_arrows(file, SOURCES[file]) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "arrow"),
+    [
+        ("rl/data/batch.py", "from rl.learner import Learner", "rl/data/batch.py: data -> learner"),
+        ("rl/config.py", "def f():\n    import rl.mail", "rl/config.py: config -> mail"),
+        ("rl/sync/weights.py", "from rl.rollout import engine", "rl/sync/weights.py: sync -> rollout"),
+        ("rl/rollout/service.py", "import train", "rl/rollout/service.py: rollout -> train"),
+        ("rl/novelty.py", "import os", "no layer"),
+        ("rl/world.py", "from rl.mail import Mail", None),
+        ("rl/run.py", "import torch, rl.learner", None),
+    ],
+)
+def test_a_turned_arrow_is_seen(file: str, source: str, arrow: str | None) -> None:
+    found = turned_arrows(file, source)
+    assert (arrow in found[0]) if arrow else (found == [])
+
+
+def test_no_module_waits_for_itself() -> None:
+    graph = {
+        module_name(file): {
+            entry.module for entry in imports(file, source) if entry.module in MODULES and not entry.lazy
+        }
+        for file, source in SOURCES.items()
+    }
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the cycle
+    assert order.index("rl.config") < order.index("rl.placement") < order.index("rl.run") < order.index("train")
+
+
+def test_only_the_vllm_engine_imports_vllm_and_only_the_seam_imports_it() -> None:
+    vllm_importers, engine_importers = set(), set()
+    for file, source in SOURCES.items():
+        for module, lazy in imports(file, source):
+            if module.split(".")[0] == "vllm":
+                vllm_importers.add(file)
+            if module == module_name(VLLM_ENGINE):
+                engine_importers.add((file, lazy))
+    assert vllm_importers == {VLLM_ENGINE}
+    assert engine_importers == {("rl/rollout/engine.py", True)}
+
+
+def takes_group() -> dict[str, inspect.Signature]:
+    """Every function of torch.distributed that falls back to the default group."""
+    found = {}
+    for name, value in vars(dist).items():
+        try:
+            signature = inspect.signature(value)
+        except (TypeError, ValueError):
+            continue
+        if "group" in signature.parameters and not name.startswith("_"):
+            found[name] = signature
+    return found
+
+
+TAKES_GROUP = takes_group()
+MAKES_GROUPS = {"new_group", "new_subgroups", "new_subgroups_by_enumeration", "init_device_mesh", "DeviceMesh"}
+GLOBAL_RANKS = {"src", "dst", "peer"}  # group_src, group_dst and group_peer count within the group
+
+
+def resolved_calls(source: str) -> Iterator[tuple[ast.Call, str]]:
+    """Calls of names that were imported, under their full dotted names."""
+    tree = ast.parse(source)
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                names[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            root, *rest = ast.unparse(node.func).split(".")
+            yield node, ".".join([names.get(root, root), *rest])
+
+
+def default_group_uses(source: str) -> list[str]:
+    problems = []
+    for call, name in resolved_calls(source):
+        signature = TAKES_GROUP.get(name.rpartition(".")[2])
+        if not name.startswith("torch.distributed.") or signature is None:
+            continue
+        given = dict(zip(signature.parameters, call.args)) | {
+            word.arg: word.value for word in call.keywords if word.arg
+        }
+        text = f"line {call.lineno}: {ast.unparse(call)}"
+        group = given.get("group")
+        if group is None or ast.unparse(group).endswith(("None", "group.WORLD")):
+            problems.append(f"{text} names no group")
+        if GLOBAL_RANKS & given.keys():
+            problems.append(f"{text} counts ranks in the world; use group_{min(GLOBAL_RANKS & given.keys())}")
+    return problems
+
+
+def group_makers(source: str) -> list[str]:
+    calls = [
+        name.removeprefix("torch.distributed.") for _, name in resolved_calls(source) if "torch.distributed" in name
+    ]
+    return [name for name in calls if MAKES_GROUPS & set(name.split("."))]
+
+
+@pytest.mark.parametrize("file", [file for file in SOURCES if file not in ("rl/world.py", VLLM_ENGINE)])
+def test_no_default_group(file: str) -> None:
+    assert default_group_uses(SOURCES[file]) == []
+    if file != "rl/placement.py":
+        assert group_makers(SOURCES[file]) == []
+
+
+def test_groups_are_made_in_one_file() -> None:
+    makers = [file for file, source in SOURCES.items() if "new_group" in group_makers(source)]
+    assert makers == ["rl/placement.py"]
+
+
+DIST = "import torch.distributed as dist\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        (DIST + "dist.all_reduce(x)", 1),
+        (DIST + "dist.barrier()", 1),
+        (DIST + "dist.get_rank()", 1),
+        (DIST + "dist.get_world_size(group=None)", 1),
+        (DIST + "dist.all_reduce(x, group=dist.group.WORLD)", 1),
+        (DIST + "dist.broadcast(x, src=0, group=pg)", 1),
+        (DIST + "dist.broadcast(x, 0)", 2),
+        (DIST + "dist.send(x, 1, pg)", 1),
+        (DIST + "dist.P2POp(dist.isend, x, 1, pg)", 1),
+        ("import torch\ntorch.distributed.all_gather(xs, x)", 1),
+        ("from torch.distributed import all_reduce as add\nadd(x)", 1),
+        ("from torch import distributed as d\nd.monitored_barrier()", 1),
+        ("import torch.distributed.distributed_c10d as c10d\nc10d.barrier()", 1),
+        (DIST + "dist.all_reduce(x, op=dist.ReduceOp.MAX, group=pg)", 0),
+        (DIST + "dist.get_world_size(self.pg)", 0),
+        (DIST + "dist.all_gather(xs, x, group=pg)", 0),
+        (DIST + "dist.broadcast(x, group=pg, group_src=0)", 0),
+        (DIST + "dist.recv(x, group=pg, group_src=1)", 0),
+        ("mail.send(1, 'note')", 0),
+    ],
+)
+def test_a_default_group_is_seen(source: str, count: int) -> None:
+    assert len(default_group_uses(source)) == count
+
+
+@pytest.mark.parametrize(
+    ("source", "made"),
+    [
+        (DIST + "dist.new_group([0])", ["new_group"]),
+        (
+            "from torch.distributed.device_mesh import init_device_mesh as m\nm('cpu', (2,))",
+            ["device_mesh.init_device_mesh"],
+        ),
+        ("from torch.distributed.device_mesh import DeviceMesh\nDeviceMesh('cpu', [0])", ["device_mesh.DeviceMesh"]),
+        (DIST + "dist.PrefixStore('a', b)", []),
+    ],
+)
+def test_a_new_group_is_seen(source: str, made: list[str]) -> None:
+    assert group_makers(source) == made
+
+
+def test_the_loop_is_short_and_knows_no_placement() -> None:
+    source = SOURCES["train.py"]
+    assert len(source.splitlines()) <= 200
+    assert [word for word in ("collocated", "disaggregated", "scorers") if word in source.lower()] == []
+    (loop,) = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "train"]
+    words = {node.id for node in ast.walk(loop) if isinstance(node, ast.Name)}
+    words |= {node.attr for node in ast.walk(loop) if isinstance(node, ast.Attribute)}
+    assert words & {"placement", "roles", "ranks", "engines"} == set()
+    stages = [
+        node.args[0].value
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "world.stage"
+    ]
+    assert {"rollout", "logprobs", "advantages", "update", "sync"} <= set(stages)
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import rl
+names = [m.name for m in pkgutil.walk_packages(rl.__path__, "rl.") if m.name != "rl.rollout.vllm_engine"]
+for name in [*names, "train"]:
+    importlib.import_module(name)
+import torch
+print(len(names), "vllm" in sys.modules, torch.cuda.is_initialized(), torch.distributed.is_initialized())
+"""
+
+
+def test_importing_everything_else_imports_no_vllm_and_starts_nothing() -> None:
+    command = [sys.executable, "-c", IMPORT_ALL]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=90).stdout
+    assert output.split() == [str(len(MODULES - {"rl", "train", module_name(VLLM_ENGINE)})), "False", "False", "False"]
