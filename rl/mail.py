@@ -67,8 +67,13 @@ class Mail:
         self._thread.start()
 
     def on(self, kind: str, handler: Callable[[Message], None]) -> None:
-        """Messages of this kind are handled in the I/O thread, also while the main thread is busy."""
-        self._handlers[kind] = handler
+        """Messages of this kind are handled in the I/O thread, also while the main thread is busy; early ones right now."""
+        with self._arrived:
+            self._handlers[kind] = handler
+            early = [message for message in self._inbox if message.kind == kind]
+            self._inbox = deque(message for message in self._inbox if message.kind != kind)
+        for message in early:
+            handler(message)
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
         """Called in the I/O thread with the rank of a peer whose connection ended."""
@@ -148,13 +153,13 @@ class Mail:
         return connection
 
     def _deliver(self, message: Message) -> None:
-        handler = self._handlers.get(message.kind)
-        if handler is not None:
-            handler(message)
-            return
         with self._arrived:
-            self._inbox.append(message)
-            self._arrived.notify_all()
+            handler = self._handlers.get(message.kind)
+            if handler is None:
+                self._inbox.append(message)
+                self._arrived.notify_all()
+                return
+        handler(message)
 
     def _serve(self) -> None:
         while not self._closing:

@@ -283,3 +283,17 @@ def test_handlers_still_run_after_one_failed(connect: Connect) -> None:
     sender.send(1, "bad")
     sender.send(1, "good")
     assert handled.wait(WAIT_S)
+
+
+def test_a_handler_also_gets_what_came_before_it(connect: Connect) -> None:
+    """An engine may ask for work before the leader has built its dispatcher."""
+    mail, sender = connect(2)
+    sender.send(0, "other")
+    sender.send(0, "early", {"number": 1})
+    sender.send(0, "mark")
+    take(mail, "mark")
+    handled: list[int] = []
+    mail.on("early", lambda message: handled.append(message.meta["number"]))
+    assert handled == [1]
+    assert mail.receive("early", timeout_s=0) is None
+    take(mail, "other")

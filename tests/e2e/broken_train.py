@@ -1,0 +1,66 @@
+"""train.py with one thing broken on one rank, for test_ends.py: `broken_train.py WHAT RANK [train.py's arguments]`."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import train
+from rl.learner import Learner
+from rl.rollout.fake_engine import FakeEngine
+from rl.rollout.service import RolloutService
+
+CALL = 2  # the call of the broken method at which it breaks
+
+
+def broken(method: Callable, action: Callable[[], None]) -> Callable:
+    calls = 0
+
+    def replaced(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == CALL:
+            action()
+        return method(*args, **kwargs)
+
+    return replaced
+
+
+def fail() -> None:
+    raise ZeroDivisionError("planted")
+
+
+def hang() -> None:
+    """A main thread inside a C call that does not return, as in a collective whose peer is gone."""
+    reader, _ = os.pipe()
+    while True:
+        os.read(reader, 1)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    what, culprit = sys.argv[1], int(sys.argv[2])
+    sys.argv[1:] = sys.argv[3:]
+    is_culprit = int(os.environ["RANK"]) == culprit
+    if (what == "update" and is_culprit) or (
+        what == "update, once" and is_culprit and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    ):
+        Learner.update = broken(Learner.update, fail)
+    elif what == "update, others hang":
+        Learner.update = broken(Learner.update, fail if is_culprit else hang)
+    elif what == "all hang":
+        Learner.update = broken(Learner.update, hang)
+    elif what == "rollout" and is_culprit:
+        RolloutService.work = broken(RolloutService.work, fail)
+    elif what == "load" and is_culprit:
+        FakeEngine.load = broken(FakeEngine.load, fail)
+    elif what == "killed" and is_culprit:
+        Learner.update = broken(Learner.update, kill)
+    train.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Every way to end a run: cleanly, an exception, Ctrl-C, a lost process, a fatal error; with restarts off and on.
+
+Each world is real torchrun with the fake engine. `finish` fails on orphans.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import finish, start, train
+
+pytestmark = pytest.mark.timeout(150)
+SETTINGS = ["rollout.engine=fake", "train.num_steps=3", "train.num_prompts_per_step=6", "eval.num_prompts=6"]
+COLLOCATED = ["placement.actor,rollout=all"]
+DISAGGREGATED = ["placement.rollout=0", "placement.inference=1", "placement.actor=2"]
+MAX_END_S = 10.0
+
+
+def launch(
+    folder: Path, num_ranks: int, what: str, rank: int, *overrides: str, restarts: bool = False
+) -> subprocess.Popen:
+    script = ["tests/e2e/broken_train.py", what, str(rank)]
+    run = [f"run.dir={folder}", "run.name=run", *SETTINGS, *overrides]
+    return start(f"--nproc-per-node={num_ranks}", *script, *run, restarts=restarts)
+
+
+def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
+    metrics = folder / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, "the world did not start training"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("num_ranks", "placement"), [(1, COLLOCATED), (3, DISAGGREGATED)])
+def test_clean_end(num_ranks: int, placement: list[str], tmp_path: Path) -> None:
+    result = train(tmp_path / "run", num_ranks, *SETTINGS, *placement)
+    assert [row["step"] for row in result.metrics] == [1, 2, 3]
+    assert "in 3 steps" in result.output
+    assert result.output.rstrip().endswith("engine fake")
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "placement", "place"),
+    [
+        ("update", 2, DISAGGREGATED, "rank 2 (actor)"),
+        ("update", 0, COLLOCATED, "rank 0 (rollout,actor)"),
+        ("rollout", 0, DISAGGREGATED, "rank 0 (rollout)"),
+        ("update, others hang", 1, COLLOCATED, "rank 1 (rollout,actor)"),
+    ],
+)
+def test_exception_ends_every_rank(what: str, rank: int, placement: list[str], place: str, tmp_path: Path) -> None:
+    process = launch(tmp_path, 3, what, rank, *placement)
+    if "update" in what:
+        wait_for_step(tmp_path, process, 1)
+    started = time.monotonic()
+    output = finish(process, 100)
+    assert process.returncode != 0
+    assert output.count("ZeroDivisionError: planted") == 2, (
+        output
+    )  # the first line of the report, the last of its traceback
+    stage = "serve" if what == "rollout" else "update"
+    assert f"oneworld: {place} on " in output
+    assert f", stage {stage}, step " in output
+    assert output.count("oneworld: ") == 1, output
+    if "update" in what:
+        assert time.monotonic() - started < MAX_END_S
+
+
+def test_failed_load_ends_the_sync_on_every_rank(tmp_path: Path) -> None:
+    process = launch(tmp_path, 3, "load", 0, *DISAGGREGATED)
+    output = finish(process, 100)
+    assert process.returncode != 0
+    assert "SyncError: version 2 did not arrive everywhere: rank 0: ZeroDivisionError: planted" in output
+    assert output.count("oneworld: ") == 1, output
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_killed_rank_is_named(rank: int, tmp_path: Path) -> None:
+    process = launch(tmp_path, 3, "killed", rank, *COLLOCATED)
+    wait_for_step(tmp_path, process, 1)
+    started = time.monotonic()
+    output = finish(process, 60)
+    assert process.returncode != 0
+    assert f"oneworld: rank {rank} (" in output, output
+    assert "its process ended without a word" in output
+    assert time.monotonic() - started < MAX_END_S
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("what", ["nothing", "all hang"])
+def test_ctrl_c(what: str, restarts: bool, tmp_path: Path) -> None:
+    process = launch(tmp_path, 2, what, 0, "train.num_steps=100000", "eval.interval=0", restarts=restarts)
+    wait_for_step(tmp_path, process, 1)
+    time.sleep(1.0)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    started = time.monotonic()
+    output = finish(process, 60)
+    assert process.returncode != 0
+    assert time.monotonic() - started < MAX_END_S
+    assert output.count("oneworld: interrupted at step ") == 1, output
+    assert "ZeroDivisionError" not in output
+    assert not (tmp_path / "run" / "FATAL").exists()
+
+
+def test_interrupt_of_one_rank_stops_all_with_restarts_on(tmp_path: Path) -> None:
+    """As when Ctrl-C is typed on one node of several: the others must not wait for it to come back."""
+    process = launch(tmp_path, 2, "nothing", 0, "train.num_steps=100000", "eval.interval=0", restarts=True)
+    wait_for_step(tmp_path, process, 1)
+    ranks = [int(pid) for pid in subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True).split()]
+    os.kill(max(ranks), signal.SIGINT)
+    started = time.monotonic()
+    output = finish(process, 60)
+    assert process.returncode != 0
+    assert time.monotonic() - started < MAX_END_S
+    assert output.count("oneworld: interrupted at step ") == 1, output
+
+
+def test_repeated_exception_is_fatal_with_restarts_on(tmp_path: Path) -> None:
+    process = launch(tmp_path, 2, "update", 1, restarts=True)
+    output = finish(process, 100)
+    assert process.returncode != 0
+    assert output.count("ZeroDivisionError: planted") == 4, output  # two attempts, no third
+    assert output.count("oneworld: fatal, will not be restarted") == 1
+    fatal = (tmp_path / "run" / "FATAL").read_text()
+    assert "rank 1 (rollout,actor)" in fatal
+    assert "ZeroDivisionError: planted" in fatal
+
+
+def test_an_exception_that_does_not_come_back_is_survived(tmp_path: Path) -> None:
+    process = launch(tmp_path, 2, "update, once", 1, restarts=True)
+    output = finish(process, 100)
+    assert process.returncode == 0, output
+    assert output.count("ZeroDivisionError: planted") == 2
+    assert "in 3 steps" in output
+    assert not (tmp_path / "run" / "FATAL").exists()
+    assert not (tmp_path / "run" / "last_error.json").exists()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_config_error_is_fatal_and_printed_once(restarts: bool, tmp_path: Path) -> None:
+    process = launch(tmp_path, 3, "nothing", 0, "placement.rollout=0", "placement.actor=1", restarts=restarts)
+    output = finish(process, 100)
+    assert process.returncode != 0
+    assert output.count("rank 2 of 3 ranks has no role") == 1, output
+    assert output.count("oneworld: fatal, will not be restarted") == 1
+    assert "Traceback" not in output.split("oneworld: fatal")[0]
+
+
+def test_bad_data_is_fatal_and_leaves_the_reason_in_the_run_folder(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n{"question": "1+2="}\n')
+    process = launch(tmp_path, 2, "nothing", 0, f"data.train={prompts}", restarts=True)
+    output = finish(process, 100)
+    assert process.returncode != 0
+    assert output.count("line 2 has no field 'prompt' or 'answer'") == 1, output
+    assert "line 2 has no field" in (tmp_path / "run" / "FATAL").read_text()
+
+
+def test_two_runs_side_by_side_never_meet(tmp_path: Path) -> None:
+    """No endpoint on the command line, the same host, the same moment."""
+    processes = [launch(tmp_path / name, 2, "nothing", 0) for name in ("one", "two")]
+    for name, process in zip(("one", "two"), processes, strict=True):
+        output = finish(process, 100)
+        assert process.returncode == 0, output
+        assert '"step": 3' in (tmp_path / name / "run" / "metrics.jsonl").read_text()
