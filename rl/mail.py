@@ -18,7 +18,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +52,7 @@ class Mail:
         self._handlers: dict[str, Callable[[Message], None]] = {}
         self._addresses: dict[int, tuple[str, int]] = {}
         self._outgoing: dict[int, socket.socket] = {}
+        self._gone: set[int] = set()
         self._send_locks: dict[int, threading.Lock] = {}
         self._lock = threading.Lock()
         self._on_lost: Callable[[int], None] = lambda rank: None
@@ -67,7 +67,7 @@ class Mail:
         self._thread.start()
 
     def on(self, kind: str, handler: Callable[[Message], None]) -> None:
-        """Messages of this kind are handled in the I/O thread, also while the main thread is busy; early ones right now."""
+        """Messages of this kind are handled in the I/O thread, also while the main thread is busy."""
         with self._arrived:
             self._handlers[kind] = handler
             early = [message for message in self._inbox if message.kind == kind]
@@ -97,16 +97,15 @@ class Mail:
         with self._lock:
             lock = self._send_locks.setdefault(rank, threading.Lock())
         with lock:
+            if rank in self._gone:
+                raise PeerLost(f"could not send {kind!r} to rank {rank}: its connection has ended")
             try:
                 connection = self._outgoing.get(rank) or self._connect(rank)
                 connection.sendall(PREFIX.pack(MAGIC, len(header), len(payload)) + header)
                 if payload:
                     connection.sendall(payload)
             except OSError as error:
-                broken = self._outgoing.pop(rank, None)  # it may hold half a frame
-                if broken is not None:
-                    with suppress(OSError):
-                        broken.shutdown(socket.SHUT_RDWR)  # the I/O thread closes it and reports the loss
+                self._gone.add(rank)  # for good: the connection may hold half a frame
                 raise PeerLost(
                     f"could not send {kind!r} to rank {rank} at {self._addresses.get(rank)}: {error}"
                 ) from error
@@ -197,6 +196,7 @@ class Mail:
         self._selector.unregister(connection)
         connection.close()
         if rank is not None and not self._closing:
+            self._gone.add(rank)
             self._on_lost(rank)
 
 

@@ -40,6 +40,8 @@ VERDICT_TIMEOUT_S = 3.0
 GRACE_S = 3.0  # from the verdict to the end of a rank whose main thread is stuck
 EXIT_CLEAN, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 PR_SET_PDEATHSIG = 1
+# What may end a world, the best explanation first: after a loss agents terminate the rest and connections break.
+CAUSES = ("interrupt", "fatal", "error", "lost", "terminated", "connection")
 
 
 class Aborted(Exception):
@@ -48,8 +50,7 @@ class Aborted(Exception):
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's account of its failure. `cause` orders reports: an exception explains a lost rank, that a broken
-    connection."""
+    """One rank's account of its end."""
 
     rank: int
     roles: str
@@ -58,11 +59,11 @@ class Report:
     step: int
     error: str
     trace: str
-    cause: str  # interrupt, fatal, error, lost, connection
+    cause: str  # one of CAUSES
 
     @property
     def order(self) -> int:
-        return ("interrupt", "fatal", "error", "lost", "connection").index(self.cause)
+        return CAUSES.index(self.cause)
 
     def text(self) -> str:
         place = f"rank {self.rank} ({self.roles}) on {self.host}, stage {self.stage}, step {self.step}"
@@ -267,9 +268,18 @@ class World:
         self._peers[message.source] = (message.meta["roles"], message.meta["host"])
 
     def _on_signal(self, source: socket.socket) -> None:
-        """Ctrl-C while the main thread is inside a C call that would not return."""
-        if signal.SIGINT in source.recv(64) and not self._verdict.is_set():
-            self._report(self._describe(KeyboardInterrupt()))
+        """In the I/O thread: the main thread may be inside a C call that does not return."""
+        received = source.recv(64)
+        if self._verdict.is_set():
+            return
+        try:
+            if signal.SIGINT in received:
+                self._report(self._describe(KeyboardInterrupt()))
+            elif signal.SIGTERM in received:
+                place = (self.rank, self.roles, socket.gethostname(), self._stage, self.step)
+                self._report(Report(*place, "told to end by SIGTERM", "", "terminated"))
+        except PeerLost:
+            self._lost(HUB)
 
     def _listen(self) -> None:
         mail = self.mail
@@ -280,6 +290,7 @@ class World:
         mail.on("all_finished", self._on_all_finished)
         mail.on_lost(self._lost)
         if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda number, frame: None)  # `_on_signal` ends this rank, after its report
             reader, writer = socket.socketpair()
             writer.setblocking(False)
             signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
