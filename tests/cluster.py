@@ -1,0 +1,80 @@
+"""A cluster on one machine: nodes are network namespaces with host names of their own, joined by a switch.
+
+Needs root and iproute2. All traffic stays inside the namespaces.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.launcher import ROOT
+
+SUBNET = "10.77.0"
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+class Node:
+    def __init__(self, index: int, namespace: str):
+        self.name, self._namespace = f"node{index}", namespace
+
+    def start(self, command: str) -> subprocess.Popen[bytes]:
+        """Runs a shell command on this node, in the activated environment, with its output to a file."""
+        inside = f"hostname {self.name} && cd {ROOT} && . {sys.prefix}/bin/activate && exec {command}"
+        self.log = tempfile.NamedTemporaryFile("w+", suffix=f".{self.name}.log")  # noqa: SIM115
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC_"))}
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self._namespace, "unshare", "--uts", "bash", "-c", inside],
+            env=clean,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def output(self) -> str:
+        return Path(self.log.name).read_text()
+
+
+@contextmanager
+def cluster(num_nodes: int) -> Iterator[list[Node]]:
+    """The first node answers to the name `head`."""
+    names = [f"ow{os.getpid()}n{index}" for index in range(num_nodes)]
+    switch = f"ow{os.getpid()}sw"
+    hosts = ["127.0.0.1 localhost"]
+    hosts += [f"{SUBNET}.{index + 1} node{index}{' head' if index == 0 else ''}" for index in range(num_nodes)]
+    with ExitStack() as stack:
+        for name in [switch, *names]:
+            _ip("netns", "add", name)
+            stack.callback(_ip, "netns", "delete", name)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for index, name in enumerate(names):
+            _ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"port{index}", "netns", switch)
+            _ip("-n", switch, "link", "set", f"port{index}", "master", "switch", "up")
+            _ip("-n", name, "address", "add", f"{SUBNET}.{index + 1}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _ip("-n", name, "link", "set", device, "up")
+            folder = Path("/etc/netns") / name  # `ip netns exec` puts these files in place of /etc's
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text("\n".join(hosts) + "\n")
+            stack.callback(folder.rmdir)
+            stack.callback((folder / "hosts").unlink)
+        yield [Node(index, name) for index, name in enumerate(names)]
+
+
+def end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Kills what is left of the commands, each of which leads a session of its own."""
+    for process in processes:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        process.wait()

@@ -1,0 +1,90 @@
+"""The newcomer's command: `make demo` learns on real vLLM, and reports it."""
+
+import json
+import random
+import re
+import statistics
+import subprocess
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.launcher import ROOT, activated_environment, train
+
+LAST_LINE = re.compile(r"demo: reward (\d\.\d\d) -> (\d\.\d\d) in (\d+) steps, (\d+) s, engine vllm \d+\.\d+\.\d+")
+METRICS = [
+    *("reward/mean", "loss/policy", "policy/mismatch_kl", "policy/entropy", "rollout/tokens", "rollout/length_mean"),
+    *("time/step", "time/rollout", "time/logprobs", "time/update", "time/sync", "perf/tokens_per_s"),
+]
+
+
+def mean_reward(rows: list[dict[str, float]]) -> float:
+    return statistics.mean(row["reward/mean"] for row in rows)
+
+
+def accuracy(folder: Path) -> list[float]:
+    """Greedy accuracy on held-out problems at each evaluation, the one before training first."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+
+
+@pytest.mark.timeout(400)
+def test_make_demo(tmp_path: Path) -> None:
+    environment = activated_environment()
+    demo = subprocess.run(
+        ["make", "demo", f"ARGS=run.dir={tmp_path}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=390,
+    )
+    assert demo.returncode == 0, demo.stdout[-3000:] + demo.stderr[-3000:]
+    last = LAST_LINE.fullmatch(demo.stdout.splitlines()[-1])
+    assert last, demo.stdout[-500:]
+    folder = tmp_path / "demo"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+    assert [row["step"] for row in rows] == list(range(1, int(last[3]) + 1))
+    assert [row["version"] for row in rows] == [row["step"] + 1 for row in rows]
+    assert mean_reward(rows[:5]) < 0.5
+    assert mean_reward(rows[-5:]) >= 0.9
+    assert (float(last[1]), float(last[2])) == (round(mean_reward(rows[:5]), 2), round(mean_reward(rows[-5:]), 2))
+    assert int(last[4]) < 300
+    before, *_, after = accuracy(folder)
+    assert before < 0.5
+    assert after >= 0.9
+    assert all(row["policy/mismatch_kl"] < 1e-6 for row in rows)
+    board = EventAccumulator(str(folder)).Reload()
+    for name in METRICS:
+        values = {event.step: event.value for event in board.Scalars(name) if event.step > 0}
+        assert values == pytest.approx({row["step"]: row[name] for row in rows}, rel=1e-5), name
+    samples = board.Tensors("rollout/samples/text_summary")
+    assert [event.step for event in samples] == [1, 11, 21, 31, 41]
+    assert "| reward | prompt | response |" in samples[0].tensor_proto.string_val[0].decode()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_demo_learns_with_any_seed(seed: int, tmp_path: Path) -> None:
+    result = train(tmp_path / "run", 2, f"run.seed={seed}", timeout_s=390)
+    assert mean_reward(result.metrics[:5]) < 0.5
+    assert mean_reward(result.metrics[-5:]) >= 0.9
+    before, *_, after = accuracy(tmp_path / "run")
+    assert after >= 0.9 > before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_demo_does_not_learn_from_shuffled_answers(tmp_path: Path) -> None:
+    """The reward is the cause: with answers of other problems, held-out accuracy does not rise."""
+    rows = [json.loads(line) for line in (ROOT / "configs/tiny/train.jsonl").read_text().splitlines()]
+    answers = [row["answer"] for row in rows]
+    random.Random(0).shuffle(answers)
+    shuffled = tmp_path / "train.jsonl"
+    lines = [json.dumps({"prompt": row["prompt"], "answer": answer}) for row, answer in zip(rows, answers, strict=True)]
+    shuffled.write_text("\n".join(lines))
+    train(tmp_path / "run", 2, f"data.train={shuffled}", timeout_s=390)
+    before, *_, after = accuracy(tmp_path / "run")
+    assert after <= before

@@ -1,0 +1,46 @@
+"""The user's command, verbatim, on four nodes with eight ranks each: 20 rollout, 4 inference and 8 actor ranks."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import cluster, end
+
+COMMAND = "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint head:29500 train.py"
+CONFIG = """
+placement:
+  num_nodes: 4
+  num_gpus_per_node: 8
+  rollout: 0-19
+  inference: 20-23
+  actor: 24-31
+rollout: {engine: fake, max_new_tokens: 6}
+data: {max_prompt_tokens: 16}
+train: {num_steps: 3, num_prompts_per_step: 50}
+run: {name: four}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_users_command_on_four_nodes(tmp_path: Path) -> None:
+    config = tmp_path / "four.yaml"
+    config.write_text(CONFIG)
+    with cluster(4) as nodes:
+        agents = []
+        try:
+            for node in reversed(nodes):  # the head comes last: the others wait for it
+                agents.append(node.start(f"{COMMAND} --config {config} run.dir={tmp_path}"))
+                time.sleep(1.0)
+            codes = [agent.wait(timeout=500) for agent in agents]
+        finally:
+            end(agents)
+        output = "\n".join(node.output for node in nodes)
+        assert codes == [0, 0, 0, 0], output[-6000:]
+    rows = [json.loads(line) for line in (tmp_path / "four" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["version"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["rollout/tokens"] >= 50 * 8 for row in rows[1:])
+    assert output.count("four: reward ") == 1
