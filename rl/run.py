@@ -19,8 +19,9 @@ from rl.metrics import MetricsWriter
 from rl.model.load import find_model, load_model, stop_token_ids
 from rl.placement import Groups, Placement, make_groups, plan
 from rl.rewards import find_reward
+from rl.rollout.build import build_engine
 from rl.rollout.dispatch import Sampling
-from rl.rollout.engine import Engine, EngineSeat, build_engine
+from rl.rollout.engine import Engine, EngineSeat
 from rl.rollout.rollouts import Rollouts
 from rl.rollout.service import RolloutService
 from rl.scoring import LocalScorer, LogprobService, RemoteScorer, Scorer

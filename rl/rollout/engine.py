@@ -6,14 +6,11 @@ plumbing.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import Store
-
-from rl.config import Config
 
 Weights = Iterator[tuple[str, Tensor]]
 
@@ -73,13 +70,3 @@ class EngineSeat:
     device: torch.device
     shares_device: bool  # the learner of this rank wants the memory between batches
     stop_token_ids: list[int]
-
-
-def build_engine(config: Config, model_folder: Path, seat: EngineSeat) -> Engine:
-    if config.rollout.engine == "fake":
-        from rl.rollout.fake_engine import FakeEngine
-
-        return FakeEngine(config.rollout.max_num_seqs, seat.stop_token_ids[0])
-    from rl.rollout import vllm_engine  # 6 s of imports that ranks without an engine do not need
-
-    return vllm_engine.build(config, model_folder, seat)

@@ -65,8 +65,8 @@ def token_logprobs(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
 
 
-def reference_update(model: torch.nn.Module, batch: Batch) -> list[float]:
-    """Two passes of two optimizer steps; returns the mean policy loss of each step."""
+def reference_update(model: torch.nn.Module, batch: Batch) -> list[tuple[float, float, int]]:
+    """Two passes of two optimizer steps; returns policy loss, KL and number of tokens of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=ACTOR["lr"], weight_decay=ACTOR["weight_decay"])
     starts = batch.cu_lengths.tolist()
     # warm-up over 2 of 4 steps, then linearly to 0
@@ -95,40 +95,78 @@ def reference_update(model: torch.nn.Module, batch: Batch) -> list[float]:
     return losses
 
 
-@pytest.fixture(scope="module", params=["llama, tied", "qwen3, untied"])
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("learner")
-    model, batch = make_model(folder / "model", request.param), make_batch()
+MODELS = ("llama, tied", "qwen3, untied")
+SPLITS = {
+    1: [(10_000, False), (25, False)],
+    2: [(25, False)],
+    4: [(40, False), (1, True)],
+}  # tokens a micro-batch, idle
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory):
+    folder, batch = tmp_path_factory.mktemp("learner"), make_batch()
     save_file(batch._tensors(), folder / "batch.safetensors")
-    losses = reference_update(model, batch)
-    return folder, dict(model.named_parameters()), losses
+    expected = {}
+    for kind in MODELS:
+        model = make_model(folder / kind, kind)
+        losses = reference_update(model, batch)
+        expected[kind] = dict(model.named_parameters()), losses
+    return folder, expected
+
+
+def run_jobs(folder: Path, num_ranks: int, jobs: list[dict]) -> None:
+    fixed = {"algo": ALGO, "temperature": TEMPERATURE, "num_prompts": NUM_PROMPTS}
+    arguments = [str(folder), json.dumps([fixed | job for job in jobs])]
+    process = start(f"--nproc-per-node={num_ranks}", "tests/distributed/update_worker.py", *arguments)
+    output = finish(process, 100)
+    assert process.returncode == 0, output[-4000:]
+
+
+def check_losses(values: dict[str, float], losses: list[tuple[float, float, int]], tolerance: float) -> None:
+    count = sum(n for _, _, n in losses)
+    policy, kl = sum(policy * n for policy, _, n in losses) / count, sum(kl * n for _, kl, n in losses) / count
+    assert values["loss/policy"] == pytest.approx(policy, abs=tolerance)
+    assert values["loss/kl"] == pytest.approx(kl, abs=tolerance)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("num_ranks", "max_tokens", "idle"),
-    [(1, 10_000, False), (1, 25, False), (2, 25, False), (4, 40, False), (4, 1, True)],
-    ids=["1 rank", "1 rank, small micro-batches", "2 ranks", "4 ranks", "4 ranks, one idle, a sequence a micro-batch"],
-)
-def test_update_equals_reference(reference, num_ranks: int, max_tokens: int, idle: bool) -> None:
-    folder, weights, losses = reference
-    job = {
-        "actor": ACTOR | {"max_tokens_per_micro_batch": max_tokens},
-        "algo": ALGO,
-        "temperature": TEMPERATURE,
-        "num_prompts": NUM_PROMPTS,
-        "idle": idle,
-    }
-    process = start(f"--nproc-per-node={num_ranks}", "tests/distributed/update_worker.py", str(folder), json.dumps(job))
-    output = finish(process, 100)
-    assert process.returncode == 0, output[-4000:]
-    values = json.loads((folder / "values.json").read_text())
-    count = sum(n for _, _, n in losses)
-    assert values["loss/policy"] == pytest.approx(sum(policy * n for policy, _, n in losses) / count, abs=1e-5)
-    assert values["loss/kl"] == pytest.approx(sum(kl * n for _, kl, n in losses) / count, abs=1e-5)
-    got = load_file(folder / "weights.safetensors")
-    assert got.keys() == weights.keys()
-    for name, tensor in weights.items():
-        torch.testing.assert_close(
-            got[name], tensor.detach(), atol=2e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
-        )
+@pytest.mark.parametrize("num_ranks", SPLITS)
+def test_update_equals_reference(references, num_ranks: int) -> None:
+    """For any number of ranks and any split into micro-batches, with uneven and empty work."""
+    folder, expected = references
+    jobs = [
+        {
+            "name": f"{kind} {num_ranks} {max_tokens} {idle}",
+            "model": kind,
+            "dtype": "float32",
+            "actor": ACTOR | {"max_tokens_per_micro_batch": max_tokens},
+            "idle": idle,
+        }
+        for kind in MODELS
+        for max_tokens, idle in SPLITS[num_ranks]
+    ]
+    run_jobs(folder, num_ranks, jobs)
+    for job in jobs:
+        weights, losses = expected[job["model"]]
+        check_losses(json.loads((folder / f"{job['name']}.json").read_text()), losses, tolerance=1e-5)
+        got = load_file(folder / f"{job['name']}.safetensors")
+        assert got.keys() == weights.keys()
+        for name, tensor in weights.items():
+            difference = (got[name] - tensor.detach()).abs().max().item()
+            assert difference < 2e-5, f"{name} of {job['name']} is off by {difference}"  # a step moves it by up to 1e-3
+
+
+@pytest.mark.timeout(120)
+def test_bfloat16_keeps_float32_masters(references) -> None:
+    """Passes in bfloat16 come close to the float32 losses, and updates smaller than its precision are not lost."""
+    folder, expected = references
+    actor = ACTOR | {"max_tokens_per_micro_batch": 25}
+    job = {"name": "bf16", "model": MODELS[0], "dtype": "bfloat16", "actor": actor, "idle": False}
+    run_jobs(folder, 2, [job])
+    weights, losses = expected[MODELS[0]]
+    check_losses(json.loads((folder / "bf16.json").read_text()), losses, tolerance=2e-2)
+    for name, tensor in load_file(folder / "bf16.safetensors").items():
+        assert tensor.dtype == torch.float32
+        assert (tensor - weights[name].detach()).abs().max() < 4e-3, name
+        assert not torch.equal(tensor, tensor.bfloat16().float()), f"{name} was rounded to bfloat16"

@@ -1,4 +1,4 @@
-"""Run by torchrun from test_learner.py: two updates of the real Learner on a mesh of all ranks, results to a file."""
+"""Run by torchrun from test_learner.py: for each job two updates of the real Learner on a mesh of all ranks."""
 
 import json
 import sys
@@ -16,20 +16,14 @@ from rl.metrics import Measures
 from rl.model.load import load_model
 
 
-def main() -> None:
-    folder, job = Path(sys.argv[1]), json.loads(sys.argv[2])
-    dist.init_process_group("gloo")
-    pg = dist.group.WORLD
-    assert pg is not None
-    rank, size = dist.get_rank(pg), dist.get_world_size(pg)
-    model = load_model(
-        folder / "model", DeviceMesh.from_group(pg, "cpu"), torch.device("cpu"), "float32", trainable=True
-    )
+def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
+    rank, size, device = dist.get_rank(pg), dist.get_world_size(pg), torch.device("cpu")
+    model = load_model(folder / job["model"], DeviceMesh.from_group(pg, "cpu"), device, job["dtype"], trainable=True)
     batch = Batch(**load_file(folder / "batch.safetensors"))
-    actor = ActorConfig(**job["actor"])
-    learner = Learner(model, pg, torch.device("cpu"), actor, AlgoConfig(**job["algo"]), job["temperature"], 4)
+    actor, algo = ActorConfig(**job["actor"]), AlgoConfig(**job["algo"])
+    learner = Learner(model, pg, device, actor, algo, job["temperature"], num_optimizer_steps=4)
     # Rank r owns every size-th group, as the rollout stage deals them out; when "idle" the last owns nothing.
-    owners = size - 1 if job["idle"] and size > 1 else size
+    owners = size - 1 if job["idle"] else size
     owned = [s for s in range(batch.num_sequences) if int(batch.group_ids[s]) % owners == rank]
     measures = Measures()
     for _ in range(2):
@@ -37,8 +31,17 @@ def main() -> None:
     values = measures.reduce(pg)
     weights = {name: parameter.full_tensor().detach().contiguous() for name, parameter in model.named_parameters()}
     if rank == 0:
-        save_file(weights, folder / "weights.safetensors")
-        (folder / "values.json").write_text(json.dumps(values))
+        save_file(weights, folder / f"{job['name']}.safetensors")
+        (folder / f"{job['name']}.json").write_text(json.dumps(values))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    pg = dist.group.WORLD
+    assert pg is not None
+    for job in json.loads(sys.argv[2]):
+        update(pg, folder, job)
     dist.barrier(group=pg)
     dist.destroy_process_group(pg)
 

@@ -122,7 +122,7 @@ def test_only_the_vllm_engine_imports_vllm_and_only_the_seam_imports_it() -> Non
             if module == module_name(VLLM_ENGINE):
                 engine_importers.add((file, lazy))
     assert vllm_importers == {VLLM_ENGINE}
-    assert engine_importers == {("rl/rollout/engine.py", True)}
+    assert engine_importers == {("rl/rollout/build.py", True)}
 
 
 def takes_group() -> dict[str, inspect.Signature]:

@@ -1,0 +1,15 @@
+"""Chooses the engine that the config names; a rank without a vLLM engine does not import vLLM."""
+
+from pathlib import Path
+
+from rl.config import Config
+from rl.rollout.engine import Engine, EngineSeat
+from rl.rollout.fake_engine import FakeEngine
+
+
+def build_engine(config: Config, model_folder: Path, seat: EngineSeat) -> Engine:
+    if config.rollout.engine == "fake":
+        return FakeEngine(config.rollout.max_num_seqs, seat.stop_token_ids[0])
+    from rl.rollout import vllm_engine  # seconds of imports that ranks without an engine do not need
+
+    return vllm_engine.build(config, model_folder, seat)
