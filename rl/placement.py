@@ -62,6 +62,10 @@ class Placement:
     def engine_of(self, rank: int) -> int | None:
         return next((index for index, ranks in enumerate(self.engines) if rank in ranks), None)
 
+    def summary(self) -> str:
+        parts = [f"{role} {_compact(self.ranks(role), word='')}" for role in ROLES if self.ranks(role)]
+        return f"{self.world_size} ranks on {self.num_nodes} nodes: {', '.join(parts)}; {len(self.engines)} engines"
+
     def table(self) -> str:
         rows = [("rank", "node", "roles", "engine")]
         for rank, roles in enumerate(self.roles):

@@ -35,9 +35,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM's sampler would call a C++ compiler, 9 s on first use
 
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # says on every CPU rank that there is no Triton
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", FutureWarning)  # vLLM walks over deprecated names of torch
-    import vllm
+warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # it walks over deprecated names of torch
+
+import vllm  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
