@@ -64,7 +64,13 @@ class Actor:
 
 def open_run(world: World, config: Config, config_name: str) -> Run:
     """Checks everything that can be checked without loading a model, then connects the process groups."""
-    num_nodes = world.size // world.num_ranks_per_node
+    num_nodes, uneven = divmod(world.size, world.num_ranks_per_node)
+    if uneven:
+        raise ConfigError(
+            f"got {world.size} ranks, {world.num_ranks_per_node} of them on the node of rank {world.rank}; all nodes "
+            "need "
+            "equally many: give the same --nproc-per-node on each"
+        )
     placement = plan(config.placement, num_nodes, world.num_ranks_per_node, config.rollout.tensor_parallel_size)
     find_reward(config.reward.function)
     folder = Path(config.run.dir) / _run_name(world, config, config_name)

@@ -157,7 +157,10 @@ class World:
             (self.run_dir / "last_error.json").unlink(missing_ok=True)
         self.mail.close()
         for closer in self.closers:
-            closer()
+            try:
+                closer()
+            except Exception:  # the run is done and saved: a failed exit code would make torchrun start it again
+                traceback.print_exc()
 
     def fail(self, error: BaseException) -> int:
         """Reports an exception of this rank, waits for the verdict, and returns the exit code."""

@@ -1,0 +1,119 @@
+"""Finished groups from rollout to actor ranks: our mailbox beside gloo's isend/irecv, in one run. Prints one JSON line.
+
+    torchrun --nproc-per-node 6 benchmarks/messages.py [--senders 4] [--groups 64] [--kilobytes 128]
+
+Each sender sends `groups` payloads, dealt out to the receivers. `ms` is from the first send to the last receipt,
+median of interleaved rounds. `blocked_ms` is how long a sender is held up by one message to a receiver that is busy
+for 200 ms: an engine would stand still for that time. gloo's send returns only when the other side has entered the
+receive, and cannot be polled.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from rl.mail import Mail
+from rl.world import World, join
+
+ROUNDS = 7
+BUSY_S = 0.2
+
+
+def wait_together(pg: dist.ProcessGroup) -> float:
+    dist.barrier(group=pg)
+    return time.perf_counter()
+
+
+def send_by_mail(mail: Mail, payload: bytes, receivers: list[int], count: int) -> None:
+    for index in range(count):
+        mail.send(receivers[index % len(receivers)], "group", {"index": index}, payload)
+
+
+def receive_by_mail(mail: Mail, count: int) -> None:
+    for _ in range(count):
+        mail.receive("group")
+
+
+def send_by_gloo(pg: dist.ProcessGroup, payload: torch.Tensor, receivers: list[int], count: int) -> None:
+    """As a header with the size and a payload, all in flight at once."""
+    header = torch.tensor([payload.numel()])
+    works = []
+    for index in range(count):
+        receiver = receivers[index % len(receivers)]
+        works += [dist.isend(tensor, group=pg, group_dst=receiver) for tensor in (header, payload)]
+    for work in works:
+        work.wait()
+
+
+def receive_by_gloo(pg: dist.ProcessGroup, senders: int, count_each: int) -> None:
+    header = torch.empty(1, dtype=torch.int64)
+    for _ in range(count_each):
+        for sender in range(senders):
+            dist.recv(header, group=pg, group_src=sender)
+            dist.recv(torch.empty(int(header), dtype=torch.uint8), group=pg, group_src=sender)
+
+
+def run(world: World, args: argparse.Namespace) -> None:
+    world.connect(share_gpu=False, timeout_s=60)
+    pg = dist.new_group(list(range(world.size)))
+    receivers = list(range(args.senders, world.size))
+    payload = torch.randint(0, 255, (args.kilobytes << 10,), dtype=torch.uint8)
+    data = payload.numpy().tobytes()
+    is_sender = world.rank < args.senders
+    each = args.groups // len(receivers)
+    seconds: dict[str, list[float]] = {"mail": [], "gloo": [], "mail blocked": [], "gloo blocked": []}
+    for _ in range(ROUNDS):
+        started = wait_together(pg)
+        if is_sender:
+            send_by_mail(world.mail, data, receivers, args.groups)
+        else:
+            receive_by_mail(world.mail, each * args.senders)
+        seconds["mail"].append(wait_together(pg) - started)
+
+        started = wait_together(pg)
+        if is_sender:
+            send_by_gloo(pg, payload, receivers, args.groups)
+        else:
+            receive_by_gloo(pg, args.senders, each)
+        seconds["gloo"].append(wait_together(pg) - started)
+
+        for name in ("mail", "gloo"):
+            started = wait_together(pg)
+            if world.rank == 0:
+                if name == "mail":
+                    world.mail.send(receivers[0], "group", {}, data)
+                else:
+                    dist.send(payload, group=pg, group_dst=receivers[0])
+                seconds[f"{name} blocked"].append(time.perf_counter() - started)
+            elif world.rank == receivers[0]:
+                time.sleep(BUSY_S)
+                if name == "mail":
+                    world.mail.receive("group")
+                else:
+                    dist.recv(torch.empty_like(payload), group=pg, group_src=0)
+            wait_together(pg)
+    if world.rank == 0:
+        ms = {name: round(1000 * statistics.median(values[1:]), 2) for name, values in seconds.items()}
+        row = {"benchmark": "messages", "senders": args.senders, "receivers": len(receivers), "groups": args.groups}
+        row |= {"kilobytes": args.kilobytes, "mail_ms": ms["mail"], "gloo_ms": ms["gloo"]}
+        row |= {"ratio": round(ms["mail"] / ms["gloo"], 2)}
+        row |= {"mail_blocked_ms": ms["mail blocked"], "gloo_blocked_ms": ms["gloo blocked"]}
+        print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--senders", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--kilobytes", type=int, default=128)
+    args = parser.parse_args()
+    with join() as world:
+        run(world, args)
+
+
+if __name__ == "__main__":
+    main()
