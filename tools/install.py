@@ -78,6 +78,8 @@ def main() -> None:
     activate = args.venv / "bin" / "activate"
     if ACTIVATION not in activate.read_text():
         activate.write_text(activate.read_text() + ACTIVATION)
+    site_packages = next((args.venv / "lib").glob("python3.*/site-packages"))
+    (site_packages / "oneworld.pth").write_text(f"{ROOT}\n")  # `import rl` works from tools/ and benchmarks/ too
     stamp.write_text(fingerprint(device))
 
 
