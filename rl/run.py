@@ -76,7 +76,7 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     folder = Path(config.run.dir) / _run_name(world, config, config_name)
     world.introduce(",".join(placement.roles[world.rank]), folder)
     if world.rank == placement.leader:
-        print(f"oneworld: {folder}: {placement.summary()}; loading", flush=True)
+        print(f"{folder}: {placement.summary()}; loading", flush=True)
     model_folder = find_model(config.model.path)
     check_model(config, model_folder)
     world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)

@@ -16,7 +16,7 @@ from tests.launcher import finish, start
 TEMPERATURE = 0.8
 NUM_PROMPTS = 5
 ACTOR = {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.05, "warmup_steps": 2, "lr_schedule": "linear"}
-ALGO = {"clip_low": 0.1, "clip_high": 0.3, "kl_coef": 0.2, "kl_estimator": "k3", "num_mini_batches": 2, "num_epochs": 1}
+ALGO = {"clip_low": 0.1, "clip_high": 0.3, "kl_coef": 0.2, "kl_estimator": "k3", "num_mini_batches": 2, "num_epochs": 2}
 SHAPE = {
     "vocab_size": 37,  # divides by no number of ranks
     "hidden_size": 32,
@@ -66,7 +66,7 @@ def token_logprobs(model: torch.nn.Module, tokens: Tensor) -> Tensor:
 
 
 def reference_update(model: torch.nn.Module, batch: Batch) -> list[tuple[float, float, int]]:
-    """Two passes of two optimizer steps; returns policy loss, KL and number of tokens of each step."""
+    """Two epochs of two optimizer steps; returns policy loss, KL and number of tokens of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=ACTOR["lr"], weight_decay=ACTOR["weight_decay"])
     starts = batch.cu_lengths.tolist()
     # warm-up over 2 of 4 steps, then linearly to 0
@@ -132,8 +132,8 @@ def check_losses(values: dict[str, float], losses: list[tuple[float, float, int]
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("num_ranks", SPLITS)
-def test_update_equals_reference(references, num_ranks: int) -> None:
-    """For any number of ranks and any split into micro-batches, with uneven and empty work."""
+def test_one_denominator_and_equal_micro_batch_counts(references, num_ranks: int) -> None:
+    """The update equals the reference for any number of ranks and any split, with uneven and empty work."""
     folder, expected = references
     jobs = [
         {

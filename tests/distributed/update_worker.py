@@ -1,4 +1,4 @@
-"""Run by torchrun from test_learner.py: for each job two updates of the real Learner on a mesh of all ranks."""
+"""Run by torchrun from test_learner.py: for each job one update by the real Learner on a mesh of all ranks."""
 
 import json
 import sys
@@ -26,8 +26,7 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     owners = size - 1 if job["idle"] else size
     owned = [s for s in range(batch.num_sequences) if int(batch.group_ids[s]) % owners == rank]
     measures = Measures()
-    for _ in range(2):
-        learner.update(batch.select(owned), num_prompts=job["num_prompts"], measures=measures)
+    learner.update(batch.select(owned), num_prompts=job["num_prompts"], measures=measures)
     values = measures.reduce(pg)
     weights = {name: parameter.full_tensor().detach().contiguous() for name, parameter in model.named_parameters()}
     if rank == 0:

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 
 import train
@@ -55,6 +56,9 @@ def main() -> None:
         Learner.update = broken(Learner.update, hang)
     elif what == "rollout" and is_culprit:
         RolloutService.work = broken(RolloutService.work, fail)
+    elif what == "slow engine" and is_culprit:
+        step = FakeEngine.step
+        FakeEngine.step = lambda engine: time.sleep(0.02) or step(engine)
     elif what == "load" and is_culprit:
         FakeEngine.load = broken(FakeEngine.load, fail)
     elif what == "killed" and is_culprit:
