@@ -53,7 +53,7 @@ def test_an_empty_file_gives_the_defaults(write: Write) -> None:
 
 def test_without_a_path_the_embedded_default_is_read() -> None:
     assert load_config() == load_config(DEFAULT_CONFIG) == load_config("configs/default.yaml")
-    assert load_config().actor.lr == 1e-3
+    assert load_config().eval.interval == 10
     assert load_config().model.path == "configs/tiny"
 
 
