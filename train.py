@@ -42,7 +42,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
             with world.stage("advantages"):
                 advantages = group_relative(batch.rewards, batch.group_ids, config.algo.normalize_std)
                 batch = batch.replace(advantages=advantages)
-                save_rollouts(world, config, batch)
+                save_rollouts(world, config, actor.folder, batch)
             with world.stage("update"):
                 measures = Measures()
                 actor.learner.update(batch, num_prompts, measures)
@@ -67,7 +67,7 @@ def evaluate(world: World, config: Config, actor: Actor, step: int) -> dict[str,
 
 
 def check_mismatch(mismatch_kl: float, limit: float) -> None:
-    if limit and mismatch_kl > limit:
+    if limit and not mismatch_kl <= limit:  # a NaN does not pass
         raise RuntimeError(
             f"engine and learner disagree: policy/mismatch_kl is {mismatch_kl:.4g}, above rollout.max_mismatch_kl = "
             f"{limit:g}; "
@@ -75,9 +75,9 @@ def check_mismatch(mismatch_kl: float, limit: float) -> None:
         )
 
 
-def save_rollouts(world: World, config: Config, batch: Batch) -> None:
-    if config.debug.save_rollouts and world.run_dir:
-        file = world.run_dir / "rollouts" / f"step_{world.step}.rank_{world.rank}.safetensors"
+def save_rollouts(world: World, config: Config, folder: Path, batch: Batch) -> None:
+    if config.debug.save_rollouts:
+        file = folder / "rollouts" / f"step_{world.step}.rank_{world.rank}.safetensors"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(batch.to_bytes())
 

@@ -6,6 +6,7 @@ contradict each other are errors that say what to change. Nothing here knows abo
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class WorldConfig:
-    transfer_timeout_s: float = key(300.0, "one collective or message that takes longer fails")
+    transfer_timeout_s: float = key(300.0, "a collective that takes longer fails")
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,10 @@ def load_config(path: str | Path | None = None, overrides: list[str] | None = No
         )
     values = OmegaConf.to_container(loaded, resolve=False)
     assert isinstance(values, dict)
+    if any(_names_a_role(override) for override in overrides or []):
+        # A role map is read as a whole: half of the file's map beside half of the command line's means nothing.
+        placement = _placement_of(values)
+        values["placement"] = {name: value for name, value in placement.items() if name in PLACEMENT_SIZES}
     for override in overrides or []:
         _apply_override(values, override)
     config = _typed(values)
@@ -187,18 +192,23 @@ def resolve_path(path: str) -> Path:
     return ROOT / path if (ROOT / path).exists() else Path(path)
 
 
+def _names_a_role(override: str) -> bool:
+    section, _, name = override.partition("=")[0].partition(".")
+    return section == "placement" and name not in PLACEMENT_SIZES
+
+
+def _placement_of(values: dict) -> dict:
+    placement = values.get("placement") or {}
+    if not isinstance(placement, dict):
+        raise ConfigError(f"placement: got {placement!r}; it is a mapping such as {{'actor,rollout': all}}")
+    return placement
+
+
 def _apply_override(values: dict, override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise ConfigError(f"got the argument {override!r}; an override is key=value, such as actor.lr=1e-5")
     *sections, leaf = dotted.split(".")
-    placement = values.get("placement") or {}
-    if sections == ["placement"] and not isinstance(placement, dict):
-        raise ConfigError(f"placement: got {placement!r}; it is a mapping such as {{'actor,rollout': all}}")
-    if sections == ["placement"] and leaf not in PLACEMENT_SIZES and not values.get("_roles_replaced"):
-        # A role map is read as a whole: half of the file's map beside half of the command line's means nothing.
-        values["placement"] = {name: value for name, value in placement.items() if name in PLACEMENT_SIZES}
-        values["_roles_replaced"] = True
     node = values
     for section in sections:
         node = node.setdefault(section, {})
@@ -211,8 +221,8 @@ def _apply_override(values: dict, override: str) -> None:
 
 
 def _typed(values: dict) -> Config:
-    values.pop("_roles_replaced", None)
-    placement = values.pop("placement", None)
+    placement = _placement_of(values)
+    values.pop("placement", None)
     _check_keys(values, Config, "")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values))
@@ -220,9 +230,7 @@ def _typed(values: dict) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{getattr(error, 'full_key', None) or 'config'}: {str(error).splitlines()[0]}") from None
     assert isinstance(config, Config)
-    if placement is not None:
-        if not isinstance(placement, dict):
-            raise ConfigError(f"placement: got {placement!r}; it is a mapping such as {{'actor,rollout': all}}")
+    if placement:
         for name in PLACEMENT_SIZES:
             size = placement.get(name)
             if size is not None and (type(size) is not int or size < 1):
@@ -279,7 +287,7 @@ def validate(config: Config) -> None:
         "actor.eps": config.actor.eps,
     }
     for name, number in positive.items():
-        require(number > 0, name, number, "it must be greater than 0")
+        require(0 < number < math.inf, name, number, "it must be greater than 0")
     nonnegative = {
         "actor.lr": config.actor.lr,
         "actor.warmup_steps": config.actor.warmup_steps,
@@ -290,9 +298,10 @@ def validate(config: Config) -> None:
         "rollout.kv_cache_mb": config.rollout.kv_cache_mb,
         "actor.weight_decay": config.actor.weight_decay,
         "metrics.samples_interval": config.metrics.samples_interval,
+        "metrics.num_samples": config.metrics.num_samples,
     }
     for name, number in nonnegative.items():
-        require(number >= 0, name, number, "it must not be negative")
+        require(0 <= number < math.inf, name, number, "it must not be negative")
     for name, beta in (("actor.beta1", config.actor.beta1), ("actor.beta2", config.actor.beta2)):
         require(0 <= beta < 1, name, beta, "it must lie between 0 and 1")
     require(0 < config.algo.clip_low < 1, "algo.clip_low", config.algo.clip_low, "it must lie between 0 and 1")

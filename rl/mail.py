@@ -26,6 +26,7 @@ MAGIC = b"1wld"
 MAX_HEADER_BYTES = 64 << 20
 CONNECT_TIMEOUT_S = 10.0
 SEND_TIMEOUT_S = 60.0
+SILENCE_S = 16
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ class Mail:
 
     def _connect(self, rank: int) -> socket.socket:
         connection = socket.create_connection(self._addresses[rank], timeout=CONNECT_TIMEOUT_S)
+        _notice_silence(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(SEND_TIMEOUT_S)
         hello = json.dumps(["hello", {"token": self.token, "rank": self.rank}]).encode()
@@ -177,6 +179,7 @@ class Mail:
             connection, _ = self._listener.accept()
         except OSError:  # the peer hung up before it was accepted
             return
+        _notice_silence(connection)
         connection.setblocking(False)
         inbound = _Inbound(connection, self.token)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(inbound))
@@ -198,6 +201,15 @@ class Mail:
         if rank is not None and not self._closing:
             self._gone.add(rank)
             self._on_lost(rank)
+
+
+def _notice_silence(connection: socket.socket) -> None:
+    """A host that is cut off sends no end of connection; the kernel then ends it after about SILENCE_S."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, SILENCE_S // 8))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
 
 
 class _Inbound:

@@ -177,27 +177,22 @@ def _parse_size(name: str, text: str, world_size: int) -> float | None:
 def _assign_sizes(
     entries: list[tuple[tuple[str, ...], Any]], sizes: list[float | None], world_size: int, tensor_parallel_size: int
 ) -> list[list[int]]:
-    """Consecutive ranks. A count is taken as written; each boundary of shares is their running sum, rounded, so that
-    shares of 100 % add up to the world, and leaves something to every later entry."""
-    shares = [str(value).strip().endswith("%") for _, value in entries]
+    """Consecutive ranks. Counts are taken as written; shares are rounded to whole engines, each making up for the
+    rounding of the one before, and give way where another entry would be left without a rank."""
     units = [tensor_parallel_size if "rollout" in roles else 1 for roles, _ in entries]
-    least = [unit if share or size is None else round(size) for unit, share, size in zip(units, shares, sizes)]
-    fits = sum(size or 0.0 for size in sizes) <= world_size
-    counts: list[int] = []
-    exact, dealt = 0.0, 0  # of the shares so far
-    for index, (unit, size) in enumerate(zip(units, sizes)):
-        count = least[index]
-        if size is not None and shares[index]:
-            exact += size
-            count = round((exact - dealt) / unit) * unit
-            if fits and index + 1 < len(sizes):
-                count = min(count, (world_size - sum(counts) - sum(least[index + 1 :])) // unit * unit)
-            count = max(unit, count)
-            dealt += count
-        counts.append(count)
+    shares = [index for index, (_, value) in enumerate(entries) if str(value).strip().endswith("%")]
+    counts = [unit if size is None else round(size) for unit, size in zip(units, sizes)]
+    owed = 0.0
+    for index in shares:
+        owed += sizes[index] or 0.0
+        counts[index] = max(units[index], round(owed / units[index]) * units[index])
+        owed -= counts[index]
+    if sum(size or 0.0 for size in sizes) <= world_size:  # else it is a mistake, shown below as it was asked for
+        while sum(counts) > world_size and (wide := [index for index in shares if counts[index] > units[index]]):
+            largest = max(wide, key=lambda index: counts[index])
+            counts[largest] -= units[largest]
     if None in sizes:
-        rest = sizes.index(None)
-        counts[rest] += world_size - sum(counts)
+        counts[sizes.index(None)] += world_size - sum(counts)
     if sum(counts) != world_size or min(counts) < 1:
         got = ", ".join(f"{','.join(roles)}: {value} = {count}" for (roles, value), count in zip(entries, counts))
         raise ConfigError(
@@ -344,7 +339,6 @@ class Groups:
     actor_pg: dist.ProcessGroup
     actor_mesh: DeviceMesh | None
     scorer_mesh: DeviceMesh | None
-    scorer_pg: dist.ProcessGroup | None
     sync_pg: dist.ProcessGroup
 
 
@@ -361,4 +355,4 @@ def make_groups(placement: Placement, rank: int, device_type: str, timeout_s: fl
     scorer_pg = group(placement.scorers) if placement.scorers else None
     sync_pg = group(list(range(placement.world_size)))
     scorer_mesh = mesh(scorer_pg, placement.scorers) if scorer_pg else None
-    return Groups(actor_pg, mesh(actor_pg, placement.actors), scorer_mesh, scorer_pg, sync_pg)
+    return Groups(actor_pg, mesh(actor_pg, placement.actors), scorer_mesh, sync_pg)

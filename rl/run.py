@@ -2,18 +2,17 @@
 loads no trainable model, a rank that only trains does not import vLLM."""
 
 import json
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import torch.distributed as dist
 from torch import nn
 from transformers import AutoTokenizer
 
 from rl.config import Config, ConfigError
 from rl.data.prompts import Prompt, PromptStream, Tokenizer, read_prompts
+from rl.ends import launcher_process
 from rl.learner import Learner
 from rl.metrics import MetricsWriter
 from rl.model.load import find_model, load_model, stop_token_ids
@@ -56,6 +55,7 @@ class Actor:
     rollouts: Rollouts
     sync: WeightSync
     pg: dist.ProcessGroup
+    folder: Path  # of the run
     tokenizer: Tokenizer
     stream: PromptStream | None = None
     eval_prompts: list[Prompt] = field(default_factory=list)
@@ -64,6 +64,8 @@ class Actor:
 
 def open_run(world: World, config: Config, config_name: str) -> Run:
     """Checks everything that can be checked without loading a model, then connects the process groups."""
+    folder = Path(config.run.dir) / _run_name(world, config, config_name)
+    world.remember_in(folder)
     num_nodes, uneven = divmod(world.size, world.num_ranks_per_node)
     if uneven:
         raise ConfigError(
@@ -72,13 +74,13 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
             "equally many: give the same --nproc-per-node on each"
         )
     placement = plan(config.placement, num_nodes, world.num_ranks_per_node, config.rollout.tensor_parallel_size)
+    world.introduce(",".join(placement.roles[world.rank]))
     find_reward(config.reward.function)
-    folder = Path(config.run.dir) / _run_name(world, config, config_name)
-    world.introduce(",".join(placement.roles[world.rank]), folder)
     if world.rank == placement.leader:
         print(f"{folder}: {placement.summary()}; loading", flush=True)
     model_folder = find_model(config.model.path)
     check_model(config, model_folder)
+    world.meet("model found")  # a download may take long, and what follows has a time limit
     world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
     groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
     return Run(world, config, placement, folder, model_folder, groups)
@@ -111,31 +113,32 @@ def _run_name(world: World, config: Config, config_name: str) -> str:
     if config.run.name:
         return config.run.name
     if world.rank == 0:
-        launcher = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+        launcher = launcher_process()
         started = time.strftime("%Y%m%d-%H%M%S", time.localtime(launcher.create_time()))
-        world.store.set("run/name", f"{config_name}-{started}")
+        world.store.set("run/name", f"{config_name}-{started}-{launcher.pid}")
     return world.store.get("run/name").decode()
 
 
 def build_actor(run: Run) -> Actor:
-    config, mail, rank = run.config, run.world.mail, run.world.rank
+    config, mail, is_leader = run.config, run.world.mail, run.world.rank == run.placement.leader
+    tokenizer = AutoTokenizer.from_pretrained(run.model_folder)
+    prompts = read_prompts(config.data.train, config.data, tokenizer) if is_leader else []
+    held_out = read_prompts(config.data.eval, config.data, tokenizer) if is_leader and config.eval.interval else []
     model = _load(run, trainable=True)
     updates = config.train.num_steps * config.algo.num_epochs * config.algo.num_mini_batches
     learner = Learner(
         model, run.groups.actor_pg, run.world.device, config.actor, config.algo, config.rollout.temperature, updates
     )
-    if rank == run.placement.leader:
-        run.world.store.set("sync/tensors", to_json(wire_tensors(model, config.model.dtype)))
-    tokenizer = AutoTokenizer.from_pretrained(run.model_folder)
+    if is_leader:
+        for rank in range(run.placement.world_size):
+            mail.send(rank, "tensors", {"tensors": to_json(wire_tensors(model, config.model.dtype))})
     service = _build_rollout_service(run, tokenizer)
     sync = _build_sync(run, model=model, engine=service.engine if service else None)
     rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service)
-    actor = Actor(learner, _build_scorer(run, model), rollouts, sync, run.groups.actor_pg, tokenizer)
-    if rank == run.placement.leader:
-        actor.stream = PromptStream(read_prompts(config.data.train, config.data, tokenizer), config.run.seed)
-        if config.eval.interval:
-            held_out = read_prompts(config.data.eval, config.data, tokenizer)
-            actor.eval_prompts = held_out[: config.eval.num_prompts or None]
+    actor = Actor(learner, _build_scorer(run, model), rollouts, sync, run.groups.actor_pg, run.folder, tokenizer)
+    if is_leader:
+        actor.stream = PromptStream(prompts, config.run.seed)
+        actor.eval_prompts = held_out[: config.eval.num_prompts or None]
         actor.writer = writer = MetricsWriter(run.folder, config.train.num_steps)
         run.world.closers.append(lambda: writer.close(rollouts.engine_name))
     return actor
@@ -151,6 +154,7 @@ def serve_run(run: Run) -> None:
     sync = _build_sync(run, copy=copy, engine=rollout.engine if rollout else None)
 
     def on_version(version: int) -> None:
+        run.world.step = version  # the step that samples from it
         if logprobs is not None:
             logprobs.version = version
 
@@ -159,8 +163,7 @@ def serve_run(run: Run) -> None:
     services += [service for service in (rollout, logprobs) if service is not None]
     if rollout is not None:
         rollout.begin()
-    with run.world.stage("serve"):
-        serve(run.world.mail, services, until=lambda: end.ended)
+    serve(run.world, services, until=lambda: end.ended)
 
 
 def end_run(run: Run) -> None:
@@ -231,14 +234,16 @@ def _build_rollout_service(run: Run, tokenizer: Tokenizer) -> RolloutService | N
     max_num_groups = max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt)
     score = find_reward(config.reward.function)
     return RolloutService(
-        run.world.mail, engine, ranks, run.placement.leader, max_num_groups, config.run.seed, score, tokenizer
+        run.world, engine, ranks, run.placement.leader, max_num_groups, config.run.seed, score, tokenizer
     )
 
 
 def _build_sync(
     run: Run, model: nn.Module | None = None, copy: nn.Module | None = None, engine: Engine | None = None
 ) -> WeightSync:
-    tensors = from_json(run.world.store.get("sync/tensors").decode())
+    announced = run.world.mail.receive("tensors")
+    assert announced is not None
+    tensors = from_json(announced.meta["tensors"])
     load = engine.load if engine is not None else None
     return WeightSync(
         run.world.mail,

@@ -19,6 +19,7 @@ from rl.data.batch import Batch
 from rl.data.packing import pack, pad_to, split_evenly
 from rl.mail import Mail, Message
 from rl.model.logprobs import score_responses
+from rl.serve import Service
 
 
 @torch.no_grad()
@@ -97,11 +98,11 @@ class RemoteScorer:
         return batch.replace(**merged)
 
 
-class LogprobService:
+class LogprobService(Service):
     """On every inference rank: `models` are its sharded copies, by the name of the batch field that each fills."""
 
+    name = "logprobs"
     kinds = ("score", "forward")
-    busy = False
 
     def __init__(
         self,
@@ -122,9 +123,6 @@ class LogprobService:
             self._cut(message)
         else:
             self._forward(message)
-
-    def work(self) -> None:
-        raise AssertionError("never busy")
 
     def _cut(self, message: Message) -> None:
         batch = Batch.from_bytes(message.payload)

@@ -1,51 +1,52 @@
 """What a rank does while others drive: it answers messages, and works on what it has been given in between."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from rl.mail import Mail, Message
+from rl.mail import Message
+from rl.world import World
 
 
-class Service(Protocol):
+class Service:
+    """Answers messages of its kinds; the name is the stage in which it does so."""
+
+    name = "serve"
+    kinds: tuple[str, ...] = ()
+
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """Of the messages it answers."""
-        ...
+    def busy(self) -> bool:
+        return False
 
-    @property
-    def busy(self) -> bool: ...
-
-    def handle(self, message: Message) -> None: ...
+    def handle(self, message: Message) -> None:
+        raise NotImplementedError
 
     def work(self) -> None:
         """One short piece of work, such as an engine step; called while busy."""
-        ...
+        raise NotImplementedError
 
 
-def serve(mail: Mail, services: Sequence[Service], until: Callable[[], bool]) -> None:
+def serve(world: World, services: Sequence[Service], until: Callable[[], bool]) -> None:
     """Waits in the mailbox, never inside a c10d call; a lost peer ends the wait."""
     by_kind = {kind: service for service in services for kind in service.kinds}
     while not until():
         busy = [service for service in services if service.busy]
-        message = mail.receive(*by_kind, timeout_s=0 if busy else None)
+        message = world.mail.receive(*by_kind, timeout_s=0 if busy else None)
         if message is not None:
-            by_kind[message.kind].handle(message)
+            service = by_kind[message.kind]
+            with world.stage(service.name):
+                service.handle(message)
             continue
         for service in busy:
-            service.work()
+            with world.stage(service.name):
+                service.work()
 
 
-class EndService:
+class EndService(Service):
     """Ends `serve` on ranks that only serve."""
 
     kinds = ("end",)
-    busy = False
 
     def __init__(self) -> None:
         self.ended = False
 
     def handle(self, message: Message) -> None:
         self.ended = True
-
-    def work(self) -> None:
-        raise AssertionError("never busy")

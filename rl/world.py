@@ -11,6 +11,7 @@ folder says why.
 """
 
 import ctypes
+import ipaddress
 import json
 import os
 import secrets
@@ -21,57 +22,33 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from rl.config import ConfigError
+from rl.ends import Memory, Report
 from rl.mail import Mail, Message, PeerLost
 
 HUB = 0
 JOIN_TIMEOUT_S = 600.0
 COLLECT_REPORTS_S = 0.7
 VERDICT_TIMEOUT_S = 3.0
+MAX_SENDERS = 64
 GRACE_S = 3.0  # from the verdict to the end of a rank whose main thread is stuck
 EXIT_CLEAN, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 PR_SET_PDEATHSIG = 1
-# What may end a world, the best explanation first: after a loss agents terminate the rest and connections break.
-CAUSES = ("interrupt", "fatal", "error", "lost", "terminated", "connection")
 
 
 class Aborted(Exception):
     """Another rank failed; its report has been printed."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """One rank's account of its end."""
-
-    rank: int
-    roles: str
-    host: str
-    stage: str
-    step: int
-    error: str
-    trace: str
-    cause: str  # one of CAUSES
-
-    @property
-    def order(self) -> int:
-        return CAUSES.index(self.cause)
-
-    def text(self) -> str:
-        place = f"rank {self.rank} ({self.roles}) on {self.host}, stage {self.stage}, step {self.step}"
-        if self.cause == "interrupt":
-            return f"oneworld: interrupted at step {self.step}, stage {self.stage}"
-        if self.cause == "fatal":
-            return f"oneworld: {self.error}"
-        return f"oneworld: {place}: {self.error}" + (f"\n{self.trace.rstrip()}" if self.trace else "")
 
 
 class World:
@@ -85,7 +62,6 @@ class World:
         self.num_ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         self.device = torch.device("cpu")
         self.roles = "no role yet"
-        self.run_dir: Path | None = None
         self.step = 0
         self.closers: list[Callable[[], None]] = []  # run at the clean end, when no rank needs another any more
         self.stage_seconds: dict[str, float] = {}
@@ -95,6 +71,9 @@ class World:
         self._all_finished = threading.Event()
         self._verdict = threading.Event()
         self._reports: list[Report] = []
+        self._lock = threading.Lock()
+        self._memory: Memory | None = None
+        self._arrived: dict[str, int] = {}  # on the hub: ranks that wait at each meeting
         self._stop_agent = False
         self._peers: dict[int, tuple[str, str]] = {}  # rank -> roles and host, known to the hub
 
@@ -116,17 +95,23 @@ class World:
         taken, self.stage_seconds = self.stage_seconds, {}
         return taken
 
-    def introduce(self, roles: str, run_dir: Path) -> None:
-        """What reports say about this rank, and where `FATAL` is written."""
-        self.roles, self.run_dir = roles, run_dir
+    def remember_in(self, folder: Path) -> None:
+        """Where this node keeps what the next attempt must know."""
+        if self.local_rank == 0:
+            self._memory = Memory(folder)
+
+    def introduce(self, roles: str) -> None:
+        """What reports say about this rank."""
+        self.roles = roles
         if self.rank == HUB:
             self._peers[HUB] = (roles, socket.gethostname())
-            run_dir.mkdir(parents=True, exist_ok=True)
-            if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-                (run_dir / "FATAL").unlink(missing_ok=True)
-                (run_dir / "last_error.json").unlink(missing_ok=True)
         else:
             self.mail.send(HUB, "introduce", {"roles": roles, "host": socket.gethostname()})
+
+    def meet(self, name: str) -> None:
+        """Waits for all ranks, however long each needs, outside any c10d call."""
+        self.mail.send(HUB, "arrived", {"name": name})
+        self.mail.receive("proceed")
 
     def connect(self, share_gpu: bool, timeout_s: float) -> None:
         """Initialises torch.distributed; the groups that are used come from rl/placement.py."""
@@ -153,8 +138,8 @@ class World:
         self.mail.send(HUB, "finished")
         while not self._all_finished.wait(0.2):
             self.mail.receive(timeout_s=0)  # raises when another rank fails at the last moment
-        if self.rank == HUB and self.run_dir is not None:
-            (self.run_dir / "last_error.json").unlink(missing_ok=True)
+        if self._memory is not None:
+            self._memory.forget()
         self.mail.close()
         for closer in self.closers:
             try:
@@ -193,39 +178,33 @@ class World:
             self.mail.send(HUB, "error", asdict(report))
 
     def _collect(self, report: Report) -> None:
-        self._reports.append(report)
-        if len(self._reports) == 1:
+        with self._lock:
+            self._reports.append(report)
+            first = len(self._reports) == 1
+        if first:
             threading.Timer(COLLECT_REPORTS_S, self._judge).start()
 
     def _judge(self) -> None:
         """On the hub: picks the report that explains the others, prints it once, and tells every rank."""
         report = min(self._reports, key=lambda r: r.order)
-        stop = report.cause in ("interrupt", "fatal") or self._is_repeated(report)
+        repeated = self._memory is not None and self._memory.is_repeated(report)
+        stop = repeated or report.cause in ("interrupt", "fatal")
         print(report.text(), file=sys.stderr, flush=True)
-        if stop and report.cause != "interrupt":
+        fatal = report.text() if stop and report.cause != "interrupt" else ""
+        if fatal:
             print("oneworld: fatal, will not be restarted", file=sys.stderr, flush=True)
-            if self.run_dir is not None:
-                (self.run_dir / "FATAL").write_text(report.text() + "\n")
-        for rank in range(self.size):
-            if rank != HUB:
-                try:
-                    self.mail.send(rank, "abort", {"stop": stop})
-                except PeerLost:
-                    continue  # it is gone, which is what the message would have asked for
-        self._abort(stop)
+        with ThreadPoolExecutor(MAX_SENDERS) as senders:  # one host that cannot be reached must not delay the others
+            senders.map(lambda rank: self._tell(rank, stop, fatal), range(1, self.size))
+        self._abort(stop, fatal)
 
-    def _is_repeated(self, report: Report) -> bool:
-        """The same error at the same step as in the attempt before: another restart would meet it again."""
-        if self.run_dir is None or report.cause != "error":
-            return False
-        file = self.run_dir / "last_error.json"
-        now = {"step": report.step, "stage": report.stage, "error": report.error}
-        before = json.loads(file.read_text()) if file.exists() else None
-        file.write_text(json.dumps(now))
-        return before == now
+    def _tell(self, rank: int, stop: bool, fatal: str) -> None:
+        with suppress(PeerLost):  # then it is gone, which is what the message would have asked for
+            self.mail.send(rank, "abort", {"stop": stop, "fatal": fatal})
 
-    def _abort(self, stop: bool) -> None:
+    def _abort(self, stop: bool, fatal: str = "") -> None:
         self._stop_agent = stop
+        if fatal and self._memory is not None:
+            self._memory.write_fatal(fatal)
         self._verdict.set()
         self.mail.fail(Aborted("another rank failed"))
         threading.Timer(GRACE_S, self._end_now).start()
@@ -251,9 +230,16 @@ class World:
         if self.rank == HUB:
             self._collect(report)
             return
-        if self.rank == 1:
+        if self.local_rank == 0 or self.rank == 1:  # one line a node: nobody is left to speak for all
             print(report.text(), file=sys.stderr, flush=True)
         self._abort(stop=False)
+
+    def _on_arrived(self, message: Message) -> None:
+        name = message.meta["name"]
+        self._arrived[name] = self._arrived.get(name, 0) + 1
+        if self._arrived[name] == self.size:
+            for rank in range(self.size):
+                self.mail.send(rank, "proceed", {"name": name})
 
     def _on_finished(self, message: Message) -> None:
         self._finished.add(message.source)
@@ -287,7 +273,8 @@ class World:
     def _listen(self) -> None:
         mail = self.mail
         mail.on("error", lambda message: self._collect(Report(**message.meta)))
-        mail.on("abort", lambda message: self._abort(message.meta["stop"]))
+        mail.on("abort", lambda message: self._abort(**message.meta))
+        mail.on("arrived", self._on_arrived)
         mail.on("introduce", self._on_introduce)
         mail.on("finished", self._on_finished)
         mail.on("all_finished", self._on_all_finished)
@@ -303,7 +290,10 @@ class World:
 @contextmanager
 def join() -> Iterator[World]:
     """Joins the world that torchrun started (a world of one without it). An exception in the body ends every rank."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed agent must not leave orphans that hold GPUs
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(
+            PR_SET_PDEATHSIG, signal.SIGKILL
+        )  # a killed agent must not leave orphans that hold GPUs
     world = _join()
     try:
         yield world
@@ -327,7 +317,7 @@ def _join() -> World:
     store, _, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_TIMEOUT_S)))
     if rank == HUB:
         store.set("mail/token", secrets.token_hex(16))
-    mail = Mail(rank, _own_address(), store.get("mail/token").decode())
+    mail = Mail(rank, _own_address(store), store.get("mail/token").decode())
     world = World(store, mail, rank, local_rank, size)
     world._listen()
     store.set(f"mail/{rank}", json.dumps(mail.address))
@@ -338,10 +328,28 @@ def _join() -> World:
     return world
 
 
-def _own_address() -> str:
-    """The address of this host on the way to the rendezvous host; nothing is sent."""
-    target, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) or 1
-    family, kind, _, _, address = socket.getaddrinfo(target, port, type=socket.SOCK_DGRAM)[0]
+def _own_address(store: dist.Store) -> str:
+    """The address at which the other nodes reach this one.
+
+    It is the one on the way to the rendezvous host; nothing is sent to find it. On that host itself its name may mean
+    the loopback (Debian's 127.0.1.1), which is of no use to other nodes; then it is the one on the way to another
+    node. gloo would take the host name's address as well, so it is told the interface.
+    """
+    address = _address_towards(os.environ["MASTER_ADDR"])
+    if os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE", "1"):
+        return address
+    if ipaddress.ip_address(address).is_loopback:
+        address = _address_towards(store.get("mail/outside").decode())
+    else:
+        store.set("mail/outside", address)
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return address
+
+
+def _address_towards(host: str) -> str:
+    family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return probe.getsockname()[0]

@@ -43,13 +43,20 @@ class Node:
         return Path(self.log.name).read_text()
 
 
+def _hosts(num_nodes: int, own: int) -> str:
+    """As Debian writes it: a node's own name means 127.0.1.1, which no other node can reach."""
+    lines = ["127.0.0.1 localhost"]
+    for index in range(num_nodes):
+        address = "127.0.1.1" if index == own else f"{SUBNET}.{index + 1}"
+        lines.append(f"{address} node{index}{' head' if index == 0 else ''}")
+    return "\n".join(lines) + "\n"
+
+
 @contextmanager
 def cluster(num_nodes: int) -> Iterator[list[Node]]:
     """The first node answers to the name `head`."""
     names = [f"ow{os.getpid()}n{index}" for index in range(num_nodes)]
     switch = f"ow{os.getpid()}sw"
-    hosts = ["127.0.0.1 localhost"]
-    hosts += [f"{SUBNET}.{index + 1} node{index}{' head' if index == 0 else ''}" for index in range(num_nodes)]
     with ExitStack() as stack:
         for name in [switch, *names]:
             _ip("netns", "add", name)
@@ -64,7 +71,7 @@ def cluster(num_nodes: int) -> Iterator[list[Node]]:
                 _ip("-n", name, "link", "set", device, "up")
             folder = Path("/etc/netns") / name  # `ip netns exec` puts these files in place of /etc's
             folder.mkdir(parents=True)
-            (folder / "hosts").write_text("\n".join(hosts) + "\n")
+            (folder / "hosts").write_text(_hosts(num_nodes, index))
             stack.callback(folder.rmdir)
             stack.callback((folder / "hosts").unlink)
         yield [Node(index, name) for index, name in enumerate(names)]

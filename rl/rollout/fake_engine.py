@@ -4,7 +4,8 @@ alone."""
 import random
 from collections.abc import Sequence
 
-from rl.rollout.engine import Completion, Request, Weights
+from rl.rollout.engine import Completion, Request
+from rl.sync.weights import Weights
 
 
 class FakeEngine:

@@ -67,7 +67,5 @@ class Rollouts:
     def _owner(self, position: int, num_prompts: int) -> int:
         """Each mini-batch is dealt out to all actors, so that none idles during an optimizer step."""
         mini_batch = mini_batch_of(position, num_prompts, self._num_mini_batches)
-        first = next(
-            p for p in range(num_prompts) if mini_batch_of(p, num_prompts, self._num_mini_batches) == mini_batch
-        )
+        first = -(-mini_batch * num_prompts // self._num_mini_batches)
         return self._actors[(position - first) % len(self._actors)]

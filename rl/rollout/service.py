@@ -13,10 +13,11 @@ import torch
 
 from rl.data.batch import Batch
 from rl.data.prompts import Tokenizer, sample_seed
-from rl.mail import Mail, Message
+from rl.mail import Message
 from rl.rollout.dispatch import Task
 from rl.rollout.engine import Completion, Engine, Request
-from rl.serve import serve
+from rl.serve import Service, serve
+from rl.world import World
 
 
 @dataclass
@@ -25,14 +26,15 @@ class _Group:
     ended: dict[int, Completion] = field(default_factory=dict)  # sample index -> completion
 
 
-class RolloutService:
+class RolloutService(Service):
     """On every rank of an engine; `ranks` are the engine's, the lead first."""
 
+    name = "rollout"
     kinds = ("work", "drained", "mirror")
 
     def __init__(
         self,
-        mail: Mail,
+        world: World,
         engine: Engine,
         ranks: tuple[int, ...],
         leader: int,
@@ -42,7 +44,8 @@ class RolloutService:
         tokenizer: Tokenizer,
     ):
         self.engine = engine
-        self._mail, self._leader, self._lead, self._followers = mail, leader, ranks[0], ranks[1:]
+        self._world, self._mail, self._leader = world, world.mail, leader
+        self._lead, self._followers = ranks[0], ranks[1:]
         self._max_num_groups, self._run_seed, self._score, self._tokenizer = max_num_groups, run_seed, score, tokenizer
         self._groups: dict[tuple[int, int], _Group] = {}
         self._batch: int | None = None  # the batch that this rank's own loop waits for; None on ranks that only serve
@@ -65,7 +68,7 @@ class RolloutService:
         here."""
         self._batch = batch
         self._pull()
-        serve(self._mail, [self], until=lambda: self._drained >= batch and not self.busy)
+        serve(self._world, [self], until=lambda: self._drained >= batch and not self.busy)
         if self.is_lead:
             self._mirror("drained", batch=batch)
 
@@ -87,7 +90,7 @@ class RolloutService:
 
     def _obey(self, order: dict) -> None:
         if order["call"] == "add":
-            self.engine.add([Request(**request) for request in order["requests"]])
+            self.engine.add(self._requests([Task.from_dict(task) for task in order["tasks"]]))
         elif order["call"] == "step":
             self.engine.step()
         else:
@@ -105,22 +108,24 @@ class RolloutService:
         self._mail.send(self._leader, "pull", {"room": room, "held": held, "batch": self._batch})
 
     def _start(self, tasks: list[Task]) -> None:
-        requests = []
+        self._mirror("add", tasks=[asdict(task) for task in tasks])
         for task in tasks:
             self._groups[task.batch, task.position] = _Group(task)
-            for sample in range(task.sampling.num_samples):
-                requests.append(
-                    Request(
-                        id=f"{task.batch}/{task.position}/{sample}",
-                        tokens=task.prompt.tokens,
-                        temperature=task.sampling.temperature,
-                        max_new_tokens=task.sampling.max_new_tokens,
-                        seed=sample_seed(self._run_seed, task.prompt.epoch, task.prompt.id, sample),
-                    )
-                )
-        self._mirror("add", requests=[asdict(request) for request in requests])
-        self.engine.add(requests)
+        self.engine.add(self._requests(tasks))
         self._pull()
+
+    def _requests(self, tasks: list[Task]) -> list[Request]:
+        return [
+            Request(
+                id=f"{task.batch}/{task.position}/{sample}",
+                tokens=task.prompt.tokens,
+                temperature=task.sampling.temperature,
+                max_new_tokens=task.sampling.max_new_tokens,
+                seed=sample_seed(self._run_seed, task.prompt.epoch, task.prompt.id, sample),
+            )
+            for task in tasks
+            for sample in range(task.sampling.num_samples)
+        ]
 
     def _finish(self, completion: Completion) -> _Group | None:
         batch, position, sample = map(int, completion.id.split("/"))

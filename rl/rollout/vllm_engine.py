@@ -19,9 +19,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+from pydantic import ValidationError
 
 from rl.config import Config, ConfigError
-from rl.rollout.engine import Completion, EngineSeat, Request, Weights
+from rl.rollout.engine import Completion, EngineSeat, Request
+from rl.sync.weights import Weights
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, so that we step it
@@ -140,7 +142,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat) -> "VllmEngine":
                 seed=0,
                 **memory,
             )
-        except ValueError as error:  # pydantic's errors and vLLM's own checks of what it was given
+        except ValidationError as error:  # of settings; other errors, such as too little free memory, may pass
             raise ConfigError(f"vLLM refuses these settings: {error}") from error
         c10d.barrier()  # of the engine's ranks: this default group is the private one
     for segment in Path("/dev/shm").glob(f"{seat.name}-*"):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rl.config import SyncConfig
 from rl.mail import Mail, Message
 from rl.placement import Placement
+from rl.serve import Service
 from rl.shards import LocalSlice, TensorInfo, local_slices
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -54,6 +55,7 @@ class WeightSync:
         self._join_timeout_s = config.join_timeout_s
         self._buckets = cut_buckets(tensors, config.bucket_mb << 20)
         self._model, self._copy, self._load = model, copy, load
+        self._num_buckets_left = 0
 
     def publish(self) -> int:
         """On every actor: brings the next version to all; returns its number."""
@@ -102,6 +104,8 @@ class WeightSync:
                 pass
         for _ in stream:  # where the consumer gave up, the collectives go on
             pass
+        if error is not None and self._num_buckets_left:
+            raise error  # the exchange itself failed here: out of step, so nothing collective may follow
         self._agree(version, error)
         self.version = version
 
@@ -111,10 +115,12 @@ class WeightSync:
         keep it."""
         own = list(local_slices(self._model)) if self._model is not None else []
         parts = {part.info.name: part for part in own}
+        self._num_buckets_left = len(self._buckets)
         for bucket in self._buckets:
             whole = [torch.empty(info.shape, dtype=info.torch_dtype, device=self._device) for info in bucket]
             for index, actor in enumerate(self._actors):
                 self._exchange(bucket, whole, index, parts if actor == self._mail.rank else None)
+            self._num_buckets_left -= 1
             yield from zip((info.name for info in bucket), whole, strict=True)
 
     def _exchange(
@@ -160,11 +166,11 @@ class WeightSync:
             raise SyncError(f"version {version} did not arrive everywhere: {'; '.join(failed)}") from error
 
 
-class SyncService:
+class SyncService(Service):
     """Joins announced syncs on ranks that only serve."""
 
+    name = "sync"
     kinds = ("sync",)
-    busy = False
 
     def __init__(self, sync: WeightSync, on_version: Callable[[int], None]):
         self._sync, self._on_version = sync, on_version
@@ -172,9 +178,6 @@ class SyncService:
     def handle(self, message: Message) -> None:
         self._sync.join(message.meta["version"])
         self._on_version(message.meta["version"])
-
-    def work(self) -> None:
-        raise AssertionError("never busy")
 
 
 def cut_buckets(tensors: list[TensorInfo], max_bytes: int) -> list[list[TensorInfo]]:

@@ -10,6 +10,7 @@ import train
 from rl.learner import Learner
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.service import RolloutService
+from rl.sync.weights import WeightSync
 
 CALL = 2  # the call of the broken method at which it breaks
 
@@ -29,6 +30,11 @@ def broken(method: Callable, action: Callable[[], None]) -> Callable:
 
 def fail() -> None:
     raise ZeroDivisionError("planted")
+
+
+def fail_with_details() -> None:
+    """As when memory is short: the text is another one in each attempt."""
+    raise MemoryError(f"process {os.getpid()} has no memory left")
 
 
 def hang() -> None:
@@ -56,6 +62,12 @@ def main() -> None:
         Learner.update = broken(Learner.update, hang)
     elif what == "rollout" and is_culprit:
         RolloutService.work = broken(RolloutService.work, fail)
+    elif what == "update, details" and is_culprit:
+        Learner.update = broken(Learner.update, fail_with_details)
+    elif what == "exchange" and is_culprit:
+        WeightSync._exchange = broken(WeightSync._exchange, fail)
+    elif what == "first two killed" and int(os.environ["RANK"]) < 2:
+        Learner.update = broken(Learner.update, kill)
     elif what == "slow engine" and is_culprit:
         step = FakeEngine.step
         FakeEngine.step = lambda engine: time.sleep(0.02) or step(engine)

@@ -3,6 +3,7 @@
 Each world is real torchrun with the fake engine. `finish` fails on orphans.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -63,7 +64,7 @@ def test_exception_ends_every_rank(what: str, rank: int, placement: list[str], p
     assert output.count("ZeroDivisionError: planted") == 2, (
         output
     )  # the first line of the report, the last of its traceback
-    stage = "serve" if what == "rollout" else "update"
+    stage = what.split(",")[0]
     assert f"oneworld: {place} on " in output
     assert f", stage {stage}, step " in output
     assert output.count("oneworld: ") == 1, output
@@ -77,6 +78,15 @@ def test_failed_load_ends_the_sync_on_every_rank(tmp_path: Path) -> None:
     assert process.returncode != 0
     assert "SyncError: version 2 did not arrive everywhere: rank 0: ZeroDivisionError: planted" in output
     assert output.count("oneworld: ") == 1, output
+
+
+def test_failed_exchange_ends_every_rank_at_once(tmp_path: Path) -> None:
+    """A rank that fails inside the transfer is out of step with the group: no collective may follow there."""
+    process = launch(tmp_path, 3, "exchange", 0, *DISAGGREGATED, "sync.bucket_mb=1")
+    output = finish(process, 60)  # the limit on a collective is 300 s
+    assert process.returncode != 0
+    assert "oneworld: rank 0 (rollout) on " in output, output
+    assert "stage sync, step 1: ZeroDivisionError: planted" in output, output
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -120,15 +130,16 @@ def test_interrupt_of_one_rank_stops_all_with_restarts_on(tmp_path: Path) -> Non
     assert output.count("oneworld: interrupted at step ") == 1, output
 
 
-def test_repeated_exception_is_fatal_with_restarts_on(tmp_path: Path) -> None:
-    process = launch(tmp_path, 2, "update", 1, restarts=True)
+@pytest.mark.parametrize(("what", "error"), [("update", "ZeroDivisionError"), ("update, details", "MemoryError")])
+def test_repeated_exception_is_fatal_with_restarts_on(what: str, error: str, tmp_path: Path) -> None:
+    process = launch(tmp_path, 2, what, 1, restarts=True)
     output = finish(process, 100)
     assert process.returncode != 0
-    assert output.count("ZeroDivisionError: planted") == 4, output  # two attempts, no third
+    assert output.count(f"{error}: ") == 4, output  # two attempts, no third
     assert output.count("oneworld: fatal, will not be restarted") == 1
     fatal = (tmp_path / "run" / "FATAL").read_text()
     assert "rank 1 (rollout,actor)" in fatal
-    assert "ZeroDivisionError: planted" in fatal
+    assert f"{error}: " in fatal
 
 
 def test_an_exception_that_does_not_come_back_is_survived(tmp_path: Path) -> None:
@@ -149,6 +160,15 @@ def test_config_error_is_fatal_and_printed_once(restarts: bool, tmp_path: Path) 
     assert output.count("rank 2 of 3 ranks has no role") == 1, output
     assert output.count("oneworld: fatal, will not be restarted") == 1
     assert "Traceback" not in output.split("oneworld: fatal")[0]
+    assert "rank 2 of 3 ranks has no role" in (tmp_path / "run" / "FATAL").read_text()
+
+
+def test_run_folder_that_cannot_be_made_is_fatal(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    process = launch(tmp_path / "file", 2, "nothing", 0, restarts=True)
+    output = finish(process, 100)
+    assert process.returncode != 0
+    assert output.count("oneworld: run.dir: cannot make ") == 1, output
 
 
 def test_bad_data_is_fatal_and_leaves_the_reason_in_the_run_folder(tmp_path: Path) -> None:
@@ -163,8 +183,13 @@ def test_bad_data_is_fatal_and_leaves_the_reason_in_the_run_folder(tmp_path: Pat
 
 def test_two_runs_side_by_side_never_meet(tmp_path: Path) -> None:
     """No endpoint on the command line, the same host, the same moment."""
-    processes = [launch(tmp_path / name, 2, "nothing", 0) for name in ("one", "two")]
-    for name, process in zip(("one", "two"), processes, strict=True):
+    settings = [*SETTINGS, f"run.dir={tmp_path}"]
+    processes = [start("--nproc-per-node=2", "train.py", *settings) for _ in range(2)]
+    for process in processes:
         output = finish(process, 100)
         assert process.returncode == 0, output
-        assert '"step": 3' in (tmp_path / name / "run" / "metrics.jsonl").read_text()
+    folders = list(tmp_path.iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        rows = (folder / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(row)["step"] for row in rows] == [0, 1, 2, 3]

@@ -15,7 +15,7 @@ from rl.config import ROOT
 
 LAYERS = [
     ("config",),
-    ("mail", "placement", "world", "shards", "metrics", "serve"),
+    ("ends", "mail", "placement", "world", "shards", "metrics", "serve"),
     ("data", "model", "algo", "rewards"),
     ("learner", "scoring", "sync", "checkpoint"),
     ("rollout",),

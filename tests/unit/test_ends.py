@@ -1,0 +1,75 @@
+"""Reports and what is remembered between the attempts of one launch."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rl.config import ConfigError
+from rl.ends import Memory, Report, launcher_process
+
+
+def report(cause: str = "error", error: str = "MemoryError: 3 GiB", step: int = 4, stage: str = "update") -> Report:
+    return Report(1, "actor", "node1", stage, step, error, "Traceback ...", cause)
+
+
+def test_the_cause_of_the_others_comes_first() -> None:
+    causes = ["connection", "terminated", "lost", "error", "fatal", "interrupt"]
+    assert sorted((report(cause) for cause in causes), key=lambda r: r.order) == [report(c) for c in reversed(causes)]
+
+
+def test_text_names_rank_role_host_stage_and_step() -> None:
+    head, trace = report().text().split("\n")
+    assert head == "oneworld: rank 1 (actor) on node1, stage update, step 4: MemoryError: 3 GiB"
+    assert trace == "Traceback ..."
+    assert report("fatal", "placement: wrong").text() == "oneworld: placement: wrong"
+    assert report("interrupt").text() == "oneworld: interrupted at step 4, stage update"
+
+
+def test_the_same_error_at_the_same_step_is_repeated_whatever_its_details(tmp_path: Path) -> None:
+    assert not Memory(tmp_path).is_repeated(report())
+    assert Memory(tmp_path).is_repeated(report(error="MemoryError: 5 GiB"))
+
+
+@pytest.mark.parametrize("other", [report(step=5), report(stage="sync"), report(error="ValueError: 3 GiB")])
+def test_another_error_is_not_repeated(other: Report, tmp_path: Path) -> None:
+    assert not Memory(tmp_path).is_repeated(report())
+    assert not Memory(tmp_path).is_repeated(other)
+
+
+def test_a_lost_rank_is_never_a_repetition(tmp_path: Path) -> None:
+    assert [Memory(tmp_path).is_repeated(report("lost")) for _ in range(2)] == [False, False]
+
+
+def test_connection_errors_without_a_lost_rank_are_remembered(tmp_path: Path) -> None:
+    assert [Memory(tmp_path).is_repeated(report("connection")) for _ in range(2)] == [False, True]
+
+
+def test_what_an_earlier_launch_left_is_forgotten(tmp_path: Path) -> None:
+    memory = Memory(tmp_path)
+    memory.is_repeated(report())
+    memory.write_fatal("reason")
+    assert (tmp_path / "FATAL").read_text() == "reason\n"
+    Memory(tmp_path)
+    assert (tmp_path / "FATAL").exists()
+    before = launcher_process().create_time() - 1
+    for name in ("FATAL", "last_error.json"):
+        os.utime(tmp_path / name, (before, before))
+    Memory(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_does_not_raise(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    memory = Memory(tmp_path / "run")
+    (tmp_path / "run").rmdir()
+    assert not memory.is_repeated(report())
+    memory.write_fatal("reason")
+    assert capfd.readouterr().err.count("oneworld: cannot ") == 2
+
+
+def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run\.dir: cannot make .*file/run"):
+        Memory(tmp_path / "file" / "run")
