@@ -1,4 +1,4 @@
-"""The user's command, verbatim, on four nodes with eight ranks each: 20 rollout, 4 inference and 8 actor ranks."""
+"""Several nodes as network namespaces: the user's command, verbatim, on four of them; the end of a run on two."""
 
 import json
 import time
@@ -44,3 +44,31 @@ def test_the_users_command_on_four_nodes(tmp_path: Path) -> None:
     assert [row["version"] for row in rows] == [1, 2, 3, 4]
     assert all(row["rollout/tokens"] >= 50 * 8 for row in rows[1:])
     assert output.count("four: reward ") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_repeated_error_stops_the_agents_of_all_nodes(tmp_path: Path) -> None:
+    """Restarts are on; node 1 fails, node 0 hangs in a call that does not return; disks are private to the nodes."""
+    script = ["tests/e2e/broken_train.py", "'update, others hang'", "1"]
+    settings = [
+        "rollout.engine=fake",
+        "train.num_steps=3",
+        "train.num_prompts_per_step=4",
+        "eval.interval=0",
+        "run.name=x",
+    ]
+    command = " ".join(["torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint head:29500", *script, *settings])
+    with cluster(2) as nodes:
+        agents = []
+        try:
+            agents = [node.start(f"{command} run.dir={tmp_path / node.name}") for node in nodes]
+            codes = [agent.wait(timeout=250) for agent in agents]
+        finally:
+            end(agents)
+        output = "\n".join(node.output for node in nodes)
+    assert 0 not in codes
+    assert output.count("oneworld: rank 1 (rollout,actor) on node1, stage update, step 2") == 2, output
+    assert output.count("oneworld: fatal, will not be restarted") == 1
+    for node in nodes:
+        assert "ZeroDivisionError: planted" in (tmp_path / node.name / "x" / "FATAL").read_text()
