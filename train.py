@@ -70,8 +70,8 @@ def check_mismatch(mismatch_kl: float, limit: float) -> None:
     if limit and not mismatch_kl <= limit:  # a NaN does not pass
         raise RuntimeError(
             f"engine and learner disagree: policy/mismatch_kl is {mismatch_kl:.4g}, above rollout.max_mismatch_kl = "
-            f"{limit:g}; "
-            "nothing was learnt from this batch. Raise the limit or compare model.dtype and the engine's settings"
+            f"{limit:g}; nothing was learnt from this batch. Raise the limit or compare model.dtype and the engine's "
+            "settings"
         )
 
 

@@ -90,8 +90,7 @@ def plan(spec: dict[str, Any], num_nodes: int, num_ranks_per_node: int, tensor_p
             nodes, ranks = spec.get("num_nodes") or num_nodes, spec.get("num_gpus_per_node") or num_ranks_per_node
             raise ConfigError(
                 f"placement.{name}: the config says {spec[name]}, but the world that torchrun started has {real}; "
-                f"start {nodes} x {ranks} = {nodes * ranks} ranks as the config says, or set "
-                f"placement.{name}={real}"
+                f"start {nodes} x {ranks} = {nodes * ranks} ranks as the config says, or set placement.{name}={real}"
             )
     entries = [(_parse_roles(name), value) for name, value in spec.items() if name not in PLACEMENT_SIZES]
     if not entries:
@@ -134,9 +133,8 @@ def _assign(entries: list[tuple[tuple[str, ...], Any]], world_size: int, tensor_
         absolute = [text for text, size in zip(texts, relative) if size is None and text != "rest"]
         if absolute:
             raise ConfigError(
-                f"placement: got the absolute {absolute[0]!r} beside counts or shares; write all entries one way, "
-                "for example "
-                "{'rollout': '75%', 'actor': 'rest'} or {'rollout': '0-2', 'actor': '3'}"
+                f"placement: got the absolute {absolute[0]!r} beside counts or shares; write all entries one way, for "
+                "example {'rollout': '75%', 'actor': 'rest'} or {'rollout': '0-2', 'actor': '3'}"
             )
         return _assign_sizes(entries, relative, world_size, tensor_parallel_size)
     ranks = [
@@ -147,8 +145,8 @@ def _assign(entries: list[tuple[tuple[str, ...], Any]], world_size: int, tensor_
     if None in ranks and len(taken) == world_size:
         name = ",".join(entries[ranks.index(None)][0])
         raise ConfigError(
-            f"placement.{name}: got 'rest', but the other entries leave nothing of {world_size} ranks; an entry has at "
-            "least one rank: take ranks from another entry or leave this one out"
+            f"placement.{name}: got 'rest', but the other entries leave nothing of {world_size} ranks; an entry has "
+            "at least one rank: take ranks from another entry or leave this one out"
         )
     return [part if part is not None else [rank for rank in range(world_size) if rank not in taken] for part in ranks]
 
@@ -197,8 +195,7 @@ def _assign_sizes(
         got = ", ".join(f"{','.join(roles)}: {value} = {count}" for (roles, value), count in zip(entries, counts))
         raise ConfigError(
             f"placement: got {got} ranks, which is {sum(counts)} of {world_size}; counts and shares must give each "
-            "entry at "
-            "least one rank and cover the world: write 'rest' beside one of them"
+            "entry at least one rank and cover the world: write 'rest' beside one of them"
         )
     starts = [sum(counts[:index]) for index in range(len(counts))]
     return [list(range(start, start + count)) for start, count in zip(starts, counts)]
@@ -220,8 +217,7 @@ def _parse_ranks(name: str, text: str, world_size: int) -> list[int]:
         if high >= world_size:
             raise ConfigError(
                 f"placement.{name}: got rank {high} in a world of {world_size} ranks, 0 to {world_size - 1}; write "
-                "for example "
-                f"{min(low, world_size - 1)}-{world_size - 1}, or a share such as '25%'"
+                f"for example {min(low, world_size - 1)}-{world_size - 1}, or a share such as '25%'"
             )
         ranks.extend(range(low, high + 1))
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
@@ -242,10 +238,10 @@ def _roles_by_rank(
         if shared:
             both = ",".join(role for role in ROLES if role in entry_roles + roles[shared[0]])
             raise ConfigError(
-                f"placement: {_compact(shared)} stands under {','.join(roles[shared[0]])!r} and under "
-                f"{','.join(entry_roles)!r}; a rank "
-                f"stands in one entry. If it is to have both roles, write {both!r}: {_compact(shared, word='')}, and "
-                "take it out of the other entries"
+                f"placement: {_compact(shared)} {'stands' if len(shared) == 1 else 'stand'} under "
+                f"{','.join(roles[shared[0]])!r} and under "
+                f"{','.join(entry_roles)!r}; a rank stands in one entry. If it is to have both roles, write {both!r}: "
+                f"{_compact(shared, word='')}, and take it out of the other entries"
             )
         for rank in ranks:
             roles[rank] = entry_roles
@@ -253,9 +249,9 @@ def _roles_by_rank(
     if missing:
         last = ",".join(entries[-1][0])
         raise ConfigError(
-            f"placement: {_compact(missing)} of {world_size} ranks has no role; every rank takes part: extend an "
-            "entry, for example "
-            f"{last}: {_compact(sorted(assigned[-1] + missing), word='')}, or start fewer ranks"
+            f"placement: {_compact(missing)} of {world_size} ranks {'has' if len(missing) == 1 else 'have'} no role; "
+            "every rank takes part: extend an "
+            f"entry, for example {last}: {_compact(sorted(assigned[-1] + missing), word='')}, or start fewer ranks"
         )
     return tuple(roles)
 
@@ -267,8 +263,8 @@ def _group_engines(
     if len(rollout) % tp:
         raise ConfigError(
             f"rollout.tensor_parallel_size: got {tp}, but there are {len(rollout)} rollout ranks "
-            f"({_compact(rollout)}); their number must be a "
-            f"multiple: give the role {max(tp, len(rollout) // tp * tp)} ranks, or set rollout.tensor_parallel_size=1"
+            f"({_compact(rollout)}); their number must be a multiple: give the role "
+            f"{max(tp, len(rollout) // tp * tp)} ranks, or set rollout.tensor_parallel_size=1"
         )
     engines = tuple(tuple(rollout[start : start + tp]) for start in range(0, len(rollout), tp))
     for ranks in engines:
@@ -281,8 +277,7 @@ def _group_engines(
                 remedy = f"set for example rollout.tensor_parallel_size={num_ranks_per_node}"
             raise ConfigError(
                 f"rollout.tensor_parallel_size: got {tp}, but ranks {', '.join(map(str, ranks))} of one engine are "
-                f"{why}; an engine's ranks are "
-                f"consecutive ranks of one node: {remedy}"
+                f"{why}; an engine's ranks are consecutive ranks of one node: {remedy}"
             )
     return engines
 
@@ -292,31 +287,29 @@ def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
         if not placement.ranks(role):
             raise ConfigError(
                 f"placement: no rank has the role {role!r}; for example {{'rollout': '75%', 'actor': 'rest'}} or "
-                f"{{'actor,rollout': 'all'}}"
+                "{'actor,rollout': 'all'}"
             )
     for ranks in placement.engines:
         if len({placement.roles[rank] for rank in ranks}) > 1:
             got = "; ".join(f"rank {rank} is {','.join(placement.roles[rank])}" for rank in ranks)
             raise ConfigError(
                 f"placement: the ranks of one engine have different roles: {got}; with "
-                f"rollout.tensor_parallel_size={tensor_parallel_size} each run "
-                f"of {tensor_parallel_size} rollout ranks shares its roles: move the boundary of the ranges to a "
-                f"multiple of {tensor_parallel_size}"
+                f"rollout.tensor_parallel_size={tensor_parallel_size} each run of {tensor_parallel_size} rollout "
+                f"ranks shares its roles: move the boundary of the ranges to a multiple of {tensor_parallel_size}"
             )
     shared = set(placement.scorers) & set(placement.actors)
     if shared:
         raise ConfigError(
-            f"placement: {_compact(sorted(shared))} is actor and inference, other ranks only one of them; inference "
-            "ranks either are all the actors "
-            "(then leave the role out: actors compute logprobs themselves) or none of them, for example "
-            "{'actor,rollout': '0-2', 'inference': '3'}"
+            f"placement: {_compact(sorted(shared))} {'is' if len(shared) == 1 else 'are'} actor and inference, other "
+            "ranks only one of them; inference "
+            "ranks either are all the actors (then leave the role out: actors compute logprobs themselves) or none "
+            "of them, for example {'actor,rollout': '0-2', 'inference': '3'}"
         )
     if tensor_parallel_size > 1 and set(placement.scorers) & set(placement.ranks("rollout")):
         raise ConfigError(
-            "placement: ranks that are inference and rollout need rollout.tensor_parallel_size=1, since the two "
-            "kinds of collectives would wait for "
-            "each other; give inference ranks of its own, for example "
-            "{'rollout': '50%', 'inference': '25%', 'actor': 'rest'}"
+            "placement: ranks that are inference and rollout need rollout.tensor_parallel_size=1, since the two kinds "
+            "of collectives would wait for each other; give inference ranks of its own, for example {'rollout': "
+            "'50%', 'inference': '25%', 'actor': 'rest'}"
         )
 
 

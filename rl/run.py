@@ -70,8 +70,7 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     if uneven:
         raise ConfigError(
             f"got {world.size} ranks, {world.num_ranks_per_node} of them on the node of rank {world.rank}; all nodes "
-            "need "
-            "equally many: give the same --nproc-per-node on each"
+            "need equally many: give the same --nproc-per-node on each"
         )
     placement = plan(config.placement, num_nodes, world.num_ranks_per_node, config.rollout.tensor_parallel_size)
     world.introduce(",".join(placement.roles[world.rank]))
@@ -103,8 +102,8 @@ def check_model(config: Config, model_folder: Path) -> None:
     if positions and longest > positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_new_tokens: got {longest}, but {model_folder} has {positions} "
-            "positions; lower one of them, "
-            f"for example data.max_prompt_tokens={max(1, positions - config.rollout.max_new_tokens)}"
+            "positions; lower one of them, for example "
+            f"data.max_prompt_tokens={max(1, positions - config.rollout.max_new_tokens)}"
         )
 
 

@@ -122,9 +122,8 @@ class World:
             if self.device.index >= torch.cuda.device_count():
                 raise ConfigError(
                     f"rank {self.rank} is number {self.local_rank} on its node, which shows "
-                    f"{torch.cuda.device_count()} GPUs; start "
-                    "torchrun with --nproc-per-node at most that, or set debug.share_gpu=true to try a placement on "
-                    "one card"
+                    f"{torch.cuda.device_count()} GPUs; start torchrun with --nproc-per-node at most that, or set "
+                    "debug.share_gpu=true to try a placement on one card"
                 )
             if share_gpu:
                 os.environ["NCCL_HOSTID"] = f"oneworld-{self.rank}"  # NCCL refuses two ranks of one host on one device

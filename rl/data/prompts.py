@@ -44,8 +44,8 @@ def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> list[Prom
     file = resolve_path(path)
     if not file.is_file():
         raise ConfigError(
-            f"no prompts at {path}; data.train and data.eval are jsonl files with the fields "
-            f"{data.prompt_key!r} and {data.answer_key!r}"
+            f"no prompts at {path}; data.train and data.eval are jsonl files with the fields {data.prompt_key!r} and "
+            f"{data.answer_key!r}"
         )
     prompts: list[Prompt] = []
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
@@ -67,8 +67,7 @@ def _read_row(file: Path, number: int, line: str, row_id: int, data: DataConfig,
     except (KeyError, TypeError):
         raise ConfigError(
             f"{file}, line {number} has no field {data.prompt_key!r} or {data.answer_key!r}; got {line[:80]!r}: set "
-            "data.prompt_key and "
-            "data.answer_key to the names in the file"
+            "data.prompt_key and data.answer_key to the names in the file"
         ) from None
     if data.chat_template:
         conversation = [{"role": "user", "content": str(text)}]
@@ -77,8 +76,7 @@ def _read_row(file: Path, number: int, line: str, row_id: int, data: DataConfig,
     if not 0 < len(tokens) <= data.max_prompt_tokens:
         raise ConfigError(
             f"{file}, line {number} has {len(tokens)} tokens; a prompt has 1 to data.max_prompt_tokens = "
-            f"{data.max_prompt_tokens}: "
-            "raise the limit or drop the row"
+            f"{data.max_prompt_tokens}: raise the limit or drop the row"
         )
     return Prompt(row_id, 0, str(text), str(answer), tokens)
 

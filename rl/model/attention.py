@@ -34,8 +34,7 @@ def ragged_attention(
     if sliding_window is not None and longest > sliding_window:
         raise ConfigError(
             f"a sequence has {longest} tokens, but the model attends to the last {sliding_window} only, which the "
-            "learner does not do yet; "
-            "lower rollout.max_new_tokens"
+            "learner does not do yet; lower rollout.max_new_tokens"
         )
     q, k, v = (_pad(part[0], segment_ids, positions, num_sequences, longest) for part in (query, key, value))
     grouped = query.shape[1] != key.shape[1]

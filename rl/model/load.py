@@ -97,8 +97,7 @@ def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh) -> None:
     if missing:
         raise ConfigError(
             f"{folder} lacks {len(missing)} tensors of {type(model).__name__}, the first of them {missing[0]}; the "
-            "folder must hold "
-            "safetensors of the architecture that its config.json names"
+            "folder must hold safetensors of the architecture that its config.json names"
         )
     handles = {file: safe_open(folder / file, framework="pt") for file in set(files.values())}
     for part in local_slices(model):

@@ -186,7 +186,7 @@ MISTAKES = {
     ),
     "all twice": Mistake(
         {"rollout": "all", "actor": "all"},
-        "ranks 0-3 stands under 'rollout' and under 'actor'",
+        "ranks 0-3 stand under 'rollout' and under 'actor'",
         "a rank stands in one entry",
         "'rollout,actor': 0-3",
         {"rollout,actor": "0-3"},
@@ -332,7 +332,7 @@ MISTAKES = {
     ),
     "inference on some actors": Mistake(
         {"actor,inference": "0-1", "actor": "2", "rollout": "3"},
-        "ranks 0-1 is actor and inference, other ranks only one of them",
+        "ranks 0-1 are actor and inference, other ranks only one of them",
         "either are all the actors (then leave the role out",
         "{'actor,rollout': '0-2', 'inference': '3'}",
     ),
