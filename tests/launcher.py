@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def activated_environment(**extra: str) -> dict[str, str]:
     """What `. .venv/bin/activate` gives, computed by the same file."""
     script = f'. "{ROOT}/launch/env.sh" && env -0'
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC_"))}
+    foreign = ("PET_", "TORCHELASTIC_", "MAKE", "MFLAGS")  # of a launcher or a make that runs the tests
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     output = subprocess.run(["bash", "-c", script], env=clean, check=True, capture_output=True).stdout
     environment = dict(entry.split("=", 1) for entry in output.decode().split("\0") if entry)
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
