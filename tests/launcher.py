@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from rl.data.batch import Batch
 
 ROOT = Path(__file__).resolve().parent.parent
+STARTED: list[subprocess.Popen[str]] = []  # worlds of the running test; tests/conftest.py ends what a failed one leaves
 
 
 def activated_environment(**extra: str) -> dict[str, str]:
@@ -33,7 +34,7 @@ def start(*arguments: str, restarts: bool = False, **extra: str) -> subprocess.P
     environment = activated_environment(**extra)
     if not restarts:
         environment["PET_MAX_RESTARTS"] = "0"
-    return subprocess.Popen(
+    process = subprocess.Popen(
         ["torchrun", *arguments],
         cwd=ROOT,
         env=environment,
@@ -42,6 +43,8 @@ def start(*arguments: str, restarts: bool = False, **extra: str) -> subprocess.P
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+    STARTED.append(process)
+    return process
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float) -> str:
