@@ -27,13 +27,13 @@ def train(world: World, config: Config, actor: Actor) -> None:
     num_prompts = config.train.num_prompts_per_step
     with world.stage("sync"):
         version = actor.sync.publish()  # engines start from dummy weights
-    report(world, config, actor, 0, version, evaluate(world, config, actor, 0))
+    report(world, config, actor, 0, version, evaluate(world, config, actor, 0, version))
     for step in range(1, config.train.num_steps + 1):
         world.step = step
         with world.stage("step"):
             with world.stage("rollout"):
                 prompts = actor.stream.take(num_prompts) if actor.stream else None
-                batch = actor.rollouts.collect(actor.rollouts.start(prompts, train_sampling(config)))
+                batch = actor.rollouts.collect(actor.rollouts.start(prompts, train_sampling(config), version))
                 actor.rollouts.release_device()
             with world.stage("logprobs"):
                 batch = actor.scorer.score(batch, version)
@@ -49,18 +49,18 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 values |= measures.reduce(actor.pg)
             with world.stage("sync"):
                 version = actor.sync.publish()
-        values |= evaluate(world, config, actor, step)
+        values |= evaluate(world, config, actor, step, version)
         report(world, config, actor, step, version, values, batch)
 
 
-def evaluate(world: World, config: Config, actor: Actor, step: int) -> dict[str, float]:
+def evaluate(world: World, config: Config, actor: Actor, step: int, version: int) -> dict[str, float]:
     """Greedy accuracy on the held-out prompts: before training, every eval.interval steps, and after the last."""
     interval = config.eval.interval
     if not interval or (step % interval and step != config.train.num_steps):
         return {}
     with world.stage("evaluate"):
         prompts = actor.eval_prompts if actor.stream else None
-        batch = actor.rollouts.collect(actor.rollouts.start(prompts, eval_sampling(config)))
+        batch = actor.rollouts.collect(actor.rollouts.start(prompts, eval_sampling(config), version))
         measures = Measures()
         measures.mean("eval/accuracy", batch.rewards.sum(), batch.num_sequences)
         return measures.reduce(actor.pg)
@@ -108,7 +108,8 @@ def print_plan(args: argparse.Namespace) -> int:
         config = load_config(args.config, args.overrides)
         num_nodes = args.nnodes or config.placement.get("num_nodes") or 1
         num_ranks = args.nproc_per_node or config.placement.get("num_gpus_per_node") or 2
-        placement = plan(config.placement, num_nodes, num_ranks, config.rollout.tensor_parallel_size)
+        sizes = (num_nodes, num_ranks, config.rollout.tensor_parallel_size, config.actor.num_replicas)
+        placement = plan(config.placement, *sizes)
         find_reward(config.reward.function)
         model_folder = resolve_path(config.model.path)
         if (model_folder / "config.json").is_file():

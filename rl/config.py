@@ -93,6 +93,7 @@ class ActorConfig:
     eps: float = key(1e-8, "AdamW epsilon")
     max_grad_norm: float = key(1.0, "gradients are scaled down to this global norm")
     max_tokens_per_micro_batch: int = key(8192, "tokens in one forward-backward; a longer sequence goes alone")
+    num_replicas: int = key(1, "copies of the policy among the actors (HSDP); each is sharded over its share of them")
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,11 @@ class InferenceConfig:
 
 @dataclass(frozen=True)
 class SyncConfig:
-    bucket_mb: int = key(128, "bytes of whole tensors that travel together in a weight sync")
+    bucket_mb: int = key(128, "whole tensors that travel together; a rank holds two such buckets beside the model")
     join_timeout_s: float = key(600.0, "ranks that have not joined an announced sync by then are named and end the run")
+    verify: str = key("full", "full: what engines hold is what was sent; transport: what they got is; off: unproven")
+    probe_interval: int = key(50, "compare logprobs of a probe at version 1 and every so many; 0: at version 1 only")
+    probe_limit: float = key(0.0, "mean difference of these logprobs that ends the run; 0: by model.dtype")
 
 
 @dataclass(frozen=True)
@@ -265,6 +269,7 @@ def validate(config: Config) -> None:
 
     one_of("model.dtype", config.model.dtype, ("float32", "bfloat16"))
     one_of("rollout.engine", config.rollout.engine, ("vllm", "fake"))
+    one_of("sync.verify", config.sync.verify, ("full", "transport", "off"))
     one_of("algo.kl_estimator", config.algo.kl_estimator, ("k1", "k2", "k3"))
     one_of("actor.lr_schedule", config.actor.lr_schedule, ("constant", "linear", "cosine"))
     positive = {
@@ -279,6 +284,7 @@ def validate(config: Config) -> None:
         "actor.max_grad_norm": config.actor.max_grad_norm,
         "inference.max_tokens_per_micro_batch": config.inference.max_tokens_per_micro_batch,
         "sync.bucket_mb": config.sync.bucket_mb,
+        "actor.num_replicas": config.actor.num_replicas,
         "algo.num_mini_batches": config.algo.num_mini_batches,
         "algo.num_epochs": config.algo.num_epochs,
         "data.max_prompt_tokens": config.data.max_prompt_tokens,
@@ -297,6 +303,8 @@ def validate(config: Config) -> None:
         "rollout.max_mismatch_kl": config.rollout.max_mismatch_kl,
         "rollout.kv_cache_mb": config.rollout.kv_cache_mb,
         "actor.weight_decay": config.actor.weight_decay,
+        "sync.probe_interval": config.sync.probe_interval,
+        "sync.probe_limit": config.sync.probe_limit,
         "metrics.samples_interval": config.metrics.samples_interval,
         "metrics.num_samples": config.metrics.num_samples,
     }

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,6 +37,7 @@ class Placement:
     num_ranks_per_node: int
     roles: tuple[tuple[str, ...], ...]
     engines: tuple[tuple[int, ...], ...]
+    num_replicas: int = 1  # of the policy; each is sharded over consecutive actors
 
     @property
     def world_size(self) -> int:
@@ -58,6 +60,27 @@ class Placement:
     def leader(self) -> int:
         """The first actor: the only reader of the prompt stream, and the writer of metrics."""
         return self.actors[0]
+
+    @property
+    def replicas(self) -> list[list[int]]:
+        """The actors of each replica; the i-th of each holds the i-th shard."""
+        size = len(self.actors) // self.num_replicas
+        return [self.actors[start : start + size] for start in range(0, len(self.actors), size)]
+
+    @property
+    def owners(self) -> list[int]:
+        """The actor that sends each shard; replicas take turns, so that all of them share the work."""
+        shards = len(self.replicas[0])
+        return [self.replicas[shard % self.num_replicas][shard] for shard in range(shards)]
+
+    @property
+    def receivers(self) -> list[int]:
+        """Ranks that need every version: they host an engine, or a copy for logprobs."""
+        return sorted({*self.ranks("rollout"), *self.scorers})
+
+    def sync_ranks(self, owner: int) -> list[int]:
+        """Among whom an owner's slices travel."""
+        return sorted({owner, *self.receivers})
 
     def engine_of(self, rank: int) -> int | None:
         return next((index for index, ranks in enumerate(self.engines) if rank in ranks), None)
@@ -82,7 +105,13 @@ class Placement:
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
 
-def plan(spec: dict[str, Any], num_nodes: int, num_ranks_per_node: int, tensor_parallel_size: int = 1) -> Placement:
+def plan(
+    spec: dict[str, Any],
+    num_nodes: int,
+    num_ranks_per_node: int,
+    tensor_parallel_size: int = 1,
+    num_replicas: int = 1,
+) -> Placement:
     """Turns the placement section into the roles of every rank, or raises ConfigError with a corrected example."""
     world_size = num_nodes * num_ranks_per_node
     for name, real in zip(PLACEMENT_SIZES, (num_nodes, num_ranks_per_node)):
@@ -100,7 +129,7 @@ def plan(spec: dict[str, Any], num_nodes: int, num_ranks_per_node: int, tensor_p
     engines = _group_engines(
         [r for r in range(world_size) if "rollout" in roles[r]], num_ranks_per_node, tensor_parallel_size
     )
-    placement = Placement(num_nodes, num_ranks_per_node, roles, engines)
+    placement = Placement(num_nodes, num_ranks_per_node, roles, engines, num_replicas)
     _check_roles(placement, tensor_parallel_size)
     return placement
 
@@ -289,6 +318,14 @@ def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
                 f"placement: no rank has the role {role!r}; for example {{'rollout': '75%', 'actor': 'rest'}} or "
                 "{'actor,rollout': 'all'}"
             )
+    num_actors = len(placement.actors)
+    if num_actors % placement.num_replicas:
+        divisors = [str(n) for n in range(1, num_actors + 1) if num_actors % n == 0]
+        raise ConfigError(
+            f"actor.num_replicas: got {placement.num_replicas}, but there are {num_actors} actor ranks "
+            f"({_compact(placement.actors)}), which must divide into replicas of one size: choose one of "
+            f"{', '.join(divisors)}"
+        )
     for ranks in placement.engines:
         if len({placement.roles[rank] for rank in ranks}) > 1:
             got = "; ".join(f"rank {rank} is {','.join(placement.roles[rank])}" for rank in ranks)
@@ -330,9 +367,9 @@ class Groups:
     """The process groups and meshes of a run; a mesh is None on ranks outside it."""
 
     actor_pg: dist.ProcessGroup
-    actor_mesh: DeviceMesh | None
+    actor_mesh: DeviceMesh | None  # [shard], or [replica, shard]
     scorer_mesh: DeviceMesh | None
-    sync_pg: dist.ProcessGroup
+    sync_pgs: tuple[dist.ProcessGroup | None, ...]  # by owner: where it sends its slices; None: nobody else needs them
 
 
 def make_groups(placement: Placement, rank: int, device_type: str, timeout_s: float) -> Groups:
@@ -344,8 +381,19 @@ def make_groups(placement: Placement, rank: int, device_type: str, timeout_s: fl
     def mesh(pg: dist.ProcessGroup, ranks: list[int]) -> DeviceMesh | None:
         return DeviceMesh.from_group(pg, device_type, mesh_dim_names=("shard",)) if rank in ranks else None
 
+    def replica_mesh() -> DeviceMesh | None:
+        shard_pgs = [group(ranks) for ranks in placement.replicas]
+        replica_pgs = [group(list(ranks)) for ranks in zip(*placement.replicas, strict=True)]
+        if rank not in placement.actors:
+            return None
+        replica, shard = divmod(placement.actors.index(rank), len(placement.replicas[0]))
+        pgs, ranks = [replica_pgs[shard], shard_pgs[replica]], torch.tensor(placement.replicas)
+        return DeviceMesh.from_group(pgs, device_type, mesh=ranks, mesh_dim_names=("replica", "shard"))
+
     actor_pg = group(placement.actors)
     scorer_pg = group(placement.scorers) if placement.scorers else None
-    sync_pg = group(list(range(placement.world_size)))
+    members = [tuple(placement.sync_ranks(owner)) for owner in placement.owners]
+    sync_pgs = {ranks: group(list(ranks)) for ranks in dict.fromkeys(members) if len(ranks) > 1}
+    actor_mesh = mesh(actor_pg, placement.actors) if placement.num_replicas == 1 else replica_mesh()
     scorer_mesh = mesh(scorer_pg, placement.scorers) if scorer_pg else None
-    return Groups(actor_pg, mesh(actor_pg, placement.actors), scorer_mesh, sync_pg)
+    return Groups(actor_pg, actor_mesh, scorer_mesh, tuple(sync_pgs.get(ranks) for ranks in members))

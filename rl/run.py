@@ -3,6 +3,7 @@ loads no trainable model, a rank that only trains does not import vLLM."""
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,13 +21,15 @@ from rl.placement import Groups, Placement, make_groups, plan
 from rl.rewards import find_reward
 from rl.rollout.build import build_engine
 from rl.rollout.dispatch import Sampling
-from rl.rollout.engine import Engine, EngineSeat
+from rl.rollout.engine import EngineSeat
 from rl.rollout.rollouts import Rollouts
 from rl.rollout.service import RolloutService
 from rl.scoring import LocalScorer, LogprobService, RemoteScorer, Scorer
 from rl.serve import EndService, Service, serve
-from rl.shards import from_json, to_json
-from rl.sync.weights import SyncService, WeightSync, wire_tensors
+from rl.shards import TensorInfo, from_json, to_json
+from rl.sync.plan import Plan, wire_tensors
+from rl.sync.probe import LIMITS, probe_tokens
+from rl.sync.weights import Receiver, SyncService, WeightSync
 from rl.world import World
 
 
@@ -72,7 +75,13 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
             f"got {world.size} ranks, {world.num_ranks_per_node} of them on the node of rank {world.rank}; all nodes "
             "need equally many: give the same --nproc-per-node on each"
         )
-    placement = plan(config.placement, num_nodes, world.num_ranks_per_node, config.rollout.tensor_parallel_size)
+    placement = plan(
+        config.placement,
+        num_nodes,
+        world.num_ranks_per_node,
+        config.rollout.tensor_parallel_size,
+        config.actor.num_replicas,
+    )
     world.introduce(",".join(placement.roles[world.rank]))
     find_reward(config.reward.function)
     if world.rank == placement.leader:
@@ -128,11 +137,13 @@ def build_actor(run: Run) -> Actor:
     learner = Learner(
         model, run.groups.actor_pg, run.world.device, config.actor, config.algo, config.rollout.temperature, updates
     )
+    tensors = wire_tensors(model, config.model.dtype)
     if is_leader:
         for rank in range(run.placement.world_size):
-            mail.send(rank, "tensors", {"tensors": to_json(wire_tensors(model, config.model.dtype))})
+            if rank not in run.placement.actors:
+                mail.send(rank, "tensors", {"tensors": to_json(tensors)})
     service = _build_rollout_service(run, tokenizer)
-    sync = _build_sync(run, model=model, engine=service.engine if service else None)
+    sync = _build_sync(run, tensors, [service.engine] if service else [], model)
     rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service)
     actor = Actor(learner, _build_scorer(run, model), rollouts, sync, run.groups.actor_pg, run.folder, tokenizer)
     if is_leader:
@@ -149,13 +160,14 @@ def serve_run(run: Run) -> None:
     tokenizer = AutoTokenizer.from_pretrained(run.model_folder) if "rollout" in run.roles else None
     rollout = _build_rollout_service(run, tokenizer) if tokenizer is not None else None
     logprobs = _build_logprob_service(run) if "inference" in run.roles else None
-    copy = logprobs.models["old_logprobs"] if logprobs else None
-    sync = _build_sync(run, copy=copy, engine=rollout.engine if rollout else None)
+    announced = run.world.mail.receive("tensors")
+    assert announced is not None
+    receivers: list[Receiver] = [rollout.engine] if rollout is not None else []
+    receivers += [logprobs] if logprobs is not None else []
+    sync = _build_sync(run, from_json(announced.meta["tensors"]), receivers)
 
     def on_version(version: int) -> None:
         run.world.step = version  # the step that samples from it
-        if logprobs is not None:
-            logprobs.version = version
 
     end = EndService()
     services += [SyncService(sync, on_version), end]
@@ -238,20 +250,19 @@ def _build_rollout_service(run: Run, tokenizer: Tokenizer) -> RolloutService | N
 
 
 def _build_sync(
-    run: Run, model: nn.Module | None = None, copy: nn.Module | None = None, engine: Engine | None = None
+    run: Run, tensors: list[TensorInfo], receivers: Sequence[Receiver], model: nn.Module | None = None
 ) -> WeightSync:
-    announced = run.world.mail.receive("tensors")
-    assert announced is not None
-    tensors = from_json(announced.meta["tensors"])
-    load = engine.load if engine is not None else None
+    config, placement = run.config, run.placement
+    vocab_size = json.loads((run.model_folder / "config.json").read_text())["vocab_size"]
     return WeightSync(
         run.world.mail,
-        run.placement,
-        run.groups.sync_pg,
-        run.config.sync,
+        placement,
+        Plan(tuple(tensors), tuple(placement.owners), tuple(placement.receivers), config.sync.bucket_mb << 20),
+        run.groups.sync_pgs,
+        config.sync,
         run.world.device,
-        tensors,
+        probe_tokens(vocab_size, config.data.max_prompt_tokens),
+        config.sync.probe_limit or LIMITS[config.model.dtype],
         model=model,
-        copy=copy,
-        load=load,
+        receivers=receivers,
     )

@@ -7,7 +7,7 @@ runs.
     actor --score--> first inference rank --forward--> every inference rank --scores--> actor
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import safetensors.torch
@@ -20,6 +20,8 @@ from rl.data.packing import pack, pad_to, split_evenly
 from rl.mail import Mail, Message
 from rl.model.logprobs import score_responses
 from rl.serve import Service
+from rl.shards import TensorInfo, local_slices
+from rl.sync.landing import Landing, Landings, Region
 
 
 @torch.no_grad()
@@ -99,7 +101,8 @@ class RemoteScorer:
 
 
 class LogprobService(Service):
-    """On every inference rank: `models` are its sharded copies, by the name of the batch field that each fills."""
+    """On every inference rank: `models` are its sharded copies, by the name of the batch field that each fills. The one
+    for old_logprobs follows the policy, so the service takes weights as engines do."""
 
     name = "logprobs"
     kinds = ("score", "forward")
@@ -117,6 +120,25 @@ class LogprobService(Service):
         self.models = models
         self._mail, self._scorers, self._max_tokens = mail, scorers, max_tokens
         self._temperature, self._device = temperature, device
+
+    def landings(self, tensors: Sequence[TensorInfo]) -> Landings:
+        """Of the copy that follows the policy: this rank's rows of each tensor."""
+        index = self._scorers.index(self._mail.rank)
+        landed = []
+        for number, part in enumerate(local_slices(self.models["old_logprobs"])):
+            first, _ = part.info.rows(index, len(self._scorers)) if part.info.sharded else (0, 0)
+            region = Region(first * part.info.row_elements, 1, part.data.numel(), 0)
+            landed.append(Landing(number, region, part.data.view(1, -1)))
+        return Landings(tensors, [landing for landing in landed if landing.region.num_elements])
+
+    def begin_version(self) -> None:
+        self.version = 0
+
+    def confirm(self, version: int) -> None:
+        self.version = version
+
+    def probe(self, tokens: list[int]) -> None:
+        """It samples nothing."""
 
     def handle(self, message: Message) -> None:
         if message.kind == "score":

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
@@ -30,6 +31,10 @@ class TensorInfo:
     @property
     def num_elements(self) -> int:
         return torch.Size(self.shape).numel()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.torch_dtype.itemsize
 
     def rows(self, index: int, num_ranks: int) -> tuple[int, int]:
         """First row and end of the slice that rank `index` of the mesh owns; of a replicated tensor rank 0 owns all."""
@@ -54,9 +59,11 @@ class LocalSlice:
 
 def local_slices(model: nn.Module) -> Iterator[LocalSlice]:
     """This rank's part of every parameter and persistent buffer, in model order; tied parameters come once."""
+    if isinstance(model, FSDPModule):
+        model.reshard()  # after a forward without backward the root's parameters are still whole
     for name, tensor in _named_tensors(model):
         if isinstance(tensor, DTensor):
-            placement = tensor.placements[0]
+            placement = tensor.placements[-1]  # of a mesh of replicas the last axis is the one that cuts
             assert isinstance(placement, Shard | Replicate), placement
             assert not isinstance(placement, Shard) or placement.dim == 0, f"{name} is cut along {placement}"
             info = TensorInfo(name, tuple(tensor.shape), _dtype_name(tensor), isinstance(placement, Shard))

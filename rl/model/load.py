@@ -100,6 +100,7 @@ def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh) -> None:
             "folder must hold safetensors of the architecture that its config.json names"
         )
     handles = {file: safe_open(folder / file, framework="pt") for file in set(files.values())}
+    shard_axis = mesh.ndim - 1  # an axis of replicas may stand before it
     for part in local_slices(model):
         info, file = part.info, files[part.info.name]
         source = handles[file].get_slice(info.name)
@@ -111,7 +112,7 @@ def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh) -> None:
         if not info.sharded:
             part.data.copy_(handles[file].get_tensor(info.name))
             continue
-        start, stop = info.rows(mesh.get_local_rank(), mesh.size())
+        start, stop = info.rows(mesh.get_local_rank(shard_axis), mesh.size(shard_axis))
         if start < stop:
             part.data.copy_(source[start:stop])
 

@@ -31,6 +31,7 @@ class Task:
     owner: int
     prompt: Prompt
     sampling: Sampling
+    version: int  # of the weights to sample from
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> "Task":

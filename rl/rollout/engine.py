@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch.distributed import Store
 
-from rl.sync.weights import Weights
+from rl.sync.weights import Receiver
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,11 @@ class Completion:
     truncated: bool
 
 
-class Engine(Protocol):
+class Engine(Receiver, Protocol):
+    """Samples, and takes weights as every receiver does."""
+
     name: str  # for people: 'vllm 0.32.0'
-    version: int  # of the weights it samples from; 0 before the first load
+    version: int  # of the weights it samples from; 0 while none is confirmed
 
     @property
     def num_unfinished(self) -> int: ...
@@ -42,11 +44,6 @@ class Engine(Protocol):
 
     def step(self) -> list[Completion]:
         """Decodes one token for every running request; returns those that ended."""
-        ...
-
-    def load(self, weights: Weights, version: int) -> None:
-        """Takes every tensor under its Hugging Face name; the iterator may run collectives, so it is always
-        exhausted."""
         ...
 
     def sleep(self) -> None:

@@ -4,8 +4,12 @@ alone."""
 import random
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from rl.rollout.engine import Completion, Request
-from rl.sync.weights import Weights
+from rl.shards import TensorInfo
+from rl.sync.landing import Landing, Landings, Region
 
 
 class FakeEngine:
@@ -13,7 +17,7 @@ class FakeEngine:
 
     def __init__(self, max_num_seqs: int, stop_token_id: int):
         self.version = 0
-        self.loaded: dict[str, float] = {}  # sum of each tensor of the last load, for tests
+        self.memory: dict[str, Tensor] = {}  # the weights it was given, which it does not use
         self._max_num_seqs, self._stop_token_id = max_num_seqs, stop_token_id
         self._running: list[tuple[Request, random.Random, Completion]] = []
 
@@ -38,9 +42,19 @@ class FakeEngine:
                 self._running.remove(entry)
         return ended
 
-    def load(self, weights: Weights, version: int) -> None:
-        self.loaded = {name: float(tensor.double().sum()) for name, tensor in weights}
+    def landings(self, tensors: Sequence[TensorInfo]) -> Landings:
+        self.memory = {info.name: torch.zeros(info.shape, dtype=info.torch_dtype) for info in tensors}
+        views = [self.memory[info.name].view(1, -1) for info in tensors]
+        return Landings(tensors, [Landing(i, Region(0, 1, view.numel(), 0), view) for i, view in enumerate(views)])
+
+    def begin_version(self) -> None:
+        self.version = 0
+
+    def confirm(self, version: int) -> None:
         self.version = version
+
+    def probe(self, tokens: list[int]) -> None:
+        return None
 
     def sleep(self) -> None:
         pass

@@ -27,14 +27,15 @@ class Rollouts:
         self._arrived: dict[int, dict[int, Batch]] = defaultdict(dict)  # batch -> position -> group
         self._expected: dict[int, int] = {}  # batch -> groups that this rank owns
 
-    def start(self, prompts: list[Prompt] | None, sampling: Sampling) -> int:
-        """Called by all actors in the same order; returns the number of the batch."""
+    def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int) -> int:
+        """Called by all actors in the same order; returns the number of the batch, which is sampled from this
+        version."""
         self._started += 1
         if self._dispatcher is not None:
             assert prompts is not None, "the leader gives the prompts"
             owners = [self._owner(position, len(prompts)) for position in range(len(prompts))]
             tasks = [
-                Task(self._started, position, owner, prompt, sampling)
+                Task(self._started, position, owner, prompt, sampling, version)
                 for position, (owner, prompt) in enumerate(zip(owners, prompts, strict=True))
             ]
             for rank in self._actors:

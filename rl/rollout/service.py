@@ -108,6 +108,12 @@ class RolloutService(Service):
         self._mail.send(self._leader, "pull", {"room": room, "held": held, "batch": self._batch})
 
     def _start(self, tasks: list[Task]) -> None:
+        for task in tasks:
+            if task.version != self.engine.version:
+                raise RuntimeError(
+                    f"asked for a rollout of version {task.version}, but this engine has "
+                    f"{f'confirmed version {self.engine.version}' if self.engine.version else 'confirmed none'}"
+                )
         self._mirror("add", tasks=[asdict(task) for task in tasks])
         for task in tasks:
             self._groups[task.batch, task.position] = _Group(task)

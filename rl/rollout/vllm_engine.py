@@ -5,7 +5,9 @@ engines. So each engine gets a private default group, of its tensor-parallel ran
 every vLLM call and away otherwise, also while the body of a weight iterator runs its own collectives. The counter
 that names new groups is part of the swap: else later groups of the trainer get different names on different ranks.
 
-Weights start as dummies and arrive by the first sync, which thereby proves its path before the first token.
+Weights start as dummies and arrive by the first sync, which thereby proves its path before the first token. Where the
+parameters are all that the model computes with, a sync writes into them directly, along the landings that vLLM's own
+loader showed; otherwise it goes through `reload_weights`, which repacks.
 """
 
 import logging
@@ -16,14 +18,17 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 from pydantic import ValidationError
+from torch import nn
 
 from rl.config import Config, ConfigError
 from rl.rollout.engine import Completion, EngineSeat, Request
-from rl.sync.weights import Weights
+from rl.shards import TensorInfo
+from rl.sync.landing import Landings, Opaque, Untraceable, Weights, trace
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, so that we step it
@@ -42,6 +47,8 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # it w
 import vllm  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod  # noqa: E402
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # noqa: E402
 
@@ -152,6 +159,19 @@ def build(config: Config, model_folder: Path, seat: EngineSeat) -> "VllmEngine":
     return VllmEngine(llm, group, seat)
 
 
+def _keeps_other_copies(model: nn.Module) -> str:
+    """Why the parameters are not all that the model computes with, such as a repacked copy; empty if they are."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            return f"{name} may be repacked by {type(method).__name__}"
+        if getattr(getattr(module, "cpu_linear", None), "__closure__", None):
+            return f"{name} computes with a packed copy of its weight"
+        if hasattr(module, "process_weights_after_loading") and type(module).__name__ != "Attention":
+            return f"{name or 'the model'} ({type(module).__name__}) derives weights of its own"
+    return ""
+
+
 class VllmEngine:
     def __init__(self, llm: vllm.LLM, group: PrivateDefaultGroup, seat: EngineSeat):
         self.name = f"vllm {vllm.__version__}"
@@ -160,6 +180,8 @@ class VllmEngine:
         self._llm, self._group, self._stop_token_ids = llm, group, seat.stop_token_ids
         self._can_sleep = seat.shares_device and seat.device.type == "cuda"
         self._asleep: set[str] = set()
+        self._device = seat.device
+        self._num_probes = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -200,13 +222,45 @@ class VllmEngine:
             )
         return ended
 
-    def load(self, weights: Weights, version: int) -> None:
-        assert self.num_unfinished == 0, "weights change between batches only"
-        self._wake("weights")
+    def landings(self, tensors: Sequence[TensorInfo]) -> Landings | Opaque:
         with self._group.entered(), set_current_vllm_config(self._engine.vllm_config):
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._outside(weights)})
+            model = self._llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
+            try:
+                reason = _keeps_other_copies(model)
+                if reason:
+                    raise Untraceable(reason)
+                return trace(tensors, model, model.load_weights, self._device)
+            except Untraceable as error:
+                return Opaque(self._reload, str(error))
+
+    def begin_version(self) -> None:
+        assert self.num_unfinished == 0, "weights change between batches only"
+        self.version = 0
+        self._wake("weights")
+
+    def confirm(self, version: int) -> None:
+        with self._group.entered():
             self._llm.reset_prefix_cache()
         self.version = version
+
+    def probe(self, tokens: list[int]) -> list[float] | None:
+        """On every rank of the engine, since they compute together; all have the same result."""
+        self._wake("kv_cache")
+        self._num_probes += 1
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        with self._group.entered():
+            prompt = TokensPrompt(prompt_token_ids=tokens, cache_salt=f"probe {self._num_probes}")
+            self._engine.add_request(f"probe {self._num_probes}", prompt, params)
+            outputs: list[Any] = []
+            while not outputs:
+                outputs = self._engine.step()
+        return [entry[token].logprob for entry, token in zip(outputs[0].prompt_logprobs[1:], tokens[1:], strict=True)]
+
+    def _reload(self, weights: Weights) -> None:
+        with self._group.entered(), set_current_vllm_config(self._engine.vllm_config):
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._outside(weights)})
 
     def sleep(self) -> None:
         if self._can_sleep and not self._asleep:

@@ -1,17 +1,20 @@
-"""Weight sync: every version of the actors' shards to every engine and every inference rank.
+"""Weight sync: every version of the actors' shards to every engine and every inference rank, with proof.
 
-One plan, which every rank derives from the list of tensors: buckets of whole tensors in model order; each actor
-broadcasts its slices of a bucket, packed, before the next bucket begins; receivers assemble the tensors and pass them
-on. Collocated ranks are senders and receivers of the same plan.
+    leader announces -> ranks join between two pieces of work -> leader says go -> buckets -> reports -> verdict
 
-    leader announces -> ranks join between two pieces of work -> leader says go -> buckets -> all agree
+Buckets travel by the plan (plan.py, wire.py) on process groups of their own; all else is messages. A receiver that
+fails in the middle receives to the end and then reports, so the groups stay in step and every rank raises.
 
-A receiver that fails in the middle receives to the end and then reports, so the group stays in step and every rank
-raises.
+The proof (`sync.verify`): digests of what the actors hold, of what each receiver got (`transport`), and of what lies
+in its memory afterwards (`full`). At the first version and every `sync.probe_interval` versions the engines' logprobs
+of a fixed probe are compared with the learner's as well. A receiver confirms a version only after the leader's
+verdict, and serves nothing in between.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,49 +24,74 @@ from rl.config import SyncConfig
 from rl.mail import Mail, Message
 from rl.placement import Placement
 from rl.serve import Service
-from rl.shards import LocalSlice, TensorInfo, local_slices
-
-Weights = Iterator[tuple[str, Tensor]]
-REPORT_BYTES = 512
+from rl.shards import TensorInfo, local_slices
+from rl.sync.digest import NUM_SUMS, Digests, flat_part
+from rl.sync.landing import Landings, Opaque, Weights
+from rl.sync.plan import Bucket, Plan
+from rl.sync.probe import learner_logprobs
+from rl.sync.proof import differing, judge_plans, judge_probes, judge_regions, judge_transfer, who
+from rl.sync.wire import Wire
 
 
 class SyncError(RuntimeError):
-    """A version did not arrive somewhere; raised on every rank."""
+    """A version did not arrive somewhere, or is not what was sent; raised on every rank."""
+
+
+class Receiver(Protocol):
+    """What takes weights on a rank: an engine, or a sharded copy for logprobs."""
+
+    def landings(self, tensors: Sequence[TensorInfo]) -> Landings | Opaque:
+        """Where these tensors land in its memory, as far as that can be told."""
+        ...
+
+    def begin_version(self) -> None:
+        """New weights are about to arrive: nothing is served from here until `confirm`."""
+        ...
+
+    def confirm(self, version: int) -> None:
+        """This version has been proven: it may be served."""
+        ...
+
+    def probe(self, tokens: list[int]) -> list[float] | None:
+        """Logprobs of all but the first token by the weights that it holds; None where nothing samples."""
+        ...
 
 
 class WeightSync:
-    """On every rank. `model` is an actor's policy; `copy` and `load` are what receives: a sharded copy, an engine's
-    loader."""
+    """On every rank. `model` is an actor's policy; `receivers` are what this rank feeds."""
 
     def __init__(
         self,
         mail: Mail,
         placement: Placement,
-        pg: dist.ProcessGroup,
+        plan: Plan,
+        pgs: Sequence[dist.ProcessGroup | None],
         config: SyncConfig,
         device: torch.device,
-        tensors: list[TensorInfo],
+        probe_tokens: list[int],
+        probe_limit: float,
         model: nn.Module | None = None,
-        copy: nn.Module | None = None,
-        load: Callable[[Weights, int], None] | None = None,
+        receivers: Sequence[Receiver] = (),
     ):
         self.version = 0
-        self._mail, self._pg, self._device = mail, pg, device
-        self._actors, self._leader, self._world_size = placement.actors, placement.leader, placement.world_size
-        self._serving = [rank for rank in range(placement.world_size) if rank not in placement.actors]
-        self._scorers = placement.scorers
-        self._join_timeout_s = config.join_timeout_s
-        self._buckets = cut_buckets(tensors, config.bucket_mb << 20)
-        self._model, self._copy, self._load = model, copy, load
-        self._num_buckets_left = 0
+        self._mail, self._placement, self._plan, self._config = mail, placement, plan, config
+        self._device, self._model = device, model
+        self._probe_tokens, self._probe_limit = probe_tokens, probe_limit
+        self._owner = plan.owners.index(mail.rank) if mail.rank in plan.owners else None
+        self._receivers = receivers
+        ways = [receiver.landings(plan.tensors) for receiver in receivers]
+        self._landings = [way for way in ways if isinstance(way, Landings)]
+        self._opaque = [way for way in ways if isinstance(way, Opaque)]
+        self._wire = Wire(plan, pgs, mail.rank, device, reuse=not self._opaque)  # a loader may keep what it was given
+        self._compare_plans()
 
     def publish(self) -> int:
         """On every actor: brings the next version to all; returns its number."""
         version = self.version + 1
-        if self._mail.rank == self._leader:
-            for rank in self._serving:
-                self._mail.send(rank, "sync", {"version": version})
-            self._wait_for_all(version)
+        if self._mail.rank == self._placement.leader:
+            for rank in range(self._placement.world_size):
+                if rank not in self._placement.actors:
+                    self._mail.send(rank, "sync", {"version": version})
         self._run(version)
         return version
 
@@ -72,98 +100,188 @@ class WeightSync:
         assert version == self.version + 1, f"version {version} was announced, this rank holds {self.version}"
         self._run(version)
 
-    def _wait_for_all(self, version: int) -> None:
-        missing = set(range(self._world_size)) - {self._leader}
-        deadline = time.monotonic() + self._join_timeout_s
-        while missing:
-            message = self._mail.receive("joined", timeout_s=deadline - time.monotonic())
-            if message is None:
-                names = ", ".join(map(str, sorted(missing)))
-                raise SyncError(
-                    f"version {version}: no answer from rank {names} within sync.join_timeout_s = "
-                    f"{self._join_timeout_s:g} s"
-                )
-            missing.discard(message.source)
-        for rank in range(self._world_size):
-            self._mail.send(rank, "go", {"version": version})
-
     def _run(self, version: int) -> None:
-        if self._mail.rank != self._leader:
-            self._mail.send(self._leader, "joined", {"version": version})
-        self._mail.receive("go")
-        stream = self._stream()
-        error: Exception | None = None
-        weights = self._copied(stream) if self._copy is not None else stream
-        try:
-            if self._load is not None:
-                self._load(weights, version)
-        except Exception as failure:  # whatever the engine raised: the others need this rank until the last bucket
-            error = failure
-        if error is None:
-            for _ in weights:
-                pass
-        for _ in stream:  # where the consumer gave up, the collectives go on
-            pass
-        if error is not None and self._num_buckets_left:
-            raise error  # the exchange itself failed here: out of step, so nothing collective may follow
-        self._agree(version, error)
+        timeout_s = self._config.join_timeout_s
+        what = f"version {version} of the weights"
+        self._agree("joined", what, {}, b"", lambda reports: "", timeout_s)
+        meta, payload = self._transfer()
+        self._agree("transferred", what, meta, payload, self._judge_transfer, timeout_s)
+        if self._is_probed(version):
+            self._agree("probed", what, self._probe(), b"", self._judge_probes, timeout_s)
+        for receiver in self._receivers:
+            receiver.confirm(version)
         self.version = version
 
-    @torch.no_grad()
-    def _stream(self) -> Weights:
-        """Every tensor of the model, whole, in the engine's dtype; each bucket in fresh memory, since receivers may
-        keep it."""
-        own = list(local_slices(self._model)) if self._model is not None else []
-        parts = {part.info.name: part for part in own}
-        self._num_buckets_left = len(self._buckets)
-        for bucket in self._buckets:
-            whole = [torch.empty(info.shape, dtype=info.torch_dtype, device=self._device) for info in bucket]
-            for index, actor in enumerate(self._actors):
-                self._exchange(bucket, whole, index, parts if actor == self._mail.rank else None)
-            self._num_buckets_left -= 1
-            yield from zip((info.name for info in bucket), whole, strict=True)
-
-    def _exchange(
-        self, bucket: list[TensorInfo], whole: list[Tensor], index: int, parts: dict[str, LocalSlice] | None
+    def _agree(
+        self,
+        stage: str,
+        what: str,
+        meta: dict[str, Any],
+        payload: bytes,
+        judge: Callable[[dict[int, Message]], str],
+        timeout_s: float | None,
     ) -> None:
-        """One actor's slices of a bucket, from it to everyone; `parts` are this rank's own when it is that actor."""
-        views = []
-        for info, tensor in zip(bucket, whole, strict=True):
-            start, stop = info.rows(index, len(self._actors))
-            views.append(tensor.view(-1)[start * info.row_elements : stop * info.row_elements])
-        if not sum(view.numel() for view in views):
-            return
-        if parts is not None:
-            for info, view in zip(bucket, views, strict=True):
-                if view.numel():
-                    view.copy_(parts[info.name].data.reshape(-1))
-        packed = torch.cat(views)
-        dist.broadcast(packed, group=self._pg, group_src=self._actors[index])
-        if parts is None:
-            for view, piece in zip(views, packed.split([view.numel() for view in views]), strict=True):
-                view.copy_(piece)
+        """Every rank reports to the leader, which judges when all have; a verdict that is not empty raises on all."""
+        self._mail.send(self._placement.leader, f"sync {stage}", meta, payload)
+        if self._mail.rank == self._placement.leader:
+            reports, missing = self._collect(f"sync {stage}", timeout_s)
+            names = ", ".join(who(rank, self._placement) for rank in missing)
+            error = f"no word from {names} within sync.join_timeout_s = {timeout_s:g} s" if missing else judge(reports)
+            verdict = f"{what}, not {stage} everywhere: {error}" if error else ""
+            for rank in range(self._placement.world_size):
+                self._mail.send(rank, "sync verdict", {"stage": stage, "error": verdict})
+        message = self._mail.receive("sync verdict")
+        assert message is not None and message.meta["stage"] == stage, f"{message} while waiting for all to be {stage}"
+        if message.meta["error"]:
+            raise SyncError(message.meta["error"])
+
+    def _collect(self, kind: str, timeout_s: float | None) -> tuple[dict[int, Message], list[int]]:
+        """One message of each rank, and the ranks that sent none in time."""
+        reports: dict[int, Message] = {}
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while len(reports) < self._placement.world_size:
+            message = self._mail.receive(kind, timeout_s=None if deadline is None else deadline - time.monotonic())
+            if message is None:
+                break
+            reports[message.source] = message
+        return reports, [rank for rank in range(self._placement.world_size) if rank not in reports]
+
+    def _compare_plans(self) -> None:
+        """At the start: the same plan everywhere, and engines that take all of it."""
+        settings = (self._plan.digest, self._config.verify, self._config.probe_interval, self._probe_tokens)
+        meta: dict[str, Any] = {"plan": repr(settings), "notice": "", "regions": None}
+        for opaque in self._opaque:
+            meta["notice"] = opaque.reason
+        if not self._opaque and self._placement.engine_of(self._mail.rank) is not None:
+            meta["regions"] = [[astuple(region) for region in regions] for regions in self._landings[0].regions]
+        self._agree("planned", "the weight sync", meta, b"", self._judge_plans, timeout_s=None)
+
+    def _judge_plans(self, reports: dict[int, Message]) -> str:
+        notices = {rank: message.meta["notice"] for rank, message in sorted(reports.items()) if message.meta["notice"]}
+        if notices and self._config.verify == "full":
+            rank, reason = next(iter(notices.items()))
+            others = f" and {len(notices) - 1} other ranks" if len(notices) > 1 else ""
+            print(
+                f"oneworld: {who(rank, self._placement)}{others}: {reason}, so what it holds cannot be read back "
+                "exactly; it is proven by what it received (sync.verify=transport) and by the probe",
+                flush=True,
+            )
+        regions = {rank: message.meta["regions"] for rank, message in reports.items() if message.meta["regions"]}
+        plans = {rank: message.meta["plan"] for rank, message in reports.items()}
+        return judge_plans(plans, self._placement) or judge_regions(regions, self._plan.tensors, self._placement)
 
     @torch.no_grad()
-    def _copied(self, weights: Weights) -> Weights:
-        """Fills this rank's sharded copy in passing."""
-        assert self._copy is not None
-        slices = {part.info.name: part for part in local_slices(self._copy)}
-        index = self._scorers.index(self._mail.rank)
-        for name, tensor in weights:
-            part = slices[name]
-            start, stop = part.info.rows(index if part.info.sharded else 0, len(self._scorers))
-            part.data.view(-1).copy_(tensor.view(-1)[start * part.info.row_elements : stop * part.info.row_elements])
-            yield name, tensor
+    def _transfer(self) -> tuple[dict[str, Any], bytes]:
+        """Moves a version; returns this rank's report: what went wrong, and digests of what it sent and got."""
+        digests = _VersionDigests(self._plan, self._landings, self._device)
+        errors: list[str] = []
+        failure: Exception | None = None
+        stream = self._stream(digests, errors)
+        try:
+            for receiver in self._receivers:
+                receiver.begin_version()
+            for landings in self._landings:
+                landings.fill_zeros()
+            for opaque in self._opaque:
+                opaque.load(stream)
+        except Exception as error:  # whatever a receiver raised: the others need this rank until the last bucket
+            failure = error
+            errors.append(f"{type(error).__name__}: {error}")
+        for _ in stream:  # to the end, also where a receiver gave up
+            pass
+        if failure is not None and not self._wire.is_in_step:
+            raise failure  # the transfer itself failed here: out of step, so nothing collective may follow
+        if self._config.verify == "full" and not errors:
+            errors += digests.misplaced()
+        report: dict[str, Any] = {"errors": errors, "digests": []}
+        payload = b""
+        if self._config.verify != "off":
+            parts = {"sent": digests.sent if self._owner is not None else None}
+            parts["got"] = digests.got if self._mail.rank in self._plan.receivers and self._plan.needs_wire else None
+            report["digests"] = [name for name, part in parts.items() if part is not None]
+            payload = b"".join(part.result().numpy().tobytes() for part in parts.values() if part is not None)
+        return report, payload
 
-    def _agree(self, version: int, error: Exception | None) -> None:
-        report = f"{type(error).__name__}: {error}".encode()[:REPORT_BYTES] if error is not None else b""
-        own = torch.tensor(list(report.ljust(REPORT_BYTES, b"\0")), dtype=torch.uint8)
-        reports = [torch.empty_like(own) for _ in range(self._world_size)]
-        dist.all_gather(reports, own, group=self._pg)
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in reports]
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-        if failed:
-            raise SyncError(f"version {version} did not arrive everywhere: {'; '.join(failed)}") from error
+    def _stream(self, digests: "_VersionDigests", errors: list[str]) -> Weights:
+        """Every tensor of the version, whole and in the wire's dtype, after it went to the receivers with landings."""
+        own = dict(enumerate(local_slices(self._model))) if self._model is not None and self._owner is not None else {}
+        sources = {index: part.data.reshape(-1) for index, part in own.items()}
+        for bucket, whole in self._wire.buckets(sources):
+            try:
+                if self._config.verify != "off":
+                    digests.add(bucket, whole, sources, self._owner)
+                for landings in self._landings:
+                    landings.fill(whole)
+            except Exception as error:  # as above: reported at the end
+                errors.append(f"{type(error).__name__}: {error}")
+            for index, tensor in whole.items():
+                info = self._plan.tensors[index]
+                yield info.name, tensor.to(info.torch_dtype)
+
+    def _judge_transfer(self, reports: dict[int, Message]) -> str:
+        found: dict[str, dict[int, Tensor]] = {"sent": {}, "got": {}}
+        for rank, message in reports.items():
+            names = message.meta["digests"]
+            if names:
+                rows = torch.frombuffer(bytearray(message.payload), dtype=torch.int32).view(len(names), -1, NUM_SUMS)
+                for name, row in zip(names, rows, strict=True):
+                    found[name][rank] = row
+        errors = {rank: message.meta["errors"] for rank, message in reports.items()}
+        return judge_transfer(errors, found["sent"], found["got"], self._plan.tensors, self._placement)
+
+    def _is_probed(self, version: int) -> bool:
+        interval = self._config.probe_interval
+        return self._config.verify != "off" and (version == 1 or (interval > 0 and version % interval == 0))
+
+    def _probe(self) -> dict[str, Any]:
+        report: dict[str, Any] = {"learner": None, "engine": None}
+        if self._model is not None:
+            report["learner"] = learner_logprobs(self._model, self._probe_tokens, self._device)
+        for receiver in self._receivers:
+            report["engine"] = report["engine"] or receiver.probe(self._probe_tokens)
+        return report
+
+    def _judge_probes(self, reports: dict[int, Message]) -> str:
+        engines = {rank: message.meta["engine"] for rank, message in reports.items() if message.meta["engine"]}
+        learner = reports[self._placement.leader].meta["learner"]
+        return judge_probes(learner, engines, self._probe_limit, self._placement)
+
+
+class _VersionDigests:
+    """One rank's digests of one version: of its own slices, of whole tensors as they arrived, and of what a receiver
+    should hold of tensors of which it takes only parts."""
+
+    def __init__(self, plan: Plan, landings: Sequence[Landings], device: torch.device):
+        self.sent, self.got = (Digests(len(plan.tensors), device) for _ in range(2))
+        self._plan, self._device = plan, device
+        self._landed = [(entry, Digests(len(plan.tensors), device)) for entry in landings]
+
+    def add(self, bucket: Bucket, whole: dict[int, Tensor], sources: dict[int, Tensor], owner: int | None) -> None:
+        tensors = self._plan.tensors
+        if owner is not None:
+            self.sent.add(
+                [
+                    flat_part(part.tensor, sources[part.tensor], part.start, tensors[part.tensor].torch_dtype)
+                    for part in bucket.ranges[owner]
+                ]
+            )
+        if self._plan.needs_wire:
+            self.got.add([flat_part(i, tensor, 0, tensors[i].torch_dtype) for i, tensor in whole.items()])
+        for landings, expected in self._landed:
+            expected.add(landings.expected(whole))
+
+    def misplaced(self) -> list[str]:
+        """What receivers hold, read from their own memory, against what arrived."""
+        errors = []
+        arrived = (self.got if self._plan.needs_wire else self.sent).result()
+        for landings, expected in self._landed:
+            held = Digests(len(self._plan.tensors), self._device)
+            held.add(landings.held())
+            is_whole = torch.tensor(landings.is_whole).unsqueeze(1)
+            names = differing(held.result(), torch.where(is_whole, arrived, expected.result()), self._plan.tensors)
+            if names:
+                errors.append(f"holds other values than it received of {names}")
+        return errors
 
 
 class SyncService(Service):
@@ -178,27 +296,3 @@ class SyncService(Service):
     def handle(self, message: Message) -> None:
         self._sync.join(message.meta["version"])
         self._on_version(message.meta["version"])
-
-
-def cut_buckets(tensors: list[TensorInfo], max_bytes: int) -> list[list[TensorInfo]]:
-    """Runs of whole tensors of one dtype in model order, each at most `max_bytes` unless one tensor alone is larger."""
-    buckets: list[list[TensorInfo]] = []
-    used = 0
-    for info in tensors:
-        num_bytes = info.num_elements * info.torch_dtype.itemsize
-        if not buckets or used + num_bytes > max_bytes or buckets[-1][-1].dtype != info.dtype:
-            buckets.append([])
-            used = 0
-        buckets[-1].append(info)
-        used += num_bytes
-    return buckets
-
-
-def wire_tensors(model: nn.Module, dtype: str) -> list[TensorInfo]:
-    """The tensors of an actor's model as they travel: floating point in the engine's dtype."""
-    infos = []
-    for part in local_slices(model):
-        info = part.info
-        floating = info.torch_dtype.is_floating_point
-        infos.append(TensorInfo(info.name, info.shape, dtype if floating else info.dtype, info.sharded))
-    return infos

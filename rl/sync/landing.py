@@ -1,0 +1,230 @@
+"""Where tensors land in a receiver's memory: which rows and columns of each, and at which addresses.
+
+An engine fuses q, k and v into one parameter and keeps a tensor-parallel slice of most. Instead of a table of model
+families we watch the engine's own loader once, with copies recorded and not made. The record then serves twice: a
+sync copies along it in one call, without the loader, and the proof reads back along it what the engine really holds.
+
+    q_proj.weight [rows, columns]  --(rows 0-511, columns 256-511)-->  a view of qkv_proj.weight
+
+A loader that does anything but copy (it packs, transposes, quantizes) cannot be followed: `Untraceable` says why. Such
+a receiver is `Opaque`: fed through its loader, and proven by what it received.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl.shards import TensorInfo
+from rl.sync.digest import Part
+
+Weights = Iterator[tuple[str, Tensor]]
+Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
+
+
+class Untraceable(Exception):
+    """The loader does more than copy."""
+
+
+class Unfilled(RuntimeError):
+    """A parameter that no tensor of the policy fills: it would keep the values it was made with."""
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A receiver that takes whole tensors, under their Hugging Face names, through a loader of its own."""
+
+    load: Callable[[Weights], None]
+    reason: str  # why its landings are not known
+
+
+@dataclass(frozen=True)
+class Region:
+    """Rows and columns of a flat tensor: element (r, c) is number start + r * row_stride + c."""
+
+    start: int
+    num_rows: int
+    num_columns: int
+    row_stride: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_rows * self.num_columns
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The [rows, columns] view of this region in a contiguous tensor."""
+        offset = tensor.storage_offset() + self.start
+        return tensor.as_strided((self.num_rows, self.num_columns), (self.row_stride, 1), offset)
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A region of a tensor and its place in the receiver: a [rows, columns] view of a parameter."""
+
+    tensor: int  # index into the list of tensors
+    region: Region
+    target: Tensor
+
+
+class Landings:
+    """All landings of one receiver. `zeros` are paddings, which no tensor fills."""
+
+    def __init__(self, tensors: Sequence[TensorInfo], landings: Sequence[Landing], zeros: Sequence[Tensor] = ()):
+        self._dtypes = [info.torch_dtype for info in tensors]
+        self._zeros = list(zeros)
+        self._of: list[list[Landing]] = [[] for _ in tensors]
+        for landing in landings:
+            self._of[landing.tensor].append(landing)
+        self.is_whole = [
+            sum(landing.region.num_elements for landing in self._of[index]) == info.num_elements
+            for index, info in enumerate(tensors)
+        ]
+
+    @property
+    def regions(self) -> list[list[Region]]:
+        """What this receiver takes of each tensor."""
+        return [[landing.region for landing in landings] for landings in self._of]
+
+    def fill(self, whole: Mapping[int, Tensor]) -> None:
+        """Copies from whole tensors, by index, into the receiver's memory."""
+        landings = [landing for index in whole for landing in self._of[index]]
+        sources = [landing.region.of(whole[landing.tensor]) for landing in landings]
+        torch._foreach_copy_([landing.target for landing in landings], sources)
+
+    def fill_zeros(self) -> None:
+        for target in self._zeros:
+            target.zero_()
+
+    def expected(self, whole: Mapping[int, Tensor]) -> list[Part]:
+        """For digests of what the receiver should hold of tensors of which it takes only parts."""
+        return [
+            Part(index, landing.region.of(whole[index]), landing.region.start, landing.region.row_stride, dtype)
+            for index, dtype in ((index, self._dtypes[index]) for index in whole if not self.is_whole[index])
+            for landing in self._of[index]
+        ]
+
+    def held(self) -> list[Part]:
+        """For digests of what the receiver holds, read from its own memory."""
+        return [
+            Part(index, landing.target, landing.region.start, landing.region.row_stride, self._dtypes[index])
+            for index, landings in enumerate(self._of)
+            for landing in landings
+        ]
+
+
+def uncovered(tensors: Sequence[TensorInfo], regions_by_rank: Sequence[list[list[Region]]]) -> list[str]:
+    """Parameters of which the ranks of one engine together take less or more than all. Two ranks take either the same
+    region or regions apart. Buffers, which are never cut, may be of no use to an engine."""
+    names = []
+    for index, info in enumerate(tensors):
+        if not info.sharded:
+            continue
+        distinct = {region for regions in regions_by_rank for region in regions[index]}
+        if sum(region.num_elements for region in distinct) != info.num_elements:
+            names.append(info.name)
+    return names
+
+
+def trace(tensors: Sequence[TensorInfo], model: nn.Module, load: Loader, device: torch.device) -> Landings:
+    """Watches `load` place each tensor into the model; raises Untraceable where it does more than copy."""
+    parameters = dict(model.named_parameters())
+    recorder = _Recorder(parameters | dict(model.named_buffers()))
+
+    def weights() -> Weights:
+        for index, info in enumerate(tensors):
+            source = torch.empty(info.shape, dtype=info.torch_dtype, device=device)
+            with recorder.placing(index, source):
+                yield info.name, source
+
+    try:
+        with recorder, torch.no_grad():
+            load(weights())
+    except Untraceable:
+        raise
+    except Exception as error:  # whatever the loader of a repacked layer trips over
+        raise Untraceable(f"its loader cannot be watched ({type(error).__name__}: {error})") from error
+    _check_filled(parameters, recorder)
+    return Landings(tensors, recorder.landings, recorder.zeros)
+
+
+class _Recorder(TorchDispatchMode):
+    """Records copies into parameters instead of making them."""
+
+    def __init__(self, memory: Mapping[str, Tensor]):
+        super().__init__()
+        self.landings: list[Landing] = []
+        self.zeros: list[Tensor] = []
+        self._names = {_storage(tensor): name for name, tensor in memory.items() if tensor.numel()}
+        self._index, self._source = -1, torch.empty(0)
+
+    @contextmanager
+    def placing(self, index: int, source: Tensor) -> Iterator[None]:
+        self._index, self._source = index, source
+        yield
+        self._source = torch.empty(0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args and isinstance(args[0], Tensor) else None
+        if target is None or not func._schema.is_mutable or _storage(target) not in self._names:
+            return func(*args, **(kwargs or {}))
+        name = self._names[_storage(target)]
+        if func is torch.ops.aten.copy_.default:
+            self._record_copy(name, target, args[1])
+        elif func is torch.ops.aten.zero_.default or (func is torch.ops.aten.fill_.Scalar and args[1] == 0):
+            if target.numel():
+                self.zeros.append(target.detach())
+        else:
+            raise Untraceable(f"its loader calls {func} on {name}")
+        return target
+
+    def _record_copy(self, name: str, target: Tensor, source: Tensor) -> None:
+        if not target.numel():
+            return
+        if _storage(source) != _storage(self._source):
+            raise Untraceable(f"its loader computes what it puts into {name}")
+        if source.shape != target.shape or torch.promote_types(source.dtype, target.dtype) != target.dtype:
+            raise Untraceable(f"its loader reshapes or narrows what it puts into {name}")
+        sizes, source_strides, target_strides = _merged_axes(source, target)
+        if len(sizes) > 2 or source_strides[-1] != 1 or target_strides[-1] != 1:
+            raise Untraceable(f"its loader transposes what it puts into {name}")
+        num_rows = sizes[0] if len(sizes) == 2 else 1
+        region = Region(int(source.storage_offset()), num_rows, sizes[-1], source_strides[0] if len(sizes) == 2 else 0)
+        view_strides = (target_strides[0] if len(sizes) == 2 else 0, 1)
+        view = target.detach().as_strided((num_rows, sizes[-1]), view_strides, target.storage_offset())
+        self.landings.append(Landing(self._index, region, view))
+
+
+def _merged_axes(source: Tensor, target: Tensor) -> tuple[list[int], list[int], list[int]]:
+    """Sizes and strides with every two axes merged that lie behind each other in both tensors."""
+    sizes, source_strides, target_strides = [1], [1], [1]
+    for size, source_stride, target_stride in zip(source.shape, source.stride(), target.stride(), strict=True):
+        if size == 1:
+            continue
+        if sizes == [1] or (source_strides[-1] == source_stride * size and target_strides[-1] == target_stride * size):
+            sizes[-1] *= size
+            source_strides[-1], target_strides[-1] = source_stride, target_stride
+        else:
+            sizes.append(size)
+            source_strides.append(source_stride)
+            target_strides.append(target_stride)
+    return sizes, source_strides, target_strides
+
+
+def _check_filled(parameters: Mapping[str, Tensor], recorder: _Recorder) -> None:
+    targets = [*(landing.target for landing in recorder.landings), *recorder.zeros]
+    distinct = {(_storage(view), view.storage_offset(), view.shape, view.stride()): view.numel() for view in targets}
+    filled: dict[int, int] = {}
+    for (storage, *_), num_elements in distinct.items():
+        filled[storage] = filled.get(storage, 0) + num_elements
+    for name, tensor in parameters.items():
+        if filled.get(_storage(tensor), 0) < tensor.numel():
+            shape = list(tensor.shape)
+            raise Unfilled(f"{name} {shape} of the engine is filled by no tensor of the policy, or only in part")
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

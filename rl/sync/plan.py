@@ -1,0 +1,145 @@
+"""The plan of a weight sync: which bytes travel when, from whom and to whom.
+
+Every rank derives it from the list of tensors, so no rank has to be told: a bucket is a run of whole tensors in model
+order, and every owner sends its slices of a bucket before the next begins.
+
+    bucket 0   [ q_proj.weight | k_proj.weight | v_proj.weight ]    whole tensors, side by side, in the wire's dtype
+                 owner 0        owner 0         owner 0             one broadcast: owner 0's rows of each, packed
+                 owner 1        owner 1         owner 1             another
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from rl.shards import TensorInfo, local_slices
+
+ALIGNMENT = 16  # bytes; tensors and packed slices start at multiples of it
+
+
+@dataclass(frozen=True)
+class Range:
+    """Consecutive rows of a tensor; `offset` is where they lie in the bucket's memory."""
+
+    tensor: int  # index into the plan's tensors
+    start: int  # first element in the tensor
+    num_elements: int
+    offset: int
+    num_bytes: int
+
+    @property
+    def stretch(self) -> slice:
+        return slice(self.offset, self.offset + self.num_bytes)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Whole tensors, with the place of each in the bucket's memory, and what every owner holds of them."""
+
+    tensors: range  # indices into the plan's tensors
+    offsets: tuple[int, ...]
+    num_bytes: int
+    ranges: tuple[tuple[Range, ...], ...]  # by owner
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether each owner's part is one stretch of the bucket's memory, so that receivers need not unpack it."""
+        return sum(map(bool, self.ranges)) == 1 or all(len(ranges) < 2 for ranges in self.ranges)
+
+    def stretch(self, owner: int) -> slice:
+        """That stretch."""
+        start = self.ranges[owner][0].offset
+        return slice(start, start + self.packed_bytes(owner))
+
+    def packed_bytes(self, owner: int) -> int:
+        ranges = self.ranges[owner]
+        return ranges[0].num_bytes if len(ranges) == 1 else sum(_aligned(part.num_bytes) for part in ranges)
+
+
+@dataclass(frozen=True)
+class Plan:
+    tensors: tuple[TensorInfo, ...]
+    owners: tuple[int, ...]  # by shard: the rank that sends it
+    receivers: tuple[int, ...]
+    bucket_bytes: int
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return tuple(self._bucket(tensors) for tensors in cut_buckets(self.tensors, self.bucket_bytes))
+
+    @property
+    def needs_wire(self) -> bool:
+        return set(self.owners) != set(self.receivers) or len(self.owners) > 1
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(info.num_bytes for info in self.tensors)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on all ranks, or they would wait for each other inside a transfer."""
+        text = repr((self.tensors, self.owners, self.receivers, self.bucket_bytes))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _bucket(self, tensors: range) -> Bucket:
+        offsets, num_bytes = [], 0
+        for index in tensors:
+            offsets.append(num_bytes)
+            num_bytes += _aligned(self.tensors[index].num_bytes)
+        ranges = [self._ranges(tensors, offsets, owner) for owner in range(len(self.owners))]
+        return Bucket(tensors, tuple(offsets), num_bytes, tuple(ranges))
+
+    def _ranges(self, tensors: range, offsets: list[int], owner: int) -> tuple[Range, ...]:
+        ranges = []
+        for index, offset in zip(tensors, offsets, strict=True):
+            info = self.tensors[index]
+            first, end = info.rows(owner, len(self.owners))
+            start, count = first * info.row_elements, (end - first) * info.row_elements
+            if count:
+                itemsize = info.torch_dtype.itemsize
+                ranges.append(Range(index, start, count, offset + start * itemsize, count * itemsize))
+        return tuple(ranges)
+
+
+def cut_buckets(tensors: tuple[TensorInfo, ...], max_bytes: int) -> list[range]:
+    """Runs of whole tensors in model order, each at most `max_bytes` unless one tensor alone is larger."""
+    buckets: list[range] = []
+    used = 0
+    for index, info in enumerate(tensors):
+        if not buckets or used + _aligned(info.num_bytes) > max_bytes:
+            buckets.append(range(index, index))
+            used = 0
+        buckets[-1] = range(buckets[-1].start, index + 1)
+        used += _aligned(info.num_bytes)
+    return buckets
+
+
+def wire_tensors(model: nn.Module, dtype: str) -> list[TensorInfo]:
+    """The tensors of an actor's model as they travel: parameters in the engine's dtype, buffers as they are."""
+    parameters = {name for name, _ in model.named_parameters()}
+    infos = []
+    for part in local_slices(model):
+        info = part.info
+        travels_as = dtype if info.name in parameters and info.torch_dtype.is_floating_point else info.dtype
+        infos.append(TensorInfo(info.name, info.shape, travels_as, info.sharded))
+    return infos
+
+
+def view_in(memory: Tensor, offset: int, info: TensorInfo, num_elements: int) -> Tensor:
+    """Elements of a tensor in a bucket's bytes, flat, in the wire's dtype."""
+    return memory[offset : offset + num_elements * info.torch_dtype.itemsize].view(info.torch_dtype)
+
+
+def packed_offsets(ranges: tuple[Range, ...]) -> list[int]:
+    """Where each of an owner's ranges lies in its packed memory."""
+    offsets, used = [], 0
+    for part in ranges:
+        offsets.append(used)
+        used += _aligned(part.num_bytes)
+    return offsets
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,42 @@
+"""A fixed sequence of tokens whose logprobs engine and learner compare now and then.
+
+Digests prove what lies in the engine's parameters; the probe proves what it computes with, such as a packed copy of a
+parameter that no reading of parameters shows.
+"""
+
+import torch
+from torch import nn
+
+from rl.data.batch import Batch
+from rl.model.logprobs import score_responses
+
+NUM_TOKENS = 24
+LIMITS = {"float32": 1e-3, "bfloat16": 0.25}  # mean absolute difference; stale weights give more than 1
+
+
+def probe_tokens(vocab_size: int, max_tokens: int) -> list[int]:
+    """Spread over the vocabulary; nothing but their being fixed matters."""
+    return [(7 + 7919 * index) % vocab_size for index in range(min(NUM_TOKENS, max_tokens))]
+
+
+@torch.no_grad()
+def learner_logprobs(model: nn.Module, tokens: list[int], device: torch.device) -> list[float]:
+    """Logprobs of all but the first token; a forward of a sharded model, so on every rank of its mesh."""
+    count = len(tokens)
+    batch = Batch(
+        tokens=torch.tensor(tokens),
+        lengths=torch.tensor([count]),
+        prompt_lengths=torch.tensor([1]),
+        versions=torch.zeros(count, dtype=torch.int32),
+        rollout_logprobs=torch.zeros(count),
+        rewards=torch.zeros(1),
+        group_ids=torch.zeros(1, dtype=torch.int64),
+        truncated=torch.zeros(1, dtype=torch.bool),
+    )
+    return score_responses(model, batch.to(device), temperature=1.0).logprobs.tolist()
+
+
+def difference(ours: list[float], theirs: list[float]) -> float:
+    """Mean absolute difference; NaN where one of them is."""
+    assert len(ours) == len(theirs), (len(ours), len(theirs))
+    return sum(abs(a - b) for a, b in zip(ours, theirs)) / len(ours)
