@@ -118,10 +118,7 @@ def _executor(seat: EngineSeat) -> type[ExecutorWithExternalLauncher]:
 
 def build(config: Config, model_folder: Path, seat: EngineSeat) -> "VllmEngine":
     if seat.device.type == "cpu":
-        # vLLM prepacks linear layers for oneDNN, and a tied head keeps its packed copy after a reload.
-        import vllm._custom_ops as custom_ops
-
-        custom_ops._supports_onednn = False
+        _turn_off_packing()
     group = PrivateDefaultGroup(seat)
     rollout = config.rollout
     kv_cache_mb = rollout.kv_cache_mb or (CPU_KV_CACHE_MB if seat.device.type == "cpu" else 0)
@@ -157,6 +154,13 @@ def build(config: Config, model_folder: Path, seat: EngineSeat) -> "VllmEngine":
             missing_ok=True
         )  # every rank has mapped it; without a name it goes with the last process, however that ends
     return VllmEngine(llm, group, seat)
+
+
+def _turn_off_packing() -> None:
+    """vLLM packs linear layers for oneDNN on CPUs, and a tied head keeps its packed copy after a reload."""
+    import vllm._custom_ops as custom_ops
+
+    custom_ops._supports_onednn = False
 
 
 def _keeps_other_copies(model: nn.Module) -> str:

@@ -42,6 +42,7 @@ class Digests:
         self._sums = torch.zeros(num_tensors, NUM_SUMS, dtype=torch.int32, device=device)
 
     def add(self, parts: list[Part]) -> None:
+        parts = [_in_words(part) for part in parts]
         if self._sums.device.type == "cuda":
             from rl.sync import digest_gpu  # needs triton, which only GPU builds of torch bring
 
@@ -58,6 +59,13 @@ class Digests:
 def flat_part(tensor: int, values: Tensor, start: int, dtype: torch.dtype) -> Part:
     """Consecutive elements of a tensor."""
     return Part(tensor, values.reshape(1, -1), start, 0, dtype)
+
+
+def _in_words(part: Part) -> Part:
+    """Elements of 64 bits count as two of 32."""
+    if part.dtype.itemsize < 8:
+        return part
+    return Part(part.tensor, part.values.view(torch.int32), 2 * part.start, 2 * part.row_stride, torch.int32)
 
 
 def digest_of(part: Part) -> Tensor:

@@ -74,6 +74,7 @@ class WeightSync:
         receivers: Sequence[Receiver] = (),
     ):
         self.version = 0
+        self._round = 0
         self._mail, self._placement, self._plan, self._config = mail, placement, plan, config
         self._device, self._model = device, model
         self._probe_tokens, self._probe_limit = probe_tokens, probe_limit
@@ -122,28 +123,30 @@ class WeightSync:
         timeout_s: float | None,
     ) -> None:
         """Every rank reports to the leader, which judges when all have; a verdict that is not empty raises on all."""
-        self._mail.send(self._placement.leader, f"sync {stage}", meta, payload)
+        self._round += 1
+        self._mail.send(self._placement.leader, "sync report", {"round": self._round} | meta, payload)
         if self._mail.rank == self._placement.leader:
-            reports, missing = self._collect(f"sync {stage}", timeout_s)
+            reports, missing = self._collect(timeout_s)
             names = ", ".join(who(rank, self._placement) for rank in missing)
             error = f"no word from {names} within sync.join_timeout_s = {timeout_s:g} s" if missing else judge(reports)
             verdict = f"{what}, not {stage} everywhere: {error}" if error else ""
             for rank in range(self._placement.world_size):
-                self._mail.send(rank, "sync verdict", {"stage": stage, "error": verdict})
+                self._mail.send(rank, "sync verdict", {"round": self._round, "error": verdict})
         message = self._mail.receive("sync verdict")
-        assert message is not None and message.meta["stage"] == stage, f"{message} while waiting for all to be {stage}"
+        assert message is not None and message.meta["round"] == self._round, f"{message} in round {self._round}"
         if message.meta["error"]:
             raise SyncError(message.meta["error"])
 
-    def _collect(self, kind: str, timeout_s: float | None) -> tuple[dict[int, Message], list[int]]:
-        """One message of each rank, and the ranks that sent none in time."""
+    def _collect(self, timeout_s: float | None) -> tuple[dict[int, Message], list[int]]:
+        """The reports of this round, and the ranks that sent none in time."""
         reports: dict[int, Message] = {}
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while len(reports) < self._placement.world_size:
-            message = self._mail.receive(kind, timeout_s=None if deadline is None else deadline - time.monotonic())
+            message = self._mail.receive("sync report", timeout_s=None if deadline is None else deadline - time.monotonic())
             if message is None:
                 break
-            reports[message.source] = message
+            if message.meta["round"] == self._round:  # an older one comes from a rank that was given up
+                reports[message.source] = message
         return reports, [rank for rank in range(self._placement.world_size) if rank not in reports]
 
     def _compare_plans(self) -> None:
@@ -152,7 +155,7 @@ class WeightSync:
         meta: dict[str, Any] = {"plan": repr(settings), "notice": "", "regions": None}
         for opaque in self._opaque:
             meta["notice"] = opaque.reason
-        if not self._opaque and self._placement.engine_of(self._mail.rank) is not None:
+        if self._landings and not self._opaque:
             meta["regions"] = [[astuple(region) for region in regions] for regions in self._landings[0].regions]
         self._agree("planned", "the weight sync", meta, b"", self._judge_plans, timeout_s=None)
 

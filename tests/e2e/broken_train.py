@@ -10,7 +10,8 @@ import train
 from rl.learner import Learner
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.service import RolloutService
-from rl.sync.weights import WeightSync
+from rl.sync.landing import Landings
+from rl.sync.wire import Wire
 
 CALL = 2  # the call of the broken method at which it breaks
 
@@ -24,6 +25,17 @@ def broken(method: Callable, action: Callable[[], None]) -> Callable:
         if calls == CALL:
             action()
         return method(*args, **kwargs)
+
+    return replaced
+
+
+def only_once(method: Callable) -> Callable:
+    calls = 0
+
+    def replaced(*args):
+        nonlocal calls
+        calls += 1
+        return method(*args) if calls == 1 else None
 
     return replaced
 
@@ -65,14 +77,20 @@ def main() -> None:
     elif what == "update, details" and is_culprit:
         Learner.update = broken(Learner.update, fail_with_details)
     elif what == "exchange" and is_culprit:
-        WeightSync._exchange = broken(WeightSync._exchange, fail)
+        Wire._finish = broken(Wire._finish, fail)
     elif what == "first two killed" and int(os.environ["RANK"]) < 2:
         Learner.update = broken(Learner.update, kill)
     elif what == "slow engine" and is_culprit:
         step = FakeEngine.step
         FakeEngine.step = lambda engine: time.sleep(0.02) or step(engine)
     elif what == "load" and is_culprit:
-        FakeEngine.load = broken(FakeEngine.load, fail)
+        Landings.fill = broken(Landings.fill, fail)
+    elif what == "loads once" and is_culprit:
+        Landings.fill = only_once(Landings.fill)
+    elif what == "packed head" and is_culprit:
+        from rl.rollout import vllm_engine
+
+        vllm_engine._turn_off_packing = lambda: None
     elif what == "killed" and is_culprit:
         Learner.update = broken(Learner.update, kill)
     train.main()

@@ -14,7 +14,7 @@ SAMPLING = Sampling(num_samples=2, temperature=0.5, max_new_tokens=3)
 
 
 def make_tasks(count: int, batch: int = 1) -> list[Task]:
-    return [Task(batch, place, 7, Prompt(place, 4, "p", "a", [place]), SAMPLING) for place in range(count)]
+    return [Task(batch, place, 7, Prompt(place, 4, "p", "a", [place]), SAMPLING, 3) for place in range(count)]
 
 
 class Hall:

@@ -1,20 +1,27 @@
 """The engine without a model, and the packing of a finished group."""
 
+from collections.abc import Iterator
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from rl.data.prompts import Prompt
+from rl.mail import Mail, Message
 from rl.rollout.dispatch import Sampling, Task
 from rl.rollout.engine import Completion, Request
 from rl.rollout.fake_engine import FakeEngine
-from rl.rollout.service import pack_group
+from rl.rollout.service import RolloutService, pack_group
+from rl.shards import TensorInfo
 
 STOP = 0
 
 
 def make_engine(max_num_seqs: int = 8) -> FakeEngine:
     engine = FakeEngine(max_num_seqs, STOP)
-    engine.load(iter([]), version=1)
+    engine.confirm(1)
     return engine
 
 
@@ -72,14 +79,51 @@ def test_weights_come_before_samples() -> None:
     assert engine.version == 0
     with pytest.raises(AssertionError, match="before the first weight sync"):
         engine.add([request("a", seed=2)])
-    weights = iter([("a", torch.tensor([1.0, 2.5])), ("b", torch.tensor(7, dtype=torch.int64))])
-    engine.load(weights, version=4)
-    assert (engine.version, engine.loaded) == (4, {"a": 3.5, "b": 7.0})
-    assert next(weights, None) is None
+    landings = engine.landings([TensorInfo("a", (2, 1), "bfloat16", True), TensorInfo("b", (), "int64", False)])
+    landings.fill({0: torch.tensor([[1.0], [2.5]]), 1: torch.tensor(7)})
+    assert {name: tensor.tolist() for name, tensor in engine.memory.items()} == {"a": [[1.0], [2.5]], "b": 7}
+    engine.confirm(4)
+    engine.add([request("a", seed=2)])
+    assert (engine.version, engine.num_unfinished) == (4, 1)
+
+
+def test_nothing_is_sampled_from_begin_version_to_confirm() -> None:
+    engine = make_engine()
+    engine.begin_version()
+    assert engine.version == 0
+    with pytest.raises(AssertionError, match="before the first weight sync"):
+        engine.add([request("a", seed=2)])
+
+
+TASK = Task(2, 3, 0, Prompt(9, 0, "text", "abc", [11, 12]), Sampling(2, 1.0, 3), version=6)
+
+
+@pytest.fixture
+def mail() -> Iterator[Mail]:
+    mail = Mail(0, "127.0.0.1", "token")
+    mail.learn({0: mail.address})
+    yield mail
+    mail.close()
+
+
+@pytest.mark.parametrize(
+    ("held", "has"), [(5, "confirmed version 5"), (7, "confirmed version 7"), (0, "confirmed none")]
+)
+def test_a_service_refuses_a_task_of_another_version(mail: Mail, held: int, has: str) -> None:
+    engine = FakeEngine(8, STOP)
+    engine.confirm(held)
+    world: Any = SimpleNamespace(mail=mail)  # a real one needs a launcher
+    tokenizer: Any = None
+    service = RolloutService(world, engine, (0,), 0, 4, 0, lambda *_: 0.0, tokenizer)
+    work = Message(0, "work", {"tasks": [asdict(TASK)]})
+    with pytest.raises(RuntimeError, match=f"a rollout of version 6, but this engine has {has}"):
+        service.handle(work)
+    engine.confirm(6)
+    service.handle(work)
+    assert engine.num_unfinished == 2
 
 
 def test_pack_group() -> None:
-    task = Task(2, 3, 0, Prompt(9, 0, "text", "abc", [11, 12]), Sampling(2, 1.0, 3))
     completions = [
         Completion("2/3/0", [5, STOP], [-0.5, -0.25], truncated=False),
         Completion("2/3/1", [7, STOP, 8], [-1.0, -2.0, -4.0], truncated=True),
@@ -90,7 +134,7 @@ def test_pack_group() -> None:
         seen.append((tokens, answer))
         return len(tokens) / 4
 
-    batch = pack_group(task, completions, version=6, rate=rate)
+    batch = pack_group(TASK, completions, version=6, rate=rate)
     assert seen == [([5, STOP], "abc"), ([7, STOP, 8], "abc")]
     assert batch.tokens.tolist() == [11, 12, 5, STOP, 11, 12, 7, STOP, 8]
     assert batch.lengths.tolist() == [4, 5]

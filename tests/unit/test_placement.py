@@ -132,6 +132,45 @@ def test_scorers_are_inference_ranks_that_are_not_the_actors(spec: dict[str, str
     assert plan(spec, 1, 4).scorers == scorers
 
 
+class Traffic(NamedTuple):
+    """Who sends weights to whom."""
+
+    spec: dict[str, str]
+    num_replicas: int
+    replicas: list[list[int]]
+    owners: list[int]
+    receivers: list[int]
+
+
+TRAFFIC = {
+    "apart": Traffic({"rollout": "0-1", "actor": "2-3"}, 1, [[2, 3]], [2, 3], [0, 1]),
+    "together": Traffic({"actor,rollout": "all"}, 1, [[0, 1, 2, 3]], [0, 1, 2, 3], [0, 1, 2, 3]),
+    "scorers receive": Traffic({"rollout": "0-1", "inference": "2", "actor": "3"}, 1, [[3]], [3], [0, 1, 2]),
+    "scoring actors do not": Traffic({"actor,inference": "1-3", "rollout": "0"}, 1, [[1, 2, 3]], [1, 2, 3], [0]),
+    "one rank two roles": Traffic({"inference,rollout": "1-3", "actor": "0"}, 1, [[0]], [0], [1, 2, 3]),
+    "two replicas take turns": Traffic({"actor,rollout": "all"}, 2, [[0, 1], [2, 3]], [0, 3], [0, 1, 2, 3]),
+    "replicas of one": Traffic({"rollout": "0", "actor": "1-3"}, 3, [[1], [2], [3]], [1], [0]),
+    "actors with gaps": Traffic({"actor": "0,3", "rollout": "1-2"}, 2, [[0], [3]], [0], [1, 2]),
+}
+
+
+@pytest.mark.parametrize("case", TRAFFIC.values(), ids=TRAFFIC.keys())
+def test_who_sends_weights_to_whom(case: Traffic) -> None:
+    placement = plan(case.spec, 1, 4, num_replicas=case.num_replicas)
+    assert placement.replicas == case.replicas
+    assert placement.owners == case.owners
+    assert placement.receivers == case.receivers
+    for owner in case.owners:
+        assert placement.sync_ranks(owner) == sorted({owner, *case.receivers})
+
+
+def test_every_shard_has_one_owner_and_replicas_share_the_sending() -> None:
+    placement = plan({"rollout": "0-3", "actor": "4-15"}, 2, 8, num_replicas=3)
+    assert placement.replicas == [span(4, 8), span(8, 12), span(12, 16)]
+    assert placement.owners == [4, 9, 14, 7]  # shard 0 of replica 0, 1 of 1, 2 of 2, 3 of 0
+    assert placement.sync_ranks(9) == [0, 1, 2, 3, 9]
+
+
 def test_table() -> None:
     placement = plan({"actor,rollout": "0-1", "inference": "2", "rollout": "4-5", "actor": "3"}, 2, 3, 2)
     assert placement.table().splitlines() == [
@@ -153,6 +192,7 @@ class Mistake(NamedTuple):
     repaired: dict[str, Any] | None = None  # the spec with the example put in, unless that is a whole mapping
     shape: tuple[int, int] = (1, 4)
     tp: int = 1
+    num_replicas: int = 1
 
 
 COVER = "must give each entry at least one rank and cover the world"
@@ -342,6 +382,21 @@ MISTAKES = {
         "or none of them",
         "{'actor,rollout': '0-2', 'inference': '3'}",
     ),
+    "replicas of different sizes": Mistake(
+        {"rollout": "0-1", "actor": "2-7"},
+        "actor.num_replicas: got 4, but there are 6 actor ranks (ranks 2-7)",
+        "must divide into replicas of one size",
+        "choose one of 1, 2, 3, 6",
+        shape=(1, 8),
+        num_replicas=4,
+    ),
+    "more replicas than actors": Mistake(
+        {"rollout": "0-2", "actor": "3"},
+        "actor.num_replicas: got 2, but there are 1 actor ranks (rank 3)",
+        "must divide into replicas of one size",
+        "choose one of 1",
+        num_replicas=2,
+    ),
     "inference and rollout with tp 2": Mistake(
         {"inference,rollout": "0-3", "actor": "4-7"},
         "ranks that are inference and rollout",
@@ -356,7 +411,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
 def test_mistakes_say_what_was_got_the_rule_and_the_way_out(mistake: Mistake) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan(mistake.spec, *mistake.shape, mistake.tp)
+        plan(mistake.spec, *mistake.shape, mistake.tp, mistake.num_replicas)
     message = str(caught.value)
     for part in (mistake.got, mistake.rule, mistake.example):
         assert part in message

@@ -1,11 +1,11 @@
-"""The slice map of a sharded model and the buckets of a weight sync."""
+"""The slice map of a sharded model, and the dtypes in which its tensors travel."""
 
 import pytest
 import torch
 from torch import nn
 
 from rl.shards import TensorInfo, from_json, local_slices, to_json
-from rl.sync.weights import cut_buckets, wire_tensors
+from rl.sync.plan import wire_tensors
 
 
 def info(*shape: int, name: str = "weight", dtype: str = "float32", sharded: bool = True) -> TensorInfo:
@@ -49,6 +49,11 @@ def test_element_counts(tensor: TensorInfo, num_elements: int, row_elements: int
     assert (tensor.num_elements, tensor.row_elements) == (num_elements, row_elements)
 
 
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 24), ("bfloat16", 12), ("int64", 48), ("uint8", 6)])
+def test_bytes(dtype: str, num_bytes: int) -> None:
+    assert info(3, 2, dtype=dtype).num_bytes == num_bytes
+
+
 def test_json_round_trip() -> None:
     infos = [info(4, 3, name="a.weight"), info(name="b", dtype="int64", sharded=False), info(7, dtype="bfloat16")]
     assert from_json(to_json(infos)) == infos
@@ -62,6 +67,7 @@ class Tied(nn.Module):
         self.head = nn.Linear(2, 3, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("steps", torch.tensor(5))
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]))
         self.register_buffer("computed", torch.ones(2), persistent=False)
 
 
@@ -71,36 +77,15 @@ def test_local_slices_are_views_of_each_stored_tensor_once() -> None:
     assert [part.info for part in slices] == [
         info(3, 2, name="embed.weight", sharded=False),
         info(name="steps", dtype="int64", sharded=False),
+        info(2, name="scale", sharded=False),
     ]
     slices[0].data.fill_(9.0)
     assert model.head.weight.detach().tolist() == [[9.0, 9.0]] * 3
 
 
-def test_wire_tensors_take_the_engines_dtype_unless_they_are_integers() -> None:
+def test_parameters_travel_in_the_engines_dtype_and_buffers_in_their_own() -> None:
     assert [(part.name, part.dtype) for part in wire_tensors(Tied(), "bfloat16")] == [
         ("embed.weight", "bfloat16"),
         ("steps", "int64"),
+        ("scale", "float32"),
     ]
-
-
-def sized(name: str, num_bytes: int, dtype: str = "float32") -> TensorInfo:
-    return info(num_bytes // getattr(torch, dtype).itemsize, name=name, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "buckets"),
-    [
-        ([sized("a", 40), sized("b", 60), sized("c", 4)], ["ab", "c"]),  # 100 bytes just fit
-        ([sized("a", 40), sized("b", 64), sized("c", 36)], ["a", "bc"]),
-        ([sized("a", 40), sized("b", 400), sized("c", 40), sized("d", 40)], ["a", "b", "cd"]),  # b goes alone
-        ([sized("a", 400), sized("b", 400)], ["a", "b"]),
-        ([sized("a", 8), sized("b", 8, "bfloat16"), sized("c", 8, "bfloat16"), sized("d", 8)], ["a", "bc", "d"]),
-        ([sized("a", 80, "bfloat16"), sized("b", 20, "bfloat16"), sized("c", 2, "bfloat16")], ["ab", "c"]),
-        ([sized("a", 0), sized("b", 40)], ["ab"]),
-        ([], []),
-    ],
-)
-def test_cut_buckets(tensors: list[TensorInfo], buckets: list[str]) -> None:
-    cut = cut_buckets(tensors, max_bytes=100)
-    assert ["".join(tensor.name for tensor in bucket) for bucket in cut] == buckets
-    assert [tensor for bucket in cut for tensor in bucket] == tensors

@@ -26,6 +26,7 @@ LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 FILES = [ROOT / "train.py", *sorted((ROOT / "rl").rglob("*.py"))]
 SOURCES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 VLLM_ENGINE = "rl/rollout/vllm_engine.py"
+DIGEST_GPU = "rl/sync/digest_gpu.py"
 
 
 class Import(NamedTuple):
@@ -113,16 +114,20 @@ def test_no_module_waits_for_itself() -> None:
     assert order.index("rl.config") < order.index("rl.placement") < order.index("rl.run") < order.index("train")
 
 
-def test_only_the_vllm_engine_imports_vllm_and_only_the_seam_imports_it() -> None:
-    vllm_importers, engine_importers = set(), set()
+@pytest.mark.parametrize(
+    ("package", "user", "seam"),
+    [("vllm", VLLM_ENGINE, "rl/rollout/build.py"), ("triton", DIGEST_GPU, "rl/sync/digest.py")],
+)
+def test_what_may_not_be_installed_has_one_importer_behind_one_lazy_import(package: str, user: str, seam: str) -> None:
+    package_importers, user_importers = set(), set()
     for file, source in SOURCES.items():
         for module, lazy in imports(file, source):
-            if module.split(".")[0] == "vllm":
-                vllm_importers.add(file)
-            if module == module_name(VLLM_ENGINE):
-                engine_importers.add((file, lazy))
-    assert vllm_importers == {VLLM_ENGINE}
-    assert engine_importers == {("rl/rollout/build.py", True)}
+            if module.split(".")[0] == package:
+                package_importers.add(file)
+            if module == module_name(user):
+                user_importers.add((file, lazy))
+    assert package_importers == {user}
+    assert user_importers == {(seam, True)}
 
 
 def takes_group() -> dict[str, inspect.Signature]:
@@ -264,7 +269,7 @@ def test_the_loop_is_short_and_knows_no_placement() -> None:
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 import rl
-names = [m.name for m in pkgutil.walk_packages(rl.__path__, "rl.") if m.name != "rl.rollout.vllm_engine"]
+names = {m.name for m in pkgutil.walk_packages(rl.__path__, "rl.")} - set(sys.argv[1:])
 for name in [*names, "train"]:
     importlib.import_module(name)
 import torch
@@ -273,6 +278,7 @@ print(len(names), "vllm" in sys.modules, torch.cuda.is_initialized(), torch.dist
 
 
 def test_importing_everything_else_imports_no_vllm_and_starts_nothing() -> None:
-    command = [sys.executable, "-c", IMPORT_ALL]
+    left_out = [module_name(VLLM_ENGINE), module_name(DIGEST_GPU)]
+    command = [sys.executable, "-c", IMPORT_ALL, *left_out]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=90).stdout
-    assert output.split() == [str(len(MODULES - {"rl", "train", module_name(VLLM_ENGINE)})), "False", "False", "False"]
+    assert output.split() == [str(len(MODULES - {"rl", "train", *left_out})), "False", "False", "False"]

@@ -1,0 +1,276 @@
+"""The weight sync beside a bare broadcast of the same bytes in the same groups, in one run. Prints one JSON line.
+
+    python benchmarks/weight_sync.py [--actors 1] [--rollouts 2 | --collocated] [--model 500mb] [--bucket-mb 128]
+
+It starts its own torchrun. Rounds are interleaved and figures are medians of five, over random weights:
+    gbps                    the sync as train.py runs it, real vLLM engines, sync.verify=full
+    wire_gbps               a bare broadcast of the plan's bytes, bucket by bucket, from and into memory that is there
+    ratio                   gbps / wire_gbps
+    ratio_bare_receivers    the same with receivers that only receive, sync.verify=transport
+    verify_percent          what sync.verify=transport costs over off, with the same engines; verify_full_percent: full
+    naive_gbps              each tensor gathered on the actors, then broadcast and loaded by itself, unproven
+    peak_extra_mb           the most that any rank held beside its model and its engine during a sync
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from rl.config import Config, load_config
+from rl.model.load import load_model
+from rl.placement import make_groups, plan
+from rl.rollout.build import build_engine
+from rl.rollout.engine import Engine, EngineSeat
+from rl.shards import from_json, to_json
+from rl.sync.landing import Landings
+from rl.sync.plan import Plan, wire_tensors
+from rl.sync.probe import LIMITS, probe_tokens
+from rl.sync.weights import WeightSync
+from rl.world import World, join
+
+ROUNDS = 5
+MODELS = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
+    "500mb": (1024, 2816, 9, 16, 8, 16384),  # in float32
+    "135m": (576, 1536, 30, 9, 3, 49152),
+    "1.7b": (2048, 8192, 24, 32, 32, 49152),
+}
+
+
+class Bench:
+    """One rank of the benchmark."""
+
+    def __init__(self, world: World, args: argparse.Namespace):
+        self.world, self.args = world, args
+        spec = {"actor,rollout": "all"}
+        if not args.collocated:
+            spec = {"rollout": f"0-{args.rollouts - 1}", "actor": "rest"}
+        self.placement = plan(spec, 1, world.size)
+        cuda = torch.cuda.is_available()
+        world.connect(share_gpu=cuda and world.size > torch.cuda.device_count(), timeout_s=300)
+        self.groups = make_groups(self.placement, world.rank, world.device.type, timeout_s=300)
+        self.world_pg = dist.new_group(list(range(world.size)), backend="gloo")
+        dtype = "bfloat16" if cuda else "float32"
+        folder = self._make_model(dtype)
+        overrides = [f"model.path={folder}", f"model.dtype={dtype}", "rollout.gpu_memory_fraction=0.25"]
+        overrides += ["rollout.enforce_eager=true", "data.max_prompt_tokens=64", "rollout.kv_cache_mb=64"]
+        overrides += [f"sync.bucket_mb={args.bucket_mb}", "sync.probe_interval=0", "rollout.max_num_seqs=8"]
+        self.config: Config = load_config(None, overrides)
+        self.model = self._load(folder)
+        self.engine = self._build_engine(folder)
+        self.tensors = self._share_tensors()
+        owners, receivers = tuple(self.placement.owners), tuple(self.placement.receivers)
+        self.plan = Plan(self.tensors, owners, receivers, self.config.sync.bucket_mb << 20)
+
+    def _make_model(self, dtype: str) -> Path:
+        hidden, intermediate, layers, heads, kv_heads, vocab = MODELS[self.args.model]
+        folder = Path(self.args.folder)
+        if self.world.rank == 0:
+            config = LlamaConfig(
+                hidden_size=hidden,
+                intermediate_size=intermediate,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=kv_heads,
+                vocab_size=vocab,
+                tie_word_embeddings=True,
+            )
+            with torch.device(self.world.device):
+                AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
+        self.wait()
+        return folder
+
+    def _load(self, folder: Path) -> nn.Module | None:
+        if self.groups.actor_mesh is None:
+            return None
+        return load_model(folder, self.groups.actor_mesh, self.world.device, self.config.model.dtype, trainable=True)
+
+    def _build_engine(self, folder: Path) -> Engine | None:
+        index = self.placement.engine_of(self.world.rank)
+        if index is None:
+            return None
+        seat = EngineSeat(
+            name=f"bench-{self.world.id}-{index}",
+            tp_rank=0,
+            tp_size=1,
+            store=self.world.store,
+            device=self.world.device,
+            shares_device=False,
+            stop_token_ids=[0],
+        )
+        engine = build_engine(self.config, folder, seat)
+        self.world.closers.append(engine.close)
+        return engine
+
+    def _share_tensors(self) -> tuple:
+        mail, leader = self.world.mail, self.placement.leader
+        if self.world.rank == leader:
+            assert self.model is not None
+            for rank in range(self.world.size):
+                mail.send(rank, "tensors", {"tensors": to_json(wire_tensors(self.model, self.config.model.dtype))})
+        message = mail.receive("tensors")
+        assert message is not None
+        return tuple(from_json(message.meta["tensors"]))
+
+    def sync(self, verify: str, bare: bool = False) -> WeightSync:
+        return WeightSync(
+            self.world.mail,
+            self.placement,
+            self.plan,
+            self.groups.sync_pgs,
+            dataclasses.replace(self.config.sync, verify=verify),
+            self.world.device,
+            probe_tokens(MODELS[self.args.model][-1], 64),
+            LIMITS[self.config.model.dtype],
+            model=self.model,
+            receivers=[self.engine] if self.engine is not None and not bare else [],
+        )
+
+    def publish(self, sync: WeightSync) -> None:
+        if self.model is not None:
+            sync.publish()
+        else:
+            message = self.world.mail.receive("sync")
+            assert message is not None
+            sync.join(message.meta["version"])
+
+    def wire(self) -> None:
+        """The plan's bytes, bucket by bucket, from each owner."""
+        for bucket in self.plan.buckets:
+            for owner, pg in enumerate(self.groups.sync_pgs):
+                num_bytes = bucket.packed_bytes(owner) if bucket.ranges[owner] else 0
+                if (
+                    num_bytes
+                    and pg is not None
+                    and self.world.rank in self.placement.sync_ranks(self.plan.owners[owner])
+                ):
+                    source = dist.get_group_rank(pg, self.plan.owners[owner])
+                    dist.broadcast(self.scratch[:num_bytes], group=pg, group_src=source)
+
+    @torch.no_grad()
+    def naive(self) -> None:
+        parts = dict(self.model.named_parameters()) if self.model is not None else {}
+        landings = self.landings
+        leader, pg = self.placement.leader, self.groups.sync_pgs[self.plan.owners.index(self.placement.leader)]
+        for index, info in enumerate(self.tensors):
+            whole = parts[info.name].full_tensor().to(info.torch_dtype) if parts else None  # type: ignore[attr-defined]
+            if pg is not None and self.world.rank in self.placement.sync_ranks(leader):
+                if whole is None:
+                    whole = torch.empty(info.shape, dtype=info.torch_dtype, device=self.world.device)
+                dist.broadcast(whole, group=pg, group_src=dist.get_group_rank(pg, leader))
+            if landings is not None:
+                assert whole is not None
+                landings.fill({index: whole})
+
+    def timed(self, work: Callable[[], None]) -> float:
+        self.wait()
+        started = time.perf_counter()
+        work()
+        self.wait()
+        return time.perf_counter() - started
+
+    def wait(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier(group=self.world_pg)
+
+    def extra_mb(self, work: Callable[[], None]) -> float:
+        """The largest growth of any rank's memory during the work."""
+        cuda = self.world.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            before = _peak_rss()
+        work()
+        grown = torch.tensor([(torch.cuda.max_memory_allocated() if cuda else _peak_rss()) - before])
+        dist.all_reduce(grown, op=dist.ReduceOp.MAX, group=self.world_pg)
+        return round(int(grown) / 1e6, 1)
+
+    def run(self) -> dict:
+        engines, engines_transport, engines_off = (self.sync(verify) for verify in ("full", "transport", "off"))
+        bare = self.sync("transport", bare=True)
+        for sync in (engines_transport, engines_off, bare):
+            self.publish(sync)  # the first version has a probe and fills caches
+        peak = self.extra_mb(lambda: self.publish(engines))
+        landings = self.engine.landings(self.tensors) if self.engine is not None else None
+        assert landings is None or isinstance(landings, Landings), landings
+        self.landings = landings
+        works: dict[str, Callable[[], None]] = {
+            "full": lambda: self.publish(engines),
+            "transport": lambda: self.publish(engines_transport),
+            "off": lambda: self.publish(engines_off),
+            "bare": lambda: self.publish(bare),
+            "naive": self.naive,
+        }
+        if self.plan.needs_wire:
+            longest = max(bucket.num_bytes for bucket in self.plan.buckets)
+            self.scratch = torch.zeros(longest, dtype=torch.uint8, device=self.world.device)
+            works["wire"] = self.wire
+        seconds: dict[str, list[float]] = {name: [] for name in works}
+        for round_number in range(ROUNDS + 1):
+            for name, work in works.items():
+                taken = self.timed(work)
+                if round_number:
+                    seconds[name].append(taken)
+        return self._row({name: statistics.median(values) for name, values in seconds.items()}, peak)
+
+    def _row(self, seconds: dict[str, float], peak: float) -> dict:
+        gbps = {name: self.plan.num_bytes / value / 1e9 for name, value in seconds.items()}
+        actors, rollouts = len(self.placement.actors), len(self.placement.engines)
+        row: dict = {"benchmark": "weight_sync", "model": self.args.model, "actors": actors, "engines": rollouts}
+        row |= {"collocated": self.args.collocated, "device": _device_name(self.world.device)}
+        row |= {"megabytes": round(self.plan.num_bytes / 1e6), "bucket_mb": self.config.sync.bucket_mb}
+        row |= {"buckets": len(self.plan.buckets), "seconds": round(seconds["full"], 4), "gbps": round(gbps["full"], 3)}
+        if "wire" in gbps:
+            row |= {"wire_gbps": round(gbps["wire"], 3), "ratio": round(gbps["full"] / gbps["wire"], 3)}
+            row |= {"ratio_bare_receivers": round(gbps["bare"] / gbps["wire"], 3)}
+        for name, key in (("transport", "verify_percent"), ("full", "verify_full_percent")):
+            row[key] = round(100 * (seconds[name] / seconds["off"] - 1), 1)
+        return row | {"peak_extra_mb": peak, "naive_gbps": round(gbps["naive"], 3)}
+
+
+def _peak_rss() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--actors", type=int, default=1)
+    parser.add_argument("--rollouts", type=int, default=2)
+    parser.add_argument("--collocated", action="store_true", help="every actor also hosts an engine; no other ranks")
+    parser.add_argument("--model", choices=MODELS, default="500mb")
+    parser.add_argument("--bucket-mb", type=int, default=128)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the random model, from the launching process
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        ranks = args.actors + (0 if args.collocated else args.rollouts)
+        with tempfile.TemporaryDirectory() as folder:
+            command = ["torchrun", "--max-restarts", "0", "--nproc-per-node", str(ranks), __file__, *sys.argv[1:]]
+            sys.exit(os.spawnvp(os.P_WAIT, command[0], [*command, "--folder", folder]))
+    with join() as world:
+        bench = Bench(world, args)
+        row = bench.run()
+        if world.rank == bench.placement.leader:
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Run by torchrun from test_weight_sync.py: weight syncs in several placements, sound and broken, with fake engines.
+
+`sync_worker.py FOLDER JOBS`: each job is a placement of all ranks and a model in FOLDER. Every rank writes what it saw
+to FOLDER/JOB.RANK.json. Weights are multiplied by 1.5 between versions, so a stale tensor is a wrong one.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from rl.config import SyncConfig
+from rl.model.load import load_model
+from rl.placement import Groups, Placement, make_groups, plan
+from rl.rollout.fake_engine import FakeEngine
+from rl.scoring import LogprobService
+from rl.shards import from_json, local_slices, to_json
+from rl.sync.landing import Landings
+from rl.sync.plan import Plan, wire_tensors
+from rl.sync.probe import probe_tokens
+from rl.sync.weights import Receiver, SyncError, WeightSync
+from rl.sync.wire import Wire
+from rl.world import World, join
+
+BUCKET_BYTES = 6000  # several tensors in most buckets, and some tensors larger than one
+JOIN_TIMEOUT_S = 2.0
+SCALE = 1.5  # exact in bfloat16 for weights of few bits
+
+
+@contextmanager
+def replaced(owner: type, name: str, function: Callable) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args: function(original, *args))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def flip_a_byte(finish: Callable, wire: Wire, flight: Any) -> Tensor | None:
+    memory = finish(wire, flight)
+    memory[5] ^= 1
+    return memory
+
+
+def swap_slices(unpack: Callable, wire: Wire, bucket: Any, piece: Any, memory: Tensor) -> None:
+    """The first two owners' rows of every tensor change places."""
+    piece.owner = {0: 1, 1: 0}.get(piece.owner, piece.owner)
+    unpack(wire, bucket, piece, memory)
+
+
+def drop_second_bucket(fill: Callable, landings: Landings, whole: dict[int, Tensor]) -> None:
+    landings.num_fills = getattr(landings, "num_fills", 0) + 1
+    if landings.num_fills != 2:
+        fill(landings, whole)
+    else:
+        landings.num_fills = 10**6  # in this version only
+
+
+def load_nothing(fill: Callable, landings: Landings, whole: dict[int, Tensor]) -> None:
+    pass
+
+
+def fail_in_the_middle(fill: Callable, landings: Landings, whole: dict[int, Tensor]) -> None:
+    if 2 in whole:
+        raise ZeroDivisionError("planted")
+    fill(landings, whole)
+
+
+def spoil_what_is_sent(pack: Callable, wire: Wire, bucket: Any, owner: int, buffer: Tensor) -> None:
+    pack(wire, bucket, owner, buffer)
+    buffer[-1] ^= 1
+
+
+def be_late(run: Callable, sync: WeightSync, version: int) -> None:
+    time.sleep(JOIN_TIMEOUT_S + 1)
+    run(sync, version)
+
+
+FAULTS: dict[str, tuple[type, str, Callable]] = {
+    "flipped byte": (Wire, "_finish", flip_a_byte),
+    "swapped slices": (Wire, "_unpack", swap_slices),
+    "dropped bucket": (Landings, "fill", drop_second_bucket),
+    "loads nothing": (Landings, "fill", load_nothing),
+    "fails in the middle": (Landings, "fill", fail_in_the_middle),
+    "spoilt sender": (Wire, "_pack", spoil_what_is_sent),
+    "late": (WeightSync, "_run", be_late),
+}
+
+
+class Job:
+    def __init__(self, world: World, folder: Path, job: dict):
+        self.world, self.job, self.folder = world, job, folder / job["model"]
+        self.placement: Placement = plan(job["placement"], 1, world.size, num_replicas=job.get("num_replicas", 1))
+        self.groups: Groups = make_groups(self.placement, world.rank, "cpu", timeout_s=60)
+        self.model, self.engine, self.copy = self._build_model(), self._build_engine(), self._build_copy()
+        self.tensors = self._share_tensors()
+        self.scale = 1.0
+        self.seen: dict[str, Any] = {"errors": {}, "versions": []}
+
+    def _build_model(self) -> nn.Module | None:
+        if self.groups.actor_mesh is None:
+            return None
+        return load_model(self.folder, self.groups.actor_mesh, self.world.device, self.job["dtype"], trainable=True)
+
+    def _build_engine(self) -> FakeEngine | None:
+        return FakeEngine(4, 0) if self.placement.engine_of(self.world.rank) is not None else None
+
+    def _build_copy(self) -> LogprobService | None:
+        if self.groups.scorer_mesh is None:
+            return None
+        model = load_model(self.folder, self.groups.scorer_mesh, self.world.device, self.job["dtype"], trainable=False)
+        for part in local_slices(model):
+            part.data.zero_()
+        scorers = self.placement.scorers
+        return LogprobService(self.world.mail, scorers, {"old_logprobs": model}, 100, 1.0, self.world.device)
+
+    def _share_tensors(self) -> tuple:
+        if self.world.rank == self.placement.leader:
+            assert self.model is not None
+            for rank in range(self.world.size):
+                tensors = to_json(wire_tensors(self.model, self.job["dtype"]))
+                self.world.mail.send(rank, "tensors", {"tensors": tensors})
+        message = self.world.mail.receive("tensors")
+        assert message is not None
+        return tuple(from_json(message.meta["tensors"]))
+
+    def make_sync(self, bucket_bytes: int = BUCKET_BYTES) -> WeightSync:
+        receivers: list[Receiver] = [receiver for receiver in (self.engine, self.copy) if receiver is not None]
+        return WeightSync(
+            self.world.mail,
+            self.placement,
+            Plan(self.tensors, tuple(self.placement.owners), tuple(self.placement.receivers), bucket_bytes),
+            self.groups.sync_pgs,
+            SyncConfig(join_timeout_s=JOIN_TIMEOUT_S, probe_interval=0, verify=self.job.get("verify", "full")),
+            self.world.device,
+            probe_tokens(32, 16),
+            1e-3,
+            model=self.model,
+            receivers=receivers,
+        )
+
+    def publish(self, sync: WeightSync) -> None:
+        if self.model is not None:
+            sync.publish()
+            return
+        message = self.world.mail.receive("sync")
+        assert message is not None
+        sync.join(message.meta["version"])
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self.scale *= SCALE
+        for part in local_slices(self.model) if self.model is not None else ():
+            if part.info.torch_dtype.is_floating_point:
+                part.data.mul_(SCALE)
+
+    def check(self, sync: WeightSync) -> None:
+        """Everything that this rank was given is what the files say, times the scale."""
+        self.seen["versions"].append(sync.version)
+        files = load_file(self.folder / "model.safetensors")
+        for index, info in enumerate(self.tensors):
+            expected = (files[info.name].float() * self.scale).to(info.torch_dtype)
+            if self.engine is not None:
+                assert torch.equal(self.engine.memory[info.name], expected), f"engine: {info.name}"
+            if self.copy is not None:
+                part = list(local_slices(self.copy.models["old_logprobs"]))[index]
+                rank = self.placement.scorers.index(self.world.rank)
+                first, end = info.rows(rank, len(self.placement.scorers))
+                assert torch.equal(part.data, expected[first:end].float()), f"copy: {info.name}"
+        for receiver in (self.engine, self.copy):
+            assert receiver is None or receiver.version == sync.version
+
+    def run(self) -> None:
+        sync = self.make_sync()
+        for _ in range(3):
+            self.publish(sync)
+            self.check(sync)
+            self.train()
+        for name, culprit in self.job.get("faults", {}).items():
+            owner, method, function = FAULTS[name]
+            before = sync.version
+            try:
+                if self.world.rank == culprit:
+                    with replaced(owner, method, function):
+                        self.publish(sync)
+                else:
+                    self.publish(sync)
+            except SyncError as error:
+                self.seen["errors"][name] = str(error)
+            assert sync.version == before
+            unproven = before if name == "late" else 0  # nothing had arrived when that one was given up
+            assert self.engine is None or self.engine.version == unproven, "serves a version that was not proven"
+            self.world.meet(name)
+            self.publish(sync)  # the groups are still in step
+            self.check(sync)
+            self.train()
+        if "other_plan" in self.job:
+            try:
+                self.make_sync(BUCKET_BYTES + (self.world.rank == self.job["other_plan"]))
+            except SyncError as error:
+                self.seen["errors"]["other plan"] = str(error)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    with join() as world:
+        world.connect(share_gpu=False, timeout_s=60)
+        for number, description in enumerate(json.loads(sys.argv[2])):
+            job = Job(world, folder, description)
+            job.run()
+            (folder / f"{number}.{world.rank}.json").write_text(json.dumps(job.seen))
+
+
+if __name__ == "__main__":
+    main()

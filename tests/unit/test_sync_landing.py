@@ -1,0 +1,194 @@
+"""Where tensors land in an engine that fuses and cuts them as vLLM does: watched, filled, and read back."""
+
+from collections.abc import Iterable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rl.shards import TensorInfo
+from rl.sync.digest import Digests, flat_part
+from rl.sync.landing import Landings, Region, Unfilled, trace, uncovered
+
+CPU = torch.device("cpu")
+HIDDEN, VOCAB, PADDED_VOCAB = 6, 10, 12
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed": (VOCAB, HIDDEN),
+    "q": (4, HIDDEN),
+    "k": (2, HIDDEN),
+    "v": (2, HIDDEN),
+    "o": (HIDDEN, 4),
+    "gate": (8, HIDDEN),
+    "up": (8, HIDDEN),
+    "down": (HIDDEN, 8),
+    "norm": (HIDDEN,),
+}
+TENSORS = [TensorInfo(name, shape, "float32", True) for name, shape in SHAPES.items()]
+TENSORS.append(TensorInfo("steps", (), "int64", False))  # a buffer that engines have no use for
+STEPS = len(TENSORS) - 1
+
+
+class Engine(nn.Module):
+    """One tensor-parallel rank: fused and cut as vLLM does it, with a padded vocabulary and a tied head."""
+
+    def __init__(self, tp_rank: int, tp_size: int, dtype: torch.dtype = torch.float32):
+        super().__init__()
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.full(shape, 7.0, dtype=dtype))
+
+        self.tp_rank, self.tp_size = tp_rank, tp_size
+        self.embed = parameter(PADDED_VOCAB // tp_size, HIDDEN)
+        self.qkv = parameter(8 // tp_size, HIDDEN)
+        self.o = parameter(HIDDEN, 4 // tp_size)
+        self.gate_up = parameter(16 // tp_size, HIDDEN)
+        self.down = parameter(HIDDEN, 8 // tp_size)
+        self.norm = parameter(HIDDEN)
+        self.head = self.embed
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        fused = {"q": (self.qkv, 0), "k": (self.qkv, 4), "v": (self.qkv, 6)}
+        fused |= {"gate": (self.gate_up, 0), "up": (self.gate_up, 8)}
+        for name, weight in weights:
+            if name == "embed":
+                first = self.tp_rank * len(self.embed)
+                weight = weight[first : first + len(self.embed)]
+                self.embed[: len(weight)].data.copy_(weight)
+                self.embed[len(weight) :].data.fill_(0)
+            elif name in fused:
+                parameter, offset = fused[name]
+                size = len(weight) // self.tp_size
+                target = parameter.data.narrow(0, offset // self.tp_size, size)
+                target.copy_(weight.narrow(0, self.tp_rank * size, size))
+            elif name in ("o", "down"):
+                size = weight.shape[1] // self.tp_size
+                getattr(self, name).data.copy_(weight.narrow(1, self.tp_rank * size, size))
+            elif name == "norm":
+                self.norm.data.copy_(weight)
+
+
+def flat(start: int, count: int) -> list[Region]:
+    return [Region(start, 1, count, 0)]
+
+
+WHOLE = [flat(0, torch.Size(shape).numel()) for shape in SHAPES.values()] + [[]]
+FIRST_HALF = [flat(0, 36), flat(0, 12), flat(0, 6), flat(0, 6), [Region(0, 6, 2, 4)]]
+FIRST_HALF += [flat(0, 24), flat(0, 24), [Region(0, 6, 4, 8)], flat(0, 6), []]
+SECOND_HALF = [flat(36, 24), flat(12, 12), flat(6, 6), flat(6, 6), [Region(2, 6, 2, 4)]]
+SECOND_HALF += [flat(24, 24), flat(24, 24), [Region(4, 6, 4, 8)], flat(0, 6), []]
+RANKS = pytest.mark.parametrize(
+    ("tp_rank", "tp_size", "regions"), [(0, 1, WHOLE), (0, 2, FIRST_HALF), (1, 2, SECOND_HALF)]
+)
+
+
+@RANKS
+def test_regions_are_what_the_loader_takes(tp_rank: int, tp_size: int, regions: list[list[Region]]) -> None:
+    engine = Engine(tp_rank, tp_size)
+    landings = trace(TENSORS, engine, engine.load_weights, CPU)
+    assert landings.regions == regions
+    assert landings.is_whole == [found == whole != [] for found, whole in zip(regions, WHOLE, strict=True)]
+    assert all(bool((parameter == 7).all()) for parameter in engine.parameters())  # watched, not made
+
+
+def whole_tensors(seed: int = 0) -> dict[int, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    tensors = {index: torch.randn(info.shape, generator=source) for index, info in enumerate(TENSORS)}
+    return tensors | {STEPS: torch.tensor(seed)}
+
+
+@RANKS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fill_does_what_the_loader_does(
+    tp_rank: int, tp_size: int, regions: list[list[Region]], dtype: torch.dtype
+) -> None:
+    """Also where the source is wider than what travels, such as the float32 masters of a bfloat16 engine."""
+    infos = [TensorInfo(info.name, info.shape, str(dtype)[6:], True) for info in TENSORS[:-1]] + TENSORS[-1:]
+    engine, loaded = Engine(tp_rank, tp_size, dtype), Engine(tp_rank, tp_size, dtype)
+    whole = whole_tensors()
+    landings = trace(infos, engine, engine.load_weights, CPU)
+    landings.fill_zeros()
+    for bucket in ((0, 1), (2, 3, 4, STEPS), (5, 6, 7, 8)):
+        landings.fill({index: whole[index] for index in bucket})
+    loaded.load_weights((infos[index].name, tensor.to(infos[index].torch_dtype)) for index, tensor in whole.items())
+    for name, parameter in loaded.named_parameters():
+        assert getattr(engine, name).tolist() == parameter.tolist(), name
+    assert (engine.embed[4:].abs().sum() == 0) == (tp_rank == 1)
+
+
+def misplaced(landings: Landings, whole: Mapping[int, Tensor]) -> list[str]:
+    """Names of the tensors of which other values are held than were given."""
+    held, expected, arrived = (Digests(len(TENSORS), CPU) for _ in range(3))
+    held.add(landings.held())
+    expected.add(landings.expected(whole))
+    arrived.add([flat_part(index, tensor, 0, TENSORS[index].torch_dtype) for index, tensor in whole.items()])
+    is_whole = torch.tensor(landings.is_whole).unsqueeze(1)
+    wanted = torch.where(is_whole, arrived.result(), expected.result())
+    wrong = (held.result() != wanted).any(1)
+    return [info.name for info, is_wrong in zip(TENSORS, wrong, strict=True) if is_wrong]
+
+
+CHANGES = [("embed", 0, "embed"), ("qkv", 0, "q"), ("qkv", -1, "v"), ("gate_up", -1, "up"), ("o", 3, "o")]
+
+
+@RANKS
+@pytest.mark.parametrize(("parameter", "element", "name"), [*CHANGES, ("down", -1, "down"), ("norm", 2, "norm")])
+def test_what_is_held_is_read_back(
+    tp_rank: int, tp_size: int, regions: list[list[Region]], parameter: str, element: int, name: str
+) -> None:
+    engine = Engine(tp_rank, tp_size)
+    landings, whole = trace(TENSORS, engine, engine.load_weights, CPU), whole_tensors()
+    landings.fill(whole_tensors(seed=1))
+    assert misplaced(landings, whole) == list(SHAPES)
+    landings.fill(whole)
+    assert misplaced(landings, whole) == []
+    with torch.no_grad():
+        getattr(engine, parameter).view(-1)[element] += 1
+    assert misplaced(landings, whole) == [name]
+
+
+class Untied(Engine):
+    """A head with memory of its own, which the checkpoint has no tensor for."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.head = nn.Parameter(torch.zeros(PADDED_VOCAB, HIDDEN))
+
+
+def test_a_parameter_that_nothing_fills_is_named() -> None:
+    engine = Untied()
+    with pytest.raises(Unfilled, match=r"head \[12, 6\] of the engine is filled by no tensor"):
+        trace(TENSORS, engine, engine.load_weights, CPU)
+
+
+@pytest.mark.parametrize("missing", ["embed", "k", "up", "down", "norm"])
+def test_a_policy_without_one_of_the_tensors_leaves_a_parameter_unfilled(missing: str) -> None:
+    engine = Engine(0, 1)
+    name = {"k": "qkv", "up": "gate_up"}.get(missing, missing)
+    with pytest.raises(Unfilled, match=f"^{name} "):
+        trace([info for info in TENSORS if info.name != missing], engine, engine.load_weights, CPU)
+
+
+@pytest.mark.xfail(strict=True, reason="torch._foreach_copy_ takes no empty list")
+def test_a_bucket_of_which_a_receiver_takes_nothing() -> None:
+    engine = Engine(0, 1)
+    trace(TENSORS, engine, engine.load_weights, CPU).fill({STEPS: torch.tensor(3)})
+    assert bool((engine.embed == 7).all())
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "names"),
+    [
+        ([WHOLE], []),
+        ([WHOLE, WHOLE], []),  # the same regions on both
+        ([FIRST_HALF, SECOND_HALF], []),  # regions apart, and `norm` on both
+        ([FIRST_HALF, FIRST_HALF], ["embed", "q", "k", "v", "o", "gate", "up", "down"]),
+        ([SECOND_HALF], ["embed", "q", "k", "v", "o", "gate", "up", "down"]),
+        ([FIRST_HALF, [*SECOND_HALF[:4], [], *SECOND_HALF[5:]]], ["o"]),
+        ([WHOLE, FIRST_HALF], ["embed", "q", "k", "v", "o", "gate", "up", "down"]),  # more than all
+        ([[*WHOLE[:8], [], []]], ["norm"]),
+    ],
+)
+def test_the_ranks_of_an_engine_take_all_of_every_parameter(
+    by_rank: list[list[list[Region]]], names: list[str]
+) -> None:
+    assert uncovered(TENSORS, by_rank) == names

@@ -1,0 +1,246 @@
+"""The plan of a weight sync: its buckets, and which bytes of them come from whom."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl.shards import TensorInfo
+from rl.sync.plan import Bucket, Plan, cut_buckets, packed_offsets, view_in
+from rl.sync.wire import Wire
+
+
+def info(name: str, *shape: int, dtype: str = "float32", sharded: bool = True) -> TensorInfo:
+    return TensorInfo(name, shape, dtype, sharded)
+
+
+def sized(name: str, num_bytes: int, dtype: str = "float32") -> TensorInfo:
+    return info(name, num_bytes // getattr(torch, dtype).itemsize, dtype=dtype)
+
+
+def make_plan(*tensors: TensorInfo, num_owners: int = 1, bucket_bytes: int = 1 << 20) -> Plan:
+    return Plan(tensors, tuple(range(10, 10 + num_owners)), (0, 1), bucket_bytes)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "buckets"),
+    [
+        ([sized("a", 48), sized("b", 48), sized("c", 4)], ["ab", "c"]),  # 96 bytes just fit
+        ([sized("a", 36), sized("b", 48), sized("c", 4)], ["ab", "c"]),  # 36 take 48
+        ([sized("a", 40), sized("b", 52), sized("c", 32)], ["a", "bc"]),  # 92 bytes, but 48 + 64 with the gaps
+        ([sized("a", 40), sized("b", 400), sized("c", 40), sized("d", 40)], ["a", "b", "cd"]),  # b goes alone
+        ([sized("a", 400), sized("b", 400)], ["a", "b"]),
+        ([sized("a", 4), sized("b", 2, "bfloat16"), sized("c", 8, "int64"), sized("d", 4)], ["abcd"]),
+        ([sized(name, 1, "uint8") for name in "abcdefg"], ["abcdef", "g"]),  # 16 bytes each
+        ([sized("a", 0), sized("b", 96), sized("c", 0)], ["abc"]),
+        ([sized("c", 96), sized("a", 16), sized("b", 16)], ["c", "ab"]),  # model order, not size or name
+        ([], []),
+    ],
+)
+def test_buckets_are_runs_of_whole_tensors(tensors: list[TensorInfo], buckets: list[str]) -> None:
+    cut = cut_buckets(tuple(tensors), max_bytes=96)
+    assert ["".join(tensors[index].name for index in bucket) for bucket in cut] == buckets
+    assert [bucket.tensors for bucket in make_plan(*tensors, bucket_bytes=96).buckets] == cut
+
+
+def test_tensors_of_a_bucket_start_at_multiples_of_16() -> None:
+    tensors = [info("a", 3), info("b", 3, 3, dtype="bfloat16"), info("c", dtype="int64"), info("d", 4)]
+    plan = make_plan(*tensors, info("e", 0, 4), info("f", 1, dtype="uint8"))
+    (bucket,) = plan.buckets
+    assert bucket.offsets == (0, 16, 48, 64, 80, 80)  # 12, 18, 8, 16, 0 and 1 bytes
+    assert bucket.num_bytes == 96
+    assert plan.num_bytes == 12 + 18 + 8 + 16 + 0 + 1
+
+
+Spans = list[list[tuple[int, int]]]  # by owner: first element and count
+A = info("a", 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "spans"),
+    [
+        (A, [[(0, 24)]]),
+        (A, [[(0, 12)], [(12, 12)]]),
+        (A, [[(0, 9)], [(9, 9)], [(18, 6)]]),  # 3, 3 and 2 rows
+        (A, [[(0, 6)], [(6, 6)], [(12, 6)], [(18, 6)]]),
+        (info("a", 9, 2), [[(0, 6)], [(6, 6)], [(12, 6)], []]),  # chunks of ceil(9 / 4) = 3 rows
+        (info("a", 2, 5), [[(0, 5)], [(5, 5)], [], []]),  # fewer rows than owners
+        (info("a", 1), [[(0, 1)], [], []]),
+        (info("a", 6, 2, sharded=False), [[(0, 12)], [], []]),  # a buffer comes from the first alone
+        (info("a", sharded=False), [[(0, 1)], []]),
+        (info("a", 0, 4), [[], []]),
+    ],
+)
+def test_what_each_owner_sends_of_a_tensor(tensor: TensorInfo, spans: Spans) -> None:
+    (bucket,) = make_plan(tensor, num_owners=len(spans)).buckets
+    assert [[(part.start, part.num_elements) for part in ranges] for ranges in bucket.ranges] == spans
+    for part in (part for ranges in bucket.ranges for part in ranges):
+        assert (part.offset, part.num_bytes) == (4 * part.start, 4 * part.num_elements)
+
+
+MIXED = (info("a", 5, 3, dtype="bfloat16"), info("b", 3, dtype="int64", sharded=False), info("c", 4))
+
+
+def test_where_the_ranges_of_mixed_dtypes_lie() -> None:
+    (bucket,) = make_plan(*MIXED, num_owners=2).buckets
+    assert bucket.offsets == (0, 32, 64)  # 30, 24 and 16 bytes
+    first, second = bucket.ranges
+    assert [(part.tensor, part.stretch) for part in first] == [
+        (0, slice(0, 18)),
+        (1, slice(32, 56)),
+        (2, slice(64, 72)),
+    ]
+    assert [(part.tensor, part.stretch) for part in second] == [(0, slice(18, 30)), (2, slice(72, 80))]
+    assert (packed_offsets(first), bucket.packed_bytes(0)) == ([0, 32, 64], 80)  # 18, 24 and 8 bytes
+    assert (packed_offsets(second), bucket.packed_bytes(1)) == ([0, 16], 32)  # 12 and 8 bytes
+    assert not bucket.is_in_place
+
+
+@pytest.mark.parametrize(
+    ("tensors", "num_owners", "stretches"),
+    [
+        (MIXED, 1, [slice(0, 80)]),  # one owner: all of the memory, with the gaps
+        (MIXED, 2, None),
+        ((info("a", 5, 3),), 2, [slice(0, 36), slice(36, 60)]),  # one tensor: exact, no gaps between
+        ((info("a", 2, 3),), 4, [slice(0, 12), slice(12, 24), None, None]),
+        ((info("a", 6, sharded=False), info("b", 1, 3)), 3, [slice(0, 48), None, None]),  # all from the first
+        ((info("a", 6), info("b", 0, 3)), 2, [slice(0, 12), slice(12, 24)]),
+        ((info("a", 1), info("b", 2)), 2, None),  # the second's part is one stretch, the first's is two
+    ],
+)
+def test_in_place(tensors: tuple[TensorInfo, ...], num_owners: int, stretches: list[slice | None] | None) -> None:
+    (bucket,) = make_plan(*tensors, num_owners=num_owners).buckets
+    assert bucket.is_in_place == (stretches is not None)
+    for owner, stretch in enumerate(stretches or []):
+        assert stretch == (bucket.stretch(owner) if bucket.ranges[owner] else None)
+
+
+def random_model(source: random.Random) -> tuple[TensorInfo, ...]:
+    def one(index: int) -> TensorInfo:
+        shape = tuple(source.choice([1, 2, 3, 5, 8, 13]) for _ in range(source.choice([1, 1, 2, 3])))
+        dtype = source.choice(["bfloat16", "bfloat16", "float32", "int64", "uint8"])
+        return TensorInfo(f"t{index}", () if source.random() < 0.1 else shape, dtype, source.random() < 0.8)
+
+    return tuple(one(index) for index in range(source.choice([1, 2, 7, 12])))
+
+
+def random_tensor(tensor: TensorInfo) -> Tensor:
+    return torch.randint(0, 256, (tensor.num_bytes,), dtype=torch.uint8).view(tensor.torch_dtype).view(tensor.shape)
+
+
+def sliced(whole: Tensor, tensor: TensorInfo, owner: int, num_owners: int) -> Tensor:
+    """An owner's slice as torch itself would cut it."""
+    if not tensor.sharded or not tensor.shape:
+        return whole if owner == 0 else whole.reshape(-1)[:0]
+    chunks = whole.chunk(num_owners)
+    return chunks[owner] if owner < len(chunks) else whole[:0]
+
+
+def received(plan: Plan, bucket: Bucket, wholes: list[Tensor]) -> Tensor:
+    """The bucket's memory, after each owner packed its slices and sent them."""
+    memory = torch.full((bucket.num_bytes,), 170, dtype=torch.uint8)
+    for owner, ranges in enumerate(bucket.ranges):
+        if not ranges:
+            continue
+        sent = torch.zeros(bucket.packed_bytes(owner), dtype=torch.uint8)
+        for part, offset in zip(ranges, packed_offsets(ranges), strict=True):
+            tensor = plan.tensors[part.tensor]
+            piece = sliced(wholes[part.tensor], tensor, owner, len(plan.owners))
+            view_in(sent, offset, tensor, part.num_elements).copy_(piece.reshape(-1))
+        if bucket.is_in_place:
+            memory[bucket.stretch(owner)] = sent
+        else:
+            for part, offset in zip(ranges, packed_offsets(ranges), strict=True):
+                memory[part.stretch] = sent[offset : offset + part.num_bytes]
+    return memory
+
+
+@pytest.mark.parametrize("num_owners", [1, 2, 3, 4])
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
+@pytest.mark.parametrize("seed", range(6))
+def test_packed_slices_give_whole_tensors_again(seed: int, bucket_bytes: int, num_owners: int) -> None:
+    source = random.Random(seed)
+    torch.manual_seed(seed)
+    plan = make_plan(*random_model(source), num_owners=num_owners, bucket_bytes=bucket_bytes)
+    wholes = [random_tensor(tensor) for tensor in plan.tensors]
+    seen = []
+    for bucket in plan.buckets:
+        memory = received(plan, bucket, wholes)
+        for index, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+            tensor = plan.tensors[index]
+            got = view_in(memory, offset, tensor, tensor.num_elements).view(tensor.shape)
+            assert got.dtype == wholes[index].dtype
+            assert torch.equal(got.reshape(-1).view(torch.uint8), wholes[index].reshape(-1).view(torch.uint8))
+            seen.append(index)
+    assert seen == list(range(len(plan.tensors)))
+
+
+@pytest.mark.parametrize("num_owners", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_byte_is_sent_once(seed: int, num_owners: int) -> None:
+    plan = make_plan(*random_model(random.Random(seed)), num_owners=num_owners, bucket_bytes=200)
+    for bucket in plan.buckets:
+        covered = Counter(
+            byte for ranges in bucket.ranges for part in ranges for byte in range(part.offset, part.stretch.stop)
+        )
+        wanted = [
+            byte
+            for index, offset in zip(bucket.tensors, bucket.offsets, strict=True)
+            for byte in range(offset, offset + plan.tensors[index].num_bytes)
+        ]
+        assert covered == dict.fromkeys(wanted, 1)
+
+
+PLAN = Plan((info("a", 4, 2), info("b", 3)), (2, 3), (0, 1), 1024)
+
+
+def test_equal_plans_have_equal_digests() -> None:
+    again = Plan((info("a", 4, 2), info("b", 3)), (2, 3), (0, 1), 1024)
+    assert again is not PLAN
+    assert again.digest == PLAN.digest
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(PLAN, tensors=PLAN.tensors[::-1]),
+        replace(PLAN, tensors=PLAN.tensors[:1]),
+        replace(PLAN, tensors=(info("a", 2, 4), info("b", 3))),
+        replace(PLAN, tensors=(info("a", 4, 2), info("c", 3))),
+        replace(PLAN, tensors=(info("a", 4, 2), info("b", 3, dtype="int32"))),
+        replace(PLAN, tensors=(info("a", 4, 2), info("b", 3, sharded=False))),
+        replace(PLAN, owners=(3, 2)),
+        replace(PLAN, owners=(2,)),
+        replace(PLAN, receivers=(0,)),
+        replace(PLAN, receivers=(0, 1, 2)),
+        replace(PLAN, bucket_bytes=1025),
+    ],
+)
+def test_other_plans_have_other_digests(other: Plan) -> None:
+    assert other.digest != PLAN.digest
+
+
+@pytest.mark.parametrize(
+    ("owners", "receivers", "needs_wire"),
+    [
+        ((0,), (0,), False),  # one rank does it all
+        ((0,), (1,), True),
+        ((0,), (0, 1), True),
+        ((0, 1), (0, 1), True),  # each needs what the other owns
+        ((0, 1), (0,), True),
+    ],
+)
+def test_needs_wire(owners: tuple[int, ...], receivers: tuple[int, ...], needs_wire: bool) -> None:
+    assert Plan(PLAN.tensors, owners, receivers, 1024).needs_wire is needs_wire
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.xfail(strict=True, raises=KeyError))])
+def test_without_a_wire_the_owner_has_whole_tensors_and_a_second_replica_nothing(rank: int) -> None:
+    plan = Plan(PLAN.tensors, (0,), (0,), bucket_bytes=16)
+    sources = {0: torch.arange(8.0), 1: torch.arange(3.0)} if rank == 0 else {}
+    wire = Wire(plan, [None], rank, torch.device("cpu"), reuse=True)
+    got = [{index: tensor.tolist() for index, tensor in whole.items()} for _, whole in wire.buckets(sources)]
+    assert got == ([{0: [[0, 1], [2, 3], [4, 5], [6, 7]]}, {1: [0, 1, 2]}] if rank == 0 else [{}, {}])
