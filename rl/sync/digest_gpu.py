@@ -26,7 +26,7 @@ def add(sums: Tensor, parts: list[Part]) -> None:
 def _loaded_as(part: Part) -> torch.dtype:
     if part.values.dtype != part.dtype:
         assert (part.values.dtype, part.dtype) == (torch.float32, torch.bfloat16), (part.values.dtype, part.dtype)
-        return torch.float32
+        return torch.int32
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[part.dtype.itemsize]
 
 
@@ -58,7 +58,7 @@ def _launch(sums: Tensor, parts: list[Part], loaded_as: torch.dtype, is_cast: bo
     )
 
 
-_TYPES = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32, torch.float32: tl.float32}
+_TYPES = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32}
 
 
 @triton.jit
@@ -111,10 +111,10 @@ def _add_digests(
             address = line * memory_stride + column
             position = start + line * row_stride + column
         value = tl.load(base + address, mask=inside, other=0)
-        if is_cast:
-            bits = value.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32).to(tl.uint32, bitcast=True)
-        else:
-            bits = value.to(tl.int32).to(tl.uint32, bitcast=True)
+        bits = value.to(tl.int32).to(tl.uint32, bitcast=True)
+        if is_cast:  # float32 to bfloat16, to the nearest even, then widened with its sign
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+            bits = (rounded.to(tl.int32, bitcast=True) >> 16).to(tl.uint32, bitcast=True)
         weighted = bits * _odd_hash(position % block, element_salt)
         number = position // block
         first_sum += weighted * _odd_hash(number, first_salt)
