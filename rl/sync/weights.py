@@ -142,7 +142,8 @@ class WeightSync:
         reports: dict[int, Message] = {}
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while len(reports) < self._placement.world_size:
-            message = self._mail.receive("sync report", timeout_s=None if deadline is None else deadline - time.monotonic())
+            left_s = None if deadline is None else deadline - time.monotonic()
+            message = self._mail.receive("sync report", timeout_s=left_s)
             if message is None:
                 break
             if message.meta["round"] == self._round:  # an older one comes from a rank that was given up
