@@ -228,6 +228,8 @@ def _typed(values: dict) -> Config:
     placement = _placement_of(values)
     values.pop("placement", None)
     _check_keys(values, Config, "")
+    if values.get("sync", {}).get("verify") is False:
+        values["sync"]["verify"] = "off"  # which YAML reads as a boolean
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values))
         config = OmegaConf.to_object(merged)

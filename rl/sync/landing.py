@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.shards import TensorInfo
-from rl.sync.digest import Part
+from rl.sync.digest import Part, flat_part
 
 Weights = Iterator[tuple[str, Tensor]]
 Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -28,10 +28,6 @@ Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 class Untraceable(Exception):
     """The loader does more than copy."""
-
-
-class Unfilled(RuntimeError):
-    """A parameter that no tensor of the policy fills: it would keep the values it was made with."""
 
 
 @dataclass(frozen=True)
@@ -76,24 +72,27 @@ class Landings:
     def __init__(self, tensors: Sequence[TensorInfo], landings: Sequence[Landing], zeros: Sequence[Tensor] = ()):
         self._dtypes = [info.torch_dtype for info in tensors]
         self._zeros = list(zeros)
+        self._held: list[Part] | None = None  # thousands of views that never change
         self._of: list[list[Landing]] = [[] for _ in tensors]
         for landing in landings:
             self._of[landing.tensor].append(landing)
-        self.is_whole = [
-            sum(landing.region.num_elements for landing in self._of[index]) == info.num_elements
-            for index, info in enumerate(tensors)
-        ]
+        wholes = [Region(0, 1, info.num_elements, 0) for info in tensors]
+        self.is_whole = [self._regions(index) == [whole] for index, whole in enumerate(wholes)]
 
     @property
     def regions(self) -> list[list[Region]]:
         """What this receiver takes of each tensor."""
-        return [[landing.region for landing in landings] for landings in self._of]
+        return [self._regions(index) for index in range(len(self._of))]
+
+    def _regions(self, tensor: int) -> list[Region]:
+        return [landing.region for landing in self._of[tensor]]
 
     def fill(self, whole: Mapping[int, Tensor]) -> None:
         """Copies from whole tensors, by index, into the receiver's memory."""
         landings = [landing for index in whole for landing in self._of[index]]
         sources = [landing.region.of(whole[landing.tensor]) for landing in landings]
-        torch._foreach_copy_([landing.target for landing in landings], sources)
+        if landings:  # a bucket may hold nothing for this receiver
+            torch._foreach_copy_([landing.target for landing in landings], sources)
 
     def fill_zeros(self) -> None:
         for target in self._zeros:
@@ -107,13 +106,23 @@ class Landings:
             for landing in self._of[index]
         ]
 
-    def held(self) -> list[Part]:
-        """For digests of what the receiver holds, read from its own memory."""
-        return [
-            Part(index, landing.target, landing.region.start, landing.region.row_stride, self._dtypes[index])
-            for index, landings in enumerate(self._of)
-            for landing in landings
-        ]
+    def held(self, cuts: Sequence[Sequence[tuple[int, int]]]) -> list[Part]:
+        """For digests of what the receiver holds, read from its own memory. `cuts` are the start and the number of
+        elements of the parts in which each tensor arrived, the same at each call: whole ones are read back in them."""
+        if self._held is None:
+            self._held = self._held_parts(cuts)
+        return self._held
+
+    def _held_parts(self, cuts: Sequence[Sequence[tuple[int, int]]]) -> list[Part]:
+        parts = []
+        for index, dtype in enumerate(self._dtypes):
+            for landing in self._of[index]:
+                region, target = landing.region, landing.target
+                if self.is_whole[index]:
+                    parts += [flat_part(index, target[0, a : a + count], a, dtype) for a, count in cuts[index]]
+                else:
+                    parts.append(Part(index, target, region.start, region.row_stride, dtype))
+        return parts
 
 
 def uncovered(tensors: Sequence[TensorInfo], regions_by_rank: Sequence[list[list[Region]]]) -> list[str]:
@@ -136,7 +145,7 @@ def trace(tensors: Sequence[TensorInfo], model: nn.Module, load: Loader, device:
 
     def weights() -> Weights:
         for index, info in enumerate(tensors):
-            source = torch.empty(info.shape, dtype=info.torch_dtype, device=device)
+            source = torch.ones(info.shape, dtype=info.torch_dtype, device=device)  # what is set to 0 is a padding
             with recorder.placing(index, source):
                 yield info.name, source
 
@@ -168,17 +177,20 @@ class _Recorder(TorchDispatchMode):
         self._source = torch.empty(0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target = args[0] if args and isinstance(args[0], Tensor) else None
-        if target is None or not func._schema.is_mutable or _storage(target) not in self._names:
+        written = _written_tensors(func, args, kwargs or {})
+        if any(_storage(tensor) == _storage(self._source) for tensor in written):
+            raise Untraceable(f"its loader calls {func} on what it was given")
+        names = [self._names[_storage(tensor)] for tensor in written if _storage(tensor) in self._names]
+        if not names:
             return func(*args, **(kwargs or {}))
-        name = self._names[_storage(target)]
+        target = args[0]
         if func is torch.ops.aten.copy_.default:
-            self._record_copy(name, target, args[1])
+            self._record_copy(names[0], target, args[1])
         elif func is torch.ops.aten.zero_.default or (func is torch.ops.aten.fill_.Scalar and args[1] == 0):
             if target.numel():
                 self.zeros.append(target.detach())
         else:
-            raise Untraceable(f"its loader calls {func} on {name}")
+            raise Untraceable(f"its loader calls {func} on {names[0]}")
         return target
 
     def _record_copy(self, name: str, target: Tensor, source: Tensor) -> None:
@@ -186,7 +198,8 @@ class _Recorder(TorchDispatchMode):
             return
         if _storage(source) != _storage(self._source):
             raise Untraceable(f"its loader computes what it puts into {name}")
-        if source.shape != target.shape or torch.promote_types(source.dtype, target.dtype) != target.dtype:
+        is_kept = torch.promote_types(source.dtype, target.dtype) == target.dtype
+        if source.shape != target.shape or not is_kept or source.is_floating_point() != target.is_floating_point():
             raise Untraceable(f"its loader reshapes or narrows what it puts into {name}")
         sizes, source_strides, target_strides = _merged_axes(source, target)
         if len(sizes) > 2 or source_strides[-1] != 1 or target_strides[-1] != 1:
@@ -215,15 +228,30 @@ def _merged_axes(source: Tensor, target: Tensor) -> tuple[list[int], list[int], 
 
 
 def _check_filled(parameters: Mapping[str, Tensor], recorder: _Recorder) -> None:
-    targets = [*(landing.target for landing in recorder.landings), *recorder.zeros]
-    distinct = {(_storage(view), view.storage_offset(), view.shape, view.stride()): view.numel() for view in targets}
-    filled: dict[int, int] = {}
-    for (storage, *_), num_elements in distinct.items():
-        filled[storage] = filled.get(storage, 0) + num_elements
+    """A parameter that no tensor fills would keep the values it was made with."""
+    targets: dict[int, list[Tensor]] = {}
+    for target in [*(landing.target for landing in recorder.landings), *recorder.zeros]:
+        targets.setdefault(_storage(target), []).append(target)
     for name, tensor in parameters.items():
-        if filled.get(_storage(tensor), 0) < tensor.numel():
-            shape = list(tensor.shape)
-            raise Unfilled(f"{name} {shape} of the engine is filled by no tensor of the policy, or only in part")
+        num_elements = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+        filled = torch.zeros(num_elements, dtype=torch.bool, device=tensor.device)
+        for target in targets.get(_storage(tensor), ()):
+            filled.as_strided(target.shape, target.stride(), target.storage_offset()).fill_(True)
+        if not filled.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).all():
+            raise Untraceable(f"no tensor of the policy fills all of its {name} {list(tensor.shape)}")
+
+
+def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The arguments that an operator changes."""
+    if not func._schema.is_mutable:
+        return []
+    given = dict(zip((argument.name for argument in func._schema.arguments), args)) | dict(kwargs)
+    written = []
+    for argument in func._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given:
+            value = given[argument.name]
+            written += [value] if isinstance(value, Tensor) else [v for v in value or () if isinstance(v, Tensor)]
+    return written
 
 
 def _storage(tensor: Tensor) -> int:

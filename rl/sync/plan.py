@@ -67,7 +67,17 @@ class Plan:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        return tuple(self._bucket(tensors) for tensors in cut_buckets(self.tensors, self.bucket_bytes))
+        max_bytes = self.bucket_bytes if self.needs_wire else self.num_bytes + ALIGNMENT * len(self.tensors)
+        return tuple(self._bucket(tensors) for tensors in cut_buckets(self.tensors, max_bytes))
+
+    @cached_property
+    def cuts(self) -> list[list[tuple[int, int]]]:
+        """By tensor: start and number of elements of each owner's part."""
+        cuts: list[list[tuple[int, int]]] = [[] for _ in self.tensors]
+        for bucket in self.buckets:
+            for part in (part for ranges in bucket.ranges for part in ranges):
+                cuts[part.tensor].append((part.start, part.num_elements))
+        return cuts
 
     @property
     def needs_wire(self) -> bool:

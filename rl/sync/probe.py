@@ -15,8 +15,8 @@ LIMITS = {"float32": 1e-3, "bfloat16": 0.25}  # mean absolute difference; stale 
 
 
 def probe_tokens(vocab_size: int, max_tokens: int) -> list[int]:
-    """Spread over the vocabulary; nothing but their being fixed matters."""
-    return [(7 + 7919 * index) % vocab_size for index in range(min(NUM_TOKENS, max_tokens))]
+    """At least two, spread over the vocabulary; nothing but their being fixed matters."""
+    return [(7 + 7919 * index) % vocab_size for index in range(max(2, min(NUM_TOKENS, max_tokens)))]
 
 
 @torch.no_grad()

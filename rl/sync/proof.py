@@ -26,8 +26,12 @@ def who(rank: int, placement: Placement) -> str:
 def differing(ours: Tensor, theirs: Tensor, tensors: Sequence[TensorInfo]) -> str:
     """The names of the tensors whose digests differ; empty when none does."""
     wrong = (ours != theirs).any(1).nonzero().flatten().tolist()
-    names = ", ".join(tensors[index].name for index in wrong[:MAX_NAMES])
-    return f"{names} and {len(wrong) - MAX_NAMES} more tensors" if len(wrong) > MAX_NAMES else names
+    return _listed([tensors[index].name for index in wrong])
+
+
+def _listed(names: Sequence[str]) -> str:
+    text = ", ".join(names[:MAX_NAMES])
+    return f"{text} and {len(names) - MAX_NAMES} more tensors" if len(names) > MAX_NAMES else text
 
 
 def judge_plans(digests: Mapping[int, str], placement: Placement) -> str:
@@ -52,7 +56,7 @@ def judge_regions(
             taken = [[[Region(*region) for region in tensor] for tensor in regions[rank]] for rank in ranks]
             missing = uncovered(tensors, taken)
             if missing:
-                errors.append(f"engine {index} does not take all of {', '.join(missing[:MAX_NAMES])}")
+                errors.append(f"engine {index} does not take all of {_listed(missing)}")
     return "; ".join(errors)
 
 

@@ -207,7 +207,7 @@ class WeightSync:
         return report, payload
 
     def _stream(self, digests: "_VersionDigests", errors: list[str]) -> Weights:
-        """Every tensor of the version, whole and in the wire's dtype, after it went to the receivers with landings."""
+        """Feeds the receivers with landings; yields every tensor, whole and in the wire's dtype, for the others."""
         own = dict(enumerate(local_slices(self._model))) if self._model is not None and self._owner is not None else {}
         sources = {index: part.data.reshape(-1) for index, part in own.items()}
         for bucket, whole in self._wire.buckets(sources):
@@ -218,7 +218,7 @@ class WeightSync:
                     landings.fill(whole)
             except Exception as error:  # as above: reported at the end
                 errors.append(f"{type(error).__name__}: {error}")
-            for index, tensor in whole.items():
+            for index, tensor in whole.items() if self._opaque else ():
                 info = self._plan.tensors[index]
                 yield info.name, tensor.to(info.torch_dtype)
 
@@ -270,7 +270,13 @@ class _VersionDigests:
                 ]
             )
         if self._plan.needs_wire:
-            self.got.add([flat_part(i, tensor, 0, tensors[i].torch_dtype) for i, tensor in whole.items()])
+            self.got.add(
+                [
+                    flat_part(index, tensor.view(-1)[start : start + count], start, tensors[index].torch_dtype)
+                    for index, tensor in whole.items()
+                    for start, count in self._plan.cuts[index]
+                ]
+            )
         for landings, expected in self._landed:
             expected.add(landings.expected(whole))
 
@@ -280,7 +286,7 @@ class _VersionDigests:
         arrived = (self.got if self._plan.needs_wire else self.sent).result()
         for landings, expected in self._landed:
             held = Digests(len(self._plan.tensors), self._device)
-            held.add(landings.held())
+            held.add(landings.held(self._plan.cuts))
             is_whole = torch.tensor(landings.is_whole).unsqueeze(1)
             names = differing(held.result(), torch.where(is_whole, arrived, expected.result()), self._plan.tensors)
             if names:

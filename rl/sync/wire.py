@@ -62,7 +62,8 @@ class Wire:
         self._sources = sources
         if not self._plan.needs_wire:
             for bucket in self._plan.buckets:
-                yield bucket, {i: self._sources[i].view(self._plan.tensors[i].shape) for i in bucket.tensors}
+                own = bucket.tensors if self._receives else ()  # else another replica's rank is the only receiver
+                yield bucket, {i: self._sources[i].view(self._plan.tensors[i].shape) for i in own}
             return
         self.is_in_step = False
         order = self._plan.buckets

@@ -91,8 +91,10 @@ def test_regions_are_what_the_loader_takes(tp_rank: int, tp_size: int, regions: 
 
 
 def whole_tensors(seed: int = 0) -> dict[int, Tensor]:
-    source = torch.Generator().manual_seed(seed)
-    tensors = {index: torch.randn(info.shape, generator=source) for index, info in enumerate(TENSORS)}
+    """Side by side in the memory of one bucket."""
+    sizes = [info.num_elements for info in TENSORS]
+    pieces = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed)).split(sizes)
+    tensors = {index: pieces[index].view(info.shape) for index, info in enumerate(TENSORS)}
     return tensors | {STEPS: torch.tensor(seed)}
 
 
@@ -141,6 +143,8 @@ def test_what_is_held_is_read_back(
     assert misplaced(landings, whole) == list(SHAPES)
     landings.fill(whole)
     assert misplaced(landings, whole) == []
+    cut = [index for index, taken in enumerate(regions) if taken and not landings.is_whole[index]]
+    assert [part.tensor for part in landings.expected(whole)] == cut  # whole ones are known by what arrived
     with torch.no_grad():
         getattr(engine, parameter).view(-1)[element] += 1
     assert misplaced(landings, whole) == [name]

@@ -43,6 +43,7 @@ def watch(load: Load, shape: tuple[int, ...], source: tuple[int, ...], dtypes: t
         ((4, 3), (3, 4), lambda p, w: p.copy_(w.view(4, 3)), flat(0, 12)),
         ((2, 3, 3), (2, 3, 8), lambda p, w: p.copy_(w[..., 2:5]), [Region(2, 6, 3, 8)]),
         ((2, 8), (2, 3, 8), lambda p, w: p.copy_(w[:, 1]), [Region(8, 2, 8, 24)]),  # one of three interleaved
+        ((8, 1), (1, 8), lambda p, w: p.copy_(w.t()), flat(0, 8)),  # of one row, which changes nothing
         ((4, 3), (4, 3), lambda p, w: p.__setitem__(slice(None), w), flat(0, 12)),
         ((4, 6), (4, 3), lambda p, w: (p[:, :3].copy_(w), p[:, 3:].copy_(w)), [Region(0, 4, 3, 3)] * 2),
         ((2, 4, 3), (4, 3), lambda p, w: (p[0].copy_(w), p[1].zero_()), flat(0, 12)),  # one of two experts
