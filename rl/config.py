@@ -103,7 +103,7 @@ class InferenceConfig:
 
 @dataclass(frozen=True)
 class SyncConfig:
-    bucket_mb: int = key(128, "whole tensors that travel together; a rank holds two such buckets beside the model")
+    bucket_mb: int = key(0, "whole tensors that travel together, two such buckets at a time; 0: 128, on a CPU 48")
     join_timeout_s: float = key(600.0, "ranks that have not joined an announced sync by then are named and end the run")
     verify: str = key("full", "full: what engines hold is what was sent; transport: what they got is; off: unproven")
     probe_interval: int = key(50, "compare logprobs of a probe at version 1 and every so many; 0: at version 1 only")
@@ -285,7 +285,6 @@ def validate(config: Config) -> None:
         "actor.max_tokens_per_micro_batch": config.actor.max_tokens_per_micro_batch,
         "actor.max_grad_norm": config.actor.max_grad_norm,
         "inference.max_tokens_per_micro_batch": config.inference.max_tokens_per_micro_batch,
-        "sync.bucket_mb": config.sync.bucket_mb,
         "actor.num_replicas": config.actor.num_replicas,
         "algo.num_mini_batches": config.algo.num_mini_batches,
         "algo.num_epochs": config.algo.num_epochs,
@@ -305,6 +304,7 @@ def validate(config: Config) -> None:
         "rollout.max_mismatch_kl": config.rollout.max_mismatch_kl,
         "rollout.kv_cache_mb": config.rollout.kv_cache_mb,
         "actor.weight_decay": config.actor.weight_decay,
+        "sync.bucket_mb": config.sync.bucket_mb,
         "sync.probe_interval": config.sync.probe_interval,
         "sync.probe_limit": config.sync.probe_limit,
         "metrics.samples_interval": config.metrics.samples_interval,

@@ -27,7 +27,7 @@ from rl.rollout.service import RolloutService
 from rl.scoring import LocalScorer, LogprobService, RemoteScorer, Scorer
 from rl.serve import EndService, Service, serve
 from rl.shards import TensorInfo, from_json, to_json
-from rl.sync.plan import Plan, wire_tensors
+from rl.sync.plan import make_plan, wire_tensors
 from rl.sync.probe import LIMITS, probe_tokens
 from rl.sync.weights import Receiver, SyncService, WeightSync
 from rl.world import World
@@ -257,7 +257,7 @@ def _build_sync(
     return WeightSync(
         run.world.mail,
         placement,
-        Plan(tuple(tensors), tuple(placement.owners), tuple(placement.receivers), config.sync.bucket_mb << 20),
+        make_plan(tensors, placement, config.sync.bucket_mb, run.world.device),
         run.groups.sync_pgs,
         config.sync,
         run.world.device,

@@ -9,13 +9,17 @@ order, and every owner sends its slices of a bucket before the next begins.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
+from rl.placement import Placement
 from rl.shards import TensorInfo, local_slices
 
+BUCKET_MB = {"cuda": 128, "cpu": 48}  # on a CPU what arrives is used while it is in the cache
 ALIGNMENT = 16  # bytes; tensors and packed slices start at multiples of it
 
 
@@ -111,6 +115,11 @@ class Plan:
                 itemsize = info.torch_dtype.itemsize
                 ranges.append(Range(index, start, count, offset + start * itemsize, count * itemsize))
         return tuple(ranges)
+
+
+def make_plan(tensors: Sequence[TensorInfo], placement: Placement, bucket_mb: int, device: torch.device) -> Plan:
+    bucket_mb = bucket_mb or BUCKET_MB[device.type]
+    return Plan(tuple(tensors), tuple(placement.owners), tuple(placement.receivers), bucket_mb << 20)
 
 
 def cut_buckets(tensors: tuple[TensorInfo, ...], max_bytes: int) -> list[range]:

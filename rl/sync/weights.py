@@ -27,7 +27,7 @@ from rl.serve import Service
 from rl.shards import TensorInfo, local_slices
 from rl.sync.digest import NUM_SUMS, Digests, flat_part
 from rl.sync.landing import Landings, Opaque, Weights
-from rl.sync.plan import Bucket, Plan
+from rl.sync.plan import Plan, Range
 from rl.sync.probe import learner_logprobs
 from rl.sync.proof import differing, judge_plans, judge_probes, judge_regions, judge_transfer, who
 from rl.sync.wire import Wire
@@ -211,11 +211,16 @@ class WeightSync:
         own = dict(enumerate(local_slices(self._model))) if self._model is not None and self._owner is not None else {}
         sources = {index: part.data.reshape(-1) for index, part in own.items()}
         for bucket, whole in self._wire.buckets(sources):
+            # On a CPU tensor by tensor, each while it is in the cache; on a GPU all in a few launches.
+            portions = [whole] if self._device.type == "cuda" else [{i: tensor} for i, tensor in whole.items()]
             try:
-                if self._config.verify != "off":
-                    digests.add(bucket, whole, sources, self._owner)
-                for landings in self._landings:
-                    landings.fill(whole)
+                if self._config.verify != "off" and self._owner is not None:
+                    digests.add_sent(bucket.ranges[self._owner], sources)
+                for portion in portions:
+                    if self._config.verify != "off":
+                        digests.add_got(portion)
+                    for landings in self._landings:
+                        landings.fill(portion)
             except Exception as error:  # as above: reported at the end
                 errors.append(f"{type(error).__name__}: {error}")
             for index, tensor in whole.items() if self._opaque else ():
@@ -260,15 +265,17 @@ class _VersionDigests:
         self._plan, self._device = plan, device
         self._landed = [(entry, Digests(len(plan.tensors), device)) for entry in landings]
 
-    def add(self, bucket: Bucket, whole: dict[int, Tensor], sources: dict[int, Tensor], owner: int | None) -> None:
+    def add_sent(self, ranges: Sequence[Range], sources: dict[int, Tensor]) -> None:
         tensors = self._plan.tensors
-        if owner is not None:
-            self.sent.add(
-                [
-                    flat_part(part.tensor, sources[part.tensor], part.start, tensors[part.tensor].torch_dtype)
-                    for part in bucket.ranges[owner]
-                ]
-            )
+        self.sent.add(
+            [
+                flat_part(part.tensor, sources[part.tensor], part.start, tensors[part.tensor].torch_dtype)
+                for part in ranges
+            ]
+        )
+
+    def add_got(self, whole: dict[int, Tensor]) -> None:
+        tensors = self._plan.tensors
         if self._plan.needs_wire:
             self.got.add(
                 [

@@ -66,24 +66,40 @@ class Wire:
                 yield bucket, {i: self._sources[i].view(self._plan.tensors[i].shape) for i in own}
             return
         self.is_in_step = False
+        yield from self._receive() if self._receives else self._send()
+        if self._stream is not None:
+            self._pool.clear()
+
+    def _send(self) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
+        """Each bucket as soon as it is on its way; two are at a time."""
+        before: _Flight | None = None
+        for bucket in self._plan.buckets:
+            flight = self._start(bucket)
+            yield bucket, {}
+            if before is not None:
+                self._finish(before)
+            before = flight
+        assert before is not None
+        self._finish(before)
+        self.is_in_step = True
+
+    def _receive(self) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
+        """Each bucket as soon as it is there, with the next on its way."""
         order = self._plan.buckets
         flight = self._start(order[0])
         for index, bucket in enumerate(order):
             following = order[index + 1] if index + 1 < len(order) else None
-            is_early = not self._receives or (bucket.is_in_place and following is not None and following.is_in_place)
+            is_early = bucket.is_in_place and following is not None and following.is_in_place
             ahead = self._start(following) if following is not None and is_early else None
             memory = self._finish(flight)
+            assert memory is not None
             if following is not None and ahead is None:
                 ahead = self._start(following)
-            if ahead is None:
-                self.is_in_step = True
-            yield bucket, self._whole(bucket, memory) if memory is not None else {}
-            if memory is not None:
-                self._pool.give(memory)
+            self.is_in_step = ahead is None
+            yield bucket, self._whole(bucket, memory)
+            self._pool.give(memory)
             if ahead is not None:
                 flight = ahead
-        if self._stream is not None:
-            self._pool.clear()
 
     def _start(self, bucket: Bucket) -> _Flight:
         in_place = self._receives and bucket.is_in_place
