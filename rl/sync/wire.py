@@ -35,6 +35,7 @@ class _Flight:
     bucket: Bucket
     memory: Tensor | None  # of the whole bucket, where it is received in place
     pieces: list[_Piece]
+    arrived: torch.cuda.Event | None  # on a GPU
 
 
 class Wire:
@@ -68,6 +69,7 @@ class Wire:
         self.is_in_step = False
         yield from self._receive() if self._receives else self._send()
         if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)  # before the learner changes the sources
             self._pool.clear()
 
     def _send(self) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
@@ -118,7 +120,8 @@ class Wire:
                 if rank == self._rank:
                     self._pack(bucket, owner, buffer)
                 pieces.append(_Piece(owner, buffer, self._broadcast(owner, buffer), packed))
-        return _Flight(bucket, memory, pieces)
+            arrived = self._stream.record_event() if self._stream is not None else None
+        return _Flight(bucket, memory, pieces, arrived)
 
     def _broadcast(self, owner: int, buffer: Tensor) -> dist.Work | None:
         pg = self._pgs[owner]
@@ -130,18 +133,19 @@ class Wire:
 
     def _finish(self, flight: _Flight) -> Tensor | None:
         """The memory of the bucket, on receivers, once it has arrived."""
-        memory = flight.memory
+        memory, arrived = flight.memory, flight.arrived
+        for piece in flight.pieces:
+            if piece.work is not None:
+                piece.work.wait()
         if self._receives and memory is None:
             memory = self._pool.take(flight.bucket.num_bytes)
-        with self._on_stream():
-            for piece in flight.pieces:
-                if piece.work is not None:
-                    piece.work.wait()
-                if memory is not None and flight.memory is None:
+            with self._on_stream():
+                for piece in flight.pieces:
                     self._unpack(flight.bucket, piece, memory)
-                if piece.memory is not None:
-                    self._pool.give(piece.memory)
-            arrived = self._stream.record_event() if self._stream is not None else None
+                arrived = self._stream.record_event() if self._stream is not None else None
+        for piece in flight.pieces:
+            if piece.memory is not None:
+                self._pool.give(piece.memory)
         if arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(arrived)
         return memory

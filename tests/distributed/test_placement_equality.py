@@ -25,7 +25,7 @@ SETTINGS = (
 PLACEMENTS = {
     "rollout 2, inference 1, actor 1": ("placement.rollout=0-1", "placement.inference=2", "placement.actor=3"),
     "rollout 2, actor 2": ("placement.rollout=0-1", "placement.actor=2-3"),
-    "tensor parallel 2": ("rollout.tensor_parallel_size=2",),
+    "tensor parallel 2, 2 replicas": ("rollout.tensor_parallel_size=2", "actor.num_replicas=2"),
     "hybrid, inference 2": ("placement.inference=0-1", "placement.rollout=2", "placement.actor,rollout=3"),
 }
 
