@@ -33,11 +33,10 @@ from rl.model.load import load_model
 from rl.placement import make_groups, plan
 from rl.rollout.build import build_engine
 from rl.rollout.engine import Engine, EngineSeat
-from rl.shards import from_json, to_json
 from rl.sync.landing import Landings
-from rl.sync.plan import make_plan, wire_tensors
-from rl.sync.probe import LIMITS, probe_tokens
-from rl.sync.weights import WeightSync
+from rl.sync.plan import make_plan
+from rl.sync.probe import LIMITS, make_probe
+from rl.sync.weights import WeightSync, share_tensors
 from rl.world import World, join
 
 ROUNDS = 5
@@ -69,7 +68,7 @@ class Bench:
         self.config: Config = load_config(None, overrides)
         self.model = self._load(folder)
         self.engine = self._build_engine(folder)
-        self.tensors = self._share_tensors()
+        self.tensors = share_tensors(world.mail, self.placement, self.model, dtype)
         self.plan = make_plan(self.tensors, self.placement, args.bucket_mb, world.device)
 
     def _make_model(self, dtype: str) -> Path:
@@ -112,16 +111,6 @@ class Bench:
         self.world.closers.append(engine.close)
         return engine
 
-    def _share_tensors(self) -> tuple:
-        mail, leader = self.world.mail, self.placement.leader
-        if self.world.rank == leader:
-            assert self.model is not None
-            for rank in range(self.world.size):
-                mail.send(rank, "tensors", {"tensors": to_json(wire_tensors(self.model, self.config.model.dtype))})
-        message = mail.receive("tensors")
-        assert message is not None
-        return tuple(from_json(message.meta["tensors"]))
-
     def sync(self, verify: str, bare: bool = False) -> WeightSync:
         return WeightSync(
             self.world.mail,
@@ -130,8 +119,7 @@ class Bench:
             self.groups.sync_pgs,
             dataclasses.replace(self.config.sync, verify=verify),
             self.world.device,
-            probe_tokens(MODELS[self.args.model][-1], 64),
-            LIMITS[self.config.model.dtype],
+            make_probe(MODELS[self.args.model][-1], 64, LIMITS[self.config.model.dtype]),
             model=self.model,
             receivers=[self.engine] if self.engine is not None and not bare else [],
         )
@@ -148,7 +136,7 @@ class Bench:
         """The plan's bytes, bucket by bucket, from each owner."""
         for bucket in self.plan.buckets:
             for owner, pg in enumerate(self.groups.sync_pgs):
-                num_bytes = bucket.packed_bytes(owner) if bucket.ranges[owner] else 0
+                num_bytes = bucket.wire_bytes(owner) if bucket.ranges[owner] else 0
                 if (
                     num_bytes
                     and pg is not None
@@ -202,8 +190,9 @@ class Bench:
         engines, engines_transport, engines_off = (self.sync(verify) for verify in ("full", "transport", "off"))
         bare = self.sync("transport", bare=True)
         for sync in (engines_transport, engines_off, bare):
-            self.publish(sync)  # the first version has a probe and fills caches
-        engines.version = 1  # so that the peak is the transfer's, not the probe's
+            for _ in range(2):
+                self.publish(sync)  # the first versions have a probe and fill caches
+        engines.version = 2  # so that the peak is the transfer's, not the probe's
         peak = self.extra_mb(lambda: self.publish(engines))
         landings = self.engine.landings(self.tensors) if self.engine is not None else None
         assert landings is None or isinstance(landings, Landings), landings

@@ -73,6 +73,10 @@ class Placement:
         shards = len(self.replicas[0])
         return [self.replicas[shard % self.num_replicas][shard] for shard in range(shards)]
 
+    def shard_of(self, actor: int) -> int:
+        """Which shard this actor holds."""
+        return self.actors.index(actor) % len(self.replicas[0])
+
     @property
     def receivers(self) -> list[int]:
         """Ranks that need every version: they host an engine, or a copy for logprobs."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from rl.config import Config, ConfigError
 from rl.data.prompts import Prompt, PromptStream, Tokenizer, read_prompts
@@ -26,10 +26,10 @@ from rl.rollout.rollouts import Rollouts
 from rl.rollout.service import RolloutService
 from rl.scoring import LocalScorer, LogprobService, RemoteScorer, Scorer
 from rl.serve import EndService, Service, serve
-from rl.shards import TensorInfo, from_json, to_json
-from rl.sync.plan import make_plan, wire_tensors
-from rl.sync.probe import LIMITS, probe_tokens
-from rl.sync.weights import Receiver, SyncService, WeightSync
+from rl.shards import TensorInfo
+from rl.sync.plan import make_plan
+from rl.sync.probe import LIMITS, make_probe
+from rl.sync.weights import Receiver, SyncService, WeightSync, share_tensors
 from rl.world import World
 
 
@@ -137,11 +137,7 @@ def build_actor(run: Run) -> Actor:
     learner = Learner(
         model, run.groups.actor_pg, run.world.device, config.actor, config.algo, config.rollout.temperature, updates
     )
-    tensors = wire_tensors(model, config.model.dtype)
-    if is_leader:
-        for rank in range(run.placement.world_size):
-            if rank not in run.placement.actors:
-                mail.send(rank, "tensors", {"tensors": to_json(tensors)})
+    tensors = share_tensors(mail, run.placement, model, config.model.dtype)
     service = _build_rollout_service(run, tokenizer)
     sync = _build_sync(run, tensors, [service.engine] if service else [], model)
     rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service)
@@ -160,11 +156,10 @@ def serve_run(run: Run) -> None:
     tokenizer = AutoTokenizer.from_pretrained(run.model_folder) if "rollout" in run.roles else None
     rollout = _build_rollout_service(run, tokenizer) if tokenizer is not None else None
     logprobs = _build_logprob_service(run) if "inference" in run.roles else None
-    announced = run.world.mail.receive("tensors")
-    assert announced is not None
+    tensors = share_tensors(run.world.mail, run.placement, None, run.config.model.dtype)
     receivers: list[Receiver] = [rollout.engine] if rollout is not None else []
     receivers += [logprobs] if logprobs is not None else []
-    sync = _build_sync(run, from_json(announced.meta["tensors"]), receivers)
+    sync = _build_sync(run, tensors, receivers)
 
     def on_version(version: int) -> None:
         run.world.step = version  # the step that samples from it
@@ -253,7 +248,8 @@ def _build_sync(
     run: Run, tensors: list[TensorInfo], receivers: Sequence[Receiver], model: nn.Module | None = None
 ) -> WeightSync:
     config, placement = run.config, run.placement
-    vocab_size = json.loads((run.model_folder / "config.json").read_text())["vocab_size"]
+    vocab_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().vocab_size
+    limit = config.sync.probe_limit or LIMITS[config.model.dtype]
     return WeightSync(
         run.world.mail,
         placement,
@@ -261,8 +257,7 @@ def _build_sync(
         run.groups.sync_pgs,
         config.sync,
         run.world.device,
-        probe_tokens(vocab_size, config.data.max_prompt_tokens),
-        config.sync.probe_limit or LIMITS[config.model.dtype],
+        make_probe(vocab_size, config.data.max_prompt_tokens, limit),
         model=model,
         receivers=receivers,
     )

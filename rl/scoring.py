@@ -20,8 +20,9 @@ from rl.data.packing import pack, pad_to, split_evenly
 from rl.mail import Mail, Message
 from rl.model.logprobs import score_responses
 from rl.serve import Service
-from rl.shards import TensorInfo, local_slices
+from rl.shards import TensorInfo, local_slices, reshard
 from rl.sync.landing import Landing, Landings, Region
+from rl.sync.probe import learner_logprobs
 
 
 @torch.no_grad()
@@ -124,21 +125,27 @@ class LogprobService(Service):
     def landings(self, tensors: Sequence[TensorInfo]) -> Landings:
         """Of the copy that follows the policy: this rank's rows of each tensor."""
         index = self._scorers.index(self._mail.rank)
+        parts = {part.info.name: part for part in local_slices(self.models["old_logprobs"])}
+        ours = {name: part.info.shape for name, part in parts.items()}
+        theirs = {info.name: info.shape for info in tensors}
+        assert ours == theirs, f"this rank's copy is of another model: {set(ours.items()) ^ set(theirs.items())}"
         landed = []
-        for number, part in enumerate(local_slices(self.models["old_logprobs"])):
-            first, _ = part.info.rows(index, len(self._scorers)) if part.info.sharded else (0, 0)
-            region = Region(first * part.info.row_elements, 1, part.data.numel(), 0)
-            landed.append(Landing(number, region, part.data.view(1, -1)))
+        for number, info in enumerate(tensors):
+            first, _ = info.rows(index, len(self._scorers)) if info.sharded else (0, 0)
+            data = parts[info.name].data.view(1, -1)
+            landed.append(Landing(number, Region(first * info.row_elements, 1, data.numel(), 0), data))
         return Landings(tensors, [landing for landing in landed if landing.region.num_elements])
 
     def begin_version(self) -> None:
         self.version = 0
+        reshard(self.models["old_logprobs"])
 
     def confirm(self, version: int) -> None:
         self.version = version
 
-    def probe(self, tokens: list[int]) -> None:
-        """It samples nothing."""
+    def probe(self, tokens: list[int]) -> list[float]:
+        """On every inference rank, since a forward of the sharded copy is a collective."""
+        return learner_logprobs(self.models["old_logprobs"], tokens, self._device)
 
     def handle(self, message: Message) -> None:
         if message.kind == "score":

@@ -59,8 +59,7 @@ class LocalSlice:
 
 def local_slices(model: nn.Module) -> Iterator[LocalSlice]:
     """This rank's part of every parameter and persistent buffer, in model order; tied parameters come once."""
-    if isinstance(model, FSDPModule):
-        model.reshard()  # after a forward without backward the root's parameters are still whole
+    reshard(model)
     for name, tensor in _named_tensors(model):
         if isinstance(tensor, DTensor):
             placement = tensor.placements[-1]  # of a mesh of replicas the last axis is the one that cuts
@@ -70,6 +69,13 @@ def local_slices(model: nn.Module) -> Iterator[LocalSlice]:
             yield LocalSlice(info, tensor.to_local().detach())
         else:
             yield LocalSlice(TensorInfo(name, tuple(tensor.shape), _dtype_name(tensor), False), tensor.detach())
+
+
+def reshard(model: nn.Module) -> None:
+    """After a forward without backward the root's parameters are still whole: they are not the memory that is read
+    and written by slices, and the next forward would use them as they are."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -47,7 +47,7 @@ class Engine(Receiver, Protocol):
         ...
 
     def sleep(self) -> None:
-        """Frees the device for the learner of the same rank; the next load and add take it back."""
+        """Frees the device for the learner of the same rank; the next version and the next requests take it back."""
         ...
 
     def close(self) -> None:

@@ -238,8 +238,8 @@ class VllmEngine:
                 return Opaque(self._reload, str(error))
 
     def begin_version(self) -> None:
-        assert self.num_unfinished == 0, "weights change between batches only"
         self.version = 0
+        assert self.num_unfinished == 0, "weights change between batches only"
         self._wake("weights")
 
     def confirm(self, version: int) -> None:
@@ -252,7 +252,7 @@ class VllmEngine:
         self._wake("kv_cache")
         self._num_probes += 1
         params = SamplingParams(
-            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         with self._group.entered():
             prompt = TokensPrompt(prompt_token_ids=tokens, cache_salt=f"probe {self._num_probes}")

@@ -131,6 +131,7 @@ def _add_digests(
         bits = bits.to(tl.int32).to(tl.uint32, bitcast=True)
         if is_cast:  # float32 to bfloat16, to the nearest even, then widened with its sign
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+            rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFF0000, rounded)  # not a number
             bits = (rounded.to(tl.int32, bitcast=True) >> 16).to(tl.uint32, bitcast=True)
         mixed = (bits ^ (bits >> 16)) * 0x9E3779B1
         weighted = (mixed ^ (mixed >> 15)) * _odd_hash(position_place, ELEMENT_SALT)

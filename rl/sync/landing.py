@@ -168,6 +168,7 @@ class _Recorder(TorchDispatchMode):
         self.landings: list[Landing] = []
         self.zeros: list[Tensor] = []
         self._names = {_storage(tensor): name for name, tensor in memory.items() if tensor.numel()}
+        self._dtypes = {_storage(tensor): tensor.dtype for tensor in memory.values()}
         self._index, self._source = -1, torch.empty(0)
 
     @contextmanager
@@ -188,16 +189,23 @@ class _Recorder(TorchDispatchMode):
             self._record_copy(names[0], target, args[1])
         elif func is torch.ops.aten.zero_.default or (func is torch.ops.aten.fill_.Scalar and args[1] == 0):
             if target.numel():
-                self.zeros.append(target.detach())
+                self._record_zeros(names[0], target.detach())
         else:
             raise Untraceable(f"its loader calls {func} on {names[0]}")
         return target
+
+    def _record_zeros(self, name: str, target: Tensor) -> None:
+        if any(_overlap(target, landing.target) for landing in self.landings):
+            raise Untraceable(f"its loader puts zeros over what it copied into {name}")
+        self.zeros.append(target)
 
     def _record_copy(self, name: str, target: Tensor, source: Tensor) -> None:
         if not target.numel():
             return
         if _storage(source) != _storage(self._source):
             raise Untraceable(f"its loader computes what it puts into {name}")
+        if source.dtype != self._source.dtype or target.dtype != self._dtypes[_storage(target)]:
+            raise Untraceable(f"its loader views what it puts into {name} as another dtype")
         is_kept = torch.promote_types(source.dtype, target.dtype) == target.dtype
         if source.shape != target.shape or not is_kept or source.is_floating_point() != target.is_floating_point():
             raise Untraceable(f"its loader reshapes or narrows what it puts into {name}")
@@ -252,6 +260,16 @@ def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             value = given[argument.name]
             written += [value] if isinstance(value, Tensor) else [v for v in value or () if isinstance(v, Tensor)]
     return written
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether their stretches of one memory meet."""
+    if _storage(one) != _storage(other):
+        return False
+    ends = [
+        view.storage_offset() + sum((n - 1) * s for n, s in zip(view.shape, view.stride())) for view in (one, other)
+    ]
+    return one.storage_offset() <= ends[1] and other.storage_offset() <= ends[0]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -53,13 +53,17 @@ class Bucket:
         return sum(map(bool, self.ranges)) == 1 or all(len(ranges) < 2 for ranges in self.ranges)
 
     def stretch(self, owner: int) -> slice:
-        """That stretch."""
-        start = self.ranges[owner][0].offset
-        return slice(start, start + self.packed_bytes(owner))
+        """That stretch: one slice, or all of the bucket where it has one owner."""
+        ranges = self.ranges[owner]
+        return ranges[0].stretch if len(ranges) == 1 else slice(0, self.packed_bytes(owner))
+
+    def wire_bytes(self, owner: int) -> int:
+        """What the owner sends."""
+        ranges = self.ranges[owner]
+        return ranges[0].num_bytes if len(ranges) == 1 else self.packed_bytes(owner)
 
     def packed_bytes(self, owner: int) -> int:
-        ranges = self.ranges[owner]
-        return ranges[0].num_bytes if len(ranges) == 1 else sum(_aligned(part.num_bytes) for part in ranges)
+        return sum(_aligned(part.num_bytes) for part in self.ranges[owner])
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,11 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         return sum(info.num_bytes for info in self.tensors)
+
+    def fits(self, bucket: "Bucket", following: "Bucket") -> bool:
+        """Whether both may be in memory at once: two buckets, or one and a tensor that is larger than a bucket."""
+        largest = max(info.num_bytes for info in self.tensors)
+        return bucket.num_bytes + following.num_bytes <= 2 * self.bucket_bytes + largest
 
     @cached_property
     def digest(self) -> str:

@@ -1,8 +1,12 @@
 """A fixed sequence of tokens whose logprobs engine and learner compare now and then.
 
-Digests prove what lies in the engine's parameters; the probe proves what it computes with, such as a packed copy of a
-parameter that no reading of parameters shows.
+Digests prove what lies in parameters; the probe shows what is computed with, such as a packed copy that no reading of
+parameters finds. It finds weights of another model, not those of the last version: an update changes less than kernels
+in bfloat16 differ. So it is asked early, when engines still hold dummies, and digests are asked always.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,12 +15,19 @@ from rl.data.batch import Batch
 from rl.model.logprobs import score_responses
 
 NUM_TOKENS = 24
-LIMITS = {"float32": 1e-3, "bfloat16": 0.25}  # mean absolute difference; stale weights give more than 1
+LIMITS = {"float32": 1e-3, "bfloat16": 0.25}  # kernels in bfloat16 differ by 0.03-0.05; wrong weights by more than 1
 
 
-def probe_tokens(vocab_size: int, max_tokens: int) -> list[int]:
-    """At least two, spread over the vocabulary; nothing but their being fixed matters."""
-    return [(7 + 7919 * index) % vocab_size for index in range(max(2, min(NUM_TOKENS, max_tokens)))]
+@dataclass(frozen=True)
+class Probe:
+    tokens: list[int]
+    limit: float  # mean absolute difference that is still agreement
+
+
+def make_probe(vocab_size: int, max_tokens: int, limit: float) -> Probe:
+    """At least two tokens, spread over the vocabulary; nothing but their being fixed matters."""
+    count = max(2, min(NUM_TOKENS, max_tokens))
+    return Probe([(7 + 7919 * index) % vocab_size for index in range(count)], limit)
 
 
 @torch.no_grad()
@@ -36,7 +47,7 @@ def learner_logprobs(model: nn.Module, tokens: list[int], device: torch.device) 
     return score_responses(model, batch.to(device), temperature=1.0).logprobs.tolist()
 
 
-def difference(ours: list[float], theirs: list[float]) -> float:
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Mean absolute difference; NaN where one of them is."""
     assert len(ours) == len(theirs), (len(ours), len(theirs))
     return sum(abs(a - b) for a, b in zip(ours, theirs)) / len(ours)

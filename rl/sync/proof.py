@@ -67,10 +67,16 @@ def judge_transfer(
     tensors: Sequence[TensorInfo],
     placement: Placement,
 ) -> str:
-    """`sent` are the digests of the owners' slices, which add up; `got` those of whole tensors."""
+    """`sent` are the digests of the actors' slices: equal in all replicas, and those of one replica add up; `got` are
+    those of whole tensors."""
     found = [f"{who(rank, placement)}: {text}" for rank, texts in sorted(errors.items()) for text in texts]
+    for shard, owner in enumerate(placement.owners):
+        for rank in (replica[shard] for replica in placement.replicas if sent):
+            names = differing(sent[rank], sent[owner], tensors)
+            if names:
+                found.append(f"{who(rank, placement)}: holds another replica than rank {owner} of {names}")
     if sent:
-        total = torch.stack(list(sent.values())).sum(0).to(torch.int32)
+        total = torch.stack([sent[owner] for owner in placement.owners]).sum(0).to(torch.int32)
         for rank, digests in sorted(got.items()):
             names = differing(digests, total, tensors)
             if names:
@@ -78,16 +84,18 @@ def judge_transfer(
     return "; ".join(found)
 
 
-def judge_probes(
-    learner: Sequence[float], engines: Mapping[int, Sequence[float]], limit: float, placement: Placement
+def judge_probe(
+    learner: Sequence[float], receivers: Mapping[int, Sequence[Sequence[float]]], limit: float, placement: Placement
 ) -> str:
-    """The engines' logprobs of the probe against the learner's; a NaN does not pass."""
+    """The logprobs of engines and inference ranks against the learner's; a NaN does not pass."""
     found = []
-    for rank, logprobs in sorted(engines.items()):
-        gap = difference(list(learner), list(logprobs))
-        if not gap <= limit:
-            found.append(
-                f"{who(rank, placement)}: its logprobs of the probe differ from the learner's by {gap:.3g} on average "
-                f"(limit {limit:g}), though the weights arrived: it computes with others, such as a packed copy"
-            )
+    for rank, answers in sorted(receivers.items()):
+        for logprobs in answers:
+            gap = difference(learner, logprobs)
+            if not gap <= limit:
+                found.append(
+                    f"{who(rank, placement)}: its logprobs of the probe differ from the learner's by {gap:.3g} on "
+                    f"average (limit {limit:g}), though the weights arrived: it computes with others, such as a packed "
+                    "copy"
+                )
     return "; ".join(found)

@@ -6,8 +6,8 @@ Buckets travel by the plan (plan.py, wire.py) on process groups of their own; al
 fails in the middle receives to the end and then reports, so the groups stay in step and every rank raises.
 
 The proof (`sync.verify`): digests of what the actors hold, of what each receiver got (`transport`), and of what lies
-in its memory afterwards (`full`). At the first version and every `sync.probe_interval` versions the engines' logprobs
-of a fixed probe are compared with the learner's as well. A receiver confirms a version only after the leader's
+in its memory afterwards (`full`). At the first two versions and every `sync.probe_interval` versions the receivers'
+logprobs of a fixed probe are compared with the learner's as well. A receiver confirms a version only after the leader's
 verdict, and serves nothing in between.
 """
 
@@ -24,12 +24,12 @@ from rl.config import SyncConfig
 from rl.mail import Mail, Message
 from rl.placement import Placement
 from rl.serve import Service
-from rl.shards import TensorInfo, local_slices
+from rl.shards import TensorInfo, from_json, local_slices, to_json
 from rl.sync.digest import NUM_SUMS, Digests, flat_part
 from rl.sync.landing import Landings, Opaque, Weights
-from rl.sync.plan import Plan, Range
-from rl.sync.probe import learner_logprobs
-from rl.sync.proof import differing, judge_plans, judge_probes, judge_regions, judge_transfer, who
+from rl.sync.plan import Bucket, Plan, Range, wire_tensors
+from rl.sync.probe import Probe, learner_logprobs
+from rl.sync.proof import differing, judge_plans, judge_probe, judge_regions, judge_transfer, who
 from rl.sync.wire import Wire
 
 
@@ -53,7 +53,7 @@ class Receiver(Protocol):
         ...
 
     def probe(self, tokens: list[int]) -> list[float] | None:
-        """Logprobs of all but the first token by the weights that it holds; None where nothing samples."""
+        """Logprobs of all but the first token by the weights that it holds; None where there is no model."""
         ...
 
 
@@ -68,18 +68,15 @@ class WeightSync:
         pgs: Sequence[dist.ProcessGroup | None],
         config: SyncConfig,
         device: torch.device,
-        probe_tokens: list[int],
-        probe_limit: float,
+        probe: Probe,
         model: nn.Module | None = None,
         receivers: Sequence[Receiver] = (),
     ):
         self.version = 0
         self._round = 0
         self._mail, self._placement, self._plan, self._config = mail, placement, plan, config
-        self._device, self._model = device, model
-        self._probe_tokens, self._probe_limit = probe_tokens, probe_limit
-        self._owner = plan.owners.index(mail.rank) if mail.rank in plan.owners else None
-        self._receivers = receivers
+        self._device, self._model, self._probe, self._receivers = device, model, probe, receivers
+        self._shard = placement.shard_of(mail.rank) if model is not None else None
         ways = [receiver.landings(plan.tensors) for receiver in receivers]
         self._landings = [way for way in ways if isinstance(way, Landings)]
         self._opaque = [way for way in ways if isinstance(way, Opaque)]
@@ -102,36 +99,34 @@ class WeightSync:
         self._run(version)
 
     def _run(self, version: int) -> None:
-        timeout_s = self._config.join_timeout_s
-        what = f"version {version} of the weights"
-        self._agree("joined", what, {}, b"", lambda reports: "", timeout_s)
-        meta, payload = self._transfer()
-        self._agree("transferred", what, meta, payload, self._judge_transfer, timeout_s)
+        what, timeout_s = f"version {version} of the weights", self._config.join_timeout_s
+        self._agree(f"{what}, not joined everywhere", {}, lambda reports: "", timeout_s)
+        report, payload = self._transfer()
+        self._agree(f"{what}, not transferred everywhere", report, self._judge_transfer, timeout_s, payload)
         if self._is_probed(version):
-            self._agree("probed", what, self._probe(), b"", self._judge_probes, timeout_s)
+            self._agree(f"{what}, not probed everywhere", self._ask_probe(), self._judge_probe, timeout_s)
         for receiver in self._receivers:
             receiver.confirm(version)
         self.version = version
 
     def _agree(
         self,
-        stage: str,
-        what: str,
-        meta: dict[str, Any],
-        payload: bytes,
+        failure: str,
+        report: dict[str, Any],
         judge: Callable[[dict[int, Message]], str],
         timeout_s: float | None,
+        payload: bytes = b"",
     ) -> None:
         """Every rank reports to the leader, which judges when all have; a verdict that is not empty raises on all."""
         self._round += 1
-        self._mail.send(self._placement.leader, "sync report", {"round": self._round} | meta, payload)
+        self._mail.send(self._placement.leader, "sync report", {"round": self._round} | report, payload)
         if self._mail.rank == self._placement.leader:
             reports, missing = self._collect(timeout_s)
             names = ", ".join(who(rank, self._placement) for rank in missing)
             error = f"no word from {names} within sync.join_timeout_s = {timeout_s:g} s" if missing else judge(reports)
-            verdict = f"{what}, not {stage} everywhere: {error}" if error else ""
+            verdict = {"round": self._round, "error": f"{failure}: {error}" if error else ""}
             for rank in range(self._placement.world_size):
-                self._mail.send(rank, "sync verdict", {"round": self._round, "error": verdict})
+                self._mail.send(rank, "sync verdict", verdict)
         message = self._mail.receive("sync verdict")
         assert message is not None and message.meta["round"] == self._round, f"{message} in round {self._round}"
         if message.meta["error"]:
@@ -152,13 +147,13 @@ class WeightSync:
 
     def _compare_plans(self) -> None:
         """At the start: the same plan everywhere, and engines that take all of it."""
-        settings = (self._plan.digest, self._config.verify, self._config.probe_interval, self._probe_tokens)
-        meta: dict[str, Any] = {"plan": repr(settings), "notice": "", "regions": None}
+        settings = (self._plan.digest, self._config.verify, self._config.probe_interval, self._probe)
+        report: dict[str, Any] = {"plan": repr(settings), "notice": "", "regions": None}
         for opaque in self._opaque:
-            meta["notice"] = opaque.reason
+            report["notice"] = opaque.reason
         if self._landings and not self._opaque:
-            meta["regions"] = [[astuple(region) for region in regions] for regions in self._landings[0].regions]
-        self._agree("planned", "the weight sync", meta, b"", self._judge_plans, timeout_s=None)
+            report["regions"] = [[astuple(region) for region in regions] for regions in self._landings[0].regions]
+        self._agree("the weight sync, not planned everywhere", report, self._judge_plans, timeout_s=None)
 
     def _judge_plans(self, reports: dict[int, Message]) -> str:
         notices = {rank: message.meta["notice"] for rank, message in sorted(reports.items()) if message.meta["notice"]}
@@ -176,11 +171,13 @@ class WeightSync:
 
     @torch.no_grad()
     def _transfer(self) -> tuple[dict[str, Any], bytes]:
-        """Moves a version; returns this rank's report: what went wrong, and digests of what it sent and got."""
-        digests = _VersionDigests(self._plan, self._landings, self._device)
+        """Moves a version; returns this rank's report: what went wrong, and digests of what it holds as an actor and
+        of what it got."""
+        is_full = self._config.verify == "full"
+        digests = _VersionDigests(self._plan, self._landings if is_full else [], self._device)
         errors: list[str] = []
         failure: Exception | None = None
-        stream = self._stream(digests, errors)
+        stream = self._feed(digests, errors)
         try:
             for receiver in self._receivers:
                 receiver.begin_version()
@@ -195,37 +192,44 @@ class WeightSync:
             pass
         if failure is not None and not self._wire.is_in_step:
             raise failure  # the transfer itself failed here: out of step, so nothing collective may follow
-        if self._config.verify == "full" and not errors:
+        if not errors:
             errors += digests.misplaced()
-        report: dict[str, Any] = {"errors": errors, "digests": []}
-        payload = b""
-        if self._config.verify != "off":
-            parts = {"sent": digests.sent if self._owner is not None else None}
-            parts["got"] = digests.got if self._mail.rank in self._plan.receivers and self._plan.needs_wire else None
-            report["digests"] = [name for name, part in parts.items() if part is not None]
-            payload = b"".join(part.result().numpy().tobytes() for part in parts.values() if part is not None)
-        return report, payload
+        if self._config.verify == "off":
+            return {"errors": errors, "digests": []}, b""
+        parts = {"sent": digests.sent} if self._shard is not None else {}
+        if self._mail.rank in self._plan.receivers and self._plan.needs_wire:
+            parts["got"] = digests.got
+        payload = b"".join(part.result().numpy().tobytes() for part in parts.values())
+        return {"errors": errors, "digests": list(parts)}, payload
 
-    def _stream(self, digests: "_VersionDigests", errors: list[str]) -> Weights:
+    def _feed(self, digests: "_VersionDigests", errors: list[str]) -> Weights:
         """Feeds the receivers with landings; yields every tensor, whole and in the wire's dtype, for the others."""
-        own = dict(enumerate(local_slices(self._model))) if self._model is not None and self._owner is not None else {}
-        sources = {index: part.data.reshape(-1) for index, part in own.items()}
+        own = local_slices(self._model) if self._model is not None else ()
+        sources = {index: part.data.reshape(-1) for index, part in enumerate(own)}
         for bucket, whole in self._wire.buckets(sources):
-            # On a CPU tensor by tensor, each while it is in the cache; on a GPU all in a few launches.
-            portions = [whole] if self._device.type == "cuda" else [{i: tensor} for i, tensor in whole.items()]
             try:
-                if self._config.verify != "off" and self._owner is not None:
-                    digests.add_sent(bucket.ranges[self._owner], sources)
-                for portion in portions:
-                    if self._config.verify != "off":
-                        digests.add_got(portion)
-                    for landings in self._landings:
-                        landings.fill(portion)
-            except Exception as error:  # as above: reported at the end
+                if not errors:
+                    self._use(bucket, whole, sources, digests)
+            except Exception as error:  # as in `_transfer`: reported at the end
                 errors.append(f"{type(error).__name__}: {error}")
-            for index, tensor in whole.items() if self._opaque else ():
+            while whole and self._opaque:
+                index = next(iter(whole))
                 info = self._plan.tensors[index]
-                yield info.name, tensor.to(info.torch_dtype)
+                yield info.name, whole.pop(index).to(info.torch_dtype)
+            whole.clear()  # so that its memory is free when the next bucket needs some
+
+    def _use(
+        self, bucket: Bucket, whole: dict[int, Tensor], sources: dict[int, Tensor], digests: "_VersionDigests"
+    ) -> None:
+        is_proven = self._config.verify != "off"
+        if is_proven and self._shard is not None:
+            digests.add_sent(bucket.ranges[self._shard], sources)
+        # On a CPU tensor by tensor, each while it is in the cache; on a GPU all in a few launches.
+        for portion in [whole] if self._device.type == "cuda" else [{i: tensor} for i, tensor in whole.items()]:
+            if is_proven:
+                digests.add_got(portion)
+            for landings in self._landings:
+                landings.fill(portion)
 
     def _judge_transfer(self, reports: dict[int, Message]) -> str:
         found: dict[str, dict[int, Tensor]] = {"sent": {}, "got": {}}
@@ -239,21 +243,21 @@ class WeightSync:
         return judge_transfer(errors, found["sent"], found["got"], self._plan.tensors, self._placement)
 
     def _is_probed(self, version: int) -> bool:
+        """The second version is the first after an engine has slept."""
         interval = self._config.probe_interval
-        return self._config.verify != "off" and (version == 1 or (interval > 0 and version % interval == 0))
+        return self._config.verify != "off" and (version <= 2 or (interval > 0 and version % interval == 0))
 
-    def _probe(self) -> dict[str, Any]:
-        report: dict[str, Any] = {"learner": None, "engine": None}
-        if self._model is not None:
-            report["learner"] = learner_logprobs(self._model, self._probe_tokens, self._device)
-        for receiver in self._receivers:
-            report["engine"] = report["engine"] or receiver.probe(self._probe_tokens)
-        return report
+    def _ask_probe(self) -> dict[str, Any]:
+        """A failure in here ends the world at once: the others may be inside a forward with this rank."""
+        tokens = self._probe.tokens
+        learner = learner_logprobs(self._model, tokens, self._device) if self._model is not None else None
+        answers = [receiver.probe(tokens) for receiver in self._receivers]
+        return {"learner": learner, "receivers": [answer for answer in answers if answer is not None]}
 
-    def _judge_probes(self, reports: dict[int, Message]) -> str:
-        engines = {rank: message.meta["engine"] for rank, message in reports.items() if message.meta["engine"]}
+    def _judge_probe(self, reports: dict[int, Message]) -> str:
+        receivers = {rank: message.meta["receivers"] for rank, message in reports.items()}
         learner = reports[self._placement.leader].meta["learner"]
-        return judge_probes(learner, engines, self._probe_limit, self._placement)
+        return judge_probe(learner, receivers, self._probe.limit, self._placement)
 
 
 class _VersionDigests:
@@ -266,20 +270,14 @@ class _VersionDigests:
         self._landed = [(entry, Digests(len(plan.tensors), device)) for entry in landings]
 
     def add_sent(self, ranges: Sequence[Range], sources: dict[int, Tensor]) -> None:
-        tensors = self._plan.tensors
-        self.sent.add(
-            [
-                flat_part(part.tensor, sources[part.tensor], part.start, tensors[part.tensor].torch_dtype)
-                for part in ranges
-            ]
-        )
+        parts = [(part, self._plan.tensors[part.tensor].torch_dtype) for part in ranges]
+        self.sent.add([flat_part(part.tensor, sources[part.tensor], part.start, dtype) for part, dtype in parts])
 
     def add_got(self, whole: dict[int, Tensor]) -> None:
-        tensors = self._plan.tensors
         if self._plan.needs_wire:
             self.got.add(
                 [
-                    flat_part(index, tensor.view(-1)[start : start + count], start, tensors[index].torch_dtype)
+                    flat_part(index, tensor.view(-1)[start : start + count], start, tensor.dtype)
                     for index, tensor in whole.items()
                     for start, count in self._plan.cuts[index]
                 ]
@@ -290,8 +288,9 @@ class _VersionDigests:
     def misplaced(self) -> list[str]:
         """What receivers hold, read from their own memory, against what arrived."""
         errors = []
-        arrived = (self.got if self._plan.needs_wire else self.sent).result()
+        arrived = (self.got if self._plan.needs_wire else self.sent).result() if self._landed else None
         for landings, expected in self._landed:
+            assert arrived is not None
             held = Digests(len(self._plan.tensors), self._device)
             held.add(landings.held(self._plan.cuts))
             is_whole = torch.tensor(landings.is_whole).unsqueeze(1)
@@ -313,3 +312,17 @@ class SyncService(Service):
     def handle(self, message: Message) -> None:
         self._sync.join(message.meta["version"])
         self._on_version(message.meta["version"])
+
+
+def share_tensors(mail: Mail, placement: Placement, model: nn.Module | None, dtype: str) -> list[TensorInfo]:
+    """The tensors that travel: an actor derives them from its model, the leader tells the others."""
+    if model is None:
+        message = mail.receive("tensors")
+        assert message is not None
+        return from_json(message.meta["tensors"])
+    tensors = wire_tensors(model, dtype)
+    if mail.rank == placement.leader:
+        for rank in range(placement.world_size):
+            if rank not in placement.actors:
+                mail.send(rank, "tensors", {"tensors": to_json(tensors)})
+    return tensors

@@ -5,10 +5,12 @@
 
 A bucket that consists of one stretch for each owner is received in place, and two such buckets may be in flight.
 Others arrive packed and are unpacked when the memory of the bucket before is free again. Either way a rank holds at
-most two buckets. On a GPU all of this runs on a stream of its own; the current stream waits for a bucket only when it
-uses it.
+most two buckets; only a tensor that is larger than a bucket adds its size. On a GPU all of this runs on a stream of
+its own, and the current stream waits for a bucket only when it uses it.
 """
 
+import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,16 +27,16 @@ class _Piece:
     """One owner's part of a bucket on its way."""
 
     owner: int
-    buffer: Tensor
+    buffer: Tensor  # part of one of the flight's memories
     work: dist.Work | None
-    memory: Tensor | None  # to give back, where the buffer is not part of the bucket's
 
 
 @dataclass
 class _Flight:
     bucket: Bucket
-    memory: Tensor | None  # of the whole bucket, where it is received in place
     pieces: list[_Piece]
+    memory: Tensor | None  # of the whole bucket, where it is received in place
+    packed: Tensor | None  # of the pieces, elsewhere
     arrived: torch.cuda.Event | None  # on a GPU
 
 
@@ -53,7 +55,7 @@ class Wire:
         self._plan, self._pgs, self._rank, self._device = plan, pgs, rank, device
         self._sources: dict[int, Tensor] = {}
         self._receives = rank in plan.receivers
-        self._pool = _Pool(device, reuse)
+        self._pool = _Pool(device, plan.bucket_bytes if reuse else 0)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.is_in_step = True  # False from the first transfer to the last
 
@@ -74,54 +76,58 @@ class Wire:
 
     def _send(self) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
         """Each bucket as soon as it is on its way; two are at a time."""
-        before: _Flight | None = None
+        flights: deque[_Flight] = deque()
         for bucket in self._plan.buckets:
-            flight = self._start(bucket)
+            flights.append(self._start(bucket))
             yield bucket, {}
-            if before is not None:
-                self._finish(before)
-            before = flight
-        assert before is not None
-        self._finish(before)
+            if len(flights) == 2:
+                self._settle(flights.popleft())
+        while flights:
+            self._settle(flights.popleft())
         self.is_in_step = True
 
     def _receive(self) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
-        """Each bucket as soon as it is there, with the next on its way."""
-        order = self._plan.buckets
-        flight = self._start(order[0])
-        for index, bucket in enumerate(order):
-            following = order[index + 1] if index + 1 < len(order) else None
-            is_early = bucket.is_in_place and following is not None and following.is_in_place
-            ahead = self._start(following) if following is not None and is_early else None
-            memory = self._finish(flight)
-            assert memory is not None
-            if following is not None and ahead is None:
-                ahead = self._start(following)
-            self.is_in_step = ahead is None
+        """Each bucket as soon as it is there, with the next on its way wherever there is memory for both."""
+        flights: deque[_Flight] = deque()
+        for bucket, following in itertools.pairwise([*self._plan.buckets, None]):
+            assert bucket is not None
+            if not flights:
+                flights.append(self._start(bucket))
+            fits = following is not None and self._plan.fits(bucket, following)
+            if following is not None and fits and bucket.is_in_place and following.is_in_place:
+                flights.append(self._start(following))
+            memory = self._finish(flights.popleft())
+            if following is not None and fits and not flights:
+                flights.append(self._start(following))
+            self.is_in_step = following is None
             yield bucket, self._whole(bucket, memory)
             self._pool.give(memory)
-            if ahead is not None:
-                flight = ahead
+            del memory  # not to hold it while the next is taken
 
     def _start(self, bucket: Bucket) -> _Flight:
         in_place = self._receives and bucket.is_in_place
+        owners = [
+            owner
+            for owner, rank in enumerate(self._plan.owners)
+            if bucket.ranges[owner] and (self._receives or rank == self._rank)
+        ]
         memory = self._pool.take(bucket.num_bytes) if in_place else None
         pieces = []
         with self._on_stream():
-            for owner, rank in enumerate(self._plan.owners):
-                if not bucket.ranges[owner] or (rank != self._rank and not self._receives):
-                    continue
-                packed = None
+            packed = None if in_place else self._pool.take(sum(map(bucket.packed_bytes, owners)))
+            used = 0
+            for owner in owners:
                 if memory is not None:
                     buffer = memory[bucket.stretch(owner)]
                 else:
-                    packed = self._pool.take(bucket.packed_bytes(owner))
-                    buffer = packed[: bucket.packed_bytes(owner)]
-                if rank == self._rank:
+                    assert packed is not None
+                    buffer = packed[used : used + bucket.wire_bytes(owner)]
+                    used += bucket.packed_bytes(owner)
+                if self._plan.owners[owner] == self._rank:
                     self._pack(bucket, owner, buffer)
-                pieces.append(_Piece(owner, buffer, self._broadcast(owner, buffer), packed))
+                pieces.append(_Piece(owner, buffer, self._broadcast(owner, buffer)))
             arrived = self._stream.record_event() if self._stream is not None else None
-        return _Flight(bucket, memory, pieces, arrived)
+        return _Flight(bucket, pieces, memory, packed, arrived)
 
     def _broadcast(self, owner: int, buffer: Tensor) -> dist.Work | None:
         pg = self._pgs[owner]
@@ -131,24 +137,30 @@ class Wire:
         # On a GPU "synchronous" means in the order of the stream: two communicators at once could block each other.
         return dist.broadcast(buffer, group=pg, group_src=source, async_op=self._stream is None)
 
-    def _finish(self, flight: _Flight) -> Tensor | None:
-        """The memory of the bucket, on receivers, once it has arrived."""
+    def _finish(self, flight: _Flight) -> Tensor:
+        """The memory of a bucket that has arrived, on receivers."""
         memory, arrived = flight.memory, flight.arrived
         for piece in flight.pieces:
             if piece.work is not None:
                 piece.work.wait()
-        if self._receives and memory is None:
+        if memory is None:
             memory = self._pool.take(flight.bucket.num_bytes)
             with self._on_stream():
                 for piece in flight.pieces:
                     self._unpack(flight.bucket, piece, memory)
                 arrived = self._stream.record_event() if self._stream is not None else None
-        for piece in flight.pieces:
-            if piece.memory is not None:
-                self._pool.give(piece.memory)
         if arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(arrived)
+        self._settle(flight)
         return memory
+
+    def _settle(self, flight: _Flight) -> None:
+        """Gives back the buffers of a transfer that is done; on a GPU, done in the order of the stream."""
+        for piece in flight.pieces:
+            if piece.work is not None:
+                piece.work.wait()
+        if flight.packed is not None:
+            self._pool.give(flight.packed)
 
     def _pack(self, bucket: Bucket, owner: int, buffer: Tensor) -> None:
         ranges = bucket.ranges[owner]
@@ -182,10 +194,11 @@ class Wire:
 
 
 class _Pool:
-    """Bytes for buckets. On a CPU fresh memory costs a page fault for every 4 KB, which halves the speed of a sync."""
+    """Bytes for buckets, kept for the next one up to a size. On a CPU fresh memory costs a page fault for every 4 KB,
+    which halves the speed of a sync, so there they are kept from version to version too."""
 
-    def __init__(self, device: torch.device, reuse: bool):
-        self._device, self._reuse = device, reuse
+    def __init__(self, device: torch.device, max_kept_bytes: int):
+        self._device, self._max_kept_bytes = device, max_kept_bytes
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> Tensor:
@@ -197,7 +210,7 @@ class _Pool:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def give(self, memory: Tensor) -> None:
-        if self._reuse:
+        if len(memory) <= self._max_kept_bytes:
             self._free.append(memory)
 
     def clear(self) -> None:

@@ -21,11 +21,11 @@ from rl.model.load import load_model
 from rl.placement import Groups, Placement, make_groups, plan
 from rl.rollout.fake_engine import FakeEngine
 from rl.scoring import LogprobService
-from rl.shards import from_json, local_slices, to_json
+from rl.shards import local_slices
 from rl.sync.landing import Landings
-from rl.sync.plan import Plan, wire_tensors
-from rl.sync.probe import probe_tokens
-from rl.sync.weights import Receiver, SyncError, WeightSync
+from rl.sync.plan import Plan
+from rl.sync.probe import LIMITS, make_probe
+from rl.sync.weights import Receiver, SyncError, WeightSync, share_tensors
 from rl.sync.wire import Wire
 from rl.world import World, join
 
@@ -101,7 +101,7 @@ class Job:
         self.placement: Placement = plan(job["placement"], 1, world.size, num_replicas=job.get("num_replicas", 1))
         self.groups: Groups = make_groups(self.placement, world.rank, "cpu", timeout_s=60)
         self.model, self.engine, self.copy = self._build_model(), self._build_engine(), self._build_copy()
-        self.tensors = self._share_tensors()
+        self.tensors = tuple(share_tensors(world.mail, self.placement, self.model, job["dtype"]))
         self.scale = 1.0
         self.seen: dict[str, Any] = {"errors": {}, "versions": []}
 
@@ -122,16 +122,6 @@ class Job:
         scorers = self.placement.scorers
         return LogprobService(self.world.mail, scorers, {"old_logprobs": model}, 100, 1.0, self.world.device)
 
-    def _share_tensors(self) -> tuple:
-        if self.world.rank == self.placement.leader:
-            assert self.model is not None
-            for rank in range(self.world.size):
-                tensors = to_json(wire_tensors(self.model, self.job["dtype"]))
-                self.world.mail.send(rank, "tensors", {"tensors": tensors})
-        message = self.world.mail.receive("tensors")
-        assert message is not None
-        return tuple(from_json(message.meta["tensors"]))
-
     def make_sync(self, bucket_bytes: int = BUCKET_BYTES) -> WeightSync:
         receivers: list[Receiver] = [receiver for receiver in (self.engine, self.copy) if receiver is not None]
         return WeightSync(
@@ -139,10 +129,9 @@ class Job:
             self.placement,
             Plan(self.tensors, tuple(self.placement.owners), tuple(self.placement.receivers), bucket_bytes),
             self.groups.sync_pgs,
-            SyncConfig(join_timeout_s=JOIN_TIMEOUT_S, probe_interval=0, verify=self.job.get("verify", "full")),
+            SyncConfig(join_timeout_s=JOIN_TIMEOUT_S, probe_interval=1, verify=self.job.get("verify", "full")),
             self.world.device,
-            probe_tokens(32, 16),
-            1e-3,
+            make_probe(32, 16, LIMITS[self.job["dtype"]]),
             model=self.model,
             receivers=receivers,
         )

@@ -87,7 +87,7 @@ def main() -> None:
         Landings.fill = broken(Landings.fill, fail)
     elif what == "loads once" and is_culprit:
         Landings.fill = only_once(Landings.fill)
-    elif what == "packed head" and is_culprit:
+    elif what == "packed layers" and is_culprit:
         from rl.rollout import vllm_engine
 
         vllm_engine._turn_off_packing = lambda: None

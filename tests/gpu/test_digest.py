@@ -20,7 +20,7 @@ def odd_hash(number: Tensor, salt: int) -> Tensor:
 
 def formula(part: Part) -> Tensor:
     """[2]: the sums over mixed bits times the factors of their places."""
-    values, start, stride = part.values.cpu().to(part.dtype).contiguous(), part.start, part.row_stride
+    values, start, stride = part.values.to(part.dtype).cpu().contiguous(), part.start, part.row_stride
     if part.dtype.itemsize == 8:
         values, start, stride = values.view(torch.int32), 2 * start, 2 * stride
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.dtype.itemsize]
@@ -36,6 +36,7 @@ def make_parts(device: str) -> list[Part]:
     """Flat and sliced, ragged and in whole blocks, several of one tensor, with and without a cast."""
     torch.manual_seed(0)
     wide, small = torch.randn(300, 1024).to(device), torch.randn(40_001).to(device)
+    wide[5, 100:103] = torch.tensor([float("nan"), float("inf"), -float("inf")])
     numbers = torch.randint(-(2**62), 2**62, (999,)).to(device)
     return [
         flat_part(0, wide, 0, torch.float32),

@@ -175,7 +175,6 @@ POSITIVE = [
     "actor.max_grad_norm",
     "inference.max_tokens_per_micro_batch",
     "actor.num_replicas",
-    "sync.bucket_mb",
     "sync.join_timeout_s",
     "world.transfer_timeout_s",
     "algo.num_mini_batches",
@@ -189,6 +188,7 @@ NOT_NEGATIVE = [
     "eval.interval",
     "eval.num_prompts",
     "rollout.max_mismatch_kl",
+    "sync.bucket_mb",
     "sync.probe_interval",
     "sync.probe_limit",
 ]
@@ -241,14 +241,19 @@ def test_validation(write: Write, overrides: list[str], message: str) -> None:
         ["algo.num_mini_batches=4", "train.num_prompts_per_step=4"],
         ["rollout.num_samples_per_prompt=2"],
         ["eval.interval=5", "data.eval=held_out.jsonl"],
-        ["sync.verify='off'", "sync.probe_interval=0", "sync.probe_limit=0"],
-        pytest.param(["sync.verify=off"], marks=pytest.mark.xfail(strict=True, reason="YAML reads off as false")),
+        ["sync.bucket_mb=0", "sync.probe_interval=0", "sync.probe_limit=0"],
         ["actor.lr=0", "algo.kl_coef=0", "rollout.max_mismatch_kl=0"],
         ["algo.clip_low=0.99", "algo.clip_high=3", "rollout.gpu_memory_fraction=0.99"],
     ],
 )
 def test_values_at_the_edge_are_taken(write: Write, overrides: list[str]) -> None:
     load_config(write(""), overrides)
+
+
+@pytest.mark.parametrize("text", ["off", "'off'", "false"])
+def test_off_needs_no_quotes_though_yaml_reads_it_as_false(write: Write, text: str) -> None:
+    assert load_config(write(f"sync: {{verify: {text}}}")).sync.verify == "off"
+    assert load_config(write("sync: {verify: full}"), [f"sync.verify={text}"]).sync.verify == "off"
 
 
 def test_fewer_than_120_keys_each_with_a_line_of_documentation() -> None:

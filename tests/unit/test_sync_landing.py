@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rl.shards import TensorInfo
 from rl.sync.digest import Digests, flat_part
-from rl.sync.landing import Landings, Region, Unfilled, trace, uncovered
+from rl.sync.landing import Landing, Landings, Region, Untraceable, trace, uncovered
 
 CPU = torch.device("cpu")
 HIDDEN, VOCAB, PADDED_VOCAB = 6, 10, 12
@@ -117,12 +117,17 @@ def test_fill_does_what_the_loader_does(
     assert (engine.embed[4:].abs().sum() == 0) == (tp_rank == 1)
 
 
+CUTS = [[(0, 5), (5, info.num_elements - 5)] for info in TENSORS[:-1]] + [[(0, 1)]]  # as of two owners
+
+
 def misplaced(landings: Landings, whole: Mapping[int, Tensor]) -> list[str]:
     """Names of the tensors of which other values are held than were given."""
     held, expected, arrived = (Digests(len(TENSORS), CPU) for _ in range(3))
-    held.add(landings.held())
+    held.add(landings.held(CUTS))
     expected.add(landings.expected(whole))
-    arrived.add([flat_part(index, tensor, 0, TENSORS[index].torch_dtype) for index, tensor in whole.items()])
+    for index, tensor in whole.items():
+        flat_tensor, dtype = tensor.view(-1), TENSORS[index].torch_dtype
+        arrived.add([flat_part(index, flat_tensor[a : a + count], a, dtype) for a, count in CUTS[index]])
     is_whole = torch.tensor(landings.is_whole).unsqueeze(1)
     wanted = torch.where(is_whole, arrived.result(), expected.result())
     wrong = (held.result() != wanted).any(1)
@@ -150,6 +155,39 @@ def test_what_is_held_is_read_back(
     assert misplaced(landings, whole) == [name]
 
 
+@pytest.mark.parametrize(
+    ("regions", "is_whole"),
+    [
+        ([Region(0, 1, 12, 0)], True),
+        ([], False),
+        ([Region(0, 1, 11, 0)], False),
+        ([Region(0, 3, 4, 4), Region(0, 3, 4, 4)], False),
+        ([Region(0, 1, 12, 0), Region(0, 1, 12, 0)], False),  # all of it, at two places
+        ([Region(0, 1, 6, 0), Region(6, 1, 6, 0)], False),  # all of it, in two pieces
+    ],
+)
+def test_whole_is_one_region_that_is_everything(regions: list[Region], is_whole: bool) -> None:
+    infos = [TensorInfo("a", (2,), "float32", True), TensorInfo("b", (3, 4), "float32", True)]
+    landings = [Landing(1, region, torch.zeros(region.num_rows, region.num_columns)) for region in regions]
+    assert Landings(infos, landings).is_whole == [False, is_whole]
+
+
+def test_whole_tensors_are_read_back_in_the_parts_that_arrived_and_others_as_they_lie() -> None:
+    infos = [TensorInfo("a", (3, 4), "bfloat16", True), TensorInfo("b", (3, 4), "float32", True)]
+    memory = torch.arange(24.0)
+    landing_a = Landing(0, Region(0, 1, 12, 0), memory[:12].view(1, 12))
+    landing_b = Landing(1, Region(2, 3, 2, 4), memory[12:18].view(3, 2))
+    landings = Landings(infos, [landing_b, landing_a])
+    cuts = [[(0, 8), (8, 4)], [(0, 8), (8, 4)]]
+    found = [(part.tensor, part.values.tolist(), part.start, part.row_stride) for part in landings.held(cuts)]
+    halves = [(0, [[0, 1, 2, 3, 4, 5, 6, 7]], 0, 0), (0, [[8, 9, 10, 11]], 8, 0)]
+    assert found == [*halves, (1, [[12, 13], [14, 15], [16, 17]], 2, 4)]
+    assert [part.dtype for part in landings.held(cuts)] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    memory[:] = 1  # the views are kept, and show what lies there now
+    assert landings.held(cuts) is landings.held(cuts)
+    assert landings.held(cuts)[1].values.tolist() == [[1, 1, 1, 1]]
+
+
 class Untied(Engine):
     """A head with memory of its own, which the checkpoint has no tensor for."""
 
@@ -160,7 +198,7 @@ class Untied(Engine):
 
 def test_a_parameter_that_nothing_fills_is_named() -> None:
     engine = Untied()
-    with pytest.raises(Unfilled, match=r"head \[12, 6\] of the engine is filled by no tensor"):
+    with pytest.raises(Untraceable, match=r"^no tensor of the policy fills all of its head \[12, 6\]$"):
         trace(TENSORS, engine, engine.load_weights, CPU)
 
 
@@ -168,14 +206,15 @@ def test_a_parameter_that_nothing_fills_is_named() -> None:
 def test_a_policy_without_one_of_the_tensors_leaves_a_parameter_unfilled(missing: str) -> None:
     engine = Engine(0, 1)
     name = {"k": "qkv", "up": "gate_up"}.get(missing, missing)
-    with pytest.raises(Unfilled, match=f"^{name} "):
+    with pytest.raises(Untraceable, match=f"fills all of its {name} "):
         trace([info for info in TENSORS if info.name != missing], engine, engine.load_weights, CPU)
 
 
-@pytest.mark.xfail(strict=True, reason="torch._foreach_copy_ takes no empty list")
 def test_a_bucket_of_which_a_receiver_takes_nothing() -> None:
     engine = Engine(0, 1)
-    trace(TENSORS, engine, engine.load_weights, CPU).fill({STEPS: torch.tensor(3)})
+    landings = trace(TENSORS, engine, engine.load_weights, CPU)
+    landings.fill({STEPS: torch.tensor(3)})
+    landings.fill({})
     assert bool((engine.embed == 7).all())
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl.placement import plan as place
 from rl.shards import TensorInfo
-from rl.sync.plan import Bucket, Plan, cut_buckets, packed_offsets, view_in
-from rl.sync.wire import Wire
+from rl.sync.plan import Bucket, Plan, cut_buckets, make_plan, packed_offsets, view_in
 
 
 def info(name: str, *shape: int, dtype: str = "float32", sharded: bool = True) -> TensorInfo:
@@ -21,7 +21,7 @@ def sized(name: str, num_bytes: int, dtype: str = "float32") -> TensorInfo:
     return info(name, num_bytes // getattr(torch, dtype).itemsize, dtype=dtype)
 
 
-def make_plan(*tensors: TensorInfo, num_owners: int = 1, bucket_bytes: int = 1 << 20) -> Plan:
+def plan_of(*tensors: TensorInfo, num_owners: int = 1, bucket_bytes: int = 1 << 20) -> Plan:
     return Plan(tensors, tuple(range(10, 10 + num_owners)), (0, 1), bucket_bytes)
 
 
@@ -44,12 +44,12 @@ def make_plan(*tensors: TensorInfo, num_owners: int = 1, bucket_bytes: int = 1 <
 def test_buckets_are_runs_of_whole_tensors(tensors: list[TensorInfo], buckets: list[str], max_bytes: int) -> None:
     cut = cut_buckets(tuple(tensors), max_bytes)
     assert ["".join(tensors[index].name for index in bucket) for bucket in cut] == buckets
-    assert [bucket.tensors for bucket in make_plan(*tensors, bucket_bytes=max_bytes).buckets] == cut
+    assert [bucket.tensors for bucket in plan_of(*tensors, bucket_bytes=max_bytes).buckets] == cut
 
 
 def test_tensors_of_a_bucket_start_at_multiples_of_16() -> None:
     tensors = [info("a", 3), info("b", 3, 3, dtype="bfloat16"), info("c", dtype="int64"), info("d", 4)]
-    plan = make_plan(*tensors, info("e", 0, 4), info("f", 1, dtype="uint8"))
+    plan = plan_of(*tensors, info("e", 0, 4), info("f", 1, dtype="uint8"))
     (bucket,) = plan.buckets
     assert bucket.offsets == (0, 16, 48, 64, 80, 80)  # 12, 18, 8, 16, 0 and 1 bytes
     assert bucket.num_bytes == 96
@@ -76,7 +76,7 @@ A = info("a", 8, 3)
     ],
 )
 def test_what_each_owner_sends_of_a_tensor(tensor: TensorInfo, spans: Spans) -> None:
-    (bucket,) = make_plan(tensor, num_owners=len(spans)).buckets
+    (bucket,) = plan_of(tensor, num_owners=len(spans)).buckets
     assert [[(part.start, part.num_elements) for part in ranges] for ranges in bucket.ranges] == spans
     for part in (part for ranges in bucket.ranges for part in ranges):
         assert (part.offset, part.num_bytes) == (4 * part.start, 4 * part.num_elements)
@@ -86,7 +86,7 @@ MIXED = (info("a", 5, 3, dtype="bfloat16"), info("b", 3, dtype="int64", sharded=
 
 
 def test_where_the_ranges_of_mixed_dtypes_lie() -> None:
-    (bucket,) = make_plan(*MIXED, num_owners=2).buckets
+    (bucket,) = plan_of(*MIXED, num_owners=2).buckets
     assert bucket.offsets == (0, 32, 64)  # 30, 24 and 16 bytes
     first, second = bucket.ranges
     assert [(part.tensor, part.stretch) for part in first] == [
@@ -113,7 +113,7 @@ def test_where_the_ranges_of_mixed_dtypes_lie() -> None:
     ],
 )
 def test_in_place(tensors: tuple[TensorInfo, ...], num_owners: int, stretches: list[slice | None] | None) -> None:
-    (bucket,) = make_plan(*tensors, num_owners=num_owners).buckets
+    (bucket,) = plan_of(*tensors, num_owners=num_owners).buckets
     assert bucket.is_in_place == (stretches is not None)
     for owner, stretch in enumerate(stretches or []):
         assert stretch == (bucket.stretch(owner) if bucket.ranges[owner] else None)
@@ -165,7 +165,7 @@ def received(plan: Plan, bucket: Bucket, wholes: list[Tensor]) -> Tensor:
 def test_packed_slices_give_whole_tensors_again(seed: int, bucket_bytes: int, num_owners: int) -> None:
     source = random.Random(seed)
     torch.manual_seed(seed)
-    plan = make_plan(*random_model(source), num_owners=num_owners, bucket_bytes=bucket_bytes)
+    plan = plan_of(*random_model(source), num_owners=num_owners, bucket_bytes=bucket_bytes)
     wholes = [random_tensor(tensor) for tensor in plan.tensors]
     seen = []
     for bucket in plan.buckets:
@@ -182,7 +182,7 @@ def test_packed_slices_give_whole_tensors_again(seed: int, bucket_bytes: int, nu
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", range(6))
 def test_every_byte_is_sent_once(seed: int, num_owners: int) -> None:
-    plan = make_plan(*random_model(random.Random(seed)), num_owners=num_owners, bucket_bytes=200)
+    plan = plan_of(*random_model(random.Random(seed)), num_owners=num_owners, bucket_bytes=200)
     for bucket in plan.buckets:
         covered = Counter(
             byte for ranges in bucket.ranges for part in ranges for byte in range(part.offset, part.stretch.stop)
@@ -238,10 +238,30 @@ def test_needs_wire(owners: tuple[int, ...], receivers: tuple[int, ...], needs_w
     assert Plan(PLAN.tensors, owners, receivers, 1024).needs_wire is needs_wire
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.xfail(strict=True, raises=KeyError))])
-def test_without_a_wire_the_owner_has_whole_tensors_and_a_second_replica_nothing(rank: int) -> None:
-    plan = Plan(PLAN.tensors, (0,), (0,), bucket_bytes=16)
-    sources = {0: torch.arange(8.0), 1: torch.arange(3.0)} if rank == 0 else {}
-    wire = Wire(plan, [None], rank, torch.device("cpu"), reuse=True)
-    got = [{index: tensor.tolist() for index, tensor in whole.items()} for _, whole in wire.buckets(sources)]
-    assert got == ([{0: [[0, 1], [2, 3], [4, 5], [6, 7]]}, {1: [0, 1, 2]}] if rank == 0 else [{}, {}])
+@pytest.mark.parametrize(
+    ("owners", "receivers", "num_buckets"), [((0,), (0,), 1), ((0,), (0, 1), 3), ((0, 1), (0,), 3)]
+)
+def test_without_a_wire_there_is_one_bucket(
+    owners: tuple[int, ...], receivers: tuple[int, ...], num_buckets: int
+) -> None:
+    """With room for tensors of 32, 12 and 33 bytes, each from a multiple of 16 on."""
+    plan = Plan((*PLAN.tensors, info("c", 33, dtype="uint8")), owners, receivers, bucket_bytes=32)
+    assert len(plan.buckets) == num_buckets
+    assert sum(bucket.num_bytes for bucket in plan.buckets) == 32 + 16 + 48
+
+
+def test_cuts_are_every_owners_part_of_every_tensor() -> None:
+    tensors = (info("a", 5, 2), info("b", 1, 3), info("c", 4, sharded=False), info("d", 0, 2), info("e", 3))
+    wanted = [[(0, 6), (6, 4)], [(0, 3)], [(0, 4)], [], [(0, 2), (2, 1)]]  # rows of a: 3 and 2
+    for bucket_bytes in (1, 64, 1024):
+        assert plan_of(*tensors, num_owners=2, bucket_bytes=bucket_bytes).cuts == wanted
+    assert plan_of(*tensors).cuts == [[(0, 10)], [(0, 3)], [(0, 4)], [], [(0, 3)]]
+
+
+@pytest.mark.parametrize(
+    ("bucket_mb", "device", "num_bytes"), [(0, "cpu", 48 << 20), (0, "cuda", 128 << 20), (3, "cuda", 3 << 20)]
+)
+def test_make_plan(bucket_mb: int, device: str, num_bytes: int) -> None:
+    placement = place({"rollout": "0-1", "inference": "2", "actor": "3-4"}, 1, 5)
+    plan = make_plan(list(PLAN.tensors), placement, bucket_mb, torch.device(device))
+    assert plan == Plan(PLAN.tensors, (3, 4), (0, 1, 2), num_bytes)

@@ -93,7 +93,7 @@ LOWER: Regions = [[(4, 1, 4, 0)]] * 12
         ({0: ALL, 1: ALL, 2: UPPER, 3: LOWER}, ""),
         ({0: UPPER, 1: LOWER, 2: UPPER, 3: [*LOWER[:5], [], *LOWER[6:]]}, "engine 1 does not take all of t5"),
         ({0: ALL, 1: ALL, 2: UPPER}, ""),  # rank 3 cannot tell
-        ({0: UPPER, 1: UPPER}, "engine 0 does not take all of t0, t1, t2, t3, t4, t5, t6, t7"),
+        ({0: UPPER, 1: UPPER}, "engine 0 does not take all of t0, t1, t2, t3, t4, t5, t6, t7 and 4 more tensors"),
         (
             {0: [*ALL[:2], [], *ALL[3:]], 1: [[]] * 12, 2: [[], *UPPER[1:]], 3: [[], *LOWER[1:]]},
             "engine 0 does not take all of t2; engine 1 does not take all of t0",
@@ -190,4 +190,5 @@ def test_the_probe() -> None:
     assert probe_tokens(vocab_size=10_000, max_tokens=3) == [7, 7926, 5845]  # steps of 7919
     assert len(probe_tokens(10_000, 100)) == len(set(probe_tokens(10_000, 100))) == 24
     assert max(probe_tokens(5, 100)) == 4
+    assert probe_tokens(10_000, 0) == probe_tokens(10_000, 1) == probe_tokens(10_000, 2) == [7, 7926]
     assert difference([-1.0, -3.0], [-1.5, -1.0]) == 1.25

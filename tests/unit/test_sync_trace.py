@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rl.shards import TensorInfo
 from rl.sync.digest import digest_of, flat_part
-from rl.sync.landing import Landings, Region, Unfilled, Untraceable, trace
+from rl.sync.landing import Landings, Region, Untraceable, trace
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def test_a_wider_parameter_is_a_copy_too() -> None:
     landings = watch(lambda p, w: p.copy_(w), (2, 3), (2, 3), ("bfloat16", "float32"))
     values = torch.randn(2, 3, dtype=torch.bfloat16)
     landings.fill({0: values})
-    (held,) = landings.held()
+    (held,) = landings.held([[(0, 6)]])
     assert held.values.dtype == torch.float32
     assert digest_of(held).tolist() == digest_of(flat_part(0, values, 0, torch.bfloat16)).tolist()
 
@@ -75,15 +75,15 @@ def fail(*_: Tensor) -> None:
         (lambda p, w: p.copy_(w.flip(0)), "computes what it puts into weight"),
         (lambda p, w: p.copy_(w * 2), "computes what it puts into weight"),
         (lambda p, w: p.copy_(w.double()), "computes what it puts into weight"),
-        pytest.param(
-            lambda p, w: p.copy_(w.mul_(2)),
-            "computes what it puts into weight",
-            marks=pytest.mark.xfail(strict=True, reason="a tensor that the loader changes in place counts as a copy"),
-        ),
+        (lambda p, w: p.copy_(w.mul_(2)), r"calls aten.mul_.Tensor on what it was given"),
+        (lambda p, w: p.copy_(w[:2].zero_()), r"calls aten.zero_.default on what it was given"),
+        (lambda p, w: torch.mul(w, 2, out=p), r"calls aten.mul.out on weight"),
+        (lambda p, w: torch._foreach_copy_([p], [w]), r"calls aten._foreach_copy_.default on weight"),
+        (lambda p, w: p.fill_(w[0, 0].item()), r"calls aten.fill_.Scalar on weight"),
+        (lambda p, w: p.fill_(w[0, 0]), r"calls aten.fill_.Tensor on weight"),
         (lambda p, w: p.copy_(torch.ones(4, 4)), "computes what it puts into weight"),
         (lambda p, w: p.copy_(w[0]), "reshapes or narrows what it puts into weight"),
         (lambda p, w: p.copy_(w).add_(1), r"calls aten.add_.Tensor on weight"),
-        (lambda p, w: p.fill_(1), r"calls aten.fill_.Scalar on weight"),
         (lambda p, w: p.index_copy_(0, torch.arange(4), w), "calls aten.index_copy_.default on weight"),
         (fail, r"cannot be watched \(KeyError: 'lost'\)"),
     ],
@@ -93,8 +93,24 @@ def test_a_loader_that_does_more_than_copy_is_untraceable(load: Load, reason: st
         watch(load, (4, 4), (4, 4))
 
 
-@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("int64", "int32"), ("float32", "int64")])
-def test_a_narrower_parameter_is_untraceable(dtypes: tuple[str, str]) -> None:
+@pytest.mark.xfail(strict=True, reason="neither the order of zeros and copies nor the dtype of views is looked at")
+@pytest.mark.parametrize(
+    ("load", "dtype"),
+    [
+        (lambda p, w: (p.copy_(w), p[2:].zero_()), "float32"),  # zeros are filled first, so they would not stay
+        (lambda p, w: p.view(torch.int16).copy_(w.view(torch.int16)), "bfloat16"),  # values would be cast to int16
+        (lambda p, w: p.view(torch.uint8).copy_(w.view(torch.uint8)), "float32"),  # four times as many elements
+    ],
+)
+def test_what_fill_would_do_otherwise_is_untraceable(load: Load, dtype: str) -> None:
+    with pytest.raises(Untraceable):
+        watch(load, (4, 4), (4, 4), (dtype, dtype))
+
+
+@pytest.mark.parametrize(
+    "dtypes", [("float32", "bfloat16"), ("int64", "int32"), ("float32", "int64"), ("int64", "float32")]
+)
+def test_a_parameter_that_cannot_hold_every_value_is_untraceable(dtypes: tuple[str, str]) -> None:
     with pytest.raises(Untraceable, match="reshapes or narrows what it puts into weight"):
         watch(lambda p, w: p.copy_(w), (4, 4), (4, 4), dtypes)
 
@@ -106,25 +122,20 @@ def test_a_narrower_parameter_is_untraceable(dtypes: tuple[str, str]) -> None:
         lambda p, w: p[:7].copy_(w[:7]),
         lambda p, w: p[1:].zero_(),
         lambda p, w: [p[:6].copy_(w[:6]) for _ in range(2)],  # the same place twice
-        pytest.param(
-            lambda p, w: (p[:6].copy_(w[:6]), p[:2].copy_(w[:2])),  # 8 copied, but the last two never
-            marks=pytest.mark.xfail(strict=True, reason="elements are counted, whichever they are"),
-        ),
+        lambda p, w: (p[:6].copy_(w[:6]), p[:2].copy_(w[:2])),  # 8 copied, but the last two never
+        lambda p, w: p.view(2, 4)[:, :3].copy_(w.view(2, 4)[:, :3]),  # all columns but one
     ],
 )
-def test_what_the_loader_leaves_out_is_unfilled(load: Load) -> None:
-    with pytest.raises(
-        Unfilled, match=r"weight \[8\] of the engine is filled by no tensor of the policy, or only in part"
-    ):
+def test_what_the_loader_leaves_out_is_named(load: Load) -> None:
+    with pytest.raises(Untraceable, match=r"^no tensor of the policy fills all of its weight \[8\]$"):
         watch(load, (8,), (8,))
 
 
-@pytest.mark.xfail(strict=True, reason="elements are counted for the memory of both together")
 def test_parameters_that_share_memory_are_filled_each() -> None:
     memory = torch.zeros(12)
     model = nn.ParameterDict({"large": nn.Parameter(memory[:8]), "small": nn.Parameter(memory[8:])})
     infos = [TensorInfo("source", (8,), "float32", True)]
-    with pytest.raises(Unfilled, match="small"):
+    with pytest.raises(Untraceable, match=r"fills all of its small \[4\]$"):
         trace(infos, model, lambda weights: [model["large"].data.copy_(weight) for _, weight in weights], CPU)
 
 

@@ -1,0 +1,139 @@
+"""What a rank gets of each bucket, and how much memory it holds meanwhile; in one process, so nothing is broadcast."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl.shards import TensorInfo
+from rl.sync.plan import Plan
+from rl.sync.wire import Wire, _Pool
+
+CPU = torch.device("cpu")
+
+
+def make_plan(sizes: list[int], owners: tuple[int, ...], receivers: tuple[int, ...], bucket_bytes: int) -> Plan:
+    tensors = tuple(TensorInfo(f"t{index}", (size,), "uint8", True) for index, size in enumerate(sizes))
+    return Plan(tensors, owners, receivers, bucket_bytes)
+
+
+def own_slices(plan: Plan, rank: int) -> dict[int, Tensor]:
+    """Tensor i consists of i + 1."""
+    if rank not in plan.owners:
+        return {}
+    rows = [info.rows(plan.owners.index(rank), len(plan.owners)) for info in plan.tensors]
+    return {i: torch.full((end - first,), i + 1, dtype=torch.uint8) for i, (first, end) in enumerate(rows)}
+
+
+@pytest.mark.parametrize(("rank", "got"), [(0, {0: [1] * 8, 1: [2] * 3}), (1, {})])
+def test_without_a_wire_the_owner_has_whole_tensors_and_a_second_replica_nothing(
+    rank: int, got: dict[int, list[int]]
+) -> None:
+    plan = make_plan([8, 3], (0,), (0,), bucket_bytes=16)
+    wire = Wire(plan, [None], rank, CPU, reuse=True)
+    found = [
+        {index: tensor.tolist() for index, tensor in whole.items()} for _, whole in wire.buckets(own_slices(plan, rank))
+    ]
+    assert found == [got]
+
+
+@pytest.mark.parametrize("bucket_bytes", [16, 64])
+def test_an_owner_that_receives_has_its_own_part_in_place(bucket_bytes: int) -> None:
+    """Packed, or where it belongs; what the other owner would send is whatever was there."""
+    plan = make_plan([40, 10, 6], (0, 1), (0,), bucket_bytes)
+    wire = Wire(plan, [None, None], 0, CPU, reuse=True)
+    found = {
+        index: tensor.tolist() for _, whole in wire.buckets(own_slices(plan, 0)) for index, tensor in whole.items()
+    }
+    assert {index: len(values) for index, values in found.items()} == {0: 40, 1: 10, 2: 6}
+    assert (found[0][:20], found[1][:5], found[2][:3]) == ([1] * 20, [2] * 5, [3] * 3)
+
+
+class WatchedPool(_Pool):
+    """Knows how many bytes are out at most, and how many it holds at most, with those that are free."""
+
+    def __init__(self, device: torch.device, reuse: bool):
+        super().__init__(device, reuse)
+        self.out: list[Tensor] = []
+        self.most_out = self.most_held = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        memory = super().take(num_bytes)
+        assert len(memory) >= num_bytes
+        assert all(memory is not other for other in self.out)
+        self.out.append(memory)
+        out = sum(map(len, self.out))
+        self.most_out = max(self.most_out, out)
+        self.most_held = max(self.most_held, out + sum(map(len, self._free)))
+        return memory
+
+    def give(self, memory: Tensor) -> None:
+        (place,) = [index for index, other in enumerate(self.out) if other is memory]
+        del self.out[place]
+        super().give(memory)
+        self.most_held = max(self.most_held, sum(map(len, self.out + self._free)))
+
+
+def watch(plan: Plan, rank: int, reuse: bool) -> WatchedPool:
+    """Two versions."""
+    wire = Wire(plan, [None] * len(plan.owners), rank, CPU, reuse)
+    pool = wire._pool = WatchedPool(CPU, reuse)
+    for _ in range(2):
+        seen: list[int] = []
+        for bucket, whole in wire.buckets(own_slices(plan, rank)):
+            assert pool.out or rank not in plan.owners + plan.receivers
+            assert [*whole] == ([*bucket.tensors] if rank in plan.receivers else [])
+            seen += bucket.tensors
+        assert seen == list(range(len(plan.tensors)))
+        assert pool.out == []
+        assert wire.is_in_step
+    return pool
+
+
+FOUR = (0, 1, 2, 3)
+EVEN, GROWING, UNEVEN = [128] * 16, [64, 64, 128, 128, 192, 192, 256, 256], [256, 256, 64, 448, 64, 64, 320, 128, 128]
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("sizes", [EVEN, GROWING, GROWING[::-1], UNEVEN])
+@pytest.mark.parametrize(
+    ("owners", "receivers", "rank", "is_in_place", "limit"),
+    [
+        ((0,), (9,), 0, True, 2),  # a pure sender
+        ((0,), (9,), 9, True, 2),
+        ((0,), (0, 9), 0, True, 2),  # an owner that receives
+        (FOUR, (9,), 2, False, 0.5),  # a sender of quarters
+        (FOUR, (9,), 9, False, 2),
+        (FOUR, FOUR, 1, False, 2),
+        (FOUR, (9,), 8, False, 0),  # another replica's rank
+    ],
+)
+def test_a_rank_holds_at_most_two_buckets(
+    owners: tuple[int, ...],
+    receivers: tuple[int, ...],
+    rank: int,
+    is_in_place: bool,
+    limit: float,
+    sizes: list[int],
+    reuse: bool,
+) -> None:
+    plan = make_plan(sizes, owners, receivers, bucket_bytes=512)
+    assert len(plan.buckets) > 2
+    assert {bucket.is_in_place for bucket in plan.buckets} == {is_in_place}
+    pool = watch(plan, rank, reuse)
+    assert pool.most_held <= limit * 512
+    if sizes is EVEN:
+        assert pool.most_out == limit * 512  # not less, or nothing would travel while a bucket is used
+
+
+@pytest.mark.xfail(strict=True, reason="a packed piece takes the free memory of a whole bucket, and others find none")
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [256, 256, 128, 128],  # two buckets in place, then a packed one: 2.75
+        [128, 128, 256],  # a packed one, then one in place: 3.5 from the second version on
+    ],
+)
+def test_so_it_does_where_some_buckets_are_packed_and_some_are_not(sizes: list[int]) -> None:
+    plan = make_plan(sizes, FOUR, (9,), bucket_bytes=256)
+    assert {bucket.is_in_place for bucket in plan.buckets} == {True, False}
+    assert watch(plan, 9, reuse=True).most_out <= 2 * 256
