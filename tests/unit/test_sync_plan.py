@@ -146,7 +146,7 @@ def received(plan: Plan, bucket: Bucket, wholes: list[Tensor]) -> Tensor:
     for owner, ranges in enumerate(bucket.ranges):
         if not ranges:
             continue
-        sent = torch.zeros(bucket.packed_bytes(owner), dtype=torch.uint8)
+        sent = torch.zeros(bucket.wire_bytes(owner), dtype=torch.uint8)
         for part, offset in zip(ranges, packed_offsets(ranges), strict=True):
             tensor = plan.tensors[part.tensor]
             piece = sliced(wholes[part.tensor], tensor, owner, len(plan.owners))

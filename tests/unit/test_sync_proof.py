@@ -11,12 +11,12 @@ from torch import Tensor
 from rl.placement import plan
 from rl.shards import TensorInfo
 from rl.sync.landing import Region
-from rl.sync.probe import difference, probe_tokens
+from rl.sync.probe import difference, make_probe
 from rl.sync.proof import (
     MAX_NAMES,
     differing,
     judge_plans,
-    judge_probes,
+    judge_probe,
     judge_regions,
     judge_transfer,
     who,
@@ -128,7 +128,7 @@ def test_what_several_actors_sent_adds_up_modulo_2_to_the_32(parts: tuple[int, i
     assert wrong == "rank 0 (engine 0): received other bytes than were sent of t4"
 
 
-RIGHT = {5: digests()}
+RIGHT = {5: digests(), 6: torch.zeros(12, 2, dtype=torch.int32)}
 CLEAN: dict[int, list[str]] = {rank: [] for rank in (6, 5, 4, 3, 2, 1, 0)}  # as they came in
 
 
@@ -156,6 +156,18 @@ def test_transfers(errors: dict[int, list[str]], got: dict[int, Tensor], text: s
     assert judge_transfer(CLEAN | errors, RIGHT, got, TENSORS, PLACEMENT) == text
 
 
+def test_replicas_hold_the_same() -> None:
+    """Ranks 1 and 3 hold shard 0, ranks 2 and 4 shard 1; replicas take turns in sending."""
+    placement = plan({"rollout": "0", "actor": "1-4"}, 1, 5, num_replicas=2)
+    assert placement.owners == [1, 4]
+    shards = [digests(), digests(t2=7)]
+    sent = {1: shards[0], 2: shards[1], 3: shards[0], 4: shards[1]}
+    got = {0: shards[0] + shards[1]}
+    assert judge_transfer({}, sent, got, TENSORS, placement) == ""
+    sent[2] = digests(t2=7, t5=1)
+    assert judge_transfer({}, sent, got, TENSORS, placement) == "rank 2: holds another replica than rank 4 of t5"
+
+
 def test_without_digests_only_errors_count() -> None:
     assert judge_transfer(CLEAN, {}, {}, TENSORS, PLACEMENT) == ""
     assert judge_transfer({0: ["lost"]}, {}, {}, TENSORS, PLACEMENT) == "rank 0 (engine 0): lost"
@@ -176,19 +188,22 @@ LEARNER = [-1.0, -2.0, -4.0]
     ],
 )
 def test_probes(logprobs: list[float], gap: str | None) -> None:
-    verdict = judge_probes(LEARNER, {0: LEARNER, 3: logprobs}, 0.25, PLACEMENT)
+    verdict = judge_probe(LEARNER, {0: [LEARNER], 3: [LEARNER, logprobs], 4: []}, 0.25, PLACEMENT)
     text = f"rank 3 (engine 1): its logprobs of the probe differ from the learner's by {gap} on average (limit 0.25)"
     assert verdict.startswith(text) if gap else verdict == ""
 
 
 def test_a_learner_that_computes_nan_passes_nowhere() -> None:
-    verdict = judge_probes([math.nan] * 3, {2: LEARNER, 0: LEARNER}, 0.25, PLACEMENT)
+    verdict = judge_probe([math.nan] * 3, {2: [LEARNER], 0: [LEARNER]}, 0.25, PLACEMENT)
     assert [part[:17] for part in verdict.split("; ")] == ["rank 0 (engine 0)", "rank 2 (engine 1)"]
 
 
 def test_the_probe() -> None:
-    assert probe_tokens(vocab_size=10_000, max_tokens=3) == [7, 7926, 5845]  # steps of 7919
-    assert len(probe_tokens(10_000, 100)) == len(set(probe_tokens(10_000, 100))) == 24
-    assert max(probe_tokens(5, 100)) == 4
-    assert probe_tokens(10_000, 0) == probe_tokens(10_000, 1) == probe_tokens(10_000, 2) == [7, 7926]
+    def tokens(vocab_size: int, max_tokens: int) -> list[int]:
+        return make_probe(vocab_size, max_tokens, limit=0.1).tokens
+
+    assert tokens(vocab_size=10_000, max_tokens=3) == [7, 7926, 5845]  # steps of 7919
+    assert len(tokens(10_000, 100)) == len(set(tokens(10_000, 100))) == 24
+    assert max(tokens(5, 100)) == 4
+    assert tokens(10_000, 0) == tokens(10_000, 1) == tokens(10_000, 2) == [7, 7926]
     assert difference([-1.0, -3.0], [-1.5, -1.0]) == 1.25

@@ -93,7 +93,6 @@ def test_a_loader_that_does_more_than_copy_is_untraceable(load: Load, reason: st
         watch(load, (4, 4), (4, 4))
 
 
-@pytest.mark.xfail(strict=True, reason="neither the order of zeros and copies nor the dtype of views is looked at")
 @pytest.mark.parametrize(
     ("load", "dtype"),
     [

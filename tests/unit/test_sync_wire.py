@@ -125,7 +125,6 @@ def test_a_rank_holds_at_most_two_buckets(
         assert pool.most_out == limit * 512  # not less, or nothing would travel while a bucket is used
 
 
-@pytest.mark.xfail(strict=True, reason="a packed piece takes the free memory of a whole bucket, and others find none")
 @pytest.mark.parametrize(
     "sizes",
     [
