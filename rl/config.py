@@ -103,7 +103,7 @@ class InferenceConfig:
 
 @dataclass(frozen=True)
 class SyncConfig:
-    bucket_mb: int = key(0, "whole tensors that travel together, two such buckets at a time; 0: 128, on a CPU 48")
+    bucket_mb: int = key(0, "whole tensors that travel together, two such buckets at a time; 0: 128, on a CPU 32")
     join_timeout_s: float = key(600.0, "ranks that have not joined an announced sync by then are named and end the run")
     verify: str = key("full", "full: what engines hold is what was sent; transport: what they got is; off: unproven")
     probe_interval: int = key(50, "compare logprobs of a probe at versions 1, 2 and every so many; 0: at 1 and 2 only")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rl.placement import Placement
 from rl.shards import TensorInfo, local_slices
 
-BUCKET_MB = {"cuda": 128, "cpu": 48}  # on a CPU what arrives is used while it is in the cache
+BUCKET_MB = {"cuda": 128, "cpu": 32}  # on a CPU what arrives is used while it is in the cache
 ALIGNMENT = 16  # bytes; tensors and packed slices start at multiples of it
 
 

@@ -55,7 +55,8 @@ class Wire:
         self._plan, self._pgs, self._rank, self._device = plan, pgs, rank, device
         self._sources: dict[int, Tensor] = {}
         self._receives = rank in plan.receivers
-        self._pool = _Pool(device, plan.bucket_bytes if reuse else 0)
+        regular = [self._most_bytes(bucket) for bucket in plan.buckets if bucket.num_bytes <= plan.bucket_bytes]
+        self._pool = _Pool(device, max(regular, default=0), reuse)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.is_in_step = True  # False from the first transfer to the last
 
@@ -129,6 +130,11 @@ class Wire:
             arrived = self._stream.record_event() if self._stream is not None else None
         return _Flight(bucket, pieces, memory, packed, arrived)
 
+    def _most_bytes(self, bucket: Bucket) -> int:
+        """The largest memory that this rank takes for a bucket."""
+        own = [owner for owner, rank in enumerate(self._plan.owners) if self._receives or rank == self._rank]
+        return max(bucket.num_bytes if self._receives else 0, sum(map(bucket.packed_bytes, own)))
+
     def _broadcast(self, owner: int, buffer: Tensor) -> dist.Work | None:
         pg = self._pgs[owner]
         if pg is None:
@@ -194,23 +200,29 @@ class Wire:
 
 
 class _Pool:
-    """Bytes for buckets, kept for the next one up to a size. On a CPU fresh memory costs a page fault for every 4 KB,
-    which halves the speed of a sync, so there they are kept from version to version too."""
+    """Bytes for buckets, used again. On a CPU fresh memory costs a page fault for every 4 KB, which halves the speed of
+    a sync, so there they are kept from version to version too. Blocks for tensors that are larger than a bucket are
+    apart: a bucket in one of them would force a second of that size."""
 
-    def __init__(self, device: torch.device, max_kept_bytes: int):
-        self._device, self._max_kept_bytes = device, max_kept_bytes
+    def __init__(self, device: torch.device, bucket_bytes: int, reuse: bool):
+        self._device, self._bucket_bytes, self._reuse = device, bucket_bytes, reuse
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """At least so many; what is free but too small goes, so that no more than what is in use stays."""
-        fitting = [index for index, memory in enumerate(self._free) if len(memory) >= num_bytes]
+        """At least so many."""
+        is_large = num_bytes > self._bucket_bytes
+        alike = [memory for memory in self._free if (len(memory) > self._bucket_bytes) == is_large]
+        fitting = [memory for memory in alike if len(memory) >= num_bytes]
+        dropped = fitting[:1] or alike  # what is free but too small goes
+        self._free = [memory for memory in self._free if not any(memory is block for block in dropped)]
         if fitting:
-            return self._free.pop(min(fitting, key=lambda index: len(self._free[index])))
-        self.clear()
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            return fitting[0]
+        del alike, dropped
+        size = num_bytes if is_large or not self._reuse else self._bucket_bytes
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def give(self, memory: Tensor) -> None:
-        if len(memory) <= self._max_kept_bytes:
+        if self._reuse:
             self._free.append(memory)
 
     def clear(self) -> None:

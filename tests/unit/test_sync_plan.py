@@ -259,7 +259,7 @@ def test_cuts_are_every_owners_part_of_every_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bucket_mb", "device", "num_bytes"), [(0, "cpu", 48 << 20), (0, "cuda", 128 << 20), (3, "cuda", 3 << 20)]
+    ("bucket_mb", "device", "num_bytes"), [(0, "cpu", 32 << 20), (0, "cuda", 128 << 20), (3, "cuda", 3 << 20)]
 )
 def test_make_plan(bucket_mb: int, device: str, num_bytes: int) -> None:
     placement = place({"rollout": "0-1", "inference": "2", "actor": "3-4"}, 1, 5)

@@ -51,8 +51,8 @@ def test_an_owner_that_receives_has_its_own_part_in_place(bucket_bytes: int) -> 
 class WatchedPool(_Pool):
     """Knows how many bytes are out at most, and how many it holds at most, with those that are free."""
 
-    def __init__(self, device: torch.device, reuse: bool):
-        super().__init__(device, reuse)
+    def __init__(self, device: torch.device, bucket_bytes: int, reuse: bool):
+        super().__init__(device, bucket_bytes, reuse)
         self.out: list[Tensor] = []
         self.most_out = self.most_held = 0
 
@@ -76,7 +76,7 @@ class WatchedPool(_Pool):
 def watch(plan: Plan, rank: int, reuse: bool) -> WatchedPool:
     """Two versions."""
     wire = Wire(plan, [None] * len(plan.owners), rank, CPU, reuse)
-    pool = wire._pool = WatchedPool(CPU, reuse)
+    pool = wire._pool = WatchedPool(CPU, wire._pool._bucket_bytes, reuse)
     for _ in range(2):
         seen: list[int] = []
         for bucket, whole in wire.buckets(own_slices(plan, rank)):
@@ -136,3 +136,10 @@ def test_so_it_does_where_some_buckets_are_packed_and_some_are_not(sizes: list[i
     plan = make_plan(sizes, FOUR, (9,), bucket_bytes=256)
     assert {bucket.is_in_place for bucket in plan.buckets} == {True, False}
     assert watch(plan, 9, reuse=True).most_out <= 2 * 256
+
+
+def test_a_tensor_that_is_larger_than_a_bucket_adds_its_size() -> None:
+    """As an embedding and a head with layers between them."""
+    plan = make_plan([1024, *[128] * 6, 1024], (0,), (9,), bucket_bytes=256)
+    for rank in (0, 9):
+        assert watch(plan, rank, reuse=True).most_held <= 2 * 256 + 1024
