@@ -27,7 +27,7 @@ from rl.serve import Service
 from rl.shards import TensorInfo, from_json, local_slices, to_json
 from rl.sync.digest import NUM_SUMS, Digests, flat_part
 from rl.sync.landing import Landings, Opaque, Weights
-from rl.sync.plan import Bucket, Plan, Range, wire_tensors
+from rl.sync.plan import Plan, Range, wire_tensors
 from rl.sync.probe import Probe, learner_logprobs
 from rl.sync.proof import differing, judge_plans, judge_probe, judge_regions, judge_transfer, who
 from rl.sync.wire import Wire
@@ -197,7 +197,7 @@ class WeightSync:
         if self._config.verify == "off":
             return {"errors": errors, "digests": []}, b""
         parts = {"sent": digests.sent} if self._shard is not None else {}
-        if self._mail.rank in self._plan.receivers and self._plan.needs_wire:
+        if self._mail.rank in self._plan.receivers and self._plan.needs_wire and not errors:
             parts["got"] = digests.got
         payload = b"".join(part.result().numpy().tobytes() for part in parts.values())
         return {"errors": errors, "digests": list(parts)}, payload
@@ -207,9 +207,11 @@ class WeightSync:
         own = local_slices(self._model) if self._model is not None else ()
         sources = {index: part.data.reshape(-1) for index, part in enumerate(own)}
         for bucket, whole in self._wire.buckets(sources):
+            if self._shard is not None and self._config.verify != "off":
+                digests.add_sent(bucket.ranges[self._shard], sources)
             try:
                 if not errors:
-                    self._use(bucket, whole, sources, digests)
+                    self._use(whole, digests)
             except Exception as error:  # as in `_transfer`: reported at the end
                 errors.append(f"{type(error).__name__}: {error}")
             while whole and self._opaque:
@@ -218,15 +220,10 @@ class WeightSync:
                 yield info.name, whole.pop(index).to(info.torch_dtype)
             whole.clear()  # so that its memory is free when the next bucket needs some
 
-    def _use(
-        self, bucket: Bucket, whole: dict[int, Tensor], sources: dict[int, Tensor], digests: "_VersionDigests"
-    ) -> None:
-        is_proven = self._config.verify != "off"
-        if is_proven and self._shard is not None:
-            digests.add_sent(bucket.ranges[self._shard], sources)
+    def _use(self, whole: dict[int, Tensor], digests: "_VersionDigests") -> None:
         # On a CPU tensor by tensor, each while it is in the cache; on a GPU all in a few launches.
         for portion in [whole] if self._device.type == "cuda" else [{i: tensor} for i, tensor in whole.items()]:
-            if is_proven:
+            if self._config.verify != "off":
                 digests.add_got(portion)
             for landings in self._landings:
                 landings.fill(portion)
