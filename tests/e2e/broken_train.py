@@ -1,10 +1,12 @@
-"""train.py with one thing broken on one rank, for test_ends.py: `broken_train.py WHAT RANK [train.py's arguments]`."""
+"""train.py with one thing broken on one rank: `broken_train.py WHAT RANK [train.py's arguments]`."""
 
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+
+from torch import Tensor
 
 import train
 from rl.learner import Learner
@@ -29,13 +31,14 @@ def broken(method: Callable, action: Callable[[], None]) -> Callable:
     return replaced
 
 
-def only_once(method: Callable) -> Callable:
-    calls = 0
+def from_version_2(fill: Callable, action: Callable[[], None]) -> Callable:
+    """Landings.fill, which gets the first tensor once a version; from the second version on the action in its place."""
+    version = 0
 
-    def replaced(*args):
-        nonlocal calls
-        calls += 1
-        return method(*args) if calls == 1 else None
+    def replaced(landings: Landings, whole: dict[int, Tensor]) -> None:
+        nonlocal version
+        version += 0 in whole
+        fill(landings, whole) if version < 2 else action()
 
     return replaced
 
@@ -84,9 +87,9 @@ def main() -> None:
         step = FakeEngine.step
         FakeEngine.step = lambda engine: time.sleep(0.02) or step(engine)
     elif what == "load" and is_culprit:
-        Landings.fill = broken(Landings.fill, fail)
+        Landings.fill = from_version_2(Landings.fill, fail)
     elif what == "loads once" and is_culprit:
-        Landings.fill = only_once(Landings.fill)
+        Landings.fill = from_version_2(Landings.fill, lambda: None)
     elif what == "packed layers" and is_culprit:
         from rl.rollout import vllm_engine
 
