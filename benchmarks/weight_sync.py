@@ -1,6 +1,6 @@
 """The weight sync beside a bare broadcast of the same bytes in the same groups, in one run. Prints one JSON line.
 
-    python benchmarks/weight_sync.py [--actors 1] [--rollouts 2 | --collocated] [--model 500mb] [--bucket-mb 0]
+    python benchmarks/weight_sync.py [--actors 1] [--rollouts 2 | --collocated] [--megabytes 500 | --model 1.7b]
 
 It starts its own torchrun. Rounds are interleaved and figures are medians of five, over random weights:
     gbps                    the sync as train.py runs it, real vLLM engines, sync.verify=full
@@ -41,7 +41,7 @@ from rl.world import World, join
 
 ROUNDS = 5
 MODELS = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
-    "500mb": (1024, 2816, 9, 16, 8, 16384),  # in float32
+    "any size": (1024, 2816, 0, 16, 8, 16384),  # as many layers as the size asks for
     "135m": (576, 1536, 30, 9, 3, 49152),
     "1.7b": (2048, 8192, 24, 32, 32, 49152),
 }
@@ -73,6 +73,10 @@ class Bench:
 
     def _make_model(self, dtype: str) -> Path:
         hidden, intermediate, layers, heads, kv_heads, vocab = MODELS[self.args.model]
+        if not layers:
+            size = self.args.megabytes * 1e6 / getattr(torch, dtype).itemsize
+            in_layer = (2 * hidden + 2 * hidden * kv_heads // heads + 3 * intermediate) * hidden
+            layers = max(1, round((size - vocab * hidden) / in_layer))
         folder = Path(self.args.folder)
         if self.world.rank == 0:
             config = LlamaConfig(
@@ -245,7 +249,8 @@ def main() -> None:
     parser.add_argument("--actors", type=int, default=1)
     parser.add_argument("--rollouts", type=int, default=2)
     parser.add_argument("--collocated", action="store_true", help="every actor also hosts an engine; no other ranks")
-    parser.add_argument("--model", choices=MODELS, default="500mb")
+    parser.add_argument("--megabytes", type=float, default=500, help="size of the model, to the nearest layer")
+    parser.add_argument("--model", choices=MODELS, default="any size", help="or one of these shapes")
     parser.add_argument("--bucket-mb", type=int, default=0, help="0: train.py's default")
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the random model, from the launching process
     args = parser.parse_args()

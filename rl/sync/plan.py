@@ -95,7 +95,7 @@ class Plan:
     def num_bytes(self) -> int:
         return sum(info.num_bytes for info in self.tensors)
 
-    def fits(self, bucket: "Bucket", following: "Bucket") -> bool:
+    def fits(self, bucket: Bucket, following: Bucket) -> bool:
         """Whether both may be in memory at once: two buckets, or one and a tensor that is larger than a bucket."""
         largest = max(info.num_bytes for info in self.tensors)
         return bucket.num_bytes + following.num_bytes <= 2 * self.bucket_bytes + largest

@@ -82,9 +82,9 @@ class Wire:
             flights.append(self._start(bucket))
             yield bucket, {}
             if len(flights) == 2:
-                self._settle(flights.popleft())
+                self._finish_sending(flights.popleft())
         while flights:
-            self._settle(flights.popleft())
+            self._finish_sending(flights.popleft())
         self.is_in_step = True
 
     def _receive(self) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
@@ -107,11 +107,7 @@ class Wire:
 
     def _start(self, bucket: Bucket) -> _Flight:
         in_place = self._receives and bucket.is_in_place
-        owners = [
-            owner
-            for owner, rank in enumerate(self._plan.owners)
-            if bucket.ranges[owner] and (self._receives or rank == self._rank)
-        ]
+        owners = self._owners(bucket)
         memory = self._pool.take(bucket.num_bytes) if in_place else None
         pieces = []
         with self._on_stream():
@@ -132,8 +128,15 @@ class Wire:
 
     def _most_bytes(self, bucket: Bucket) -> int:
         """The largest memory that this rank takes for a bucket."""
-        own = [owner for owner, rank in enumerate(self._plan.owners) if self._receives or rank == self._rank]
-        return max(bucket.num_bytes if self._receives else 0, sum(map(bucket.packed_bytes, own)))
+        return max(bucket.num_bytes if self._receives else 0, sum(map(bucket.packed_bytes, self._owners(bucket))))
+
+    def _owners(self, bucket: Bucket) -> list[int]:
+        """Those whose part of the bucket this rank sends or receives."""
+        return [
+            owner
+            for owner, rank in enumerate(self._plan.owners)
+            if bucket.ranges[owner] and (self._receives or rank == self._rank)
+        ]
 
     def _broadcast(self, owner: int, buffer: Tensor) -> dist.Work | None:
         pg = self._pgs[owner]
@@ -146,9 +149,7 @@ class Wire:
     def _finish(self, flight: _Flight) -> Tensor:
         """The memory of a bucket that has arrived, on receivers."""
         memory, arrived = flight.memory, flight.arrived
-        for piece in flight.pieces:
-            if piece.work is not None:
-                piece.work.wait()
+        self._wait(flight)
         if memory is None:
             memory = self._pool.take(flight.bucket.num_bytes)
             with self._on_stream():
@@ -157,14 +158,20 @@ class Wire:
                 arrived = self._stream.record_event() if self._stream is not None else None
         if arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(arrived)
-        self._settle(flight)
+        self._release(flight)
         return memory
 
-    def _settle(self, flight: _Flight) -> None:
-        """Gives back the buffers of a transfer that is done; on a GPU, done in the order of the stream."""
+    def _finish_sending(self, flight: _Flight) -> None:
+        self._wait(flight)
+        self._release(flight)
+
+    def _wait(self, flight: _Flight) -> None:
+        """On a GPU the order of the stream does this."""
         for piece in flight.pieces:
             if piece.work is not None:
                 piece.work.wait()
+
+    def _release(self, flight: _Flight) -> None:
         if flight.packed is not None:
             self._pool.give(flight.packed)
 
