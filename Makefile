@@ -12,7 +12,7 @@ setup:
 	@$(PYTHON) tools/install.py --device $(DEVICE)
 
 demo: setup
-	@$(ACTIVATE) && torchrun --nproc-per-node 2 train.py run.name=demo $(ARGS)
+	@$(ACTIVATE) && torchrun --nproc-per-node 2 train.py run.name=demo checkpoint.resume=never $(ARGS)
 
 test: setup lint
 	@$(ACTIVATE) && pytest -m "not slow and not gpu" $(ARGS)

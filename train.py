@@ -23,12 +23,13 @@ from rl.world import World, join
 
 
 def train(world: World, config: Config, actor: Actor) -> None:
-    """The loop: prompts -> rollout and reward -> old logprobs -> advantages -> update -> weight sync."""
+    """The loop: prompts -> rollout and reward -> old logprobs -> advantages -> update -> weight sync -> checkpoint."""
     num_prompts = config.train.num_prompts_per_step
     with world.stage("sync"):
         version = actor.sync.publish()  # engines start from dummy weights
-    report(world, config, actor, 0, version, evaluate(world, config, actor, 0, version))
-    for step in range(1, config.train.num_steps + 1):
+    if actor.step == 0:
+        report(world, config, actor, 0, version, evaluate(world, config, actor, 0, version))
+    for step in range(actor.step + 1, config.train.num_steps + 1):
         world.step = step
         with world.stage("step"):
             with world.stage("rollout"):
@@ -44,13 +45,18 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 batch = batch.replace(advantages=advantages)
                 save_rollouts(world, config, actor.folder, batch)
             with world.stage("update"):
+                actor.checkpoints.wait_copied()
                 measures = Measures()
                 actor.learner.update(batch, num_prompts, measures)
                 values |= measures.reduce(actor.pg)
             with world.stage("sync"):
                 version = actor.sync.publish()
+        actor.checkpoints.end_update(step, version, actor.stream)
         values |= evaluate(world, config, actor, step, version)
         report(world, config, actor, step, version, values, batch)
+        with world.stage("checkpoint"):
+            actor.checkpoints.end_step(step, values)
+    actor.checkpoints.close()
 
 
 def evaluate(world: World, config: Config, actor: Actor, step: int, version: int) -> dict[str, float]:

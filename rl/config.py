@@ -111,6 +111,17 @@ class SyncConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    save_interval: int = key(20, "save every so many steps; 0: no step but the last, which is always saved")
+    keep_last: int = key(2, "newest checkpoints that are kept")
+    keep_every: int = key(0, "checkpoints of every so many steps are kept for good; 0: none")
+    best_metric: str = key("", "also save and keep the step at which this was best, such as eval/accuracy")
+    best_is_lowest: bool = key(False, "the lowest value of best_metric is the best one, not the highest")
+    copies: int = key(1, "1; or 2: each file also goes to the next node's disk, so that a lost node loses nothing")
+    resume: str = key("auto", "auto: go on from this run's newest; never: set them aside; PATH: fork another run's")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     num_steps: int = key(100, "iterations of the loop")
     num_prompts_per_step: int = key(32, "prompts of one iteration")
@@ -151,6 +162,7 @@ class Config:
     actor: ActorConfig = field(default_factory=ActorConfig)
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -292,6 +304,7 @@ def validate(config: Config) -> None:
         "sync.join_timeout_s": config.sync.join_timeout_s,
         "world.transfer_timeout_s": config.world.transfer_timeout_s,
         "actor.eps": config.actor.eps,
+        "checkpoint.keep_last": config.checkpoint.keep_last,
     }
     for name, number in positive.items():
         require(0 < number < math.inf, name, number, "it must be greater than 0")
@@ -307,6 +320,8 @@ def validate(config: Config) -> None:
         "sync.bucket_mb": config.sync.bucket_mb,
         "sync.probe_interval": config.sync.probe_interval,
         "sync.probe_limit": config.sync.probe_limit,
+        "checkpoint.save_interval": config.checkpoint.save_interval,
+        "checkpoint.keep_every": config.checkpoint.keep_every,
         "metrics.samples_interval": config.metrics.samples_interval,
         "metrics.num_samples": config.metrics.num_samples,
     }
@@ -325,6 +340,11 @@ def validate(config: Config) -> None:
     require(config.rollout.num_samples_per_prompt > 1, "rollout.num_samples_per_prompt", 1, rule)
     if config.eval.interval and not config.data.eval:
         raise ConfigError("eval.interval is set, but data.eval is empty: give held-out prompts or set eval.interval=0")
+    require(config.checkpoint.copies in (1, 2), "checkpoint.copies", config.checkpoint.copies, "choose 1 or 2")
+    require(bool(config.checkpoint.resume), "checkpoint.resume", "", "choose auto, never or a path")
+    metric = config.checkpoint.best_metric
+    if metric.startswith("eval/") and not config.eval.interval:
+        raise ConfigError(f"checkpoint.best_metric: got {metric!r}, but nothing is evaluated; set eval.interval")
     if "/" in config.run.name:
         raise ConfigError(
             f"run.name: got {config.run.name!r}; it is a folder's name, without '/' (run.dir is the path)"

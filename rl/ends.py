@@ -11,7 +11,7 @@ import psutil
 from rl.config import ConfigError
 
 # What may end a world, the best explanation first: after a loss agents terminate the rest and connections break.
-CAUSES = ("interrupt", "fatal", "error", "lost", "terminated", "connection")
+CAUSES = ("interrupt", "fatal", "error", "stopped", "lost", "terminated", "connection")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Report:
         place = f"rank {self.rank} ({self.roles}) on {self.host}, stage {self.stage}, step {self.step}"
         if self.cause == "interrupt":
             return f"oneworld: interrupted at step {self.step}, stage {self.stage}"
+        if self.cause == "stopped":
+            return f"oneworld: stopped at step {self.step}, stage {self.stage}: {self.error}; start again to go on"
         if self.cause == "fatal":
             return f"oneworld: {self.error}"
         return f"oneworld: {place}: {self.error}" + (f"\n{self.trace.rstrip()}" if self.trace else "")

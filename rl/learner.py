@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rl.algo.losses import clipped_ratio, kl_penalty
 from rl.config import ActorConfig, AlgoConfig
@@ -19,6 +20,9 @@ from rl.data.packing import mini_batch_of, pack, pad_to
 from rl.metrics import Measures
 from rl.model.logprobs import score_responses
 from rl.scoring import agree_on_count
+from rl.shards import LocalSlice, local_slices
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by its own names
 
 
 class Learner:
@@ -42,8 +46,42 @@ class Learner:
             eps=actor.eps,
             weight_decay=actor.weight_decay,
         )
-        schedule = lr_schedule(actor.lr_schedule, actor.warmup_steps, num_optimizer_steps)
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, schedule)
+        self._schedule = lr_schedule(actor.lr_schedule, actor.warmup_steps, num_optimizer_steps)
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._schedule)
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps so far."""
+        return self._scheduler.last_epoch
+
+    def state_slices(self) -> list[tuple[str, LocalSlice]]:
+        """This rank's part of all that training changes, by kind: `model` for parameters (the float32 masters) and
+        buffers, else the moment's name. Views of the memory that is trained."""
+        parts = [("model", part) for part in local_slices(self.model)]
+        infos = {part.info.name: part.info for _, part in parts}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                moments = self._moments(parameter)
+                parts += [(kind, LocalSlice(infos[name], _local(moments[kind]))) for kind in MOMENTS]
+        return parts
+
+    def restore_schedule(self, num_updates: int) -> None:
+        """As after so many optimizer steps; learning rate and schedule are this run's own."""
+        self._scheduler.last_epoch = num_updates
+        rates = [base * self._schedule(num_updates) for base in self._scheduler.base_lrs]
+        self._scheduler._last_lr = rates
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter in self._optimizer.param_groups[0]["params"]:
+            self._moments(parameter)["step"].fill_(num_updates)
+
+    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """AdamW makes them at its first step; a checkpoint may need them before."""
+        state = self._optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state |= {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
+        return state
 
     def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
         """Epochs of optimizer steps over mini-batches, which are runs of whole groups in stream order."""
@@ -94,6 +132,10 @@ class Learner:
         measures.mean("loss/policy", policy.loss_sum, count)
         measures.mean("policy/clip_fraction", policy.clipped_sum, count)
         measures.mean("policy/entropy", scores.entropy.sum(), count)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def lr_schedule(name: str, warmup_steps: int, num_steps: int) -> Callable[[int], float]:

@@ -55,14 +55,20 @@ class Measures:
 class MetricsWriter:
     """On the leader."""
 
-    def __init__(self, run_dir: Path, num_steps: int):
+    def __init__(self, run_dir: Path, num_steps: int, step: int = 0):
+        """`step` is the one that the run goes on from; what was written after it is written anew."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._name, self._num_steps = run_dir.name, num_steps
-        self._file = _fresh_file(run_dir / "metrics.jsonl").open("w", buffering=1)
-        self._board = SummaryWriter(str(run_dir), purge_step=0, flush_secs=5)
+        path = run_dir / "metrics.jsonl"
+        rows = _rows_until(path, step) if step else _set_aside(path)
+        part = path.with_suffix(".part")
+        part.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        part.replace(path)
+        self._file = path.open("a", buffering=1)
+        self._board = SummaryWriter(str(run_dir), purge_step=step + 1 if step else 0, flush_secs=5)
         self._live = sys.stdout.isatty()
         self._started = time.perf_counter()
-        self._rewards: list[float] = []
+        self._rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
 
     def write(self, step: int, version: int, values: Mapping[str, float]) -> None:
         """`version` is the newest one published: the one that the next step samples from."""
@@ -98,8 +104,19 @@ class MetricsWriter:
         print("\r" + line[:width].ljust(width), end="\n" if last else "", flush=True)
 
 
-def _fresh_file(path: Path) -> Path:
-    """Keeps what an earlier run of the same name wrote, beside the new file."""
+def _rows_until(path: Path, step: int) -> list[dict[str, float]]:
+    """What an earlier attempt wrote up to this step; a line that a kill cut off is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return [row for row in rows if row["step"] <= step]
+
+
+def _set_aside(path: Path) -> list[dict[str, float]]:
+    """Keeps what an earlier run of the same name wrote, beside the new file, which has no rows yet."""
     if path.exists():
         path.rename(path.with_name(f"{path.stem}.{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}"))
-    return path
+    return []

@@ -78,6 +78,11 @@ class Placement:
         return self.actors.index(actor) % len(self.replicas[0])
 
     @property
+    def keepers(self) -> list[int]:
+        """The first rank of each node: those that are asked about its disk."""
+        return list(range(0, self.world_size, self.num_ranks_per_node))
+
+    @property
     def receivers(self) -> list[int]:
         """Ranks that need every version: they host an engine, or a copy for logprobs."""
         return sorted({*self.ranks("rollout"), *self.scorers})

@@ -1,6 +1,7 @@
 """Builds what this rank's roles need, in the order that all ranks share, and nothing more: a rank that only samples
 loads no trainable model, a rank that only trains does not import vLLM."""
 
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -11,6 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
+from rl.checkpoint.checkpoints import Checkpoints
+from rl.checkpoint.resume import Resume, SliceReader, changed_settings, fill, find_checkpoint
+from rl.checkpoint.save import Record, Saver
+from rl.checkpoint.shelf import Shelf
+from rl.checkpoint.snapshot import restore_generators
 from rl.config import Config, ConfigError
 from rl.data.prompts import Prompt, PromptStream, Tokenizer, read_prompts
 from rl.ends import launcher_process
@@ -28,7 +34,7 @@ from rl.scoring import LocalScorer, LogprobService, RemoteScorer, Scorer
 from rl.serve import EndService, Service, serve
 from rl.shards import TensorInfo
 from rl.sync.plan import make_plan
-from rl.sync.probe import LIMITS, make_probe
+from rl.sync.probe import LIMITS, Probe, make_probe
 from rl.sync.weights import Receiver, SyncService, WeightSync, share_tensors
 from rl.world import World
 
@@ -43,6 +49,9 @@ class Run:
     folder: Path  # of the run
     model_folder: Path
     groups: Groups
+    shelf: Shelf
+    hosts: tuple[str, ...]  # by node; known to the leader
+    resume: Resume | None
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -57,6 +66,8 @@ class Actor:
     scorer: Scorer
     rollouts: Rollouts
     sync: WeightSync
+    checkpoints: Checkpoints
+    step: int  # that the run goes on from; 0: it starts from the model
     pg: dist.ProcessGroup
     folder: Path  # of the run
     tokenizer: Tokenizer
@@ -91,7 +102,36 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     world.meet("model found")  # a download may take long, and what follows has a time limit
     world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
     groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
-    return Run(world, config, placement, folder, model_folder, groups)
+    path = config.checkpoint.resume
+    source = None if path in ("auto", "never") else Path(path)
+    shelf = Shelf(world.mail, folder / "checkpoints", source, placement.keepers)
+    hosts: tuple[str, ...] = ()
+    with world.stage("resume"):
+        if world.rank == placement.leader:
+            hosts = _announce_resume(world, config, placement, shelf, find_checkpoint(shelf, path))
+        message = world.mail.receive("resume")
+        assert message is not None
+        resume = Resume.from_message(message) if message.payload else None
+    return Run(world, config, placement, folder, model_folder, groups, shelf, hosts, resume)
+
+
+def _announce_resume(
+    world: World, config: Config, placement: Placement, shelf: Shelf, resume: Resume | None
+) -> tuple[str, ...]:
+    """On the leader: tells every rank where the run goes on; returns the host of each node, where folders are made."""
+    hosts = tuple(answer.meta["host"] for answer in shelf.ask_all("make"))
+    meta, payload = resume.to_message() if resume is not None else ({}, b"")
+    for rank in range(placement.world_size):
+        world.mail.send(rank, "resume", meta, payload)
+    if resume is not None:
+        step, changed = resume.manifest.step, changed_settings(resume.manifest.config, dataclasses.asdict(config))
+        text = f"{shelf.root if resume.is_own else resume.origin}: goes on after step {step}"
+        if changed:
+            text += f"; set otherwise since then: {', '.join(changed)}"
+        if step >= config.train.num_steps:
+            text += f"; all {config.train.num_steps} steps are done, raise train.num_steps to train on"
+        print(text, flush=True)
+    return hosts
 
 
 def check_model(config: Config, model_folder: Path) -> None:
@@ -132,22 +172,68 @@ def build_actor(run: Run) -> Actor:
     tokenizer = AutoTokenizer.from_pretrained(run.model_folder)
     prompts = read_prompts(config.data.train, config.data, tokenizer) if is_leader else []
     held_out = read_prompts(config.data.eval, config.data, tokenizer) if is_leader and config.eval.interval else []
-    model = _load(run, trainable=True)
+    model = _load(run, trainable=True, filled=run.resume is None)
     updates = config.train.num_steps * config.algo.num_epochs * config.algo.num_mini_batches
     learner = Learner(
         model, run.groups.actor_pg, run.world.device, config.actor, config.algo, config.rollout.temperature, updates
     )
     tensors = share_tensors(mail, run.placement, model, config.model.dtype)
     service = _build_rollout_service(run, tokenizer)
+    if run.resume is not None:
+        _restore(run, run.resume, learner)
+    checkpoints = _build_checkpoints(run, learner, tensors)
     sync = _build_sync(run, tensors, [service.engine] if service else [], model)
-    rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service)
-    actor = Actor(learner, _build_scorer(run, model), rollouts, sync, run.groups.actor_pg, run.folder, tokenizer)
+    rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service, checkpoints.obey)
+    step = run.resume.manifest.step if run.resume is not None else 0
+    scorer, pg = _build_scorer(run, model), run.groups.actor_pg
+    actor = Actor(learner, scorer, rollouts, sync, checkpoints, step, pg, run.folder, tokenizer)
     if is_leader:
         actor.stream = PromptStream(prompts, config.run.seed)
+        if run.resume is not None:
+            _restore_position(run.resume, actor.stream)
         actor.eval_prompts = held_out[: config.eval.num_prompts or None]
-        actor.writer = writer = MetricsWriter(run.folder, config.train.num_steps)
+        actor.writer = writer = MetricsWriter(run.folder, config.train.num_steps, step)
         run.world.closers.append(lambda: writer.close(rollouts.engine_name))
     return actor
+
+
+def _restore(run: Run, resume: Resume, learner: Learner) -> None:
+    placement, rank = run.placement, run.world.rank
+    keeper = rank - rank % placement.num_ranks_per_node
+    reader = SliceReader(resume, run.shelf, keeper)
+    with run.world.stage("resume"):
+        fill(learner.state_slices(), reader, placement.shard_of(rank), len(placement.owners))
+        learner.restore_schedule(resume.manifest.state["num_updates"])
+        # After the engine was built, which seeds the process. In a larger world the new ranks keep their own.
+        generators = resume.manifest.state["actors"].get(str(placement.actors.index(rank)))
+        if generators is not None:
+            restore_generators(generators)
+
+
+def _restore_position(resume: Resume, stream: PromptStream) -> None:
+    state = resume.manifest.state
+    if state["data"] == stream.digest:
+        stream.position = state["position"]
+    elif resume.is_own:
+        raise ConfigError(
+            f"data.train, its templates or run.seed are not those of step {resume.manifest.step}; a run goes on with the "
+            "same prompts. To train on others from here give the new run another run.name, with checkpoint.resume=PATH "
+            "of this one"
+        )
+    else:
+        print("oneworld: other prompts than those of the checkpoint: they start from the first", flush=True)
+
+
+def _build_checkpoints(run: Run, learner: Learner, tensors: list[TensorInfo]) -> Checkpoints:
+    config, resume = run.config, run.resume
+    run_id = resume.manifest.run_id if resume is not None and resume.is_own else run.world.id
+    settings = dataclasses.asdict(config)
+    record = Record(run_id, run.folder.name, settings, run.hosts, run.model_folder, tuple(tensors))
+    saver = Saver(run.world, run.placement, run.shelf, record, config.checkpoint.copies)
+    tokens = _probe(run).tokens
+    return Checkpoints(
+        run.world, run.placement, saver, learner, config.checkpoint, config.train.num_steps, tokens, resume
+    )
 
 
 def serve_run(run: Run) -> None:
@@ -189,10 +275,16 @@ def eval_sampling(config: Config) -> Sampling:
     return Sampling(1, 0.0, config.rollout.max_new_tokens)
 
 
-def _load(run: Run, trainable: bool) -> nn.Module:
+def _probe(run: Run) -> Probe:
+    config = run.config
+    vocab_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().vocab_size
+    return make_probe(vocab_size, config.data.max_prompt_tokens, config.sync.probe_limit or LIMITS[config.model.dtype])
+
+
+def _load(run: Run, trainable: bool, filled: bool = True) -> nn.Module:
     mesh = run.groups.actor_mesh or run.groups.scorer_mesh
     assert mesh is not None
-    return load_model(run.model_folder, mesh, run.world.device, run.config.model.dtype, trainable)
+    return load_model(run.model_folder, mesh, run.world.device, run.config.model.dtype, trainable, filled)
 
 
 def _build_scorer(run: Run, model: nn.Module) -> Scorer:
@@ -248,16 +340,18 @@ def _build_sync(
     run: Run, tensors: list[TensorInfo], receivers: Sequence[Receiver], model: nn.Module | None = None
 ) -> WeightSync:
     config, placement = run.config, run.placement
-    vocab_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().vocab_size
-    limit = config.sync.probe_limit or LIMITS[config.model.dtype]
-    return WeightSync(
+    sync = WeightSync(
         run.world.mail,
         placement,
         make_plan(tensors, placement, config.sync.bucket_mb, run.world.device),
         run.groups.sync_pgs,
         config.sync,
         run.world.device,
-        make_probe(vocab_size, config.data.max_prompt_tokens, limit),
+        _probe(run),
         model=model,
         receivers=receivers,
     )
+    if run.resume is not None:
+        sync.version = run.resume.version - 1  # which the first publication brings
+    run.world.take_order = lambda order: run.world.mail.send(placement.leader, "order", {"order": order})
+    return sync

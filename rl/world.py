@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,12 +43,17 @@ COLLECT_REPORTS_S = 0.7
 VERDICT_TIMEOUT_S = 3.0
 MAX_SENDERS = 64
 GRACE_S = 3.0  # from the verdict to the end of a rank whose main thread is stuck
-EXIT_CLEAN, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+STOP_S = 25.0  # for saving after a SIGTERM; torchrun kills its workers 30 s after it
+EXIT_CLEAN, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED = 0, 1, 130, 143
 PR_SET_PDEATHSIG = 1
 
 
 class Aborted(Exception):
     """Another rank failed; its report has been printed."""
+
+
+class Stopped(Exception):
+    """A signal asked for the end of the run, and what can be saved is; the message says what."""
 
 
 class World:
@@ -63,6 +68,7 @@ class World:
         self.device = torch.device("cpu")
         self.roles = "no role yet"
         self.step = 0
+        self.take_order: Callable[[str], None] | None = None  # what a signal wants, "save" or "stop"; None: cannot yet
         self.closers: list[Callable[[], None]] = []  # run at the clean end, when no rank needs another any more
         self.stage_seconds: dict[str, float] = {}
         self._stage = "start"
@@ -155,18 +161,31 @@ class World:
                 self._lost(HUB)
         self._verdict.wait(VERDICT_TIMEOUT_S)
         self._signal_agent()
+        if isinstance(error, Stopped):
+            return EXIT_STOPPED
         return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
+
+    def fail_in_background(self, error: BaseException, stage: str, step: int) -> None:
+        """An error in a thread of this rank: the world ends although the main thread goes on."""
+        if isinstance(error, Aborted) or self._verdict.is_set():
+            return
+        try:
+            self._report(replace(self._describe(error), stage=stage, step=step))
+        except PeerLost:
+            self._lost(HUB)
 
     def _describe(self, error: BaseException) -> Report:
         trace = ""
         if isinstance(error, KeyboardInterrupt):
             cause = "interrupt"
+        elif isinstance(error, Stopped):
+            cause = "stopped"
         elif isinstance(error, ConfigError):
             cause = "fatal"
         else:
             cause = "connection" if _is_connection_error(error) else "error"
             trace = "".join(traceback.format_exception(error))
-        text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, ConfigError | Stopped) else f"{type(error).__name__}: {error}"
         stage = self._failed_stage or self._stage
         return Report(self.rank, self.roles, socket.gethostname(), stage, self.step, text, trace, cause)
 
@@ -264,10 +283,20 @@ class World:
             if signal.SIGINT in received:
                 self._report(self._describe(KeyboardInterrupt()))
             elif signal.SIGTERM in received:
-                place = (self.rank, self.roles, socket.gethostname(), self._stage, self.step)
-                self._report(Report(*place, "told to end by SIGTERM", "", "terminated"))
+                if self.take_order is None:
+                    self._end_by_signal("told to end by SIGTERM")
+                else:
+                    late = f"told to end by SIGTERM, and the checkpoint was not committed within {STOP_S:g} s"
+                    threading.Timer(STOP_S, self._end_by_signal, [late]).start()
+                    self.take_order("stop")
+            elif signal.SIGUSR1 in received and self.take_order is not None:
+                self.take_order("save")
         except PeerLost:
             self._lost(HUB)
+
+    def _end_by_signal(self, text: str) -> None:
+        place = (self.rank, self.roles, socket.gethostname(), self._stage, self.step)
+        self._report(Report(*place, text, "", "terminated"))
 
     def _listen(self) -> None:
         mail = self.mail
@@ -279,7 +308,8 @@ class World:
         mail.on("all_finished", self._on_all_finished)
         mail.on_lost(self._lost)
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda number, frame: None)  # `_on_signal` ends this rank, after its report
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, lambda number, frame: None)  # `_on_signal` does what they ask for
             reader, writer = socket.socketpair()
             writer.setblocking(False)
             signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)

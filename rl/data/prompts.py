@@ -8,8 +8,11 @@ import hashlib
 import json
 import random
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
+
+import xxhash
 
 from rl.config import ConfigError, DataConfig, resolve_path
 
@@ -86,6 +89,14 @@ class PromptStream:
         self.position = 0
         self._prompts, self._seed = prompts, seed
         self._epoch, self._order = -1, list(range(len(prompts)))
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all rows: a position means nothing in other data."""
+        hasher = xxhash.xxh3_64(str(self._seed).encode())
+        for prompt in self._prompts:
+            hasher.update(f"\0{prompt.text}\0{prompt.answer}".encode())
+        return hasher.hexdigest()
 
     def take(self, count: int) -> list[Prompt]:
         taken = [self._at(self.position + offset) for offset in range(count)]

@@ -37,7 +37,10 @@ def find_model(path: str) -> Path:
     return folder
 
 
-def load_model(folder: Path, mesh: DeviceMesh, device: torch.device, dtype: str, trainable: bool) -> nn.Module:
+def load_model(
+    folder: Path, mesh: DeviceMesh, device: torch.device, dtype: str, trainable: bool, filled: bool = True
+) -> nn.Module:
+    """With `filled` False parameters and saved buffers hold no values yet: a checkpoint has newer ones."""
     attention.register()
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -47,7 +50,8 @@ def load_model(folder: Path, mesh: DeviceMesh, device: torch.device, dtype: str,
     model.to_empty(device=device)
     model.tie_weights()
     _fill_computed_buffers(model, device)
-    _fill_from_files(model, folder, mesh)
+    if filled:
+        _fill_from_files(model, folder, mesh)
     return model.train()
 
 

@@ -5,6 +5,7 @@ flight.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 
 from rl.data.batch import Batch
 from rl.data.packing import mini_batch_of
@@ -12,16 +13,28 @@ from rl.data.prompts import Prompt
 from rl.mail import Mail
 from rl.placement import Placement
 from rl.rollout.dispatch import Dispatcher, Sampling, Task
+from rl.rollout.gate import Gate, OrderService
 from rl.rollout.service import RolloutService
 
 
 class Rollouts:
     """On every actor rank; the leader alone gives prompts. `service` is this rank's own engine, if it hosts one."""
 
-    def __init__(self, mail: Mail, placement: Placement, num_mini_batches: int, service: RolloutService | None):
+    def __init__(
+        self,
+        mail: Mail,
+        placement: Placement,
+        num_mini_batches: int,
+        service: RolloutService | None,
+        obey: Callable[[str], None],
+    ):
         self._mail, self._actors, self._service = mail, placement.actors, service
         self._num_mini_batches = num_mini_batches
-        self._dispatcher = Dispatcher(mail, len(placement.engines)) if mail.rank == placement.leader else None
+        self._leader, self._orders = placement.leader, OrderService(obey)
+        self._dispatcher: Dispatcher | None = None
+        self._gate: Gate | None = None
+        if mail.rank == placement.leader:
+            self._dispatcher, self._gate = Dispatcher(mail, len(placement.engines)), Gate(mail, placement.actors)
         self.engine_name = "no engine yet"
         self._started = 0
         self._arrived: dict[int, dict[int, Batch]] = defaultdict(dict)  # batch -> position -> group
@@ -31,7 +44,7 @@ class Rollouts:
         """Called by all actors in the same order; returns the number of the batch, which is sampled from this
         version."""
         self._started += 1
-        if self._dispatcher is not None:
+        if self._dispatcher is not None and self._gate is not None:
             assert prompts is not None, "the leader gives the prompts"
             owners = [self._owner(position, len(prompts)) for position in range(len(prompts))]
             tasks = [
@@ -41,24 +54,39 @@ class Rollouts:
             for rank in self._actors:
                 self._mail.send(rank, "batch", {"batch": self._started, "groups": owners.count(rank)})
             self._dispatcher.open(tasks, self._started)
+            self._gate.open(self._started)
         return self._started
 
     def collect(self, batch: int) -> Batch:
-        """Waits until every group of this batch that this rank owns has arrived; meanwhile its engine, if any,
+        """Waits until every actor has all groups of this batch that it owns; meanwhile this rank's engine, if any,
         samples."""
         if self._service is not None:
-            self._service.serve_batch(batch)
+            self._service.serve_batch(batch, self._orders)
         while batch not in self._expected or len(self._arrived[batch]) < self._expected[batch]:
-            message = self._mail.receive("batch", "group")
+            message = self._mail.receive("batch", "group", "obey")
             assert message is not None
-            if message.kind == "batch":
+            if message.kind == "obey":
+                self._orders.handle(message)
+            elif message.kind == "batch":
                 self._expected[message.meta["batch"]] = message.meta["groups"]
             else:
                 self.engine_name = message.meta["engine"]
                 self._arrived[message.meta["batch"]][message.meta["position"]] = Batch.from_bytes(message.payload)
         del self._expected[batch]
         groups = self._arrived.pop(batch, {})
+        self._pass_gate(batch)
         return Batch.concat([groups[position] for position in sorted(groups)])
+
+    def _pass_gate(self, batch: int) -> None:
+        """Past here come collectives; no order may call an actor away from them."""
+        self._mail.send(self._leader, "collected", {"batch": batch})
+        while True:
+            message = self._mail.receive("go", "obey")
+            assert message is not None
+            if message.kind == "go":
+                assert message.meta["batch"] == batch, (message.meta, batch)
+                return
+            self._orders.handle(message)
 
     def release_device(self) -> None:
         """The engine of this rank gives the device's memory to its learner."""

@@ -63,12 +63,12 @@ class RolloutService(Service):
         """Asks for the first work; from then on every finished group asks for more."""
         self._pull()
 
-    def serve_batch(self, batch: int) -> None:
+    def serve_batch(self, batch: int, orders: Service) -> None:
         """On ranks that also drive the loop: samples until nothing of this batch is left to hand out or to finish
-        here."""
+        here, or an order ends it."""
         self._batch = batch
         self._pull()
-        serve(self._world, [self], until=lambda: self._drained >= batch and not self.busy)
+        serve(self._world, [self, orders], until=lambda: self._drained >= batch and not self.busy)
         if self.is_lead:
             self._mirror("drained", batch=batch)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rl.data.batch import Batch
 from rl.model.logprobs import score_responses
@@ -45,6 +45,22 @@ def learner_logprobs(model: nn.Module, tokens: list[int], device: torch.device) 
         truncated=torch.zeros(1, dtype=torch.bool),
     )
     return score_responses(model, batch.to(device), temperature=1.0).logprobs.tolist()
+
+
+@torch.no_grad()
+def learner_logits(model: nn.Module, tokens: list[int], device: torch.device) -> Tensor:
+    """[tokens, vocabulary] float32; a forward of a sharded model, so on every rank of its mesh."""
+    ids = torch.tensor(tokens, device=device)
+    positions = torch.arange(len(tokens), device=device)
+    output = model(
+        input_ids=ids.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        use_cache=False,
+        segment_ids=torch.zeros_like(ids),
+        positions=positions,
+        padded_shape=(1, len(tokens)),
+    )
+    return output.logits[0].float()
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -72,8 +72,8 @@ class WeightSync:
         model: nn.Module | None = None,
         receivers: Sequence[Receiver] = (),
     ):
-        self.version = 0
-        self._round = 0
+        self.version = 0  # of a run that goes on: set to the one before the first that is published
+        self._round = self._num_published = 0
         self._mail, self._placement, self._plan, self._config = mail, placement, plan, config
         self._device, self._model, self._probe, self._receivers = device, model, probe, receivers
         self._shard = placement.shard_of(mail.rank) if model is not None else None
@@ -100,6 +100,7 @@ class WeightSync:
 
     def _run(self, version: int) -> None:
         what, timeout_s = f"version {version} of the weights", self._config.join_timeout_s
+        self._num_published += 1
         self._agree(f"{what}, not joined everywhere", {}, lambda reports: "", timeout_s)
         report, payload = self._transfer()
         self._agree(f"{what}, not transferred everywhere", report, self._judge_transfer, timeout_s, payload)
@@ -240,9 +241,9 @@ class WeightSync:
         return judge_transfer(errors, found["sent"], found["got"], self._plan.tensors, self._placement)
 
     def _is_probed(self, version: int) -> bool:
-        """The second version is the first after an engine has slept."""
+        """The first two that engines of this start get, which were dummies and have slept for the first time."""
         interval = self._config.probe_interval
-        return self._config.verify != "off" and (version <= 2 or (interval > 0 and version % interval == 0))
+        return self._config.verify != "off" and (self._num_published <= 2 or (interval > 0 and version % interval == 0))
 
     def _ask_probe(self) -> dict[str, Any]:
         """A failure in here ends the world at once: the others may be inside a forward with this rank."""

@@ -1,0 +1,98 @@
+"""What the loop knows of checkpoints: when a step has ended, when one is due, and what signals ask for."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl.checkpoint.resume import Resume
+from rl.checkpoint.retention import Best, better, check_metric, is_due, kept
+from rl.checkpoint.save import Saver, Snapshot
+from rl.checkpoint.snapshot import generators
+from rl.config import CheckpointConfig
+from rl.data.prompts import PromptStream
+from rl.learner import Learner
+from rl.placement import Placement
+from rl.sync.probe import learner_logits
+from rl.world import Stopped, World
+
+
+class Checkpoints:
+    """On every actor rank, called by all of them in the same order."""
+
+    def __init__(
+        self,
+        world: World,
+        placement: Placement,
+        saver: Saver,
+        learner: Learner,
+        config: CheckpointConfig,
+        num_steps: int,
+        probe_tokens: list[int],
+        resume: Resume | None,
+    ):
+        self._world, self._placement, self._saver, self._learner = world, placement, saver, learner
+        self._config, self._num_steps, self._probe_tokens = config, num_steps, probe_tokens
+        self._ended: tuple[int, dict[str, Any], dict[str, Any]] | None = None  # step, run's state, this rank's state
+        self._saved_step = 0
+        self._best: Best | None = None
+        self._origin = resume.origin if resume is not None else ""
+        if resume is not None and resume.is_own:
+            self._saved_step = resume.manifest.step
+            saver.steps = set(resume.committed)
+            best = resume.manifest.state["best"]
+            self._best = Best(**best) if best else None
+
+    def end_update(self, step: int, version: int, stream: PromptStream | None) -> None:
+        """The policy is that of this step, and the leader's prompt stream stands at its end: from here until the next
+        update begins this is what a save saves."""
+        state: dict[str, Any] = {"version": version, "num_updates": self._learner.num_updates, "origin": self._origin}
+        if stream is not None:
+            state |= {"position": stream.position, "data": stream.digest}
+        self._ended = (step, state, generators())
+
+    def end_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Saves where a checkpoint is due; returns while it is written."""
+        check_metric(values, self._config)
+        best = better(self._best, step, values, self._config)
+        is_best, self._best = best is not self._best, best
+        if is_best or is_due(step, self._num_steps, self._config):
+            self._save()
+
+    def wait_copied(self) -> None:
+        """Before the policy changes."""
+        self._saver.wait_copied()
+
+    def obey(self, order: str) -> None:
+        """A signal's wish, brought to every actor before this step's update: save now, or save and stop."""
+        self._save()
+        if order == "stop":
+            self._saver.wait_committed()
+            raise Stopped(f"step {self._saved_step} is saved" if self._saved_step else "no step had ended yet")
+
+    def close(self) -> None:
+        """The last checkpoint is committed."""
+        self._saver.wait_committed()
+
+    def _save(self) -> None:
+        if self._ended is None or self._ended[0] == self._saved_step:
+            return
+        self._saver.wait_committed()
+        step, state, rank_state = self._ended
+        logits = learner_logits(self._learner.model, self._probe_tokens, self._world.device)
+        probe = None
+        if self._world.rank == self._placement.leader:
+            probe = {"tokens": torch.tensor(self._probe_tokens), "logits": logits.cpu()}
+        is_owner = self._world.rank in self._placement.owners
+        snapshot = Snapshot(
+            step=step,
+            parts=self._learner.state_slices() if is_owner else (),
+            ready=self._saver.mark(),
+            rank_state=rank_state,
+            state=state | {"best": dataclasses.asdict(self._best) if self._best else None},
+            steps_to_keep=frozenset(kept({*self._saver.steps, step}, self._best, self._config)),
+            probe=probe,
+        )
+        self._saver.start(snapshot)
+        self._saved_step = step

@@ -1,0 +1,126 @@
+"""What a checkpoint says about itself. No torch here: the merge tool reads it too.
+
+    runs/NAME/checkpoints/step_40/
+        manifest.json                            every file and every slice in it, and the state that is no tensor
+        COMMITTED                                written when all nodes had all of their files
+        model-00000-of-00004.safetensors         rows of every tensor, in the dtype that is exported
+        optimizer-00000-of-00004.safetensors     rows of the moments, and of the float32 masters of a narrower export
+        hf/                                      config.json, generation config and tokenizer of the merged model
+        probe.safetensors                        tokens, and the logits that the policy gave them
+
+On private disks each node holds the files of its own ranks; manifest and marker lie on every node.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FORMAT = 1
+KIND = "oneworld checkpoint"
+MANIFEST, COMMITTED = "manifest.json", "COMMITTED"
+STEP_FOLDER = re.compile(r"step_(\d+)")
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message says which file, why, and what to do."""
+
+
+def step_folder(step: int) -> str:
+    return f"step_{step}"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Part of a tensor: `begin` and `num_bytes` say where it lies in its file, the digest is XXH3 of these bytes."""
+
+    kind: str  # model, master, or the name of a moment
+    name: str  # the tensor's Hugging Face name
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]  # of the slice's first element in the whole
+    size: tuple[int, ...]  # shape of the slice
+    begin: int
+    num_bytes: int
+    digest: str
+
+    @property
+    def key(self) -> str:
+        """Its name in the safetensors file."""
+        return self.name if self.kind == "model" else f"{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True)
+class File:
+    name: str  # in the step's folder
+    num_bytes: int
+    digest: str  # XXH3 of the whole file
+    hosts: tuple[str, ...]  # that hold it
+    slices: tuple[Slice, ...] = ()
+
+    def to_row(self) -> dict[str, Any]:
+        return {**vars(self), "slices": [list(vars(part).values()) for part in self.slices]}
+
+    @staticmethod
+    def from_row(row: Mapping[str, Any]) -> "File":
+        slices = tuple(
+            Slice(kind, name, dtype, tuple(shape), tuple(offsets), tuple(size), begin, num_bytes, digest)
+            for kind, name, dtype, shape, offsets, size, begin, num_bytes, digest in row["slices"]
+        )
+        return File(row["name"], row["num_bytes"], row["digest"], tuple(row["hosts"]), slices)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    run_id: str
+    run_name: str
+    step: int
+    save_id: str  # of one attempt to save: what a killed one left never mixes with the next
+    saved_at: float  # seconds since 1970, by the leader's clock
+    state: dict[str, Any]  # version, data position, optimizer steps, random generators, ...
+    config: dict[str, Any]
+    placement: dict[str, Any]  # roles and host of every rank
+    files: tuple[File, ...]
+
+    def slices(self, kind: str) -> dict[str, list[tuple[File, Slice]]]:
+        """The slices of a kind by tensor."""
+        found: dict[str, list[tuple[File, Slice]]] = {}
+        for file in self.files:
+            for part in file.slices:
+                if part.kind == kind:
+                    found.setdefault(part.name, []).append((file, part))
+        return found
+
+    def to_json(self) -> bytes:
+        rows = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "files"}
+        body = {"kind": KIND, "format": FORMAT, **rows, "files": [file.to_row() for file in self.files]}
+        return json.dumps(body, separators=(",", ":")).encode()
+
+    @staticmethod
+    def from_json(text: bytes | bytearray, where: str) -> "Manifest":
+        try:
+            body = json.loads(text)
+            if not isinstance(body, dict) or body.get("kind") != KIND:
+                raise CheckpointError(f"{where} is not the manifest of a {KIND}: it was written by something else")
+            if body["format"] != FORMAT:
+                raise CheckpointError(
+                    f"{where} has format {body['format']}, this program reads format {FORMAT}: use the version of "
+                    "oneworld that wrote it, or a newer one"
+                )
+            fields = {name: body[name] for name in Manifest.__dataclass_fields__ if name != "files"}
+            return Manifest(**fields, files=tuple(File.from_row(row) for row in body["files"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{where} is torn: {type(error).__name__}: {error}; nothing was changed. Restore it from another node "
+                "or a backup, or resume from an older step with checkpoint.resume=PATH"
+            ) from None
+
+
+def uncovered(parts: Sequence[Slice]) -> str:
+    """What the slices of one tensor leave out; empty when they are all of it. Slices never overlap."""
+    whole = parts[0]
+    present, needed = sum(math.prod(part.size) for part in parts), math.prod(whole.shape)
+    return "" if present == needed else f"{whole.key}: {present} of {needed} elements"

@@ -1,0 +1,268 @@
+"""Finds the checkpoint to go on from, and fills a learner from it, at any number of ranks.
+
+The leader asks one rank of every node what lies on its disk, takes the newest committed step, and proves that each of
+its files lies somewhere in reach. Then each actor reads the slices that overlap its rows: from its own node's disk,
+else from a rank of a node that holds them. Every slice is checked by its digest; a spoilt one is read from another copy
+where there is one.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl.checkpoint.manifest import MANIFEST, CheckpointError, File, Manifest, Slice
+from rl.checkpoint.shard_file import CHUNK_BYTES, digest, read_bytes
+from rl.checkpoint.shelf import Shelf
+from rl.config import ConfigError
+from rl.mail import Message
+from rl.shards import LocalSlice
+
+MAX_LINES = 20
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
+DTYPES |= {"I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint that this run goes on from."""
+
+    manifest: Manifest
+    holders: Mapping[str, Sequence[tuple[int, str]]]  # file -> ranks that can read it, and the folder on their node
+    is_own: bool  # of this run, not of one that it forks
+    committed: tuple[int, ...]  # steps of this run, this one included where it is its own
+    origin: str  # of a fork: the path that it was made from
+
+    @property
+    def version(self) -> int:
+        return self.manifest.state["version"]
+
+    def to_message(self) -> tuple[dict[str, Any], bytes]:
+        meta = {"holders": self.holders, "is_own": self.is_own, "committed": self.committed, "origin": self.origin}
+        return meta, self.manifest.to_json()
+
+    @staticmethod
+    def from_message(message: Message) -> "Resume":
+        holders = {name: [(rank, folder) for rank, folder in rows] for name, rows in message.meta["holders"].items()}
+        meta = message.meta
+        manifest = Manifest.from_json(message.payload, "the leader's manifest")
+        return Resume(manifest, holders, meta["is_own"], tuple(meta["committed"]), meta["origin"])
+
+
+def find_checkpoint(shelf: Shelf, resume: str) -> Resume | None:
+    """On the leader: what `checkpoint.resume` asks for; None where the run starts from the model."""
+    own = shelf.ask_all("list", where="root")
+    committed = _committed(own)
+    if resume == "never" and committed:
+        launched_at = min(answer.meta["launched_at"] for answer in own)
+        if all(entry["saved_at"] < launched_at for _, entry in committed):  # else this launch saved them: a restart
+            suffix = time.strftime("%Y%m%d-%H%M%S", time.localtime(max(entry["saved_at"] for _, entry in committed)))
+            shelf.ask_all("set aside", suffix=suffix)
+            print(f"oneworld: checkpoint.resume=never: {shelf.root} is now {shelf.root.name}.{suffix}", flush=True)
+            committed = []
+    is_path = resume not in ("auto", "never")
+    found = _load(shelf, own, is_own=True) if committed else None
+    if is_path:
+        found = _follow(shelf, found, resume)
+    if found is not None and found.is_own:
+        for rank, folder in {(keeper, folder) for rows in found.holders.values() for keeper, folder in rows}:
+            shelf.wait(shelf.call(rank, "confirm", folder=folder))
+    return found
+
+
+def _follow(shelf: Shelf, own: Resume | None, path: str) -> Resume:
+    """checkpoint.resume=PATH: the fork of another run, which is made once: from then on the run has its own steps."""
+    there = shelf.ask_all("list", where="source")
+    if not any(answer.meta["exists"] for answer in there):
+        raise ConfigError(f"checkpoint.resume: got {path!r}, no folder on any node; give auto, never or a folder")
+    place = Path(there[0].meta["place"])
+    if own is not None and shelf.root in (place, place.parent):
+        steps = [entry["step"] for _, entry in _committed(there)]
+        if not steps or max(steps) != own.manifest.step:
+            raise ConfigError(
+                f"checkpoint.resume: got {path!r}, but this run has gone on to step {own.manifest.step}; to go on from "
+                "an older step give the new run another run.name, to go on from the newest set checkpoint.resume=auto"
+            )
+        return own
+    if own is not None:
+        if own.origin != path:
+            raise ConfigError(
+                f"checkpoint.resume: got {path!r}, but {shelf.root} holds step {own.manifest.step} of a run that "
+                f"{f'forked {own.origin!r}' if own.origin else 'forked none'}; give this fork another run.name"
+            )
+        return own
+    if not _committed(there):
+        raise ConfigError(
+            f"checkpoint.resume: {place} holds no committed checkpoint; give a run's folder, or a step_N in it that has a "
+            "file COMMITTED"
+        )
+    found = _load(shelf, there, is_own=False)
+    return Resume(found.manifest, found.holders, False, (), path)
+
+
+def _committed(answers: Sequence[Message]) -> list[tuple[Message, dict[str, Any]]]:
+    return [(answer, entry) for answer in answers for entry in answer.meta["steps"] if entry["committed"]]
+
+
+def _load(shelf: Shelf, answers: Sequence[Message], is_own: bool) -> Resume:
+    """The newest committed step among these, when all of it is in reach."""
+    committed = _committed(answers)
+    if is_own:
+        _check_one_run(committed)
+    step = max(entry["step"] for _, entry in committed)
+    newest = [(answer, entry) for answer, entry in committed if entry["step"] == step]
+    readable = [(answer, entry) for answer, entry in newest if not entry["error"]]
+    if not readable:
+        raise ConfigError("; ".join(dict.fromkeys(entry["error"] for _, entry in newest)))
+    answer, entry = max(readable, key=lambda pair: pair[1]["saved_at"])
+    text = shelf.wait(
+        shelf.call(answer.source, "get", folder=entry["folder"], file=MANIFEST, begin=0, num_bytes=None)
+    ).payload
+    manifest = Manifest.from_json(text, f"{entry['folder']}/{MANIFEST}")
+    holders, problems = _locate(manifest, answers)
+    steps = tuple(sorted({entry["step"] for _, entry in committed}))
+    if problems:
+        raise ConfigError(_incomplete(manifest, entry["folder"], problems, [s for s in steps if s != step]))
+    return Resume(manifest, holders, is_own, steps if is_own else (), manifest.state.get("origin", ""))
+
+
+def _check_one_run(committed: Sequence[tuple[Message, dict[str, Any]]]) -> None:
+    runs = {entry["run_id"]: entry["folder"] for _, entry in committed if not entry["error"]}
+    if len(runs) > 1:
+        listed = ", ".join(f"{folder} (run {run_id})" for run_id, folder in sorted(runs.items()))
+        raise ConfigError(f"checkpoints of different runs lie in one folder: {listed}; move the foreign ones away")
+
+
+def _locate(manifest: Manifest, answers: Sequence[Message]) -> tuple[dict[str, list[tuple[int, str]]], list[str]]:
+    """Which ranks hold each file, by what their nodes list; and what no one holds."""
+    holders: dict[str, list[tuple[int, str]]] = {file.name: [] for file in manifest.files}
+    cut: dict[str, str] = {}
+    for answer in answers:
+        for entry in answer.meta["steps"]:
+            # A folder whose manifest is unreadable may still hold good files: digests tell.
+            if entry["step"] != manifest.step or (entry["save_id"] != manifest.save_id and not entry["error"]):
+                continue
+            for file in manifest.files:
+                size = entry["files"].get(file.name)
+                if size == file.num_bytes:
+                    holders[file.name].append((answer.source, entry["folder"]))
+                elif size is not None:
+                    cut[file.name] = f"{entry['folder']}/{file.name} has {size} bytes"
+    problems = []
+    for file in manifest.files:
+        if not holders[file.name]:
+            place = cut.get(file.name) or f"was saved on {' and '.join(file.hosts)}"
+            problems.append(f"{file.name} ({file.num_bytes} bytes): {place}")
+    return holders, problems
+
+
+def _incomplete(manifest: Manifest, folder: str, problems: list[str], others: list[int]) -> str:
+    shown = problems[:MAX_LINES] + ([f"and {len(problems) - MAX_LINES} more"] if len(problems) > MAX_LINES else [])
+    steps = ", ".join(map(str, others))
+    older = f" or go on from an older step ({steps}) in a new run, with checkpoint.resume=PATH," if others else ""
+    lines = "\n  ".join(shown)
+    return (
+        f"step {manifest.step} was committed, but {len(problems)} of its {len(manifest.files)} files are on no disk in "
+        f"reach ({folder}):\n  {lines}\nNothing was changed. Start again with the nodes that hold them,{older} or start "
+        "over with checkpoint.resume=never; checkpoint.copies=2 keeps each file on two nodes"
+    )
+
+
+class SliceReader:
+    """Reads slices of a checkpoint on this rank, from its own node's disk where they lie there."""
+
+    def __init__(self, resume: Resume, shelf: Shelf, own_keeper: int):
+        self.manifest = resume.manifest
+        self._resume, self._shelf, self._own_keeper = resume, shelf, own_keeper
+
+    def read(self, file: File, part: Slice) -> Tensor:
+        """Its elements, flat, proven by their digest."""
+        spoilt = []
+        holders = self._resume.holders[file.name]
+        for rank, folder in sorted(holders, key=lambda holder: holder[0] != self._own_keeper):
+            try:
+                data = self._fetch(rank, folder, file, part)
+            except (CheckpointError, OSError) as error:
+                spoilt.append(str(error))
+                continue
+            if digest(data) == part.digest:
+                return torch.frombuffer(data, dtype=DTYPES[part.dtype])
+            spoilt.append(
+                f"{folder}/{file.name} on the node of rank {rank} has other bytes of {part.key} than were saved"
+            )
+        raise ConfigError(
+            f"step {self._resume.manifest.step} cannot be read: {'; '.join(spoilt)}. Nothing was changed; restore the "
+            "file, or go on from an older step in a new run with checkpoint.resume=PATH"
+        )
+
+    def _fetch(self, rank: int, folder: str, file: File, part: Slice) -> bytearray:
+        if rank == self._own_keeper:
+            return read_bytes(Path(folder) / file.name, part.begin, part.num_bytes)
+        data = bytearray()
+        while len(data) < part.num_bytes:
+            count = min(CHUNK_BYTES, part.num_bytes - len(data))
+            begin = part.begin + len(data)
+            asked = self._shelf.call(rank, "get", folder=folder, file=file.name, begin=begin, num_bytes=count)
+            data += self._shelf.wait(asked).payload
+        return data
+
+
+def fill(parts: Sequence[tuple[str, LocalSlice]], reader: SliceReader, shard: int, num_shards: int) -> None:
+    """Fills this rank's part of every tensor; `parts` are kinds and slices as the learner names them."""
+    manifest = reader.manifest
+    kinds = {kind for kind, _ in parts}
+    saved = {kind: manifest.slices(kind) for kind in kinds | {"master"}}
+    _check_same_model([part for kind, part in parts if kind == "model"], saved["model"])
+    for kind, part in parts:
+        name = part.info.name
+        exact = saved["master"] if kind == "model" and name in saved["master"] else saved[kind]
+        first, end = part.info.rows(shard, num_shards) if part.info.sharded else (0, part.info.rows(0, 1)[1])
+        if name not in exact:
+            raise ConfigError(f"step {manifest.step} holds no {kind} of {name}: it was saved with another optimizer")
+        filled = 0
+        rows = part.data.view(1) if not part.info.shape else part.data
+        for file, piece in exact[name]:
+            low, high = max(first, piece.offsets[0] if piece.offsets else 0), min(end, _end_row(piece))
+            if low < high:
+                start = piece.offsets[0] if piece.offsets else 0
+                values = reader.read(file, piece).view(-1, *piece.size[1:])[low - start : high - start]
+                rows[low - first : high - first].copy_(values)
+                filled += high - low
+        if filled != end - first:
+            raise ConfigError(
+                f"step {manifest.step} holds {filled} of the {end - first} rows of {kind} {name} needed here"
+            )
+
+
+def _end_row(piece: Slice) -> int:
+    assert piece.size[1:] == piece.shape[1:], f"{piece.key} is cut along another dimension than the first"
+    return piece.offsets[0] + piece.size[0] if piece.offsets else 1
+
+
+def _check_same_model(parts: Sequence[LocalSlice], saved: Mapping[str, list[tuple[File, Slice]]]) -> None:
+    ours = {part.info.name: part.info.shape for part in parts}
+    theirs = {name: pieces[0][1].shape for name, pieces in saved.items()}
+    if ours != theirs:
+        name = sorted(set(ours.items()) ^ set(theirs.items()))[0][0]
+        raise ConfigError(
+            f"the checkpoint is of another model than model.path: {name} is {theirs.get(name, 'absent')} there and "
+            f"{ours.get(name, 'absent')} here; give the model that the run was started with"
+        )
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What was set otherwise when the checkpoint was saved, apart from names, places and checkpoints themselves."""
+
+    def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in section.items():
+            found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        return found
+
+    old, new = flat(before), flat(now)
+    names = [name for name in new if name.partition(".")[0] not in ("run", "checkpoint", "placement")]
+    return [f"{name} {old.get(name)} -> {new[name]}" for name in names if old.get(name) != new[name]]

@@ -1,0 +1,189 @@
+"""Safetensors files whose header says which slices they hold, written and read by bytes. No torch here.
+
+We write them ourselves, since each byte is digested as it passes and nothing is copied once more. Any safetensors
+reader opens them; `__metadata__` names run, step and, for every tensor, the whole's shape and the slice's offsets.
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rl.checkpoint.manifest import FORMAT, ITEM_BYTES, CheckpointError, File, Slice
+
+CHUNK_BYTES = 16 << 20
+ALIGNMENT = 8
+LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Content:
+    """A slice to write, and its bytes in pieces."""
+
+    part: Slice
+    pieces: Iterable[memoryview]
+
+
+def rows_to_write(kind: str, name: str, dtype: str, shape: tuple[int, ...], first: int, end: int) -> Slice:
+    """Rows of a tensor; their place in the file and their digest are not known yet."""
+    offsets, size = ((first, *(0 for _ in shape[1:])), (end - first, *shape[1:])) if shape else ((), ())
+    return Slice(kind, name, dtype, shape, offsets, size, 0, math.prod(size) * ITEM_BYTES[dtype], "")
+
+
+def write_shard(path: Path, contents: Sequence[Content], about: dict[str, Any]) -> File:
+    """Writes and syncs a new file; `about` (run, step, ...) goes into its header."""
+    contents = sorted(contents, key=lambda content: -ITEM_BYTES[content.part.dtype])  # so that all are aligned
+    header = _header([content.part for content in contents], about)
+    parts: list[Slice] = []
+    with NewFile(path) as file:
+        file.write(memoryview(header))
+        for content in contents:
+            begin, hasher = file.num_bytes, xxhash.xxh3_64()
+            for piece in content.pieces:
+                for start in range(0, len(piece), CHUNK_BYTES):
+                    chunk = piece[start : start + CHUNK_BYTES]
+                    hasher.update(chunk)
+                    file.write(chunk)
+            assert file.num_bytes - begin == content.part.num_bytes, content.part
+            parts.append(replace(content.part, begin=begin, digest=hasher.hexdigest()))
+    return File(path.name, file.num_bytes, file.digest, (), tuple(parts))
+
+
+class NewFile:
+    """A file that must not exist yet: written in pieces, digested, and on the disk after `finish`. A failure names the
+    file and the space that is left; `discard` leaves nothing."""
+
+    def __init__(self, path: Path):
+        self.path, self.num_bytes = path, 0
+        self._hasher = xxhash.xxh3_64()
+        try:
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+    @property
+    def digest(self) -> str:
+        return self._hasher.hexdigest()
+
+    def write(self, chunk: memoryview) -> None:
+        self._hasher.update(chunk)
+        self.num_bytes += len(chunk)
+        while chunk:
+            try:
+                chunk = chunk[os.write(self._handle, chunk) :]
+            except OSError as error:
+                raise cannot_write(self.path, error) from error
+
+    def finish(self) -> None:
+        try:
+            os.fsync(self._handle)
+            os.close(self._handle)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def discard(self) -> None:
+        with suppress(OSError):
+            os.close(self._handle)
+        with suppress(OSError):
+            self.path.unlink()
+
+    def __enter__(self) -> "NewFile":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None:
+            self.discard()
+            return
+        try:
+            self.finish()
+        except CheckpointError:
+            self.discard()
+            raise
+
+
+def cannot_write(path: Path, error: OSError) -> CheckpointError:
+    try:
+        folder = next(parent for parent in path.parents if parent.exists())
+        space = os.statvfs(folder)
+        left = f"{folder} has {space.f_bavail * space.f_frsize / 1e6:.0f} MB left"
+    except OSError as failure:
+        left = f"its folder cannot be read either: {failure.strerror}"
+    return CheckpointError(
+        f"cannot write {path}: {error.strerror} ({left}); checkpoints that were committed before stay as they are. "
+        "Free space or mend the folder, and start again: the run goes on from the last of them"
+    )
+
+
+def write_whole(path: Path, data: bytes) -> File:
+    """A small file of any content, synced."""
+    with NewFile(path) as file:
+        file.write(memoryview(data))
+    return File(path.name, file.num_bytes, file.digest, ())
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file."""
+    with path.open("rb") as file:
+        prefix = file.read(LENGTH.size)
+        if len(prefix) == LENGTH.size:
+            (length,) = LENGTH.unpack(prefix)
+            text = file.read(length) if length <= os.fstat(file.fileno()).st_size else b""
+            if len(text) == length:
+                try:
+                    return json.loads(text)
+                except ValueError:
+                    pass
+    raise CheckpointError(f"{path} is no safetensors file, or was cut off")
+
+
+def read_bytes(path: Path, begin: int, num_bytes: int) -> bytearray:
+    """These bytes of a file, all of them."""
+    data = bytearray(num_bytes)
+    view, done = memoryview(data), 0
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        while done < num_bytes:
+            count = file.readinto(view[done:])
+            if not count:
+                raise CheckpointError(f"{path} ends at byte {begin + done}, {num_bytes - done} bytes too early")
+            done += count
+    return data
+
+
+def pieces_of(path: Path) -> Iterator[memoryview]:
+    """A file's bytes in chunks."""
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield memoryview(chunk)
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames and new names in it last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _header(parts: Sequence[Slice], about: dict[str, Any]) -> bytes:
+    slices = {part.key: {"shape": part.shape, "offsets": part.offsets} for part in parts}
+    header: dict[str, Any] = {"__metadata__": {"oneworld": json.dumps({"format": FORMAT, **about, "slices": slices})}}
+    begin = 0
+    for part in parts:
+        header[part.key] = {"dtype": part.dtype, "shape": part.size, "data_offsets": [begin, begin + part.num_bytes]}
+        begin += part.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return LENGTH.pack(len(text)) + text

@@ -1,0 +1,77 @@
+"""A rank's training state at one moment: a copy of its tensors in host memory, and its random generators.
+
+The copy is taken in the background, on a stream of its own, while the next rollouts are sampled: nothing writes to the
+policy or its moments until the next update, which waits for it. Host memory is kept from save to save, in slabs: page
+faults, and pinning for a GPU, are paid once.
+"""
+
+import base64
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SLAB_BYTES = 256 << 20  # a power of two, which is what torch's pinned allocator rounds up to
+ALIGNMENT = 64
+
+
+class HostCopy:
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
+        self._slabs: list[Tensor] = []
+
+    def mark(self) -> torch.cuda.Event | None:
+        """In the thread that computes: what was enqueued there so far comes before the copy."""
+        return torch.cuda.current_stream().record_event() if self._on_gpu else None
+
+    def take(self, tensors: Sequence[Tensor], ready: torch.cuda.Event | None) -> list[list[Tensor]]:
+        """Each tensor's elements, flat, in pieces; valid until the next call."""
+        taken = []
+        slab, used = 0, 0
+        with torch.cuda.stream(self._stream):  # does nothing without a GPU
+            if self._stream is not None and ready is not None:
+                self._stream.wait_event(ready)
+            for tensor in tensors:
+                flat, pieces = tensor.reshape(-1), []
+                while flat.numel():
+                    room = (SLAB_BYTES - used) // flat.itemsize
+                    if not room:
+                        slab, used = slab + 1, 0
+                        continue
+                    part, flat = flat[:room], flat[room:]
+                    piece = self._slab(slab)[used : used + part.nbytes].view(part.dtype)
+                    piece.copy_(part, non_blocking=True)
+                    pieces.append(piece)
+                    used = -(-(used + part.nbytes) // ALIGNMENT) * ALIGNMENT
+                taken.append(pieces)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return taken
+
+    def _slab(self, index: int) -> Tensor:
+        if index == len(self._slabs):
+            self._slabs.append(torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=self._on_gpu))
+        return self._slabs[index]
+
+
+def generators() -> dict[str, str]:
+    """The states of this process's random generators, as text."""
+    _, numbers, _ = random.getstate()
+    states = {"torch": torch.get_rng_state(), "python": torch.tensor(numbers, dtype=torch.int64)}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+
+
+def restore_generators(states: dict[str, Any]) -> None:
+    def state(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.frombuffer(bytearray(base64.b64decode(states[name])), dtype=dtype)
+
+    torch.set_rng_state(state("torch", torch.uint8))
+    version, _, gauss = random.getstate()
+    random.setstate((version, tuple(state("python", torch.int64).tolist()), gauss))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state("cuda", torch.uint8))
