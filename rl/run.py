@@ -13,10 +13,9 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from rl.checkpoint.checkpoints import Checkpoints
-from rl.checkpoint.resume import Resume, SliceReader, changed_settings, fill, find_checkpoint
+from rl.checkpoint.resume import Resume, agree_on_resume, restore
 from rl.checkpoint.save import Record, Saver
 from rl.checkpoint.shelf import Shelf
-from rl.checkpoint.snapshot import restore_generators
 from rl.config import Config, ConfigError
 from rl.data.prompts import Prompt, PromptStream, Tokenizer, read_prompts
 from rl.ends import launcher_process
@@ -50,7 +49,6 @@ class Run:
     model_folder: Path
     groups: Groups
     shelf: Shelf
-    hosts: tuple[str, ...]  # by node; known to the leader
     resume: Resume | None
 
     @property
@@ -105,33 +103,9 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     path = config.checkpoint.resume
     source = None if path in ("auto", "never") else Path(path)
     shelf = Shelf(world.mail, folder / "checkpoints", source, placement.keepers)
-    hosts: tuple[str, ...] = ()
     with world.stage("resume"):
-        if world.rank == placement.leader:
-            hosts = _announce_resume(world, config, placement, shelf, find_checkpoint(shelf, path))
-        message = world.mail.receive("resume")
-        assert message is not None
-        resume = Resume.from_message(message) if message.payload else None
-    return Run(world, config, placement, folder, model_folder, groups, shelf, hosts, resume)
-
-
-def _announce_resume(
-    world: World, config: Config, placement: Placement, shelf: Shelf, resume: Resume | None
-) -> tuple[str, ...]:
-    """On the leader: tells every rank where the run goes on; returns the host of each node, where folders are made."""
-    hosts = tuple(answer.meta["host"] for answer in shelf.ask_all("make"))
-    meta, payload = resume.to_message() if resume is not None else ({}, b"")
-    for rank in range(placement.world_size):
-        world.mail.send(rank, "resume", meta, payload)
-    if resume is not None:
-        step, changed = resume.manifest.step, changed_settings(resume.manifest.config, dataclasses.asdict(config))
-        text = f"{shelf.root if resume.is_own else resume.origin}: goes on after step {step}"
-        if changed:
-            text += f"; set otherwise since then: {', '.join(changed)}"
-        if step >= config.train.num_steps:
-            text += f"; all {config.train.num_steps} steps are done, raise train.num_steps to train on"
-        print(text, flush=True)
-    return hosts
+        resume = agree_on_resume(world.mail, placement, shelf, config)
+    return Run(world, config, placement, folder, model_folder, groups, shelf, resume)
 
 
 def check_model(config: Config, model_folder: Path) -> None:
@@ -179,9 +153,10 @@ def build_actor(run: Run) -> Actor:
     )
     tensors = share_tensors(mail, run.placement, model, config.model.dtype)
     service = _build_rollout_service(run, tokenizer)
-    if run.resume is not None:
-        _restore(run, run.resume, learner)
-    checkpoints = _build_checkpoints(run, learner, tensors)
+    if run.resume is not None:  # after the engine was built, which seeds the process
+        with run.world.stage("resume"):
+            restore(learner, run.resume, run.shelf, run.placement, run.world.rank)
+    checkpoints = build_checkpoints(run, learner, tensors)
     sync = _build_sync(run, tensors, [service.engine] if service else [], model)
     rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service, checkpoints.obey)
     step = run.resume.manifest.step if run.resume is not None else 0
@@ -197,38 +172,25 @@ def build_actor(run: Run) -> Actor:
     return actor
 
 
-def _restore(run: Run, resume: Resume, learner: Learner) -> None:
-    placement, rank = run.placement, run.world.rank
-    keeper = rank - rank % placement.num_ranks_per_node
-    reader = SliceReader(resume, run.shelf, keeper)
-    with run.world.stage("resume"):
-        fill(learner.state_slices(), reader, placement.shard_of(rank), len(placement.owners))
-        learner.restore_schedule(resume.manifest.state["num_updates"])
-        # After the engine was built, which seeds the process. In a larger world the new ranks keep their own.
-        generators = resume.manifest.state["actors"].get(str(placement.actors.index(rank)))
-        if generators is not None:
-            restore_generators(generators)
-
-
 def _restore_position(resume: Resume, stream: PromptStream) -> None:
     state = resume.manifest.state
     if state["data"] == stream.digest:
         stream.position = state["position"]
     elif resume.is_own:
         raise ConfigError(
-            f"data.train, its templates or run.seed are not those of step {resume.manifest.step}; a run goes on with the "
-            "same prompts. To train on others from here give the new run another run.name, with checkpoint.resume=PATH "
-            "of this one"
+            f"data.train, its templates or run.seed are not those of step {resume.manifest.step}; a run goes on with "
+            "the same prompts. To train on others from here give the new run another run.name, and this one's path as "
+            "checkpoint.resume"
         )
     else:
         print("oneworld: other prompts than those of the checkpoint: they start from the first", flush=True)
 
 
-def _build_checkpoints(run: Run, learner: Learner, tensors: list[TensorInfo]) -> Checkpoints:
+def build_checkpoints(run: Run, learner: Learner, tensors: list[TensorInfo]) -> Checkpoints:
     config, resume = run.config, run.resume
     run_id = resume.manifest.run_id if resume is not None and resume.is_own else run.world.id
     settings = dataclasses.asdict(config)
-    record = Record(run_id, run.folder.name, settings, run.hosts, run.model_folder, tuple(tensors))
+    record = Record(run_id, run.folder.name, settings, run.model_folder, tuple(tensors))
     saver = Saver(run.world, run.placement, run.shelf, record, config.checkpoint.copies)
     tokens = _probe(run).tokens
     return Checkpoints(

@@ -6,6 +6,7 @@ else from a rank of a node that holds them. Every slice is checked by its digest
 where there is one.
 """
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from torch import Tensor
 from rl.checkpoint.manifest import MANIFEST, CheckpointError, File, Manifest, Slice
 from rl.checkpoint.shard_file import CHUNK_BYTES, digest, read_bytes
 from rl.checkpoint.shelf import Shelf
-from rl.config import ConfigError
-from rl.mail import Message
+from rl.checkpoint.snapshot import restore_generators
+from rl.config import Config, ConfigError
+from rl.learner import Learner
+from rl.mail import Mail, Message
+from rl.placement import Placement
 from rl.shards import LocalSlice
 
 MAX_LINES = 20
@@ -51,6 +55,32 @@ class Resume:
         meta = message.meta
         manifest = Manifest.from_json(message.payload, "the leader's manifest")
         return Resume(manifest, holders, meta["is_own"], tuple(meta["committed"]), meta["origin"])
+
+
+def agree_on_resume(mail: Mail, placement: Placement, shelf: Shelf, config: Config) -> Resume | None:
+    """On every rank: the checkpoint that the leader found; None where the run starts from the model."""
+    if mail.rank == placement.leader:
+        found = find_checkpoint(shelf, config.checkpoint.resume)
+        shelf.make_folders()
+        meta, payload = found.to_message() if found is not None else ({}, b"")
+        for rank in range(placement.world_size):
+            mail.send(rank, "resume", meta, payload)
+        if found is not None:
+            print(_announcement(found, shelf, config), flush=True)
+    message = mail.receive("resume")
+    assert message is not None
+    return Resume.from_message(message) if message.payload else None
+
+
+def _announcement(resume: Resume, shelf: Shelf, config: Config) -> str:
+    step, num_steps = resume.manifest.step, config.train.num_steps
+    text = f"{shelf.root if resume.is_own else resume.origin}: goes on after step {step}"
+    changed = changed_settings(resume.manifest.config, dataclasses.asdict(config))
+    if changed:
+        text += f"; set otherwise since then: {', '.join(changed)}"
+    if step >= num_steps:
+        text += f"; all {num_steps} steps are done, raise train.num_steps to train on"
+    return text
 
 
 def find_checkpoint(shelf: Shelf, resume: str) -> Resume | None:
@@ -97,7 +127,7 @@ def _follow(shelf: Shelf, own: Resume | None, path: str) -> Resume:
         return own
     if not _committed(there):
         raise ConfigError(
-            f"checkpoint.resume: {place} holds no committed checkpoint; give a run's folder, or a step_N in it that has a "
+            f"checkpoint.resume: {place} holds no committed checkpoint; give a run's folder, or a step_N in it with a "
             "file COMMITTED"
         )
     found = _load(shelf, there, is_own=False)
@@ -167,8 +197,8 @@ def _incomplete(manifest: Manifest, folder: str, problems: list[str], others: li
     lines = "\n  ".join(shown)
     return (
         f"step {manifest.step} was committed, but {len(problems)} of its {len(manifest.files)} files are on no disk in "
-        f"reach ({folder}):\n  {lines}\nNothing was changed. Start again with the nodes that hold them,{older} or start "
-        "over with checkpoint.resume=never; checkpoint.copies=2 keeps each file on two nodes"
+        f"reach ({folder}):\n  {lines}\nNothing was changed. Start again with the nodes that hold them,{older} or "
+        "start over with checkpoint.resume=never; checkpoint.copies=2 keeps each file on two nodes"
     )
 
 
@@ -209,6 +239,16 @@ class SliceReader:
             asked = self._shelf.call(rank, "get", folder=folder, file=file.name, begin=begin, num_bytes=count)
             data += self._shelf.wait(asked).payload
         return data
+
+
+def restore(learner: Learner, resume: Resume, shelf: Shelf, placement: Placement, rank: int) -> None:
+    """On every actor: the learner as it was, and this process's random generators."""
+    reader = SliceReader(resume, shelf, rank - rank % placement.num_ranks_per_node)
+    fill(learner.state_slices(), reader, placement.shard_of(rank), len(placement.owners))
+    learner.restore_schedule(resume.manifest.state["num_updates"])
+    generators = resume.manifest.state["actors"].get(str(placement.actors.index(rank)))
+    if generators is not None:  # else the world has grown, and this rank keeps its own
+        restore_generators(generators)
 
 
 def fill(parts: Sequence[tuple[str, LocalSlice]], reader: SliceReader, shard: int, num_shards: int) -> None:

@@ -42,6 +42,6 @@ def check_metric(values: Mapping[str, float], config: CheckpointConfig) -> None:
     name = config.best_metric
     if name and not name.startswith("eval/") and name not in values:
         raise ConfigError(
-            f"checkpoint.best_metric: got {name!r}, which no step reports; choose one of {', '.join(sorted(values))}, or "
-            "one under eval/"
+            f"checkpoint.best_metric: got {name!r}, which no step reports; choose one of {', '.join(sorted(values))} "
+            "or one under eval/"
         )

@@ -56,7 +56,6 @@ class Record:
     run_id: str
     run_name: str
     config: dict[str, Any]
-    hosts: tuple[str, ...]  # by node; known to the leader
     model_folder: Path
     tensors: tuple[TensorInfo, ...]  # in the dtypes that are exported
 
@@ -263,7 +262,7 @@ class Saver:
 
     def _placement_record(self) -> dict[str, Any]:
         placement, per_node = self._placement, self._placement.num_ranks_per_node
-        hosts = [self._record.hosts[rank // per_node] for rank in range(placement.world_size)]
+        hosts = [self._shelf.hosts[rank // per_node] for rank in range(placement.world_size)]
         return {"roles": placement.roles, "hosts": hosts, "owners": placement.owners}
 
     def _save_id(self, step: int) -> str:

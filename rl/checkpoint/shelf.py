@@ -36,6 +36,7 @@ class Shelf:
 
     def __init__(self, mail: Mail, root: Path, source: Path | None, keepers: Sequence[int]):
         self.root, self.keepers = root, keepers
+        self.hosts: list[str] = []  # by node; known to the leader
         self._mail, self._source = mail, source
         self._numbers = itertools.count()
         self._calls: dict[int, Future[Message]] = {}
@@ -57,6 +58,10 @@ class Shelf:
         """Asks one rank of every node; returns when all have answered, by node."""
         asked = [self.call(rank, operation, payload, **meta) for rank in self.keepers]
         return [self.wait(future) for future in asked]
+
+    def make_folders(self) -> None:
+        """On all nodes, where later a missing folder means that a disk is gone."""
+        self.hosts = [answer.meta["host"] for answer in self.ask_all("make")]
 
     def wait(self, future: Future[Message]) -> Message:
         """Its answer; raises when the world ends in the meantime."""
@@ -118,8 +123,7 @@ class Shelf:
         return {}, read_bytes(path, message.meta["begin"], path.stat().st_size if count is None else count)
 
     def _make(self, message: Message) -> Answer:
-        """The folder, once at the start: later a missing one means that a disk is gone. Removes what killed saves
-        left."""
+        """Also removes what killed saves left."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             for folder in self.root.iterdir():
