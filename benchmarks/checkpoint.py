@@ -25,20 +25,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rl.checkpoint.checkpoints import Checkpoints
-from rl.checkpoint.save import Record, Saver
+from rl.checkpoint.manifest import step_folder
 from rl.checkpoint.shelf import Shelf
 from rl.config import Config, load_config
 from rl.data.batch import Batch
@@ -46,11 +46,11 @@ from rl.learner import Learner
 from rl.metrics import Measures
 from rl.model.load import load_model
 from rl.placement import make_groups, plan
-from rl.sync.probe import LIMITS, learner_logits, make_probe
+from rl.run import Run, build_checkpoints
+from rl.sync.probe import NUM_TOKENS, learner_logits
 from rl.sync.weights import share_tensors
 from rl.world import World, join
 
-ROUNDS = 5
 MODELS = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
     "any size": (1024, 2816, 0, 16, 8, 16384),  # as many layers as the size asks for
     "135m": (576, 1536, 30, 9, 3, 49152),
@@ -74,14 +74,9 @@ class Bench:
         self._make_model(dtype)
         overrides = [f"model.path={self.folder / 'model'}", f"model.dtype={dtype}", "train.num_steps=1000000"]
         self.config: Config = load_config(None, [*overrides, "checkpoint.save_interval=1"])
+        self.shelf = Shelf(world.mail, self.folder / "checkpoints", None, self.placement.keepers)
         self.learner = self._build_learner()
-        self.saver = self._build_saver()
-        self.probe_tokens = make_probe(MODELS[args.model][-1], 64, LIMITS[dtype]).tokens
-        config, steps = self.config.checkpoint, self.config.train.num_steps
-        self.checkpoints = Checkpoints(
-            world, self.placement, self.saver, self.learner, config, steps, self.probe_tokens, resume=None
-        )
-        self.stagers = _stagers(self.on_gpu)
+        self.checkpoints = self._build_checkpoints()
         self.step = 0
         self.num_bytes: dict[str, int] = {}  # of the files of each kind of round
 
@@ -111,67 +106,206 @@ class Bench:
         assert mesh is not None
         model = load_model(self.folder / "model", mesh, self.world.device, config.model.dtype, trainable=True)
         learner = Learner(model, self.groups.actor_pg, self.world.device, config.actor, config.algo, 1.0, 1)
-        learner.update(_batch(), 1, Measures())
+        learner.update(one_batch(), 1, Measures())
         return learner
 
-    def _build_saver(self) -> Saver:
-        tensors = share_tensors(self.world.mail, self.placement, self.learner.model, self.config.model.dtype)
-        self.shelf = Shelf(self.world.mail, self.folder / "checkpoints", None, self.placement.keepers)
-        hosts: tuple[str, ...] = ()
+    def _build_checkpoints(self) -> Checkpoints:
         if self.is_leader:
-            hosts = tuple(answer.meta["host"] for answer in self.shelf.ask_all("make"))
+            self.shelf.make_folders()
         self.wait()
-        settings, model_folder = asdict(self.config), self.folder / "model"
-        record = Record(self.world.id, "benchmark", settings, hosts, model_folder, tuple(tensors))
-        return Saver(self.world, self.placement, self.shelf, record, copies=1)
+        folder, model_folder = self.folder, self.folder / "model"
+        run = Run(self.world, self.config, self.placement, folder, model_folder, self.groups, self.shelf, resume=None)
+        tensors = share_tensors(self.world.mail, self.placement, self.learner.model, self.config.model.dtype)
+        return build_checkpoints(run, self.learner, tensors)
 
     def ours(self, pause_s: float) -> dict[str, float]:
-        """One save, with the next update after the pause."""
-        self.step += 1
-        self.checkpoints.end_update(self.step, self.step, stream=None)
-        started = self.clean_start()
-        self.checkpoints.end_step(self.step, {})
+        """A save, after which the next update comes when the pause is over."""
+        step = self.next_step()
+        self.checkpoints.end_update(step, version=step, stream=None)
+        started = self.start_together()
+        self.checkpoints.end_step(step, {})
         ended = time.perf_counter()
         time.sleep(pause_s)
-        needed = time.perf_counter()
+        resumed = time.perf_counter()
         self.checkpoints.wait_copied()
         copied = time.perf_counter()
-        self.saver.wait_committed()
+        self.checkpoints.close()
         committed = time.perf_counter()
-        self.remove("ours", self.shelf.root / f"step_{self.step}")
-        end_step_s, wait_copied_s = ended - started, copied - needed
-        return {
-            "blocked_s": end_step_s + wait_copied_s,
-            "end_step_s": end_step_s,
-            "wait_copied_s": wait_copied_s,
-            "commit_s": committed - started,
-        }
+        self.remove("ours", self.shelf.root / step_folder(step))
+        seconds = {"end_step_s": ended - started, "wait_copied_s": copied - resumed, "commit_s": committed - started}
+        return seconds | {"blocked_s": seconds["end_step_s"] + seconds["wait_copied_s"]}
 
-    def dcp(self, setting: str) -> dict[str, float]:
-        self.step += 1
-        folder = self.folder / f"dcp_{self.step}"
-        before = self.clean_start()
+    def probe(self) -> dict[str, float]:
+        started = self.start_together()
+        learner_logits(self.learner.model, list(range(NUM_TOKENS)), self.world.device).cpu()
+        return {"seconds": time.perf_counter() - started}
+
+    def dcp(self, stager: AsyncStager | None) -> dict[str, float]:
+        folder = self.folder / f"dcp_{self.next_step()}"
+        started = self.start_together()
         state = self.state_dict()
-        started = self.clean_start(state_is_new=True)
-        made = time.perf_counter()
-        response = dcp.async_save(
-            state, checkpoint_id=folder, process_group=self.dcp_pg, async_stager=self.stagers[setting]
-        )
-        called = time.perf_counter()
-        if isinstance(response, AsyncSaveResponse):
-            response.staging_completion.result()
-            upload = response.upload_completion
-        else:
-            upload = response
-        copied = time.perf_counter()
-        upload.result()
-        committed = time.perf_counter()
+        seconds = {"state_dict_s": time.perf_counter() - started}
+        started = self.start_together()
+        saved = dcp.async_save(state, checkpoint_id=folder, process_group=self.dcp_pg, async_stager=stager)
+        seconds["call_s"] = time.perf_counter() - started
+        if isinstance(saved, AsyncSaveResponse):
+            saved.staging_completion.result()
+        seconds["blocked_s"] = time.perf_counter() - started
+        (saved.upload_completion if isinstance(saved, AsyncSaveResponse) else saved).result()
+        seconds["commit_s"] = time.perf_counter() - started
         self.remove("dcp", folder)
-        return {}
+        return seconds
 
     def state_dict(self) -> dict[str, Any]:
-        """What dcp saves. A tied parameter comes once, as in ours."""
+        """What dcp saves; a tied parameter comes once, as in ours."""
         model, optimizer = get_state_dict(self.learner.model, self.learner._optimizer)
-        names = {name for name, _ in self.learner.model.named_parameters()}
-        names |= {name for name, _ in self.learner.model.named_buffers()}
-        return {"model": {name: value for name, value in model.items() if name in names}, "optimizer": optimizer}
+        names = {part.info.name for kind, part in self.learner.state_slices() if kind == "model"}
+        return {"model": {name: model[name] for name in model if name in names}, "optimizer": optimizer}
+
+    def next_step(self) -> int:
+        self.step += 1
+        return self.step
+
+    def start_together(self) -> float:
+        """Neither pays for what the other left to be written."""
+        if self.world.local_rank == 0:
+            os.sync()
+        self.wait()
+        return time.perf_counter()
+
+    def remove(self, kind: str, folder: Path) -> None:
+        self.wait()
+        if self.is_leader:
+            self.num_bytes[kind] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            shutil.rmtree(folder)
+
+    def wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        dist.barrier(group=self.world_pg)
+
+    def slowest(self, seconds: dict[str, float]) -> dict[str, float]:
+        values = torch.tensor(list(seconds.values()), dtype=torch.float64)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.world_pg)
+        return dict(zip(seconds, values.tolist()))
+
+    def run(self) -> dict[str, Any]:
+        pause_s = self.args.rollout_seconds
+        if pause_s is None:
+            pause_s = 10.0 if self.on_gpu else 2.0
+        works: dict[str, Callable[[], dict[str, float]]] = {
+            "at once": partial(self.ours, 0.0),
+            "in loop": partial(self.ours, pause_s),
+            "probe": self.probe,
+        }
+        stagers = dcp_stagers(self.on_gpu)
+        for setting, stager in stagers.items():
+            works[setting] = partial(self.dcp, stager)
+        rounds = [{name: self.slowest(work()) for name, work in works.items()} for _ in range(self.args.rounds + 1)]
+        self.checkpoints.close()
+        return self._row(rounds, list(stagers), pause_s)
+
+    def _row(self, rounds: list[dict[str, dict[str, float]]], settings: list[str], pause_s: float) -> dict[str, Any]:
+        first, rest = rounds[0], rounds[1:]
+        medians = {
+            name: {figure: statistics.median(row[name][figure] for row in rest) for figure in first[name]}
+            for name in first
+        }
+        at_once, in_loop = medians["at once"], medians["in loop"]
+        fastest = min(settings, key=lambda setting: medians[setting]["blocked_s"])
+        theirs = medians[fastest]
+        held = torch.tensor(sum(part.data.nbytes for _, part in self.learner.state_slices()))
+        dist.all_reduce(held, group=self.world_pg)
+        file_gb = self.num_bytes.get("ours", 0) / 1e9
+        seconds = {
+            "blocked_s": at_once["blocked_s"],
+            "blocked_in_loop_s": in_loop["blocked_s"],
+            "commit_s": at_once["commit_s"],
+            "sync_blocked_s": at_once["commit_s"],
+            "end_step_s": at_once["end_step_s"],
+            "wait_copied_s": at_once["wait_copied_s"],
+            "probe_s": medians["probe"]["seconds"],
+            "first_blocked_s": first["at once"]["blocked_s"],
+            "dcp_async_blocked_s": theirs["blocked_s"],
+            "dcp_async_commit_s": theirs["commit_s"],
+            "dcp_async_first_blocked_s": first[fastest]["blocked_s"],
+            "dcp_state_dict_s": theirs["state_dict_s"],
+        }
+        row: dict[str, Any] = {"benchmark": "checkpoint", "model": self.args.model, "ranks": self.world.size}
+        row |= {"device": _device_name(self.world.device), "torch": torch.__version__, "rounds": len(rest)}
+        row |= {"state_gb": round(int(held) / 1e9, 3), "file_gb": round(file_gb, 3)}
+        row |= {"dcp_file_gb": round(self.num_bytes.get("dcp", 0) / 1e9, 3), "rollout_s": pause_s}
+        row |= {name: round(value, 4) for name, value in seconds.items()}
+        row["blocked_ratio_to_dcp_async"] = round(at_once["blocked_s"] / theirs["blocked_s"], 3)
+        row["write_gbps"] = round(file_gb / (at_once["commit_s"] - at_once["blocked_s"]), 3)
+        row["dcp_setting"] = fastest
+        row["dcp"] = {name: {key: round(value, 4) for key, value in medians[name].items()} for name in settings}
+        return row | {"blocked_range_s": _range(rest, "at once"), "dcp_async_blocked_range_s": _range(rest, fastest)}
+
+
+def dcp_stagers(on_gpu: bool) -> dict[str, AsyncStager | None]:
+    """How dcp may take its copy. By default it allocates one for each save; a stager that is kept keeps its memory. A
+    process that writes, instead of a thread, would not shorten the copy, which is what blocks."""
+    if not on_gpu:
+        return {
+            "default": None,
+            "kept": DefaultStager(StagingOptions(False, False, False, False)),
+            "kept, in the background": DefaultStager(StagingOptions(False, False, True, False)),
+        }
+    return {
+        "default": None,
+        "kept, pinned, in the background": DefaultStager(StagingOptions(True, False, True, True)),
+    }
+
+
+def one_batch() -> Batch:
+    """Two sequences of a prompt and a response, of random tokens that every vocabulary has."""
+    lengths = torch.tensor([16, 16])
+    count = int(lengths.sum())
+    return Batch(
+        tokens=torch.randint(0, 1000, (count,)),
+        lengths=lengths,
+        prompt_lengths=torch.tensor([4, 4]),
+        versions=torch.zeros(count, dtype=torch.int32),
+        rollout_logprobs=torch.zeros(count),
+        rewards=torch.tensor([0.0, 1.0]),
+        group_ids=torch.zeros(2, dtype=torch.int64),
+        truncated=torch.zeros(2, dtype=torch.bool),
+        old_logprobs=torch.full((count,), -10.0),
+        advantages=torch.tensor([-1.0, 1.0]),
+    )
+
+
+def _range(rounds: list[dict[str, dict[str, float]]], name: str) -> list[float]:
+    values = [row[name]["blocked_s"] for row in rounds]
+    return [round(min(values), 4), round(max(values), 4)]
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--megabytes", type=float, default=200, help="of float32 parameters, to the nearest layer")
+    parser.add_argument("--model", choices=MODELS, default="any size", help="or one of these shapes")
+    parser.add_argument("--rollout-seconds", type=float, help="default: 2 on CPUs, 10 on a GPU")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--folder", help="on the disk to measure; what is written there is removed; default: a temporary one"
+    )
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            command = ["torchrun", "--max-restarts", "0", "--nproc-per-node", str(args.ranks), __file__, *sys.argv[1:]]
+            sys.exit(os.spawnvp(os.P_WAIT, command[0], [*command, "--folder", folder]))
+    with join() as world:
+        bench = Bench(world, args)
+        row = bench.run()
+        if bench.is_leader:
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""A world that trains and saves at every step, without engines; each rank may be a node with a disk of its own.
+
+`checkpoint_world.py JOB` is one rank of it, run by torchrun. The leader appends what happened to the job's log: the
+step that the world went on from and the digest of the whole state there, then loss and digest of every step.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.tensor import DTensor
+
+from rl.checkpoint.resume import agree_on_resume, restore
+from rl.checkpoint.shelf import Shelf
+from rl.config import load_config
+from rl.data.batch import Batch
+from rl.data.prompts import Prompt, PromptStream
+from rl.learner import MOMENTS, Learner
+from rl.metrics import Measures
+from rl.model.load import load_model
+from rl.placement import make_groups, plan
+from rl.run import Run, build_checkpoints
+from rl.sync.plan import wire_tensors
+from rl.world import World, join
+
+NUM_PROMPTS = 5
+VOCABULARY = 37  # divides by no number of ranks
+
+
+@dataclass(frozen=True)
+class Job:
+    model: str
+    folders: list[str]  # of the run, by rank
+    num_steps: int
+    log: str
+    placement: dict[str, Any] = field(default_factory=lambda: {"actor,rollout": "all"})
+    num_replicas: int = 1
+    settings: list[str] = field(default_factory=list)
+
+
+def batch_of(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(3, 12, (NUM_PROMPTS * 2,), generator=generator)
+    num_tokens = int(lengths.sum())
+    return Batch(
+        tokens=torch.randint(0, VOCABULARY, (num_tokens,), generator=generator),
+        lengths=lengths,
+        prompt_lengths=torch.ones_like(lengths),
+        versions=torch.zeros(num_tokens, dtype=torch.int32),
+        rollout_logprobs=torch.zeros(num_tokens),
+        rewards=torch.zeros(lengths.shape),
+        group_ids=torch.arange(NUM_PROMPTS).repeat_interleave(2),
+        truncated=torch.zeros(lengths.shape, dtype=torch.bool),
+        old_logprobs=-3.6 + 0.3 * torch.randn(num_tokens, generator=generator),
+        advantages=torch.randn(lengths.shape, generator=generator),
+    )
+
+
+def digest_of(learner: Learner) -> str:
+    """Of all parameters and moments, as whole tensors: the same at any number of ranks."""
+    learner.state_slices()
+    hasher = xxhash.xxh3_64()
+    for parameter in learner.model.parameters():
+        moments = learner._moments(parameter)
+        for tensor in (parameter.detach(), *(moments[kind] for kind in MOMENTS)):
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            hasher.update(whole.contiguous().numpy().tobytes())
+    hasher.update(f"{learner.num_updates} {learner._scheduler.get_last_lr()}".encode())
+    return hasher.hexdigest()
+
+
+def open_run(world: World, job: Job) -> Run:
+    """As rl.run.open_run does, but every rank is a node, with the folder that the job names."""
+    config = load_config(None, ["eval.interval=0", "checkpoint.save_interval=1", "actor.lr=0.01", *job.settings])
+    placement = plan(job.placement, world.size, 1, num_replicas=job.num_replicas)
+    world.introduce(",".join(placement.roles[world.rank]))
+    folder = Path(job.folders[world.rank])
+    world.remember_in(folder)
+    world.connect(share_gpu=False, timeout_s=60)
+    groups = make_groups(placement, world.rank, "cpu", timeout_s=60)
+    path = config.checkpoint.resume
+    source = None if path in ("auto", "never") else Path(path)
+    shelf = Shelf(world.mail, folder / "checkpoints", source, placement.keepers)
+    with world.stage("resume"):
+        resume = agree_on_resume(world.mail, placement, shelf, config)
+    return Run(world, config, placement, folder, Path(job.model), groups, shelf, resume)
+
+
+def train(run: Run, job: Job) -> None:
+    world, config, pg = run.world, run.config, run.groups.actor_pg
+    is_leader = world.rank == run.placement.leader
+    torch.manual_seed(world.rank)
+    model = load_model(
+        run.model_folder, run.groups.actor_mesh, world.device, config.model.dtype, True, filled=run.resume is None
+    )
+    learner = Learner(model, pg, world.device, config.actor, config.algo, 1.0, job.num_steps)
+    if run.resume is not None:
+        restore(learner, run.resume, run.shelf, run.placement, world.rank)
+    checkpoints = build_checkpoints(run, learner, wire_tensors(model, config.model.dtype))
+    first = run.resume.manifest.step if run.resume is not None else 0
+    stream = PromptStream([Prompt(i, 0, str(i), "", [1]) for i in range(7)], seed=0) if is_leader else None
+    if stream is not None:
+        stream.position = run.resume.manifest.state["position"] if run.resume is not None else 0
+
+    def note(**values: Any) -> None:
+        values |= {"state": digest_of(learner), "generator": torch.get_rng_state().sum().item()}
+        if is_leader:
+            with Path(job.log).open("a") as log:
+                log.write(json.dumps(values) + "\n")
+
+    note(step=first, resumed=True, taken=stream.position if stream else 0)
+    share = [s for s in range(NUM_PROMPTS * 2) if s // 2 % dist.get_world_size(pg) == dist.get_rank(pg)]
+    for step in range(first + 1, job.num_steps + 1):
+        world.step = step
+        taken = [prompt.id for prompt in stream.take(NUM_PROMPTS)] if stream else []
+        torch.rand(step)  # as dropout would
+        checkpoints.wait_copied()
+        measures = Measures()
+        learner.update(batch_of(step).select(share), NUM_PROMPTS, measures)
+        values = measures.reduce(pg)
+        note(step=step, loss=values["loss/policy"], taken=taken)
+        checkpoints.end_update(step, step + 1, stream)
+        checkpoints.end_step(step, values)
+    checkpoints.close()
+
+
+def main(job: Job) -> None:
+    with join() as world:
+        run = open_run(world, job)
+        if "actor" in run.roles:
+            train(run, job)
+            if world.rank == run.placement.leader:
+                for rank in set(range(world.size)) - set(run.placement.actors):
+                    world.mail.send(rank, "end")
+        else:
+            world.mail.receive("end")
+
+
+if __name__ == "__main__":
+    main(Job(**json.loads(sys.argv[1])))

@@ -1,0 +1,152 @@
+"""Kills worlds of checkpoint_world.py with SIGKILL while they save, one after the other, and resumes each time.
+
+    kill_saver.py MODEL FOLDER NUM_KILLS private|shared
+
+Worlds are forks of this process, so that a start costs no imports. The killed rank ends itself at its n-th call that
+changes the disk, or all ranks are killed from outside at that moment. After each kill the newest step that the disks
+hold is checked here, file by file; the next world must go on from it, with the state that an uninterrupted run had at
+that step. Prints one JSON line.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from rl.checkpoint.manifest import COMMITTED, MANIFEST, STEP_FOLDER, Manifest
+from rl.checkpoint.shard_file import digest
+from tests.distributed.checkpoint_world import Job, main
+
+NUM_RANKS = 2
+MAX_WORLD_S = 60.0
+STRUCTURE = ("fsync", "mkdir", "rename", "unlink", "rmdir")  # a save makes about 16 of these on a rank
+CALLS = ("open", "write", *STRUCTURE)  # and about 90 of these
+
+
+def kill_at(call: int, calls: Sequence[str], everyone: bool) -> None:
+    """Counts the calls that change the disk; number `call` of this process is its last, before or after it."""
+    count = 0
+
+    def counted(function: Callable) -> Callable:
+        def replaced(*args, **kwargs):
+            nonlocal count
+            if function is real.get("open") and not args[1] & os.O_CREAT:
+                return function(*args, **kwargs)
+            count += 1
+            if count == call and call % 2:
+                end()
+            result = function(*args, **kwargs)
+            if count == call:
+                end()
+            return result
+
+        return replaced
+
+    def end() -> None:
+        os.killpg(0, signal.SIGKILL) if everyone else os.kill(os.getpid(), signal.SIGKILL)
+
+    real = {name: getattr(os, name) for name in calls}
+    for name, function in real.items():
+        setattr(os, name, counted(function))
+
+
+def run_world(job: Job, killed: int = -1, kill: Callable[[], None] | None = None) -> bool:
+    """Whether it came to its end by itself; rank `killed` calls `kill` first."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids: list[int] = []
+    for rank in range(NUM_RANKS):
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, pids[0] if pids else 0)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
+            os.environ |= {"LOCAL_WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            output = os.open(f"{job.log}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            if kill is not None and rank == killed:
+                kill()
+            main(job)
+            os._exit(99)
+        os.setpgid(pid, pids[0] if pids else pid)
+        pids.append(pid)
+    deadline = time.monotonic() + MAX_WORLD_S
+    codes: dict[int, int] = {}
+    while len(codes) < NUM_RANKS:
+        for pid in set(pids) - codes.keys():
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = status
+        if time.monotonic() > deadline:
+            os.killpg(pids[0], signal.SIGKILL)
+            raise SystemExit(
+                f"a world did not end within {MAX_WORLD_S} s:\n{Path(f'{job.log}.output').read_text()[-3000:]}"
+            )
+        time.sleep(0.01)
+    return all(code == 0 for code in codes.values())
+
+
+def newest_step(folders: list[str]) -> int:
+    """The newest step that some disk calls committed; fails when a byte of it is missing or wrong on all disks."""
+    roots = [Path(folder) / "checkpoints" for folder in folders]
+    marked = [path.parent.name for root in roots for path in root.glob(f"step_*/{COMMITTED}")]
+    steps = [int(match[1]) for name in marked if (match := STEP_FOLDER.fullmatch(name))]
+    if not steps:
+        return 0
+    places = [root / f"step_{max(steps)}" for root in roots if (root / f"step_{max(steps)}").is_dir()]
+    texts = {(place / MANIFEST).read_bytes() for place in places}
+    assert len(texts) == 1, f"step {max(steps)} has {len(texts)} manifests"
+    for file in Manifest.from_json(texts.pop(), str(places[0])).files:
+        found = [place / file.name for place in places if (place / file.name).is_file()]
+        assert any(digest(path.read_bytes()) == file.digest for path in found), f"step {max(steps)}: {file.name}"
+    return max(steps)
+
+
+def entries(log: str) -> list[dict]:
+    return [json.loads(line) for line in Path(log).read_text().splitlines()] if Path(log).exists() else []
+
+
+def kill_and_resume(model: str, folder: Path, num_kills: int, disks: str) -> dict:
+    num_steps = 3 * num_kills + 8
+    reference = Job(model, [str(folder / "reference")] * NUM_RANKS, num_steps, str(folder / "reference.log"))
+    assert run_world(reference), Path(f"{reference.log}.output").read_text()[-3000:]
+    states = {entry["step"]: entry["state"] for entry in entries(reference.log)}
+    nodes = [str(folder / ("disk" if disks == "shared" else f"disk{rank}")) for rank in range(NUM_RANKS)]
+    job = Job(model, nodes, num_steps, str(folder / "killed.log"))
+    source = random.Random(0)
+    kills, moments, newest = 0, set(), 0
+    while kills < num_kills:
+        killed, everyone = kills % NUM_RANKS, kills % 5 == 0
+        calls, call = (STRUCTURE, source.randrange(1, 48)) if kills % 4 < 2 else (CALLS, source.randrange(1, 270))
+        seen = len(entries(job.log))
+        ended = run_world(job, killed, partial(kill_at, call, calls, everyone))
+        news = entries(job.log)[seen:]  # none when it was killed before it had resumed
+        assert all(entry["step"] == newest for entry in news[:1]), f"went on from {news[0]}, not from step {newest}"
+        for entry in news:
+            assert entry["state"] == states[entry["step"]], f"another state at step {entry['step']} after kill {kills}"
+        after = newest_step(nodes)
+        assert after >= newest, f"step {newest} was committed before, now it is {after}"
+        assert not ended, f"call {call} of rank {killed} was not reached in {num_steps} steps"
+        newest, kills = after, kills + 1
+        moments.add((calls, call))
+    assert run_world(job)
+    assert newest_step(nodes) == num_steps
+    assert entries(job.log)[-1]["state"] == states[num_steps]
+    return {
+        "kills": kills,
+        "disks": disks,
+        "moments": len(moments),
+        "committed_before_last": newest,
+        "steps": num_steps,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(kill_and_resume(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])))

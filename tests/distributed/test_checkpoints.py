@@ -1,0 +1,239 @@
+"""Checkpoints between real processes: every rank is a node, with a disk of its own unless it says otherwise.
+
+The worlds train a tiny model without engines (checkpoint_world.py); tests/e2e/test_resume.py has whole runs.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from rl.checkpoint.manifest import MANIFEST, Manifest
+from tests.distributed.checkpoint_world import Job
+from tests.launcher import ROOT, activated_environment, finish, start
+
+pytestmark = pytest.mark.timeout(150)
+SHAPE = {
+    "vocab_size": 37,  # divides by no number of ranks
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 2,  # Qwen3's q_norm and k_norm have fewer rows than there are actors
+    "max_position_embeddings": 64,
+    "eos_token_id": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).save_pretrained(folder / "llama")
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False)).save_pretrained(folder / "qwen3")
+    return folder
+
+
+def run(job: Job, num_ranks: int | None = None) -> str:
+    """The output of a world that must succeed."""
+    process = start(f"--nproc-per-node={num_ranks or len(job.folders)}", _script(), json.dumps(asdict(job)))
+    output = finish(process, 100)
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def fail(job: Job) -> str:
+    process = start(f"--nproc-per-node={len(job.folders)}", _script(), json.dumps(asdict(job)))
+    output = finish(process, 100)
+    assert process.returncode != 0, output
+    return output
+
+
+def _script() -> str:
+    return "tests/distributed/checkpoint_world.py"
+
+
+def log_of(job: Job) -> list[dict]:
+    return [json.loads(line) for line in Path(job.log).read_text().splitlines()]
+
+
+def disks(folder: Path, *names: str) -> list[str]:
+    return [str(folder / name) for name in names]
+
+
+def manifest_of(folder: str, step: int) -> Manifest:
+    path = Path(folder) / "checkpoints" / f"step_{step}" / MANIFEST
+    return Manifest.from_json(path.read_bytes(), str(path))
+
+
+def files_of(folder: str, step: int) -> set[str]:
+    place = Path(folder) / "checkpoints" / f"step_{step}"
+    return {path.name for path in place.glob("*.safetensors")}
+
+
+def test_resume_at_any_number_of_ranks_with_the_same_state(models: Path, tmp_path: Path) -> None:
+    """4 actors, then 1 of 2 ranks, 3 replicas of 1, 2 of 3: after every change of the world the state is what was
+    saved, bit for bit, and the losses are those of a world that never stopped."""
+    model, shared = str(models / "qwen3"), str(tmp_path / "run")
+    whole = Job(model, disks(tmp_path, *["whole"] * 4), 8, str(tmp_path / "whole.log"))
+    run(whole)
+    expected = {entry["step"]: entry for entry in log_of(whole)}
+    worlds = [
+        (4, {"actor,rollout": "all"}, 1),
+        (2, {"rollout": "0", "actor": "1"}, 1),
+        (3, {"actor,rollout": "all"}, 3),
+        (3, {"rollout": "0", "actor": "1-2"}, 1),
+    ]
+    before = expected[0]["state"]
+    for index, (num_ranks, placement, replicas) in enumerate(worlds):
+        job = Job(
+            model, [shared] * num_ranks, 2 * index + 2, str(tmp_path / f"{index}.log"), placement, replicas,
+            [f"actor.num_replicas={replicas}"],
+        )  # fmt: skip
+        run(job)
+        resumed, *steps = log_of(job)
+        assert (resumed["step"], resumed["state"]) == (2 * index, before)
+        assert [entry["step"] for entry in steps] == [2 * index + 1, 2 * index + 2]
+        for entry in steps:
+            assert entry["taken"] == expected[entry["step"]]["taken"]
+            assert entry["loss"] == pytest.approx(expected[entry["step"]]["loss"], abs=1e-5)
+        before = steps[-1]["state"]
+    first = log_of(Job(model, [], 0, str(tmp_path / "0.log")))
+    assert [entry["state"] for entry in first] == [expected[step]["state"] for step in (0, 1, 2)]
+
+
+def test_n_steps_equal_k_steps_a_resume_and_the_rest(models: Path, tmp_path: Path) -> None:
+    """Bit for bit, random generators included."""
+    model = str(models / "llama")
+    whole = Job(model, disks(tmp_path, "whole0", "whole1"), 6, str(tmp_path / "whole.log"))
+    run(whole)
+    nodes = disks(tmp_path, "node0", "node1")
+    for num_steps in (2, 5, 6):
+        run(Job(model, nodes, num_steps, str(tmp_path / "parts.log")))
+    rows = log_of(Job(model, [], 0, str(tmp_path / "parts.log")))
+    assert [row for row in rows if "loss" in row] == [row for row in log_of(whole) if "loss" in row]
+    for one, other in zip(whole.folders, nodes, strict=True):
+        saved = [manifest_of(folder, 6).files for folder in (one, other)]
+        slices = [{(part.key, part.offsets): part.digest for file in files for part in file.slices} for files in saved]
+        assert slices[0] == slices[1]
+
+
+def test_private_disks(models: Path, tmp_path: Path) -> None:
+    """Three nodes: the same, in another order, one of them gone with 1 copy (an error) and with 2 (it resumes)."""
+    model = str(models / "llama")
+    for copies in (1, 2):
+        names = [f"{copies}node{index}" for index in range(3)]
+        settings = [f"checkpoint.copies={copies}", "checkpoint.keep_last=1"]
+        log = str(tmp_path / f"{copies}.log")
+        run(Job(model, disks(tmp_path, *names), 2, log, settings=settings))
+        shards = [f"{kind}-0000{index}-of-00003.safetensors" for index in range(3) for kind in ("model", "optimizer")]
+        held = [files_of(folder, 2) for folder in disks(tmp_path, *names)]
+        for index in range(3):
+            own = {name for name in shards if f"-0000{index}-" in name}
+            copied = {name for name in shards if f"-0000{(index - 1) % 3}-" in name}
+            small = {"probe.safetensors"} if index == 0 or (copies == 2 and index == 1) else set()
+            assert held[index] == own | small | (copied if copies == 2 else set())
+        assert files_of(str(tmp_path / names[0]), 1) == set()  # keep_last
+        state = log_of(Job(model, [], 0, log))[-1]["state"]
+        turned = disks(tmp_path, names[2], names[0], names[1])
+        run(Job(model, turned, 3, log, settings=settings))
+        resumed = [entry for entry in log_of(Job(model, [], 0, log)) if entry.get("resumed")][-1]
+        assert (resumed["step"], resumed["state"]) == (2, state)
+        state = log_of(Job(model, [], 0, log))[-1]["state"]
+        left = Job(model, turned[:2], 4, log, settings=settings)
+        before = sorted(str(path) for path in tmp_path.rglob("*") if path.is_file())
+        if copies == 1:
+            output = fail(left)
+            assert "step 3 was committed, but 2 of its " in output
+            assert "model-00002-of-00003.safetensors" in output
+            assert "optimizer-00002-of-00003.safetensors" in output
+            assert "was saved on " in output
+            after = sorted(str(path) for path in tmp_path.rglob("*") if path.is_file() and path.name != "FATAL")
+            assert [path for path in before if path not in after] == []
+        else:
+            run(left)
+            resumed = [entry for entry in log_of(Job(model, [], 0, log)) if entry.get("resumed")][-1]
+            assert (resumed["step"], resumed["state"]) == (3, state)
+
+
+def test_what_a_checkpoint_holds(models: Path, tmp_path: Path) -> None:
+    """bfloat16 export beside float32 masters; what a merge needs, and logits that the exported weights give."""
+    job = Job(
+        str(models / "qwen3"), disks(tmp_path, "a", "a"), 1, str(tmp_path / "log"), settings=["model.dtype=bfloat16"]
+    )
+    run(job)
+    place = tmp_path / "a" / "checkpoints" / "step_1"
+    manifest = manifest_of(job.folders[0], 1)
+    state = {}
+    for file in manifest.files:
+        if file.name.startswith("model-"):
+            with safe_open(place / file.name, "pt") as handle:
+                about = json.loads(handle.metadata()["oneworld"])
+                assert (about["step"], about["run_id"]) == (1, manifest.run_id)
+                for name in handle.keys():  # noqa: SIM118
+                    assert handle.get_tensor(name).dtype == torch.bfloat16
+                    first = about["slices"][name]["offsets"][0]
+                    state.setdefault(name, {})[first] = handle.get_tensor(name)
+    merged = {name: torch.cat([parts[first] for first in sorted(parts)]) for name, parts in state.items()}
+    folder = tmp_path / "merged"
+    shutil.copytree(place / "hf", folder)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    model = AutoModelForCausalLM.from_config(type(Qwen3Config()).from_pretrained(folder), dtype=torch.bfloat16)
+    model.load_state_dict(merged)
+    probe = load_file(place / "probe.safetensors")
+    logits = model(probe["tokens"].unsqueeze(0)).logits[0].float()
+    assert probe["logits"].shape == (len(probe["tokens"]), 37)
+    assert (logits - probe["logits"]).abs().max() < 0.05
+    masters = {s.name: s.dtype for f in manifest.files for s in f.slices if s.kind == "master"}
+    assert set(masters) == set(merged)
+    assert set(masters.values()) == {"F32"}
+    run(Job(job.model, job.folders, 2, str(tmp_path / "log2"), settings=job.settings))
+    assert log_of(Job("", [], 0, str(tmp_path / "log2")))[0]["state"] == log_of(job)[-1]["state"]  # exact masters
+
+
+def test_kept_checkpoints_and_the_best_one(models: Path, tmp_path: Path) -> None:
+    settings = ["checkpoint.keep_last=2", "checkpoint.keep_every=4", "checkpoint.best_metric=loss/policy"]
+    job = Job(str(models / "llama"), disks(tmp_path, "a"), 9, str(tmp_path / "log"), settings=settings)
+    run(job)
+    losses = {entry["step"]: entry["loss"] for entry in log_of(job) if "loss" in entry}
+    best = max(losses, key=lambda step: losses[step])
+    steps = {int(path.name.removeprefix("step_")) for path in (tmp_path / "a" / "checkpoints").iterdir()}
+    assert steps == {4, 8, 9} | {best}
+    assert best not in (4, 8, 9), "the losses are such that the best step would be kept anyway"
+    assert manifest_of(job.folders[0], 9).state["best"] == {"step": best, "value": losses[best]}
+
+
+def kill(models: Path, folder: Path, num_kills: int, how: str) -> dict:
+    command = [
+        sys.executable,
+        "tests/distributed/kill_saver.py",
+        str(models / "llama"),
+        str(folder),
+        str(num_kills),
+        how,
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=activated_environment(), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_a_killed_saver_leaves_the_last_step_usable(models: Path, tmp_path: Path) -> None:
+    assert kill(models, tmp_path, 8, "private")["kills"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("how", ["private", "shared"])
+def test_a_saver_killed_at_many_moments_leaves_the_last_step_usable(how: str, models: Path, tmp_path: Path) -> None:
+    result = kill(models, tmp_path, 50, how)
+    assert result["kills"] == 50
+    assert result["steps_before_the_last_world"] > 10

@@ -1,0 +1,384 @@
+"""The bytes of a checkpoint: its shard files, its manifest, and what is said when they are not what they should be."""
+
+import errno
+import json
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rl.checkpoint.manifest import CheckpointError, File, Manifest, Slice, step_folder, uncovered
+from rl.checkpoint.shard_file import (
+    Content,
+    NewFile,
+    cannot_write,
+    digest,
+    pieces_of,
+    read_bytes,
+    read_header,
+    rows_to_write,
+    write_shard,
+    write_whole,
+)
+
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.uint8: "U8", torch.bool: "BOOL"}
+DIGEST_OF_NOTHING = "2d06800538d394c2"  # XXH3's own test vector
+ABOUT = {"run_id": "r1", "step": 4, "save_id": "w1-4"}
+
+
+def content(whole: Tensor, name: str = "a", kind: str = "model", first: int = 0, end: int | None = None) -> Content:
+    """These rows of a tensor; their bytes come in one piece."""
+    end = (whole.shape[0] if whole.dim() else 1) if end is None else end
+    rows = whole[first:end] if whole.dim() else whole
+    data = rows.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return Content(rows_to_write(kind, name, NAMES[whole.dtype], tuple(whole.shape), first, end), [data])
+
+
+A = torch.arange(8.0).view(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "first", "end", "offsets", "size", "num_bytes"),
+    [
+        ((4, 2), 1, 3, (1, 0), (2, 2), 16),
+        ((5,), 0, 5, (0,), (5,), 20),
+        ((3, 2, 5), 2, 3, (2, 0, 0), (1, 2, 5), 40),
+        ((), 0, 1, (), (), 4),
+    ],
+)
+def test_where_rows_lie_in_the_whole(
+    shape: tuple[int, ...], first: int, end: int, offsets: tuple[int, ...], size: tuple[int, ...], num_bytes: int
+) -> None:
+    part = rows_to_write("model", "a", "F32", shape, first, end)
+    assert (part.shape, part.offsets, part.size, part.num_bytes) == (shape, offsets, size, num_bytes)
+
+
+def test_a_shard_says_what_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "model-00001-of-00002.safetensors"
+    file = write_shard(path, [content(A, first=1, end=3)], ABOUT)
+    data = path.read_bytes()
+    (part,) = file.slices
+    assert (file.name, file.num_bytes, file.hosts) == (path.name, len(data), ())
+    assert file.digest == digest(data)
+    assert (part.begin, part.num_bytes) == (len(data) - 16, 16)
+    assert data[part.begin :] == struct.pack("<4f", 2, 3, 4, 5)
+    assert part.digest == digest(struct.pack("<4f", 2, 3, 4, 5)) != digest(b"")
+    assert read_bytes(path, part.begin, part.num_bytes) == data[part.begin :]
+    assert digest(b"") == DIGEST_OF_NOTHING
+
+
+def test_other_programs_read_a_shard(tmp_path: Path) -> None:
+    path = tmp_path / "shard.safetensors"
+    scale = torch.tensor([1.5, -2.25], dtype=torch.bfloat16)
+    write_shard(path, [content(A, first=1, end=3), content(scale, "s"), content(A, kind="exp_avg")], ABOUT)
+    with safe_open(path, framework="pt") as file:
+        assert set(file.keys()) == {"a", "s", "exp_avg/a"}
+        assert torch.equal(file.get_tensor("a"), A[1:3])
+        assert torch.equal(file.get_tensor("exp_avg/a"), A)
+        assert torch.equal(file.get_tensor("s"), scale)
+        about = json.loads(file.metadata()["oneworld"])
+    slices = about.pop("slices")
+    assert about == {"format": 1, "run_id": "r1", "step": 4, "save_id": "w1-4"}
+    assert slices["a"] == {"shape": [4, 2], "offsets": [1, 0]}
+    assert slices["s"] == {"shape": [2], "offsets": [0]}
+    assert read_header(path)["a"]["shape"] == [2, 2]
+
+
+def test_wide_elements_come_first_so_that_all_are_aligned(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.safetensors"
+    tensors = {
+        "byte": torch.tensor([1, 2, 3], dtype=torch.uint8),
+        "half": torch.tensor([0.5, 1.5, 2.5], dtype=torch.bfloat16),
+        "count": torch.tensor(7, dtype=torch.int64),
+        "float": torch.tensor([0.1, 0.2, 0.3]),
+        "flag": torch.tensor([True]),
+        "half2": torch.tensor([[4.5]], dtype=torch.bfloat16),
+    }
+    file = write_shard(path, [content(tensor, name) for name, tensor in tensors.items()], ABOUT)
+    start = 8 + struct.unpack("<Q", path.read_bytes()[:8])[0]
+    assert start % 8 == 0
+    assert [(part.name, part.begin - start, part.num_bytes) for part in file.slices] == [
+        ("count", 0, 8),
+        ("float", 8, 12),
+        ("half", 20, 6),
+        ("half2", 26, 2),
+        ("byte", 28, 3),
+        ("flag", 31, 1),
+    ]
+    with safe_open(path, framework="pt") as opened:
+        for name, tensor in tensors.items():
+            assert torch.equal(opened.get_tensor(name), tensor), name
+        assert opened.get_tensor("count").shape == ()
+
+
+def test_an_empty_shard_is_a_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "optimizer.safetensors"
+    file = write_shard(path, [], ABOUT)
+    assert file.slices == ()
+    assert file.num_bytes == path.stat().st_size > 8
+    with safe_open(path, framework="pt") as opened:
+        assert list(opened.keys()) == []
+        assert json.loads(opened.metadata()["oneworld"])["slices"] == {}
+
+
+def test_the_pieces_in_which_bytes_come_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rows,) = content(A).pieces
+    whole = write_shard(tmp_path / "whole", [content(A)], ABOUT)
+    pieces = [rows[:1], rows[1:1], rows[1:20], rows[20:]]
+    monkeypatch.setattr("rl.checkpoint.shard_file.CHUNK_BYTES", 7)
+    cut = write_shard(tmp_path / "cut", [Content(content(A).part, pieces)], ABOUT)
+    assert (cut.digest, cut.slices) == (whole.digest, whole.slices)
+    assert (tmp_path / "cut").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert [len(piece) for piece in pieces_of(tmp_path / "cut")][:-1] == [7] * ((whole.num_bytes - 1) // 7)
+
+
+def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda handle, data: write(handle, data[:3]))
+        file = write_whole(tmp_path / "a", b"0123456789")
+    assert (tmp_path / "a").read_bytes() == b"0123456789"
+    assert (file.name, file.num_bytes, file.digest) == ("a", 10, digest(b"0123456789"))
+
+
+def test_too_few_bytes_are_our_own_mistake_and_leave_nothing(tmp_path: Path) -> None:
+    (rows,) = content(A).pieces
+    with pytest.raises(AssertionError, match="num_bytes=32"):
+        write_shard(tmp_path / "a", [Content(content(A).part, [rows[:31]])], ABOUT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_file_refuses_one_that_exists(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"precious")
+    with pytest.raises(CheckpointError, match=rf"cannot write {path}: File exists"):
+        write_shard(path, [content(A)], ABOUT)
+    with pytest.raises(CheckpointError, match="File exists"):
+        write_whole(path, b"other")
+    assert path.read_bytes() == b"precious"
+
+
+def failing(call: Callable, times: int, code: int) -> Callable:
+    """The call of the operating system, until it has been made so often."""
+    left = [times]
+
+    def fail(*given: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(code, os.strerror(code))
+        return call(*given)
+
+    return fail
+
+
+@pytest.mark.parametrize(("call", "times"), [("write", 0), ("write", 2), ("fsync", 0)])
+def test_a_full_disk_is_named_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, times: int
+) -> None:
+    handles = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing(getattr(os, call), times, errno.ENOSPC))
+        with pytest.raises(CheckpointError, match=rf"cannot write {tmp_path}/a: No space left on device \({tmp_path}"):
+            write_shard(tmp_path / "a", [content(A), content(A, "b")], ABOUT)
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == handles
+
+
+def test_an_error_in_between_leaves_nothing(tmp_path: Path) -> None:
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(b"half")
+        raise KeyError("b")
+
+    with pytest.raises(KeyError):
+        write_shard(tmp_path / "a", [Content(content(A).part, pieces())], ABOUT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_discarded_file_is_gone(tmp_path: Path) -> None:
+    file = NewFile(tmp_path / "a")
+    file.write(memoryview(b"half"))
+    assert (tmp_path / "a").read_bytes() == b"half"
+    file.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_where_and_what_to_do(tmp_path: Path) -> None:
+    text = str(cannot_write(tmp_path / "no" / "such" / "a", OSError(errno.EROFS, os.strerror(errno.EROFS))))
+    assert text.startswith(f"cannot write {tmp_path}/no/such/a: Read-only file system ({tmp_path} has ")
+    megabytes = int(re.search(r"has (\d+) MB left", text).group(1))
+    space = os.statvfs(tmp_path)
+    assert megabytes == pytest.approx(space.f_bavail * space.f_frsize / 1e6, rel=0.2)
+    assert "checkpoints that were committed before stay as they are" in text
+    assert "Free space or mend the folder, and start again" in text
+
+
+def test_a_folder_that_is_missing_is_no_reason_to_make_it(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=rf"cannot write {tmp_path}/no/a: No such file or directory \({tmp_path} "
+    ):
+        write_whole(tmp_path / "no" / "a", b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+SHARD_HEADERS = {
+    "nothing": b"",
+    "half a length": b"\x10\x00\x00",
+    "no header": struct.pack("<Q", 16),
+    "half a header": struct.pack("<Q", 16) + b'{"a": 1',
+    "a length of terabytes": struct.pack("<Q", 1 << 42) + b"{}",
+    "no JSON": struct.pack("<Q", 4) + b"{]xx",
+    "another file": b"GIF89a" + bytes(100),
+}
+
+
+@pytest.mark.parametrize("data", SHARD_HEADERS.values(), ids=SHARD_HEADERS.keys())
+def test_the_header_of_a_cut_file(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "a").write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/a is no safetensors file, or was cut off"):
+        read_header(tmp_path / "a")
+
+
+def test_the_header_of_a_file_whose_data_were_cut_is_still_read(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    file = write_shard(path, [content(A)], ABOUT)
+    os.truncate(path, file.num_bytes - 5)
+    assert read_header(path)["a"]["data_offsets"] == [0, 32]
+    with pytest.raises(CheckpointError, match=rf"{path} ends at byte {file.num_bytes - 5}, 5 bytes too early"):
+        read_bytes(path, file.slices[0].begin, 32)
+
+
+def test_bytes_from_the_middle_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    assert read_bytes(tmp_path / "a", 3, 4) == b"3456"
+    assert read_bytes(tmp_path / "a", 0, 10) == b"0123456789"
+    assert read_bytes(tmp_path / "a", 4, 0) == b""
+    with pytest.raises(CheckpointError, match="ends at byte 10, 3 bytes too early"):
+        read_bytes(tmp_path / "a", 8, 5)
+    with pytest.raises(FileNotFoundError):
+        read_bytes(tmp_path / "b", 0, 1)
+
+
+def slice_of(
+    kind: str = "model", name: str = "a", shape: tuple[int, ...] = (4, 2), first: int = 0, end: int = 4
+) -> Slice:
+    return rows_to_write(kind, name, "F32", shape, first, end)
+
+
+def manifest(*files: File) -> Manifest:
+    return Manifest(
+        run_id="r1",
+        run_name="first",
+        step=4,
+        save_id="w1-4",
+        saved_at=1700000000.5,
+        state={"version": 5, "best": None, "actors": {"0": {"torch": "AA=="}}},
+        config={"train": {"num_steps": 8}},
+        placement={"roles": [["actor"]], "hosts": ["n0"], "owners": [0]},
+        files=files,
+    )
+
+
+TWO_FILES = (
+    File("model-0", 100, "0f", ("n0", "n1"), (slice_of(end=2), slice_of(name="b", shape=(), end=1))),
+    File("model-1", 90, "1f", ("n1",), (slice_of(first=2), slice_of("exp_avg", first=2))),
+    File("hf/config.json", 7, "2f", ("n0",)),
+)
+
+
+def test_a_manifest_comes_back_as_it_was() -> None:
+    saved = manifest(*TWO_FILES)
+    text = saved.to_json()
+    assert Manifest.from_json(text, "here") == saved
+    assert Manifest.from_json(bytearray(text), "here") == saved
+    body = json.loads(text)
+    assert (body["kind"], body["format"], body["step"]) == ("oneworld checkpoint", 1, 4)
+    assert body["files"][0]["slices"][0][:6] == ["model", "a", "F32", [4, 2], [0, 0], [2, 2]]
+
+
+def test_slices_of_a_kind_by_tensor() -> None:
+    first, second, _ = TWO_FILES
+    saved = manifest(*TWO_FILES)
+    assert saved.slices("model") == {
+        "a": [(first, first.slices[0]), (second, second.slices[0])],
+        "b": [(first, first.slices[1])],
+    }
+    assert saved.slices("exp_avg") == {"a": [(second, second.slices[1])]}
+    assert saved.slices("master") == {}
+    assert [part.key for part in second.slices] == ["a", "exp_avg/a"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ([slice_of()], ""),
+        ([slice_of(end=3), slice_of(first=3)], ""),
+        ([slice_of(end=3)], "a: 6 of 8 elements"),
+        ([slice_of("exp_avg", end=1), slice_of("exp_avg", first=3)], "exp_avg/a: 4 of 8 elements"),
+        ([slice_of(shape=(), end=1)], ""),
+    ],
+)
+def test_what_slices_leave_out(parts: list[Slice], text: str) -> None:
+    assert uncovered(parts) == text
+
+
+def changed(**more: Any) -> bytes:
+    return json.dumps(json.loads(manifest(*TWO_FILES).to_json()) | more).encode()
+
+
+def without(name: str) -> bytes:
+    body = json.loads(manifest(*TWO_FILES).to_json())
+    del body[name]
+    return json.dumps(body).encode()
+
+
+WHOLE = manifest(*TWO_FILES).to_json()
+TORN = {
+    "empty": b"",
+    "zeros": bytes(64),
+    "cut": WHOLE[:-1],
+    "half": WHOLE[: len(WHOLE) // 2],
+    "not text": b"\xff\xfe" + WHOLE,
+    "no step": without("step"),
+    "no format": without("format"),
+    "no files": without("files"),
+    "files that are no list": changed(files=None),
+    "a file that is no mapping": changed(files=["model-0"]),
+    "a file without slices": changed(files=[{"name": "model-0", "num_bytes": 1, "digest": "", "hosts": []}]),
+    "a slice of other fields": changed(
+        files=[{"name": "a", "num_bytes": 1, "digest": "", "hosts": [], "slices": [[1]]}]
+    ),
+}
+
+
+@pytest.mark.parametrize("text", TORN.values(), ids=TORN.keys())
+def test_a_torn_manifest(text: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"^/x/manifest\.json is torn: \w+: .*nothing was changed") as caught:
+        Manifest.from_json(text, "/x/manifest.json")
+    assert "Restore it from another node or a backup" in str(caught.value)
+    assert "checkpoint.resume=PATH" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{}", b"5", b"null", changed(kind="another trainer"), without("kind")])
+def test_a_manifest_of_another_program(text: bytes) -> None:
+    with pytest.raises(CheckpointError, match="/x is not the manifest of a oneworld checkpoint: it was written by som"):
+        Manifest.from_json(text, "/x")
+
+
+def test_a_manifest_of_a_newer_format() -> None:
+    with pytest.raises(CheckpointError, match="/x has format 2, this program reads format 1: use the version of onew"):
+        Manifest.from_json(changed(format=2, files=None), "/x")
+
+
+def test_a_manifest_may_have_more_in_it() -> None:
+    assert Manifest.from_json(changed(comment="added by hand"), "/x") == manifest(*TWO_FILES)
+
+
+def test_a_steps_folder_has_its_number() -> None:
+    assert step_folder(40) == "step_40"

@@ -1,0 +1,603 @@
+"""Which checkpoint a run goes on from, and that its rows come back at any number of ranks."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl.checkpoint.manifest import File, Manifest
+from rl.checkpoint.resume import Resume, SliceReader, changed_settings, fill, find_checkpoint
+from rl.checkpoint.shard_file import Content, rows_to_write, write_shard, write_whole
+from rl.checkpoint.shelf import Shelf
+from rl.config import ConfigError
+from rl.shards import LocalSlice, TensorInfo
+from tests.mails import shelves_on
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "int64": "I64"}
+HOSTS = ("n0", "n1", "n2")
+LONG_AGO = 1_000_000_000.0
+W = TensorInfo("w", (7, 3), "float32", sharded=True)
+BIAS = TensorInfo("bias", (2,), "float32", sharded=True)
+TABLE = TensorInfo("table", (4, 2), "float32", sharded=False)
+COUNT = TensorInfo("count", (), "int64", sharded=False)
+MODEL = (W, BIAS, TABLE, COUNT)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Values = dict[tuple[str, str], Tensor]  # by kind and name
+
+
+def values_of(infos: Sequence[TensorInfo], kinds: Sequence[str] = ("model", *MOMENTS)) -> Values:
+    """Numbers that are nowhere else: no element of one tensor is in another."""
+    made, start = {}, 0.0
+    for kind in kinds:
+        for info in infos:
+            if kind == "model" or info.dtype != "int64":
+                made[kind, info.name] = (start + torch.arange(info.num_elements)).view(info.shape).to(info.torch_dtype)
+                start += info.num_elements
+    return made
+
+
+def rows_of(whole: Tensor, info: TensorInfo, shard: int, num_shards: int) -> Tensor:
+    """A rank's memory, as torch itself would cut it."""
+    if not info.sharded:
+        return whole
+    chunks = whole.chunk(num_shards)
+    return chunks[shard] if shard < len(chunks) else whole[:0]
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_files(folder: Path, infos: Sequence[TensorInfo], values: Values, shard: int, num_shards: int) -> list[File]:
+    """One rank's shards, of the rows that it owns: of a replicated tensor the first rank's."""
+    by_name = {info.name: info for info in infos}
+    contents: dict[str, list[Content]] = {"model": [], "optimizer": []}
+    for (kind, name), whole in values.items():
+        info = by_name[name]
+        rows = rows_of(whole, info, shard, num_shards)
+        if not rows.numel() or (shard and not info.sharded):
+            continue
+        first, end = info.rows(shard, num_shards)
+        part = rows_to_write(kind, name, DTYPES[str(whole.dtype)[6:]], info.shape, first, end)
+        contents["model" if kind == "model" else "optimizer"].append(Content(part, [as_bytes(rows)]))
+    suffix = f"{shard:05d}-of-{num_shards:05d}.safetensors"
+    return [write_shard(folder / f"{file}-{suffix}", parts, {}) for file, parts in contents.items()]
+
+
+def save(
+    roots: Sequence[Path],
+    step: int,
+    infos: Sequence[TensorInfo] = MODEL,
+    values: Values | None = None,
+    num_shards: int = 2,
+    copies: int = 1,
+    committed: Sequence[int] | None = None,
+    **fields: Any,
+) -> Manifest:
+    """A checkpoint on these nodes' disks: shard r lies on node r modulo their number, and with two copies on the next
+    node too; `committed` are the nodes that have the marker."""
+    values = values_of(infos) if values is None else values
+    files: list[File] = []
+    folders = [root / f"step_{step}" for root in roots]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    for shard in range(num_shards):
+        nodes = sorted({(shard + distance) % len(roots) for distance in range(copies)})
+        for node in nodes:
+            written = write_files(folders[node], infos, values, shard, num_shards)
+        hosts = tuple(HOSTS[node] for node in nodes)
+        files += [File(file.name, file.num_bytes, file.digest, hosts, file.slices) for file in written]
+    record = {"run_id": "r1", "run_name": "first", "save_id": f"w1-{step}", "saved_at": LONG_AGO + step} | fields
+    state = {"version": step + 1, "origin": "", "best": None} | record.pop("state", {})
+    manifest = Manifest(**record, step=step, state=state, config={}, placement={}, files=tuple(files))
+    for node, folder in enumerate(folders):
+        write_whole(folder / "manifest.json", manifest.to_json())
+        if committed is None or node in committed:
+            write_whole(folder / "COMMITTED", b"")
+    return manifest
+
+
+@pytest.fixture
+def shelve() -> Iterator[Callable[..., list[Shelf]]]:
+    with ExitStack() as stack:
+        yield lambda roots, sources=None: stack.enter_context(shelves_on(roots, sources))
+
+
+Shelve = Callable[..., list[Shelf]]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> list[Path]:
+    """Three nodes with private disks."""
+    return [tmp_path / host / "run" / "checkpoints" for host in HOSTS]
+
+
+def found_step(shelf: Shelf, resume: str = "auto") -> int | None:
+    found = find_checkpoint(shelf, resume)
+    return None if found is None else found.manifest.step
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_run_without_checkpoints_starts_from_the_model(root: Path, shelve: Shelve, resume: str) -> None:
+    (shelf,) = shelve([root])
+    assert find_checkpoint(shelf, resume) is None
+    root.mkdir(parents=True)
+    save([root], 4, committed=[])
+    assert find_checkpoint(shelf, resume) is None
+    assert (root / "step_4").is_dir()
+
+
+def test_the_newest_committed_step_wins(root: Path, shelve: Shelve) -> None:
+    (shelf,) = shelve([root])
+    for step in (4, 10, 9):
+        save([root], step)
+    save([root], 12, committed=[])
+    found = find_checkpoint(shelf, "auto")
+    assert (found.manifest.step, found.version, found.committed, found.is_own) == (10, 11, (4, 9, 10), True)
+    assert set(found.holders) == {file.name for file in found.manifest.files}
+    assert all(rows == [(0, str(root / "step_10"))] for rows in found.holders.values())
+    assert not (root / "step_12" / "COMMITTED").exists()
+
+
+def test_one_marker_on_any_node_commits_a_step_everywhere(roots: list[Path], shelve: Shelve) -> None:
+    shelves = shelve(roots)
+    save(roots, 4, num_shards=3)
+    save(roots, 8, num_shards=3, committed=[2])
+    save(roots, 12, num_shards=3, committed=[])
+    found = find_checkpoint(shelves[1], "auto")
+    assert (found.manifest.step, found.committed) == (8, (4, 8))
+    assert all((root / "step_8" / "COMMITTED").exists() for root in roots)
+    assert not any((root / "step_12" / "COMMITTED").exists() for root in roots)
+    name = "model-00001-of-00003.safetensors"
+    assert found.holders[name] == [(1, str(roots[1] / "step_8"))]
+
+
+def test_nodes_that_share_a_disk_both_hold_its_files(root: Path, shelve: Shelve) -> None:
+    shelf, _ = shelve([root, root])
+    manifest = save([root], 4)
+    found = find_checkpoint(shelf, "auto")
+    folder = str(root / "step_4")
+    assert found.holders == {file.name: [(0, folder), (1, folder)] for file in manifest.files}
+
+
+def test_what_other_ranks_get_to_know(roots: list[Path], shelve: Shelve) -> None:
+    shelf, other, _ = shelve(roots)
+    save(roots, 4, num_shards=3, copies=2)
+    found = find_checkpoint(shelf, "auto")
+    meta, payload = found.to_message()
+    shelf._mail.send(1, "resume", meta, payload)
+    message = other._mail.receive("resume", timeout_s=10)
+    assert Resume.from_message(message) == found
+
+
+def test_a_folder_of_an_earlier_save_of_the_step_holds_nothing_of_it(roots: list[Path], shelve: Shelve) -> None:
+    """A node that was away when the step was saved once more."""
+    shelf, *_ = shelve(roots)
+    save(roots[2:], 4, num_shards=2, save_id="w0-4", saved_at=LONG_AGO)
+    save(roots[:2], 4, num_shards=2, save_id="w1-4", saved_at=LONG_AGO + 9)
+    found = find_checkpoint(shelf, "auto")
+    assert found.manifest.save_id == "w1-4"
+    assert {rank for rows in found.holders.values() for rank, _ in rows} == {0, 1}
+
+
+def test_a_missing_file_is_listed_with_its_hosts(roots: list[Path], shelve: Shelve) -> None:
+    shelf, *_ = shelve(roots)
+    save(roots, 2, num_shards=3)
+    manifest = save(roots, 4, num_shards=3)
+    (roots[2] / "step_4" / "model-00002-of-00003.safetensors").unlink()
+    size = next(file.num_bytes for file in manifest.files if file.name == "model-00002-of-00003.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        find_checkpoint(shelf, "auto")
+    text = str(caught.value)
+    assert "step 4 was committed, but 1 of its 6 files are on no disk in reach" in text
+    assert f"\n  model-00002-of-00003.safetensors ({size} bytes): was saved on n2\n" in text
+    assert "Start again with the nodes that hold them, or go on from an older step (2) in a new run" in text
+    assert "checkpoint.resume=PATH" in text
+    assert "checkpoint.resume=never" in text
+    assert "checkpoint.copies=2" in text
+
+
+def test_a_truncated_file_is_listed_with_its_place(roots: list[Path], shelve: Shelve) -> None:
+    shelf, *_ = shelve(roots)
+    save(roots, 4, num_shards=3)
+    path = roots[1] / "step_4" / "optimizer-00001-of-00003.safetensors"
+    os.truncate(path, 100)
+    with pytest.raises(
+        ConfigError, match=rf"optimizer-00001-of-00003\.safetensors \(\d+ bytes\): {path} has 100 bytes"
+    ):
+        find_checkpoint(shelf, "auto")
+
+
+def test_a_node_that_is_away_is_no_harm_with_two_copies(roots: list[Path], shelve: Shelve) -> None:
+    save(roots, 4, num_shards=3, copies=2)
+    both = shelve(roots[:2])
+    found = find_checkpoint(both[0], "auto")
+    assert [len(found.holders[f"model-0000{shard}-of-00003.safetensors"]) for shard in range(3)] == [2, 1, 1]
+    save(roots, 6, num_shards=3)
+    with pytest.raises(ConfigError, match="2 of its 6 files are on no disk") as caught:
+        find_checkpoint(both[0], "auto")
+    assert str(caught.value).count("was saved on n2") == 2
+
+
+def test_a_long_list_of_missing_files_is_cut(root: Path, shelve: Shelve) -> None:
+    (shelf,) = shelve([root])
+    save([root], 4, num_shards=12)
+    for path in (root / "step_4").glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(ConfigError, match="24 of its 24 files") as caught:
+        find_checkpoint(shelf, "auto")
+    assert str(caught.value).count("was saved on n0") == 20
+    assert "\n  and 4 more\n" in str(caught.value)
+    assert "older step" not in str(caught.value)
+
+
+def test_a_torn_manifest_is_no_reason_to_start_over(root: Path, shelve: Shelve) -> None:
+    (shelf,) = shelve([root])
+    save([root], 2)
+    save([root], 4)
+    (root / "step_4" / "manifest.json").write_bytes(b'{"kind"')
+    with pytest.raises(ConfigError, match=rf"{root}/step_4/manifest\.json is torn"):
+        find_checkpoint(shelf, "auto")
+
+
+def test_a_torn_manifest_is_read_from_another_node(roots: list[Path], shelve: Shelve) -> None:
+    shelf, *_ = shelve(roots)
+    save(roots, 4, num_shards=3)
+    (roots[0] / "step_4" / "manifest.json").write_bytes(b'{"kind"')
+    found = find_checkpoint(shelf, "auto")
+    assert found.manifest.step == 4
+    assert found.holders["model-00000-of-00003.safetensors"] == [(0, str(roots[0] / "step_4"))]
+
+
+def test_checkpoints_of_two_runs_in_one_folder(roots: list[Path], shelve: Shelve) -> None:
+    shelf, *_ = shelve(roots)
+    save(roots[:2], 4)
+    save(roots[2:], 2, run_id="r2")
+    with pytest.raises(ConfigError, match="checkpoints of different runs lie in one folder") as caught:
+        find_checkpoint(shelf, "auto")
+    assert f"{roots[0]}/step_4 (run r1)" in str(caught.value) or f"{roots[1]}/step_4 (run r1)" in str(caught.value)
+    assert f"{roots[2]}/step_2 (run r2)" in str(caught.value)
+    assert "move the foreign ones away" in str(caught.value)
+
+
+def test_never_sets_aside_what_an_earlier_launch_saved(
+    roots: list[Path], shelve: Shelve, capsys: pytest.CaptureFixture
+) -> None:
+    shelf, *_ = shelve(roots)
+    save(roots[:2], 2)
+    save(roots[:2], 4)
+    assert find_checkpoint(shelf, "never") is None
+    suffix = time.strftime("%Y%m%d-%H%M%S", time.localtime(LONG_AGO + 4))
+    for root in roots[:2]:
+        assert not root.exists()
+        assert sorted(path.name for path in root.with_name(f"checkpoints.{suffix}").iterdir()) == ["step_2", "step_4"]
+    assert f"{roots[0]} is now checkpoints.{suffix}" in capsys.readouterr().out
+    assert find_checkpoint(shelf, "auto") is None
+
+
+def test_never_goes_on_from_what_this_launch_saved(roots: list[Path], shelve: Shelve) -> None:
+    """torchrun restarts a world with the same settings: what it saved since is not to be lost."""
+    shelf, *_ = shelve(roots)
+    save(roots, 2, num_shards=3, saved_at=time.time() + 5)
+    save(roots, 4, num_shards=3, saved_at=time.time() + 9)
+    assert found_step(shelf, "never") == 4
+    assert all((root / "step_2").is_dir() for root in roots)
+
+
+@pytest.mark.parametrize(
+    ("path", "step"),
+    [("other", 4), ("other/checkpoints", 4), ("other/checkpoints/step_2", 2), ("other/checkpoints/step_4", 4)],
+)
+def test_a_fork_of_another_run(tmp_path: Path, root: Path, shelve: Shelve, path: str, step: int) -> None:
+    other = tmp_path / "other" / "checkpoints"
+    for saved in (2, 4):
+        save([other], saved, run_id="r0", state={"origin": "an older one"})
+    save([other], 6, run_id="r0", committed=[])
+    (shelf,) = shelve([root], [tmp_path / path])
+    found = find_checkpoint(shelf, str(tmp_path / path))
+    assert (found.manifest.step, found.is_own, found.committed) == (step, False, ())
+    assert found.origin == str(tmp_path / path)
+    assert {rank_and_folder for rows in found.holders.values() for rank_and_folder in rows} == {
+        (0, str(other / f"step_{step}"))
+    }
+
+
+def test_a_fork_of_a_run_on_other_nodes_disks(tmp_path: Path, roots: list[Path], shelve: Shelve) -> None:
+    """The leader's own node has nothing of it, and a marker is not added to what is another run's."""
+    others = [tmp_path / host / "other" / "checkpoints" for host in HOSTS]
+    save(others[1:], 4, run_id="r0", committed=[1])
+    shelf, *_ = shelve(roots, [other.parent for other in others])
+    found = find_checkpoint(shelf, "runs/other")
+    assert found.holders["model-00001-of-00002.safetensors"] == [(2, str(others[2] / "step_4"))]
+    assert not (others[1] / "step_4" / "COMMITTED").exists()
+
+
+def test_a_fork_goes_on_with_its_own_steps(tmp_path: Path, root: Path, shelve: Shelve) -> None:
+    source = tmp_path / "other"
+    save([source / "checkpoints"], 4, run_id="r0")
+    save([root], 6, run_id="r1", state={"origin": str(source)})
+    (shelf,) = shelve([root], [source])
+    found = find_checkpoint(shelf, str(source))
+    assert (found.manifest.step, found.manifest.run_id, found.is_own) == (6, "r1", True)
+    assert (found.origin, found.committed) == (str(source), (6,))
+    assert find_checkpoint(shelf, "auto").origin == str(source)
+
+
+@pytest.mark.parametrize(("origin", "said"), [("", "forked none"), ("runs/third", "forked 'runs/third'")])
+def test_a_run_that_forked_another_one(tmp_path: Path, root: Path, shelve: Shelve, origin: str, said: str) -> None:
+    source = tmp_path / "other"
+    save([source / "checkpoints"], 4, run_id="r0")
+    save([root], 6, state={"origin": origin})
+    (shelf,) = shelve([root], [source])
+    with pytest.raises(
+        ConfigError, match=rf"{root} holds step 6 of a run that {said}; give this fork another run.name"
+    ):
+        find_checkpoint(shelf, str(source))
+
+
+@pytest.mark.parametrize("path", ["run", "run/checkpoints", "run/checkpoints/step_4"])
+def test_a_path_to_the_runs_own_newest_step(tmp_path: Path, root: Path, shelve: Shelve, path: str) -> None:
+    for step in (2, 4):
+        save([root], step)
+    (shelf,) = shelve([root], [tmp_path / path])
+    found = find_checkpoint(shelf, str(tmp_path / path))
+    assert (found.manifest.step, found.is_own, found.origin, found.committed) == (4, True, "", (2, 4))
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_path_to_another_step_of_the_run_itself(tmp_path: Path, root: Path, shelve: Shelve, step: int) -> None:
+    for saved in (2, 4):
+        save([root], saved)
+    save([root], 6, committed=[])
+    path = root / f"step_{step}"
+    (shelf,) = shelve([root], [path])
+    with pytest.raises(ConfigError, match=rf"got '{path}', but this run has gone on to step 4; .*another run.name"):
+        find_checkpoint(shelf, str(path))
+
+
+def test_a_path_that_is_nowhere(tmp_path: Path, root: Path, shelve: Shelve) -> None:
+    (shelf,) = shelve([root], [tmp_path / "nowhere"])
+    with pytest.raises(ConfigError, match="got 'nowhere', no folder on any node; give auto, never or a folder"):
+        find_checkpoint(shelf, "nowhere")
+
+
+@pytest.mark.parametrize("path", ["other", "other/checkpoints/step_6"])
+def test_a_path_without_a_committed_checkpoint(tmp_path: Path, root: Path, shelve: Shelve, path: str) -> None:
+    save([tmp_path / "other" / "checkpoints"], 6, committed=[])
+    (shelf,) = shelve([root], [tmp_path / path])
+    with pytest.raises(ConfigError, match=r"holds no committed checkpoint; give a run's folder, or a step_N in it"):
+        find_checkpoint(shelf, str(tmp_path / path))
+
+
+Parts = list[tuple[str, LocalSlice]]
+
+
+def empty_parts(infos: Sequence[TensorInfo], values: Values, shard: int, num_shards: int) -> Parts:
+    """A rank's memory before it is filled."""
+    by_name = {info.name: info for info in infos}
+    parts = []
+    for (kind, name), whole in values.items():
+        rows = rows_of(whole, by_name[name], shard, num_shards)
+        data = torch.full_like(rows, -1, dtype=by_name[name].torch_dtype)
+        parts.append((kind, LocalSlice(by_name[name], data)))
+    return parts
+
+
+def check_filled(parts: Parts, values: Values, shard: int, num_shards: int) -> None:
+    for kind, part in parts:
+        expected = rows_of(values[kind, part.info.name], part.info, shard, num_shards)
+        assert torch.equal(part.data, expected), (kind, part.info.name)
+
+
+def test_seven_rows_of_three_ranks_on_two(roots: list[Path], shelve: Shelve) -> None:
+    """3, 3 and 1 rows become 4 and 3: the second rank takes 2 of the second shard and all of the third."""
+    shelf, *_ = shelve(roots)
+    values = {("model", "w"): torch.arange(21.0).view(7, 3)}
+    save(roots, 4, (W,), values, num_shards=3)
+    reader = SliceReader(find_checkpoint(shelf, "auto"), shelf, own_keeper=0)
+    data = torch.zeros(3, 3)
+    fill([("model", LocalSlice(W, data))], reader, 1, 2)
+    assert data.tolist() == [[12, 13, 14], [15, 16, 17], [18, 19, 20]]
+    data = torch.zeros(4, 3)
+    fill([("model", LocalSlice(W, data))], reader, 0, 2)
+    assert data.view(-1).tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("num_readers", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_writers", [1, 2, 3, 5])
+def test_any_number_of_ranks_gets_its_rows(
+    roots: list[Path], shelve: Shelve, num_writers: int, num_readers: int
+) -> None:
+    """`bias` has two rows, so of five ranks three have none; `w` then has 2, 2, 2, 1 and none."""
+    shelves = shelve(roots)
+    values = values_of(MODEL)
+    save(roots, 4, MODEL, values, num_shards=num_writers)
+    found = find_checkpoint(shelves[0], "auto")
+    for shard in range(num_readers):
+        node = shard % 3
+        parts = empty_parts(MODEL, values, shard, num_readers)
+        fill(parts, SliceReader(found, shelves[node], own_keeper=node), shard, num_readers)
+        check_filled(parts, values, shard, num_readers)
+
+
+def test_from_one_to_two_to_three_to_five_ranks_and_back(tmp_path: Path, shelve: Shelve) -> None:
+    values = values_of(MODEL)
+    for step, num_shards in enumerate([1, 2, 3, 5, 1], start=1):
+        root = tmp_path / str(step) / "checkpoints"
+        save([root], step, MODEL, values, num_shards=num_shards)
+        (shelf,) = shelve([root])
+        reader = SliceReader(find_checkpoint(shelf, "auto"), shelf, own_keeper=0)
+        parts = empty_parts(MODEL, values, 0, 1)
+        fill(parts, reader, 0, 1)
+        values = {(kind, part.info.name): part.data for kind, part in parts}
+    assert all(torch.equal(values[key], whole) for key, whole in values_of(MODEL).items())
+
+
+def test_masters_are_read_where_the_export_is_narrower(root: Path, shelve: Shelve) -> None:
+    (shelf,) = shelve([root])
+    exact = torch.linspace(0, 1, 21).view(7, 3)
+    assert not torch.equal(exact.bfloat16().float(), exact)
+    save([root], 4, (W,), {("model", "w"): exact.bfloat16(), ("master", "w"): exact}, num_shards=3)
+    parts = [("model", LocalSlice(W, torch.zeros(7, 3)))]
+    fill(parts, SliceReader(find_checkpoint(shelf, "auto"), shelf, 0), 0, 1)
+    assert torch.equal(parts[0][1].data, exact)
+
+
+def test_slices_of_another_node_come_in_chunks(
+    roots: list[Path], shelve: Shelve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 12 bytes: three on each of two nodes, one on the third; a rank's own node is asked nothing."""
+    shelves = shelve(roots)
+    values = {("model", "w"): torch.arange(21.0).view(7, 3)}
+    save(roots, 4, (W,), values, num_shards=3)
+    found = find_checkpoint(shelves[0], "auto")
+    asked: list[tuple[int, int]] = []
+    call = shelves[0].call
+
+    def record(rank: int, operation: str, **meta: Any) -> Any:
+        asked.append((rank, meta["num_bytes"]))
+        return call(rank, operation, **meta)
+
+    monkeypatch.setattr(shelves[0], "call", record)
+    monkeypatch.setattr("rl.checkpoint.resume.CHUNK_BYTES", 16)
+    parts = empty_parts((W,), values, 0, 1)
+    fill(parts, SliceReader(found, shelves[0], own_keeper=0), 0, 1)
+    check_filled(parts, values, 0, 1)
+    assert asked == [(1, 16), (1, 16), (1, 4), (2, 12)]
+
+
+def spoil(folder: Path, manifest: Manifest, file_name: str, key: str) -> None:
+    """Another byte in this slice, in a file of the same size."""
+    file = next(file for file in manifest.files if file.name == file_name)
+    part = next(part for part in file.slices if part.key == key)
+    data = bytearray((folder / file_name).read_bytes())
+    data[part.begin + 5] ^= 1
+    (folder / file_name).write_bytes(data)
+
+
+@pytest.mark.parametrize("own_keeper", [0, 1, 2])
+def test_a_spoilt_slice_is_read_from_the_other_copy(roots: list[Path], shelve: Shelve, own_keeper: int) -> None:
+    shelves = shelve(roots)
+    values = values_of(MODEL)
+    manifest = save(roots, 4, MODEL, values, num_shards=3, copies=2)
+    spoil(roots[0] / "step_4", manifest, "model-00000-of-00003.safetensors", "w")
+    spoil(roots[2] / "step_4", manifest, "optimizer-00002-of-00003.safetensors", "exp_avg/w")
+    found = find_checkpoint(shelves[0], "auto")
+    parts = empty_parts(MODEL, values, 0, 1)
+    fill(parts, SliceReader(found, shelves[own_keeper], own_keeper), 0, 1)
+    check_filled(parts, values, 0, 1)
+
+
+@pytest.mark.parametrize("own_keeper", [0, 1])
+def test_a_file_that_was_cut_since_is_read_from_the_other_copy(
+    roots: list[Path], shelve: Shelve, own_keeper: int
+) -> None:
+    shelves = shelve(roots)
+    values = values_of(MODEL)
+    save(roots, 4, MODEL, values, num_shards=3, copies=2)
+    found = find_checkpoint(shelves[0], "auto")
+    os.truncate(roots[0] / "step_4" / "model-00000-of-00003.safetensors", 50)
+    (roots[0] / "step_4" / "optimizer-00000-of-00003.safetensors").unlink()
+    parts = empty_parts(MODEL, values, 0, 1)
+    fill(parts, SliceReader(found, shelves[own_keeper], own_keeper), 0, 1)
+    check_filled(parts, values, 0, 1)
+
+
+@pytest.mark.parametrize("own_keeper", [0, 1])
+def test_a_slice_that_is_spoilt_everywhere_is_an_error(roots: list[Path], shelve: Shelve, own_keeper: int) -> None:
+    shelves = shelve(roots)
+    manifest = save(roots, 4, num_shards=3)
+    name = "model-00000-of-00003.safetensors"
+    spoil(roots[0] / "step_4", manifest, name, "w")
+    found = find_checkpoint(shelves[0], "auto")
+    with pytest.raises(ConfigError) as caught:
+        fill(empty_parts(MODEL, values_of(MODEL), 0, 1), SliceReader(found, shelves[own_keeper], own_keeper), 0, 1)
+    text = str(caught.value)
+    assert text.startswith(
+        f"step 4 cannot be read: {roots[0]}/step_4/{name} on the node of rank 0 has other bytes of w "
+    )
+    assert "Nothing was changed; restore the file, or go on from an older step in a new run" in text
+
+
+def test_the_error_tells_of_every_copy(roots: list[Path], shelve: Shelve) -> None:
+    shelves = shelve(roots)
+    manifest = save(roots, 4, num_shards=3, copies=2)
+    found = find_checkpoint(shelves[0], "auto")
+    name = "model-00000-of-00003.safetensors"
+    spoil(roots[0] / "step_4", manifest, name, "w")
+    (roots[1] / "step_4" / name).unlink()
+    with pytest.raises(ConfigError, match=rf"{roots[0]}/step_4/{name} .*other bytes of w.*; get: .*No such file"):
+        fill(empty_parts(MODEL, values_of(MODEL), 0, 1), SliceReader(found, shelves[0], 0), 0, 1)
+
+
+OTHER_MODELS = {
+    "another shape": ((TensorInfo("w", (8, 3), "float32", True), BIAS), r"w is \(7, 3\) there and \(8, 3\) here"),
+    "one tensor more": ((W, BIAS, TensorInfo("v", (2,), "float32", True)), r"v is absent there and \(2,\) here"),
+    "one tensor less": ((W,), r"bias is \(2,\) there and absent here"),
+}
+
+
+@pytest.mark.parametrize(("infos", "said"), OTHER_MODELS.values(), ids=OTHER_MODELS.keys())
+def test_another_model(root: Path, shelve: Shelve, infos: tuple[TensorInfo, ...], said: str) -> None:
+    (shelf,) = shelve([root])
+    save([root], 4, (W, BIAS))
+    parts = empty_parts(infos, values_of(infos), 0, 1)
+    with pytest.raises(ConfigError, match=rf"of another model than model\.path: {said}; give the model that"):
+        fill(parts, SliceReader(find_checkpoint(shelf, "auto"), shelf, 0), 0, 1)
+    assert all((part.data == -1).all() for _, part in parts)
+
+
+def test_another_optimizer(root: Path, shelve: Shelve) -> None:
+    (shelf,) = shelve([root])
+    save([root], 4, (W,), values_of((W,), ("model", "momentum")))
+    parts = empty_parts((W,), values_of((W,)), 0, 1)
+    with pytest.raises(ConfigError, match="step 4 holds no exp_avg of w: it was saved with another optimizer"):
+        fill(parts, SliceReader(find_checkpoint(shelf, "auto"), shelf, 0), 0, 1)
+
+
+def test_rows_that_are_in_no_file(root: Path, shelve: Shelve) -> None:
+    (shelf,) = shelve([root])
+    values = {("model", "w"): torch.arange(21.0).view(7, 3)}
+    save([root], 4, (W,), values, num_shards=3)
+    found = find_checkpoint(shelf, "auto")
+    files = tuple(file for file in found.manifest.files if "00001-of" not in file.name)
+    cut = Manifest(**{**vars(found.manifest), "files": files})
+    reader = SliceReader(Resume(cut, found.holders, True, (4,), ""), shelf, 0)
+    with pytest.raises(ConfigError, match="step 4 holds 3 of the 4 rows of model w needed here"):
+        fill([("model", LocalSlice(W, torch.zeros(4, 3)))], reader, 0, 2)
+
+
+def test_settings_that_changed() -> None:
+    before = {
+        "run": {"name": "a", "seed": 1},
+        "train": {"num_steps": 8},
+        "algo": {"clip": {"low": 0.2, "high": 0.2}, "gone": 1},
+        "data": {"train": "x", "none": None},
+        "checkpoint": {"resume": "auto"},
+        "placement": {"actor": "all"},
+    }
+    now = {
+        "run": {"name": "b", "seed": 2},
+        "train": {"num_steps": 16},
+        "algo": {"clip": {"low": 0.2, "high": 0.3}, "new": True},
+        "data": {"train": "x", "none": None},
+        "checkpoint": {"resume": "runs/a"},
+        "placement": {"actor": "0-1"},
+    }
+    assert changed_settings(before, now) == [
+        "train.num_steps 8 -> 16",
+        "algo.clip.high 0.2 -> 0.3",
+        "algo.new None -> True",
+    ]
+    assert changed_settings(before, before) == []

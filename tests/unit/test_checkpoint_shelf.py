@@ -1,0 +1,389 @@
+"""Shelves on private and on shared disks: what they answer, and that nothing is lost when several do the same."""
+
+import os
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rl.checkpoint.manifest import CheckpointError, Manifest
+from rl.checkpoint.shard_file import digest
+from rl.checkpoint.shelf import Shelf
+from rl.mail import Message
+from tests.mails import shelves_on
+
+MANIFEST = Manifest("r1", "first", 4, "w1-4", 1700000000.5, {}, {}, {}, ())
+
+
+def answer(shelf: Shelf, rank: int, operation: str, payload: bytes = b"", **meta: Any) -> Message:
+    return shelf.call(rank, operation, payload, **meta).result(timeout=10)
+
+
+def save_ids(step: int, save_id: str) -> dict[str, Any]:
+    return {"step": step, "save_id": save_id}
+
+
+def prepare(shelf: Shelf, step: int, save_id: str = "") -> None:
+    """As the leader does when all files are written, on all nodes."""
+    save_id = save_id or f"w1-{step}"
+    text = replace(MANIFEST, step=step, save_id=save_id).to_json()
+    shelf.ask_all("prepare", text, folder=f"step_{step}.tmp-{save_id}", **save_ids(step, save_id))
+
+
+def commit(shelf: Shelf, step: int, save_id: str = "") -> None:
+    shelf.ask_all("commit", **save_ids(step, save_id or f"w1-{step}"))
+
+
+def write(root: Path, folder: str, **files: str) -> Path:
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (root / folder / name).write_text(text)
+    return root / folder
+
+
+def tree(root: Path) -> list[str]:
+    """Every file and every empty folder."""
+    paths = [path for path in root.rglob("*") if path.is_file() or not any(path.iterdir())]
+    return sorted(str(path.relative_to(root)) for path in paths)
+
+
+def test_making_the_folder_clears_what_killed_saves_left(tmp_path: Path) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    for folder in ("step_2.tmp-w0-2", "step_2.old-w0-2", "step_2.claim-w0-2", "step_2", "step_4.tmp", "notes"):
+        write(root, folder, a="x")
+    with shelves_on([root]) as (shelf,):
+        assert answer(shelf, 0, "make").meta["host"] == socket.gethostname()
+        assert tree(root) == ["notes/a", "step_2/a", "step_4.tmp/a"]
+
+
+def test_making_the_folder_makes_its_parents(tmp_path: Path) -> None:
+    roots = [tmp_path / node / "run" / "checkpoints" for node in "ab"]
+    with shelves_on(roots) as shelves:
+        shelves[1].ask_all("make")
+        assert all(root.is_dir() for root in roots)
+        shelves[0].ask_all("make")
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with shelves_on([tmp_path / "run" / "checkpoints"]) as (shelf,), pytest.raises(CheckpointError) as caught:
+        answer(shelf, 0, "make")
+    assert f"cannot write {tmp_path}/run/checkpoints: Not a directory" in str(caught.value)
+
+
+def test_the_list_tells_steps_files_and_sizes(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    text = MANIFEST.to_json().decode()
+    write(root, "step_4", **{"manifest.json": text, "COMMITTED": "", "model-0": "12345"})
+    write(root, "step_4/hf", config="{}")
+    write(root, "step_12", model="1")
+    write(root, "step_6", **{"manifest.json": text[:40]})
+    write(root, "step_8.tmp-w1-8", model="1")
+    (root / "step_9").write_text("a file")
+    with shelves_on([root]) as (shelf,):
+        meta = answer(shelf, 0, "list", where="root").meta
+    steps = {entry["step"]: entry for entry in meta["steps"]}
+    assert sorted(steps) == [4, 6, 12]
+    assert steps[4] == {
+        "step": 4,
+        "folder": str(root / "step_4"),
+        "files": {"manifest.json": len(text), "COMMITTED": 0, "model-0": 5, "hf/config": 2},
+        "error": "",
+        "committed": True,
+        "save_id": "w1-4",
+        "run_id": "r1",
+        "saved_at": 1700000000.5,
+    }
+    assert (steps[6]["committed"], steps[6]["save_id"], steps[6]["saved_at"]) == (False, "", 0.0)
+    assert steps[6]["error"].startswith(f"{root}/step_6/manifest.json is torn: ")
+    assert steps[12]["error"] == f"{root}/step_12/manifest.json cannot be read: No such file or directory"
+    assert steps[12]["files"] == {"model": 1}
+    assert (meta["place"], meta["exists"]) == (str(root), True)
+    assert meta["launched_at"] == psutil.Process().create_time()
+
+
+@pytest.mark.parametrize(
+    ("source", "place", "steps"),
+    [
+        ("other", "other/checkpoints", [2, 4]),
+        ("other/checkpoints", "other/checkpoints", [2, 4]),
+        ("other/checkpoints/step_2", "other/checkpoints/step_2", [2]),
+        ("other/checkpoints/step_3", "other/checkpoints/step_3", []),
+        ("nowhere", "nowhere", []),
+    ],
+)
+def test_the_list_of_another_runs_steps(tmp_path: Path, source: str, place: str, steps: list[int]) -> None:
+    for step in (2, 4):
+        write(tmp_path / "other" / "checkpoints", f"step_{step}", COMMITTED="")
+    with shelves_on([tmp_path / "run" / "checkpoints"], [tmp_path / source]) as (shelf,):
+        meta = answer(shelf, 0, "list", where="source").meta
+        assert (meta["place"], [entry["step"] for entry in meta["steps"]]) == (str(tmp_path / place), steps)
+        assert meta["exists"] == bool(steps)
+        own = answer(shelf, 0, "list", where="root").meta
+        assert (own["exists"], own["steps"]) == (False, [])
+
+
+def test_bytes_of_another_nodes_file(tmp_path: Path) -> None:
+    folder = write(tmp_path / "b", "step_4", model="0123456789")
+    with shelves_on([tmp_path / "a", tmp_path / "b"]) as (shelf, _):
+        where = {"folder": str(folder), "file": "model"}
+        assert answer(shelf, 1, "get", **where, begin=0, num_bytes=None).payload == b"0123456789"
+        assert answer(shelf, 1, "get", **where, begin=3, num_bytes=4).payload == b"3456"
+        assert answer(shelf, 0, "get", **where, begin=9, num_bytes=1).payload == b"9"  # it sees that disk too
+
+
+def test_an_error_reaches_the_caller_and_the_shelf_lives_on(tmp_path: Path) -> None:
+    folder = write(tmp_path / "b", "step_4", model="0123456789")
+    with shelves_on([tmp_path / "a", tmp_path / "b"]) as (shelf, other):
+        for asking in (shelf, other):
+            with pytest.raises(CheckpointError, match=rf"get: .*No such file or directory: '{folder}/optimizer'"):
+                answer(asking, 1, "get", folder=str(folder), file="optimizer", begin=0, num_bytes=None)
+            with pytest.raises(CheckpointError, match=rf"{folder}/model ends at byte 10, 2 bytes too early"):
+                asking.wait(asking.call(1, "get", folder=str(folder), file="model", begin=5, num_bytes=7))
+            assert answer(asking, 1, "list", where="root").meta["exists"]
+
+
+def test_an_error_on_one_node_is_everybodys(tmp_path: Path) -> None:
+    (tmp_path / "b").write_text("a file")
+    with shelves_on([tmp_path / "a", tmp_path / "b" / "checkpoints"]) as (shelf, _):
+        with pytest.raises(CheckpointError, match="/b/checkpoints: Not a directory"):
+            shelf.ask_all("make")
+        assert (tmp_path / "a").is_dir()
+
+
+def test_a_wait_ends_with_the_world(tmp_path: Path) -> None:
+    with shelves_on([tmp_path]) as (shelf,):
+        threading.Timer(0.1, lambda: shelf._mail.fail(RuntimeError("another rank failed"))).start()
+        with pytest.raises(RuntimeError, match="another rank failed"):
+            shelf.wait(Future())
+
+
+def put(shelf: Shelf, rank: int, *chunks: bytes, file: str = "model-1", said: str = "") -> list[Message]:
+    begin, answers = 0, []
+    for number, chunk in enumerate(chunks, start=1):
+        meta = {"folder": "step_4.tmp-w1-4", "file": file, "begin": begin, "last": number == len(chunks)}
+        answers.append(answer(shelf, rank, "put", chunk, **meta, digest=said or digest(b"".join(chunks))))
+        begin += len(chunk)
+    return answers
+
+
+def test_a_file_is_put_on_another_nodes_disk_in_chunks(tmp_path: Path) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    with shelves_on(roots) as (shelf, _):
+        shelf.ask_all("make")
+        answers = put(shelf, 1, b"0123", b"4567", b"89")
+        assert [(message.meta["is_here"], message.meta["host"]) for message in answers] == [
+            (False, socket.gethostname())
+        ] * 3
+        put(shelf, 1, b"{}", file="hf/config.json")
+        prepare(shelf, 4)
+    assert tree(tmp_path) == ["a/step_4.claim-w1-4", "a/step_4/manifest.json"] + [
+        f"b/{name}" for name in ("step_4.claim-w1-4", "step_4/hf/config.json", "step_4/manifest.json", "step_4/model-1")
+    ]
+    assert (tmp_path / "b" / "step_4" / "model-1").read_bytes() == b"0123456789"
+
+
+def test_files_of_several_ranks_arrive_at_once(tmp_path: Path) -> None:
+    with shelves_on([tmp_path / node for node in "abc"]) as shelves:
+        shelves[0].ask_all("make")
+        texts = {1: [b"1" * 9, b"2" * 9] * 20, 2: [b"3" * 5, b"4" * 5] * 20}
+        threads = [
+            threading.Thread(target=put, args=(shelves[rank], 0, *chunks), kwargs={"file": f"model-{rank}"})
+            for rank, chunks in texts.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for rank, chunks in texts.items():
+            assert (tmp_path / "a" / "step_4.tmp-w1-4" / f"model-{rank}").read_bytes() == b"".join(chunks)
+
+
+def test_other_bytes_than_were_sent_are_not_kept(tmp_path: Path) -> None:
+    with shelves_on([tmp_path / "a", tmp_path / "b"]) as (shelf, _):
+        shelf.ask_all("make")
+        with pytest.raises(CheckpointError, match=r"/b/step_4\.tmp-w1-4/model-1: other bytes arrived than were sent"):
+            put(shelf, 1, b"0123", b"4567", said=digest(b"01234568"))
+        assert list((tmp_path / "b" / "step_4.tmp-w1-4").iterdir()) == []
+        put(shelf, 1, b"0123", b"4567")
+        assert (tmp_path / "b" / "step_4.tmp-w1-4" / "model-1").read_bytes() == b"01234567"
+
+
+def test_a_disk_that_both_nodes_see_has_the_file_already(tmp_path: Path) -> None:
+    write(tmp_path, "step_4.tmp-w1-4", **{"model-1": "01234567"})
+    with shelves_on([tmp_path, tmp_path]) as (shelf, _):
+        (first,) = put(shelf, 1, b"XX")
+        assert first.meta["is_here"]
+    assert (tmp_path / "step_4.tmp-w1-4" / "model-1").read_text() == "01234567"
+
+
+def test_a_step_counts_when_it_is_committed(tmp_path: Path) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    with shelves_on(roots) as (shelf, _):
+        shelf.ask_all("make")
+        write(roots[0], "step_4.tmp-w1-4", model="1")  # the second node has no actor, and no folder yet
+        prepare(shelf, 4)
+        committed = [
+            entry["committed"] for reply in shelf.ask_all("list", where="root") for entry in reply.meta["steps"]
+        ]
+        assert committed == [False, False]
+        commit(shelf, 4)
+        (entry,), (other,) = (reply.meta["steps"] for reply in shelf.ask_all("list", where="root"))
+    assert (entry["step"], entry["committed"], entry["save_id"]) == (4, True, "w1-4")
+    assert (other["step"], other["committed"], other["save_id"]) == (4, True, "w1-4")
+    assert tree(tmp_path) == [
+        "a/step_4/COMMITTED",
+        "a/step_4/manifest.json",
+        "a/step_4/model",
+        "b/step_4/COMMITTED",
+        "b/step_4/manifest.json",
+    ]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_that_was_never_committed_is_replaced(tmp_path: Path, shared: bool) -> None:
+    roots = [tmp_path / "a", tmp_path / ("a" if shared else "b")]
+    for root in roots:
+        write(root, "step_4", old="1", **{"manifest.json": "of a killed save"})
+    with shelves_on(roots) as (shelf, _):
+        shelf.ask_all("make")
+        for root in roots:
+            write(root, "step_4.tmp-w1-4", model="2")
+        prepare(shelf, 4)
+        commit(shelf, 4)
+    for root in roots:
+        assert tree(root) == ["step_4/COMMITTED", "step_4/manifest.json", "step_4/model"]
+        assert (root / "step_4" / "model").read_text() == "2"
+        assert Manifest.from_json((root / "step_4" / "manifest.json").read_bytes(), "").save_id == "w1-4"
+
+
+def test_steps_that_are_not_kept_are_removed(tmp_path: Path) -> None:
+    with shelves_on([tmp_path]) as (shelf,):
+        for step in (2, 4, 6, 20):
+            write(tmp_path, f"step_{step}.tmp-w1-{step}", model="1")
+            prepare(shelf, step)
+            commit(shelf, step)
+        shelf.ask_all("remove", steps=[2, 6, 18], **save_ids(20, "w1-20"))
+    assert tree(tmp_path) == [
+        f"step_{step}/{name}" for step in (20, 4) for name in ("COMMITTED", "manifest.json", "model")
+    ]
+
+
+def test_a_node_that_did_not_place_the_step_neither_commits_nor_removes(tmp_path: Path) -> None:
+    """Two nodes on one disk: the second would work on what the first has already replaced."""
+    with shelves_on([tmp_path, tmp_path]) as (shelf, _):
+        write(tmp_path, "step_2", model="1")
+        text = MANIFEST.to_json()
+        for rank in (0, 1):
+            answer(shelf, rank, "prepare", text, folder="step_4.tmp-w1-4", **save_ids(4, "w1-4"))
+        answer(shelf, 1, "commit", **save_ids(4, "w1-4"))
+        answer(shelf, 1, "remove", steps=[2], **save_ids(4, "w1-4"))
+        assert tree(tmp_path) == ["step_2/model", "step_4.claim-w1-4", "step_4/manifest.json"]
+        answer(shelf, 0, "commit", **save_ids(4, "w1-4"))
+        answer(shelf, 0, "remove", steps=[2], **save_ids(4, "w1-4"))
+        assert tree(tmp_path) == ["step_4/COMMITTED", "step_4/manifest.json"]
+
+
+def test_nodes_on_one_disk_lose_nothing(tmp_path: Path) -> None:
+    """Forty saves by three nodes, two of which share a disk."""
+    shared, private = tmp_path / "shared", tmp_path / "private"
+    roots = [shared, shared, private]
+    with shelves_on(roots) as shelves:
+        shelves[0].ask_all("make")
+        for step in range(1, 41):
+            start = threading.Barrier(len(roots))
+
+            def write_own(rank: int, step: int = step, start: threading.Barrier = start) -> None:
+                start.wait(timeout=10)
+                write(roots[rank], f"step_{step}.tmp-w1-{step}", **{f"model-{rank}": f"{step} of {rank}"})
+
+            threads = [threading.Thread(target=write_own, args=(rank,)) for rank in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if step % 5 == 0:
+                write(shared, f"step_{step}", left_by="a killed save")
+            prepare(shelves[step % 3], step)
+            commit(shelves[step % 3], step)
+            shelves[step % 3].ask_all("remove", steps=[step - 1], **save_ids(step, f"w1-{step}"))
+            assert tree(shared) == [
+                f"step_{step}/{name}" for name in ("COMMITTED", "manifest.json", "model-0", "model-1")
+            ]
+            assert tree(private) == [f"step_{step}/{name}" for name in ("COMMITTED", "manifest.json", "model-2")]
+            assert [(shared / f"step_{step}" / f"model-{rank}").read_text() for rank in (0, 1)] == [
+                f"{step} of 0",
+                f"{step} of 1",
+            ]
+
+
+def test_nodes_on_one_disk_clear_set_aside_and_confirm_together(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    with shelves_on([root, root, root]) as shelves:
+        for number in range(40):
+            shelf = shelves[number % 3]
+            for left in range(6):
+                write(root, f"step_{left}.tmp-w0-{left}", a="1", b="2")
+            folder = write(root, "step_4", **{"manifest.json": "x", "model": str(number)})
+            shelf.ask_all("make")
+            shelf.ask_all("confirm", folder=str(folder))
+            assert tree(root) == ["step_4/COMMITTED", "step_4/manifest.json", "step_4/model"]
+            shelf.ask_all("set aside", suffix=f"old{number}")
+            assert not root.exists()
+            assert (tmp_path / f"checkpoints.old{number}" / "step_4" / "model").read_text() == str(number)
+
+
+def test_what_is_set_aside_is_not_lost(tmp_path: Path) -> None:
+    roots = [tmp_path / node / "checkpoints" for node in "ab"]
+    write(roots[0], "step_4", model="1")  # the second node has none
+    with shelves_on(roots) as (shelf, _):
+        shelf.ask_all("set aside", suffix="20260101-000000")
+    assert tree(tmp_path) == ["a/checkpoints.20260101-000000/step_4/model"]
+
+
+def test_a_step_that_was_committed_elsewhere_is_confirmed(tmp_path: Path) -> None:
+    with shelves_on([tmp_path]) as (shelf,):
+        here = write(tmp_path, "step_4", **{"manifest.json": "x"})
+        without_manifest = write(tmp_path, "step_6", model="1")
+        for folder in (here, here, without_manifest, tmp_path / "step_8"):
+            answer(shelf, 0, "confirm", folder=str(folder))
+    assert tree(tmp_path) == ["step_4/COMMITTED", "step_4/manifest.json", "step_6/model"]
+
+
+def test_a_disk_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    with shelves_on([root]) as (shelf,):
+        shelf.ask_all("make")
+        root.rename(tmp_path / "unmounted")
+        with pytest.raises(CheckpointError, match=rf"{root} is gone: was it deleted, or its disk unmounted\?"):
+            prepare(shelf, 4)
+        (tmp_path / "unmounted").rename(root)
+        prepare(shelf, 4)
+        root.rename(tmp_path / "unmounted")
+        with pytest.raises(CheckpointError, match=rf"cannot write {root}/step_4/COMMITTED: No such file or directory"):
+            commit(shelf, 4)
+        assert not root.exists()
+
+
+def test_a_disk_that_fails_while_a_step_is_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The claim stays, so that no second node tries what the first could not."""
+    root = tmp_path / "checkpoints"
+    with shelves_on([root, root]) as (shelf, _), monkeypatch.context() as patch:
+        shelf.ask_all("make")
+        write(root, "step_4.tmp-w1-4", model="1")
+
+        def fail(handle: int) -> None:
+            raise OSError(5, "Input/output error")
+
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            prepare(shelf, 4)
+        time.sleep(0.05)
+        assert not (root / "step_4").exists()
+        assert (root / "step_4.tmp-w1-4" / "model").read_text() == "1"

@@ -1,0 +1,62 @@
+"""What becomes of metrics.jsonl when a run goes on, and when one starts over."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl.metrics import MetricsWriter
+
+
+def rows(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(folder: Path, steps: range, begin: int, reward: float, engine: str = "fake") -> None:
+    writer = MetricsWriter(folder, 10, begin)
+    for step in steps:
+        writer.write(step, step + 1, {"reward/mean": reward + step, "time/step": 0.5})
+    writer.close(engine)
+
+
+def test_a_run_that_goes_on_keeps_the_rows_up_to_its_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write(tmp_path, range(1, 8), 0, 0.0)
+    capsys.readouterr()
+    write(tmp_path, range(5, 8), 4, 100.0)
+    expected = [{"step": step, "version": step + 1, "reward/mean": float(step)} for step in (1, 2, 3, 4)]
+    expected += [{"step": step, "version": step + 1, "reward/mean": 100.0 + step} for step in (5, 6, 7)]
+    assert rows(tmp_path / "metrics.jsonl") == [row | {"time/step": 0.5} for row in expected]
+    assert sorted(path.name for path in tmp_path.glob("metrics*")) == ["metrics.jsonl"]
+    # The first 5 are 1, 2, 3, 4 and 105: 23; the last 5 are 3, 4, 105, 106 and 107: 65.
+    assert f"{tmp_path.name}: reward 23.00 -> 65.00 in 7 steps" in capsys.readouterr().out
+
+
+def test_lines_that_a_kill_cut_off_are_dropped(tmp_path: Path) -> None:
+    lines = ['{"step": 1, "version": 2}', '{"step": 2, "ver', "", '{"step": 3, "version": 4}', '{"step": 4']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    write(tmp_path, range(4, 5), 3, 0.0)
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 3, 4]
+
+
+def test_numbers_that_json_does_not_know_stay(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss/policy": NaN, "policy/ratio_max": Infinity}\n')
+    MetricsWriter(tmp_path, 10, 1).close("fake")
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss/policy": NaN, "policy/ratio_max": Infinity}\n'
+
+
+def test_a_fork_has_no_rows_before_its_own(tmp_path: Path) -> None:
+    write(tmp_path, range(5, 7), 4, 0.0)
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [5, 6]
+
+
+def test_a_run_that_starts_over_sets_the_old_rows_aside(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 4), 0, 0.0)
+    old = (tmp_path / "metrics.jsonl").read_text()
+    writer = MetricsWriter(tmp_path, 10)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    writer.write(1, 2, {"reward/mean": 7.0})
+    writer.close("fake")
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "version": 2, "reward/mean": 7.0}]
+    (aside,) = tmp_path.glob("metrics.*-*.jsonl")
+    assert aside.read_text() == old
+    assert len(old.splitlines()) == 3
