@@ -11,7 +11,7 @@ round that warms up, each the slowest rank's:
     dcp_async_blocked_s         in async_save and until its copy is taken, by the fastest of the settings in `dcp`; the
                                 state dict is made before (dcp_state_dict_s)
     blocked_ratio_to_dcp_async  blocked_s / dcp_async_blocked_s
-    end_step_s, wait_copied_s   the parts of blocked_s; probe_s is the forward in end_step, timed by itself
+    end_step_s, wait_copied_s   the parts of blocked_s; probe_s: the forward in end_step, timed by itself
     first_blocked_s             in the round that warms up: pages are faulted in, and pinned for a GPU
     write_gbps                  file_gb over the time from copied to committed
 """
@@ -76,6 +76,7 @@ class Bench:
         self.config: Config = load_config(None, [*overrides, "checkpoint.save_interval=1"])
         self.shelf = Shelf(world.mail, self.folder / "checkpoints", None, self.placement.keepers)
         self.learner = self._build_learner()
+        self.names = [part.info.name for kind, part in self.learner.state_slices() if kind == "model"]
         self.checkpoints = self._build_checkpoints()
         self.step = 0
         self.num_bytes: dict[str, int] = {}  # of the files of each kind of round
@@ -159,8 +160,7 @@ class Bench:
     def state_dict(self) -> dict[str, Any]:
         """What dcp saves; a tied parameter comes once, as in ours."""
         model, optimizer = get_state_dict(self.learner.model, self.learner._optimizer)
-        names = {part.info.name for kind, part in self.learner.state_slices() if kind == "model"}
-        return {"model": {name: model[name] for name in model if name in names}, "optimizer": optimizer}
+        return {"model": {name: model[name] for name in self.names}, "optimizer": optimizer}
 
     def next_step(self) -> int:
         self.step += 1
@@ -244,18 +244,19 @@ class Bench:
 
 
 def dcp_stagers(on_gpu: bool) -> dict[str, AsyncStager | None]:
-    """How dcp may take its copy. By default it allocates one for each save; a stager that is kept keeps its memory. A
-    process that writes, instead of a thread, would not shorten the copy, which is what blocks."""
-    if not on_gpu:
-        return {
-            "default": None,
-            "kept": DefaultStager(StagingOptions(False, False, False, False)),
-            "kept, in the background": DefaultStager(StagingOptions(False, False, True, False)),
-        }
-    return {
-        "default": None,
-        "kept, pinned, in the background": DefaultStager(StagingOptions(True, False, True, True)),
-    }
+    """How dcp may take its copy. By default it allocates memory for each; a stager that is kept keeps it, pinned for a
+    GPU. A process that writes, instead of a thread, would not shorten the copy, which is what blocks."""
+
+    def keep(use_async_staging: bool) -> DefaultStager:
+        options = StagingOptions(
+            use_pinned_memory=on_gpu,
+            use_shared_memory=False,  # only for another process
+            use_async_staging=use_async_staging,
+            use_non_blocking_copy=on_gpu,
+        )
+        return DefaultStager(options)
+
+    return {"default": None, "kept": keep(False), "kept, in the background": keep(True)}
 
 
 def one_batch() -> Batch:

@@ -4,12 +4,14 @@ import os
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable
 
 from torch import Tensor
 
 import train
 from rl.learner import Learner
+from rl.rewards import REWARDS
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.service import RolloutService
 from rl.sync.landing import Landings
@@ -83,9 +85,11 @@ def main() -> None:
         Wire._finish = broken(Wire._finish, fail)
     elif what == "first two killed" and int(os.environ["RANK"]) < 2:
         Learner.update = broken(Learner.update, kill)
-    elif what == "slow engine" and is_culprit:
+    elif what in ("slow engine", "slow engines") and (is_culprit or what == "slow engines"):
         step = FakeEngine.step
         FakeEngine.step = lambda engine: time.sleep(0.02) or step(engine)
+    elif what == "varied rewards":
+        REWARDS["exact_match"] = lambda response, answer: zlib.crc32(f"{response}/{answer}".encode()) % 5 / 4
     elif what == "load" and is_culprit:
         Landings.fill = from_version_2(Landings.fill, fail)
     elif what == "loads once" and is_culprit:
@@ -94,7 +98,9 @@ def main() -> None:
         from rl.rollout import vllm_engine
 
         vllm_engine._turn_off_packing = lambda: None
-    elif what == "killed" and is_culprit:
+    elif (what == "killed" and is_culprit) or (
+        what == "killed, once" and is_culprit and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    ):
         Learner.update = broken(Learner.update, kill)
     train.main()
 

@@ -1,8 +1,11 @@
 """Which checkpoint a run goes on from, and that its rows come back at any number of ranks."""
 
+import dataclasses
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,11 @@ import torch
 from torch import Tensor
 
 from rl.checkpoint.manifest import File, Manifest
-from rl.checkpoint.resume import Resume, SliceReader, changed_settings, fill, find_checkpoint
+from rl.checkpoint.resume import Resume, SliceReader, agree_on_resume, changed_settings, fill, find_checkpoint
 from rl.checkpoint.shard_file import Content, rows_to_write, write_shard, write_whole
 from rl.checkpoint.shelf import Shelf
-from rl.config import ConfigError
+from rl.config import Config, ConfigError, TrainConfig
+from rl.placement import plan
 from rl.shards import LocalSlice, TensorInfo
 from tests.mails import shelves_on
 
@@ -94,8 +98,9 @@ def save(
         hosts = tuple(HOSTS[node] for node in nodes)
         files += [File(file.name, file.num_bytes, file.digest, hosts, file.slices) for file in written]
     record = {"run_id": "r1", "run_name": "first", "save_id": f"w1-{step}", "saved_at": LONG_AGO + step} | fields
+    record = {"config": {}, "placement": {}} | record
     state = {"version": step + 1, "origin": "", "best": None} | record.pop("state", {})
-    manifest = Manifest(**record, step=step, state=state, config={}, placement={}, files=tuple(files))
+    manifest = Manifest(**record, step=step, state=state, files=tuple(files))
     for node, folder in enumerate(folders):
         write_whole(folder / "manifest.json", manifest.to_json())
         if committed is None or node in committed:
@@ -179,6 +184,24 @@ def test_what_other_ranks_get_to_know(roots: list[Path], shelve: Shelve) -> None
     shelf._mail.send(1, "resume", meta, payload)
     message = other._mail.receive("resume", timeout_s=10)
     assert Resume.from_message(message) == found
+
+
+@pytest.mark.parametrize("has_one", [False, True])
+def test_all_ranks_agree(roots: list[Path], shelve: Shelve, capsys: pytest.CaptureFixture, has_one: bool) -> None:
+    shelves = shelve(roots)
+    placement = plan({"rollout": [0], "actor": [1, 2]}, 3, 1, 1, 1)
+    config = Config(train=TrainConfig(num_steps=8))
+    if has_one:
+        save(roots, 4, num_shards=3, config=dataclasses.asdict(Config(train=TrainConfig(num_steps=6))))
+    with ThreadPoolExecutor(3) as pool:
+        ranks = [pool.submit(agree_on_resume, shelf._mail, placement, shelf, config) for shelf in shelves]
+        found = [rank.result(timeout=20) for rank in ranks]
+    assert found[0] == found[1] == found[2]
+    assert (found[0] is not None) == has_one
+    assert all(root.is_dir() for root in roots)
+    assert [shelf.hosts for shelf in shelves] == [[], [socket.gethostname()] * 3, []]
+    told = f"{roots[1]}: goes on after step 4; set otherwise since then: train.num_steps 6 -> 8\n"
+    assert capsys.readouterr().out == (told if has_one else "")
 
 
 def test_a_folder_of_an_earlier_save_of_the_step_holds_nothing_of_it(roots: list[Path], shelve: Shelve) -> None:
