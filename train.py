@@ -52,8 +52,10 @@ def train(world: World, config: Config, actor: Actor) -> None:
             with world.stage("sync"):
                 version = actor.sync.publish()
         actor.checkpoints.end_update(step, version, actor.stream)
-        values |= evaluate(world, config, actor, step, version)
-        report(world, config, actor, step, version, values, batch)
+        try:
+            values |= evaluate(world, config, actor, step, version)
+        finally:  # a signal may stop the run here, after this step was saved
+            report(world, config, actor, step, version, values, batch)
         with world.stage("checkpoint"):
             actor.checkpoints.end_step(step, values)
     actor.checkpoints.close()
@@ -102,7 +104,7 @@ def report(
     if actor.writer is None:
         return
     if batch is not None:
-        values["perf/tokens_per_s"] = values["rollout/tokens"] / seconds["time/step"]
+        values = values | {"perf/tokens_per_s": values["rollout/tokens"] / seconds["time/step"]}
         if config.metrics.samples_interval and (step - 1) % config.metrics.samples_interval == 0:
             actor.writer.write_text("rollout/samples", show(batch, actor.tokenizer, config.metrics.num_samples), step)
     actor.writer.write(step, version, values | seconds)

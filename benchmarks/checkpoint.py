@@ -254,7 +254,9 @@ def dcp_stagers(on_gpu: bool) -> dict[str, AsyncStager | None]:
             use_async_staging=use_async_staging,
             use_non_blocking_copy=on_gpu,
         )
-        return DefaultStager(options)
+        stager = DefaultStager(options)
+        stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]  # torch 2.11 does it after each copy
+        return stager
 
     return {"default": None, "kept": keep(False), "kept, in the background": keep(True)}
 

@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.resume import Resume, agree_on_resume, restore
-from rl.checkpoint.save import Record, Saver
+from rl.checkpoint.save import Saver
 from rl.checkpoint.shelf import Shelf
+from rl.checkpoint.write import Record, read_hf_files
 from rl.config import Config, ConfigError
 from rl.data.prompts import Prompt, PromptStream, Tokenizer, read_prompts
 from rl.ends import launcher_process
@@ -188,14 +189,11 @@ def _restore_position(resume: Resume, stream: PromptStream) -> None:
 
 def build_checkpoints(run: Run, learner: Learner, tensors: list[TensorInfo]) -> Checkpoints:
     config, resume = run.config, run.resume
-    run_id = resume.manifest.run_id if resume is not None and resume.is_own else run.world.id
-    settings = dataclasses.asdict(config)
-    record = Record(run_id, run.folder.name, settings, run.model_folder, tuple(tensors))
+    hf_files = read_hf_files(run.model_folder, config.model.dtype)
+    record = Record(run.folder.name, dataclasses.asdict(config), tuple(tensors), hf_files)
     saver = Saver(run.world, run.placement, run.shelf, record, config.checkpoint.copies)
     tokens = _probe(run).tokens
-    return Checkpoints(
-        run.world, run.placement, saver, learner, config.checkpoint, config.train.num_steps, tokens, resume
-    )
+    return Checkpoints(saver, learner, config.checkpoint, config.train.num_steps, tokens, resume)
 
 
 def serve_run(run: Run) -> None:
@@ -315,5 +313,5 @@ def _build_sync(
     )
     if run.resume is not None:
         sync.version = run.resume.version - 1  # which the first publication brings
-    run.world.take_order = lambda order: run.world.mail.send(placement.leader, "order", {"order": order})
+    run.world.take_orders_to(placement.leader)
     return sync

@@ -68,7 +68,7 @@ class World:
         self.device = torch.device("cpu")
         self.roles = "no role yet"
         self.step = 0
-        self.take_order: Callable[[str], None] | None = None  # what a signal wants, "save" or "stop"; None: cannot yet
+        self._order_taker: int | None = None  # the rank that is told what a signal wants; None: nobody can do it yet
         self.closers: list[Callable[[], None]] = []  # run at the clean end, when no rank needs another any more
         self.stage_seconds: dict[str, float] = {}
         self._stage = "start"
@@ -113,6 +113,10 @@ class World:
             self._peers[HUB] = (roles, socket.gethostname())
         else:
             self.mail.send(HUB, "introduce", {"roles": roles, "host": socket.gethostname()})
+
+    def take_orders_to(self, rank: int) -> None:
+        """From now on signals are orders, "save" (SIGUSR1) or "stop" (SIGTERM), that go to this rank by mail."""
+        self._order_taker = rank
 
     def meet(self, name: str) -> None:
         """Waits for all ranks, however long each needs, outside any c10d call."""
@@ -283,20 +287,27 @@ class World:
             if signal.SIGINT in received:
                 self._report(self._describe(KeyboardInterrupt()))
             elif signal.SIGTERM in received:
-                if self.take_order is None:
+                if self._order_taker is None:
                     self._end_by_signal("told to end by SIGTERM")
                 else:
                     late = f"told to end by SIGTERM, and the checkpoint was not committed within {STOP_S:g} s"
                     threading.Timer(STOP_S, self._end_by_signal, [late]).start()
-                    self.take_order("stop")
-            elif signal.SIGUSR1 in received and self.take_order is not None:
-                self.take_order("save")
+                    threading.Thread(target=self._order, args=["stop"], daemon=True).start()
+            elif signal.SIGUSR1 in received and self._order_taker is not None:
+                threading.Thread(target=self._order, args=["save"], daemon=True).start()
         except PeerLost:
             self._lost(HUB)
 
+    def _order(self, order: str) -> None:
+        """In a thread of its own: the connection may be busy with a checkpoint, and the I/O thread must drain."""
+        assert self._order_taker is not None
+        with suppress(PeerLost):  # which the hub notices by itself
+            self.mail.send(self._order_taker, "order", {"order": order})
+
     def _end_by_signal(self, text: str) -> None:
         place = (self.rank, self.roles, socket.gethostname(), self._stage, self.step)
-        self._report(Report(*place, text, "", "terminated"))
+        with suppress(PeerLost):
+            self._report(Report(*place, text, "", "terminated"))
 
     def _listen(self) -> None:
         mail = self.mail
@@ -319,6 +330,7 @@ class World:
 @contextmanager
 def join() -> Iterator[World]:
     """Joins the world that torchrun started (a world of one without it). An exception in the body ends every rank."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(
             PR_SET_PDEATHSIG, signal.SIGKILL

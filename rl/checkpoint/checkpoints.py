@@ -8,14 +8,13 @@ import torch
 
 from rl.checkpoint.resume import Resume
 from rl.checkpoint.retention import Best, better, check_metric, is_due, kept
-from rl.checkpoint.save import Saver, Snapshot
-from rl.checkpoint.snapshot import generators
+from rl.checkpoint.save import Saver
+from rl.checkpoint.snapshot import Snapshot, generators
 from rl.config import CheckpointConfig
 from rl.data.prompts import PromptStream
 from rl.learner import Learner
-from rl.placement import Placement
 from rl.sync.probe import learner_logits
-from rl.world import Stopped, World
+from rl.world import Stopped
 
 
 class Checkpoints:
@@ -23,8 +22,6 @@ class Checkpoints:
 
     def __init__(
         self,
-        world: World,
-        placement: Placement,
         saver: Saver,
         learner: Learner,
         config: CheckpointConfig,
@@ -32,7 +29,7 @@ class Checkpoints:
         probe_tokens: list[int],
         resume: Resume | None,
     ):
-        self._world, self._placement, self._saver, self._learner = world, placement, saver, learner
+        self._saver, self._learner = saver, learner
         self._config, self._num_steps, self._probe_tokens = config, num_steps, probe_tokens
         self._ended: tuple[int, dict[str, Any], dict[str, Any]] | None = None  # step, run's state, this rank's state
         self._saved_step = 0
@@ -80,14 +77,11 @@ class Checkpoints:
             return
         self._saver.wait_committed()
         step, state, rank_state = self._ended
-        logits = learner_logits(self._learner.model, self._probe_tokens, self._world.device)
-        probe = None
-        if self._world.rank == self._placement.leader:
-            probe = {"tokens": torch.tensor(self._probe_tokens), "logits": logits.cpu()}
-        is_owner = self._world.rank in self._placement.owners
+        logits = learner_logits(self._learner.model, self._probe_tokens)
+        probe = {"tokens": torch.tensor(self._probe_tokens), "logits": logits.cpu()} if self._saver.is_leader else None
         snapshot = Snapshot(
             step=step,
-            parts=self._learner.state_slices() if is_owner else (),
+            parts=self._learner.state_slices() if self._saver.is_owner else (),
             ready=self._saver.mark(),
             rank_state=rank_state,
             state=state | {"best": dataclasses.asdict(self._best) if self._best else None},

@@ -12,9 +12,8 @@ On private disks each node holds the files of its own ranks; manifest and marker
 """
 
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,10 +116,3 @@ class Manifest:
                 f"{where} is torn: {type(error).__name__}: {error}; nothing was changed. Restore it from another node "
                 "or a backup, or resume from an older step with checkpoint.resume=PATH"
             ) from None
-
-
-def uncovered(parts: Sequence[Slice]) -> str:
-    """What the slices of one tensor leave out; empty when they are all of it. Slices never overlap."""
-    whole = parts[0]
-    present, needed = sum(math.prod(part.size) for part in parts), math.prod(whole.shape)
-    return "" if present == needed else f"{whole.key}: {present} of {needed} elements"

@@ -1,12 +1,14 @@
 """Finds the checkpoint to go on from, and fills a learner from it, at any number of ranks.
 
-The leader asks one rank of every node what lies on its disk, takes the newest committed step, and proves that each of
-its files lies somewhere in reach. Then each actor reads the slices that overlap its rows: from its own node's disk,
-else from a rank of a node that holds them. Every slice is checked by its digest; a spoilt one is read from another copy
-where there is one.
+The leader asks one rank of every node what lies on its disk, takes the newest step, and proves that each of its files
+lies somewhere in reach. Then each actor reads the slices that overlap its rows: from its own node's disk, else from a
+rank of a node that holds them. Every slice is checked by its digest; a spoilt one is read from another copy where there
+is one.
 """
 
 import dataclasses
+import json
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl.checkpoint.dtypes import TORCH_DTYPES
 from rl.checkpoint.manifest import MANIFEST, CheckpointError, File, Manifest, Slice
-from rl.checkpoint.shard_file import CHUNK_BYTES, digest, read_bytes
-from rl.checkpoint.shelf import Shelf
+from rl.checkpoint.shard_file import digest, read_bytes
+from rl.checkpoint.shelf import MESSAGE_BYTES, Shelf
 from rl.checkpoint.snapshot import restore_generators
 from rl.config import Config, ConfigError
 from rl.learner import Learner
@@ -27,49 +30,60 @@ from rl.placement import Placement
 from rl.shards import LocalSlice
 
 MAX_LINES = 20
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
-DTYPES |= {"I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+Holder = tuple[int, str]  # a rank that can read a file, and the step's folder on its node
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint that this run goes on from."""
+    """The checkpoint that this run goes on from. Ranks that are no actors know it without its files."""
 
     manifest: Manifest
-    holders: Mapping[str, Sequence[tuple[int, str]]]  # file -> ranks that can read it, and the folder on their node
+    holders: Mapping[str, Sequence[Holder]]  # of each file that holds slices
     is_own: bool  # of this run, not of one that it forks
-    committed: tuple[int, ...]  # steps of this run, this one included where it is its own
+    committed: tuple[int, ...]  # steps of this run up to this one
     origin: str  # of a fork: the path that it was made from
 
     @property
     def version(self) -> int:
         return self.manifest.state["version"]
 
-    def to_message(self) -> tuple[dict[str, Any], bytes]:
-        meta = {"holders": self.holders, "is_own": self.is_own, "committed": self.committed, "origin": self.origin}
-        return meta, self.manifest.to_json()
+    def without_files(self) -> "Resume":
+        state = {"version": self.version}
+        manifest = dataclasses.replace(self.manifest, files=(), state=state, config={}, placement={})
+        return dataclasses.replace(self, manifest=manifest, holders={})
+
+    def to_payload(self) -> bytes:
+        places = sorted({holder for holders in self.holders.values() for holder in holders})
+        held = {name: [places.index(holder) for holder in holders] for name, holders in self.holders.items()}
+        body = {"places": places, "held": held, "is_own": self.is_own, "committed": self.committed}
+        head = json.dumps(body | {"origin": self.origin}).encode()
+        return len(head).to_bytes(8, "little") + head + self.manifest.to_json()
 
     @staticmethod
-    def from_message(message: Message) -> "Resume":
-        holders = {name: [(rank, folder) for rank, folder in rows] for name, rows in message.meta["holders"].items()}
-        meta = message.meta
-        manifest = Manifest.from_json(message.payload, "the leader's manifest")
-        return Resume(manifest, holders, meta["is_own"], tuple(meta["committed"]), meta["origin"])
+    def from_payload(payload: bytes | bytearray) -> "Resume":
+        end = 8 + int.from_bytes(payload[:8], "little")
+        body = json.loads(payload[8:end])
+        places = [(rank, folder) for rank, folder in body["places"]]
+        holders = {name: [places[index] for index in held] for name, held in body["held"].items()}
+        manifest = Manifest.from_json(payload[end:], "the leader's manifest")
+        return Resume(manifest, holders, body["is_own"], tuple(body["committed"]), body["origin"])
 
 
 def agree_on_resume(mail: Mail, placement: Placement, shelf: Shelf, config: Config) -> Resume | None:
     """On every rank: the checkpoint that the leader found; None where the run starts from the model."""
     if mail.rank == placement.leader:
         found = find_checkpoint(shelf, config.checkpoint.resume)
-        shelf.make_folders()
-        meta, payload = found.to_message() if found is not None else ({}, b"")
+        shelf.make_folders(found.manifest.run_id if found is not None and found.is_own else secrets.token_hex(8))
+        whole = found.to_payload() if found is not None else b""
+        small = found.without_files().to_payload() if found is not None else b""
         for rank in range(placement.world_size):
-            mail.send(rank, "resume", meta, payload)
+            mail.send(rank, "resume", {"run_id": shelf.run_id}, whole if rank in placement.actors else small)
         if found is not None:
             print(_announcement(found, shelf, config), flush=True)
     message = mail.receive("resume")
     assert message is not None
-    return Resume.from_message(message) if message.payload else None
+    shelf.run_id = message.meta["run_id"]
+    return Resume.from_payload(message.payload) if message.payload else None
 
 
 def _announcement(resume: Resume, shelf: Shelf, config: Config) -> str:
@@ -86,104 +100,112 @@ def _announcement(resume: Resume, shelf: Shelf, config: Config) -> str:
 def find_checkpoint(shelf: Shelf, resume: str) -> Resume | None:
     """On the leader: what `checkpoint.resume` asks for; None where the run starts from the model."""
     own = shelf.ask_all("list", where="root")
-    committed = _committed(own)
-    if resume == "never" and committed:
-        launched_at = min(answer.meta["launched_at"] for answer in own)
-        if all(entry["saved_at"] < launched_at for _, entry in committed):  # else this launch saved them: a restart
-            suffix = time.strftime("%Y%m%d-%H%M%S", time.localtime(max(entry["saved_at"] for _, entry in committed)))
-            shelf.ask_all("set aside", suffix=suffix)
-            print(f"oneworld: checkpoint.resume=never: {shelf.root} is now {shelf.root.name}.{suffix}", flush=True)
-            committed = []
-    is_path = resume not in ("auto", "never")
-    found = _load(shelf, own, is_own=True) if committed else None
-    if is_path:
+    if resume == "never":
+        own = _set_aside(shelf, own)
+    found = _load(shelf, own, is_own=True)
+    if resume not in ("auto", "never"):
         found = _follow(shelf, found, resume)
     if found is not None and found.is_own:
-        for rank, folder in {(keeper, folder) for rows in found.holders.values() for keeper, folder in rows}:
-            shelf.wait(shelf.call(rank, "confirm", folder=folder))
+        places = {holder for holders in found.holders.values() for holder in holders}
+        for rank, folder in places:  # on all nodes, also where a kill came before the marker
+            shelf.wait(shelf.call(rank, "confirm", folder=folder, save_id=found.manifest.save_id))
     return found
+
+
+def _set_aside(shelf: Shelf, own: list[Message]) -> list[Message]:
+    """checkpoint.resume=never: steps of earlier launches make room. Those of this launch stay: it was restarted."""
+    times = [entry["saved_at"] for _, entry in _entries(own)]
+    if not times or max(times) >= min(answer.meta["launched_at"] for answer in own):
+        return own
+    suffix = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(max(times)))}-{secrets.token_hex(2)}"
+    shelf.ask_all("set aside", suffix=suffix)
+    print(f"oneworld: checkpoint.resume=never: {shelf.root} is now {shelf.root.name}.{suffix}", flush=True)
+    return shelf.ask_all("list", where="root")
 
 
 def _follow(shelf: Shelf, own: Resume | None, path: str) -> Resume:
     """checkpoint.resume=PATH: the fork of another run, which is made once: from then on the run has its own steps."""
-    there = shelf.ask_all("list", where="source")
-    if not any(answer.meta["exists"] for answer in there):
+    there = [answer for answer in shelf.ask_all("list", where="source") if answer.meta["exists"]]
+    if not there:
         raise ConfigError(f"checkpoint.resume: got {path!r}, no folder on any node; give auto, never or a folder")
-    place = Path(there[0].meta["place"])
-    if own is not None and shelf.root in (place, place.parent):
-        steps = [entry["step"] for _, entry in _committed(there)]
-        if not steps or max(steps) != own.manifest.step:
+    place, origin = Path(there[0].meta["place"]), str(Path(path).resolve())
+    if own is not None and shelf.root.resolve() in (place, place.parent):
+        if max((entry["step"] for _, entry in _entries(there)), default=0) != own.manifest.step:
             raise ConfigError(
                 f"checkpoint.resume: got {path!r}, but this run has gone on to step {own.manifest.step}; to go on from "
                 "an older step give the new run another run.name, to go on from the newest set checkpoint.resume=auto"
             )
         return own
     if own is not None:
-        if own.origin != path:
+        if own.origin != origin:
             raise ConfigError(
                 f"checkpoint.resume: got {path!r}, but {shelf.root} holds step {own.manifest.step} of a run that "
                 f"{f'forked {own.origin!r}' if own.origin else 'forked none'}; give this fork another run.name"
             )
         return own
-    if not _committed(there):
+    found = _load(shelf, there, is_own=False)
+    if found is None:
         raise ConfigError(
             f"checkpoint.resume: {place} holds no committed checkpoint; give a run's folder, or a step_N in it with a "
             "file COMMITTED"
         )
-    found = _load(shelf, there, is_own=False)
-    return Resume(found.manifest, found.holders, False, (), path)
+    return dataclasses.replace(found, committed=(), origin=origin)
 
 
-def _committed(answers: Sequence[Message]) -> list[tuple[Message, dict[str, Any]]]:
-    return [(answer, entry) for answer in answers for entry in answer.meta["steps"] if entry["committed"]]
+def _entries(answers: Sequence[Message]) -> list[tuple[Message, dict[str, Any]]]:
+    return [(answer, entry) for answer in answers for entry in answer.meta["steps"]]
 
 
-def _load(shelf: Shelf, answers: Sequence[Message], is_own: bool) -> Resume:
-    """The newest committed step among these, when all of it is in reach."""
-    committed = _committed(answers)
+def _load(shelf: Shelf, answers: Sequence[Message], is_own: bool) -> Resume | None:
+    """The step that was saved last. It counts when some node has its marker, or when all of it is in reach: no node
+    gives a step its final name before all nodes have written all of it."""
+    entries = _entries(answers)
+    marked = {entry["save_id"] for _, entry in entries if entry["committed"]}
+    readable = {entry["save_id"]: (answer, entry) for answer, entry in entries if not entry["error"]}
     if is_own:
-        _check_one_run(committed)
-    step = max(entry["step"] for _, entry in committed)
-    newest = [(answer, entry) for answer, entry in committed if entry["step"] == step]
-    readable = [(answer, entry) for answer, entry in newest if not entry["error"]]
-    if not readable:
-        raise ConfigError("; ".join(dict.fromkeys(entry["error"] for _, entry in newest)))
-    answer, entry = max(readable, key=lambda pair: pair[1]["saved_at"])
-    text = shelf.wait(
-        shelf.call(answer.source, "get", folder=entry["folder"], file=MANIFEST, begin=0, num_bytes=None)
-    ).payload
-    manifest = Manifest.from_json(text, f"{entry['folder']}/{MANIFEST}")
-    holders, problems = _locate(manifest, answers)
-    steps = tuple(sorted({entry["step"] for _, entry in committed}))
-    if problems:
-        raise ConfigError(_incomplete(manifest, entry["folder"], problems, [s for s in steps if s != step]))
-    return Resume(manifest, holders, is_own, steps if is_own else (), manifest.state.get("origin", ""))
+        _check_one_run(answers, [entry for _, entry in readable.values() if entry["save_id"] in marked])
+    newest = max((entry["step"] for _, entry in readable.values()), default=0)
+    torn = [entry for _, entry in entries if entry["committed"] and entry["error"] and entry["step"] > newest]
+    if torn:
+        raise ConfigError("; ".join(dict.fromkeys(entry["error"] for entry in torn)))
+    for answer, entry in sorted(readable.values(), key=lambda pair: -pair[1]["saved_at"]):
+        asked = shelf.call(answer.source, "get", folder=entry["folder"], file=MANIFEST, begin=0, num_bytes=None)
+        manifest = Manifest.from_json(shelf.wait(asked).payload, f"{entry['folder']}/{MANIFEST}")
+        holders, problems = _locate(manifest, answers)
+        others = sorted({other["step"] for _, other in entries if other["save_id"] in marked - {manifest.save_id}})
+        if not problems:
+            steps = {step for step in others if step < manifest.step} | {manifest.step}
+            return Resume(manifest, holders, is_own, tuple(sorted(steps)), manifest.state.get("origin", ""))
+        if manifest.save_id in marked:
+            raise ConfigError(_incomplete(manifest, entry["folder"], problems, others))
+    return None
 
 
-def _check_one_run(committed: Sequence[tuple[Message, dict[str, Any]]]) -> None:
-    runs = {entry["run_id"]: entry["folder"] for _, entry in committed if not entry["error"]}
+def _check_one_run(answers: Sequence[Message], committed: Sequence[dict[str, Any]]) -> None:
+    runs = {answer.meta["run_id"]: answer.meta["place"] for answer in answers if answer.meta["run_id"]}
+    runs |= {entry["run_id"]: entry["folder"] for entry in committed}
     if len(runs) > 1:
         listed = ", ".join(f"{folder} (run {run_id})" for run_id, folder in sorted(runs.items()))
         raise ConfigError(f"checkpoints of different runs lie in one folder: {listed}; move the foreign ones away")
 
 
-def _locate(manifest: Manifest, answers: Sequence[Message]) -> tuple[dict[str, list[tuple[int, str]]], list[str]]:
-    """Which ranks hold each file, by what their nodes list; and what no one holds."""
-    holders: dict[str, list[tuple[int, str]]] = {file.name: [] for file in manifest.files}
+def _locate(manifest: Manifest, answers: Sequence[Message]) -> tuple[dict[str, list[Holder]], list[str]]:
+    """Which ranks hold each file with slices, by what their nodes list; and what no one holds."""
+    files = [file for file in manifest.files if file.slices]
+    holders: dict[str, list[Holder]] = {file.name: [] for file in files}
     cut: dict[str, str] = {}
-    for answer in answers:
-        for entry in answer.meta["steps"]:
-            # A folder whose manifest is unreadable may still hold good files: digests tell.
-            if entry["step"] != manifest.step or (entry["save_id"] != manifest.save_id and not entry["error"]):
-                continue
-            for file in manifest.files:
-                size = entry["files"].get(file.name)
-                if size == file.num_bytes:
-                    holders[file.name].append((answer.source, entry["folder"]))
-                elif size is not None:
-                    cut[file.name] = f"{entry['folder']}/{file.name} has {size} bytes"
+    for answer, entry in _entries(answers):
+        # A folder whose manifest is unreadable may still hold good files: digests tell.
+        if entry["step"] != manifest.step or (entry["save_id"] != manifest.save_id and not entry["error"]):
+            continue
+        for file in files:
+            size = entry["files"].get(file.name)
+            if size == file.num_bytes:
+                holders[file.name].append((answer.source, entry["folder"]))
+            elif size is not None:
+                cut[file.name] = f"{entry['folder']}/{file.name} has {size} bytes"
     problems = []
-    for file in manifest.files:
+    for file in files:
         if not holders[file.name]:
             place = cut.get(file.name) or f"was saved on {' and '.join(file.hosts)}"
             problems.append(f"{file.name} ({file.num_bytes} bytes): {place}")
@@ -211,30 +233,33 @@ class SliceReader:
 
     def read(self, file: File, part: Slice) -> Tensor:
         """Its elements, flat, proven by their digest."""
-        spoilt = []
+        problems, is_proven_wrong = [], True
         holders = self._resume.holders[file.name]
         for rank, folder in sorted(holders, key=lambda holder: holder[0] != self._own_keeper):
             try:
                 data = self._fetch(rank, folder, file, part)
+            except ConnectionError:
+                raise  # a node was lost, and with it this world
             except (CheckpointError, OSError) as error:
-                spoilt.append(str(error))
+                problems.append(str(error))
+                is_proven_wrong = False
                 continue
             if digest(data) == part.digest:
-                return torch.frombuffer(data, dtype=DTYPES[part.dtype])
-            spoilt.append(
-                f"{folder}/{file.name} on the node of rank {rank} has other bytes of {part.key} than were saved"
-            )
-        raise ConfigError(
-            f"step {self._resume.manifest.step} cannot be read: {'; '.join(spoilt)}. Nothing was changed; restore the "
-            "file, or go on from an older step in a new run with checkpoint.resume=PATH"
+                return torch.frombuffer(data, dtype=TORCH_DTYPES[part.dtype])
+            place = f"{folder}/{file.name} on the node of rank {rank}"
+            problems.append(f"{place} has other bytes of {part.key} than were saved")
+        text = (
+            f"step {self.manifest.step} cannot be read: {'; '.join(problems)}. Nothing was changed; restore the file, "
+            "or go on from an older step in a new run with checkpoint.resume=PATH"
         )
+        raise ConfigError(text) if is_proven_wrong else CheckpointError(text)
 
     def _fetch(self, rank: int, folder: str, file: File, part: Slice) -> bytearray:
         if rank == self._own_keeper:
             return read_bytes(Path(folder) / file.name, part.begin, part.num_bytes)
         data = bytearray()
         while len(data) < part.num_bytes:
-            count = min(CHUNK_BYTES, part.num_bytes - len(data))
+            count = min(MESSAGE_BYTES, part.num_bytes - len(data))
             begin = part.begin + len(data)
             asked = self._shelf.call(rank, "get", folder=folder, file=file.name, begin=begin, num_bytes=count)
             data += self._shelf.wait(asked).payload

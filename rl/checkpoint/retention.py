@@ -40,7 +40,8 @@ def kept(steps: Iterable[int], best: Best | None, config: CheckpointConfig) -> s
 def check_metric(values: Mapping[str, float], config: CheckpointConfig) -> None:
     """A name that no step reports would never be best, without a word."""
     name = config.best_metric
-    if name and not name.startswith("eval/") and name not in values:
+    is_due = not name.startswith("eval/") or any(other.startswith("eval/") for other in values)
+    if name and is_due and name not in values:
         raise ConfigError(
             f"checkpoint.best_metric: got {name!r}, which no step reports; choose one of {', '.join(sorted(values))} "
             "or one under eval/"

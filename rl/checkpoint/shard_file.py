@@ -63,6 +63,7 @@ class NewFile:
     def __init__(self, path: Path):
         self.path, self.num_bytes = path, 0
         self._hasher = xxhash.xxh3_64()
+        self._handle: int | None = None
         try:
             self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except OSError as error:
@@ -73,6 +74,7 @@ class NewFile:
         return self._hasher.hexdigest()
 
     def write(self, chunk: memoryview) -> None:
+        assert self._handle is not None, f"{self.path} is finished"
         self._hasher.update(chunk)
         self.num_bytes += len(chunk)
         while chunk:
@@ -82,17 +84,22 @@ class NewFile:
                 raise cannot_write(self.path, error) from error
 
     def finish(self) -> None:
+        assert self._handle is not None, f"{self.path} is finished"
         try:
             os.fsync(self._handle)
-            os.close(self._handle)
         except OSError as error:
             raise cannot_write(self.path, error) from error
+        self._close()
 
     def discard(self) -> None:
-        with suppress(OSError):
-            os.close(self._handle)
+        self._close()
         with suppress(OSError):
             self.path.unlink()
+
+    def _close(self) -> None:
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            os.close(handle)
 
     def __enter__(self) -> "NewFile":
         return self
@@ -128,21 +135,6 @@ def write_whole(path: Path, data: bytes) -> File:
     return File(path.name, file.num_bytes, file.digest, ())
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file."""
-    with path.open("rb") as file:
-        prefix = file.read(LENGTH.size)
-        if len(prefix) == LENGTH.size:
-            (length,) = LENGTH.unpack(prefix)
-            text = file.read(length) if length <= os.fstat(file.fileno()).st_size else b""
-            if len(text) == length:
-                try:
-                    return json.loads(text)
-                except ValueError:
-                    pass
-    raise CheckpointError(f"{path} is no safetensors file, or was cut off")
-
-
 def read_bytes(path: Path, begin: int, num_bytes: int) -> bytearray:
     """These bytes of a file, all of them."""
     data = bytearray(num_bytes)
@@ -152,16 +144,18 @@ def read_bytes(path: Path, begin: int, num_bytes: int) -> bytearray:
         while done < num_bytes:
             count = file.readinto(view[done:])
             if not count:
-                raise CheckpointError(f"{path} ends at byte {begin + done}, {num_bytes - done} bytes too early")
+                size = os.fstat(file.fileno()).st_size
+                raise CheckpointError(f"{path} has {size} bytes; {num_bytes} from byte {begin} on were asked for")
             done += count
     return data
 
 
-def pieces_of(path: Path) -> Iterator[memoryview]:
-    """A file's bytes in chunks."""
+def pieces_of(path: Path, num_bytes: int) -> Iterator[memoryview]:
+    """A file's bytes, so many at a time; of an empty file one empty piece."""
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            yield memoryview(chunk)
+        yield memoryview(file.read(num_bytes))
+        while piece := file.read(num_bytes):
+            yield memoryview(piece)
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:

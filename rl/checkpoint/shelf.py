@@ -12,6 +12,7 @@ import queue
 import re
 import shutil
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -26,6 +27,8 @@ from rl.ends import launcher_process
 from rl.mail import Mail, Message
 
 POLL_S = 0.2
+RUN_ID = "run_id"
+MESSAGE_BYTES = 4 << 20  # of a file, so that prompts between the same ranks do not wait long behind it
 LEFT_OVER = re.compile(r"step_\d+\.(tmp|old|claim)-.*")
 Answer = tuple[dict[str, Any], bytes | bytearray]
 
@@ -36,6 +39,7 @@ class Shelf:
 
     def __init__(self, mail: Mail, root: Path, source: Path | None, keepers: Sequence[int]):
         self.root, self.keepers = root, keepers
+        self.run_id = ""  # agreed at the start
         self.hosts: list[str] = []  # by node; known to the leader
         self._mail, self._source = mail, source
         self._numbers = itertools.count()
@@ -59,9 +63,12 @@ class Shelf:
         asked = [self.call(rank, operation, payload, **meta) for rank in self.keepers]
         return [self.wait(future) for future in asked]
 
-    def make_folders(self) -> None:
-        """On all nodes, where later a missing folder means that a disk is gone."""
-        self.hosts = [answer.meta["host"] for answer in self.ask_all("make")]
+    def make_folders(self, run_id: str) -> None:
+        """On all nodes, where later a missing folder means that a disk is gone. A run that was killed before its first
+        checkpoint keeps the id that its folders have."""
+        answers = self.ask_all("make", run_id=run_id)
+        self.run_id = answers[0].meta["run_id"]
+        self.hosts = [answer.meta["host"] for answer in answers]
 
     def wait(self, future: Future[Message]) -> Message:
         """Its answer; raises when the world ends in the meantime."""
@@ -99,8 +106,8 @@ class Shelf:
                 meta |= more
             except CheckpointError as error:
                 meta["error"] = str(error)
-            except OSError as error:
-                meta["error"] = f"{message.meta['operation']}: {error}"
+            except Exception as error:  # whatever it is: the one who asked must not wait for ever
+                meta["error"] = f"{message.meta['operation']}: {type(error).__name__}: {error}"
             try:
                 self._mail.send(message.source, "shelf answer", meta, payload)
             except ConnectionError:
@@ -115,7 +122,14 @@ class Shelf:
         folders = [place] if STEP_FOLDER.fullmatch(place.name) else sorted(place.glob("step_*"))
         found = [_describe(folder) for folder in folders if STEP_FOLDER.fullmatch(folder.name) and folder.is_dir()]
         launched_at = launcher_process().create_time()
-        return {"steps": found, "place": str(place), "exists": place.is_dir(), "launched_at": launched_at}, b""
+        meta = {"steps": found, "place": str(place.resolve()), "exists": place.is_dir(), "launched_at": launched_at}
+        return meta | {"run_id": self._read_run_id()}, b""
+
+    def _read_run_id(self) -> str:
+        try:
+            return (self.root / RUN_ID).read_text()
+        except FileNotFoundError:
+            return ""
 
     def _get(self, message: Message) -> Answer:
         path = Path(message.meta["folder"]) / message.meta["file"]
@@ -128,10 +142,12 @@ class Shelf:
             self.root.mkdir(parents=True, exist_ok=True)
             for folder in self.root.iterdir():
                 if LEFT_OVER.fullmatch(folder.name):
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _delete(folder)
+            if not self._read_run_id():
+                (self.root / RUN_ID).write_text(message.meta["run_id"])
         except OSError as error:
             raise cannot_write(self.root, error) from error
-        return {"host": socket.gethostname()}, b""
+        return {"host": socket.gethostname(), "run_id": self._read_run_id()}, b""
 
     def _set_aside(self, message: Message) -> Answer:
         with suppress(FileNotFoundError):  # nothing to set aside, or another node on the same disk was first
@@ -143,16 +159,23 @@ class Shelf:
         meta = message.meta
         path = self.root / meta["folder"] / meta["file"]
         if meta["begin"] == 0:
-            if path.exists():
-                return {"is_here": True}, b""
+            self._check_root()
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._incoming[str(path)] = NewFile(path)
+            try:
+                self._incoming[str(path)] = NewFile(path)
+            except CheckpointError as error:
+                if isinstance(error.__cause__, FileExistsError):
+                    return {"is_here": True}, b""
+                raise
+        if str(path) not in self._incoming:
+            raise CheckpointError(f"{path}: an earlier piece of it could not be written")
         file = self._incoming[str(path)]
         try:
             file.write(memoryview(message.payload))
             if meta["last"]:
                 del self._incoming[str(path)]
                 file.finish()
+                sync_folder(path.parent)
                 if file.digest != meta["digest"]:
                     raise CheckpointError(
                         f"{path}: other bytes arrived than were sent; look at this node's network and memory"
@@ -161,19 +184,23 @@ class Shelf:
             self._incoming.pop(str(path), None)
             file.discard()
             raise
-        return {"is_here": False, "host": socket.gethostname()}, b""
+        return {"is_here": False}, b""
 
     def _prepare(self, message: Message) -> Answer:
         """All files of the step are written everywhere: gives the folder its name, with the manifest in it. Of several
         nodes on one disk the first does it, and what follows."""
         name, step = message.meta["save_id"], message.meta["step"]
         temporary, final = self.root / message.meta["folder"], self.root / step_folder(step)
+        self._check_root()
+        for file, num_bytes in message.meta["expected"][self.keepers.index(self._mail.rank)].items():
+            if not any(_size(place / file) == num_bytes for place in (temporary, final)):
+                raise CheckpointError(
+                    f"{temporary / file} was written and is gone: does another run of this name work in {self.root}?"
+                )
         try:
             (self.root / f"{final.name}.claim-{name}").mkdir()
         except FileExistsError:
-            return {}, b""
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self.root} is gone: was it deleted, or its disk unmounted?") from error
+            return {"claimed": False}, b""
         try:
             temporary.mkdir(exist_ok=True)
             write_whole(temporary / MANIFEST, bytes(message.payload))
@@ -185,7 +212,7 @@ class Shelf:
         except OSError as error:
             raise cannot_write(final, error) from error
         self._claimed = name
-        return {}, b""
+        return {"claimed": True}, b""
 
     def _commit(self, message: Message) -> Answer:
         name, final = message.meta["save_id"], self.root / step_folder(message.meta["step"])
@@ -212,14 +239,29 @@ class Shelf:
     def _confirm(self, message: Message) -> Answer:
         """A step that was committed on another node, when the world was killed before it was here."""
         folder = Path(message.meta["folder"])
-        if (folder / MANIFEST).exists() and not (folder / COMMITTED).exists():
-            with suppress(FileExistsError, CheckpointError):  # by another node on this disk; or the disk is read-only
+        if _describe(folder)["save_id"] == message.meta["save_id"] and not (folder / COMMITTED).exists():
+            with suppress(CheckpointError):  # another node on this disk did it, or the disk is read-only
                 write_whole(folder / COMMITTED, b"")
+                sync_folder(folder)
         return {}, b""
+
+    def _check_root(self) -> None:
+        if not self.root.is_dir():
+            raise CheckpointError(f"{self.root} is gone: was it deleted, or its disk unmounted?")
 
     def _clear(self, pattern: str) -> None:
         for left in self.root.glob(pattern):
-            shutil.rmtree(left, ignore_errors=True)
+            _delete(left)
+
+
+def _delete(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # several nodes may see this disk
+    if folder.exists():
+        print(f"oneworld: could not delete {folder}, which nothing needs any more", file=sys.stderr, flush=True)
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.exists() else None
 
 
 def _describe(folder: Path) -> dict[str, Any]:

@@ -6,15 +6,32 @@ faults, and pinning for a GPU, are paid once.
 """
 
 import base64
+import json
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl.shards import LocalSlice
+
 SLAB_BYTES = 256 << 20  # a power of two, which is what torch's pinned allocator rounds up to
 ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's state at the end of a step. Tensors are the learner's own memory until the host copy is taken."""
+
+    step: int
+    parts: Sequence[tuple[str, LocalSlice]]  # by kind: model, or the name of a moment
+    ready: torch.cuda.Event | None
+    rank_state: dict[str, Any]  # of this rank
+    state: dict[str, Any]  # of the run
+    steps_to_keep: frozenset[int]
+    probe: dict[str, Tensor] | None = None  # the leader's
 
 
 class HostCopy:
@@ -59,19 +76,19 @@ class HostCopy:
 
 def generators() -> dict[str, str]:
     """The states of this process's random generators, as text."""
-    _, numbers, _ = random.getstate()
-    states = {"torch": torch.get_rng_state(), "python": torch.tensor(numbers, dtype=torch.int64)}
+    states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+    texts = {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+    return texts | {"python": json.dumps(random.getstate())}
 
 
-def restore_generators(states: dict[str, Any]) -> None:
-    def state(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.frombuffer(bytearray(base64.b64decode(states[name])), dtype=dtype)
+def restore_generators(states: dict[str, str]) -> None:
+    def state(name: str) -> Tensor:
+        return torch.frombuffer(bytearray(base64.b64decode(states[name])), dtype=torch.uint8)
 
-    torch.set_rng_state(state("torch", torch.uint8))
-    version, _, gauss = random.getstate()
-    random.setstate((version, tuple(state("python", torch.int64).tolist()), gauss))
+    torch.set_rng_state(state("torch"))
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state("cuda", torch.uint8))
+        torch.cuda.set_rng_state(state("cuda"))
+    version, numbers, gauss = json.loads(states["python"])
+    random.setstate((version, tuple(numbers), gauss))

@@ -1,11 +1,14 @@
 """Where a signal's order reaches all actors at the same place in the loop: while they wait for rollouts, in their
 mailboxes, and never inside a collective.
 
-    any rank --order--> gate, on the leader --obey--> every actor        until the gate has said go
+    any rank --order--> gate, on the leader --obey--> every actor        while the leader collects a batch
     every actor --collected--> gate --go--> every actor: update and sync; orders wait for the next batch
+
+Ranks of one engine make its calls in the same order, so its lead passes an order on to the others.
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from rl.mail import Mail, Message
@@ -13,53 +16,56 @@ from rl.serve import Service
 
 
 class Gate:
-    """On the leader, in the mailbox's I/O thread."""
+    """On the leader, in the mailbox's I/O thread. `heads` are the actors that get orders from here."""
 
-    def __init__(self, mail: Mail, actors: Sequence[int]):
-        self._mail, self._actors = mail, actors
+    def __init__(self, mail: Mail, actors: Sequence[int], heads: Sequence[int]):
+        self._mail, self._actors, self._heads = mail, actors, heads
         self._lock = threading.Lock()
-        self._batch: int | None = None  # that actors are collecting; None: they are past the gate
-        self._collected = 0
+        self._is_open = False  # the leader collects a batch, and no actor is past it
+        self._collected: dict[int, int] = defaultdict(int)  # batch -> actors that have all of their groups
         self._waiting: list[str] = []
         mail.on("collected", self._on_collected)
         mail.on("order", self._on_order)
 
-    def open(self, batch: int) -> None:
+    def open(self) -> None:
         with self._lock:
-            self._batch, self._collected = batch, 0
+            self._is_open = True
             self._pass_on()
 
     def _on_order(self, message: Message) -> None:
         with self._lock:
             if message.meta["order"] not in self._waiting:
                 self._waiting.append(message.meta["order"])
-            if self._batch is not None:
+            if self._is_open:
                 self._pass_on()
 
     def _pass_on(self) -> None:
         for order in self._waiting:
-            for rank in self._actors:
+            for rank in self._heads:
                 self._mail.send(rank, "obey", {"order": order})
         self._waiting.clear()
 
     def _on_collected(self, message: Message) -> None:
         with self._lock:
-            assert message.meta["batch"] == self._batch, (message.meta, self._batch)
-            self._collected += 1
-            if self._collected == len(self._actors):
+            batch = message.meta["batch"]
+            self._collected[batch] += 1
+            if self._collected[batch] == len(self._actors):  # the leader among them, so the gate is open
+                del self._collected[batch]
+                self._is_open = False
                 for rank in self._actors:
-                    self._mail.send(rank, "go", {"batch": self._batch})
-                self._batch = None
+                    self._mail.send(rank, "go", {"batch": batch})
 
 
 class OrderService(Service):
-    """On every actor."""
+    """On every actor; `followers` are the other ranks of the engine that it leads."""
 
     name = "checkpoint"
     kinds = ("obey",)
 
-    def __init__(self, obey: Callable[[str], None]):
-        self._obey = obey
+    def __init__(self, mail: Mail, followers: Sequence[int], obey: Callable[[str], None]):
+        self._mail, self._followers, self._obey = mail, followers, obey
 
     def handle(self, message: Message) -> None:
+        for rank in self._followers:
+            self._mail.send(rank, "obey", message.meta)
         self._obey(message.meta["order"])

@@ -30,11 +30,15 @@ class Rollouts:
     ):
         self._mail, self._actors, self._service = mail, placement.actors, service
         self._num_mini_batches = num_mini_batches
-        self._leader, self._orders = placement.leader, OrderService(obey)
+        followers = service.followers if service is not None else ()
+        self._leader, self._orders = placement.leader, OrderService(mail, followers, obey)
         self._dispatcher: Dispatcher | None = None
         self._gate: Gate | None = None
         if mail.rank == placement.leader:
-            self._dispatcher, self._gate = Dispatcher(mail, len(placement.engines)), Gate(mail, placement.actors)
+            self._dispatcher = Dispatcher(mail, len(placement.engines))
+            followers_of_any = {rank for ranks in placement.engines for rank in ranks[1:]}
+            heads = [rank for rank in placement.actors if rank not in followers_of_any]
+            self._gate = Gate(mail, placement.actors, heads)
         self.engine_name = "no engine yet"
         self._started = 0
         self._arrived: dict[int, dict[int, Batch]] = defaultdict(dict)  # batch -> position -> group
@@ -44,7 +48,7 @@ class Rollouts:
         """Called by all actors in the same order; returns the number of the batch, which is sampled from this
         version."""
         self._started += 1
-        if self._dispatcher is not None and self._gate is not None:
+        if self._dispatcher is not None:
             assert prompts is not None, "the leader gives the prompts"
             owners = [self._owner(position, len(prompts)) for position in range(len(prompts))]
             tasks = [
@@ -54,12 +58,13 @@ class Rollouts:
             for rank in self._actors:
                 self._mail.send(rank, "batch", {"batch": self._started, "groups": owners.count(rank)})
             self._dispatcher.open(tasks, self._started)
-            self._gate.open(self._started)
         return self._started
 
     def collect(self, batch: int) -> Batch:
         """Waits until every actor has all groups of this batch that it owns; meanwhile this rank's engine, if any,
         samples."""
+        if self._gate is not None:
+            self._gate.open()
         if self._service is not None:
             self._service.serve_batch(batch, self._orders)
         while batch not in self._expected or len(self._arrived[batch]) < self._expected[batch]:

@@ -45,7 +45,8 @@ class RolloutService(Service):
     ):
         self.engine = engine
         self._world, self._mail, self._leader = world, world.mail, leader
-        self._lead, self._followers = ranks[0], ranks[1:]
+        self._lead = ranks[0]
+        self.followers = ranks[1:] if self.is_lead else ()
         self._max_num_groups, self._run_seed, self._score, self._tokenizer = max_num_groups, run_seed, score, tokenizer
         self._groups: dict[tuple[int, int], _Group] = {}
         self._batch: int | None = None  # the batch that this rank's own loop waits for; None on ranks that only serve
@@ -97,7 +98,7 @@ class RolloutService(Service):
             self._drained = order["batch"]
 
     def _mirror(self, call: str, **meta: object) -> None:
-        for rank in self._followers:
+        for rank in self.followers:
             self._mail.send(rank, "mirror", {"call": call, **meta})
 
     def _pull(self) -> None:

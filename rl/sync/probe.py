@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rl.data.batch import Batch
 from rl.model.logprobs import score_responses
+from rl.shards import reshard
 
 NUM_TOKENS = 24
 LIMITS = {"float32": 1e-3, "bfloat16": 0.25}  # kernels in bfloat16 differ by 0.03-0.05; wrong weights by more than 1
@@ -48,10 +49,12 @@ def learner_logprobs(model: nn.Module, tokens: list[int], device: torch.device) 
 
 
 @torch.no_grad()
-def learner_logits(model: nn.Module, tokens: list[int], device: torch.device) -> Tensor:
+def learner_logits(model: nn.Module, tokens: list[int]) -> Tensor:
     """[tokens, vocabulary] float32; a forward of a sharded model, so on every rank of its mesh."""
+    device = next(model.parameters()).device
     ids = torch.tensor(tokens, device=device)
     positions = torch.arange(len(tokens), device=device)
+    model.eval()  # no dropout, which would also draw from the generators that training draws from
     output = model(
         input_ids=ids.unsqueeze(0),
         position_ids=positions.unsqueeze(0),
@@ -60,6 +63,8 @@ def learner_logits(model: nn.Module, tokens: list[int], device: torch.device) ->
         positions=positions,
         padded_shape=(1, len(tokens)),
     )
+    model.train()
+    reshard(model)  # here, on every rank: the next forward gathers on all of a mesh or on none
     return output.logits[0].float()
 
 
