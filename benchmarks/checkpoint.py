@@ -11,7 +11,7 @@ round that warms up, each the slowest rank's:
     dcp_async_blocked_s         in async_save and until its copy is taken, by the fastest of the settings in `dcp`; the
                                 state dict is made before (dcp_state_dict_s)
     blocked_ratio_to_dcp_async  blocked_s / dcp_async_blocked_s
-    end_step_s, wait_copied_s   the parts of blocked_s; probe_s: the forward in end_step, timed by itself
+    end_step_s, wait_copied_s   the parts of blocked_s; probe_s: a forward for the probe alone, as at the end
     first_blocked_s             in the round that warms up: pages are faulted in, and pinned for a GPU
     write_gbps                  file_gb over the time from copied to committed
 """
@@ -47,7 +47,6 @@ from rl.metrics import Measures
 from rl.model.load import load_model
 from rl.placement import make_groups, plan
 from rl.run import Run, build_checkpoints
-from rl.sync.probe import NUM_TOKENS, learner_logits
 from rl.sync.weights import share_tensors
 from rl.world import World, join
 
@@ -112,7 +111,7 @@ class Bench:
 
     def _build_checkpoints(self) -> Checkpoints:
         if self.is_leader:
-            self.shelf.make_folders()
+            self.shelf.make_folders("benchmark")
         self.wait()
         folder, model_folder = self.folder, self.folder / "model"
         run = Run(self.world, self.config, self.placement, folder, model_folder, self.groups, self.shelf, resume=None)
@@ -130,15 +129,16 @@ class Bench:
         resumed = time.perf_counter()
         self.checkpoints.wait_copied()
         copied = time.perf_counter()
-        self.checkpoints.close()
+        self.checkpoints._saver.wait_committed()
         committed = time.perf_counter()
+        self.checkpoints.close()  # with the logits, which in a run come with the next update
         self.remove("ours", self.shelf.root / step_folder(step))
         seconds = {"end_step_s": ended - started, "wait_copied_s": copied - resumed, "commit_s": committed - started}
         return seconds | {"blocked_s": seconds["end_step_s"] + seconds["wait_copied_s"]}
 
     def probe(self) -> dict[str, float]:
         started = self.start_together()
-        learner_logits(self.learner.model, list(range(NUM_TOKENS)), self.world.device).cpu()
+        self.learner.run_probe()
         return {"seconds": time.perf_counter() - started}
 
     def dcp(self, stager: AsyncStager | None) -> dict[str, float]:

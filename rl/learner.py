@@ -6,7 +6,7 @@ the mesh, which the factor `mesh size` undoes.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from rl.algo.losses import clipped_ratio, kl_penalty
 from rl.config import ActorConfig, AlgoConfig
-from rl.data.batch import Batch
+from rl.data.batch import Batch, empty_batch
 from rl.data.packing import mini_batch_of, pack, pad_to
 from rl.metrics import Measures
-from rl.model.logprobs import score_responses
+from rl.model.logprobs import TokenScores, score_responses
 from rl.scoring import agree_on_count
-from rl.shards import LocalSlice, local_slices
+from rl.shards import LocalSlice, local_slices, reshard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by its own names
 
@@ -46,6 +46,11 @@ class Learner:
             eps=actor.eps,
             weight_decay=actor.weight_decay,
         )
+        # They ride along with every update's first forward. So a checkpoint costs no forward of its own, and whether
+        # one was saved changes no rounding.
+        self.probe_tokens: Sequence[int] = ()
+        self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, by the policy before the last update
+        self._is_probe_due = False
         self._schedule = lr_schedule(actor.lr_schedule, actor.warmup_steps, num_optimizer_steps)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._schedule)
 
@@ -64,6 +69,21 @@ class Learner:
                 moments = self._moments(parameter)
                 parts += [(kind, LocalSlice(infos[name], _local(moments[kind]))) for kind in MOMENTS]
         return parts
+
+    def run_probe(self) -> None:
+        """A forward for the probe alone, where no update follows; on every rank, since it is a collective."""
+        self._is_probe_due = True
+        with torch.no_grad():
+            self._score(empty_batch().to(self._device))
+        reshard(self.model)
+
+    def _score(self, micro_batch: Batch) -> TokenScores:
+        probe = self.probe_tokens if self._is_probe_due else ()
+        self._is_probe_due = False
+        scores = score_responses(self.model, micro_batch, self._temperature, probe)
+        if probe:
+            self.probe_logits = scores.probe_logits
+        return scores
 
     def restore_schedule(self, num_updates: int) -> None:
         """As after so many optimizer steps; learning rate and schedule are this run's own."""
@@ -85,6 +105,7 @@ class Learner:
 
     def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
         """Epochs of optimizer steps over mini-batches, which are runs of whole groups in stream order."""
+        self._is_probe_due = True
         count = self._algo.num_mini_batches
         mini_batch_of_sequence = [mini_batch_of(position, num_prompts, count) for position in batch.group_ids.tolist()]
         for _ in range(self._algo.num_epochs):
@@ -118,7 +139,7 @@ class Learner:
         assert micro_batch.old_logprobs is not None and micro_batch.advantages is not None
         mask = micro_batch.response_mask
         count = mask.sum()
-        scores = score_responses(self.model, micro_batch, self._temperature)
+        scores = self._score(micro_batch)
         advantages = torch.repeat_interleave(micro_batch.advantages, micro_batch.lengths)[mask]
         old_logprobs = micro_batch.old_logprobs[mask]
         policy = clipped_ratio(scores.logprobs, old_logprobs, advantages, self._algo.clip_low, self._algo.clip_high)

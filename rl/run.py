@@ -192,8 +192,8 @@ def build_checkpoints(run: Run, learner: Learner, tensors: list[TensorInfo]) -> 
     hf_files = read_hf_files(run.model_folder, config.model.dtype)
     record = Record(run.folder.name, dataclasses.asdict(config), tuple(tensors), hf_files)
     saver = Saver(run.world, run.placement, run.shelf, record, config.checkpoint.copies)
-    tokens = _probe(run).tokens
-    return Checkpoints(saver, learner, config.checkpoint, config.train.num_steps, tokens, resume)
+    learner.probe_tokens = _probe(run).tokens if saver.is_leader else ()
+    return Checkpoints(saver, learner, config.checkpoint, config.train.num_steps, resume)
 
 
 def serve_run(run: Run) -> None:

@@ -16,9 +16,11 @@ def connected(count: int) -> Iterator[list[Mail]]:
     mails = [Mail(rank, HOST, "token") for rank in range(count)]
     for mail in mails:
         mail.learn({other.rank: other.address for other in mails})
-    yield mails
-    for mail in mails:
-        mail.close()
+    try:
+        yield mails
+    finally:
+        for mail in mails:
+            mail.close()
 
 
 @contextmanager

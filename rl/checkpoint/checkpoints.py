@@ -13,7 +13,6 @@ from rl.checkpoint.snapshot import Snapshot, generators
 from rl.config import CheckpointConfig
 from rl.data.prompts import PromptStream
 from rl.learner import Learner
-from rl.sync.probe import learner_logits
 from rl.world import Stopped
 
 
@@ -26,17 +25,17 @@ class Checkpoints:
         learner: Learner,
         config: CheckpointConfig,
         num_steps: int,
-        probe_tokens: list[int],
         resume: Resume | None,
     ):
         self._saver, self._learner = saver, learner
-        self._config, self._num_steps, self._probe_tokens = config, num_steps, probe_tokens
+        self._config, self._num_steps = config, num_steps
         self._ended: tuple[int, dict[str, Any], dict[str, Any]] | None = None  # step, run's state, this rank's state
-        self._saved_step = 0
+        self._saved_step = self._unprobed_step = 0  # the newest that was saved, and as long as it has no logits yet
         self._best: Best | None = None
         self._origin = resume.origin if resume is not None else ""
         if resume is not None and resume.is_own:
             self._saved_step = resume.manifest.step
+            self._unprobed_step = 0 if resume.has_probe else resume.manifest.step
             saver.steps = set(resume.committed)
             best = resume.manifest.state["best"]
             self._best = Best(**best) if best else None
@@ -48,6 +47,7 @@ class Checkpoints:
         if stream is not None:
             state |= {"position": stream.position, "data": stream.digest}
         self._ended = (step, state, generators())
+        self._add_probe()
 
     def end_step(self, step: int, values: Mapping[str, float]) -> None:
         """Saves where a checkpoint is due; returns while it is written."""
@@ -65,20 +65,31 @@ class Checkpoints:
         """A signal's wish, brought to every actor before this step's update: save now, or save and stop."""
         self._save()
         if order == "stop":
-            self._saver.wait_committed()
+            self.close()
             raise Stopped(f"step {self._saved_step} is saved" if self._saved_step else "no step had ended yet")
 
     def close(self) -> None:
-        """The last checkpoint is committed."""
+        """The last checkpoint is complete."""
+        if self._unprobed_step:  # no update will bring its logits
+            self._learner.run_probe()
+            self._add_probe()
         self._saver.wait_committed()
+        self._saver.wait_probed()
+
+    def _add_probe(self) -> None:
+        """Logits of the policy that was saved, which the learner has since."""
+        step, self._unprobed_step = self._unprobed_step, 0
+        if step and self._saver.is_leader:
+            logits = self._learner.probe_logits
+            assert logits is not None
+            tokens = torch.tensor(self._learner.probe_tokens)
+            self._saver.add_probe(step, {"tokens": tokens, "logits": logits.cpu()})
 
     def _save(self) -> None:
         if self._ended is None or self._ended[0] == self._saved_step:
             return
         self._saver.wait_committed()
         step, state, rank_state = self._ended
-        logits = learner_logits(self._learner.model, self._probe_tokens)
-        probe = {"tokens": torch.tensor(self._probe_tokens), "logits": logits.cpu()} if self._saver.is_leader else None
         snapshot = Snapshot(
             step=step,
             parts=self._learner.state_slices() if self._saver.is_owner else (),
@@ -86,7 +97,6 @@ class Checkpoints:
             rank_state=rank_state,
             state=state | {"best": dataclasses.asdict(self._best) if self._best else None},
             steps_to_keep=frozenset(kept({*self._saver.steps, step}, self._best, self._config)),
-            probe=probe,
         )
         self._saver.start(snapshot)
-        self._saved_step = step
+        self._saved_step = self._unprobed_step = step

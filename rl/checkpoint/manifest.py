@@ -6,7 +6,7 @@
         model-00000-of-00004.safetensors         rows of every tensor, in the dtype that is exported
         optimizer-00000-of-00004.safetensors     rows of the moments, and of the float32 masters of a narrower export
         hf/                                      config.json, generation config and tokenizer of the merged model
-        probe.safetensors                        tokens, and the logits that the policy gave them
+        probe.safetensors                        tokens, and the logits that the policy gave them; follows a step later
 
 On private disks each node holds the files of its own ranks; manifest and marker lie on every node.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 FORMAT = 1
 KIND = "oneworld checkpoint"
-MANIFEST, COMMITTED = "manifest.json", "COMMITTED"
+MANIFEST, COMMITTED, PROBE = "manifest.json", "COMMITTED", "probe.safetensors"
 STEP_FOLDER = re.compile(r"step_(\d+)")
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 

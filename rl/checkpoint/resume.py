@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rl.checkpoint.dtypes import TORCH_DTYPES
-from rl.checkpoint.manifest import MANIFEST, CheckpointError, File, Manifest, Slice
+from rl.checkpoint.manifest import MANIFEST, PROBE, CheckpointError, File, Manifest, Slice
 from rl.checkpoint.shard_file import digest, read_bytes
 from rl.checkpoint.shelf import MESSAGE_BYTES, Shelf
 from rl.checkpoint.snapshot import restore_generators
@@ -42,6 +42,7 @@ class Resume:
     is_own: bool  # of this run, not of one that it forks
     committed: tuple[int, ...]  # steps of this run up to this one
     origin: str  # of a fork: the path that it was made from
+    has_probe: bool  # logits were added after it was committed
 
     @property
     def version(self) -> int:
@@ -56,7 +57,7 @@ class Resume:
         places = sorted({holder for holders in self.holders.values() for holder in holders})
         held = {name: [places.index(holder) for holder in holders] for name, holders in self.holders.items()}
         body = {"places": places, "held": held, "is_own": self.is_own, "committed": self.committed}
-        head = json.dumps(body | {"origin": self.origin}).encode()
+        head = json.dumps(body | {"origin": self.origin, "has_probe": self.has_probe}).encode()
         return len(head).to_bytes(8, "little") + head + self.manifest.to_json()
 
     @staticmethod
@@ -66,7 +67,8 @@ class Resume:
         places = [(rank, folder) for rank, folder in body["places"]]
         holders = {name: [places[index] for index in held] for name, held in body["held"].items()}
         manifest = Manifest.from_json(payload[end:], "the leader's manifest")
-        return Resume(manifest, holders, body["is_own"], tuple(body["committed"]), body["origin"])
+        committed = tuple(body["committed"])
+        return Resume(manifest, holders, body["is_own"], committed, body["origin"], body["has_probe"])
 
 
 def agree_on_resume(mail: Mail, placement: Placement, shelf: Shelf, config: Config) -> Resume | None:
@@ -175,7 +177,15 @@ def _load(shelf: Shelf, answers: Sequence[Message], is_own: bool) -> Resume | No
         others = sorted({other["step"] for _, other in entries if other["save_id"] in marked - {manifest.save_id}})
         if not problems:
             steps = {step for step in others if step < manifest.step} | {manifest.step}
-            return Resume(manifest, holders, is_own, tuple(sorted(steps)), manifest.state.get("origin", ""))
+            same = [other for _, other in entries if other["save_id"] == manifest.save_id]
+            return Resume(
+                manifest,
+                holders,
+                is_own,
+                committed=tuple(sorted(steps)),
+                origin=manifest.state.get("origin", ""),
+                has_probe=any(PROBE in other["files"] for other in same),
+            )
         if manifest.save_id in marked:
             raise ConfigError(_incomplete(manifest, entry["folder"], problems, others))
     return None

@@ -13,10 +13,13 @@ import queue
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rl.checkpoint.manifest import CheckpointError, File, Manifest, step_folder
 from rl.checkpoint.shelf import POLL_S, Shelf
@@ -37,11 +40,11 @@ class Saver:
         self._shelf, self._record, self._copies = shelf, record, copies
         self._writer = Writer(shelf, placement, world.rank, record, copies)
         self._host = HostCopy(world.device)
-        self._snapshots: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[int, Callable[[], None]]] = queue.SimpleQueue()  # step, what to do
         self._saved: queue.SimpleQueue[Message] = queue.SimpleQueue()  # to the leader
-        self._copied, self._idle = threading.Event(), threading.Event()
-        self._copied.set()
-        self._idle.set()
+        self._copied, self._idle, self._probed = threading.Event(), threading.Event(), threading.Event()
+        for event in (self._copied, self._idle, self._probed):
+            event.set()
         self._told_about_copies = False
         self._mail.on("saved", self._saved.put)
         self._mail.on("committed", lambda message: self._idle.set())
@@ -55,15 +58,23 @@ class Saver:
         assert self._idle.is_set(), "one save at a time"
         self._copied.clear()
         self._idle.clear()
-        self._snapshots.put(snapshot)
+        self._work.put((snapshot.step, partial(self._save, snapshot)))
+
+    def add_probe(self, step: int, probe: dict[str, Tensor]) -> None:
+        """On the leader: logits for the checkpoint of this step, to be written when it is committed."""
+        self._probed.clear()
+        self._work.put((step, partial(self._write_probe, step, probe)))
 
     def wait_copied(self) -> None:
         """Until the learner's memory may change."""
         self._wait(self._copied)
 
     def wait_committed(self) -> None:
-        """Until nothing is in flight."""
+        """Until no save is in flight."""
         self._wait(self._idle)
+
+    def wait_probed(self) -> None:
+        self._wait(self._probed)
 
     def _wait(self, event: threading.Event) -> None:
         while not event.wait(POLL_S):
@@ -71,13 +82,17 @@ class Saver:
 
     def _serve(self) -> None:
         while True:
-            snapshot = self._snapshots.get()
+            step, work = self._work.get()
             try:
-                self._save(snapshot)
+                work()
             except BaseException as error:  # whatever it was: the run must not go on unsaved without a word
-                shutil.rmtree(self._shelf.root / self._temporary(snapshot.step), ignore_errors=True)
-                self._world.fail_in_background(error, "checkpoint", snapshot.step)
+                shutil.rmtree(self._shelf.root / self._temporary(step), ignore_errors=True)
+                self._world.fail_in_background(error, "checkpoint", step)
                 return
+
+    def _write_probe(self, step: int, probe: dict[str, Tensor]) -> None:
+        self._writer.write_probe(step_folder(step), probe)
+        self._probed.set()
 
     def _save(self, snapshot: Snapshot) -> None:
         pieces = self._host.take([part.data for _, part in snapshot.parts], snapshot.ready)

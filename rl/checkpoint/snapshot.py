@@ -31,7 +31,6 @@ class Snapshot:
     rank_state: dict[str, Any]  # of this rank
     state: dict[str, Any]  # of the run
     steps_to_keep: frozenset[int]
-    probe: dict[str, Tensor] | None = None  # the leader's
 
 
 class HostCopy:

@@ -1,4 +1,4 @@
-"""One rank's files of a checkpoint: its shards from the host copy, the leader's small files, and copies of them on
+"""One rank's files of a checkpoint: its shards from the host copy, the leader's small files, and copies of them all on
 another node's disk."""
 
 import json
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl.checkpoint.dtypes import NAMES
-from rl.checkpoint.manifest import File
+from rl.checkpoint.manifest import PROBE, File
 from rl.checkpoint.shard_file import (
     Content,
     cannot_write,
@@ -66,7 +66,7 @@ class Writer:
         self._record, self._copies = record, copies
 
     def write(self, folder: str, save_id: str, snapshot: Snapshot, pieces: Sequence[Sequence[Tensor]]) -> list[Written]:
-        """This rank's files in the shelf's `folder`: a shard where it is an owner, the small ones of the leader.
+        """This rank's files in the shelf's `folder`: a shard where it is an owner, those of hf/ where it leads.
         `pieces` are the host copies of the snapshot's parts."""
         path = self._shelf.root / folder
         files: list[File] = []
@@ -75,7 +75,7 @@ class Writer:
             if self._rank in self._placement.owners:
                 files += self._write_shards(path, save_id, snapshot, pieces)
             if self._rank == self._placement.leader:
-                files += self._write_small_files(path, snapshot)
+                files += self._write_hf_files(path / "hf")
             sync_folder(path)
         except OSError as error:
             raise cannot_write(path, error) from error
@@ -107,15 +107,25 @@ class Writer:
             write_shard(folder / f"optimizer-{suffix}", optimizer, about),
         ]
 
-    def _write_small_files(self, folder: Path, snapshot: Snapshot) -> list[File]:
-        hf = folder / "hf"
-        hf.mkdir(exist_ok=True)
-        files = [
-            replace(write_whole(hf / name, data), name=f"hf/{name}") for name, data in self._record.hf_files.items()
-        ]
-        sync_folder(hf)
-        assert snapshot.probe is not None
-        return [*files, write_whole(folder / "probe.safetensors", safetensors.torch.save(snapshot.probe))]
+    def _write_hf_files(self, folder: Path) -> list[File]:
+        folder.mkdir(exist_ok=True)
+        written = [write_whole(folder / name, data) for name, data in self._record.hf_files.items()]
+        sync_folder(folder)
+        return [replace(file, name=f"{folder.name}/{file.name}") for file in written]
+
+    def write_probe(self, folder: str, probe: dict[str, Tensor]) -> None:
+        """Into a step that is committed; where it is no longer kept there is nothing to do."""
+        path = self._shelf.root / folder / PROBE
+        part = path.with_suffix(".part")
+        if not path.parent.is_dir() or path.exists():
+            return
+        try:
+            file = write_whole(part, safetensors.torch.save(probe))
+            part.rename(path)
+            sync_folder(path.parent)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        self._copy(folder, replace(file, name=PROBE))
 
     def _copy(self, folder: str, file: File) -> tuple[int, ...]:
         """To the next node with a disk of its own, where a second copy is asked for; returns the nodes that have it."""

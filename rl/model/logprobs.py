@@ -1,5 +1,6 @@
 """Token logprobs of a ragged micro-batch under a model."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,31 +14,33 @@ class TokenScores(NamedTuple):
 
     logprobs: Tensor  # [R] float32, carries the gradient
     entropy: Tensor  # [R] float32, without gradient
+    probe_logits: Tensor  # [P, vocabulary] float32 of the probe that was carried along, without gradient
 
 
-def score_responses(model: nn.Module, batch: Batch, temperature: float) -> TokenScores:
+def score_responses(model: nn.Module, batch: Batch, temperature: float, probe: Sequence[int] = ()) -> TokenScores:
     """Logprobs of the response tokens at this temperature. An empty batch still runs the forward: it is a
-    collective."""
+    collective. The tokens of a `probe` ride along as one more sequence, whose logits cost no forward of their own."""
     device = batch.tokens.device
     response = batch.response_mask.nonzero().squeeze(1)
-    if batch.num_tokens:
-        tokens, positions, segment_ids = batch.tokens, batch.positions, batch.segment_ids
-        padded_shape = (batch.num_sequences, int(batch.lengths.max()))
-    else:
-        tokens = positions = segment_ids = torch.zeros(1, dtype=torch.int64, device=device)
-        padded_shape = (1, 1)
+    riders = torch.tensor(probe or ([] if batch.num_tokens else [0]), dtype=torch.int64, device=device)
+    places = torch.arange(len(riders), device=device)
+    tokens, positions = torch.cat([batch.tokens, riders]), torch.cat([batch.positions, places])
+    segment_ids = torch.cat([batch.segment_ids, torch.full_like(places, batch.num_sequences)])
+    longest = max(len(riders), int(batch.lengths.max()) if batch.num_sequences else 0)
     output = model(
         input_ids=tokens.unsqueeze(0),
         position_ids=positions.unsqueeze(0),
         use_cache=False,
-        logits_to_keep=response - 1,  # a token is predicted at the position before it
+        # A token is predicted at the position before it; of a probe every position is wanted.
+        logits_to_keep=torch.cat([response - 1, batch.num_tokens + places[: len(probe)]]),
         segment_ids=segment_ids,
         positions=positions,
-        padded_shape=padded_shape,
+        padded_shape=(batch.num_sequences + bool(len(riders)), longest),
     )
-    logits = output.logits[0].float() / temperature
+    kept, probe_logits = output.logits[0].float().split([len(response), len(probe)])
+    logits = kept / temperature
     all_logprobs = torch.log_softmax(logits, dim=-1)
     chosen = all_logprobs.gather(1, batch.tokens[response].unsqueeze(1)).squeeze(1)
     with torch.no_grad():
         entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-    return TokenScores(chosen, entropy)
+    return TokenScores(chosen, entropy, probe_logits.detach())

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rl.data.batch import Batch
 from rl.model.logprobs import score_responses
-from rl.shards import reshard
 
 NUM_TOKENS = 24
 LIMITS = {"float32": 1e-3, "bfloat16": 0.25}  # kernels in bfloat16 differ by 0.03-0.05; wrong weights by more than 1
@@ -46,26 +45,6 @@ def learner_logprobs(model: nn.Module, tokens: list[int], device: torch.device) 
         truncated=torch.zeros(1, dtype=torch.bool),
     )
     return score_responses(model, batch.to(device), temperature=1.0).logprobs.tolist()
-
-
-@torch.no_grad()
-def learner_logits(model: nn.Module, tokens: list[int]) -> Tensor:
-    """[tokens, vocabulary] float32; a forward of a sharded model, so on every rank of its mesh."""
-    device = next(model.parameters()).device
-    ids = torch.tensor(tokens, device=device)
-    positions = torch.arange(len(tokens), device=device)
-    model.eval()  # no dropout, which would also draw from the generators that training draws from
-    output = model(
-        input_ids=ids.unsqueeze(0),
-        position_ids=positions.unsqueeze(0),
-        use_cache=False,
-        segment_ids=torch.zeros_like(ids),
-        positions=positions,
-        padded_shape=(1, len(tokens)),
-    )
-    model.train()
-    reshard(model)  # here, on every rank: the next forward gathers on all of a mesh or on none
-    return output.logits[0].float()
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:

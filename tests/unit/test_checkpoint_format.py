@@ -14,7 +14,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rl.checkpoint.manifest import CheckpointError, File, Manifest, Slice, step_folder, uncovered
+from rl.checkpoint.dtypes import NAMES, TORCH_DTYPES
+from rl.checkpoint.manifest import ITEM_BYTES, CheckpointError, File, Manifest, Slice, step_folder
 from rl.checkpoint.shard_file import (
     Content,
     NewFile,
@@ -22,13 +23,11 @@ from rl.checkpoint.shard_file import (
     digest,
     pieces_of,
     read_bytes,
-    read_header,
     rows_to_write,
     write_shard,
     write_whole,
 )
 
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.uint8: "U8", torch.bool: "BOOL"}
 DIGEST_OF_NOTHING = "2d06800538d394c2"  # XXH3's own test vector
 ABOUT = {"run_id": "r1", "step": 4, "save_id": "w1-4"}
 
@@ -42,6 +41,11 @@ def content(whole: Tensor, name: str = "a", kind: str = "model", first: int = 0,
 
 
 A = torch.arange(8.0).view(4, 2)
+
+
+def test_dtypes_have_one_name_and_size_in_torch_and_in_files() -> None:
+    assert {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()} == ITEM_BYTES
+    assert {name: NAMES[dtype] for name, dtype in TORCH_DTYPES.items()} == {name: name for name in ITEM_BYTES}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,6 @@ def test_other_programs_read_a_shard(tmp_path: Path) -> None:
     assert about == {"format": 1, "run_id": "r1", "step": 4, "save_id": "w1-4"}
     assert slices["a"] == {"shape": [4, 2], "offsets": [1, 0]}
     assert slices["s"] == {"shape": [2], "offsets": [0]}
-    assert read_header(path)["a"]["shape"] == [2, 2]
 
 
 def test_wide_elements_come_first_so_that_all_are_aligned(tmp_path: Path) -> None:
@@ -136,7 +139,6 @@ def test_the_pieces_in_which_bytes_come_do_not_matter(tmp_path: Path, monkeypatc
     cut = write_shard(tmp_path / "cut", [Content(content(A).part, pieces)], ABOUT)
     assert (cut.digest, cut.slices) == (whole.digest, whole.slices)
     assert (tmp_path / "cut").read_bytes() == (tmp_path / "whole").read_bytes()
-    assert [len(piece) for piece in pieces_of(tmp_path / "cut")][:-1] == [7] * ((whole.num_bytes - 1) // 7)
 
 
 def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +211,28 @@ def test_a_discarded_file_is_gone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_finished_file_that_is_discarded_closes_nothing_elses_descriptor(tmp_path: Path) -> None:
+    file = NewFile(tmp_path / "a")
+    handle = file._handle
+    file.write(memoryview(b"whole"))
+    file.finish()
+    with (tmp_path / "other").open("wb") as other:
+        assert other.fileno() == handle  # the number is used again
+        file.discard()
+        other.write(b"still open")
+    assert (tmp_path / "other").read_bytes() == b"still open"
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_finished_file_takes_no_more(tmp_path: Path) -> None:
+    file = NewFile(tmp_path / "a")
+    file.finish()
+    with pytest.raises(AssertionError, match="/a is finished"):
+        file.write(memoryview(b"more"))
+    with pytest.raises(AssertionError, match="/a is finished"):
+        file.finish()
+
+
 def test_what_cannot_be_written_where_and_what_to_do(tmp_path: Path) -> None:
     text = str(cannot_write(tmp_path / "no" / "such" / "a", OSError(errno.EROFS, os.strerror(errno.EROFS))))
     assert text.startswith(f"cannot write {tmp_path}/no/such/a: Read-only file system ({tmp_path} has ")
@@ -227,42 +251,26 @@ def test_a_folder_that_is_missing_is_no_reason_to_make_it(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-SHARD_HEADERS = {
-    "nothing": b"",
-    "half a length": b"\x10\x00\x00",
-    "no header": struct.pack("<Q", 16),
-    "half a header": struct.pack("<Q", 16) + b'{"a": 1',
-    "a length of terabytes": struct.pack("<Q", 1 << 42) + b"{}",
-    "no JSON": struct.pack("<Q", 4) + b"{]xx",
-    "another file": b"GIF89a" + bytes(100),
-}
-
-
-@pytest.mark.parametrize("data", SHARD_HEADERS.values(), ids=SHARD_HEADERS.keys())
-def test_the_header_of_a_cut_file(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "a").write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}/a is no safetensors file, or was cut off"):
-        read_header(tmp_path / "a")
-
-
-def test_the_header_of_a_file_whose_data_were_cut_is_still_read(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    file = write_shard(path, [content(A)], ABOUT)
-    os.truncate(path, file.num_bytes - 5)
-    assert read_header(path)["a"]["data_offsets"] == [0, 32]
-    with pytest.raises(CheckpointError, match=rf"{path} ends at byte {file.num_bytes - 5}, 5 bytes too early"):
-        read_bytes(path, file.slices[0].begin, 32)
-
-
 def test_bytes_from_the_middle_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123456789")
     assert read_bytes(tmp_path / "a", 3, 4) == b"3456"
     assert read_bytes(tmp_path / "a", 0, 10) == b"0123456789"
     assert read_bytes(tmp_path / "a", 4, 0) == b""
-    with pytest.raises(CheckpointError, match="ends at byte 10, 3 bytes too early"):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/a has 10 bytes; 5 from byte 8 on were asked for"):
         read_bytes(tmp_path / "a", 8, 5)
     with pytest.raises(FileNotFoundError):
         read_bytes(tmp_path / "b", 0, 1)
+
+
+def test_a_file_in_pieces(tmp_path: Path) -> None:
+    for data, pieces in {
+        b"0123456789": [b"0123", b"4567", b"89"],
+        b"01234567": [b"0123", b"4567"],
+        b"01": [b"01"],
+        b"": [b""],
+    }.items():
+        (tmp_path / "a").write_bytes(data)
+        assert [bytes(piece) for piece in pieces_of(tmp_path / "a", 4)] == pieces
 
 
 def slice_of(
@@ -312,20 +320,6 @@ def test_slices_of_a_kind_by_tensor() -> None:
     assert saved.slices("exp_avg") == {"a": [(second, second.slices[1])]}
     assert saved.slices("master") == {}
     assert [part.key for part in second.slices] == ["a", "exp_avg/a"]
-
-
-@pytest.mark.parametrize(
-    ("parts", "text"),
-    [
-        ([slice_of()], ""),
-        ([slice_of(end=3), slice_of(first=3)], ""),
-        ([slice_of(end=3)], "a: 6 of 8 elements"),
-        ([slice_of("exp_avg", end=1), slice_of("exp_avg", first=3)], "exp_avg/a: 4 of 8 elements"),
-        ([slice_of(shape=(), end=1)], ""),
-    ],
-)
-def test_what_slices_leave_out(parts: list[Slice], text: str) -> None:
-    assert uncovered(parts) == text
 
 
 def changed(**more: Any) -> bytes:

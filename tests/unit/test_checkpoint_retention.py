@@ -100,3 +100,12 @@ def test_a_metric_that_no_step_reports() -> None:
     message = r"got 'reward/meen', which no step reports; choose one of loss/policy, reward/mean or one under eval/"
     with pytest.raises(ConfigError, match=message):
         check_metric(VALUES, CheckpointConfig(best_metric="reward/meen"))
+
+
+def test_a_mistyped_eval_metric_is_told_at_the_first_evaluation() -> None:
+    config = CheckpointConfig(best_metric="eval/acuracy")
+    check_metric(VALUES, config)  # nothing was evaluated yet
+    message = r"got 'eval/acuracy', which no step reports; choose one of eval/accuracy, loss/policy, reward/mean or"
+    with pytest.raises(ConfigError, match=message):
+        check_metric(VALUES | {"eval/accuracy": 0.5}, config)
+    check_metric(VALUES | {"eval/accuracy": 0.5, "eval/acuracy": 0.5}, config)

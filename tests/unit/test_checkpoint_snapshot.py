@@ -99,6 +99,24 @@ def test_generators_go_on_where_they_were() -> None:
     assert draw() == expected
 
 
+def test_the_second_of_a_pair_of_gaussian_numbers_is_kept() -> None:
+    """Python makes them in pairs and keeps the other one beside the generator."""
+    random.seed(4)
+    random.gauss(0, 1)
+    states = json.loads(json.dumps(generators()))
+    expected = [random.gauss(0, 1) for _ in range(3)]
+    random.seed(6)
+    restore_generators(states)
+    assert [random.gauss(0, 1) for _ in range(3)] == expected
+    states = generators()  # none is kept now
+    assert random.getstate()[2] is None
+    expected = [random.gauss(0, 1) for _ in range(3)]
+    random.seed(6)
+    random.gauss(0, 1)
+    restore_generators(states)
+    assert [random.gauss(0, 1) for _ in range(3)] == expected
+
+
 def test_telling_the_state_draws_nothing() -> None:
     torch.manual_seed(3)
     random.seed(4)

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +12,13 @@ from rl.rollout.gate import Gate, OrderService
 from rl.serve import serve
 from tests.mails import connected, take
 
-ACTORS = (0, 2)  # the leader, and an actor on another node; rank 1 only samples
+ACTORS = (0, 2, 3)  # the leader, and the two ranks of an engine on another node; rank 1 only samples
+HEADS = (0, 2)  # rank 2 leads the engine
 
 
 @pytest.fixture
 def mails() -> Iterator[list[Mail]]:
-    with connected(3) as made:
+    with connected(4) as made:
         yield made
 
 
@@ -45,40 +46,74 @@ def heard(mails: list[Mail], rank: int) -> list[str]:
 
 
 def everyone_heard(mails: list[Mail]) -> list[str]:
-    texts = [heard(mails, rank) for rank in ACTORS]
+    """What the heads were told, both the same; others hear no orders, and only actors that they go."""
+    texts = [heard(mails, rank) for rank in HEADS]
     assert texts[0] == texts[1]
+    assert heard(mails, 3) == [text for text in texts[0] if text.startswith("go ")]
     assert heard(mails, 1) == []
     return texts[0]
 
 
 def test_actors_go_when_all_have_collected(mails: list[Mail]) -> None:
-    gate = Gate(mails[0], ACTORS)
+    gate = Gate(mails[0], ACTORS, HEADS)
     for batch in (1, 2, 5):
-        gate.open(batch)
-        collected(mails, batch, 2)
+        gate.open()
+        collected(mails, batch, 3, 2)
         assert everyone_heard(mails) == []
         collected(mails, batch, 0)
         assert everyone_heard(mails) == [f"go {batch}"]
 
 
+def test_actors_may_have_collected_before_the_leader_begins(mails: list[Mail]) -> None:
+    """Their groups can be there while the leader is still busy with what comes before."""
+    gate = Gate(mails[0], ACTORS, HEADS)
+    for batch in (1, 2):
+        collected(mails, batch, 2, 3)
+        order(mails, "save")
+        assert everyone_heard(mails) == []
+        gate.open()
+        assert everyone_heard(mails) == ["save"]
+        order(mails, "stop")
+        assert everyone_heard(mails) == ["stop"]
+        collected(mails, batch, 0)
+        assert everyone_heard(mails) == [f"go {batch}"]
+
+
+def test_actors_are_counted_by_batch(mails: list[Mail]) -> None:
+    gate = Gate(mails[0], ACTORS, HEADS)
+    gate.open()
+    collected(mails, 1, 2)
+    collected(mails, 2, 2, 3)
+    assert everyone_heard(mails) == []
+    collected(mails, 1, 3, 0)
+    assert everyone_heard(mails) == ["go 1"]
+    gate.open()
+    order(mails, "save")
+    assert everyone_heard(mails) == ["save"]
+    collected(mails, 2, 0)
+    assert everyone_heard(mails) == ["go 2"]
+
+
 def test_an_order_before_the_first_batch_waits_for_it(mails: list[Mail]) -> None:
     mails[1].send(0, "order", {"order": "early"})  # there is no gate yet
-    gate = Gate(mails[0], ACTORS)
+    gate = Gate(mails[0], ACTORS, HEADS)
     order(mails, "save")
     assert everyone_heard(mails) == []
-    gate.open(1)
+    gate.open()
     assert everyone_heard(mails) == ["early", "save"]
-    gate.open(2)
+    collected(mails, 1, *ACTORS)
+    assert everyone_heard(mails) == ["go 1"]
+    gate.open()
     assert everyone_heard(mails) == []
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_an_order_while_a_batch_is_collected_is_passed_on_at_once(mails: list[Mail], rank: int) -> None:
-    gate = Gate(mails[0], ACTORS)
-    gate.open(1)
+    gate = Gate(mails[0], ACTORS, HEADS)
+    gate.open()
     order(mails, "save", rank)
     assert everyone_heard(mails) == ["save"]
-    collected(mails, 1, 0)
+    collected(mails, 1, 0, 3)
     order(mails, "stop", rank)
     assert everyone_heard(mails) == ["stop"]
     collected(mails, 1, 2)
@@ -86,31 +121,31 @@ def test_an_order_while_a_batch_is_collected_is_passed_on_at_once(mails: list[Ma
 
 
 def test_no_order_comes_after_go(mails: list[Mail]) -> None:
-    gate = Gate(mails[0], ACTORS)
-    gate.open(1)
-    collected(mails, 1, 2, 0)
+    gate = Gate(mails[0], ACTORS, HEADS)
+    gate.open()
+    collected(mails, 1, 2, 0, 3)
     order(mails, "save")
     order(mails, "stop")
     assert everyone_heard(mails) == ["go 1"]
-    gate.open(2)
+    gate.open()
     assert everyone_heard(mails) == ["save", "stop"]
-    collected(mails, 2, 0, 2)
+    collected(mails, 2, 0, 2, 3)
     assert everyone_heard(mails) == ["go 2"]
 
 
 def test_an_order_that_waits_is_given_once(mails: list[Mail]) -> None:
-    gate = Gate(mails[0], ACTORS)
+    gate = Gate(mails[0], ACTORS, HEADS)
     for rank in (1, 2, 0, 1):  # as when every node's agent gets the same signal
         order(mails, "save", rank)
-    gate.open(1)
+    gate.open()
     assert everyone_heard(mails) == ["save"]
     order(mails, "save")  # another one, later
     assert everyone_heard(mails) == ["save"]
 
 
 def test_every_actor_obeys_before_it_goes_whenever_orders_come(mails: list[Mail]) -> None:
-    """Two hundred orders against forty batches: each comes once, in the same batch on both actors."""
-    gate = Gate(mails[0], ACTORS)
+    """Two hundred orders against forty batches: each comes once, in the same batch on both heads."""
+    gate = Gate(mails[0], ACTORS, HEADS)
     done = threading.Event()
 
     def give_orders() -> None:
@@ -123,8 +158,11 @@ def test_every_actor_obeys_before_it_goes_whenever_orders_come(mails: list[Mail]
     batch = 0
     while batch < 40 or not done.is_set():
         batch += 1
-        gate.open(batch)
-        for rank in reversed(ACTORS):
+        early, late = ((2, 3), (0,)) if batch % 2 else ((), (0, 3, 2))
+        for rank in early:
+            mails[rank].send(0, "collected", {"batch": batch})
+        gate.open()
+        for rank in late:
             mails[rank].send(0, "collected", {"batch": batch})
         for rank in ACTORS:
             obeyed[rank].append([])
@@ -133,42 +171,46 @@ def test_every_actor_obeys_before_it_goes_whenever_orders_come(mails: list[Mail]
             assert message.meta["batch"] == batch
     mails[1].send(0, "mark")
     take(mails[0], "mark")
-    gate.open(batch + 1)
+    gate.open()
     last = everyone_heard(mails)
     assert obeyed[0] == obeyed[2]
     assert [text for texts in obeyed[0] for text in texts] + last == [str(number) for number in range(200)]
+    assert not any(obeyed[3])
 
 
-def test_a_batch_that_is_not_open_is_a_mistake(mails: list[Mail]) -> None:
-    gate = Gate(mails[0], ACTORS)
-    gate.open(2)
-    mails[2].send(0, "collected", {"batch": 1})
-    with pytest.raises(AssertionError, match="'batch': 1"):
-        mails[0].receive("never", timeout_s=5)
-
-
-def test_an_actor_that_serves_obeys_between_two_messages(mails: list[Mail]) -> None:
-    obeyed: list[str] = []
+def test_ranks_that_serve_obey_between_two_messages(mails: list[Mail]) -> None:
+    """The follower hears of orders from its engine's lead alone."""
     stages: list[str] = []
 
     @contextmanager
     def stage(name: str) -> Iterator[None]:
         stages.append(name)
-        with nullcontext():
-            yield
+        yield
 
-    gate = Gate(mails[0], ACTORS)
-    gate.open(1)
+    def orders_obeyed(rank: int, followers: tuple[int, ...]) -> list[str]:
+        obeyed: list[str] = []
+        world = SimpleNamespace(mail=mails[rank], stage=stage)
+        serve(world, [OrderService(mails[rank], followers, obeyed.append)], until=lambda: len(obeyed) == 2)
+        return obeyed
+
+    gate = Gate(mails[0], ACTORS, HEADS)
+    gate.open()
     order(mails, "save")
     order(mails, "stop")
-    world = SimpleNamespace(mail=mails[2], stage=stage)
-    serve(world, [OrderService(obeyed.append)], until=lambda: len(obeyed) == 2)
-    assert (obeyed, stages) == (["save", "stop"], ["checkpoint", "checkpoint"])
+    assert heard(mails, 3) == []
+    assert orders_obeyed(2, (3,)) == ["save", "stop"]
+    assert orders_obeyed(3, ()) == ["save", "stop"]
+    assert stages == ["checkpoint"] * 4
 
 
-def test_what_obeying_raises_ends_the_wait() -> None:
+def test_followers_are_told_before_their_lead_obeys(mails: list[Mail]) -> None:
+    """Obeying is a collective that needs them, and may end with an exception."""
+    told: list[str] = []
+
     def stop(text: str) -> None:
+        told.extend(take(mails[rank], "obey").meta["order"] for rank in (3, 1))
         raise RuntimeError(f"told to {text}")
 
     with pytest.raises(RuntimeError, match="told to stop"):
-        OrderService(stop).handle(Message(0, "obey", {"order": "stop"}))
+        OrderService(mails[2], (3, 1), stop).handle(Message(0, "obey", {"order": "stop"}))
+    assert told == ["stop", "stop"]
