@@ -261,7 +261,11 @@ def _delete(folder: Path) -> None:
 
 
 def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.exists() else None
+    """None where it is not, or no longer: another node may give its folder the final name."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _describe(folder: Path) -> dict[str, Any]:
