@@ -57,6 +57,9 @@ MODELS = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
 }
 
 
+DCP_SETTINGS = ("default", "kept", "kept, in the background")
+
+
 class Bench:
     """One rank of the benchmark."""
 
@@ -198,7 +201,7 @@ class Bench:
             "in loop": partial(self.ours, pause_s),
             "probe": self.probe,
         }
-        stagers = dcp_stagers(self.on_gpu)
+        stagers = {name: stager for name, stager in dcp_stagers(self.on_gpu).items() if name in self.args.dcp}
         for setting, stager in stagers.items():
             works[setting] = partial(self.dcp, stager)
         rounds = [{name: self.slowest(work()) for name, work in works.items()} for _ in range(self.args.rounds + 1)]
@@ -258,7 +261,7 @@ def dcp_stagers(on_gpu: bool) -> dict[str, AsyncStager | None]:
         stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]  # torch 2.11 does it after each copy
         return stager
 
-    return {"default": None, "kept": keep(False), "kept, in the background": keep(True)}
+    return dict(zip(DCP_SETTINGS, (None, keep(False), keep(True)), strict=True))
 
 
 def one_batch() -> Batch:
@@ -295,6 +298,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="any size", help="or one of these shapes")
     parser.add_argument("--rollout-seconds", type=float, help="default: 2 on CPUs, 10 on a GPU")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dcp", nargs="+", choices=DCP_SETTINGS, default=DCP_SETTINGS, help="ways to take its copy")
     parser.add_argument(
         "--folder", help="on the disk to measure; what is written there is removed; default: a temporary one"
     )

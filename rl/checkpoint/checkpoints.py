@@ -73,8 +73,7 @@ class Checkpoints:
         if self._unprobed_step:  # no update will bring its logits
             self._learner.run_probe()
             self._add_probe()
-        self._saver.wait_committed()
-        self._saver.wait_probed()
+        self._saver.wait_done()
 
     def _add_probe(self) -> None:
         """Logits of the policy that was saved, which the learner has since."""

@@ -132,7 +132,7 @@ def _follow(shelf: Shelf, own: Resume | None, path: str) -> Resume:
         raise ConfigError(f"checkpoint.resume: got {path!r}, no folder on any node; give auto, never or a folder")
     place, origin = Path(there[0].meta["place"]), str(Path(path).resolve())
     if own is not None and shelf.root.resolve() in (place, place.parent):
-        if max((entry["step"] for _, entry in _entries(there)), default=0) != own.manifest.step:
+        if own.manifest.save_id not in {entry["save_id"] for _, entry in _entries(there)}:
             raise ConfigError(
                 f"checkpoint.resume: got {path!r}, but this run has gone on to step {own.manifest.step}; to go on from "
                 "an older step give the new run another run.name, to go on from the newest set checkpoint.resume=auto"
@@ -166,15 +166,14 @@ def _load(shelf: Shelf, answers: Sequence[Message], is_own: bool) -> Resume | No
     readable = {entry["save_id"]: (answer, entry) for answer, entry in entries if not entry["error"]}
     if is_own:
         _check_one_run(answers, [entry for _, entry in readable.values() if entry["save_id"] in marked])
-    newest = max((entry["step"] for _, entry in readable.values()), default=0)
-    torn = [entry for _, entry in entries if entry["committed"] and entry["error"] and entry["step"] > newest]
-    if torn:
-        raise ConfigError("; ".join(dict.fromkeys(entry["error"] for entry in torn)))
+    torn = {entry["step"]: entry["error"] for _, entry in entries if entry["committed"] and entry["error"]}
     for answer, entry in sorted(readable.values(), key=lambda pair: -pair[1]["saved_at"]):
         asked = shelf.call(answer.source, "get", folder=entry["folder"], file=MANIFEST, begin=0, num_bytes=None)
         manifest = Manifest.from_json(shelf.wait(asked).payload, f"{entry['folder']}/{MANIFEST}")
         holders, problems = _locate(manifest, answers)
         others = sorted({other["step"] for _, other in entries if other["save_id"] in marked - {manifest.save_id}})
+        if not problems and max(torn, default=0) > manifest.step:
+            break  # what is newer was committed too
         if not problems:
             steps = {step for step in others if step < manifest.step} | {manifest.step}
             same = [other for _, other in entries if other["save_id"] == manifest.save_id]
@@ -186,8 +185,10 @@ def _load(shelf: Shelf, answers: Sequence[Message], is_own: bool) -> Resume | No
                 origin=manifest.state.get("origin", ""),
                 has_probe=any(PROBE in other["files"] for other in same),
             )
-        if manifest.save_id in marked:
+        if problems and manifest.save_id in marked:
             raise ConfigError(_incomplete(manifest, entry["folder"], problems, others))
+    if torn:
+        raise ConfigError(torn[max(torn)])
     return None
 
 

@@ -42,9 +42,9 @@ class Saver:
         self._host = HostCopy(world.device)
         self._work: queue.SimpleQueue[tuple[int, Callable[[], None]]] = queue.SimpleQueue()  # step, what to do
         self._saved: queue.SimpleQueue[Message] = queue.SimpleQueue()  # to the leader
-        self._copied, self._idle, self._probed = threading.Event(), threading.Event(), threading.Event()
-        for event in (self._copied, self._idle, self._probed):
-            event.set()
+        self._copied, self._idle = threading.Event(), threading.Event()
+        self._copied.set()
+        self._idle.set()
         self._told_about_copies = False
         self._mail.on("saved", self._saved.put)
         self._mail.on("committed", lambda message: self._idle.set())
@@ -62,8 +62,7 @@ class Saver:
 
     def add_probe(self, step: int, probe: dict[str, Tensor]) -> None:
         """On the leader: logits for the checkpoint of this step, to be written when it is committed."""
-        self._probed.clear()
-        self._work.put((step, partial(self._write_probe, step, probe)))
+        self._work.put((step, partial(self._writer.write_probe, step_folder(step), probe)))
 
     def wait_copied(self) -> None:
         """Until the learner's memory may change."""
@@ -73,8 +72,12 @@ class Saver:
         """Until no save is in flight."""
         self._wait(self._idle)
 
-    def wait_probed(self) -> None:
-        self._wait(self._probed)
+    def wait_done(self) -> None:
+        """Until all that was asked for so far is on the disk."""
+        self.wait_committed()
+        done = threading.Event()
+        self._work.put((0, done.set))
+        self._wait(done)
 
     def _wait(self, event: threading.Event) -> None:
         while not event.wait(POLL_S):
@@ -89,10 +92,6 @@ class Saver:
                 shutil.rmtree(self._shelf.root / self._temporary(step), ignore_errors=True)
                 self._world.fail_in_background(error, "checkpoint", step)
                 return
-
-    def _write_probe(self, step: int, probe: dict[str, Tensor]) -> None:
-        self._writer.write_probe(step_folder(step), probe)
-        self._probed.set()
 
     def _save(self, snapshot: Snapshot) -> None:
         pieces = self._host.take([part.data for _, part in snapshot.parts], snapshot.ready)

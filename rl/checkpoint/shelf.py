@@ -66,9 +66,9 @@ class Shelf:
     def make_folders(self, run_id: str) -> None:
         """On all nodes, where later a missing folder means that a disk is gone. A run that was killed before its first
         checkpoint keeps the id that its folders have."""
-        answers = self.ask_all("make", run_id=run_id)
-        self.run_id = answers[0].meta["run_id"]
-        self.hosts = [answer.meta["host"] for answer in answers]
+        known = [answer.meta["run_id"] for answer in self.ask_all("read run id")]
+        self.run_id = next(filter(None, known), run_id)
+        self.hosts = [answer.meta["host"] for answer in self.ask_all("make", run_id=self.run_id)]
 
     def wait(self, future: Future[Message]) -> Message:
         """Its answer; raises when the world ends in the meantime."""
@@ -89,6 +89,7 @@ class Shelf:
         operations: dict[str, Callable[[Message], Answer]] = {
             "list": self._list,
             "get": self._get,
+            "read run id": lambda message: ({"run_id": self._read_run_id()}, b""),
             "make": self._make,
             "set aside": self._set_aside,
             "put": self._put,
@@ -128,7 +129,7 @@ class Shelf:
     def _read_run_id(self) -> str:
         try:
             return (self.root / RUN_ID).read_text()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return ""
 
     def _get(self, message: Message) -> Answer:
@@ -147,7 +148,7 @@ class Shelf:
                 (self.root / RUN_ID).write_text(message.meta["run_id"])
         except OSError as error:
             raise cannot_write(self.root, error) from error
-        return {"host": socket.gethostname(), "run_id": self._read_run_id()}, b""
+        return {"host": socket.gethostname()}, b""
 
     def _set_aside(self, message: Message) -> Answer:
         with suppress(FileNotFoundError):  # nothing to set aside, or another node on the same disk was first
@@ -193,7 +194,10 @@ class Shelf:
         temporary, final = self.root / message.meta["folder"], self.root / step_folder(step)
         self._check_root()
         for file, num_bytes in message.meta["expected"][self.keepers.index(self._mail.rank)].items():
-            if not any(_size(place / file) == num_bytes for place in (temporary, final)):
+            if _size(temporary / file) == num_bytes:
+                continue
+            # Another node on this disk may have given the folder its final name already.
+            if _describe(final)["save_id"] != name or _size(final / file) != num_bytes:
                 raise CheckpointError(
                     f"{temporary / file} was written and is gone: does another run of this name work in {self.root}?"
                 )

@@ -120,6 +120,7 @@ class Writer:
         if not path.parent.is_dir() or path.exists():
             return
         try:
+            part.unlink(missing_ok=True)  # of a kill
             file = write_whole(part, safetensors.torch.save(probe))
             part.rename(path)
             sync_folder(path.parent)

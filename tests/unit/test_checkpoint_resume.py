@@ -295,7 +295,6 @@ def test_a_new_run_gets_an_id_and_keeps_it(roots: list[Path], shelve: Shelve, ca
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.xfail(strict=True, reason="make_folders takes the first node's id and leaves others as they are")
 @pytest.mark.parametrize("node", [0, 1, 2])
 def test_a_run_that_saved_nothing_keeps_the_id_that_any_node_has(roots: list[Path], shelve: Shelve, node: int) -> None:
     """The other nodes are new, as after a failure of their machines."""
@@ -387,7 +386,6 @@ def test_a_torn_manifest_is_no_reason_to_start_over(root: Path, shelve: Shelve) 
         find_checkpoint(shelf, "auto")
 
 
-@pytest.mark.xfail(strict=True, reason="_load asks whether a torn step is newer than any readable, also an ignored one")
 @pytest.mark.parametrize("ignored", ["incomplete", "left behind"])
 def test_a_torn_manifest_is_not_passed_over_for_a_step_that_does_not_count(
     root: Path, shelve: Shelve, ignored: str
@@ -607,7 +605,6 @@ def test_a_first_node_without_the_folder_does_not_matter(roots: list[Path], shel
         find_checkpoint(shelf, str(roots[1].parent))
 
 
-@pytest.mark.xfail(strict=True, reason="_follow compares with the highest step in the folder, also one that is ignored")
 @pytest.mark.parametrize("ignored", ["incomplete", "left behind"])
 @pytest.mark.parametrize("path", ["run", "run/checkpoints"])
 def test_a_path_to_the_run_itself_where_a_higher_step_does_not_count(

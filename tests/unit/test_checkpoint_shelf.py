@@ -372,7 +372,6 @@ def test_a_step_with_a_file_that_is_gone_or_cut_gets_no_name(tmp_path: Path, fau
         assert not (roots[1] / "step_4.claim-w1-4").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="prepare takes files of the folder that it is to replace for its own")
 def test_files_of_the_step_that_is_to_be_replaced_are_not_those_expected(tmp_path: Path) -> None:
     """Two worlds of one name: the other one has saved this step, with files of the same sizes, and cleared ours."""
     with shelves_on([tmp_path]) as (shelf,):
@@ -384,7 +383,6 @@ def test_files_of_the_step_that_is_to_be_replaced_are_not_those_expected(tmp_pat
         assert (theirs / "COMMITTED").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="_size asks whether the file exists, and then for its size")
 def test_the_name_may_be_given_while_another_node_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one disk the folder gets its final name between two looks at it."""
     stat = Path.stat

@@ -225,3 +225,14 @@ def test_files_that_make_a_model_folder(tmp_path: Path) -> None:
         "merges.txt": b"",
         "chat_template.jinja": b"c",
     }
+
+
+def test_logits_are_added_where_a_kill_left_half_of_them(tmp_path: Path) -> None:
+    """The step has no logits when the run goes on, so it tries again: at every restart."""
+    probe = {"tokens": torch.tensor([1, 2]), "logits": torch.tensor([0.5])}
+    with shelves_on([tmp_path]) as (shelf,):
+        (tmp_path / "step_4").mkdir()
+        (tmp_path / "step_4" / "probe.part").write_bytes(b"half")
+        Writer(shelf, placed(1), 0, record_of(), 1).write_probe("step_4", probe)
+    saved = safetensors.torch.load_file(tmp_path / "step_4" / "probe.safetensors")
+    assert (saved["tokens"].tolist(), saved["logits"].tolist()) == ([1, 2], [0.5])
