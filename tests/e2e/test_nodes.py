@@ -72,3 +72,38 @@ def test_a_repeated_error_stops_the_agents_of_all_nodes(tmp_path: Path) -> None:
     assert output.count("oneworld: fatal, will not be restarted") == 1
     for node in nodes:
         assert "ZeroDivisionError: planted" in (tmp_path / node.name / "x" / "FATAL").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_node_is_gone_when_the_run_goes_on(copies: int, tmp_path: Path) -> None:
+    """Three nodes with private disks, then two: with one copy an error that names the third, with two it goes on."""
+    settings = f"rollout.engine=fake train.num_prompts_per_step=6 eval.interval=0 run.name=x checkpoint.copies={copies}"
+
+    def run(num_nodes: int, num_steps: int) -> tuple[list[int], str]:
+        command = f"torchrun --nnodes {num_nodes} --nproc-per-node 1 --rdzv-endpoint head:29500 train.py {settings}"
+        with cluster(3) as nodes:
+            agents = []
+            try:
+                for node in nodes[:num_nodes]:
+                    agents.append(node.start(f"{command} train.num_steps={num_steps} run.dir={tmp_path / node.name}"))
+                codes = [agent.wait(timeout=150) for agent in agents]
+            finally:
+                end(agents)
+            return codes, "\n".join(node.output for node in nodes[:num_nodes])
+
+    codes, output = run(3, 2)
+    assert codes == [0, 0, 0], output[-4000:]
+    codes, output = run(2, 3)
+    if copies == 1:
+        assert 0 not in codes
+        assert "step 2 was committed, but 2 of its " in output, output
+        assert "model-00002-of-00003.safetensors" in output
+        assert output.count("was saved on node2") == 2
+        assert not (tmp_path / "node0" / "x" / "checkpoints" / "step_3").exists()
+    else:
+        assert codes == [0, 0], output[-4000:]
+        assert "goes on after step 2" in output
+        for node in ("node0", "node1"):
+            assert (tmp_path / node / "x" / "checkpoints" / "step_3" / "COMMITTED").exists()
