@@ -1,11 +1,17 @@
-"""A world that trains and saves at every step, without engines; each rank may be a node with a disk of its own.
+"""Worlds that train and save at every step, without engines; each rank is a node, maybe with a disk of its own.
 
-`checkpoint_world.py JOB` is one rank of it, run by torchrun. The leader appends what happened to the job's log: the
-step that the world went on from and the digest of the whole state there, then loss and digest of every step.
+`checkpoint_world.py JOBS` runs one world after the other and prints what came of each. Their ranks are forks of this
+process, so that a start costs no imports. The leader appends what happened to the job's log: the step that the world
+went on from and the digest of the whole state there, then loss and digest of every step.
 """
 
 import json
+import os
+import signal
+import socket
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +35,7 @@ from rl.sync.plan import wire_tensors
 from rl.world import World, join
 
 NUM_PROMPTS = 5
+MAX_WORLD_S = 60.0
 VOCABULARY = 37  # divides by no number of ranks
 
 
@@ -129,7 +136,7 @@ def train(run: Run, job: Job) -> None:
     checkpoints.close()
 
 
-def main(job: Job) -> None:
+def rank_of_world(job: Job) -> None:
     with join() as world:
         run = open_run(world, job)
         if "actor" in run.roles:
@@ -141,5 +148,51 @@ def main(job: Job) -> None:
             world.mail.receive("end")
 
 
+def fork_world(job: Job, killed: int = -1, kill: Callable[[], None] | None = None) -> bool:
+    """Whether it came to its end by itself; rank `killed` calls `kill` first. What ranks say goes to LOG.output."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids: list[int] = []
+    size = len(job.folders)
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, pids[0] if pids else 0)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+            os.environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            output = os.open(f"{job.log}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            if kill is not None and rank == killed:
+                kill()
+            rank_of_world(job)
+            os._exit(99)  # never reached: leaving the world ends the process
+        os.setpgid(pid, pids[0] if pids else pid)
+        pids.append(pid)
+    deadline = time.monotonic() + MAX_WORLD_S
+    codes: dict[int, int] = {}
+    while len(codes) < size:
+        for pid in set(pids) - codes.keys():
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = status
+        if time.monotonic() > deadline:
+            os.killpg(pids[0], signal.SIGKILL)
+            raise SystemExit(f"not ended within {MAX_WORLD_S} s:\n{Path(f'{job.log}.output').read_text()[-3000:]}")
+        time.sleep(0.01)
+    return all(code == 0 for code in codes.values())
+
+
+def main(jobs: list[Job]) -> None:
+    outcomes = []
+    for job in jobs:
+        output = Path(f"{job.log}.output")
+        start = output.stat().st_size if output.exists() else 0
+        ended = fork_world(job)
+        outcomes.append({"ended": ended, "output": output.read_bytes()[start:].decode()})
+    print(json.dumps(outcomes))
+
+
 if __name__ == "__main__":
-    main(Job(**json.loads(sys.argv[1])))
+    main([Job(**job) for job in json.loads(sys.argv[1])])

@@ -2,7 +2,7 @@
 
     kill_saver.py MODEL FOLDER NUM_KILLS private|shared
 
-Worlds are forks of this process, so that a start costs no imports. The killed rank ends itself at its n-th call that
+The killed rank ends itself at its n-th call that
 changes the disk, or all ranks are killed from outside at that moment. After each kill the newest step that the disks
 hold is checked here, file by file; the next world must go on from it, with the state that an uninterrupted run had at
 that step. Prints one JSON line.
@@ -12,19 +12,16 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from rl.checkpoint.manifest import COMMITTED, MANIFEST, STEP_FOLDER, Manifest
 from rl.checkpoint.shard_file import digest
-from tests.distributed.checkpoint_world import Job, main
+from tests.distributed.checkpoint_world import Job, fork_world
 
 NUM_RANKS = 2
-MAX_WORLD_S = 60.0
 STRUCTURE = ("fsync", "mkdir", "rename", "unlink", "rmdir")  # a save makes about 16 of these on a rank
 CALLS = ("open", "write", *STRUCTURE)  # and about 90 of these
 
@@ -56,43 +53,6 @@ def kill_at(call: int, calls: Sequence[str], everyone: bool) -> None:
         setattr(os, name, counted(function))
 
 
-def run_world(job: Job, killed: int = -1, kill: Callable[[], None] | None = None) -> bool:
-    """Whether it came to its end by itself; rank `killed` calls `kill` first."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pids: list[int] = []
-    for rank in range(NUM_RANKS):
-        pid = os.fork()
-        if pid == 0:
-            os.setpgid(0, pids[0] if pids else 0)
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
-            os.environ |= {"LOCAL_WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            output = os.open(f"{job.log}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            if kill is not None and rank == killed:
-                kill()
-            main(job)
-            os._exit(99)
-        os.setpgid(pid, pids[0] if pids else pid)
-        pids.append(pid)
-    deadline = time.monotonic() + MAX_WORLD_S
-    codes: dict[int, int] = {}
-    while len(codes) < NUM_RANKS:
-        for pid in set(pids) - codes.keys():
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                codes[pid] = status
-        if time.monotonic() > deadline:
-            os.killpg(pids[0], signal.SIGKILL)
-            raise SystemExit(
-                f"a world did not end within {MAX_WORLD_S} s:\n{Path(f'{job.log}.output').read_text()[-3000:]}"
-            )
-        time.sleep(0.01)
-    return all(code == 0 for code in codes.values())
-
-
 def newest_step(folders: list[str]) -> int:
     """The newest step of which every byte lies on some disk; none that a disk calls committed may be newer."""
     roots = [Path(folder) / "checkpoints" for folder in folders]
@@ -120,7 +80,7 @@ def entries(log: str) -> list[dict]:
 def kill_and_resume(model: str, folder: Path, num_kills: int, disks: str) -> dict:
     num_steps = 3 * num_kills + 8
     reference = Job(model, [str(folder / "reference")] * NUM_RANKS, num_steps, str(folder / "reference.log"))
-    assert run_world(reference), Path(f"{reference.log}.output").read_text()[-3000:]
+    assert fork_world(reference), Path(f"{reference.log}.output").read_text()[-3000:]
     states = {entry["step"]: entry["state"] for entry in entries(reference.log)}
     nodes = [str(folder / ("disk" if disks == "shared" else f"disk{rank}")) for rank in range(NUM_RANKS)]
     job = Job(model, nodes, num_steps, str(folder / "killed.log"))
@@ -130,7 +90,7 @@ def kill_and_resume(model: str, folder: Path, num_kills: int, disks: str) -> dic
         killed, everyone = kills % NUM_RANKS, kills % 5 == 0
         calls, call = (STRUCTURE, source.randrange(1, 48)) if kills % 4 < 2 else (CALLS, source.randrange(1, 270))
         seen = len(entries(job.log))
-        ended = run_world(job, killed, partial(kill_at, call, calls, everyone))
+        ended = fork_world(job, killed, partial(kill_at, call, calls, everyone))
         news = entries(job.log)[seen:]  # none when it was killed before it had resumed
         assert all(entry["step"] == newest for entry in news[:1]), f"went on from {news[0]}, not from step {newest}"
         for entry in news:
@@ -140,7 +100,7 @@ def kill_and_resume(model: str, folder: Path, num_kills: int, disks: str) -> dic
         assert not ended, f"call {call} of rank {killed} was not reached in {num_steps} steps"
         newest, kills = after, kills + 1
         moments.add((calls, call))
-    assert run_world(job)
+    assert fork_world(job)
     assert newest_step(nodes) == num_steps
     assert entries(job.log)[-1]["state"] == states[num_steps]
     return {

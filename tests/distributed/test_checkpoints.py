@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from rl.checkpoint.manifest import MANIFEST, Manifest
 from tests.distributed.checkpoint_world import Job
-from tests.launcher import ROOT, activated_environment, finish, start
+from tests.launcher import ROOT, activated_environment
 
 pytestmark = pytest.mark.timeout(150)
 SHAPE = {
@@ -43,23 +44,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(job: Job, num_ranks: int | None = None) -> str:
-    """The output of a world that must succeed."""
-    process = start(f"--nproc-per-node={num_ranks or len(job.folders)}", _script(), json.dumps(asdict(job)))
-    output = finish(process, 100)
-    assert process.returncode == 0, output[-4000:]
-    return output
+def worlds(*jobs: Job) -> list[dict[str, Any]]:
+    """What came of each, one after the other."""
+    command = [sys.executable, "tests/distributed/checkpoint_world.py", json.dumps([asdict(job) for job in jobs])]
+    done = subprocess.run(command, cwd=ROOT, env=activated_environment(), capture_output=True, text=True, timeout=140)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout)
 
 
-def fail(job: Job) -> str:
-    process = start(f"--nproc-per-node={len(job.folders)}", _script(), json.dumps(asdict(job)))
-    output = finish(process, 100)
-    assert process.returncode != 0, output
-    return output
-
-
-def _script() -> str:
-    return "tests/distributed/checkpoint_world.py"
+def run(*jobs: Job) -> None:
+    for outcome in worlds(*jobs):
+        assert outcome["ended"], outcome["output"][-4000:]
 
 
 def log_of(job: Job) -> list[dict]:
@@ -85,21 +80,20 @@ def test_resume_at_any_number_of_ranks_with_the_same_state(models: Path, tmp_pat
     saved, bit for bit, and the losses are those of a world that never stopped."""
     model, shared = str(models / "qwen3"), str(tmp_path / "run")
     whole = Job(model, disks(tmp_path, *["whole"] * 4), 8, str(tmp_path / "whole.log"))
-    run(whole)
-    expected = {entry["step"]: entry for entry in log_of(whole)}
-    worlds = [
+    placements = [
         (4, {"actor,rollout": "all"}, 1),
         (2, {"rollout": "0", "actor": "1"}, 1),
         (4, {"actor,rollout": "all"}, 2),
         (3, {"rollout": "0", "actor": "1-2"}, 1),
     ]
+    jobs = []
+    for index, (num_ranks, placement, replicas) in enumerate(placements):
+        settings, log = [f"actor.num_replicas={replicas}"], str(tmp_path / f"{index}.log")
+        jobs.append(Job(model, [shared] * num_ranks, 2 * index + 2, log, placement, replicas, settings))
+    run(whole, *jobs)
+    expected = {entry["step"]: entry for entry in log_of(whole)}
     before = expected[0]["state"]
-    for index, (num_ranks, placement, replicas) in enumerate(worlds):
-        job = Job(
-            model, [shared] * num_ranks, 2 * index + 2, str(tmp_path / f"{index}.log"), placement, replicas,
-            [f"actor.num_replicas={replicas}"],
-        )  # fmt: skip
-        run(job)
+    for index, job in enumerate(jobs):
         resumed, *steps = log_of(job)
         assert (resumed["step"], resumed["state"]) == (2 * index, before)
         assert [entry["step"] for entry in steps] == [2 * index + 1, 2 * index + 2]
@@ -107,62 +101,56 @@ def test_resume_at_any_number_of_ranks_with_the_same_state(models: Path, tmp_pat
             assert entry["taken"] == expected[entry["step"]]["taken"]
             assert entry["loss"] == pytest.approx(expected[entry["step"]]["loss"], abs=1e-5)
         before = steps[-1]["state"]
-    first = log_of(Job(model, [], 0, str(tmp_path / "0.log")))
-    assert [entry["state"] for entry in first] == [expected[step]["state"] for step in (0, 1, 2)]
+    assert [entry["state"] for entry in log_of(jobs[0])] == [expected[step]["state"] for step in (0, 1, 2)]
 
 
 def test_n_steps_equal_k_steps_a_resume_and_the_rest(models: Path, tmp_path: Path) -> None:
     """Bit for bit, random generators included."""
-    model = str(models / "llama")
+    model, log = str(models / "llama"), str(tmp_path / "parts.log")
     whole = Job(model, disks(tmp_path, "whole0", "whole1"), 6, str(tmp_path / "whole.log"))
-    run(whole)
-    nodes = disks(tmp_path, "node0", "node1")
-    for num_steps in (2, 6):
-        run(Job(model, nodes, num_steps, str(tmp_path / "parts.log")))
-    rows = log_of(Job(model, [], 0, str(tmp_path / "parts.log")))
-    assert [row for row in rows if "loss" in row] == [row for row in log_of(whole) if "loss" in row]
-    for one, other in zip(whole.folders, nodes, strict=True):
+    parts = [Job(model, disks(tmp_path, "node0", "node1"), num_steps, log) for num_steps in (2, 5, 6)]
+    run(whole, *parts)
+    assert [row for row in log_of(parts[0]) if "loss" in row] == [row for row in log_of(whole) if "loss" in row]
+    for one, other in zip(whole.folders, parts[0].folders, strict=True):
         saved = [manifest_of(folder, 6).files for folder in (one, other)]
         slices = [{(part.key, part.offsets): part.digest for file in files for part in file.slices} for files in saved]
         assert slices[0] == slices[1]
 
 
-def test_private_disks(models: Path, tmp_path: Path) -> None:
-    """Three nodes: the same, in another order, one of them gone with 1 copy (an error) and with 2 (it resumes)."""
-    model = str(models / "llama")
-    for copies in (1, 2):
-        names = [f"{copies}node{index}" for index in range(3)]
-        settings = [f"checkpoint.copies={copies}", "checkpoint.keep_last=1"]
-        log = str(tmp_path / f"{copies}.log")
-        run(Job(model, disks(tmp_path, *names), 2, log, settings=settings))
-        shards = [f"{kind}-0000{index}-of-00003.safetensors" for index in range(3) for kind in ("model", "optimizer")]
-        held = [files_of(folder, 2) for folder in disks(tmp_path, *names)]
-        for index in range(3):
-            own = {name for name in shards if f"-0000{index}-" in name}
-            copied = {name for name in shards if f"-0000{(index - 1) % 3}-" in name}
-            small = {"probe.safetensors"} if index == 0 or (copies == 2 and index == 1) else set()
-            assert held[index] == own | small | (copied if copies == 2 else set())
-        assert files_of(str(tmp_path / names[0]), 1) == set()  # keep_last
-        state = log_of(Job(model, [], 0, log))[-1]["state"]
-        turned = disks(tmp_path, names[2], names[0], names[1])
-        if copies == 1:
-            run(Job(model, turned, 3, log, settings=settings))
-            resumed = [entry for entry in log_of(Job(model, [], 0, log)) if entry.get("resumed")][-1]
-            assert (resumed["step"], resumed["state"]) == (2, state)
-        left = Job(model, turned[:2], 4, log, settings=settings)
-        before = sorted(str(path) for path in tmp_path.rglob("*") if path.is_file())
-        if copies == 1:
-            output = fail(left)
-            assert "step 3 was committed, but 2 of its " in output
-            assert "model-00002-of-00003.safetensors" in output
-            assert "optimizer-00002-of-00003.safetensors" in output
-            assert "was saved on " in output
-            after = sorted(str(path) for path in tmp_path.rglob("*") if path.is_file() and path.name != "FATAL")
-            assert [path for path in before if path not in after] == []
-        else:
-            run(left)
-            resumed = [entry for entry in log_of(Job(model, [], 0, log)) if entry.get("resumed")][-1]
-            assert (resumed["step"], resumed["state"]) == (2, state)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_private_disks(copies: int, models: Path, tmp_path: Path) -> None:
+    """Three nodes; the same in another order; one of them gone, with 1 copy (an error) and with 2 (it goes on)."""
+    model, log = str(models / "llama"), str(tmp_path / "log")
+    nodes = disks(tmp_path, "node0", "node1", "node2")
+    turned = [nodes[2], nodes[0], nodes[1]]
+    settings = [f"checkpoint.copies={copies}", "checkpoint.keep_last=1"]
+    run(Job(model, nodes, 2, log, settings=settings))
+    shards = [f"{kind}-0000{index}-of-00003.safetensors" for index in range(3) for kind in ("model", "optimizer")]
+    for index, folder in enumerate(nodes):
+        own = {name for name in shards if f"-0000{index}-" in name}
+        copied = {name for name in shards if f"-0000{(index - 1) % 3}-" in name}
+        small = {"probe.safetensors"} if index == 0 or (copies == 2 and index == 1) else set()
+        assert files_of(folder, 2) == own | small | (copied if copies == 2 else set())
+        assert files_of(folder, 1) == set()  # keep_last
+    run(Job(model, turned, 3, log, settings=settings))
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    left = Job(model, turned[:2], 4, log, settings=settings)
+    (outcome,) = worlds(left)
+    entries = log_of(left)
+    resumed = [index for index, entry in enumerate(entries) if entry.get("resumed")]
+    for index in resumed[1:]:
+        before_it = entries[index - 1]
+        assert (entries[index]["step"], entries[index]["state"]) == (before_it["step"], before_it["state"])
+    if copies == 2:
+        assert outcome["ended"], outcome["output"][-4000:]
+        assert [entries[index]["step"] for index in resumed] == [0, 2, 3]
+        return
+    assert not outcome["ended"]
+    assert "step 3 was committed, but 2 of its " in outcome["output"]
+    assert "model-00002-of-00003.safetensors" in outcome["output"]
+    assert "optimizer-00002-of-00003.safetensors" in outcome["output"]
+    assert "was saved on " in outcome["output"]
+    assert [path for path in before if not path.exists()] == []
 
 
 def test_what_a_checkpoint_holds(models: Path, tmp_path: Path) -> None:
