@@ -27,8 +27,8 @@ def train(world: World, config: Config, actor: Actor) -> None:
     num_prompts = config.train.num_prompts_per_step
     with world.stage("sync"):
         version = actor.sync.publish()  # engines start from dummy weights
-    if actor.step == 0:
-        report(world, config, actor, 0, version, evaluate(world, config, actor, 0, version))
+    if not actor.is_evaluated:  # before training, or where a signal cut it off
+        report(world, config, actor, actor.step, version, evaluate(world, config, actor, actor.step, version))
     for step in range(actor.step + 1, config.train.num_steps + 1):
         world.step = step
         with world.stage("step"):
@@ -58,7 +58,8 @@ def train(world: World, config: Config, actor: Actor) -> None:
             report(world, config, actor, step, version, values, batch)
         with world.stage("checkpoint"):
             actor.checkpoints.end_step(step, values)
-    actor.checkpoints.close()
+    with world.stage("checkpoint"):
+        actor.checkpoints.close()
 
 
 def evaluate(world: World, config: Config, actor: Actor, step: int, version: int) -> dict[str, float]:

@@ -36,7 +36,7 @@ class Report:
         if self.cause == "interrupt":
             return f"oneworld: interrupted at step {self.step}, stage {self.stage}"
         if self.cause == "stopped":
-            return f"oneworld: stopped at step {self.step}, stage {self.stage}: {self.error}; start again to go on"
+            return f"oneworld: stopped at step {self.step}, stage {self.stage}: {self.error}"
         if self.cause == "fatal":
             return f"oneworld: {self.error}"
         return f"oneworld: {place}: {self.error}" + (f"\n{self.trace.rstrip()}" if self.trace else "")

@@ -67,6 +67,7 @@ class Actor:
     sync: WeightSync
     checkpoints: Checkpoints
     step: int  # that the run goes on from; 0: it starts from the model
+    is_evaluated: bool  # whether that step was, where it had to be
     pg: dist.ProcessGroup
     folder: Path  # of the run
     tokenizer: Tokenizer
@@ -161,8 +162,9 @@ def build_actor(run: Run) -> Actor:
     sync = _build_sync(run, tensors, [service.engine] if service else [], model)
     rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service, checkpoints.obey)
     step = run.resume.manifest.step if run.resume is not None else 0
+    is_evaluated = run.resume is not None and run.resume.manifest.state["is_evaluated"]
     scorer, pg = _build_scorer(run, model), run.groups.actor_pg
-    actor = Actor(learner, scorer, rollouts, sync, checkpoints, step, pg, run.folder, tokenizer)
+    actor = Actor(learner, scorer, rollouts, sync, checkpoints, step, is_evaluated, pg, run.folder, tokenizer)
     if is_leader:
         actor.stream = PromptStream(prompts, config.run.seed)
         if run.resume is not None:

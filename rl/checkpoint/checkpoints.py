@@ -13,7 +13,6 @@ from rl.checkpoint.snapshot import Snapshot, generators
 from rl.config import CheckpointConfig
 from rl.data.prompts import PromptStream
 from rl.learner import Learner
-from rl.world import Stopped
 
 
 class Checkpoints:
@@ -33,28 +32,35 @@ class Checkpoints:
         self._saved_step = self._unprobed_step = 0  # the newest that was saved, and as long as it has no logits yet
         self._best: Best | None = None
         self._origin = resume.origin if resume is not None else ""
+        self._is_ending, self._is_save_wanted = False, False  # a step's update has ended, the step itself not yet
         if resume is not None and resume.is_own:
             self._saved_step = resume.manifest.step
             self._unprobed_step = 0 if resume.has_probe else resume.manifest.step
-            saver.steps = set(resume.committed)
-            best = resume.manifest.state["best"]
-            self._best = Best(**best) if best else None
+            saver.steps, saver.saved_at = set(resume.committed), resume.manifest.saved_at
+            best, before = resume.manifest.state["best"], resume.manifest.config["checkpoint"]
+            same = all(before[name] == getattr(config, name) for name in ("best_metric", "best_is_lowest"))
+            self._best = Best(**best) if best and same else None
 
     def end_update(self, step: int, version: int, stream: PromptStream | None) -> None:
         """The policy is that of this step, and the leader's prompt stream stands at its end: from here until the next
         update begins this is what a save saves."""
         state: dict[str, Any] = {"version": version, "num_updates": self._learner.num_updates, "origin": self._origin}
+        state["is_evaluated"] = False
         if stream is not None:
             state |= {"position": stream.position, "data": stream.digest}
         self._ended = (step, state, generators())
+        self._is_ending = True
         self._add_probe()
 
     def end_step(self, step: int, values: Mapping[str, float]) -> None:
         """Saves where a checkpoint is due; returns while it is written."""
+        assert self._ended is not None
+        self._ended[1]["is_evaluated"] = True
+        is_wanted, self._is_save_wanted, self._is_ending = self._is_save_wanted, False, False
         check_metric(values, self._config)
         best = better(self._best, step, values, self._config)
         is_best, self._best = best is not self._best, best
-        if is_best or is_due(step, self._num_steps, self._config):
+        if is_best or is_wanted or is_due(step, self._num_steps, self._config):
             self._save()
 
     def wait_copied(self) -> None:
@@ -62,11 +68,15 @@ class Checkpoints:
         self._saver.wait_copied()
 
     def obey(self, order: str) -> None:
-        """A signal's wish, brought to every actor before this step's update: save now, or save and stop."""
+        """A signal's wish, brought to every actor while it waits for rollouts: save now, or save and stop. A save may
+        wait for the end of an evaluation, which decides what is best."""
+        if order == "save" and self._is_ending:
+            self._is_save_wanted = True
+            return
         self._save()
         if order == "stop":
             self.close()
-            raise Stopped(f"step {self._saved_step} is saved" if self._saved_step else "no step had ended yet")
+            self._saver.stop(f"step {self._saved_step} is saved" if self._saved_step else "no step had ended yet")
 
     def close(self) -> None:
         """The last checkpoint is complete."""
@@ -94,7 +104,7 @@ class Checkpoints:
             parts=self._learner.state_slices() if self._saver.is_owner else (),
             ready=self._saver.mark(),
             rank_state=rank_state,
-            state=state | {"best": dataclasses.asdict(self._best) if self._best else None},
+            state={**state, "best": dataclasses.asdict(self._best) if self._best else None},
             steps_to_keep=frozenset(kept({*self._saver.steps, step}, self._best, self._config)),
         )
         self._saver.start(snapshot)

@@ -108,9 +108,10 @@ def find_checkpoint(shelf: Shelf, resume: str) -> Resume | None:
     if resume not in ("auto", "never"):
         found = _follow(shelf, found, resume)
     if found is not None and found.is_own:
-        places = {holder for holders in found.holders.values() for holder in holders}
-        for rank, folder in places:  # on all nodes, also where a kill came before the marker
-            shelf.wait(shelf.call(rank, "confirm", folder=folder, save_id=found.manifest.save_id))
+        for answer, entry in _entries(own):  # on all nodes, also where a kill came before the marker
+            if entry["save_id"] == found.manifest.save_id and not entry["committed"]:
+                asked = shelf.call(answer.source, "confirm", folder=entry["folder"], save_id=entry["save_id"])
+                shelf.wait(asked)
     return found
 
 
@@ -162,7 +163,7 @@ def _load(shelf: Shelf, answers: Sequence[Message], is_own: bool) -> Resume | No
     """The step that was saved last. It counts when some node has its marker, or when all of it is in reach: no node
     gives a step its final name before all nodes have written all of it."""
     entries = _entries(answers)
-    marked = {entry["save_id"] for _, entry in entries if entry["committed"]}
+    marked = {entry["save_id"] for _, entry in entries if entry["committed"] and not entry["error"]}
     readable = {entry["save_id"]: (answer, entry) for answer, entry in entries if not entry["error"]}
     if is_own:
         _check_one_run(answers, [entry for _, entry in readable.values() if entry["save_id"] in marked])

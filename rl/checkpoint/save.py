@@ -27,7 +27,7 @@ from rl.checkpoint.snapshot import HostCopy, Snapshot
 from rl.checkpoint.write import Record, Writer
 from rl.mail import Message
 from rl.placement import Placement
-from rl.world import World
+from rl.world import Stopped, World
 
 
 class Saver:
@@ -36,6 +36,7 @@ class Saver:
     def __init__(self, world: World, placement: Placement, shelf: Shelf, record: Record, copies: int):
         self.is_owner, self.is_leader = world.rank in placement.owners, world.rank == placement.leader
         self.steps: set[int] = set()  # that are committed; the leader's
+        self.saved_at = 0.0  # the newest of them
         self._world, self._mail, self._placement = world, world.mail, placement
         self._shelf, self._record, self._copies = shelf, record, copies
         self._writer = Writer(shelf, placement, world.rank, record, copies)
@@ -78,6 +79,12 @@ class Saver:
         done = threading.Event()
         self._work.put((0, done.set))
         self._wait(done)
+
+    def stop(self, text: str) -> None:
+        """Ends the run. The leader says so, when its own files are complete; the others wait for the verdict."""
+        if self.is_leader:
+            raise Stopped(f"{text}; run.name={self._record.run_name} goes on from there")
+        self._mail.receive()
 
     def _wait(self, event: threading.Event) -> None:
         while not event.wait(POLL_S):
@@ -142,12 +149,17 @@ class Saver:
             run_name=self._record.run_name,
             step=snapshot.step,
             save_id=self._save_id(snapshot.step),
-            saved_at=time.time(),
+            saved_at=self._next_time(),
             state=snapshot.state | {"actors": ranks},
             config=self._record.config,
             placement={"roles": placement.roles, "hosts": hosts, "owners": placement.owners},
             files=tuple(sorted(files, key=lambda file: file.name)),
         )
+
+    def _next_time(self) -> float:
+        """Later than any before in this run, also where the leader's clock is not: the newest is found by it."""
+        self.saved_at = max(time.time(), self.saved_at + 1e-3)
+        return self.saved_at
 
     def _next_saved(self) -> Message:
         while True:

@@ -124,7 +124,7 @@ def cannot_write(path: Path, error: OSError) -> CheckpointError:
         left = f"its folder cannot be read either: {failure.strerror}"
     return CheckpointError(
         f"cannot write {path}: {error.strerror} ({left}); checkpoints that were committed before stay as they are. "
-        "Free space or mend the folder, and start again: the run goes on from the last of them"
+        "Free space or mend the folder, and start again under the same run.name: it goes on from the last of them"
     )
 
 

@@ -10,6 +10,7 @@ from several nodes that see the same folder, and does its work once.
 import itertools
 import queue
 import re
+import secrets
 import shutil
 import socket
 import sys
@@ -161,13 +162,12 @@ class Shelf:
         path = self.root / meta["folder"] / meta["file"]
         if meta["begin"] == 0:
             self._check_root()
+            if path.exists():
+                return {"is_here": True}, b""
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self._incoming[str(path)] = NewFile(path)
-            except CheckpointError as error:
-                if isinstance(error.__cause__, FileExistsError):
-                    return {"is_here": True}, b""
-                raise
+            part = path.with_name(f"{path.name}.part")
+            part.unlink(missing_ok=True)  # of a kill
+            self._incoming[str(path)] = NewFile(part)
         if str(path) not in self._incoming:
             raise CheckpointError(f"{path}: an earlier piece of it could not be written")
         file = self._incoming[str(path)]
@@ -176,11 +176,12 @@ class Shelf:
             if meta["last"]:
                 del self._incoming[str(path)]
                 file.finish()
-                sync_folder(path.parent)
                 if file.digest != meta["digest"]:
                     raise CheckpointError(
                         f"{path}: other bytes arrived than were sent; look at this node's network and memory"
                     )
+                file.path.rename(path)
+                sync_folder(path.parent)
         except CheckpointError:
             self._incoming.pop(str(path), None)
             file.discard()
@@ -259,9 +260,14 @@ class Shelf:
 
 
 def _delete(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # several nodes may see this disk
-    if folder.exists():
-        print(f"oneworld: could not delete {folder}, which nothing needs any more", file=sys.stderr, flush=True)
+    gone = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
+    try:
+        folder.rename(gone)
+    except FileNotFoundError:  # another node on this disk was first
+        return
+    shutil.rmtree(gone, ignore_errors=True)
+    if gone.exists():
+        print(f"oneworld: could not delete {gone}, which nothing needs any more", file=sys.stderr, flush=True)
 
 
 def _size(path: Path) -> int | None:
@@ -273,8 +279,8 @@ def _size(path: Path) -> int | None:
 
 
 def _describe(folder: Path) -> dict[str, Any]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
+    found = {str(path.relative_to(folder)): _size(path) for path in folder.rglob("*") if path.is_file()}
+    sizes = {name: size for name, size in found.items() if size is not None}  # a live run may remove some
     entry = {"step": int(folder.name.removeprefix("step_")), "folder": str(folder), "files": sizes, "error": ""}
     entry |= {"committed": COMMITTED in sizes, "save_id": "", "run_id": "", "saved_at": 0.0}
     path = folder / MANIFEST

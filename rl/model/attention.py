@@ -5,6 +5,9 @@ keyword arguments. Each sequence attends causally to itself alone. Exact on ever
 a padded block, where padding comes after the last real key and so is never attended to.
 """
 
+from functools import partial
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -25,6 +28,7 @@ def ragged_attention(
     segment_ids: Tensor,  # [T]
     positions: Tensor,  # [T]
     padded_shape: tuple[int, int],  # sequences, longest length
+    num_riders: int = 0,  # tokens at the end that are one more sequence, not among these
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -36,12 +40,20 @@ def ragged_attention(
             f"a sequence has {longest} tokens, but the model attends to the last {sliding_window} only, which the "
             "learner does not do yet; lower rollout.max_new_tokens"
         )
-    q, k, v = (_pad(part[0], segment_ids, positions, num_sequences, longest) for part in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
-    output = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+    attend = partial(
+        F.scaled_dot_product_attention, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
     )
-    return output.transpose(1, 2)[segment_ids, positions].unsqueeze(0), None
+    count = query.shape[2] - num_riders
+    segment_ids, positions = segment_ids[:count], positions[:count]
+    parts = []
+    if count:
+        padded = [_pad(x[0, :, :count], segment_ids, positions, num_sequences, longest) for x in (query, key, value)]
+        parts.append(attend(*padded).transpose(1, 2)[segment_ids, positions])
+    if num_riders:  # by themselves: in the block they would be padded to the longest sequence
+        riders = [x[:, :, count:] for x in (query, key, value)]
+        parts.append(attend(*riders)[0].transpose(0, 1))
+    return torch.cat(parts).unsqueeze(0), None
 
 
 def _pad(flat: Tensor, segment_ids: Tensor, positions: Tensor, num_sequences: int, longest: int) -> Tensor:

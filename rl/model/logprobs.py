@@ -26,7 +26,6 @@ def score_responses(model: nn.Module, batch: Batch, temperature: float, probe: S
     places = torch.arange(len(riders), device=device)
     tokens, positions = torch.cat([batch.tokens, riders]), torch.cat([batch.positions, places])
     segment_ids = torch.cat([batch.segment_ids, torch.full_like(places, batch.num_sequences)])
-    longest = max(len(riders), int(batch.lengths.max()) if batch.num_sequences else 0)
     output = model(
         input_ids=tokens.unsqueeze(0),
         position_ids=positions.unsqueeze(0),
@@ -35,7 +34,8 @@ def score_responses(model: nn.Module, batch: Batch, temperature: float, probe: S
         logits_to_keep=torch.cat([response - 1, batch.num_tokens + places[: len(probe)]]),
         segment_ids=segment_ids,
         positions=positions,
-        padded_shape=(batch.num_sequences + bool(len(riders)), longest),
+        padded_shape=(batch.num_sequences, int(batch.lengths.max()) if batch.num_sequences else 0),
+        num_riders=len(riders),
     )
     kept, probe_logits = output.logits[0].float().split([len(response), len(probe)])
     logits = kept / temperature
@@ -43,4 +43,4 @@ def score_responses(model: nn.Module, batch: Batch, temperature: float, probe: S
     chosen = all_logprobs.gather(1, batch.tokens[response].unsqueeze(1)).squeeze(1)
     with torch.no_grad():
         entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-    return TokenScores(chosen, entropy, probe_logits.detach())
+    return TokenScores(chosen, entropy, probe_logits.detach().clone())  # a view would keep all of the logits

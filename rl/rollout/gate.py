@@ -4,7 +4,7 @@ mailboxes, and never inside a collective.
     any rank --order--> gate, on the leader --obey--> every actor        while the leader collects a batch
     every actor --collected--> gate --go--> every actor: update and sync; orders wait for the next batch
 
-Ranks of one engine make its calls in the same order, so its lead passes an order on to the others.
+Ranks of one engine make its calls in the same order, so its lead passes both on to the others.
 """
 
 import threading
@@ -16,10 +16,10 @@ from rl.serve import Service
 
 
 class Gate:
-    """On the leader, in the mailbox's I/O thread. `heads` are the actors that get orders from here."""
+    """On the leader, in the mailbox's I/O thread. `heads` are the actors that follow no other."""
 
-    def __init__(self, mail: Mail, actors: Sequence[int], heads: Sequence[int]):
-        self._mail, self._actors, self._heads = mail, actors, heads
+    def __init__(self, mail: Mail, num_actors: int, heads: Sequence[int]):
+        self._mail, self._num_actors, self._heads = mail, num_actors, heads
         self._lock = threading.Lock()
         self._is_open = False  # the leader collects a batch, and no actor is past it
         self._collected: dict[int, int] = defaultdict(int)  # batch -> actors that have all of their groups
@@ -49,10 +49,10 @@ class Gate:
         with self._lock:
             batch = message.meta["batch"]
             self._collected[batch] += 1
-            if self._collected[batch] == len(self._actors):  # the leader among them, so the gate is open
+            if self._collected[batch] == self._num_actors:  # the leader among them, so the gate is open
                 del self._collected[batch]
                 self._is_open = False
-                for rank in self._actors:
+                for rank in self._heads:
                     self._mail.send(rank, "go", {"batch": batch})
 
 
@@ -66,6 +66,9 @@ class OrderService(Service):
         self._mail, self._followers, self._obey = mail, followers, obey
 
     def handle(self, message: Message) -> None:
-        for rank in self._followers:
-            self._mail.send(rank, "obey", message.meta)
+        self.pass_on(message)
         self._obey(message.meta["order"])
+
+    def pass_on(self, message: Message) -> None:
+        for rank in self._followers:
+            self._mail.send(rank, message.kind, message.meta)

@@ -38,7 +38,7 @@ class Rollouts:
             self._dispatcher = Dispatcher(mail, len(placement.engines))
             followers_of_any = {rank for ranks in placement.engines for rank in ranks[1:]}
             heads = [rank for rank in placement.actors if rank not in followers_of_any]
-            self._gate = Gate(mail, placement.actors, heads)
+            self._gate = Gate(mail, len(placement.actors), heads)
         self.engine_name = "no engine yet"
         self._started = 0
         self._arrived: dict[int, dict[int, Batch]] = defaultdict(dict)  # batch -> position -> group
@@ -90,6 +90,7 @@ class Rollouts:
             assert message is not None
             if message.kind == "go":
                 assert message.meta["batch"] == batch, (message.meta, batch)
+                self._orders.pass_on(message)
                 return
             self._orders.handle(message)
 

@@ -303,7 +303,7 @@ def test_never_starts_over_and_keeps_the_old_ones(two_steps: Path, tmp_path: Pat
     assert [row["step"] for row in result.metrics] == [1]
     assert steps_on(folder) == [1]
     (aside,) = folder.glob("checkpoints.*")
-    assert sorted(path.name for path in aside.iterdir()) == ["step_1", "step_2"]
+    assert sorted(path.name for path in aside.glob("step_*")) == ["step_1", "step_2"]
 
 
 def test_a_run_that_is_done_says_so(two_steps: Path, tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""When the loop's checkpoints save what: after updates, at the ends of steps, on orders. The saver is a list here."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rl.checkpoint.checkpoints import Checkpoints
+from rl.checkpoint.manifest import Manifest
+from rl.checkpoint.resume import Resume
+from rl.checkpoint.snapshot import Snapshot
+from rl.config import CheckpointConfig
+from rl.world import Stopped
+
+
+class Saver:
+    is_owner = is_leader = True
+
+    def __init__(self) -> None:
+        self.steps: set[int] = set()
+        self.saved_at = 0.0
+        self.calls: list[Any] = []
+
+    def start(self, snapshot: Snapshot) -> None:
+        self.calls.append(snapshot)
+        self.steps.add(snapshot.step)
+
+    def add_probe(self, step: int, probe: dict[str, torch.Tensor]) -> None:
+        self.calls.append((step, probe["logits"].item()))
+
+    def stop(self, text: str) -> None:
+        raise Stopped(text)
+
+    def mark(self) -> None: ...
+    def wait_committed(self) -> None: ...
+    def wait_done(self) -> None: ...
+
+    @property
+    def saved(self) -> list[int]:
+        return [call.step for call in self.calls if isinstance(call, Snapshot)]
+
+    @property
+    def probed(self) -> list[tuple[int, float]]:
+        return [call for call in self.calls if not isinstance(call, Snapshot)]
+
+
+class Learner(SimpleNamespace):
+    """Its logits are the number of the update that they come from; -1 of a forward without one."""
+
+    def __init__(self) -> None:
+        super().__init__(num_updates=0, probe_tokens=[1], probe_logits=None)
+
+    def update(self) -> None:
+        self.probe_logits = torch.tensor(self.num_updates)  # by the policy before
+        self.num_updates += 1
+
+    def run_probe(self) -> None:
+        self.probe_logits = torch.tensor(-1)
+
+    def state_slices(self) -> list:
+        return []
+
+
+def resumed(step: int, has_probe: bool = True, **checkpoint: Any) -> Resume:
+    settings = {"best_metric": "eval/accuracy", "best_is_lowest": False} | checkpoint
+    state = {"version": step + 1, "best": {"step": 2, "value": 0.9}}
+    manifest = Manifest("r", "run", step, "w-1", 50.0, state, {"checkpoint": settings}, {}, ())
+    return Resume(manifest, {}, True, (2, step), "", has_probe)
+
+
+def make(resume: Resume | None = None, **config: Any) -> tuple[Checkpoints, Saver, Learner]:
+    saver, learner = Saver(), Learner()
+    return Checkpoints(saver, learner, CheckpointConfig(**config), 100, resume), saver, learner
+
+
+def train(checkpoints: Checkpoints, learner: Learner, step: int, **values: float) -> None:
+    learner.update()
+    checkpoints.end_update(step, step + 1, None)
+    checkpoints.end_step(step, {name.replace("_", "/"): value for name, value in values.items()})
+
+
+def test_saves_when_due_and_logits_come_with_the_next_update() -> None:
+    checkpoints, saver, learner = make(save_interval=2)
+    for step in range(1, 6):
+        train(checkpoints, learner, step)
+    assert saver.saved == [2, 4]
+    assert saver.probed == [(2, 2), (4, 4)]  # by the policy after update 2, which the third update ran first
+    assert [call.state["num_updates"] for call in saver.calls if isinstance(call, Snapshot)] == [2, 4]
+
+
+def test_the_last_step_is_saved_and_gets_a_forward_of_its_own() -> None:
+    checkpoints, saver, learner = make(save_interval=0)
+    train(checkpoints, learner, 99)
+    train(checkpoints, learner, 100)
+    checkpoints.close()
+    assert saver.saved == [100]
+    assert saver.probed == [(100, -1)]
+
+
+def test_an_order_between_steps_saves_the_step_that_ended_once() -> None:
+    checkpoints, saver, learner = make(save_interval=0)
+    checkpoints.obey("save")
+    assert saver.saved == []  # nothing has been trained
+    train(checkpoints, learner, 1)
+    checkpoints.obey("save")
+    checkpoints.obey("save")
+    assert saver.saved == [1]
+    assert saver.calls[0].state["is_evaluated"]
+
+
+def test_an_order_to_save_during_an_evaluation_waits_for_what_is_best() -> None:
+    checkpoints, saver, learner = make(save_interval=0, best_metric="eval/accuracy")
+    learner.update()
+    checkpoints.end_update(1, 2, None)
+    checkpoints.obey("save")
+    assert saver.saved == []
+    checkpoints.end_step(1, {"eval/accuracy": 0.5})
+    assert saver.saved == [1]
+    assert saver.calls[0].state["best"] == {"step": 1, "value": 0.5}
+
+
+def test_an_order_to_stop_during_an_evaluation_saves_at_once_and_notes_that_it_was_not_done() -> None:
+    checkpoints, saver, learner = make(save_interval=0)
+    learner.update()
+    checkpoints.end_update(1, 2, None)
+    with pytest.raises(Stopped, match="step 1 is saved"):
+        checkpoints.obey("stop")
+    assert saver.saved == [1]
+    assert saver.probed == [(1, -1)]
+    assert not saver.calls[0].state["is_evaluated"]
+
+
+def test_a_stop_before_anything_was_trained() -> None:
+    checkpoints, saver, _ = make()
+    with pytest.raises(Stopped, match="no step had ended yet"):
+        checkpoints.obey("stop")
+    assert saver.calls == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "best"),
+    [({}, {"step": 2, "value": 0.9}), ({"best_metric": "reward/mean"}, None), ({"best_is_lowest": True}, None)],
+)
+def test_a_best_of_another_metric_is_forgotten(changed: dict[str, Any], best: dict | None) -> None:
+    """Accuracy 0.6 would never beat a reward of 0.9."""
+    resume = resumed(4, **changed)
+    checkpoints, saver, learner = make(resume, save_interval=1, best_metric="eval/accuracy")
+    learner.num_updates = 4
+    train(checkpoints, learner, 5)
+    assert saver.saved == [5]
+    assert saver.calls[0].state["best"] == best
+    assert saver.calls[0].steps_to_keep == {4, 5} | ({2} if best else set())
+    assert saver.saved_at == 50.0
+
+
+def test_a_step_that_was_killed_before_its_logits_gets_them_after_the_resume() -> None:
+    checkpoints, saver, learner = make(resumed(4, has_probe=False), save_interval=0)
+    learner.num_updates = 4
+    train(checkpoints, learner, 5)
+    assert saver.probed == [(4, 4)]
+    checkpoints, saver, learner = make(resumed(4), save_interval=0)
+    train(checkpoints, learner, 5)
+    assert saver.probed == []
