@@ -186,7 +186,7 @@ def _load(shelf: Shelf, answers: Sequence[Message], is_own: bool) -> Resume | No
                 origin=manifest.state.get("origin", ""),
                 has_probe=any(PROBE in other["files"] for other in same),
             )
-        if problems and manifest.save_id in marked:
+        if manifest.save_id in marked:
             raise ConfigError(_incomplete(manifest, entry["folder"], problems, others))
     if torn:
         raise ConfigError(torn[max(torn)])
