@@ -106,7 +106,7 @@ class SyncConfig:
     bucket_mb: int = key(0, "whole tensors that travel together, two such buckets at a time; 0: 128, on a CPU 32")
     join_timeout_s: float = key(600.0, "ranks that have not joined an announced sync by then are named and end the run")
     verify: str = key("full", "full: what engines hold is what was sent; transport: what they got is; off: unproven")
-    probe_interval: int = key(50, "also compare logprobs of a probe every so many versions after the first two; 0: never")
+    probe_interval: int = key(50, "compare logprobs of a probe every so many versions, after the first two; 0: never")
     probe_limit: float = key(0.0, "mean difference of these logprobs that ends the run; 0: by model.dtype")
 
 
