@@ -131,7 +131,10 @@ def test_interrupt_of_one_rank_stops_all_with_restarts_on(tmp_path: Path) -> Non
     assert output.count("oneworld: interrupted at step ") == 1, output
 
 
-@pytest.mark.parametrize(("what", "error"), [("update", "ZeroDivisionError"), ("update, details", "MemoryError")])
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [pytest.param("update", "ZeroDivisionError", marks=pytest.mark.slow), ("update, details", "MemoryError")],
+)
 def test_repeated_exception_is_fatal_with_restarts_on(what: str, error: str, tmp_path: Path) -> None:
     process = launch(tmp_path, 2, what, 1, restarts=True)
     output = finish(process, 100)
@@ -153,7 +156,7 @@ def test_an_exception_that_does_not_come_back_is_survived(tmp_path: Path) -> Non
     assert not (tmp_path / "run" / "last_error.json").exists()
 
 
-@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("restarts", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_config_error_is_fatal_and_printed_once(restarts: bool, tmp_path: Path) -> None:
     process = launch(tmp_path, 3, "nothing", 0, "placement.rollout=0", "placement.actor=1", restarts=restarts)
     output = finish(process, 100)

@@ -72,7 +72,7 @@ def test_repacking_engine_is_fed_through_its_loader(tmp_path: Path) -> None:
     assert max(row["policy/mismatch_kl"] for row in result.metrics) < 1e-6
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_tensor_parallel_engine_of_qwen3(tied: bool, tmp_path: Path) -> None:
     """Fused and sliced parameters, with and without a head of their own; two actors send."""
     options = [f"model.path={make_qwen3(tmp_path, tied)}", "rollout.tensor_parallel_size=2", "debug.save_rollouts=true"]

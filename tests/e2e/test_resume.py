@@ -197,6 +197,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_there(small_disk: Path) -> N
     assert steps_on(small_disk) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_read_only_disk_ends_the_run_and_keeps_what_is_there(small_disk: Path) -> None:
     run(small_disk, 1, "train.num_steps=1")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk / "checkpoints")], check=True)
