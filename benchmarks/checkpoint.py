@@ -32,10 +32,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from random_llama import SHAPES, save_random_llama
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.manifest import step_folder
@@ -49,13 +49,6 @@ from rl.placement import make_groups, plan
 from rl.run import Run, build_checkpoints
 from rl.sync.weights import share_tensors
 from rl.world import World, join
-
-MODELS = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
-    "any size": (1024, 2816, 0, 16, 8, 16384),  # as many layers as the size asks for
-    "135m": (576, 1536, 30, 9, 3, 49152),
-    "1.7b": (2048, 8192, 24, 32, 32, 49152),
-}
-
 
 DCP_SETTINGS = ("default", "kept", "kept, in the background")
 
@@ -84,24 +77,9 @@ class Bench:
         self.num_bytes: dict[str, int] = {}  # of the files of each kind of round
 
     def _make_model(self, dtype: str) -> None:
-        hidden, intermediate, layers, heads, kv_heads, vocab = MODELS[self.args.model]
-        if not layers:
-            size = self.args.megabytes * 1e6 / torch.float32.itemsize
-            in_layer = (2 * hidden + 2 * hidden * kv_heads // heads + 3 * intermediate) * hidden
-            layers = max(1, round((size - vocab * hidden) / in_layer))
         if self.world.rank == 0:
-            config = LlamaConfig(
-                hidden_size=hidden,
-                intermediate_size=intermediate,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=kv_heads,
-                vocab_size=vocab,
-                tie_word_embeddings=True,
-            )
-            with torch.device(self.world.device):
-                model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-                model.save_pretrained(self.folder / "model")
+            num_parameters = self.args.megabytes * 1e6 / torch.float32.itemsize
+            save_random_llama(self.folder / "model", self.args.model, num_parameters, dtype, self.world.device)
         self.wait()
 
     def _build_learner(self) -> Learner:
@@ -295,7 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--megabytes", type=float, default=200, help="of float32 parameters, to the nearest layer")
-    parser.add_argument("--model", choices=MODELS, default="any size", help="or one of these shapes")
+    parser.add_argument("--model", choices=SHAPES, default="any size", help="or one of these shapes")
     parser.add_argument("--rollout-seconds", type=float, help="default: 2 on CPUs, 10 on a GPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dcp", nargs="+", choices=DCP_SETTINGS, default=DCP_SETTINGS, help="ways to take its copy")

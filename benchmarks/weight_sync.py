@@ -25,8 +25,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from random_llama import SHAPES, save_random_llama
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rl.config import Config, load_config
 from rl.model.load import load_model
@@ -40,11 +40,6 @@ from rl.sync.weights import WeightSync, share_tensors
 from rl.world import World, join
 
 ROUNDS = 5
-MODELS = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
-    "any size": (1024, 2816, 0, 16, 8, 16384),  # as many layers as the size asks for
-    "135m": (576, 1536, 30, 9, 3, 49152),
-    "1.7b": (2048, 8192, 24, 32, 32, 49152),
-}
 
 
 class Bench:
@@ -72,24 +67,10 @@ class Bench:
         self.plan = make_plan(self.tensors, self.placement, args.bucket_mb, world.device)
 
     def _make_model(self, dtype: str) -> Path:
-        hidden, intermediate, layers, heads, kv_heads, vocab = MODELS[self.args.model]
-        if not layers:
-            size = self.args.megabytes * 1e6 / getattr(torch, dtype).itemsize
-            in_layer = (2 * hidden + 2 * hidden * kv_heads // heads + 3 * intermediate) * hidden
-            layers = max(1, round((size - vocab * hidden) / in_layer))
         folder = Path(self.args.folder)
         if self.world.rank == 0:
-            config = LlamaConfig(
-                hidden_size=hidden,
-                intermediate_size=intermediate,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=kv_heads,
-                vocab_size=vocab,
-                tie_word_embeddings=True,
-            )
-            with torch.device(self.world.device):
-                AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
+            num_parameters = self.args.megabytes * 1e6 / getattr(torch, dtype).itemsize
+            save_random_llama(folder, self.args.model, num_parameters, dtype, self.world.device)
         self.wait()
         return folder
 
@@ -123,7 +104,7 @@ class Bench:
             self.groups.sync_pgs,
             dataclasses.replace(self.config.sync, verify=verify),
             self.world.device,
-            make_probe(MODELS[self.args.model][-1], 64, LIMITS[self.config.model.dtype]),
+            make_probe(SHAPES[self.args.model][-1], 64, LIMITS[self.config.model.dtype]),
             model=self.model,
             receivers=[self.engine] if self.engine is not None and not bare else [],
         )
@@ -250,7 +231,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=2)
     parser.add_argument("--collocated", action="store_true", help="every actor also hosts an engine; no other ranks")
     parser.add_argument("--megabytes", type=float, default=500, help="size of the model, to the nearest layer")
-    parser.add_argument("--model", choices=MODELS, default="any size", help="or one of these shapes")
+    parser.add_argument("--model", choices=SHAPES, default="any size", help="or one of these shapes")
     parser.add_argument("--bucket-mb", type=int, default=0, help="0: train.py's default")
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the random model, from the launching process
     args = parser.parse_args()

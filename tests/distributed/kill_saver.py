@@ -8,6 +8,7 @@ hold is checked here, file by file; the next world must go on from it, with the 
 that step. Prints one JSON line.
 """
 
+import itertools
 import json
 import os
 import random
@@ -28,18 +29,17 @@ CALLS = ("open", "write", *STRUCTURE)  # and about 90 of these
 
 def kill_at(call: int, calls: Sequence[str], everyone: bool) -> None:
     """Counts the calls that change the disk; number `call` of this process is its last, before or after it."""
-    count = 0
+    numbers = itertools.count(1)  # of calls in all threads
 
     def counted(function: Callable) -> Callable:
         def replaced(*args, **kwargs):
-            nonlocal count
             if function is real.get("open") and not args[1] & os.O_CREAT:
                 return function(*args, **kwargs)
-            count += 1
-            if count == call and call % 2:
+            number = next(numbers)
+            if number == call and call % 2:
                 end()
             result = function(*args, **kwargs)
-            if count == call:
+            if number == call:
                 end()
             return result
 
