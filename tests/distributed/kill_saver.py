@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from rl.checkpoint.manifest import COMMITTED, MANIFEST, STEP_FOLDER, Manifest
+from rl.checkpoint.manifest import COMMITTED, MANIFEST, STEP_FOLDER, File, Manifest
 from rl.checkpoint.shard_file import digest
 from tests.distributed.checkpoint_world import Job, fork_world
 
@@ -38,10 +38,11 @@ def kill_at(call: int, calls: Sequence[str], everyone: bool) -> None:
             number = next(numbers)
             if number == call and call % 2:
                 end()
-            result = function(*args, **kwargs)
-            if number == call:
-                end()
-            return result
+            try:
+                return function(*args, **kwargs)
+            finally:  # also of a call that fails, such as making a folder that is there
+                if number == call:
+                    end()
 
         return replaced
 
@@ -54,23 +55,26 @@ def kill_at(call: int, calls: Sequence[str], everyone: bool) -> None:
 
 
 def newest_step(folders: list[str]) -> int:
-    """The newest step of which every byte lies on some disk; none that a disk calls committed may be newer."""
+    """The newest step of which every byte lies on some disk; none that a disk calls committed is newer. An older one
+    may be half removed."""
     roots = [Path(folder) / "checkpoints" for folder in folders]
     names = {path.name for root in roots for path in root.glob("step_*") if STEP_FOLDER.fullmatch(path.name)}
-    newest = 0
+    newest = newest_marked = 0
     for step in sorted(int(name.removeprefix("step_")) for name in names):
         places = [root / f"step_{step}" for root in roots if (root / f"step_{step}").is_dir()]
-        is_marked = any((place / COMMITTED).exists() for place in places)
+        if any((place / COMMITTED).exists() for place in places):
+            newest_marked = step
         texts = {(place / MANIFEST).read_bytes() for place in places}
         assert len(texts) == 1, f"step {step} has {len(texts)} manifests"
-        missing = []
-        for file in Manifest.from_json(texts.pop(), str(places[0])).files:
-            found = [place / file.name for place in places if (place / file.name).is_file()]
-            if not any(digest(path.read_bytes()) == file.digest for path in found):
-                missing.append(file.name)
-        assert not (missing and is_marked), f"step {step} is committed without {missing}"
-        newest = newest if missing else step
+        if all(is_held(file, places) for file in Manifest.from_json(texts.pop(), str(places[0])).files):
+            newest = step
+    assert newest >= newest_marked, f"step {newest_marked} is committed, but the newest whole one is {newest}"
     return newest
+
+
+def is_held(file: File, places: list[Path]) -> bool:
+    found = [place / file.name for place in places if (place / file.name).is_file()]
+    return any(digest(path.read_bytes()) == file.digest for path in found)
 
 
 def entries(log: str) -> list[dict]:
@@ -107,7 +111,7 @@ def kill_and_resume(model: str, folder: Path, num_kills: int, disks: str) -> dic
         "kills": kills,
         "disks": disks,
         "moments": len(moments),
-        "committed_before_last": newest,
+        "steps_before_the_last_world": newest,
         "steps": num_steps,
     }
 
