@@ -83,7 +83,7 @@ class Saver:
     def stop(self, text: str) -> None:
         """Ends the run. The leader says so, when its own files are complete; the others wait for the verdict."""
         if self.is_leader:
-            raise Stopped(f"{text}; run.name={self._record.run_name} goes on from there")
+            raise Stopped(f"{text} (run.name={self._record.run_name})")
         self._mail.receive()
 
     def _wait(self, event: threading.Event) -> None:
