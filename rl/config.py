@@ -119,6 +119,7 @@ class CheckpointConfig:
     best_is_lowest: bool = key(False, "the lowest value of best_metric is the best one, not the highest")
     copies: int = key(1, "1; or 2: each file also goes to the next node's disk, so that a lost node loses nothing")
     resume: str = key("auto", "auto: go on from this run's newest; never: set them aside; PATH: fork another run's")
+    hub_name: str = key("", "ORG/NAME on the Hugging Face hub, where tools/merge_checkpoint.py --upload puts the model")
 
 
 @dataclass(frozen=True)

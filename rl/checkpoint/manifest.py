@@ -81,7 +81,7 @@ class Manifest:
     saved_at: float  # seconds since 1970, by the leader's clock
     state: dict[str, Any]  # version, data position, optimizer steps, random generators, ...
     config: dict[str, Any]
-    placement: dict[str, Any]  # roles and host of every rank
+    placement: dict[str, Any]  # roles and host of every rank, and where the run's steps lie on each host
     files: tuple[File, ...]
 
     def slices(self, kind: str) -> dict[str, list[tuple[File, Slice]]]:

@@ -152,7 +152,12 @@ class Saver:
             saved_at=self._next_time(),
             state=snapshot.state | {"actors": ranks},
             config=self._record.config,
-            placement={"roles": placement.roles, "hosts": hosts, "owners": placement.owners},
+            placement={
+                "roles": placement.roles,
+                "hosts": hosts,
+                "owners": placement.owners,
+                "folders": self._shelf.folders,
+            },
             files=tuple(sorted(files, key=lambda file: file.name)),
         )
 

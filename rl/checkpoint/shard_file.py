@@ -171,13 +171,43 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _header(parts: Sequence[Slice], about: dict[str, Any]) -> bytes:
-    slices = {part.key: {"shape": part.shape, "offsets": part.offsets} for part in parts}
-    header: dict[str, Any] = {"__metadata__": {"oneworld": json.dumps({"format": FORMAT, **about, "slices": slices})}}
+def pack_header(metadata: dict[str, str], tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """The first bytes of a safetensors file; `tensors` are (name, dtype, shape, bytes), in the order of the file."""
+    header: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
-    for part in parts:
-        header[part.key] = {"dtype": part.dtype, "shape": part.size, "data_offsets": [begin, begin + part.num_bytes]}
-        begin += part.num_bytes
+    for name, dtype, shape, num_bytes in tensors:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + num_bytes]}
+        begin += num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return LENGTH.pack(len(text)) + text
+
+
+def check_shard(path: Path, file: File, about: dict[str, Any]) -> None:
+    """That a shard is the one that the manifest lists: its own header names the run, step and save in `about`, and has
+    every slice where the manifest has it."""
+    try:
+        num_bytes = LENGTH.unpack(read_bytes(path, 0, LENGTH.size))[0]
+        if LENGTH.size + num_bytes > file.num_bytes:
+            raise ValueError(f"a header of {num_bytes} bytes")
+        header = json.loads(read_bytes(path, LENGTH.size, num_bytes))
+        own = json.loads(header["__metadata__"]["oneworld"])
+        data = LENGTH.size + num_bytes
+        found = {name: (data + begin, data + end) for name, (begin, end) in _offsets(header).items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no shard of a checkpoint: {type(error).__name__}: {error}") from None
+    other = [f"{name} {own.get(name)}, not {value}" for name, value in about.items() if own.get(name) != value]
+    if other:
+        raise CheckpointError(f"{path} is a shard of another checkpoint: {', '.join(other)}")
+    if found != {part.key: (part.begin, part.begin + part.num_bytes) for part in file.slices}:
+        raise CheckpointError(f"{path} holds other slices than its manifest lists")
+
+
+def _offsets(header: dict[str, Any]) -> dict[str, list[int]]:
+    return {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+
+
+def _header(parts: Sequence[Slice], about: dict[str, Any]) -> bytes:
+    slices = {part.key: {"shape": part.shape, "offsets": part.offsets} for part in parts}
+    metadata = {"oneworld": json.dumps({"format": FORMAT, **about, "slices": slices})}
+    return pack_header(metadata, [(part.key, part.dtype, part.size, part.num_bytes) for part in parts])

@@ -42,6 +42,7 @@ class Shelf:
         self.root, self.keepers = root, keepers
         self.run_id = ""  # agreed at the start
         self.hosts: list[str] = []  # by node; known to the leader
+        self.folders: dict[str, str] = {}  # by host: where this run's steps lie there
         self._mail, self._source = mail, source
         self._numbers = itertools.count()
         self._calls: dict[int, Future[Message]] = {}
@@ -69,7 +70,9 @@ class Shelf:
         checkpoint keeps the id that its folders have."""
         known = [answer.meta["run_id"] for answer in self.ask_all("read run id")]
         self.run_id = next(filter(None, known), run_id)
-        self.hosts = [answer.meta["host"] for answer in self.ask_all("make", run_id=self.run_id)]
+        made = self.ask_all("make", run_id=self.run_id)
+        self.hosts = [answer.meta["host"] for answer in made]
+        self.folders = {answer.meta["host"]: answer.meta["folder"] for answer in made}
 
     def wait(self, future: Future[Message]) -> Message:
         """Its answer; raises when the world ends in the meantime."""
@@ -149,7 +152,7 @@ class Shelf:
                 (self.root / RUN_ID).write_text(message.meta["run_id"])
         except OSError as error:
             raise cannot_write(self.root, error) from error
-        return {"host": socket.gethostname()}, b""
+        return {"host": socket.gethostname(), "folder": str(self.root.resolve())}, b""
 
     def _set_aside(self, message: Message) -> Answer:
         with suppress(FileNotFoundError):  # nothing to set aside, or another node on the same disk was first

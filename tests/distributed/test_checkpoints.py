@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from rl.checkpoint.manifest import MANIFEST, Manifest
 from tests.distributed.checkpoint_world import Job
+from tests.independent_merge import assert_same_bytes, load_merged, merge_shards
 from tests.launcher import ROOT, activated_environment
+from tools.merge_checkpoint import main
 
 pytestmark = pytest.mark.timeout(150)
 SHAPE = {
@@ -161,17 +163,13 @@ def test_what_a_checkpoint_holds(models: Path, tmp_path: Path) -> None:
     run(job)
     place = tmp_path / "a" / "checkpoints" / "step_1"
     manifest = manifest_of(job.folders[0], 1)
-    state = {}
-    for file in manifest.files:
-        if file.name.startswith("model-"):
-            with safe_open(place / file.name, "pt") as handle:
-                about = json.loads(handle.metadata()["oneworld"])
-                assert (about["step"], about["run_id"]) == (1, manifest.run_id)
-                for name in handle.keys():  # noqa: SIM118
-                    assert handle.get_tensor(name).dtype == torch.bfloat16
-                    first = about["slices"][name]["offsets"][0]
-                    state.setdefault(name, {})[first] = handle.get_tensor(name)
-    merged = {name: torch.cat([parts[first] for first in sorted(parts)]) for name, parts in state.items()}
+    shards = [place / file.name for file in manifest.files if file.name.startswith("model-")]
+    for shard in shards:
+        with safe_open(shard, "pt") as handle:
+            about = json.loads(handle.metadata()["oneworld"])
+        assert (about["step"], about["run_id"]) == (1, manifest.run_id)
+    merged = merge_shards(shards)
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
     folder = tmp_path / "merged"
     shutil.copytree(place / "hf", folder)
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
@@ -186,6 +184,31 @@ def test_what_a_checkpoint_holds(models: Path, tmp_path: Path) -> None:
     assert set(masters.values()) == {"F32"}
     run(Job(job.model, job.folders, 2, str(tmp_path / "log2"), settings=job.settings))
     assert log_of(Job("", [], 0, str(tmp_path / "log2")))[0]["state"] == log_of(job)[-1]["state"]  # exact masters
+
+
+@pytest.mark.parametrize(("model", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16")])
+def test_merged_shards_are_the_policy(
+    model: str, dtype: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shards of three ranks on private disks: equal to an independent merge, and to the policy's logits at the save."""
+    folders = disks(tmp_path, "a", "b", "c")
+    run(Job(str(models / model), folders, 2, str(tmp_path / "log"), settings=[f"model.dtype={dtype}"]))
+    main([folders[0], "--nodes", ",".join(folders[1:]), "--verify-logits", "--max-shard-size", "2kB"])
+    merged = load_merged(tmp_path / "a/merged/step_2")
+    assert_same_bytes(merged, merge_shards(sorted(tmp_path.glob("?/checkpoints/step_2/model-*"))))
+    assert ("lm_head.weight" in merged) == (model == "qwen3"), "tied weights are there once"
+    difference = float(capsys.readouterr().out.partition("relative difference ")[2])
+    assert difference < (1e-6 if dtype == "float32" else 0.01)
+    config = json.loads((tmp_path / "a/merged/step_2/config.json").read_bytes())
+    config["rms_norm_eps"] = 1.0
+    (tmp_path / "a/merged/step_2/config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as error:
+        main([folders[0], "--nodes", ",".join(folders[1:]), "--verify-logits", "--max-shard-size", "2kB"])
+    assert "gives other logits than the policy did" in str(error.value.code)
+    (tmp_path / "a/checkpoints/step_2/probe.safetensors").unlink()
+    with pytest.raises(SystemExit) as error:
+        main([folders[0], "--nodes", ",".join(folders[1:]), "--verify-logits", "--max-shard-size", "2kB"])
+    assert "no probe.safetensors of step 2 in reach" in str(error.value.code)
 
 
 def test_kept_checkpoints_and_the_best_one(models: Path, tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cluster import cluster, end
+from tests.independent_merge import assert_same_bytes, load_merged, merge_shards
+from tools.merge_checkpoint import main
 
 COMMAND = "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint head:29500 train.py"
 CONFIG = """
@@ -44,6 +47,36 @@ def test_the_users_command_on_four_nodes(tmp_path: Path) -> None:
     assert [row["version"] for row in rows] == [1, 2, 3, 4]
     assert all(row["rollout/tokens"] >= 50 * 8 for row in rows[1:])
     assert output.count("four: reward ") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_32_shards_on_four_disks_become_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All 32 ranks are actors, each node has a disk of its own; most tensors have fewer rows than there are ranks."""
+    settings = "rollout.engine=fake train.num_steps=1 train.num_prompts_per_step=32 rollout.num_samples_per_prompt=2"
+    settings += " rollout.max_new_tokens=4 eval.interval=0 run.name=x"
+    with cluster(4) as nodes:
+        agents = []
+        try:
+            for node in nodes:
+                agents.append(node.start(f"{COMMAND} {settings} run.dir={tmp_path / node.name}"))
+            codes = [agent.wait(timeout=500) for agent in agents]
+        finally:
+            end(agents)
+        assert codes == [0, 0, 0, 0], "\n".join(node.output for node in nodes)[-6000:]
+    shards = sorted(tmp_path.glob("node?/x/checkpoints/step_1/model-*"))
+    assert [len(list(tmp_path.glob(f"node{node}/x/checkpoints/step_1/model-*"))) for node in range(4)] == [8] * 4
+    folders = [str(tmp_path / node.name / "x") for node in nodes]
+    main([folders[1], "--nodes", ",".join([folders[0], *folders[2:]]), "--verify-logits", "--max-shard-size", "500kB"])
+    merged = tmp_path / "node1/x/merged/step_1"
+    assert len(list(merged.glob("*.safetensors"))) > 1
+    assert_same_bytes(load_merged(merged), merge_shards(shards))
+    assert float(capsys.readouterr().out.partition("relative difference ")[2]) < 1e-6
+    assert (merged / "reward.png").exists(), "the curve comes from the node that has it"
+    model = AutoModelForCausalLM.from_pretrained(merged)
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    tokens = tokenizer("1+2=", return_tensors="pt").input_ids
+    assert model.generate(tokens, max_new_tokens=2, do_sample=False).shape[1] == tokens.shape[1] + 2
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ LAYERS = [
     ("ends", "mail", "placement", "world", "shards", "metrics", "serve"),
     ("data", "model", "algo", "rewards"),
     ("learner", "scoring", "sync", "checkpoint"),
-    ("rollout",),
+    ("rollout", "merge"),
     ("run",),
     ("train",),
 ]

@@ -1,0 +1,221 @@
+"""tools/merge_checkpoint.py beside `cp` and torch's own consolidation, in one run. Prints one JSON line.
+
+    python benchmarks/merge.py [--gigabytes 2] [--shards 32] [--rounds 5] [--large-gigabytes 0] [--folder PATH]
+
+The bytes are those of a llama in bfloat16, cut into shards by rows. Rounds are interleaved on one disk; before each
+measurement the disk is synced and the shards are dropped from the page cache. Figures are medians:
+    merge_gbps, verified_gbps   the whole command, start of Python and final sync included: without and with digests
+    cp_gbps                     cp of the shards to another folder, and sync of the copies
+    torch_gbps                  torch's consolidate_safetensors_files of the same tensors, and sync of its output; its
+                                import is not counted; the faster of one thread and as many as we use
+    ratio_to_cp, ratio_to_cp_verified, ratio_to_torch   our speed over theirs; torch's has no digests, as ours there
+    convert_gbps                float32 in, bfloat16 out, digests checked; GB of float32 a second
+    peak_rss_mb                 the largest of all of our commands
+    large                       a sparse checkpoint of so many GB: seconds and peak_rss_mb of its merge, digests checked
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from rl.checkpoint.shard_file import pack_header
+from rl.config import ROOT
+from rl.merge.write import NUM_WORKERS
+from tests.checkpoint_files import Array, Made, by_rows, write_checkpoint
+
+TOOL = ROOT / "tools" / "merge_checkpoint.py"
+HIDDEN, INTERMEDIATE, KEY_VALUE, VOCABULARY = 2048, 8192, 512, 128256
+LARGE = (5120, 13824, 1024, 152064)
+TORCH = """
+import json, os, subprocess, sys, time
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+source, target, names, threads = sys.argv[1:]
+start = time.perf_counter()
+consolidate_safetensors_files(source, target, dict.fromkeys(json.loads(open(names).read()), 1), int(threads))
+subprocess.run(["sync", *(os.path.join(target, name) for name in os.listdir(target))], check=True)
+print(time.perf_counter() - start)
+"""
+
+
+def llama_shapes(num_elements: float, sizes: tuple[int, int, int, int]) -> dict[str, tuple[int, ...]]:
+    """As many layers as fill it, at least one."""
+    hidden, intermediate, key_value, vocabulary = sizes
+    layer = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    layer |= {f"self_attn.{name}_proj": (hidden, hidden) for name in "qo"}
+    layer |= {f"self_attn.{name}_proj": (key_value, hidden) for name in "kv"}
+    layer |= {f"mlp.{name}_proj": (intermediate, hidden) for name in ("gate", "up")}
+    layer |= {"mlp.down_proj": (hidden, intermediate)}
+    in_layer = sum(int(np.prod(shape)) for shape in layer.values())
+    num_layers = max(1, round((num_elements - vocabulary * hidden) / in_layer))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for index in range(num_layers):
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes | {"model.norm.weight": (hidden,)}
+
+
+def random_tensors(gigabytes: float, dtype: type) -> dict[str, Array]:
+    """uint16 stands for bfloat16. Values that no conversion refuses."""
+    generator = np.random.default_rng(0)
+    width = np.dtype(dtype).itemsize
+    shapes = llama_shapes(gigabytes * 1e9 / width, (HIDDEN, INTERMEDIATE, KEY_VALUE, VOCABULARY))
+    if dtype is np.float32:
+        return {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    return {name: generator.integers(0x3F00, 0x4000, shape, np.uint16) for name, shape in shapes.items()}
+
+
+def write_for_torch(folder: Path, tensors: dict[str, Array], num_shards: int) -> None:
+    """The same slices in files as torch's own writer names and describes them."""
+    folder.mkdir()
+    for shard in range(num_shards):
+        parts = {name: array[by_rows(array, num_shards)[shard][0]] for name, array in tensors.items()}
+        firsts = {name: by_rows(array, num_shards)[shard][0][0].start for name, array in tensors.items()}
+        offsets = {name: [firsts[name], *(0 for _ in part.shape[1:])] for name, part in parts.items()}
+        sharding = json.dumps({name: {"saved_offsets": offset} for name, offset in offsets.items()})
+        header = pack_header(
+            {"DCP_SHARDING_INFO": sharding, "DCP_VERSION": "1.0", "format": "pt"},
+            [(name, "BF16", part.shape, part.nbytes) for name, part in parts.items()],
+        )
+        with (folder / f"shard-{shard + 1:05d}-model-00001-of-00001.safetensors").open("wb") as file:
+            file.write(header)
+            for part in parts.values():
+                file.write(np.ascontiguousarray(part).data)
+
+
+def drop_from_cache(paths: Sequence[Path]) -> None:
+    os.sync()
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+class Bench:
+    def __init__(self, folder: Path, args: argparse.Namespace):
+        self.folder, self.args = folder, args
+        self.peak_rss_mb = 0.0
+
+    def merge(self, made: Made, *options: str) -> float:
+        """Seconds of the whole command."""
+        output = self.folder / "merged"
+        command = [sys.executable, str(TOOL), str(made.folders[0]), "--output", str(output), *options]
+        start = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        seconds = time.perf_counter() - start
+        assert process.returncode == 0, command
+        self.peak_rss_mb = max(self.peak_rss_mb, usage.ru_maxrss / 1024)
+        shutil.rmtree(output)
+        return seconds
+
+    def copy(self, shards: Sequence[Path]) -> float:
+        target = self.folder / "copied"
+        target.mkdir()
+        start = time.perf_counter()
+        subprocess.run(["cp", *map(str, shards), str(target)], check=True)
+        subprocess.run(["sync", *(str(target / shard.name) for shard in shards)], check=True)
+        seconds = time.perf_counter() - start
+        shutil.rmtree(target)
+        return seconds
+
+    def consolidate(self, source: Path, names: Path, num_threads: int) -> float:
+        target = self.folder / "consolidated"
+        target.mkdir()
+        command = [sys.executable, "-c", TORCH, str(source), str(target), str(names), str(num_threads)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        shutil.rmtree(target)
+        return float(output.split()[-1])
+
+    def run(self) -> dict[str, object]:
+        args = self.args
+        tensors = random_tensors(args.gigabytes, np.uint16)
+        made = write_checkpoint([self.folder / "narrow" / "x"], tensors, args.shards)
+        write_for_torch(self.folder / "torch", tensors, args.shards)
+        names = self.folder / "names.json"
+        names.write_text(json.dumps(list(tensors)))
+        wide_tensors = random_tensors(args.gigabytes, np.float32)
+        wide = write_checkpoint([self.folder / "wide" / "x"], wide_tensors, args.shards)
+        num_bytes = sum(array.nbytes for array in tensors.values())
+        wide_bytes = sum(array.nbytes for array in wide_tensors.values())
+        del tensors, wide_tensors
+        shards = sorted(made.step_folder().glob("model-*"))
+        inputs = [*shards, *(self.folder / "torch").iterdir(), *wide.step_folder().glob("model-*")]
+        measurements: dict[str, Callable[[], float]] = {
+            "cp": lambda: self.copy(shards),
+            "merge": lambda: self.merge(made, "--no-verify"),
+            "verified": lambda: self.merge(made),
+            "torch, 1 thread": lambda: self.consolidate(self.folder / "torch", names, 1),
+            "torch, threads": lambda: self.consolidate(self.folder / "torch", names, NUM_WORKERS),
+            "convert": lambda: self.merge(wide, "--dtype", "bfloat16"),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in measurements}
+        for _ in tqdm(range(args.rounds), disable=not sys.stderr.isatty()):
+            for name, measure in measurements.items():
+                drop_from_cache(inputs)
+                seconds[name].append(measure())
+        median = {name: statistics.median(values) for name, values in seconds.items()}
+        torch_s = min(median["torch, 1 thread"], median["torch, threads"])
+        row: dict[str, object] = {
+            "benchmark": "merge",
+            "gigabytes": round(num_bytes / 1e9, 2),
+            "shards": args.shards,
+            "rounds": args.rounds,
+            "merge_gbps": round(num_bytes / median["merge"] / 1e9, 2),
+            "verified_gbps": round(num_bytes / median["verified"] / 1e9, 2),
+            "cp_gbps": round(num_bytes / median["cp"] / 1e9, 2),
+            "torch_gbps": round(num_bytes / torch_s / 1e9, 2),
+            "ratio_to_cp": round(median["cp"] / median["merge"], 2),
+            "ratio_to_cp_verified": round(median["cp"] / median["verified"], 2),
+            "ratio_to_torch": round(torch_s / median["merge"], 2),
+            "convert_gbps": round(wide_bytes / median["convert"] / 1e9, 2),
+            "peak_rss_mb": round(self.peak_rss_mb, 1),
+            "seconds": {name: [round(value, 2) for value in values] for name, values in seconds.items()},
+        }
+        if args.large_gigabytes:
+            shutil.rmtree(self.folder / "torch")
+            row["large"] = self.run_large()
+        return row
+
+    def run_large(self) -> dict[str, float]:
+        """Zeros of a model's shapes, in files that are then made sparse, so that only the result takes room."""
+        shapes = llama_shapes(self.args.large_gigabytes * 1e9 / 2, LARGE)
+        row = np.zeros(1, np.uint16)
+        tensors = {name: np.broadcast_to(row, shape) for name, shape in shapes.items()}
+        made = write_checkpoint([self.folder / "large" / "x"], tensors, self.args.shards)
+        for path in made.step_folder().glob("model-*"):
+            subprocess.run(["fallocate", "--dig-holes", str(path)], check=True)
+        self.peak_rss_mb = 0.0
+        seconds = self.merge(made)
+        num_bytes = sum(part.num_bytes for file in made.manifest.files for part in file.slices if part.kind == "model")
+        return {
+            "gigabytes": round(num_bytes / 1e9, 2),
+            "seconds": round(seconds, 1),
+            "peak_rss_mb": round(self.peak_rss_mb, 1),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--shards", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--large-gigabytes", type=float, default=0.0, help="also a sparse checkpoint of this size")
+    parser.add_argument("--folder", help="on the disk to measure; default: a temporary one")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        print(json.dumps(Bench(Path(folder), args).run()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Conversion between float32, float16 and bfloat16 by numpy: to nearest, ties to even, as torch does it."""
+
+import numpy as np
+import numpy.typing as npt
+
+from rl.checkpoint.manifest import ITEM_BYTES
+
+Bytes = npt.NDArray[np.uint8]
+NUMPY = {"F32": np.float32, "F16": np.float16}
+BLOCK = 1 << 16  # elements that stay in a core's cache for all passes over them
+SIGNLESS = np.uint32(0x7FFFFFFF)
+ROUNDS_TO_INFINITY = 0x7F7F8000  # from these bits of a float32 on, its nearest bfloat16 is not finite
+
+
+class OutOfRange(ValueError):
+    """A finite value that the wanted dtype has no room for."""
+
+
+def convert(data: Bytes, source: str, result: Bytes, target: str) -> None:
+    """Fills `result` with the elements of `data`; both are raw bytes, the dtypes as safetensors spells them."""
+    read, written = ITEM_BYTES[source] * BLOCK, ITEM_BYTES[target] * BLOCK
+    for block in range(-(-data.size // read)):
+        values = _load(data[block * read : (block + 1) * read], source)
+        _store(values, result[block * written : (block + 1) * written], target)
+
+
+def _load(data: Bytes, dtype: str) -> npt.NDArray[np.floating]:
+    if dtype != "BF16":
+        return data.view(NUMPY[dtype])
+    return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _store(values: npt.NDArray[np.floating], result: Bytes, dtype: str) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype == "BF16":
+            stored = result.view(np.uint16)
+            is_lost = _round_to_bfloat16(values.astype(np.float32, copy=False), stored)
+        else:
+            narrow = result.view(NUMPY[dtype])
+            narrow[:] = values
+            is_lost = bool((np.isinf(narrow) & np.isfinite(values)).any())
+    if is_lost:
+        raise OutOfRange(f"{np.abs(values[np.isfinite(values)]).max():.3g} is beyond what {dtype} can hold")
+
+
+def _round_to_bfloat16(values: npt.NDArray[np.float32], stored: npt.NDArray[np.uint16]) -> bool:
+    """Whether a finite value became infinite."""
+    bits = values.view(np.uint32)
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    stored[:] = rounded
+    if not bits.size or (bits & SIGNLESS).max() < ROUNDS_TO_INFINITY:
+        return False
+    stored[np.isnan(values)] = 0x7FC0  # whose bits may have run over
+    return bool((np.isfinite(values) & ((bits & SIGNLESS) >= ROUNDS_TO_INFINITY)).any())

@@ -1,0 +1,163 @@
+"""From slices to files: proves that the slices of every tensor cover it, and lays the tensors out in output files.
+
+Pure: a manifest in, a plan out.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rl.checkpoint.manifest import ITEM_BYTES, CheckpointError, File, Manifest, Slice
+from rl.checkpoint.shard_file import pack_header
+
+FLOATS = ("F32", "F16", "BF16")
+Box = tuple[tuple[int, int], ...]  # first and end along each dimension
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the merged model, and the slices that it is put together from, each byte once."""
+
+    name: str
+    dtype: str  # in the output
+    shape: tuple[int, ...]
+    slices: tuple[tuple[File, Slice], ...]
+    begin: int = 0  # in its output file
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A safetensors file to write."""
+
+    name: str
+    header: bytes
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def read_tensors(manifest: Manifest, dtype: str | None) -> list[Tensor]:
+    """The model's tensors, in the order of the model; floating-point ones in `dtype` where one is asked for."""
+    found = manifest.slices("model")
+    if not found:
+        raise CheckpointError(f"the manifest of step {manifest.step} lists no slice of a model; it is not complete")
+    tensors: list[Tensor] = []
+    problems: list[str] = []
+    for name, pieces in found.items():
+        first = pieces[0][1]
+        wanted = dtype if dtype and first.dtype in FLOATS else first.dtype
+        try:
+            tensors.append(Tensor(name, wanted, first.shape, tuple(_cover(pieces))))
+        except CheckpointError as error:
+            problems.append(f"\n  {name} {list(first.shape)}: {error}")
+    if problems:
+        raise CheckpointError(
+            f"step {manifest.step} of {manifest.run_name} is not complete by its own manifest; nothing was merged:"
+            + "".join(problems)
+        )
+    return tensors
+
+
+def _cover(pieces: Sequence[tuple[File, Slice]]) -> list[tuple[File, Slice]]:
+    """Slices that make up the whole tensor, each of its elements once; of equal replicas the first."""
+    whole = pieces[0][1]
+    left: list[Box] = [tuple((0, length) for length in whole.shape)]
+    taken: dict[Box, tuple[File, Slice]] = {}
+    for file, part in pieces:
+        if (part.dtype, part.shape) != (whole.dtype, whole.shape):
+            raise CheckpointError(
+                f"{file.name} holds a slice of {part.dtype} {list(part.shape)}, {pieces[0][0].name} one of "
+                f"{whole.dtype} {list(whole.shape)}"
+            )
+        box = box_of(part)
+        if part.num_bytes != math.prod(part.size) * ITEM_BYTES[part.dtype] or not _is_inside(box, whole.shape):
+            raise CheckpointError(f"{file.name} holds a slice of {_text(box)}, which is none of it")
+        if math.prod(part.size) == 0:
+            continue
+        if box in taken:
+            other, twin = taken[box]
+            if twin.digest != part.digest:
+                raise CheckpointError(f"{_text(box)} differs between {other.name} and {file.name}: replicas disagree")
+            continue
+        uncovered = sum(volume(meet(box, hole)) for hole in left)
+        if uncovered != math.prod(part.size):
+            raise CheckpointError(f"{_text(box)} of {file.name} overlaps with another slice")
+        left = [rest for hole in left for rest in _subtract(hole, box)]
+        taken[box] = (file, part)
+    left = [hole for hole in left if volume(hole)]
+    if left:
+        raise CheckpointError(f"no file holds {', '.join(map(_text, left))}")
+    return [taken[box] for box in sorted(taken)]
+
+
+def box_of(part: Slice) -> Box:
+    return tuple((first, first + length) for first, length in zip(part.offsets, part.size, strict=True))
+
+
+def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
+    return all(0 <= first <= end <= length for (first, end), length in zip(box, shape, strict=True))
+
+
+def meet(one: Box, other: Box) -> Box:
+    return tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def volume(box: Box) -> int:
+    return math.prod(end - first for first, end in box)
+
+
+def _subtract(hole: Box, box: Box) -> list[Box]:
+    """What is left of `hole` outside `box`, as boxes."""
+    common = meet(hole, box)
+    if not volume(common):
+        return [hole]
+    rest: list[Box] = []
+    for dim, ((first, end), (low, high)) in enumerate(zip(hole, common, strict=True)):
+        before, after = common[:dim], hole[dim + 1 :]
+        rest += [(*before, side, *after) for side in ((first, low), (high, end)) if side[0] < side[1]]
+    return rest
+
+
+def _text(box: Box) -> str:
+    return f"[{', '.join(f'{first}:{end}' for first, end in box)}]"
+
+
+def lay_out(tensors: Sequence[Tensor], max_bytes: int) -> list[Output]:
+    """Output files of at most so many bytes of tensors each; a larger tensor has a file of its own."""
+    groups: list[list[Tensor]] = [[]]
+    num_bytes = 0
+    for tensor in tensors:
+        if groups[-1] and num_bytes + tensor.num_bytes > max_bytes:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(tensor)
+        num_bytes += tensor.num_bytes
+    if len(groups) == 1:
+        return [_output("model.safetensors", groups[0])]
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    return [_output(name, group) for name, group in zip(names, groups)]
+
+
+def _output(name: str, tensors: Sequence[Tensor]) -> Output:
+    ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])  # so that all are aligned
+    entries = [(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in ordered]
+    header = pack_header({"format": "pt"}, entries)
+    begins = itertools.accumulate((tensor.num_bytes for tensor in ordered), initial=len(header))
+    return Output(name, header, tuple(replace(tensor, begin=begin) for tensor, begin in zip(ordered, begins)))
+
+
+def index_of(outputs: Sequence[Output]) -> bytes:
+    """model.safetensors.index.json."""
+    total = sum(tensor.num_bytes for output in outputs for tensor in output.tensors)
+    places = {tensor.name: output.name for output in outputs for tensor in output.tensors}
+    return json.dumps(
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}, indent=2
+    ).encode()

@@ -1,0 +1,279 @@
+"""Makes a Hugging Face model of a sharded checkpoint, wherever its shards lie, and uploads it: docs/merge.md.
+
+    python tools/merge_checkpoint.py --upload           newest step of the newest run, to the name in its config
+    python tools/merge_checkpoint.py runs/x             newest step -> runs/x/merged/step_N
+    python tools/merge_checkpoint.py runs/x --step 200 --nodes node1:/data/runs/x,node2:/data/runs/x --upload org/name
+
+find --> prove complete --> gather from other nodes --> merge, digests checked on the way --> [logits] --> [upload]
+
+Needs neither torch nor a GPU, but for --verify-logits. A command that was killed goes on where it stopped.
+"""
+
+import argparse
+import json
+import resource
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from rl.checkpoint.manifest import PROBE, CheckpointError, step_folder
+from rl.checkpoint.shard_file import check_shard, digest
+from rl.merge.card import model_card
+from rl.merge.errors import MergeError
+from rl.merge.find import Checkpoint, describe, find_checkpoint, is_model_shard, parse_nodes, resolve_request
+from rl.merge.gather import Gatherer
+from rl.merge.layout import Output, index_of, lay_out, read_tensors
+from rl.merge.places import Place, Ssh
+from rl.merge.sizes import parse_size, size_text
+from rl.merge.upload import Hub
+from rl.merge.work import Work, left_in
+from rl.merge.write import Merger, Progress, Sources, Spoilt
+
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+INTERRUPTED = 130
+QUIET_INTERVAL_S = 10.0  # between lines of progress where they go to a file
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    head, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=head, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("run", nargs="?", type=Path, help="run, its step_N, or a folder of runs, of which the newest; default: runs")
+    add("--step", type=int, help="which step; default: the newest committed one")
+    add("--output", type=Path, help="folder of the result; default: RUN/merged/step_N")
+    add(
+        "--nodes",
+        default="",
+        help="HOST:FOLDER,... where the run lies on other nodes; an entry without a host is a "
+        "folder here; default: files that are not here are fetched from the hosts that the checkpoint names",
+    )
+    add("--nodes-file", type=Path, help="the same from a file, one entry a line")
+    add("--ssh", default="ssh", metavar="COMMAND", help="how nodes are called, such as 'ssh -p 2222'")
+    add("--ssh-user", default="", help="login name on the nodes")
+    add("--identity", default="", help="private key for the nodes")
+    add("--dtype", choices=list(DTYPES), help="convert floating-point tensors; default: as they were saved")
+    add("--max-shard-size", type=size_argument, default="5GB", help="of an output file; default: 5GB")
+    add("--no-verify", action="store_true", help="do not check digests; where nothing is converted the kernel copies")
+    add("--verify-logits", action="store_true", help="also load the result and compare it with the policy's logits")
+    add("--upload", nargs="?", const="", metavar="NAME", help="to ORG/NAME on the hub; default: checkpoint.hub_name")
+    add("--public", action="store_true", help="a new repository is public; default: private")
+    add("--revision", default="", help="branch to upload to; default: main")
+    add("--keep-shards", action="store_true", help="keep what was gathered; default: deleted when all is done")
+    add("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    args = parser.parse_args(arguments)
+    if args.upload is None and (args.public or args.revision):
+        parser.error("--public and --revision are about an upload; add --upload")
+    if args.upload and args.run is None and (Path(args.upload).is_dir()):
+        parser.error(f"--upload takes a name on the hub, and {args.upload} is a folder: name the run before --upload")
+    if (args.nodes or args.nodes_file) and args.run is None:
+        parser.error("with --nodes also name the run: RUN/merged is where the result goes")
+    if args.identity and not Path(args.identity).is_file():
+        parser.error(f"--identity: no file {args.identity}; give the path of a private key")
+    return args
+
+
+def size_argument(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run(args: argparse.Namespace) -> None:
+    ssh = Ssh(args.ssh, args.ssh_user, args.identity)
+    request = resolve_request(args.run or Path("runs"), args.step, is_elsewhere=bool(args.nodes or args.nodes_file))
+    results = args.output.absolute().parent if args.output else request.run / "merged"
+    checkpoint = find_checkpoint(request, left_in(results), read_nodes(args, ssh), ssh)
+    manifest = checkpoint.manifest
+    print(describe(checkpoint), flush=True)
+    outputs = lay_out(read_tensors(manifest, DTYPES.get(args.dtype)), args.max_shard_size)
+    record = {"run_id": manifest.run_id, "run": manifest.run_name, "step": manifest.step, "save_id": manifest.save_id}
+    record |= {"dtype": args.dtype or "as saved", "max_shard_size": args.max_shard_size, "verified": not args.no_verify}
+    work = Work(args.output.absolute() if args.output else results / step_folder(manifest.step), record)
+    hub = Hub(upload_name(args, checkpoint), args.revision, args.public) if args.upload is not None else None
+    is_merged = work.is_merged()
+    if not is_merged:
+        checkpoint.check_complete()
+    if args.dry_run:
+        announce(work, checkpoint, outputs, hub)
+        return
+    if not is_merged:
+        work.check_space(work.missing_bytes(outputs, checkpoint.elsewhere()))
+    if hub is not None:  # first, so that hours of work do not end at a wrong name
+        hub.check()
+        hub.create()
+    with closing(work):
+        if is_merged:
+            print(f"{work.output} is complete already", flush=True)
+        else:
+            work.open(checkpoint)
+            merge(work, checkpoint, outputs, args)
+        if args.verify_logits:
+            verify_logits(work.output, checkpoint, args.dtype)
+        if hub is not None:
+            print(f"uploaded to {hub.upload(work.output, f'{manifest.run_name}, step {manifest.step}')}", flush=True)
+        if not args.keep_shards:
+            work.clear()
+
+
+def read_nodes(args: argparse.Namespace, ssh: Ssh) -> list[Place]:
+    text = args.nodes
+    if args.nodes_file:
+        try:
+            lines = args.nodes_file.read_text().splitlines()
+        except OSError as error:
+            raise MergeError(f"--nodes-file: cannot read {args.nodes_file}: {error.strerror}") from None
+        text = ",".join([text, *(line.partition("#")[0] for line in lines)])
+    return parse_nodes(text, ssh) if args.nodes or args.nodes_file else []
+
+
+def upload_name(args: argparse.Namespace, checkpoint: Checkpoint) -> str:
+    name = args.upload or checkpoint.manifest.config.get("checkpoint", {}).get("hub_name", "")
+    if not name:
+        raise MergeError("the run's config has no checkpoint.hub_name; give the name: --upload ORG/NAME")
+    return name
+
+
+def announce(work: Work, checkpoint: Checkpoint, outputs: Sequence[Output], hub: Hub | None) -> None:
+    """What would be done."""
+    if work.is_merged():
+        print(f"{work.output} is complete already")
+    else:
+        elsewhere = checkpoint.elsewhere()
+        hosts = sorted({holder.name for file in elsewhere for holder in checkpoint.holders(file.name)[:1]})
+        if elsewhere:
+            num_bytes = sum(file.num_bytes for file in elsewhere)
+            print(f"would gather {len(elsewhere)} files, {size_text(num_bytes)}, from {', '.join(hosts)}")
+        needed = work.missing_bytes(outputs, elsewhere)
+        print(f"would merge into {work.output}: {len(outputs)} files, {size_text(needed)} to write in all")
+        work.check_space(needed)
+    if hub is not None:
+        print(f"would upload to {hub.check()}")
+
+
+def merge(work: Work, checkpoint: Checkpoint, outputs: Sequence[Output], args: argparse.Namespace) -> None:
+    """A copy that turns out to be spoilt is left aside; where there is no other one, this ends with an error."""
+    while True:
+        gather(work, checkpoint)
+        paths = {file.name: checkpoint.local_path(file) for file in checkpoint.wanted}
+        try:
+            files = read_model_files(checkpoint, paths, args.dtype)
+            write_model(work, checkpoint, paths, outputs, args)
+            break
+        except Spoilt as error:
+            print(checkpoint.set_aside(error.file, error.reason), flush=True)
+            checkpoint.check_complete()
+    if len(outputs) > 1:
+        files["model.safetensors.index.json"] = index_of(outputs)
+    files |= model_card(checkpoint.manifest, read_metrics(checkpoint), args.dtype or checkpoint.trained_in)
+    for name, data in files.items():
+        work.write(name, data)
+    work.publish()
+    num_bytes = sum(output.num_bytes for output in outputs)
+    proof = "digests not checked" if args.no_verify else "every slice has the digest that it was saved with"
+    print(f"{work.output}: {len(outputs)} files, {size_text(num_bytes)}; {proof}", flush=True)
+
+
+def gather(work: Work, checkpoint: Checkpoint) -> None:
+    files = checkpoint.elsewhere()
+    if files:
+        with progress("gather", sum(file.num_bytes for file in files)) as count:
+            Gatherer(checkpoint, work.place, count).fetch(files)
+
+
+def read_model_files(checkpoint: Checkpoint, paths: dict[str, Path], dtype: str | None) -> dict[str, bytes]:
+    """Config, tokenizer, ...: all of hf/."""
+    files: dict[str, bytes] = {}
+    for file in checkpoint.wanted:
+        if not is_model_shard(file):
+            files[file.name.removeprefix("hf/")] = data = paths[file.name].read_bytes()
+            if digest(data) != file.digest:
+                raise Spoilt(file.name, "its bytes are not those that were saved")
+    if dtype:
+        config = json.loads(files["config.json"])
+        config |= {name: dtype for name in ("dtype", "torch_dtype") if name == "dtype" or name in config}
+        files["config.json"] = json.dumps(config, indent=2).encode()
+    return files
+
+
+def write_model(
+    work: Work, checkpoint: Checkpoint, paths: dict[str, Path], outputs: Sequence[Output], args: argparse.Namespace
+) -> None:
+    manifest = checkpoint.manifest
+    shards = [file for file in checkpoint.wanted if is_model_shard(file)]
+    about = {"run_id": manifest.run_id, "step": manifest.step, "save_id": manifest.save_id}
+    for file in shards:
+        try:
+            check_shard(paths[file.name], file, about)
+        except CheckpointError as error:
+            raise Spoilt(file.name, str(error)) from None
+    num_bytes = sum(part.num_bytes for output in outputs for tensor in output.tensors for _, part in tensor.slices)
+    with progress("merge", num_bytes) as count, Sources({file.name: paths[file.name] for file in shards}) as sources:
+        Merger(sources, work.model, not args.no_verify, count).write(outputs)
+
+
+def read_metrics(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """The run's metrics, from the first place that has them; a line that is being written is left out."""
+    for place in checkpoint.places:
+        rows = []
+        for line in (place.read("../metrics.jsonl") or b"").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue
+        if rows:
+            return rows
+    return []
+
+
+def verify_logits(output: Path, checkpoint: Checkpoint, dtype: str | None) -> None:
+    from rl.merge.logits import compare_logits
+
+    holders = checkpoint.holders(PROBE)
+    data = holders[0].read(f"{step_folder(checkpoint.manifest.step)}/{PROBE}") if holders else None
+    if data is None:
+        raise MergeError(
+            f"no {PROBE} of step {checkpoint.manifest.step} in reach, so there are no logits to compare with: it is "
+            f"written one update after the step, on the first actor's node. {output} is complete and verified by digest"
+        )
+    difference = compare_logits(output, data, checkpoint.trained_in, dtype or checkpoint.trained_in)
+    print(f"logits equal those of the policy at the save: relative difference {difference:.2g}", flush=True)
+
+
+@contextmanager
+def progress(title: str, num_bytes: int) -> Iterator[Progress]:
+    lock = threading.Lock()
+    interval = 0.1 if sys.stderr.isatty() else QUIET_INTERVAL_S
+    with tqdm(
+        desc=title, total=num_bytes, unit="B", unit_scale=True, mininterval=interval, maxinterval=interval
+    ) as bar:
+
+        def count(num_bytes: int) -> None:
+            with lock:
+                bar.update(num_bytes)
+
+        yield count
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # every shard is held open
+    try:
+        run(args)
+    except (MergeError, CheckpointError) as error:
+        sys.exit(f"merge_checkpoint: {error}")
+    except KeyboardInterrupt:
+        print("merge_checkpoint: interrupted; the same command goes on where it stopped", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()
