@@ -6,9 +6,10 @@ The bytes are those of a llama in bfloat16, cut into shards by rows. Rounds are 
 measurement the disk is synced and the shards are dropped from the page cache. Figures are medians:
     merge_gbps, verified_gbps   the whole command, start of Python and final sync included: without and with digests
     cp_gbps                     cp of the shards to another folder, and sync of the copies
-    torch_gbps                  torch's consolidate_safetensors_files of the same tensors, and sync of its output; its
-                                import is not counted; the faster of one thread and as many as we use
-    ratio_to_cp, ratio_to_cp_verified, ratio_to_torch   our speed over theirs; torch's has no digests, as ours there
+    torch_gbps                  torch's consolidate_safetensors_files of the same tensors, and sync of its output; the
+                                faster of one thread and as many as we use; imports are not counted
+    ratio_to_cp                 our speed over cp's, without digests; ratio_to_cp_verified: with them
+    ratio_to_torch              our speed over torch's, neither with digests; imports are counted for neither
     convert_gbps                float32 in, bfloat16 out, digests checked; GB of float32 a second
     peak_rss_mb                 the largest of all of our commands
     large                       a sparse checkpoint of so many GB: seconds and peak_rss_mb of its merge, digests checked
@@ -16,6 +17,7 @@ measurement the disk is synced and the shards are dropped from the page cache. F
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -27,16 +29,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from rl.checkpoint.shard_file import pack_header
 from rl.config import ROOT
 from rl.merge.write import NUM_WORKERS
-from tests.checkpoint_files import Array, Made, by_rows, write_checkpoint
+from tests.checkpoint_files import Array, by_rows, write_checkpoint
 
-TOOL = ROOT / "tools" / "merge_checkpoint.py"
 HIDDEN, INTERMEDIATE, KEY_VALUE, VOCABULARY = 2048, 8192, 512, 128256
 LARGE = (5120, 13824, 1024, 152064)
+OURS = """
+import sys, time
+from tools.merge_checkpoint import main
+start = time.perf_counter()
+main(sys.argv[1:])
+print(time.perf_counter() - start)
+"""
 TORCH = """
 import json, os, subprocess, sys, time
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
@@ -100,22 +107,52 @@ def drop_from_cache(paths: Sequence[Path]) -> None:
         os.close(handle)
 
 
+def prepare(folder: Path, gigabytes: float, num_shards: int) -> None:
+    tensors = random_tensors(gigabytes, np.uint16)
+    write_checkpoint([folder / "narrow"], tensors, num_shards)
+    write_for_torch(folder / "torch", tensors, num_shards)
+    (folder / "names.json").write_text(json.dumps(list(tensors)))
+    write_checkpoint([folder / "wide"], random_tensors(gigabytes, np.float32), num_shards)
+
+
+def prepare_large(folder: Path, gigabytes: float, num_shards: int) -> None:
+    """Zeros of a model's shapes, in files that are then made sparse, so that only the result takes room."""
+    shapes = llama_shapes(gigabytes * 1e9 / 2, LARGE)
+    tensors = {name: np.broadcast_to(np.zeros(1, np.uint16), shape) for name, shape in shapes.items()}
+    made = write_checkpoint([folder / "large"], tensors, num_shards)
+    for path in made.step_folder().glob("model-*"):
+        subprocess.run(["fallocate", "--dig-holes", str(path)], check=True)
+
+
+def in_a_process(function: Callable[..., None], *arguments: object) -> None:
+    """Of its own: the peak memory of a child counts that of the parent it was forked from."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
 class Bench:
     def __init__(self, folder: Path, args: argparse.Namespace):
         self.folder, self.args = folder, args
         self.peak_rss_mb = 0.0
+        self.without_imports: list[float] = []  # seconds of merges without digests
 
-    def merge(self, made: Made, *options: str) -> float:
+    def merge(self, run: str, *options: str) -> float:
         """Seconds of the whole command."""
         output = self.folder / "merged"
-        command = [sys.executable, str(TOOL), str(made.folders[0]), "--output", str(output), *options]
+        command = [sys.executable, "-c", OURS, str(self.folder / run), "--output", str(output), *options]
         start = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            assert process.stdout is not None
+            inside = float(process.stdout.read().split()[-1])
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.perf_counter() - start
         assert process.returncode == 0, command
         self.peak_rss_mb = max(self.peak_rss_mb, usage.ru_maxrss / 1024)
+        if "--no-verify" in options:
+            self.without_imports.append(inside)
         shutil.rmtree(output)
         return seconds
 
@@ -129,38 +166,31 @@ class Bench:
         shutil.rmtree(target)
         return seconds
 
-    def consolidate(self, source: Path, names: Path, num_threads: int) -> float:
+    def consolidate(self, num_threads: int) -> float:
         target = self.folder / "consolidated"
         target.mkdir()
-        command = [sys.executable, "-c", TORCH, str(source), str(target), str(names), str(num_threads)]
+        arguments = [self.folder / "torch", target, self.folder / "names.json", num_threads]
+        command = [sys.executable, "-c", TORCH, *map(str, arguments)]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         shutil.rmtree(target)
         return float(output.split()[-1])
 
     def run(self) -> dict[str, object]:
         args = self.args
-        tensors = random_tensors(args.gigabytes, np.uint16)
-        made = write_checkpoint([self.folder / "narrow" / "x"], tensors, args.shards)
-        write_for_torch(self.folder / "torch", tensors, args.shards)
-        names = self.folder / "names.json"
-        names.write_text(json.dumps(list(tensors)))
-        wide_tensors = random_tensors(args.gigabytes, np.float32)
-        wide = write_checkpoint([self.folder / "wide" / "x"], wide_tensors, args.shards)
-        num_bytes = sum(array.nbytes for array in tensors.values())
-        wide_bytes = sum(array.nbytes for array in wide_tensors.values())
-        del tensors, wide_tensors
-        shards = sorted(made.step_folder().glob("model-*"))
-        inputs = [*shards, *(self.folder / "torch").iterdir(), *wide.step_folder().glob("model-*")]
+        in_a_process(prepare, self.folder, args.gigabytes, args.shards)
+        shards, wide = (sorted(self.folder.glob(f"{run}/checkpoints/*/model-*")) for run in ("narrow", "wide"))
+        num_bytes, wide_bytes = (sum(path.stat().st_size for path in paths) for paths in (shards, wide))
+        inputs = [*shards, *wide, *(self.folder / "torch").iterdir()]
         measurements: dict[str, Callable[[], float]] = {
             "cp": lambda: self.copy(shards),
-            "merge": lambda: self.merge(made, "--no-verify"),
-            "verified": lambda: self.merge(made),
-            "torch, 1 thread": lambda: self.consolidate(self.folder / "torch", names, 1),
-            "torch, threads": lambda: self.consolidate(self.folder / "torch", names, NUM_WORKERS),
-            "convert": lambda: self.merge(wide, "--dtype", "bfloat16"),
+            "merge": lambda: self.merge("narrow", "--no-verify"),
+            "verified": lambda: self.merge("narrow"),
+            "torch, 1 thread": lambda: self.consolidate(1),
+            "torch, threads": lambda: self.consolidate(NUM_WORKERS),
+            "convert": lambda: self.merge("wide", "--dtype", "bfloat16"),
         }
         seconds: dict[str, list[float]] = {name: [] for name in measurements}
-        for _ in tqdm(range(args.rounds), disable=not sys.stderr.isatty()):
+        for _ in range(args.rounds):
             for name, measure in measurements.items():
                 drop_from_cache(inputs)
                 seconds[name].append(measure())
@@ -177,32 +207,24 @@ class Bench:
             "torch_gbps": round(num_bytes / torch_s / 1e9, 2),
             "ratio_to_cp": round(median["cp"] / median["merge"], 2),
             "ratio_to_cp_verified": round(median["cp"] / median["verified"], 2),
-            "ratio_to_torch": round(torch_s / median["merge"], 2),
+            "ratio_to_torch": round(torch_s / statistics.median(self.without_imports), 2),
             "convert_gbps": round(wide_bytes / median["convert"] / 1e9, 2),
             "peak_rss_mb": round(self.peak_rss_mb, 1),
             "seconds": {name: [round(value, 2) for value in values] for name, values in seconds.items()},
         }
         if args.large_gigabytes:
-            shutil.rmtree(self.folder / "torch")
+            for path in inputs:
+                path.unlink()
             row["large"] = self.run_large()
         return row
 
     def run_large(self) -> dict[str, float]:
-        """Zeros of a model's shapes, in files that are then made sparse, so that only the result takes room."""
-        shapes = llama_shapes(self.args.large_gigabytes * 1e9 / 2, LARGE)
-        row = np.zeros(1, np.uint16)
-        tensors = {name: np.broadcast_to(row, shape) for name, shape in shapes.items()}
-        made = write_checkpoint([self.folder / "large" / "x"], tensors, self.args.shards)
-        for path in made.step_folder().glob("model-*"):
-            subprocess.run(["fallocate", "--dig-holes", str(path)], check=True)
+        in_a_process(prepare_large, self.folder, self.args.large_gigabytes, self.args.shards)
+        num_bytes = sum(path.stat().st_size for path in self.folder.glob("large/checkpoints/*/model-*"))
         self.peak_rss_mb = 0.0
-        seconds = self.merge(made)
-        num_bytes = sum(part.num_bytes for file in made.manifest.files for part in file.slices if part.kind == "model")
-        return {
-            "gigabytes": round(num_bytes / 1e9, 2),
-            "seconds": round(seconds, 1),
-            "peak_rss_mb": round(self.peak_rss_mb, 1),
-        }
+        seconds = self.merge("large")
+        sizes = {"gigabytes": round(num_bytes / 1e9, 2), "seconds": round(seconds, 1)}
+        return sizes | {"peak_rss_mb": round(self.peak_rss_mb, 1)}
 
 
 def main() -> None:
