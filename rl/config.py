@@ -7,6 +7,7 @@ contradict each other are errors that say what to change. Nothing here knows abo
 import dataclasses
 import difflib
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 class ConfigError(ValueError):
@@ -343,6 +345,8 @@ def validate(config: Config) -> None:
         raise ConfigError("eval.interval is set, but data.eval is empty: give held-out prompts or set eval.interval=0")
     require(config.checkpoint.copies in (1, 2), "checkpoint.copies", config.checkpoint.copies, "choose 1 or 2")
     require(bool(config.checkpoint.resume), "checkpoint.resume", "", "choose auto, never or a path")
+    name = config.checkpoint.hub_name
+    require(not name or bool(HUB_NAME.fullmatch(name)), "checkpoint.hub_name", name, "it is ORG/NAME or NAME")
     metric = config.checkpoint.best_metric
     if metric.startswith("eval/") and not config.eval.interval:
         raise ConfigError(f"checkpoint.best_metric: got {metric!r}, but nothing is evaluated; set eval.interval")

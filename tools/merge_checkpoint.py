@@ -21,6 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 from rl.checkpoint.manifest import PROBE, CheckpointError, step_folder
 from rl.checkpoint.shard_file import check_shard, digest
 from rl.merge.card import model_card
@@ -36,6 +37,7 @@ from rl.merge.write import Merger, Progress, Sources, Spoilt
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 INTERRUPTED = 130
+MAX_OPEN_FILES = 1 << 16
 QUIET_INTERVAL_S = 10.0  # between lines of progress where they go to a file
 
 
@@ -90,7 +92,8 @@ def run(args: argparse.Namespace) -> None:
     ssh = Ssh(args.ssh, args.ssh_user, args.identity)
     request = resolve_request(args.run or Path("runs"), args.step, is_elsewhere=bool(args.nodes or args.nodes_file))
     results = args.output.absolute().parent if args.output else request.run / "merged"
-    checkpoint = find_checkpoint(request, left_in(results), read_nodes(args, ssh), ssh)
+    left = left_in(results)
+    checkpoint = find_checkpoint(request, left, read_nodes(args, ssh), ssh)
     manifest = checkpoint.manifest
     print(describe(checkpoint), flush=True)
     outputs = lay_out(read_tensors(manifest, DTYPES.get(args.dtype)), args.max_shard_size)
@@ -101,6 +104,8 @@ def run(args: argparse.Namespace) -> None:
     is_merged = work.is_merged()
     if not is_merged:
         checkpoint.check_complete()
+        for error in checkpoint.survey.failures.values():
+            say(f"goes on without {error}")
     if args.dry_run:
         announce(work, checkpoint, outputs, hub)
         return
@@ -110,10 +115,10 @@ def run(args: argparse.Namespace) -> None:
         hub.check()
         hub.create()
     with closing(work):
-        if is_merged:
+        work.open(checkpoint)
+        if work.is_merged():
             print(f"{work.output} is complete already", flush=True)
         else:
-            work.open(checkpoint)
             merge(work, checkpoint, outputs, args)
         if args.verify_logits:
             verify_logits(work.output, checkpoint, args.dtype)
@@ -121,6 +126,9 @@ def run(args: argparse.Namespace) -> None:
             print(f"uploaded to {hub.upload(work.output, f'{manifest.run_name}, step {manifest.step}')}", flush=True)
         if not args.keep_shards:
             work.clear()
+    for place in left:
+        if place.root.parent != work.folder:
+            say(f"{place.root.parent} is left of a merge that did not end; finish it with --step, or delete it")
 
 
 def read_nodes(args: argparse.Namespace, ssh: Ssh) -> list[Place]:
@@ -160,6 +168,7 @@ def announce(work: Work, checkpoint: Checkpoint, outputs: Sequence[Output], hub:
 
 def merge(work: Work, checkpoint: Checkpoint, outputs: Sequence[Output], args: argparse.Namespace) -> None:
     """A copy that turns out to be spoilt is left aside; where there is no other one, this ends with an error."""
+    work.begin()
     while True:
         gather(work, checkpoint)
         paths = {file.name: checkpoint.local_path(file) for file in checkpoint.wanted}
@@ -168,7 +177,7 @@ def merge(work: Work, checkpoint: Checkpoint, outputs: Sequence[Output], args: a
             write_model(work, checkpoint, paths, outputs, args)
             break
         except Spoilt as error:
-            print(checkpoint.set_aside(error.file, error.reason), flush=True)
+            say(checkpoint.set_aside(error.file, error.reason))
             checkpoint.check_complete()
     if len(outputs) > 1:
         files["model.safetensors.index.json"] = index_of(outputs)
@@ -222,8 +231,13 @@ def write_model(
 def read_metrics(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """The run's metrics, from the first place that has them; a line that is being written is left out."""
     for place in checkpoint.places:
+        try:
+            data = place.read("../metrics.jsonl") or b""
+        except MergeError as error:
+            say(f"no metrics from {error}")
+            continue
         rows = []
-        for line in (place.read("../metrics.jsonl") or b"").splitlines():
+        for line in data.splitlines():
             try:
                 rows.append(json.loads(line))
             except ValueError:
@@ -247,6 +261,10 @@ def verify_logits(output: Path, checkpoint: Checkpoint, dtype: str | None) -> No
     print(f"logits equal those of the policy at the save: relative difference {difference:.2g}", flush=True)
 
 
+def say(text: str) -> None:
+    print(f"merge_checkpoint: {text}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def progress(title: str, num_bytes: int) -> Iterator[Progress]:
     lock = threading.Lock()
@@ -264,14 +282,15 @@ def progress(title: str, num_bytes: int) -> Iterator[Progress]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # every shard is held open
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))  # every shard is held open
     try:
         run(args)
     except (MergeError, CheckpointError) as error:
         sys.exit(f"merge_checkpoint: {error}")
     except KeyboardInterrupt:
-        print("merge_checkpoint: interrupted; the same command goes on where it stopped", file=sys.stderr)
+        say("interrupted; the same command goes on where it stopped")
         sys.exit(INTERRUPTED)
 
 

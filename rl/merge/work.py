@@ -1,9 +1,11 @@
 """The folders that a merge works in, so that a kill at any moment loses little and leaves no half of a model.
 
-runs/x/merged/step_40/                the result; has its name when all of it is on the disk
-runs/x/merged/step_40.work-SAVE/      until then, and until an upload that was asked for is done
-    model/                            files of the result; one that is being written ends in .part
-    shards/step_40/                   the manifest, and what was gathered from other nodes
+    runs/x/merged/step_40/                the result; has its name when all of it is on the disk
+    runs/x/merged/step_40.work-SAVE/      until then, and until an upload that was asked for is done
+        model/                            files of the result; one that is being written ends in .part
+        shards/step_40/                   the manifest, and what was gathered from other nodes
+
+The same command finds them again and goes on.
 """
 
 import fcntl
@@ -46,7 +48,7 @@ class Work:
 
     def missing_bytes(self, outputs: Sequence[Output], to_gather: Sequence[File]) -> int:
         """What will be written, less what earlier attempts left."""
-        parts = [self._part(self.place.path(self._record["step"], file.name)) for file in to_gather]
+        parts = [_part(self.place.path(self._record["step"], file.name)) for file in to_gather]
         shards = sum(file.num_bytes for file in to_gather) - sum(map(_size, parts))
         written = [output.num_bytes for output in outputs if not (self.model / output.name).exists()]
         overwritten = sum(_size(path) for path in self.model.glob("*.part"))
@@ -61,16 +63,22 @@ class Work:
             )
 
     def open(self, checkpoint: Checkpoint) -> None:
-        """Makes the folders, for this process alone. The manifest stays here too: the run may remove the step while its
-        merge is being uploaded."""
+        """Takes the folder for this process alone. The manifest stays in it: the run may remove the step before its
+        merge is uploaded."""
         shards = self.place.path(self._record["step"], "")
         try:
             shards.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY)
             _lock(self._lock, self.folder)
-            (shards / MANIFEST).write_bytes(checkpoint.text)
+            _write(shards / MANIFEST, checkpoint.text)
             if checkpoint.is_committed:
                 (shards / COMMITTED).touch()
+        except OSError as error:
+            raise cannot_write(self.folder, error) from error
+
+    def begin(self) -> None:
+        """Makes the result's folder, unless an earlier attempt at the same result left one."""
+        try:
             if self.model.exists() and _read_record(self.model) != self._record:
                 shutil.rmtree(self.model)
             if not self.model.exists():
@@ -81,17 +89,7 @@ class Work:
 
     def write(self, name: str, data: bytes) -> None:
         """A small file of the result."""
-        path = self.model / name
-        part = self._part(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            part.rename(path)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        _write(self.model / name, data)
 
     def publish(self) -> None:
         """The result is complete: gives it its name."""
@@ -115,14 +113,28 @@ class Work:
             os.close(self._lock)
             self._lock = None
 
-    @staticmethod
-    def _part(path: Path) -> Path:
-        return path.with_name(f"{path.name}.part")
-
 
 def left_in(results: Path) -> list[Folder]:
     """What earlier calls gathered and could not finish."""
     return [Folder(path) for path in sorted(results.glob(f"*.work-*/{SHARDS}"))]
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
+
+
+def _write(path: Path, data: bytes) -> None:
+    """All of it or nothing."""
+    part = _part(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def _lock(handle: int, folder: Path) -> None:

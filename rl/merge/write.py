@@ -119,7 +119,8 @@ class Merger:
         except OutOfRange as error:
             raise MergeError(f"{tensor.name}: {error}; give --dtype one with a wider range") from None
         # Nobody reads it again soon; and the disk begins to write now, not when all is copied.
-        os.posix_fadvise(target, tensor.begin, tensor.num_bytes, os.POSIX_FADV_DONTNEED)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(target, tensor.begin, tensor.num_bytes, os.POSIX_FADV_DONTNEED)
 
     def _copy_run(self, file: File, part: Slice, dtype: str, target: int, begin: int) -> None:
         """A slice that is one run of bytes in the whole tensor too."""

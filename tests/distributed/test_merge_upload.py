@@ -4,6 +4,7 @@ said when it does not."""
 import hashlib
 import json
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rl.config import ROOT
 from rl.merge.upload import _is_weights, _may_pass, _may_write, _status
+from tests.checkpoint_files import read_model, write_checkpoint
 from tests.hub import READ_TOKEN, TOKEN, FakeHub, hub, impatient
 
 DRIVER = """
@@ -394,3 +397,56 @@ def test_only_weights_at_the_top_are_ours() -> None:
     names = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
     others = ["adapter/model.safetensors", "model.bin", "config.json", "safetensors"]
     assert [name for name in names + others if _is_weights(name)] == names
+
+
+def test_the_whole_command(tmp_path: Path) -> None:
+    """Shards of two nodes to a repository, by the name in the run's config. The hub fails, the command goes on where it
+    stopped; what was gathered is deleted when the upload is done, not before."""
+    tensors = {f"w{index}": np.random.default_rng(index).random((256, 100), np.float32) for index in range(4)}
+    runs = tmp_path / "runs"
+    config = {"checkpoint": {"hub_name": "engines/adder"}, "train": {"num_steps": 40}}
+    made = write_checkpoint([runs / "x", tmp_path / "node1" / "x"], tensors, 4, config=config)
+    (runs / "x" / "metrics.jsonl").write_text(
+        '{"step": 1, "reward/mean": 0.25}\n{"step": 2, "reward/mean": 0.75}\n{"st'
+    )
+    shutil.rmtree(tmp_path / "node1" / "x" / "checkpoints" / "step_40" / "hf")
+    arguments = ["--upload", "--max-shard-size", "250kB"]
+    nodes = [str(runs / "x"), "--nodes", str(tmp_path / "node1" / "x")]
+    work = runs / "x" / "merged" / "step_40.work-save0"
+    with hub() as fake:
+        environment = fake.environment(tmp_path / "home") | {"PYTHONPATH": str(ROOT)}
+
+        def run(*more: str) -> "subprocess.CompletedProcess[str]":
+            command = impatient(ROOT / "tools" / "merge_checkpoint.py", *more)
+            done = subprocess.run(
+                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+            )
+            assert TOKEN not in done.stdout + done.stderr
+            return done
+
+        done = run(*nodes, *arguments, "--dry-run")
+        assert "would upload to engines/adder" in done.stdout
+        assert not fake.repos and not (runs / "x" / "merged").exists()
+        done = run(*nodes, "--upload", "museum/adder")
+        assert done.returncode == 1 and "who may not write to museum" in done.stderr
+        assert not (runs / "x" / "merged").exists(), "a wrong name costs no merge"
+        fake.fail("POST", "/commit/", status=500, times=100)
+        done = run(*nodes, *arguments)
+        assert done.returncode == 1 and "the merged model stays in" in done.stderr
+        assert work.exists() and (runs / "x" / "merged" / "step_40").exists()
+        sent = sum(fake.received.values())
+        fake.recover()
+        shutil.rmtree(made.step_folder())  # the run may remove the step meanwhile
+        done = run(*nodes, *arguments, "--step", "40")
+        assert done.returncode == 0, done.stderr
+        assert "uploaded to" in done.stdout and "is complete already" in done.stdout
+        assert sum(fake.received.values()) == sent, "large files are not sent again"
+        assert not work.exists()
+        repository = fake.repos["engines/adder"]
+        assert repository.private
+        files = uploaded(fake, "engines/adder")
+    merged = runs / "x" / "merged" / "step_40"
+    assert files == content(merged)
+    assert {"config.json", "README.md", "reward.png", "merge.json", "model.safetensors.index.json"} < set(files)
+    assert read_model(merged)["w3"].tobytes() == tensors["w3"].tobytes()
+    assert "0.75 (step 2)" in files["README.md"].decode()

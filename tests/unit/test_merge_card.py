@@ -14,7 +14,8 @@ from PIL import Image
 
 from rl.checkpoint.manifest import File, Manifest
 from rl.config import ROOT, Config, load_config
-from rl.merge.card import BOTTOM, LEFT, RIGHT, TOP, _moving_mean, _ticks, draw_curve, model_card
+from rl.merge.card import model_card
+from rl.merge.curve import BOTTOM, LEFT, RIGHT, TOP, _moving_mean, _ticks, draw_curve
 
 Color = tuple[int, int, int]
 BLUE, ORANGE = (37, 99, 235), (234, 88, 12)
