@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from rl.algo.advantages import group_relative
+from rl.algo.mismatch import check_mismatch
 from rl.config import DEFAULT_CONFIG, Config, ConfigError, load_config, resolve_path
 from rl.data.batch import Batch
 from rl.data.describe import describe, show
@@ -39,7 +40,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
             with world.stage("logprobs"):
                 batch = actor.scorer.score(batch, version)
                 values = describe(batch).reduce(actor.pg)
-                check_mismatch(values["policy/mismatch_kl"], config.rollout.max_mismatch_kl)
+                check_mismatch(values.get("policy/mismatch_kl", 0.0), config.rollout.max_mismatch_kl)
             with world.stage("advantages"):
                 advantages = group_relative(batch.rewards, batch.group_ids, config.algo.normalize_std)
                 batch = batch.replace(advantages=advantages)
@@ -73,15 +74,6 @@ def evaluate(world: World, config: Config, actor: Actor, step: int, version: int
         measures = Measures()
         measures.mean("eval/accuracy", batch.rewards.sum(), batch.num_sequences)
         return measures.reduce(actor.pg)
-
-
-def check_mismatch(mismatch_kl: float, limit: float) -> None:
-    if limit and not mismatch_kl <= limit:  # a NaN does not pass
-        raise RuntimeError(
-            f"engine and learner disagree: policy/mismatch_kl is {mismatch_kl:.4g}, above rollout.max_mismatch_kl = "
-            f"{limit:g}; nothing was learnt from this batch. Raise the limit or compare model.dtype and the engine's "
-            "settings"
-        )
 
 
 def save_rollouts(world: World, config: Config, folder: Path, batch: Batch) -> None:

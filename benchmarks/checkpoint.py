@@ -86,7 +86,7 @@ class Bench:
         config, mesh = self.config, self.groups.actor_mesh
         assert mesh is not None
         model = load_model(self.folder / "model", mesh, self.world.device, config.model.dtype, trainable=True)
-        learner = Learner(model, self.groups.actor_pg, self.world.device, config.actor, config.algo, 1.0, 1)
+        learner = Learner(model, self.groups.actor_pg, self.world.device, config.actor, config.algo, config.rollout, 1)
         learner.update(one_batch(), 1, Measures())
         return learner
 

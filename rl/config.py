@@ -64,6 +64,9 @@ class RolloutConfig:
     max_num_seqs: int = key(256, "sequences one engine decodes at once")
     kv_cache_mb: int = key(0, "KV cache of one rank; 0: 256 MB on a CPU, gpu_memory_fraction on a GPU")
     gpu_memory_fraction: float = key(0.85, "share of a GPU's memory that an engine may fill")
+    deterministic: bool = key(
+        False, "seed each sample: the same tokens whichever engine samples them, and when; slower"
+    )
     enforce_eager: bool = key(False, "no CUDA graphs: starts faster, decodes slower")
     max_mismatch_kl: float = key(0.0, "end the run when engine and learner disagree by more than this KL; 0: never")
 
@@ -82,6 +85,12 @@ class AlgoConfig:
     kl_estimator: str = key("k3", "k3, k2, or k1 (an unbiased value, but its gradient averages to 0)")
     num_mini_batches: int = key(1, "optimizer steps per pass over a batch")
     num_epochs: int = key(1, "passes over a batch")
+    old_logprobs: str = key("auto", "auto: a pass of their own only where more than one update follows; always: a pass")
+
+    @property
+    def has_old_pass(self) -> bool:
+        """Otherwise the batch was sampled by the very policy that its only update begins with."""
+        return self.old_logprobs == "always" or self.num_mini_batches * self.num_epochs > 1
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,10 @@ class ActorConfig:
     eps: float = key(1e-8, "AdamW epsilon")
     max_grad_norm: float = key(1.0, "gradients are scaled down to this global norm")
     max_tokens_per_micro_batch: int = key(8192, "tokens in one forward-backward; a longer sequence goes alone")
+    compile: bool = key(True, "compile layers, on GPUs; the first steps take some tens of seconds longer")
+    recompute: str = key(
+        "none", "activations made anew in the backward pass: none, selective (every second layer), full"
+    )
     num_replicas: int = key(1, "copies of the policy among the actors (HSDP); each is sharded over its share of them")
 
 
@@ -287,7 +300,9 @@ def validate(config: Config) -> None:
     one_of("model.dtype", config.model.dtype, ("float32", "bfloat16"))
     one_of("rollout.engine", config.rollout.engine, ("vllm", "fake"))
     one_of("sync.verify", config.sync.verify, ("full", "transport", "off"))
+    one_of("algo.old_logprobs", config.algo.old_logprobs, ("auto", "always"))
     one_of("algo.kl_estimator", config.algo.kl_estimator, ("k1", "k2", "k3"))
+    one_of("actor.recompute", config.actor.recompute, ("none", "selective", "full"))
     one_of("actor.lr_schedule", config.actor.lr_schedule, ("constant", "linear", "cosine"))
     positive = {
         "train.num_steps": config.train.num_steps,

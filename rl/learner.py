@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl.algo.losses import clipped_ratio, kl_penalty
-from rl.config import ActorConfig, AlgoConfig
+from rl.algo.mismatch import check_mismatch, mismatch_kl
+from rl.config import ActorConfig, AlgoConfig, RolloutConfig
 from rl.data.batch import Batch, empty_batch
-from rl.data.packing import mini_batch_of, pack, pad_to
+from rl.data.micro_batches import cut_together
+from rl.data.packing import mini_batch_of
 from rl.metrics import Measures
-from rl.model.logprobs import TokenScores, score_responses
-from rl.scoring import agree_on_count
+from rl.model.attention import to_device
+from rl.model.logprobs import TokenScores, hidden_size_of, score_responses
 from rl.shards import LocalSlice, local_slices, reshard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by its own names
@@ -33,11 +35,11 @@ class Learner:
         device: torch.device,
         actor: ActorConfig,
         algo: AlgoConfig,
-        temperature: float,
+        rollout: RolloutConfig,
         num_optimizer_steps: int,
     ):
         self.model = model
-        self._pg, self._device, self._actor, self._algo, self._temperature = pg, device, actor, algo, temperature
+        self._pg, self._device, self._actor, self._algo, self._rollout = pg, device, actor, algo, rollout
         # Right after sharding: an optimizer made after a forward would miss the root's parameters without a word.
         self._optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -45,6 +47,7 @@ class Learner:
             betas=(actor.beta1, actor.beta2),
             eps=actor.eps,
             weight_decay=actor.weight_decay,
+            fused=device.type == "cuda" or None,
         )
         # They ride along with every update's first forward. So a checkpoint costs no forward of its own, and whether
         # one was saved changes no rounding.
@@ -74,13 +77,13 @@ class Learner:
         """A forward for the probe alone, where no update follows; on every rank, since it is a collective."""
         self._is_probe_due = True
         with torch.no_grad():
-            self._score(empty_batch().to(self._device))
+            self._score(empty_batch())
         reshard(self.model)
 
     def _score(self, micro_batch: Batch) -> TokenScores:
         probe = self.probe_tokens if self._is_probe_due else ()
         self._is_probe_due = False
-        scores = score_responses(self.model, micro_batch, self._temperature, probe)
+        scores = score_responses(self.model, micro_batch, self._rollout.temperature, self._device, probe)
         if probe:
             self.probe_logits = scores.probe_logits
         return scores
@@ -99,29 +102,34 @@ class Learner:
         """AdamW makes them at its first step; a checkpoint may need them before."""
         state = self._optimizer.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            where = parameter.device if self._optimizer.defaults["fused"] else None
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device=where)
             state |= {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
         return state
 
     def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
-        """Epochs of optimizer steps over mini-batches, which are runs of whole groups in stream order."""
+        """Epochs of optimizer steps over mini-batches, which are runs of whole groups in stream order. A batch without
+        old logprobs was sampled by this very policy and takes one step: its own forward gives them."""
         self._is_probe_due = True
         count = self._algo.num_mini_batches
+        assert batch.old_logprobs is not None or count * self._algo.num_epochs == 1
         mini_batch_of_sequence = [mini_batch_of(position, num_prompts, count) for position in batch.group_ids.tolist()]
         for _ in range(self._algo.num_epochs):
             for index in range(count):
                 sequences = [s for s, mini_batch in enumerate(mini_batch_of_sequence) if mini_batch == index]
-                self._optimizer_step(batch.select(sequences).to(self._device), measures)
+                self._optimizer_step(batch.select(sequences), measures)
 
     def _optimizer_step(self, mini_batch: Batch, measures: Measures) -> None:
-        micro_batches = pack(mini_batch.lengths.tolist(), self._actor.max_tokens_per_micro_batch)
-        micro_batches = pad_to(micro_batches, agree_on_count(len(micro_batches), self._pg))
-        num_tokens = mini_batch.response_lengths.sum()
-        total_tokens = num_tokens.clone()
+        max_tokens = self._actor.max_tokens_per_micro_batch
+        micro_batches = cut_together(mini_batch, max_tokens, hidden_size_of(self.model), self._pg)
+        total_tokens = mini_batch.response_lengths.sum()
         dist.all_reduce(total_tokens, group=self._pg)
-        scale = dist.get_world_size(self._pg) / total_tokens
+        scale = dist.get_world_size(self._pg) / int(total_tokens)
         for sequences in micro_batches:
             self._accumulate(mini_batch.select(sequences), scale, measures)
+        if mini_batch.old_logprobs is None:
+            mismatch = measures.reduce(self._pg, "policy/mismatch_kl")
+            check_mismatch(mismatch["policy/mismatch_kl"], self._rollout.max_mismatch_kl)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._actor.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if not torch.isfinite(norm):
@@ -134,25 +142,34 @@ class Learner:
         self._scheduler.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _accumulate(self, micro_batch: Batch, scale: torch.Tensor, measures: Measures) -> None:
+    def _accumulate(self, micro_batch: Batch, scale: float, measures: Measures) -> None:
         """Forward and backward of one micro-batch; an empty one takes part with a loss of 0."""
-        assert micro_batch.old_logprobs is not None and micro_batch.advantages is not None
+        assert micro_batch.advantages is not None
         mask = micro_batch.response_mask
         count = mask.sum()
         scores = self._score(micro_batch)
-        advantages = torch.repeat_interleave(micro_batch.advantages, micro_batch.lengths)[mask]
-        old_logprobs = micro_batch.old_logprobs[mask]
+        advantages = self._move(torch.repeat_interleave(micro_batch.advantages, micro_batch.response_lengths))
+        if micro_batch.old_logprobs is None:
+            old_logprobs = scores.logprobs.detach()
+            rollout_logprobs = self._move(micro_batch.rollout_logprobs[mask])
+            measures.mean("policy/mismatch_kl", mismatch_kl(old_logprobs, rollout_logprobs), count)
+        else:
+            old_logprobs = self._move(micro_batch.old_logprobs[mask])
         policy = clipped_ratio(scores.logprobs, old_logprobs, advantages, self._algo.clip_low, self._algo.clip_high)
         loss_sum = policy.loss_sum
         if self._algo.kl_coef:
             assert micro_batch.ref_logprobs is not None
-            kl_sum = kl_penalty(scores.logprobs, micro_batch.ref_logprobs[mask], self._algo.kl_estimator).sum()
+            ref_logprobs = self._move(micro_batch.ref_logprobs[mask])
+            kl_sum = kl_penalty(scores.logprobs, ref_logprobs, self._algo.kl_estimator).sum()
             loss_sum = loss_sum + self._algo.kl_coef * kl_sum
             measures.mean("loss/kl", kl_sum, count)
         (loss_sum * scale).backward()
         measures.mean("loss/policy", policy.loss_sum, count)
         measures.mean("policy/clip_fraction", policy.clipped_sum, count)
         measures.mean("policy/entropy", scores.entropy.sum(), count)
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return to_device(tensor, self._device)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -31,25 +31,31 @@ class Measures:
     """Sums and means by name. Every rank adds the same names in the same order, also where it has nothing to count."""
 
     def __init__(self) -> None:
-        self._pairs: dict[str, list[Tensor]] = {}  # totals and counts
+        self._pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}  # totals and counts, on whatever device made them
         self._sums: set[str] = set()
 
     def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        pair = [torch.as_tensor(value, dtype=torch.float64).detach().cpu() for value in (total, count)]
-        self._pairs.setdefault(name, []).append(torch.stack(pair))
+        """Does not wait for a device that is still computing them."""
+        first, second = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (total, count))
+        self._pairs.setdefault(name, []).append((first, second))
 
     def sum(self, name: str, total: Tensor | float) -> None:
         self._sums.add(name)
         self.mean(name, total, 0)
 
-    def reduce(self, pg: dist.ProcessGroup) -> dict[str, float]:
+    def reduce(self, pg: dist.ProcessGroup, *only: str) -> dict[str, float]:
         """The values over all ranks of the group, on each of them; a mean over nothing is 0."""
-        table = torch.stack([torch.stack(pairs).sum(0) for pairs in self._pairs.values()])
+        names = only or tuple(self._pairs)
+        table = torch.stack([torch.stack([_sum(part) for part in zip(*self._pairs[name])]) for name in names])
         dist.all_reduce(table, group=pg)
         reduced = {}
-        for name, (total, count) in zip(self._pairs, table.tolist(), strict=True):
+        for name, (total, count) in zip(names, table.tolist(), strict=True):
             reduced[name] = total if name in self._sums else total / count if count else 0.0
         return reduced
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(values)).sum().cpu()
 
 
 class MetricsWriter:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
@@ -18,16 +19,17 @@ from rl.checkpoint.save import Saver
 from rl.checkpoint.shelf import Shelf
 from rl.checkpoint.write import Record, read_hf_files
 from rl.config import Config, ConfigError
-from rl.data.prompts import Prompt, PromptStream, Tokenizer, read_prompts
+from rl.data.prompts import Prompt, PromptStream, Tokenizer, read_prompts, sample_seed
 from rl.ends import launcher_process
 from rl.learner import Learner
 from rl.metrics import MetricsWriter
-from rl.model.load import find_model, load_model, stop_token_ids
+from rl.model.load import Compute, find_model, load_model, stop_token_ids
 from rl.placement import Groups, Placement, make_groups, plan
 from rl.rewards import find_reward
 from rl.rollout.build import build_engine
 from rl.rollout.dispatch import Sampling
 from rl.rollout.engine import EngineSeat
+from rl.rollout.evening import Evener
 from rl.rollout.rollouts import Rollouts
 from rl.rollout.service import RolloutService
 from rl.scoring import LocalScorer, LogprobService, RemoteScorer, Scorer
@@ -150,9 +152,7 @@ def build_actor(run: Run) -> Actor:
     held_out = read_prompts(config.data.eval, config.data, tokenizer) if is_leader and config.eval.interval else []
     model = _load(run, trainable=True, filled=run.resume is None)
     updates = config.train.num_steps * config.algo.num_epochs * config.algo.num_mini_batches
-    learner = Learner(
-        model, run.groups.actor_pg, run.world.device, config.actor, config.algo, config.rollout.temperature, updates
-    )
+    learner = Learner(model, run.groups.actor_pg, run.world.device, config.actor, config.algo, config.rollout, updates)
     tensors = share_tensors(mail, run.placement, model, config.model.dtype)
     service = _build_rollout_service(run, tokenizer)
     if run.resume is not None:  # after the engine was built, which seeds the process
@@ -160,7 +160,9 @@ def build_actor(run: Run) -> Actor:
             restore(learner, run.resume, run.shelf, run.placement, run.world.rank)
     checkpoints = build_checkpoints(run, learner, tensors)
     sync = _build_sync(run, tensors, [service.engine] if service else [], model)
-    rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service, checkpoints.obey)
+    hidden_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().hidden_size
+    evener = Evener(mail, run.groups.actor_pg, run.placement.actors, hidden_size)
+    rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service, checkpoints.obey, evener)
     step = run.resume.manifest.step if run.resume is not None else 0
     is_evaluated = run.resume is not None and run.resume.manifest.state["is_evaluated"]
     scorer, pg = _build_scorer(run, model), run.groups.actor_pg
@@ -246,14 +248,16 @@ def _probe(run: Run) -> Probe:
 def _load(run: Run, trainable: bool, filled: bool = True) -> nn.Module:
     mesh = run.groups.actor_mesh or run.groups.scorer_mesh
     assert mesh is not None
-    return load_model(run.model_folder, mesh, run.world.device, run.config.model.dtype, trainable, filled)
+    config = run.config
+    compute = Compute(config.actor.compile and run.world.device.type == "cuda", config.actor.recompute)
+    return load_model(run.model_folder, mesh, run.world.device, config.model.dtype, trainable, filled, compute)
 
 
 def _build_scorer(run: Run, model: nn.Module) -> Scorer:
     config = run.config
     if run.placement.scorers:
-        return RemoteScorer(run.world.mail, run.placement.scorers, list(_score_fields(config)))
-    models = {"old_logprobs": model}
+        return RemoteScorer(run.world.mail, run.placement.scorers, _score_fields(config))
+    models = {"old_logprobs": model} if config.algo.has_old_pass else {}
     if config.algo.kl_coef:
         models["ref_logprobs"] = _load(run, trainable=False)
     max_tokens = config.inference.max_tokens_per_micro_batch
@@ -262,15 +266,16 @@ def _build_scorer(run: Run, model: nn.Module) -> Scorer:
 
 def _build_logprob_service(run: Run) -> LogprobService:
     config = run.config
-    models = {name: _load(run, trainable=False) for name in _score_fields(config)}
+    models = {name: _load(run, trainable=False) for name in dict.fromkeys(["old_logprobs", *_score_fields(config)])}
     max_tokens = config.inference.max_tokens_per_micro_batch
     return LogprobService(
         run.world.mail, run.placement.scorers, models, max_tokens, config.rollout.temperature, run.world.device
     )
 
 
-def _score_fields(config: Config) -> tuple[str, ...]:
-    return ("old_logprobs", "ref_logprobs") if config.algo.kl_coef else ("old_logprobs",)
+def _score_fields(config: Config) -> list[str]:
+    """What a separate pass computes."""
+    return ["old_logprobs"] * config.algo.has_old_pass + ["ref_logprobs"] * bool(config.algo.kl_coef)
 
 
 def _build_rollout_service(run: Run, tokenizer: Tokenizer) -> RolloutService | None:
@@ -287,15 +292,17 @@ def _build_rollout_service(run: Run, tokenizer: Tokenizer) -> RolloutService | N
         device=run.world.device,
         shares_device="actor" in run.roles,
         stop_token_ids=stop_token_ids(run.model_folder),
+        # Ranks of one engine sample the same tokens only if nothing else draws from their generators.
+        deterministic=config.rollout.deterministic or len(ranks) > 1,
     )
     with run.world.stage("build engine"):
         engine = build_engine(config, run.model_folder, seat)
+    torch.manual_seed(sample_seed(config.run.seed, 0, index, 0))  # engines differ
     run.world.closers.append(engine.close)
     max_num_groups = max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt)
     score = find_reward(config.reward.function)
-    return RolloutService(
-        run.world, engine, ranks, run.placement.leader, max_num_groups, config.run.seed, score, tokenizer
-    )
+    seed = config.run.seed if seat.deterministic else None
+    return RolloutService(run.world, engine, ranks, run.placement.leader, max_num_groups, seed, score, tokenizer)
 
 
 def _build_sync(

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl.data.batch import Batch
-from rl.data.packing import pack, pad_to, split_evenly
+from rl.data.micro_batches import cut, cut_together
+from rl.data.packing import costs_of, count_micro_batches, split_evenly
 from rl.mail import Mail, Message
-from rl.model.logprobs import score_responses
+from rl.model.logprobs import hidden_size_of, score_responses
 from rl.serve import Service
 from rl.shards import TensorInfo, local_slices, reshard
 from rl.sync.landing import Landing, Landings, Region
@@ -26,30 +27,24 @@ from rl.sync.probe import learner_logprobs
 
 
 @torch.no_grad()
-def score_batch(model: nn.Module, batch: Batch, micro_batches: list[list[int]], temperature: float) -> Tensor:
-    """[T] logprobs of the response tokens, 0 in prompts; on the device of the batch."""
-    logprobs = torch.zeros(batch.num_tokens, dtype=torch.float32, device=batch.tokens.device)
-    starts = batch.cu_lengths.tolist()
-    for sequences in micro_batches:
-        part = batch.select(sequences)
-        scores = score_responses(model, part, temperature)
-        flat = torch.zeros(part.num_tokens, dtype=torch.float32, device=part.tokens.device)
-        flat[part.response_mask] = scores.logprobs
-        for sequence, piece in zip(sequences, flat.split(part.lengths.tolist()), strict=True):
-            logprobs[starts[sequence] : starts[sequence + 1]] = piece
+def score_batch(
+    model: nn.Module, batch: Batch, micro_batches: list[list[int]], temperature: float, device: torch.device
+) -> Tensor:
+    """[T] logprobs of the response tokens, 0 in prompts. The device is waited for once, at the end."""
+    parts = [batch.select(sequences) for sequences in micro_batches]
+    scores = torch.cat([score_responses(model, part, temperature, device).logprobs for part in parts]).cpu()
+    logprobs = torch.zeros(batch.num_tokens)
+    order = [sequence for sequences in micro_batches for sequence in sequences]
+    spans = batch.response_spans()
+    lengths = [last - first for first, last in (spans[sequence] for sequence in order)]
+    for sequence, piece in zip(order, scores.split(lengths), strict=True):
+        logprobs[slice(*spans[sequence])] = piece
     return logprobs
-
-
-def agree_on_count(count: int, pg: dist.ProcessGroup) -> int:
-    """The largest count of the group."""
-    counts = torch.tensor([count])
-    dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=pg)
-    return int(counts)
 
 
 class Scorer(Protocol):
     def score(self, batch: Batch, version: int) -> Batch:
-        """The batch with old_logprobs, and ref_logprobs where there is a reference."""
+        """The batch with old_logprobs, where they need a pass of their own, and a reference's, if there is one."""
         ...
 
 
@@ -68,11 +63,12 @@ class LocalScorer:
         self._temperature, self._device = temperature, device
 
     def score(self, batch: Batch, version: int) -> Batch:
-        micro_batches = pack(batch.lengths.tolist(), self._max_tokens)
-        micro_batches = pad_to(micro_batches, agree_on_count(len(micro_batches), self._pg))
-        moved = batch.to(self._device)
+        if not self._models:
+            return batch
+        hidden_size = hidden_size_of(next(iter(self._models.values())))
+        micro_batches = cut_together(batch, self._max_tokens, hidden_size, self._pg)
         scores = {
-            name: score_batch(model, moved, micro_batches, self._temperature).cpu()
+            name: score_batch(model, batch, micro_batches, self._temperature, self._device)
             for name, model in self._models.items()
         }
         return batch.replace(**scores)
@@ -86,9 +82,9 @@ class RemoteScorer:
 
     def score(self, batch: Batch, version: int) -> Batch:
         merged = {name: torch.zeros(batch.num_tokens) for name in self._fields}
-        if batch.num_sequences == 0:
+        if batch.num_sequences == 0 or not merged:
             return batch.replace(**merged)
-        self._mail.send(self._scorers[0], "score", {"version": version}, batch.to_bytes())
+        self._mail.send(self._scorers[0], "score", {"version": version, "fields": self._fields}, batch.to_bytes())
         starts = batch.cu_lengths.tolist()
         for _ in self._scorers:
             message = self._mail.receive("scores")
@@ -156,12 +152,13 @@ class LogprobService(Service):
     def _cut(self, message: Message) -> None:
         batch = Batch.from_bytes(message.payload)
         lengths = batch.lengths.tolist()
-        parts = split_evenly(lengths, len(self._scorers))
-        count = max(len(pack([lengths[s] for s in part], self._max_tokens)) for part in parts)
+        parts = split_evenly(costs_of(lengths, hidden_size_of(self.models["old_logprobs"])), len(self._scorers))
+        count = max(count_micro_batches([lengths[s] for s in part], self._max_tokens) for part in parts)
         for rank, part in zip(self._scorers, parts, strict=True):
             meta = {
                 "actor": message.source,
                 "version": message.meta["version"],
+                "fields": message.meta["fields"],
                 "sequences": part,
                 "num_micro_batches": count,
             }
@@ -172,10 +169,12 @@ class LogprobService(Service):
         assert meta["version"] == self.version, (
             f"asked for logprobs of version {meta['version']}, this rank holds {self.version}"
         )
-        batch = Batch.from_bytes(message.payload).to(self._device)
-        micro_batches = pad_to(pack(batch.lengths.tolist(), self._max_tokens), meta["num_micro_batches"])
+        batch = Batch.from_bytes(message.payload)
+        hidden_size = hidden_size_of(self.models["old_logprobs"])
+        micro_batches = cut(batch, self._max_tokens, hidden_size, meta["num_micro_batches"])
         scores = {
-            name: score_batch(model, batch, micro_batches, self._temperature).cpu()
+            name: score_batch(model, batch, micro_batches, self._temperature, self._device)
             for name, model in self.models.items()
+            if name in meta["fields"]
         }
         self._mail.send(meta["actor"], "scores", {"sequences": meta["sequences"]}, safetensors.torch.save(scores))

@@ -87,6 +87,7 @@ def write_checkpoint(
     ordered = tuple(sorted(files, key=lambda file: file.name))
     manifest = Manifest(run_id, folders[0].name, step, save_id, saved_at, state, settings, placement, ordered)
     for place in places:
+        (place.parent / "run_id").write_text(run_id)
         (place / MANIFEST).write_bytes(manifest.to_json())
         (place / COMMITTED).touch()
     return Made(manifest, list(folders))

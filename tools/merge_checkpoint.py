@@ -11,11 +11,14 @@ Needs neither torch nor a GPU, but for --verify-logits. A command that was kille
 
 import argparse
 import json
+import os
 import resource
+import shlex
+import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +26,16 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 from rl.checkpoint.manifest import PROBE, CheckpointError, step_folder
-from rl.checkpoint.shard_file import check_shard, digest
+from rl.checkpoint.shard_file import digest
 from rl.merge.card import model_card
 from rl.merge.errors import MergeError
-from rl.merge.find import Checkpoint, describe, find_checkpoint, is_model_shard, parse_nodes, resolve_request
+from rl.merge.find import Checkpoint, NotFound, describe, find_checkpoint, is_model_shard, parse_nodes, resolve_request
 from rl.merge.gather import Gatherer
 from rl.merge.layout import Output, index_of, lay_out, read_tensors
-from rl.merge.places import Place, Ssh
+from rl.merge.places import Folder, Place, Ssh
 from rl.merge.sizes import parse_size, size_text
 from rl.merge.upload import Hub
-from rl.merge.work import Work, left_in
+from rl.merge.work import Work, left_in, read_record
 from rl.merge.write import Merger, Progress, Sources, Spoilt
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -72,10 +75,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     args = parser.parse_args(arguments)
     if args.upload is None and (args.public or args.revision):
         parser.error("--public and --revision are about an upload; add --upload")
-    if args.upload and args.run is None and (Path(args.upload).is_dir()):
+    if args.upload and args.run is None and Path(args.upload).is_dir():
         parser.error(f"--upload takes a name on the hub, and {args.upload} is a folder: name the run before --upload")
     if (args.nodes or args.nodes_file) and args.run is None:
         parser.error("with --nodes also name the run: RUN/merged is where the result goes")
+    try:
+        program = shlex.split(args.ssh)[0]
+    except (ValueError, IndexError):
+        program = ""
+    if not program or (shutil.which(program) is None and (args.nodes or args.nodes_file)):
+        parser.error(f"--ssh: got {args.ssh!r}; it is a command that can be run, such as 'ssh -p 2222'")
     if args.identity and not Path(args.identity).is_file():
         parser.error(f"--identity: no file {args.identity}; give the path of a private key")
     return args
@@ -91,16 +100,28 @@ def size_argument(text: str) -> int:
 def run(args: argparse.Namespace) -> None:
     ssh = Ssh(args.ssh, args.ssh_user, args.identity)
     request = resolve_request(args.run or Path("runs"), args.step, is_elsewhere=bool(args.nodes or args.nodes_file))
-    results = args.output.absolute().parent if args.output else request.run / "merged"
-    left = left_in(results)
-    checkpoint = find_checkpoint(request, left, read_nodes(args, ssh), ssh)
+    output = Path(os.path.realpath(args.output)) if args.output else None
+    if output and (output == request.run or {output, *output.parents} & {request.root, request.root.resolve()}):
+        raise MergeError(f"--output: {output} is where the run itself works; give another folder")
+    results = output.parent if output else request.run / "merged"
+    try:
+        left = left_in(results, request.run / "merged")
+        checkpoint = find_checkpoint(request, left, read_nodes(args, ssh), ssh)
+    except NotFound:
+        finished = output or results / step_folder(args.step or 0)
+        record = read_record(finished)
+        if args.upload is None or not record or args.step not in (None, record["step"]):
+            raise
+        upload_finished(finished, record, args)  # the run has removed the step since it was merged
+        return
     manifest = checkpoint.manifest
     print(describe(checkpoint), flush=True)
     outputs = lay_out(read_tensors(manifest, DTYPES.get(args.dtype)), args.max_shard_size)
     record = {"run_id": manifest.run_id, "run": manifest.run_name, "step": manifest.step, "save_id": manifest.save_id}
     record |= {"dtype": args.dtype or "as saved", "max_shard_size": args.max_shard_size, "verified": not args.no_verify}
-    work = Work(args.output.absolute() if args.output else results / step_folder(manifest.step), record)
-    hub = Hub(upload_name(args, checkpoint), args.revision, args.public) if args.upload is not None else None
+    work = Work(output or results / step_folder(manifest.step), record)
+    configured = manifest.config.get("checkpoint", {}).get("hub_name", "")
+    hub = open_hub(args.upload or configured, args) if args.upload is not None else None
     is_merged = work.is_merged()
     if not is_merged:
         checkpoint.check_complete()
@@ -111,24 +132,40 @@ def run(args: argparse.Namespace) -> None:
         return
     if not is_merged:
         work.check_space(work.missing_bytes(outputs, checkpoint.elsewhere()))
-    if hub is not None:  # first, so that hours of work do not end at a wrong name
-        hub.check()
-        hub.create()
+    if hub is not None:
+        hub.create()  # first, so that hours of work do not end at a wrong name
     with closing(work):
         work.open(checkpoint)
         if work.is_merged():
             print(f"{work.output} is complete already", flush=True)
         else:
-            merge(work, checkpoint, outputs, args)
+            merge(work, checkpoint, outputs, request.run, args)
         if args.verify_logits:
             verify_logits(work.output, checkpoint, args.dtype)
         if hub is not None:
-            print(f"uploaded to {hub.upload(work.output, f'{manifest.run_name}, step {manifest.step}')}", flush=True)
+            upload(hub, work.output, manifest.run_name, manifest.step)
         if not args.keep_shards:
             work.clear()
-    for place in left:
-        if place.root.parent != work.folder:
-            say(f"{place.root.parent} is left of a merge that did not end; finish it with --step, or delete it")
+
+
+def open_hub(name: str, args: argparse.Namespace) -> Hub:
+    if not name:
+        raise MergeError("the run's config has no checkpoint.hub_name; give the name: --upload ORG/NAME")
+    return Hub(name, args.revision, args.public)
+
+
+def upload(hub: Hub, folder: Path, run_name: str, step: int) -> None:
+    print(f"uploaded to {hub.upload(folder, f'{run_name}, step {step}')}", flush=True)
+
+
+def upload_finished(folder: Path, record: dict[str, Any], args: argparse.Namespace) -> None:
+    print(f"step {record['step']} is no longer there; {folder} is complete", flush=True)
+    hub = open_hub(args.upload, args)
+    if args.dry_run:
+        print(f"would upload to {hub.check()}")
+        return
+    hub.create()
+    upload(hub, folder, record["run"], record["step"])
 
 
 def read_nodes(args: argparse.Namespace, ssh: Ssh) -> list[Place]:
@@ -136,17 +173,10 @@ def read_nodes(args: argparse.Namespace, ssh: Ssh) -> list[Place]:
     if args.nodes_file:
         try:
             lines = args.nodes_file.read_text().splitlines()
-        except OSError as error:
-            raise MergeError(f"--nodes-file: cannot read {args.nodes_file}: {error.strerror}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise MergeError(f"--nodes-file: cannot read {args.nodes_file}: {error}") from None
         text = ",".join([text, *(line.partition("#")[0] for line in lines)])
     return parse_nodes(text, ssh) if args.nodes or args.nodes_file else []
-
-
-def upload_name(args: argparse.Namespace, checkpoint: Checkpoint) -> str:
-    name = args.upload or checkpoint.manifest.config.get("checkpoint", {}).get("hub_name", "")
-    if not name:
-        raise MergeError("the run's config has no checkpoint.hub_name; give the name: --upload ORG/NAME")
-    return name
 
 
 def announce(work: Work, checkpoint: Checkpoint, outputs: Sequence[Output], hub: Hub | None) -> None:
@@ -158,36 +188,49 @@ def announce(work: Work, checkpoint: Checkpoint, outputs: Sequence[Output], hub:
         hosts = sorted({holder.name for file in elsewhere for holder in checkpoint.holders(file.name)[:1]})
         if elsewhere:
             num_bytes = sum(file.num_bytes for file in elsewhere)
-            print(f"would gather {len(elsewhere)} files, {size_text(num_bytes)}, from {', '.join(hosts)}")
+            print(f"would gather {num_files(len(elsewhere))}, {size_text(num_bytes)}, from {', '.join(hosts)}")
         needed = work.missing_bytes(outputs, elsewhere)
-        print(f"would merge into {work.output}: {len(outputs)} files, {size_text(needed)} to write in all")
+        print(f"would merge into {work.output}: {num_files(len(outputs))}, {size_text(needed)} to write in all")
         work.check_space(needed)
     if hub is not None:
         print(f"would upload to {hub.check()}")
 
 
-def merge(work: Work, checkpoint: Checkpoint, outputs: Sequence[Output], args: argparse.Namespace) -> None:
+def merge(
+    work: Work, checkpoint: Checkpoint, outputs: Sequence[Output], run_folder: Path, args: argparse.Namespace
+) -> None:
     """A copy that turns out to be spoilt is left aside; where there is no other one, this ends with an error."""
     work.begin()
-    while True:
-        gather(work, checkpoint)
-        paths = {file.name: checkpoint.local_path(file) for file in checkpoint.wanted}
-        try:
-            files = read_model_files(checkpoint, paths, args.dtype)
-            write_model(work, checkpoint, paths, outputs, args)
-            break
-        except Spoilt as error:
-            say(checkpoint.set_aside(error.file, error.reason))
-            checkpoint.check_complete()
+    with Sources(checkpoint.manifest) as sources:
+        while True:
+            try:
+                open_files(sources, checkpoint)  # before the gathering, which may take hours
+                gather(work, checkpoint)
+                open_files(sources, checkpoint)
+                files = read_model_files(sources, checkpoint, args.dtype)
+                write_model(work, sources, outputs, not args.no_verify)
+                break
+            except Spoilt as error:
+                sources.drop(error.file)
+                say(checkpoint.set_aside(error.file, error.reason))
+                checkpoint.check_complete()
     if len(outputs) > 1:
         files["model.safetensors.index.json"] = index_of(outputs)
-    files |= model_card(checkpoint.manifest, read_metrics(checkpoint), args.dtype or checkpoint.trained_in)
+    files |= model_card(checkpoint.manifest, read_metrics(run_folder, checkpoint), args.dtype or checkpoint.trained_in)
     for name, data in files.items():
         work.write(name, data)
     work.publish()
     num_bytes = sum(output.num_bytes for output in outputs)
     proof = "digests not checked" if args.no_verify else "every slice has the digest that it was saved with"
-    print(f"{work.output}: {len(outputs)} files, {size_text(num_bytes)}; {proof}", flush=True)
+    print(f"{work.output}: {num_files(len(outputs))}, {size_text(num_bytes)}; {proof}", flush=True)
+
+
+def open_files(sources: Sources, checkpoint: Checkpoint) -> None:
+    """All that are here."""
+    elsewhere = {file.name for file in checkpoint.elsewhere()}
+    for file in checkpoint.wanted:
+        if file.name not in sources.handles and file.name not in elsewhere:
+            sources.add(file, checkpoint.local_path(file))
 
 
 def gather(work: Work, checkpoint: Checkpoint) -> None:
@@ -197,14 +240,16 @@ def gather(work: Work, checkpoint: Checkpoint) -> None:
             Gatherer(checkpoint, work.place, count).fetch(files)
 
 
-def read_model_files(checkpoint: Checkpoint, paths: dict[str, Path], dtype: str | None) -> dict[str, bytes]:
+def read_model_files(sources: Sources, checkpoint: Checkpoint, dtype: str | None) -> dict[str, bytes]:
     """Config, tokenizer, ...: all of hf/."""
     files: dict[str, bytes] = {}
     for file in checkpoint.wanted:
         if not is_model_shard(file):
-            files[file.name.removeprefix("hf/")] = data = paths[file.name].read_bytes()
+            files[file.name.removeprefix("hf/")] = data = sources.read(file.name, 0, file.num_bytes)
             if digest(data) != file.digest:
                 raise Spoilt(file.name, "its bytes are not those that were saved")
+    if "config.json" not in files:
+        raise MergeError(f"step {checkpoint.manifest.step} has no hf/config.json, so its weights make no model")
     if dtype:
         config = json.loads(files["config.json"])
         config |= {name: dtype for name in ("dtype", "torch_dtype") if name == "dtype" or name in config}
@@ -212,25 +257,17 @@ def read_model_files(checkpoint: Checkpoint, paths: dict[str, Path], dtype: str 
     return files
 
 
-def write_model(
-    work: Work, checkpoint: Checkpoint, paths: dict[str, Path], outputs: Sequence[Output], args: argparse.Namespace
-) -> None:
-    manifest = checkpoint.manifest
-    shards = [file for file in checkpoint.wanted if is_model_shard(file)]
-    about = {"run_id": manifest.run_id, "step": manifest.step, "save_id": manifest.save_id}
-    for file in shards:
-        try:
-            check_shard(paths[file.name], file, about)
-        except CheckpointError as error:
-            raise Spoilt(file.name, str(error)) from None
+def write_model(work: Work, sources: Sources, outputs: Sequence[Output], verify: bool) -> None:
     num_bytes = sum(part.num_bytes for output in outputs for tensor in output.tensors for _, part in tensor.slices)
-    with progress("merge", num_bytes) as count, Sources({file.name: paths[file.name] for file in shards}) as sources:
-        Merger(sources, work.model, not args.no_verify, count).write(outputs)
+    with progress("merge", num_bytes) as count:
+        Merger(sources, work.model, verify, count).write(outputs)
 
 
-def read_metrics(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+def read_metrics(run_folder: Path, checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """The run's metrics, from the first place that has them; a line that is being written is left out."""
-    for place in checkpoint.places:
+    for place in [Folder(run_folder / "checkpoints"), *checkpoint.survey.asked]:
+        if place.name in checkpoint.survey.failures:
+            continue
         try:
             data = place.read("../metrics.jsonl") or b""
         except MergeError as error:
@@ -238,27 +275,31 @@ def read_metrics(checkpoint: Checkpoint) -> list[dict[str, Any]]:
             continue
         rows = []
         for line in data.splitlines():
-            try:
+            with suppress(ValueError):
                 rows.append(json.loads(line))
-            except ValueError:
-                continue
         if rows:
-            return rows
+            return [row for row in rows if isinstance(row, dict)]
     return []
 
 
 def verify_logits(output: Path, checkpoint: Checkpoint, dtype: str | None) -> None:
     from rl.merge.logits import compare_logits
 
+    if not checkpoint.holders(PROBE):  # it lies where hf/ was written
+        checkpoint.ask_hosts(host for file in checkpoint.wanted if not is_model_shard(file) for host in file.hosts)
     holders = checkpoint.holders(PROBE)
     data = holders[0].read(f"{step_folder(checkpoint.manifest.step)}/{PROBE}") if holders else None
     if data is None:
         raise MergeError(
             f"no {PROBE} of step {checkpoint.manifest.step} in reach, so there are no logits to compare with: it is "
-            f"written one update after the step, on the first actor's node. {output} is complete and verified by digest"
+            f"written one update after the step, on the first actor's node. {output} is complete"
         )
     difference = compare_logits(output, data, checkpoint.trained_in, dtype or checkpoint.trained_in)
     print(f"logits equal those of the policy at the save: relative difference {difference:.2g}", flush=True)
+
+
+def num_files(count: int) -> str:
+    return f"{count} file{'s' if count != 1 else ''}"
 
 
 def say(text: str) -> None:
@@ -289,6 +330,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run(args)
     except (MergeError, CheckpointError) as error:
         sys.exit(f"merge_checkpoint: {error}")
+    except OSError as error:
+        sys.exit(f"merge_checkpoint: {error.filename or 'a file'}: {error.strerror}; mend that and start again")
     except KeyboardInterrupt:
         say("interrupted; the same command goes on where it stopped")
         sys.exit(INTERRUPTED)

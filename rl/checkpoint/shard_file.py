@@ -8,7 +8,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -183,24 +183,24 @@ def pack_header(metadata: dict[str, str], tensors: Iterable[tuple[str, str, Sequ
     return LENGTH.pack(len(text)) + text
 
 
-def check_shard(path: Path, file: File, about: dict[str, Any]) -> None:
+def check_shard(file: File, read: Callable[[int, int], bytes | bytearray], about: dict[str, Any]) -> None:
     """That a shard is the one that the manifest lists: its own header names the run, step and save in `about`, and has
-    every slice where the manifest has it."""
+    every slice where the manifest has it. `read` gives so many bytes from a place on."""
     try:
-        num_bytes = LENGTH.unpack(read_bytes(path, 0, LENGTH.size))[0]
+        num_bytes = LENGTH.unpack(read(0, LENGTH.size))[0]
         if LENGTH.size + num_bytes > file.num_bytes:
             raise ValueError(f"a header of {num_bytes} bytes")
-        header = json.loads(read_bytes(path, LENGTH.size, num_bytes))
+        header = json.loads(read(LENGTH.size, num_bytes))
         own = json.loads(header["__metadata__"]["oneworld"])
         data = LENGTH.size + num_bytes
         found = {name: (data + begin, data + end) for name, (begin, end) in _offsets(header).items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no shard of a checkpoint: {type(error).__name__}: {error}") from None
-    other = [f"{name} {own.get(name)}, not {value}" for name, value in about.items() if own.get(name) != value]
+        other = [f"{name} {own[name]}, not {value}" for name, value in about.items() if own[name] != value]
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise CheckpointError(f"it is no shard of a checkpoint: {type(error).__name__}: {error}") from None
     if other:
-        raise CheckpointError(f"{path} is a shard of another checkpoint: {', '.join(other)}")
+        raise CheckpointError(f"it is a shard of another checkpoint: {', '.join(other)}")
     if found != {part.key: (part.begin, part.begin + part.num_bytes) for part in file.slices}:
-        raise CheckpointError(f"{path} holds other slices than its manifest lists")
+        raise CheckpointError("it holds other slices than its manifest lists")
 
 
 def _offsets(header: dict[str, Any]) -> dict[str, list[int]]:

@@ -61,6 +61,11 @@ class Batch:
     def response_lengths(self) -> Tensor:
         return self.lengths - self.prompt_lengths
 
+    def response_spans(self) -> list[tuple[int, int]]:
+        """[S]: where each response begins and ends among the tokens."""
+        ends = self.lengths.cumsum(0)
+        return list(zip((ends - self.response_lengths).tolist(), ends.tolist()))
+
     def select(self, sequences: Sequence[int]) -> "Batch":
         """These sequences, in this order."""
         index = torch.as_tensor(list(sequences), dtype=torch.int64, device=self.lengths.device)

@@ -1,24 +1,22 @@
 """What a batch says before anything is learnt from it."""
 
-import torch
-
+from rl.algo.mismatch import mismatch_kl
 from rl.data.batch import Batch
 from rl.data.prompts import Tokenizer
 from rl.metrics import Measures
 
 
 def describe(batch: Batch) -> Measures:
-    """`policy/mismatch_kl` is the k3 estimate of KL(engine || learner): 0 when the engine samples from the weights
-    that are trained."""
-    assert batch.old_logprobs is not None
+    """Where there are no old logprobs yet, the update measures `policy/mismatch_kl`."""
     measures = Measures()
     mask, count = batch.response_mask, batch.num_sequences
     measures.mean("reward/mean", batch.rewards.sum(), count)
     measures.mean("rollout/length_mean", batch.response_lengths.sum(), count)
     measures.mean("rollout/truncated", batch.truncated.sum(), count)
     measures.sum("rollout/tokens", mask.sum())
-    log_ratio = (batch.old_logprobs - batch.rollout_logprobs)[mask].double()  # k3 of nearly equal numbers cancels
-    measures.mean("policy/mismatch_kl", (torch.exp(log_ratio) - 1 - log_ratio).sum(), mask.sum())
+    if batch.old_logprobs is not None:
+        mismatch = mismatch_kl(batch.old_logprobs[mask], batch.rollout_logprobs[mask])
+        measures.mean("policy/mismatch_kl", mismatch, mask.sum())
     return measures
 
 

@@ -3,22 +3,49 @@
 from collections.abc import Sequence
 
 
-def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Fills micro-batches in order; a sequence longer than the budget goes alone."""
-    micro_batches: list[list[int]] = []
-    used = max_tokens
-    for index, length in enumerate(lengths):
-        if used + length > max_tokens:
-            micro_batches.append([])
-            used = 0
-        micro_batches[-1].append(index)
-        used += length
-    return micro_batches
+def costs_of(lengths: Sequence[int], hidden_size: int) -> list[float]:
+    """What sequences cost, in tokens without attention: a layer of a transformer has about 12 hidden_size^2 weights,
+    and a token attends to half of its sequence."""
+    return [length * (1 + length / (12 * hidden_size)) for length in lengths]
 
 
-def pad_to(micro_batches: list[list[int]], count: int) -> list[list[int]]:
-    """Empty micro-batches at the end: each rank of a mesh runs the same number of forwards."""
-    return micro_batches + [[] for _ in range(count - len(micro_batches))]
+def count_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
+    """As few as first-fit of the longest first needs; a sequence longer than the budget goes alone."""
+    room: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        place = next((index for index, left in enumerate(room) if left >= length), None)
+        if place is None:
+            room.append(max_tokens - length)
+        else:
+            room[place] -= length
+    return len(room)
+
+
+def pack(lengths: Sequence[int], costs: Sequence[float], max_tokens: int, count: int) -> list[list[int]]:
+    """So many micro-batches, even in cost as far as the budget allows; `count` is at least count_micro_batches. Some
+    may be empty: each rank of a mesh runs the same number of forwards."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    tokens, spent = [0] * count, [0.0] * count
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fitting = [part for part in range(count) if not parts[part] or tokens[part] + lengths[index] <= max_tokens]
+        if not fitting:
+            return _first_fit(lengths, max_tokens, count)
+        part = min(fitting, key=spent.__getitem__)
+        parts[part].append(index)
+        tokens[part] += lengths[index]
+        spent[part] += costs[index]
+    return [sorted(part) for part in parts]
+
+
+def _first_fit(lengths: Sequence[int], max_tokens: int, count: int) -> list[list[int]]:
+    """Uneven, but within the budget: where evening out left the last sequences no room."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        part = next(p for p in range(count) if not parts[p] or tokens[p] + lengths[index] <= max_tokens)
+        parts[part].append(index)
+        tokens[part] += lengths[index]
+    return [sorted(part) for part in parts]
 
 
 def mini_batch_of(position: int, num_prompts: int, num_mini_batches: int) -> int:
@@ -26,12 +53,40 @@ def mini_batch_of(position: int, num_prompts: int, num_mini_batches: int) -> int
     return position * num_mini_batches // num_prompts
 
 
-def split_evenly(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Deals sequences to parts, the longest first to the part with the fewest tokens; each part stays in order."""
+def split_evenly(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Deals sequences to parts, the dearest first to the part that has spent least; each part stays in order."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    tokens = [0] * num_parts
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        part = tokens.index(min(tokens))
+    spent = [0.0] * num_parts
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        part = spent.index(min(spent))
         parts[part].append(index)
-        tokens[part] += lengths[index]
+        spent[part] += costs[index]
     return [sorted(part) for part in parts]
+
+
+EVEN_ENOUGH = 1.02  # the fullest over the mean
+
+
+def even_owners(
+    costs: Sequence[float], owners: Sequence[int], num_owners: int, mini_batches: Sequence[int]
+) -> list[int]:
+    """Owners of groups, counted from 0, such that each mini-batch, an optimizer step of its own, costs all the same as
+    far as whole groups allow: the dearest first to the owner that has spent least, to the present one among equals.
+    What is even enough, or would not get better, stays."""
+    new_owners = list(owners)
+    for mini_batch in sorted(set(mini_batches)):
+        groups = [group for group, other in enumerate(mini_batches) if other == mini_batch]
+        before, after = [0.0] * num_owners, [0.0] * num_owners
+        for group in groups:
+            before[owners[group]] += costs[group]
+        if max(before) * num_owners <= EVEN_ENOUGH * sum(before):
+            continue
+        dealt = {}
+        for group in sorted(groups, key=lambda g: -costs[g]):
+            least, present = min(after), owners[group]
+            dealt[group] = present if after[present] == least else after.index(least)
+            after[dealt[group]] += costs[group]
+        if max(after) < max(before):
+            for group, owner in dealt.items():
+                new_owners[group] = owner
+    return new_owners

@@ -1,5 +1,6 @@
 """The error of the merge tool, which reaches a person as one message."""
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -11,10 +12,17 @@ class MergeError(RuntimeError):
 
 
 def cannot_write(path: Path, error: OSError) -> MergeError:
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    mend = f"free space ({size_text(free_bytes(path))} are left there)" if is_full else "mend that"
     return MergeError(
-        f"cannot write {error.filename or path}: {error.strerror} ({size_text(free_bytes(path))} left there). What "
-        "is complete stays: free space, or give --output a folder on another disk, and start the same command again"
+        f"cannot write {error.filename or path}: {error.strerror}. What is complete stays: {mend}, or give --output a "
+        "folder on another disk, and start again"
     )
+
+
+def part_of(path: Path) -> Path:
+    """Where a file is written until all of it is there."""
+    return path.with_name(f"{path.name}.part")
 
 
 def free_bytes(path: Path) -> int:

@@ -4,7 +4,8 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,10 @@ from rl.merge.places import CHECKPOINTS, Folder, Listing, Place, Remote, Ssh, Su
 from rl.merge.sizes import size_text
 
 MAX_LINES = 20
+
+
+class NotFound(MergeError):
+    """No such checkpoint in any place."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ def resolve_request(path: Path, step: int | None, is_elsewhere: bool) -> Request
     if named := STEP_FOLDER.fullmatch(path.name):
         if step not in (None, int(named[1])):
             raise MergeError(f"got {path} and --step {step}, which contradict each other; give one of them")
-        return Request(path.parent.parent, path.parent, int(named[1]))
+        is_in_run = path.parent.name == CHECKPOINTS
+        return Request(path.parent.parent if is_in_run else path.parent, path.parent, int(named[1]))
     if path.name == CHECKPOINTS:
         return Request(path.parent, path, step)
     if (path / CHECKPOINTS).is_dir() or is_elsewhere:
@@ -53,7 +59,9 @@ def resolve_request(path: Path, step: int | None, is_elsewhere: bool) -> Request
 def _newest(root: Path) -> float:
     """When the newest committed step was saved; 0 where there is none."""
     committed = [listing.step for listing in Folder(root).steps() if listing.is_committed and listing.manifest]
-    return (root / step_folder(max(committed)) / MANIFEST).stat().st_mtime if committed else 0.0
+    with suppress(FileNotFoundError):  # a live run removes its oldest step
+        return (root / step_folder(max(committed)) / MANIFEST).stat().st_mtime if committed else 0.0
+    return 0.0
 
 
 def parse_nodes(text: str, ssh: Ssh) -> list[Place]:
@@ -63,6 +71,8 @@ def parse_nodes(text: str, ssh: Ssh) -> list[Place]:
         host, colon, folder = entry.partition("]:") if entry.startswith("[") else entry.partition(":")
         if not colon or "/" in host:
             path = Path(os.path.abspath(entry))
+            if not path.is_dir():
+                raise MergeError(f"--nodes: got {entry!r}, no folder here; on another node it is HOST:FOLDER")
             places.append(Folder(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path))
         elif not host or not folder or host.startswith("-"):
             raise MergeError(
@@ -86,6 +96,7 @@ class Checkpoint:
     ssh: Ssh | None  # by which the hosts that it records are asked for what is not here; None: they are not
     spoilt: dict[tuple[str, str], str] = field(default_factory=dict)  # (place, file) -> why
     _complaints: set[tuple[str, str]] = field(default_factory=set)
+    _used: dict[str, str] = field(default_factory=dict)  # file -> the place that it was opened in
 
     @cached_property
     def digest(self) -> str:
@@ -100,10 +111,6 @@ class Checkpoint:
     def wanted(self) -> list[File]:
         """The files that a model is merged from: shards of the model, its configs and tokenizer."""
         return [file for file in self.manifest.files if is_model_shard(file) or file.name.startswith("hf/")]
-
-    @property
-    def places(self) -> list[Place]:
-        return list({place.name: place for place, _ in self.survey.listings}.values())
 
     @property
     def trained_in(self) -> str:
@@ -136,13 +143,13 @@ class Checkpoint:
     def local_path(self, file: File) -> Path:
         place = self.holders(file.name, file.num_bytes)[0]
         assert isinstance(place, Folder), f"{file.name} was not gathered"
+        self._used[file.name] = place.name
         return place.path(self.manifest.step, file.name)
 
     def set_aside(self, file: str, reason: str) -> str:
         """A local copy that is spoilt is not used again; returns what to say about it. One that was fetched anew and is
         spoilt again is this machine's fault."""
-        num_bytes = next(entry.num_bytes for entry in self.wanted if entry.name == file)
-        copy = (self.holders(file, num_bytes)[0].name, file)
+        copy = (self._used[file], file)
         if copy in self._complaints:
             raise MergeError(f"{file} arrived whole and is spoilt again ({reason}): look at this machine's disk")
         self._complaints.add(copy)
@@ -151,13 +158,14 @@ class Checkpoint:
 
     def look_again(self, place: Folder) -> None:
         """After files came to it."""
+        if place not in self.survey.asked:
+            self.survey.asked.append(place)
         others = [(other, listing) for other, listing in self.survey.listings if other.name != place.name]
         self.survey.listings = [*others, *((place, listing) for listing in place.steps())]
 
     def check_complete(self) -> None:
         """Every file that is wanted lies in some place that can be reached."""
-        if self.ssh is not None:
-            self._ask_recorded_hosts(self.ssh)
+        self.ask_hosts(host for file in self.missing() for host in file.hosts)
         missing = self.missing()
         if not missing:
             return
@@ -165,19 +173,29 @@ class Checkpoint:
         text = f"not all of {name} is in reach; nothing was merged. Missing:"
         lines = [f"{file.name} ({file.num_bytes} bytes) {self._why_missing(file)}" for file in missing]
         more = f"\n  and {len(lines) - MAX_LINES} more" if len(lines) > MAX_LINES else ""
-        failures = [str(error) for error in self.survey.failures.values()]
+        failures = [str(error) for error in self.survey.failures.values()] + self._empty_places()
         text += "".join(f"\n  {line}" for line in lines[:MAX_LINES]) + more + "".join(f"\n{line}" for line in failures)
         remedy = "\nBring those nodes back, or give all nodes with --nodes HOST:FOLDER,...; the same command goes on"
         raise MergeError(text + remedy)
 
-    def _ask_recorded_hosts(self, ssh: Ssh) -> None:
+    def ask_hosts(self, hosts: Iterable[str]) -> None:
+        """Nodes that the checkpoint records, unless --nodes says where to look, or they were asked before."""
+        if self.ssh is None:
+            return
         folders = self.manifest.placement.get("folders", {})
-        hosts = {host for file in self.missing() for host in file.hosts} - {socket.gethostname()}
-        asked = {*self.survey.failures, *(place.name for place, _ in self.survey.listings)}
-        recorded = [Remote(host, folders.get(host, str(self.root)), ssh) for host in sorted(hosts)]
+        others = sorted({*hosts} - {socket.gethostname()})
+        recorded = [Remote(host, folders.get(host, str(self.root)), self.ssh) for host in others]
+        asked = {place.name for place in self.survey.asked}
         more = survey([place for place in recorded if place.name not in asked])
+        self.survey.asked += more.asked
         self.survey.listings += more.listings
         self.survey.failures |= more.failures
+
+    def _empty_places(self) -> list[str]:
+        step = self.manifest.step
+        full = {place.name for place, listing in self.survey.listings if listing.step == step}
+        silent = {*full, *self.survey.failures}
+        return [f"{place.name} holds no step {step}" for place in self.survey.asked if place.name not in silent]
 
     def _why_missing(self, file: File) -> str:
         found = []
@@ -188,11 +206,15 @@ class Checkpoint:
                 found.append(f"in {place.name} it is spoilt: {self.spoilt[place.name, file.name]}")
             elif file.name not in listing.sizes:
                 continue
+            elif not listing.manifest:
+                found.append(f"{place.name} has a manifest that cannot be read")
             elif listing.manifest != self.digest:
                 found.append(f"{place.name} holds another save of this step, which never mixes with this one")
             elif listing.sizes[file.name] != file.num_bytes:
                 found.append(f"in {place.name} it has {listing.sizes[file.name]} bytes")
-        return "; ".join([f"should be on {' or '.join(file.hosts)}", *found])
+        here = socket.gethostname()
+        hosts = [f"{host} (this machine)" if host == here else host for host in file.hosts]
+        return "; ".join([f"should be on {' or '.join(hosts)}", *found])
 
 
 def is_model_shard(file: File) -> bool:
@@ -200,10 +222,41 @@ def is_model_shard(file: File) -> bool:
 
 
 def find_checkpoint(request: Request, left: Sequence[Place], places: Sequence[Place], ssh: Ssh) -> Checkpoint:
-    """`left` is what earlier calls gathered, `places` are those that --nodes names; without them, files that are not
-    here are looked for on the hosts that the checkpoint itself records."""
-    found = survey([Folder(request.root), *left, *places])
-    return _choose(request, found, None if places else ssh)
+    """`places` are those that --nodes names; without them, files that are not here are looked for on the hosts that the
+    checkpoint itself records. `left` is what earlier calls gathered: it holds files, but says which step is meant only
+    where a step was asked for that the run has removed."""
+    found = _one_run(survey([Folder(request.root), *places]), request.root)
+    gathered = survey(left)
+    ssh_to_hosts = None if places else ssh
+    try:
+        checkpoint = _choose(request, found, ssh_to_hosts)
+    except NotFound as not_found:
+        run_id = (Folder(request.root).read("run_id") or b"").decode()
+        try:
+            checkpoint = _choose(request, gathered, ssh_to_hosts)
+        except NotFound:
+            raise not_found from None
+        if request.step is None or run_id not in ("", checkpoint.manifest.run_id):
+            raise
+        checkpoint.survey = found
+    checkpoint.survey.asked += gathered.asked
+    checkpoint.survey.listings += gathered.listings
+    return checkpoint
+
+
+def _one_run(found: Survey, root: Path) -> Survey:
+    """Places of other runs do not count: those whose run is not that of `root`, if it has one."""
+    run_ids = {place.name: listing.run_id for place, listing in found.listings if listing.run_id}
+    if not run_ids:
+        return found
+    wanted = run_ids.get(str(root), next(iter(run_ids.values())))
+    foreign = [name for name, run_id in run_ids.items() if run_id != wanted]
+    if foreign and str(root) not in run_ids:
+        raise MergeError(f"--nodes names folders of different runs: {', '.join(run_ids)}; give those of one run")
+    for name in foreign:
+        found.failures[name] = MergeError(f"{name}: it is of another run than {root}")
+    found.listings = [(place, listing) for place, listing in found.listings if place.name not in foreign]
+    return found
 
 
 def _choose(request: Request, found: Survey, ssh: Ssh | None) -> Checkpoint:
@@ -218,7 +271,7 @@ def _choose(request: Request, found: Survey, ssh: Ssh | None) -> Checkpoint:
             saves.setdefault(listing.manifest, (place, listing))
     manifests, torn = _read_all(saves)
     if not manifests:
-        raise torn[0] if torn else MergeError(_nothing_found(request, found, sorted({step for step, _ in marked})))
+        raise torn[0] if torn else NotFound(_nothing_found(request, found, sorted({step for step, _ in marked})))
     checkpoints = [Checkpoint(manifest, text, found, request.root, ssh) for manifest, text in manifests]
     return max(checkpoints, key=lambda checkpoint: (checkpoint.is_committed, checkpoint.manifest.saved_at))
 

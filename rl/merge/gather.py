@@ -3,6 +3,7 @@
 A transfer that breaks off goes on from the byte where it stopped, in this call or in a later one.
 """
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import xxhash
 
 from rl.checkpoint.manifest import File, step_folder
 from rl.checkpoint.shard_file import pieces_of
-from rl.merge.errors import MergeError, cannot_write
+from rl.merge.errors import MergeError, cannot_write, part_of
 from rl.merge.find import Checkpoint
 from rl.merge.places import PIECE_BYTES, UNREACHABLE, Folder, Remote, Unreachable
 
@@ -34,12 +35,15 @@ class Gatherer:
 
     def fetch(self, files: Sequence[File]) -> None:
         """All of them, or an error that says which did not come and why; those that came stay."""
+        by_host: dict[str, list[File]] = {}
         for file in files:
             for place in self._remote_holders(file):
                 self._turns.setdefault(place.host, threading.Semaphore(NUM_STREAMS_PER_NODE))
+            by_host.setdefault(self._remote_holders(file)[0].host, []).append(file)
+        in_turn = [file for row in itertools.zip_longest(*by_host.values()) for file in row if file is not None]
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
             try:
-                results = list(pool.map(self._fetch, files))
+                results = list(pool.map(self._fetch, in_turn))
             except BaseException:
                 self._stop.set()
                 raise
@@ -61,6 +65,7 @@ class Gatherer:
         for place in self._remote_holders(file):
             with self._turns[place.host]:
                 try:
+                    self._raise_if_stopped()
                     self._fetch_from(place, file)
                     return ""
                 except MergeError as error:
@@ -69,9 +74,13 @@ class Gatherer:
                     raise cannot_write(self._place.root, error) from error
         return f"{file.name}: {'; '.join(problems)}"
 
+    def _raise_if_stopped(self) -> None:
+        if self._stop.is_set():
+            raise MergeError("interrupted")
+
     def _fetch_from(self, place: Remote, file: File) -> None:
         path = self._place.path(self._checkpoint.manifest.step, file.name)
-        part = path.with_name(f"{path.name}.part")
+        part = part_of(path)
         part.parent.mkdir(parents=True, exist_ok=True)
         was_there = part.exists()
         if self._complete(place, file, part) == file.digest:
@@ -93,6 +102,7 @@ class Gatherer:
             if output.tell() > file.num_bytes:
                 output.truncate(0)
             for piece in pieces_of(part, PIECE_BYTES):
+                self._raise_if_stopped()
                 hasher.update(piece)
                 self._progress(len(piece))
             tries = 0
@@ -108,15 +118,15 @@ class Gatherer:
 
     def _append(self, place: Remote, file: File, begin: int, output: FileIO, hasher: xxhash.xxh3_64) -> None:
         left = file.num_bytes - begin
-        with place.stream(f"{step_folder(self._checkpoint.manifest.step)}/{file.name}", begin) as pieces:
+        name = f"{step_folder(self._checkpoint.manifest.step)}/{file.name}"
+        with place.stream(name, begin, self._stop) as pieces:
             for piece in pieces:
-                if self._stop.is_set():
-                    raise MergeError(f"{file.name} was interrupted")
                 view = memoryview(piece)[:left]
                 left -= len(view)
                 hasher.update(view)
                 self._progress(len(view))
                 while view:
                     view = view[output.write(view) :]
+        self._raise_if_stopped()
         if left:
             raise Unreachable(f"{place.name}: {file.name} ended {left} bytes early; {UNREACHABLE}")

@@ -71,7 +71,7 @@ def _cover(pieces: Sequence[tuple[File, Slice]]) -> list[tuple[File, Slice]]:
     whole = pieces[0][1]
     left: list[Box] = [tuple((0, length) for length in whole.shape)]
     taken: dict[Box, tuple[File, Slice]] = {}
-    for file, part in pieces:
+    for file, part in sorted(pieces, key=lambda piece: piece[1].offsets):  # in order, so that `left` stays short
         if (part.dtype, part.shape) != (whole.dtype, whole.shape):
             raise CheckpointError(
                 f"{file.name} holds a slice of {part.dtype} {list(part.shape)}, {pieces[0][0].name} one of "

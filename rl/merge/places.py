@@ -5,10 +5,13 @@ them as a script on the standard input of `sh -s`, so that the login shell's own
 """
 
 import hashlib
+import os
 import re
+import select
 import shlex
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,23 +24,26 @@ from rl.merge.errors import MergeError
 
 CHECKPOINTS = "checkpoints"
 ANSWER_TIMEOUT_S = 300.0
+SILENCE_S, POLL_S = 60.0, 0.5
 PIECE_BYTES = 1 << 20
 NUM_LISTED_AT_ONCE = 16
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 LINE = re.compile(r"([0-9a-f]+) +\*?(step_\d+)/(.+)")
+BEGIN, END = b"oneworld begin\n", b"oneworld end\n"  # login shells may print greetings before
 ENTER = """
-cd {root} || exit 3
+cd -- {root} || exit 3
 if [ -d {checkpoints} ]; then cd {checkpoints} || exit 3; fi
+echo oneworld begin
 """
 LIST = """
+echo run_id $(cat run_id 2>/dev/null)
 sha256sum step_*/{manifest} 2>/dev/null
 echo sizes
-find . -path './step_*' -type f -exec stat -c '%s %n' {{}} + 2>/dev/null | sed 's, \\./, ,'
-echo end
+find -L . -path './step_*' -type f -exec stat -L -c '%s %n' {{}} + 2>/dev/null | sed 's, \\./, ,'
+echo oneworld end
 """
 READ = "exec tail -c +{first} {name}"
-READ_WHOLE = "cat {name} && echo end"
-END = b"end\n"
+READ_WHOLE = "cat {name} && echo oneworld end"
 REMEDIES = {
     "Permission denied": "it refused the key: give --identity KEY and --ssh-user NAME, or run ssh-copy-id for it",
     "Host key verification failed": "its host key is not known here: run ssh to it once by hand and accept the key",
@@ -65,7 +71,8 @@ class Listing:
 
     step: int
     sizes: dict[str, int]  # of the files in it, by name
-    manifest: str = ""  # SHA-256 of its manifest; every node of a save has the same one
+    manifest: str  # SHA-256 of its manifest, which is the same on every node of a save; empty: none can be read
+    run_id: str  # of the run that works in this place; empty: not known
 
     @property
     def is_committed(self) -> bool:
@@ -91,12 +98,13 @@ class Folder:
 
     def steps(self) -> list[Listing]:
         folders = [path for path in self.root.glob("step_*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
-        return [_list_folder(path) for path in folders]
+        run_id = (self.read("run_id") or b"").decode(errors="replace")
+        return [_list_folder(path, run_id) for path in folders]
 
     def read(self, file: str) -> bytes | None:
         try:
             return (self.root / file).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:
             return None
 
     def path(self, step: int, file: str) -> Path:
@@ -126,7 +134,7 @@ class Remote:
         self._ssh, self._root = ssh, root
 
     def steps(self) -> list[Listing]:
-        text = self._run(self._script(LIST, manifest=MANIFEST)).decode()
+        head, _, text = self._run(self._script(LIST, manifest=MANIFEST)).decode(errors="replace").partition("\n")
         digests, _, sizes = text.partition("sizes\n")
         steps: dict[str, dict[str, int]] = {}
         for line in sizes.splitlines():
@@ -134,14 +142,14 @@ class Remote:
                 steps.setdefault(found[2], {})[found[3]] = int(found[1])
         manifests = {found[2]: found[1] for line in digests.splitlines() if (found := LINE.fullmatch(line))}
         return [
-            Listing(int(folder.removeprefix("step_")), files, manifests.get(folder, ""))
+            Listing(int(folder.removeprefix("step_")), files, manifests.get(folder, ""), head[len("run_id ") :])
             for folder, files in steps.items()
         ]
 
     def read(self, file: str) -> bytes | None:
         script = self._script(READ_WHOLE, name=shlex.quote(file))
         try:
-            return self._run(script).removesuffix(END)
+            return self._run(script)
         except Missing:
             return None
 
@@ -152,13 +160,15 @@ class Remote:
             done = subprocess.run(command, input=script, capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
             raise Unreachable(f"{self.name}: no answer within {ANSWER_TIMEOUT_S:.0f} s; {UNREACHABLE}") from None
-        if done.returncode or not done.stdout.endswith(END):
+        _, begin, answer = done.stdout.partition(BEGIN)
+        if done.returncode or not begin or not answer.endswith(END):
             raise self._failure(done.returncode, done.stderr)
-        return done.stdout
+        return answer.removesuffix(END)
 
     @contextmanager
-    def stream(self, file: str, begin: int) -> Iterator[Iterator[bytes]]:
-        """A file's bytes from `begin` on, maybe fewer than there are: the caller must count them."""
+    def stream(self, file: str, begin: int, stop: threading.Event) -> Iterator[Iterator[bytes]]:
+        """A file's bytes from `begin` on, maybe fewer than there are: the caller must count them. Ends when `stop` is
+        set, and raises when nothing comes for long."""
         with (
             tempfile.TemporaryFile() as errors,
             subprocess.Popen(
@@ -166,22 +176,41 @@ class Remote:
             ) as ssh,
         ):
             try:
-                yield self._pieces(ssh, self._script(READ, first=begin + 1, name=shlex.quote(file)), errors)
+                yield self._pieces(ssh, self._script(READ, first=begin + 1, name=shlex.quote(file)), errors, stop)
             finally:
                 ssh.kill()
 
-    def _pieces(self, process: "subprocess.Popen[bytes]", script: bytes, errors: IO[bytes]) -> Iterator[bytes]:
+    def _pieces(
+        self, process: "subprocess.Popen[bytes]", script: bytes, errors: IO[bytes], stop: threading.Event
+    ) -> Iterator[bytes]:
         assert process.stdin is not None and process.stdout is not None
         with suppress(BrokenPipeError), process.stdin:  # where it has ended already, its code says why
             process.stdin.write(script)
-        while piece := process.stdout.read1(PIECE_BYTES):  # type: ignore[attr-defined]
-            yield piece
-        if process.wait():
+        greeting: bytes | None = b""  # what a login shell says first
+        silent_s = 0.0
+        while not stop.is_set():
+            if not select.select([process.stdout], [], [], POLL_S)[0]:
+                silent_s += POLL_S
+                if silent_s > SILENCE_S:
+                    raise Unreachable(f"{self.name}: nothing came for {SILENCE_S:.0f} s; {UNREACHABLE}")
+                continue
+            silent_s = 0.0
+            piece = os.read(process.stdout.fileno(), PIECE_BYTES)
+            if not piece:
+                break
+            if greeting is not None:
+                greeting += piece
+                _, begin, piece = greeting.partition(BEGIN)
+                greeting = None if begin else greeting
+            if piece:
+                yield piece
+        if not stop.is_set() and process.wait():
             errors.seek(0)
             raise self._failure(process.returncode, errors.read())
 
     def _script(self, text: str, **values: object) -> bytes:
-        quoted = {"root": shlex.quote(self._root), "checkpoints": CHECKPOINTS}
+        home = "~/" if self._root.startswith("~/") else ""  # which quotes would hide from the shell
+        quoted = {"root": home + shlex.quote(self._root.removeprefix(home)), "checkpoints": CHECKPOINTS}
         return (ENTER + text).format(**quoted, **values).encode()
 
     def _failure(self, code: int, error: bytes) -> MergeError:
@@ -199,12 +228,13 @@ class Remote:
 class Survey:
     """What all places hold, and why some of them did not say."""
 
+    asked: list[Place] = field(default_factory=list)
     listings: list[tuple[Place, Listing]] = field(default_factory=list)
     failures: dict[str, MergeError] = field(default_factory=dict)  # by the place's name
 
 
 def survey(places: Sequence[Place]) -> Survey:
-    found = Survey()
+    found = Survey(list(places))
 
     def ask(place: Place) -> list[Listing] | MergeError:
         try:
@@ -221,16 +251,17 @@ def survey(places: Sequence[Place]) -> Survey:
     return found
 
 
-def _list_folder(folder: Path) -> Listing:
+def _list_folder(folder: Path, run_id: str) -> Listing:
     sizes: dict[str, int] = {}
-    for path in folder.rglob("*"):
-        try:
-            if path.is_file():
-                sizes[str(path.relative_to(folder))] = path.stat().st_size
-        except FileNotFoundError:  # a live run removes its oldest step
-            continue
+    try:
+        for path in folder.rglob("*"):
+            with suppress(OSError):
+                if path.is_file():
+                    sizes[str(path.relative_to(folder))] = path.stat().st_size
+    except OSError:  # a live run removes its oldest step, or we may not look into it
+        pass
     try:
         digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     except OSError:
         digest = ""
-    return Listing(int(folder.name.removeprefix("step_")), sizes, digest)
+    return Listing(int(folder.name.removeprefix("step_")), sizes, digest, run_id)

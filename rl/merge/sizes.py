@@ -7,7 +7,10 @@ def parse_size(text: str) -> int:
     """`5GB`, `1.5 GiB`, `600`; ValueError where it is none, or nothing."""
     number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = text[len(number) :].strip().upper()
-    size = int(float(number) * UNITS[unit]) if unit in UNITS else 0
+    try:
+        size = int(float(number) * UNITS[unit])
+    except (ValueError, OverflowError, KeyError):
+        size = 0
     if size < 1:
         raise ValueError(f"got {text!r}; a size is a number and a unit, such as 5GB or 500MB")
     return size

@@ -283,4 +283,4 @@ def _stays(folder: Path | None) -> str:
 
 
 def _say(line: str) -> None:
-    print(f"oneworld: {line}", file=sys.stderr, flush=True)
+    print(f"merge_checkpoint: {line}", file=sys.stderr, flush=True)

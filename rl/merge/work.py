@@ -18,7 +18,7 @@ from typing import Any
 
 from rl.checkpoint.manifest import COMMITTED, MANIFEST, File
 from rl.checkpoint.shard_file import sync_folder
-from rl.merge.errors import MergeError, cannot_write, free_bytes
+from rl.merge.errors import MergeError, cannot_write, free_bytes, part_of
 from rl.merge.find import Checkpoint
 from rl.merge.layout import Output
 from rl.merge.places import Folder
@@ -31,6 +31,10 @@ class Work:
     """`record` says what is merged and how; what was begun with another record is not gone on with."""
 
     def __init__(self, output: Path, record: dict[str, Any]):
+        if not output.name or output.is_mount() or (output.is_symlink() and not output.exists()):
+            raise MergeError(
+                f"--output: {output} cannot be replaced by the result; give a folder that is not there yet"
+            )
         self.output, self._record = output, record
         self.folder = output.with_name(f"{output.name}.work-{record['save_id']}")
         self.model, self.place = self.folder / "model", Folder(self.folder / SHARDS)
@@ -39,8 +43,8 @@ class Work:
     def is_merged(self) -> bool:
         if not self.output.exists() or (self.output.is_dir() and not any(self.output.iterdir())):
             return False
-        found = _read_record(self.output)
-        if found == self._record:
+        found = read_record(self.output)
+        if _satisfies(found, self._record):
             return True
         differences = [f"{name}={found.get(name)}" for name in self._record if found.get(name) != self._record[name]]
         made = f"was made with {', '.join(differences)}" if found else "was not made by this tool"
@@ -48,7 +52,7 @@ class Work:
 
     def missing_bytes(self, outputs: Sequence[Output], to_gather: Sequence[File]) -> int:
         """What will be written, less what earlier attempts left."""
-        parts = [_part(self.place.path(self._record["step"], file.name)) for file in to_gather]
+        parts = [part_of(self.place.path(self._record["step"], file.name)) for file in to_gather]
         shards = sum(file.num_bytes for file in to_gather) - sum(map(_size, parts))
         written = [output.num_bytes for output in outputs if not (self.model / output.name).exists()]
         overwritten = sum(_size(path) for path in self.model.glob("*.part"))
@@ -79,7 +83,7 @@ class Work:
     def begin(self) -> None:
         """Makes the result's folder, unless an earlier attempt at the same result left one."""
         try:
-            if self.model.exists() and _read_record(self.model) != self._record:
+            if self.model.exists() and not _satisfies(read_record(self.model), self._record):
                 shutil.rmtree(self.model)
             if not self.model.exists():
                 self.model.mkdir()
@@ -114,18 +118,19 @@ class Work:
             self._lock = None
 
 
-def left_in(results: Path) -> list[Folder]:
-    """What earlier calls gathered and could not finish."""
-    return [Folder(path) for path in sorted(results.glob(f"*.work-*/{SHARDS}"))]
+def left_in(*results: Path) -> list[Folder]:
+    """What earlier calls gathered."""
+    return [Folder(path) for folder in dict.fromkeys(results) for path in sorted(folder.glob(f"*.work-*/{SHARDS}"))]
 
 
-def _part(path: Path) -> Path:
-    return path.with_name(f"{path.name}.part")
+def _satisfies(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Made as is wanted, or with more proof."""
+    return found | {"verified": True} == wanted | {"verified": True} and (found["verified"] or not wanted["verified"])
 
 
 def _write(path: Path, data: bytes) -> None:
     """All of it or nothing."""
-    part = _part(path)
+    part = part_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
@@ -146,11 +151,13 @@ def _lock(handle: int, folder: Path) -> None:
         return  # a filesystem without locks
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
+def read_record(folder: Path) -> dict[str, Any]:
+    """Empty where the folder is no result of this tool."""
     try:
-        return json.loads((folder / RECORD).read_bytes())
+        record = json.loads((folder / RECORD).read_bytes())
     except (OSError, ValueError):
         return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _size(path: Path) -> int:

@@ -10,23 +10,23 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from rl.checkpoint.manifest import ITEM_BYTES, File, Slice
-from rl.checkpoint.shard_file import sync_folder
+from rl.checkpoint.manifest import ITEM_BYTES, CheckpointError, File, Manifest, Slice
+from rl.checkpoint.shard_file import check_shard, sync_folder
 from rl.merge.convert import Bytes, OutOfRange, convert
-from rl.merge.errors import MergeError, cannot_write
+from rl.merge.errors import MergeError, cannot_write, part_of
 from rl.merge.layout import Box, Output, Tensor, box_of, meet, volume
 
 CHUNK_BYTES = 4 << 20
 NUM_WORKERS = 4
-NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # between such filesystems
+# Between such filesystems; and of an input or output error only separate calls tell which it was.
+NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO)
 Progress = Callable[[int], object]
 
 
@@ -43,32 +43,60 @@ class Stopped(Exception):
 
 
 class Sources:
-    """The shards, open: a live run that removes the step meanwhile takes nothing from us."""
+    """Files of a checkpoint on this machine, held open from the beginning: a live run that removes the step meanwhile
+    takes nothing from us."""
 
-    def __init__(self, paths: Mapping[str, Path]):
-        self._stack = ExitStack()
+    def __init__(self, manifest: Manifest):
+        self._about = {"run_id": manifest.run_id, "step": manifest.step, "save_id": manifest.save_id}
+        self.handles: dict[str, int] = {}
+
+    def add(self, file: File, path: Path) -> None:
+        """A shard must be the one that the manifest lists."""
         try:
-            files = {name: self._stack.enter_context(path.open("rb", buffering=0)) for name, path in paths.items()}
+            self.handles[file.name] = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise Spoilt(file.name, "it is gone; a run removes its old steps, see checkpoint.keep_every") from None
         except OSError as error:
-            self._stack.close()
-            raise MergeError(
-                f"cannot open {error.filename}: {error.strerror}. If the run has removed this step meanwhile, merge a "
-                "newer one; checkpoint.keep_every keeps steps for good"
-            ) from None
-        self.handles = {name: file.fileno() for name, file in files.items()}
+            raise Spoilt(file.name, f"it cannot be opened: {error.strerror}") from None
+        if file.slices:
+            try:
+                check_shard(file, lambda begin, num_bytes: self.read(file.name, begin, num_bytes), self._about)
+            except CheckpointError as error:
+                raise Spoilt(file.name, str(error)) from None
+
+    def read(self, name: str, begin: int, num_bytes: int) -> bytes:
+        data = np.empty(num_bytes, np.uint8)
+        self.read_into(data, name, begin)
+        return data.tobytes()
+
+    def read_into(self, data: Bytes, name: str, begin: int) -> None:
+        done = 0
+        while done < data.size:
+            try:
+                count = os.preadv(self.handles[name], [data[done:].data], begin + done)
+            except OSError as error:
+                raise Spoilt(name, f"it cannot be read: {error.strerror}") from None
+            if not count:
+                raise Spoilt(name, f"it ends before byte {begin + data.size}")
+            done += count
+
+    def drop(self, name: str) -> None:
+        if name in self.handles:
+            os.close(self.handles.pop(name))
 
     def __enter__(self) -> "Sources":
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._stack.close()
+        for name in list(self.handles):
+            self.drop(name)
 
 
 class Merger:
     """Tensors of one model, from open shards to files in `folder`."""
 
     def __init__(self, sources: Sources, folder: Path, verify: bool, progress: Progress):
-        self._handles, self._folder, self._verify, self._progress = sources.handles, folder, verify, progress
+        self._sources, self._folder, self._verify, self._progress = sources, folder, verify, progress
         self._has_kernel_copy = hasattr(os, "copy_file_range")
         self._scratch = threading.local()
         self._stop = threading.Event()
@@ -91,7 +119,7 @@ class Merger:
 
     def _fill(self, output: Output, path: Path, pool: ThreadPoolExecutor) -> int:
         """Writes a file's content; returns its open handle, which is still to be synced."""
-        handle = os.open(_part(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        handle = os.open(part_of(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         futures: list[Future[None]] = []
         try:
             os.truncate(handle, output.num_bytes)
@@ -130,7 +158,8 @@ class Merger:
         width, wanted = ITEM_BYTES[part.dtype], ITEM_BYTES[dtype]
         for first in range(0, part.num_bytes, CHUNK_BYTES):
             chunk = self._read(file, part, first, min(CHUNK_BYTES, part.num_bytes - first))
-            hasher.update(chunk.data)
+            if self._verify:
+                hasher.update(chunk.data)
             _write_at(target, self._converted(chunk, part.dtype, dtype), begin + first // width * wanted)
         self._check(file, part, hasher)
 
@@ -149,7 +178,8 @@ class Merger:
                     continue
                 inside = [first - offset for (first, _), offset in zip(box, part.offsets)]
                 chunk = self._read(file, part, _ravel(inside, part.size) * width, volume(box) * width)
-                hasher.update(chunk.data)
+                if self._verify:
+                    hasher.update(chunk.data)
                 place = tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(box, block))
                 elements[place] = chunk.view(f"V{width}").reshape([high - low for low, high in box])
             begin = _ravel([first for first, _ in block], tensor.shape) * ITEM_BYTES[tensor.dtype]
@@ -164,29 +194,26 @@ class Merger:
             self._raise_if_stopped()
             count = min(part.num_bytes - done, 16 * CHUNK_BYTES)
             try:
-                copied = os.copy_file_range(self._handles[file.name], target, count, part.begin + done, begin + done)
+                source = self._sources.handles[file.name]
+                copied = os.copy_file_range(source, target, count, part.begin + done, begin + done)
             except OSError as error:
                 if error.errno not in NO_KERNEL_COPY:
                     raise
                 self._has_kernel_copy = False
-                self._progress(-done)
-                return False
+                break
             if not copied:
                 raise Spoilt(file.name, f"it ends before byte {part.begin + part.num_bytes}")
             self._progress(copied)
             done += copied
+        if done < part.num_bytes:
+            self._progress(-done)
         return done == part.num_bytes
 
     def _read(self, file: File, part: Slice, first: int, num_bytes: int) -> Bytes:
         """These bytes of a slice; valid until this thread reads the next ones."""
         self._raise_if_stopped()
         chunk = self._buffer("chunk", num_bytes)
-        done = 0
-        while done < num_bytes:
-            count = os.preadv(self._handles[file.name], [chunk[done:].data], part.begin + first + done)
-            if not count:
-                raise Spoilt(file.name, f"it ends before byte {part.begin + part.num_bytes}")
-            done += count
+        self._sources.read_into(chunk, file.name, part.begin + first)
         self._progress(num_bytes)
         return chunk
 
@@ -239,10 +266,6 @@ def _ravel(index: Sequence[int], shape: Sequence[int]) -> int:
     return place
 
 
-def _part(path: Path) -> Path:
-    return path.with_name(f"{path.name}.part")
-
-
 def _write_at(handle: int, data: bytes | Bytes, begin: int) -> None:
     view = memoryview(data) if isinstance(data, bytes) else data.data
     while view:
@@ -255,5 +278,5 @@ def _finish(handle: int, path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-    _part(path).rename(path)
+    part_of(path).rename(path)
     sync_folder(path.parent)

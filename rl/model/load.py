@@ -5,7 +5,9 @@ forward and backward passes run in bfloat16 and gradients are reduced in float32
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -17,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rl.config import ConfigError, resolve_path
 from rl.model import attention
+from rl.model.logprobs import give_scores
 from rl.shards import local_slices
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -37,15 +40,35 @@ def find_model(path: str) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class Compute:
+    """How layers are computed, which changes nothing but speed and memory."""
+
+    compiled: bool = False
+    recomputed: str = "none"  # in the backward pass: none, every second layer (selective) or all of them (full)
+
+
+PLAIN = Compute()
+
+
 def load_model(
-    folder: Path, mesh: DeviceMesh, device: torch.device, dtype: str, trainable: bool, filled: bool = True
+    folder: Path,
+    mesh: DeviceMesh,
+    device: torch.device,
+    dtype: str,
+    trainable: bool,
+    filled: bool = True,
+    compute: Compute = PLAIN,
 ) -> nn.Module:
     """With `filled` False parameters and saved buffers hold no values yet: a checkpoint has newer ones."""
     attention.register()
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.RAGGED)
+        name = attention.implementation(device, dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
+    give_scores(model)
     model.requires_grad_(trainable)
+    _set_compute(model, compute)
     _shard(model, mesh, dtype)
     model.to_empty(device=device)
     model.tie_weights()
@@ -67,14 +90,30 @@ def stop_token_ids(folder: Path) -> list[int]:
     return list(ids) if isinstance(ids, list) else [ids]
 
 
+def _layers(model: nn.Module) -> list[nn.Module]:
+    layer_classes = set(model._no_split_modules or ())  # type: ignore[arg-type]
+    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
+    assert layers, f"{type(model).__name__} names no layer class in _no_split_modules"
+    return layers
+
+
+def _set_compute(model: Any, compute: Compute) -> None:
+    """Layers are compiled inside the hooks of FSDP and inside what recomputes them; one graph serves all of them."""
+    layers: list[Any] = _layers(model)
+    if compute.recomputed != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for index, layer in enumerate(layers):
+            layer.gradient_checkpointing = compute.recomputed == "full" or index % 2 == 0
+    if compute.compiled:
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
 def _shard(model: nn.Module, mesh: DeviceMesh, dtype: str) -> None:
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    layer_classes = set(model._no_split_modules or ())  # type: ignore[arg-type]
-    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
-    assert layers, f"{type(model).__name__} names no layer class in _no_split_modules"
-    for layer in layers:
+    for layer in _layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 

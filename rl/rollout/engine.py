@@ -20,7 +20,7 @@ class Request:
     tokens: list[int]
     temperature: float  # 0: greedy
     max_new_tokens: int
-    seed: int
+    seed: int | None  # None: whatever comes next from the engine's generator
 
 
 @dataclass(frozen=True)
@@ -66,3 +66,4 @@ class EngineSeat:
     device: torch.device
     shares_device: bool  # the learner of this rank wants the memory between batches
     stop_token_ids: list[int]
+    deterministic: bool  # requests have seeds

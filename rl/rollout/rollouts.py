@@ -13,6 +13,7 @@ from rl.data.prompts import Prompt
 from rl.mail import Mail
 from rl.placement import Placement
 from rl.rollout.dispatch import Dispatcher, Sampling, Task
+from rl.rollout.evening import Evener
 from rl.rollout.gate import Gate, OrderService
 from rl.rollout.service import RolloutService
 
@@ -27,9 +28,10 @@ class Rollouts:
         num_mini_batches: int,
         service: RolloutService | None,
         obey: Callable[[str], None],
+        evener: Evener,
     ):
         self._mail, self._actors, self._service = mail, placement.actors, service
-        self._num_mini_batches = num_mini_batches
+        self._num_mini_batches, self._evener = num_mini_batches, evener
         followers = service.followers if service is not None else ()
         self._leader, self._orders = placement.leader, OrderService(mail, followers, obey)
         self._dispatcher: Dispatcher | None = None
@@ -42,7 +44,7 @@ class Rollouts:
         self.engine_name = "no engine yet"
         self._started = 0
         self._arrived: dict[int, dict[int, Batch]] = defaultdict(dict)  # batch -> position -> group
-        self._expected: dict[int, int] = {}  # batch -> groups that this rank owns
+        self._owners: dict[int, list[int]] = {}  # batch -> position -> place among the actors of who gets the group
 
     def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int) -> int:
         """Called by all actors in the same order; returns the number of the batch, which is sampled from this
@@ -50,36 +52,37 @@ class Rollouts:
         self._started += 1
         if self._dispatcher is not None:
             assert prompts is not None, "the leader gives the prompts"
-            owners = [self._owner(position, len(prompts)) for position in range(len(prompts))]
+            owners = self._deal(len(prompts))
             tasks = [
-                Task(self._started, position, owner, prompt, sampling, version)
+                Task(self._started, position, self._actors[owner], prompt, sampling, version)
                 for position, (owner, prompt) in enumerate(zip(owners, prompts, strict=True))
             ]
             for rank in self._actors:
-                self._mail.send(rank, "batch", {"batch": self._started, "groups": owners.count(rank)})
+                self._mail.send(rank, "batch", {"batch": self._started, "num_prompts": len(prompts)})
             self._dispatcher.open(tasks, self._started)
         return self._started
 
     def collect(self, batch: int) -> Batch:
         """Waits until every actor has all groups of this batch that it owns; meanwhile this rank's engine, if any,
-        samples."""
+        samples. Then the actors even out what they hold."""
         if self._gate is not None:
             self._gate.open()
         if self._service is not None:
             self._service.serve_batch(batch, self._orders)
-        while batch not in self._expected or len(self._arrived[batch]) < self._expected[batch]:
+        me = self._actors.index(self._mail.rank)
+        while batch not in self._owners or len(self._arrived[batch]) < self._owners[batch].count(me):
             message = self._mail.receive("batch", "group", "obey")
             assert message is not None
             if message.kind == "obey":
                 self._orders.handle(message)
             elif message.kind == "batch":
-                self._expected[message.meta["batch"]] = message.meta["groups"]
+                self._owners[message.meta["batch"]] = self._deal(message.meta["num_prompts"])
             else:
                 self.engine_name = message.meta["engine"]
                 self._arrived[message.meta["batch"]][message.meta["position"]] = Batch.from_bytes(message.payload)
-        del self._expected[batch]
-        groups = self._arrived.pop(batch, {})
+        owners, groups = self._owners.pop(batch), self._arrived.pop(batch, {})
         self._pass_gate(batch)
+        groups = self._evener.even_out(batch, groups, owners, self._mini_batches(len(owners)))
         return Batch.concat([groups[position] for position in sorted(groups)])
 
     def _pass_gate(self, batch: int) -> None:
@@ -99,8 +102,12 @@ class Rollouts:
         if self._service is not None:
             self._service.engine.sleep()
 
-    def _owner(self, position: int, num_prompts: int) -> int:
-        """Each mini-batch is dealt out to all actors, so that none idles during an optimizer step."""
-        mini_batch = mini_batch_of(position, num_prompts, self._num_mini_batches)
-        first = -(-mini_batch * num_prompts // self._num_mini_batches)
-        return self._actors[(position - first) % len(self._actors)]
+    def _mini_batches(self, num_prompts: int) -> list[int]:
+        return [mini_batch_of(position, num_prompts, self._num_mini_batches) for position in range(num_prompts)]
+
+    def _deal(self, num_prompts: int) -> list[int]:
+        """Whom engines send the groups to: each mini-batch is dealt out to all actors, so that none idles during an
+        optimizer step."""
+        mini_batches = self._mini_batches(num_prompts)
+        firsts = [-(-mini_batch * num_prompts // self._num_mini_batches) for mini_batch in mini_batches]
+        return [(position - first) % len(self._actors) for position, first in enumerate(firsts)]

@@ -39,7 +39,7 @@ class RolloutService(Service):
         ranks: tuple[int, ...],
         leader: int,
         max_num_groups: int,
-        run_seed: int,
+        run_seed: int | None,
         score: Callable[[str, str], float],
         tokenizer: Tokenizer,
     ):
@@ -128,11 +128,16 @@ class RolloutService(Service):
                 tokens=task.prompt.tokens,
                 temperature=task.sampling.temperature,
                 max_new_tokens=task.sampling.max_new_tokens,
-                seed=sample_seed(self._run_seed, task.prompt.epoch, task.prompt.id, sample),
+                seed=self._seed(task, sample),
             )
             for task in tasks
             for sample in range(task.sampling.num_samples)
         ]
+
+    def _seed(self, task: Task, sample: int) -> int | None:
+        if self._run_seed is None:
+            return None
+        return sample_seed(self._run_seed, task.prompt.epoch, task.prompt.id, sample)
 
     def _finish(self, completion: Completion) -> _Group | None:
         batch, position, sample = map(int, completion.id.split("/"))

@@ -142,7 +142,8 @@ def build(config: Config, model_folder: Path, seat: EngineSeat) -> "VllmEngine":
                 enforce_eager=rollout.enforce_eager or seat.device.type == "cpu",
                 enable_sleep_mode=seat.shares_device and seat.device.type == "cuda",
                 logprobs_mode="processed_logprobs",  # at the sampling temperature; vLLM's default ignores it
-                async_scheduling=False,
+                # Its order of calls depends on timing, which the ranks of one engine must not let differ.
+                async_scheduling=seat.tp_size == 1 and seat.device.type == "cuda",
                 seed=0,
                 **memory,
             )
@@ -240,6 +241,7 @@ class VllmEngine:
     def begin_version(self) -> None:
         self.version = 0
         assert self.num_unfinished == 0, "weights change between batches only"
+        self._drain()
         self._wake("weights")
 
     def confirm(self, version: int) -> None:
@@ -266,8 +268,16 @@ class VllmEngine:
         with self._group.entered(), set_current_vllm_config(self._engine.vllm_config):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._outside(weights)})
 
+    def _drain(self) -> None:
+        """With asynchronous scheduling a forward may still be under way when the last request has ended."""
+        core = self._engine.engine_core.engine_core
+        with self._group.entered():
+            while core.batch_queue:
+                self._engine.step()
+
     def sleep(self) -> None:
         if self._can_sleep and not self._asleep:
+            self._drain()
             with self._group.entered():
                 self._llm.sleep(level=2)  # the next sync brings new weights, so nothing is kept
             self._asleep = {"weights", "kv_cache"}

@@ -44,7 +44,7 @@ def learner_logprobs(model: nn.Module, tokens: list[int], device: torch.device) 
         group_ids=torch.zeros(1, dtype=torch.int64),
         truncated=torch.zeros(1, dtype=torch.bool),
     )
-    return score_responses(model, batch.to(device), temperature=1.0).logprobs.tolist()
+    return score_responses(model, batch, 1.0, device).logprobs.tolist()
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -105,7 +105,7 @@ def train(run: Run, job: Job) -> None:
     model = load_model(
         run.model_folder, run.groups.actor_mesh, world.device, config.model.dtype, True, filled=run.resume is None
     )
-    learner = Learner(model, pg, world.device, config.actor, config.algo, 1.0, job.num_steps)
+    learner = Learner(model, pg, world.device, config.actor, config.algo, config.rollout, job.num_steps)
     if run.resume is not None:
         restore(learner, run.resume, run.shelf, run.placement, world.rank)
     checkpoints = build_checkpoints(run, learner, wire_tensors(model, config.model.dtype))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.merge import gather
+from rl.merge import gather, places
 from tests.checkpoint_files import Made, read_model, write_checkpoint
 from tests.sshd import SshServer, ssh_server
 from tools.merge_checkpoint import main
@@ -156,3 +156,26 @@ def test_a_dry_run_says_what_would_travel(made: Made, server: SshServer, capsys:
     text = capsys.readouterr().out
     assert "would gather 6 files, 3.15 MB, from node1:" in text and "node3:" in text
     assert server.num_bytes < SLACK_BYTES and not (made.folders[0] / "merged").exists()
+
+
+def test_a_login_shell_that_greets(made: Made, server: SshServer, tmp_path: Path) -> None:
+    """As a .bashrc with an echo in it does."""
+    script = tmp_path / "greeting-ssh"
+    script.write_text(f'#!/bin/sh\necho "Welcome to node1"\nexec {server.command} "$@"\n')
+    script.chmod(0o755)
+    options = ["--ssh", str(script), "--identity", str(server.identity), "--ssh-user", "root"]
+    main([*options, str(made.folders[0])])
+    check(made, made.folders[0] / "merged/step_40")
+
+
+def test_a_stream_that_stalls_is_given_up(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command in place of ssh that lists, and then gives one byte of a file and no more."""
+    monkeypatch.setattr(places, "SILENCE_S", 0.5)
+    monkeypatch.setattr(places, "POLL_S", 0.1)
+    monkeypatch.setattr(gather, "MAX_TRIES", 1)
+    script = tmp_path / "stalling-ssh"
+    stall = "echo oneworld begin; printf x; exec sleep 60"
+    script.write_text(f'#!/bin/sh\nall=$(cat)\ncase "$all" in *"tail -c"*) {stall};; *) echo "$all" | sh;; esac\n')
+    script.chmod(0o755)
+    text = failure(["--ssh", str(script), str(made.folders[0])])
+    assert "6 of 6 files did not arrive" in text and "nothing came for" in text

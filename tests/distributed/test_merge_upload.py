@@ -442,6 +442,10 @@ def test_the_whole_command(tmp_path: Path) -> None:
         assert "uploaded to" in done.stdout and "is complete already" in done.stdout
         assert sum(fake.received.values()) == sent, "large files are not sent again"
         assert not work.exists()
+        shutil.rmtree(made.step_folder(1))
+        done = run(*nodes, "--upload", "engines/second", "--step", "40")
+        assert done.returncode == 0 and "step 40 is no longer there" in done.stdout, "what was merged can be uploaded"
+        assert uploaded(fake, "engines/second") == uploaded(fake, "engines/adder")
         repository = fake.repos["engines/adder"]
         assert repository.private
         files = uploaded(fake, "engines/adder")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.config import ActorConfig, AlgoConfig
+from rl.config import ActorConfig, AlgoConfig, RolloutConfig
 from rl.data.batch import Batch
 from rl.learner import Learner
 from rl.metrics import Measures
@@ -21,7 +21,8 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     model = load_model(folder / job["model"], DeviceMesh.from_group(pg, "cpu"), device, job["dtype"], trainable=True)
     batch = Batch(**load_file(folder / "batch.safetensors"))
     actor, algo = ActorConfig(**job["actor"]), AlgoConfig(**job["algo"])
-    learner = Learner(model, pg, device, actor, algo, job["temperature"], num_optimizer_steps=4)
+    rollout = RolloutConfig(temperature=job["temperature"])
+    learner = Learner(model, pg, device, actor, algo, rollout, num_optimizer_steps=4)
     # Rank r owns every size-th group, as the rollout stage deals them out; when "idle" the last owns nothing.
     owners = size - 1 if job["idle"] else size
     owned = [s for s in range(batch.num_sequences) if int(batch.group_ids[s]) % owners == rank]

@@ -1,4 +1,4 @@
-"""The ragged batch, its packing and what is said about it."""
+"""The ragged batch and what is said about it."""
 
 import dataclasses
 import math
@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from rl.data.batch import Batch, empty_batch
 from rl.data.describe import describe, show
-from rl.data.packing import mini_batch_of, pack, pad_to, split_evenly
 
 LN2 = math.log(2)
 
@@ -98,59 +97,6 @@ def test_concat_undoes_select() -> None:
 def test_bytes_round_trip(batch: Batch) -> None:
     assert_same(Batch.from_bytes(batch.to_bytes()), batch)
     assert_same(Batch.from_bytes(bytearray(batch.to_bytes())), batch)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "max_tokens", "wanted"),
-    [
-        ([3, 4, 3, 9, 1, 1], 7, [[0, 1], [2], [3], [4, 5]]),  # 3 + 4 just fits; 9 is longer than the budget
-        ([7, 7], 7, [[0], [1]]),
-        ([1, 1, 1], 100, [[0, 1, 2]]),
-        ([9, 9], 1, [[0], [1]]),
-        ([], 7, []),
-    ],
-)
-def test_pack(lengths: list[int], max_tokens: int, wanted: list[list[int]]) -> None:
-    assert pack(lengths, max_tokens) == wanted
-
-
-def test_pad_to_adds_empty_micro_batches_at_the_end() -> None:
-    assert pad_to([[0, 1], [2]], 4) == [[0, 1], [2], [], []]
-    assert pad_to([[0]], 1) == [[0]]
-    padded = pad_to([], 2)
-    padded[0].append(5)
-    assert padded == [[5], []]
-
-
-@pytest.mark.parametrize(
-    ("num_prompts", "num_mini_batches", "wanted"),
-    [
-        (5, 2, [0, 0, 0, 1, 1]),
-        (6, 3, [0, 0, 1, 1, 2, 2]),
-        (4, 1, [0, 0, 0, 0]),
-        (3, 3, [0, 1, 2]),
-        (7, 3, [0, 0, 0, 1, 1, 2, 2]),
-    ],
-)
-def test_mini_batch_of(num_prompts: int, num_mini_batches: int, wanted: list[int]) -> None:
-    assert [mini_batch_of(position, num_prompts, num_mini_batches) for position in range(num_prompts)] == wanted
-
-
-@pytest.mark.parametrize(
-    ("lengths", "num_parts", "wanted"),
-    [
-        (
-            [5, 1, 4, 2, 3],
-            2,
-            [[0, 1, 3], [2, 4]],
-        ),  # 5 | 4, 4+3 | 5+2, then 1 to the first of two equals: 8 and 7 tokens
-        ([5, 1, 4, 2, 3], 1, [[0, 1, 2, 3, 4]]),
-        ([2, 9], 3, [[1], [0], []]),
-        ([], 2, [[], []]),
-    ],
-)
-def test_split_evenly(lengths: list[int], num_parts: int, wanted: list[list[int]]) -> None:
-    assert split_evenly(lengths, num_parts) == wanted
 
 
 @pytest.fixture

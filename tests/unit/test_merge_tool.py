@@ -1,5 +1,6 @@
 """tools/merge_checkpoint.py on checkpoints made by hand: what is merged, what is refused, what a kill leaves."""
 
+import errno
 import json
 import os
 import shutil
@@ -448,3 +449,105 @@ def test_torch_is_not_imported(made: Made) -> None:
     script += "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script, *map(str, nodes(made))], cwd=ROOT, check=True, timeout=60)
     assert_equal(result(made), TENSORS)
+
+
+def test_what_another_run_left_beside_the_output_is_not_taken_for_this_one(made: Made, tmp_path: Path) -> None:
+    other = write_checkpoint([tmp_path / "other"], {"w": TENSORS["stack"]}, 2, step=500, run_id="run1", save_id="save1")
+    merge(other.folders[0], "--output", tmp_path / "models/a", "--keep-shards")
+    merge(*nodes(made), "--output", tmp_path / "models/b")
+    assert_equal(tmp_path / "models/b", TENSORS)
+
+
+def test_a_run_that_started_over_is_not_outranked_by_what_was_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    write_checkpoint([folder], {"w": TENSORS["stack"]}, 2, step=40)
+    merge(folder, "--keep-shards")
+    shutil.rmtree(folder / "checkpoints")
+    write_checkpoint([folder], TENSORS, 2, step=20, run_id="run1", save_id="save1")
+    merge(folder)
+    assert_equal(folder / "merged/step_20", TENSORS)
+
+
+def test_folders_of_another_run_among_the_nodes(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = write_checkpoint([tmp_path / "other"], {"w": TENSORS["stack"]}, 2, step=900, run_id="run1", save_id="save1")
+    merge(*nodes(made)[:-1], f"{nodes(made)[-1]},{other.folders[0]}")
+    assert_equal(result(made), TENSORS)
+    assert f"{other.folders[0]}/checkpoints: it is of another run" in capsys.readouterr().err
+    text = failure(capsys, tmp_path / "elsewhere", "--nodes", f"{made.folders[0]},{other.folders[0]}")
+    assert "--nodes names folders of different runs" in text
+
+
+def test_a_step_that_the_run_removes_meanwhile(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are held open from the beginning."""
+
+    def gather(work: object, checkpoint: object) -> None:
+        for node in range(4):
+            shutil.rmtree(made.step_folder(node))
+
+    monkeypatch.setattr("tools.merge_checkpoint.gather", gather)
+    merge(*nodes(made))
+    assert_equal(result(made), TENSORS)
+
+
+def test_a_shard_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An input error is the shard's, not the output's, and another copy takes its place."""
+    made = write_checkpoint([tmp_path / f"disk{node}" / "x" for node in range(2)], TENSORS, 2, copies=2)
+    broken = os.stat(made.shard(0)).st_ino
+    read = os.preadv
+
+    def preadv(handle: int, buffers: list[memoryview], begin: int) -> int:
+        if os.fstat(handle).st_ino == broken and begin > 1000:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(handle, buffers, begin)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    merge(made.folders[0], "--nodes", made.folders[1])
+    assert_equal(made.folders[0] / "merged/step_40", TENSORS)
+    assert "is spoilt (it cannot be read: Input/output error)" in capsys.readouterr().err
+
+
+def test_outputs_that_cannot_be(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place in (made.step_folder().with_name("step_50"), made.folders[0] / "checkpoints", made.folders[0]):
+        assert "is where the run itself works" in failure(capsys, *nodes(made), "--output", place)
+    assert "give a folder that is not there yet" in failure(capsys, *nodes(made), "--output", "/")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    merge(*nodes(made), "--output", tmp_path / "link")
+    assert_equal(tmp_path / "empty", TENSORS)
+
+
+def test_a_verified_result_also_serves_who_asks_for_less(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    merge(*nodes(made))
+    merge(*nodes(made), "--no-verify")
+    assert "is complete already" in capsys.readouterr().out
+    shutil.rmtree(result(made))
+    merge(*nodes(made), "--no-verify")
+    assert "was made with verified=False" in failure(capsys, *nodes(made))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--nodes", "node1"], "no folder here; on another node it is HOST:FOLDER"),
+        (["--nodes", ":/x"], "an entry is HOST:FOLDER"),
+        (["--nodes", ","], "got no node"),
+        (["--nodes-file", "/nowhere"], "--nodes-file: cannot read /nowhere"),
+    ],
+)
+def test_mistaken_nodes(made: Made, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert text in failure(capsys, made.folders[0], *arguments)
+
+
+@pytest.mark.parametrize("command", ["", "no-such-program -p 1", "ssh 'x"])
+def test_an_ssh_that_cannot_run(made: Made, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        merge(*nodes(made), "--ssh", command)
+    assert "it is a command that can be run" in capsys.readouterr().err
+
+
+def test_metrics_that_are_none(made: Made) -> None:
+    (made.folders[0] / "metrics.jsonl").write_text('5\n"x"\n{"step": 1, "reward/mean": 0.5}\n{"st')
+    merge(*nodes(made))
+    assert "0.5 (step 1)" in (result(made) / "README.md").read_text()

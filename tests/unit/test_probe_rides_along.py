@@ -6,8 +6,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from rl.data.batch import Batch, empty_batch
 from rl.model import attention
-from rl.model.logprobs import score_responses
+from rl.model.logprobs import give_scores, score_responses
 
+CPU = torch.device("cpu")
 PROBE = [5, 3, 30, 7, 7, 1, 2]
 SHAPE = {
     "vocab_size": 37,
@@ -40,13 +41,15 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
     torch.manual_seed(0)
     attention.register()
     config = request.param(**SHAPE)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.RAGGED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.RAGGED)
+    give_scores(model)
+    return model
 
 
 def plain_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     """By transformers' own attention."""
     model.set_attn_implementation("sdpa")
-    logits = model(torch.tensor([tokens])).logits[0]
+    logits = type(model).forward(model, torch.tensor([tokens])).logits[0]
     model.set_attn_implementation(attention.RAGGED)
     return logits
 
@@ -54,8 +57,8 @@ def plain_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("lengths", [(9, 4, 20), (3,), ()], ids=["three", "shorter than the probe", "empty"])
 def test_logits_of_the_probe_and_the_same_scores(model: torch.nn.Module, lengths: tuple[int, ...]) -> None:
     batch = batch_of(*lengths) if lengths else empty_batch()
-    alone = score_responses(model, batch, 0.7)
-    carried = score_responses(model, batch, 0.7, PROBE)
+    alone = score_responses(model, batch, 0.7, CPU)
+    carried = score_responses(model, batch, 0.7, CPU, PROBE)
     assert alone.probe_logits.shape == (0, 37)
     assert (carried.probe_logits - plain_logits(model, PROBE)).abs().max() < 1e-5
     assert (carried.logprobs - alone.logprobs).abs().sum() < 1e-5
@@ -66,7 +69,7 @@ def test_it_has_no_part_in_the_gradient_and_keeps_no_other_logits(model: torch.n
     batch = batch_of(9, 4, 20)
     gradients = []
     for probe in ((), PROBE):
-        scores = score_responses(model, batch, 1.0, probe)
+        scores = score_responses(model, batch, 1.0, CPU, probe)
         scores.logprobs.sum().backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
         model.zero_grad()

@@ -1,0 +1,159 @@
+"""Whole steps of train.py on a model of random weights. Prints one JSON line.
+
+    python benchmarks/step.py [--model 1.7b] [--prompts 64] [--samples 8] [--new-tokens 512] [--ranks 1] [key=value ...]
+
+It writes a llama of that shape, prompts as long as GSM8K's, and starts torchrun: engines, loop, update and weight sync
+are a run's own, no response ends before its last token. Figures are medians of --steps steps after two that warm up:
+    seconds_per_step, seconds       a whole step, and its stages
+    tokens_per_s                    sampled tokens over the whole step
+    mfu_update, mfu_logprobs        6 N (2 N) times the tokens of prompts and responses, over the stage's seconds and the
+                                    peak of the GPU in bfloat16; *_with_attention: plus 6 (2) times layers, hidden size
+                                    and half of the sequence for each token
+    peak_memory_gib                 of the device, by all processes, sampled ten times a second
+    mismatch_kl                     the largest of the steps: engine and learner computed the same
+"""
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from random_llama import SHAPES, save_random_llama
+
+from rl.config import ROOT
+
+WARM_UP_STEPS = 2
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+STAGES = ("rollout", "logprobs", "advantages", "update", "sync")
+
+
+def write_inputs(folder: Path, args: argparse.Namespace) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    save_random_llama(folder / "model", args.model, 0, "bfloat16", device)
+    for path in (ROOT / "configs" / "tiny").glob("tokenizer*"):
+        shutil.copy(path, folder / "model")
+    generation = folder / "model" / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": SHAPES[args.model][-1]}))  # an id that no model samples
+    generator = random.Random(0)
+    lengths = [generator.randint(30, 90) for _ in range(args.prompts)]
+    rows = [{"prompt": "".join(generator.choices("0123456789", k=length)), "answer": "1"} for length in lengths]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+class MemoryWatch:
+    """The peak of the first device's memory in use, by all processes."""
+
+    def __init__(self) -> None:
+        self.peak_gib = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.1):
+            free, total = torch.cuda.mem_get_info()
+            self.peak_gib = max(self.peak_gib, (total - free) / 2**30)
+
+    def __enter__(self) -> "MemoryWatch":
+        if torch.cuda.is_available():
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._stop.set()
+
+
+def run(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    settings = [
+        f"model.path={folder / 'model'}",
+        f"data.train={folder / 'prompts.jsonl'}",
+        "data.max_prompt_tokens=128",
+        "data.eval=",
+        "eval.interval=0",
+        "model.dtype=bfloat16",
+        f"train.num_steps={WARM_UP_STEPS + args.steps}",
+        f"train.num_prompts_per_step={args.prompts}",
+        f"rollout.num_samples_per_prompt={args.samples}",
+        f"rollout.max_new_tokens={args.new_tokens}",
+        f"rollout.max_num_seqs={args.prompts * args.samples}",
+        "rollout.deterministic=false",
+        "actor.max_tokens_per_micro_batch=16384",
+        "checkpoint.save_interval=0",
+        "run.name=step",
+        f"run.dir={folder}",
+        *args.settings,
+    ]
+    command = ["torchrun", "--max-restarts", "0", "--nproc-per-node", str(args.ranks), "train.py", *settings]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+    rows = [json.loads(line) for line in (folder / "step" / "metrics.jsonl").read_text().splitlines()]
+    return rows[-args.steps :]
+
+
+def summary(rows: list[dict[str, Any]], args: argparse.Namespace, num_parameters: int) -> dict[str, Any]:
+    def median(name: str) -> float:
+        return statistics.median(row.get(name, 0.0) for row in rows)
+
+    seconds = {stage: round(median(f"time/{stage}"), 3) for stage in STAGES}
+    step_s = median("time/step")
+    hidden, _, layers, *_ = SHAPES[args.model]
+    num_tokens = args.prompts * args.samples * (60 + args.new_tokens)
+    attention = 6 * layers * hidden * (60 + args.new_tokens)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), float("nan"))
+
+    def mfu(per_token: float, seconds: float) -> float:
+        return round(per_token * num_tokens / seconds / peak / args.ranks, 4) if seconds else 0.0
+
+    return {
+        "benchmark": "step",
+        "model": args.model,
+        "parameters": num_parameters,
+        "sequences": args.prompts * args.samples,
+        "new_tokens": args.new_tokens,
+        "gpu": gpu,
+        "ranks": args.ranks,
+        "seconds_per_step": round(step_s, 3),
+        "seconds": seconds,
+        "tokens_per_s": round(args.prompts * args.samples * args.new_tokens / step_s),
+        "mfu_update": mfu(6 * num_parameters, seconds["update"]),
+        "mfu_update_with_attention": mfu(6 * num_parameters + attention, seconds["update"]),
+        "mfu_logprobs": mfu(2 * num_parameters, seconds["logprobs"]),
+        "mfu_logprobs_with_attention": mfu(2 * num_parameters + attention / 3, seconds["logprobs"]),
+        "mismatch_kl": max(row["policy/mismatch_kl"] for row in rows),
+        "settings": args.settings,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=[name for name in SHAPES if name != "any size"], default="1.7b")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of train.py")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, MemoryWatch() as memory:
+        folder = Path(name)
+        write_inputs(folder, args)
+        rows = run(folder, args)
+        from safetensors import safe_open
+
+        sizes = []
+        for path in (folder / "model").glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                sizes += [torch.Size(file.get_slice(key).get_shape()).numel() for key in file.keys()]  # noqa: SIM118
+        row = summary(rows, args, sum(sizes)) | {"peak_memory_gib": round(memory.peak_gib, 1)}
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
