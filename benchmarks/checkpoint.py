@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from random_llama import SHAPES, save_random_llama
+from random_model import SHAPES, save_random_model
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -79,7 +79,7 @@ class Bench:
     def _make_model(self, dtype: str) -> None:
         if self.world.rank == 0:
             num_parameters = self.args.megabytes * 1e6 / torch.float32.itemsize
-            save_random_llama(self.folder / "model", self.args.model, num_parameters, dtype, self.world.device)
+            save_random_model(self.folder / "model", self.args.model, num_parameters, dtype, self.world.device)
         self.wait()
 
     def _build_learner(self) -> Learner:

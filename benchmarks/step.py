@@ -6,9 +6,9 @@ It writes a llama of that shape, prompts as long as GSM8K's, and starts torchrun
 are a run's own, no response ends before its last token. Figures are medians of --steps steps after two that warm up:
     seconds_per_step, seconds       a whole step, and its stages
     tokens_per_s                    sampled tokens over the whole step
-    mfu_update, mfu_logprobs        6 N (2 N) times the tokens of prompts and responses, over the stage's seconds and the
-                                    peak of the GPU in bfloat16; *_with_attention: plus 6 (2) times layers, hidden size
-                                    and half of the sequence for each token
+    mfu_update, mfu_logprobs        6 N (2 N) times the tokens of prompts and responses, over the stage's seconds and
+                                    the peak of the GPU in bfloat16; *_with_attention: also 6 (2) times layers times
+                                    hidden size times the length of its sequence, for each token
     peak_memory_gib                 of the device, by all processes, sampled ten times a second
     mismatch_kl                     the largest of the steps: engine and learner computed the same
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_llama import SHAPES, save_random_llama
+from random_model import SHAPES, save_random_model
 
 from rl.config import ROOT
 
@@ -35,17 +35,17 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 STAGES = ("rollout", "logprobs", "advantages", "update", "sync")
 
 
-def write_inputs(folder: Path, args: argparse.Namespace) -> None:
+def write_inputs(folder: Path, args: argparse.Namespace) -> int:
+    """Returns the model's number of parameters."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    save_random_llama(folder / "model", args.model, 0, "bfloat16", device)
+    num_parameters = save_random_model(folder / "model", args.model, 0, "bfloat16", device)
     for path in (ROOT / "configs" / "tiny").glob("tokenizer*"):
         shutil.copy(path, folder / "model")
-    generation = folder / "model" / "generation_config.json"
-    generation.write_text(json.dumps({"eos_token_id": SHAPES[args.model][-1]}))  # an id that no model samples
     generator = random.Random(0)
     lengths = [generator.randint(30, 90) for _ in range(args.prompts)]
     rows = [{"prompt": "".join(generator.choices("0123456789", k=length)), "answer": "1"} for length in lengths]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return num_parameters
 
 
 class MemoryWatch:
@@ -75,7 +75,6 @@ def run(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'prompts.jsonl'}",
         "data.max_prompt_tokens=128",
-        "data.eval=",
         "eval.interval=0",
         "model.dtype=bfloat16",
         f"train.num_steps={WARM_UP_STEPS + args.steps}",
@@ -84,6 +83,7 @@ def run(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         f"rollout.max_new_tokens={args.new_tokens}",
         f"rollout.max_num_seqs={args.prompts * args.samples}",
         "rollout.deterministic=false",
+        "debug.ignore_stop_tokens=true",
         "actor.max_tokens_per_micro_batch=16384",
         "checkpoint.save_interval=0",
         "run.name=step",
@@ -102,14 +102,15 @@ def summary(rows: list[dict[str, Any]], args: argparse.Namespace, num_parameters
 
     seconds = {stage: round(median(f"time/{stage}"), 3) for stage in STAGES}
     step_s = median("time/step")
-    hidden, _, layers, *_ = SHAPES[args.model]
+    shape = SHAPES[args.model]
     num_tokens = args.prompts * args.samples * (60 + args.new_tokens)
-    attention = 6 * layers * hidden * (60 + args.new_tokens)
+    width = shape.heads * (shape.head_dim or shape.hidden // shape.heads)
+    attention = 6 * shape.layers * width * (60 + args.new_tokens)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), float("nan"))
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
 
-    def mfu(per_token: float, seconds: float) -> float:
-        return round(per_token * num_tokens / seconds / peak / args.ranks, 4) if seconds else 0.0
+    def mfu(per_token: float, seconds: float) -> float | None:
+        return round(per_token * num_tokens / seconds / peak / args.ranks, 4) if peak and seconds > 0.01 else None
 
     return {
         "benchmark": "step",
@@ -143,15 +144,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, MemoryWatch() as memory:
         folder = Path(name)
-        write_inputs(folder, args)
-        rows = run(folder, args)
-        from safetensors import safe_open
-
-        sizes = []
-        for path in (folder / "model").glob("*.safetensors"):
-            with safe_open(path, "pt") as file:
-                sizes += [torch.Size(file.get_slice(key).get_shape()).numel() for key in file.keys()]  # noqa: SIM118
-        row = summary(rows, args, sum(sizes)) | {"peak_memory_gib": round(memory.peak_gib, 1)}
+        num_parameters = write_inputs(folder, args)
+        row = summary(run(folder, args), args, num_parameters) | {"peak_memory_gib": round(memory.peak_gib, 1)}
         print(json.dumps(row), flush=True)
 
 

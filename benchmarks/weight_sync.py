@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from random_llama import SHAPES, save_random_llama
+from random_model import SHAPES, save_random_model
 from torch import nn
 
 from rl.config import Config, load_config
@@ -70,7 +70,7 @@ class Bench:
         folder = Path(self.args.folder)
         if self.world.rank == 0:
             num_parameters = self.args.megabytes * 1e6 / getattr(torch, dtype).itemsize
-            save_random_llama(folder, self.args.model, num_parameters, dtype, self.world.device)
+            save_random_model(folder, self.args.model, num_parameters, dtype, self.world.device)
         self.wait()
         return folder
 
@@ -104,7 +104,7 @@ class Bench:
             self.groups.sync_pgs,
             dataclasses.replace(self.config.sync, verify=verify),
             self.world.device,
-            make_probe(SHAPES[self.args.model][-1], 64, LIMITS[self.config.model.dtype]),
+            make_probe(SHAPES[self.args.model].vocab, 64, LIMITS[self.config.model.dtype]),
             model=self.model,
             receivers=[self.engine] if self.engine is not None and not bare else [],
         )

@@ -163,6 +163,7 @@ class WorldConfig:
 @dataclass(frozen=True)
 class DebugConfig:
     share_gpu: bool = key(False, "all ranks of a node on GPU 0, for trying a placement on one card")
+    ignore_stop_tokens: bool = key(False, "every response goes on to its token limit, for measuring")
     save_rollouts: bool = key(False, "write each step's batch to the run's folder, one safetensors file an actor rank")
 
 

@@ -291,7 +291,7 @@ def _build_rollout_service(run: Run, tokenizer: Tokenizer) -> RolloutService | N
         store=run.world.store,
         device=run.world.device,
         shares_device="actor" in run.roles,
-        stop_token_ids=stop_token_ids(run.model_folder),
+        stop_token_ids=[] if config.debug.ignore_stop_tokens else stop_token_ids(run.model_folder),
         # Ranks of one engine sample the same tokens only if nothing else draws from their generators.
         deterministic=config.rollout.deterministic or len(ranks) > 1,
     )

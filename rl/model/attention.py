@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from rl.config import ConfigError
 
 RAGGED, VARLEN = "ragged", "varlen"
-TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.13 on
+TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 does not
 
 
 def implementation(device: torch.device, dtype: str) -> str:

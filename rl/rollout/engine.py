@@ -65,5 +65,5 @@ class EngineSeat:
     store: Store
     device: torch.device
     shares_device: bool  # the learner of this rank wants the memory between batches
-    stop_token_ids: list[int]
+    stop_token_ids: list[int]  # none: responses go on to their limit
     deterministic: bool  # requests have seeds

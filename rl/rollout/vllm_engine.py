@@ -205,6 +205,7 @@ class VllmEngine:
                     flat_logprobs=True,
                     detokenize=False,
                     stop_token_ids=self._stop_token_ids,
+                    ignore_eos=not self._stop_token_ids,
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
                 # The salt keeps KV blocks of older weights from being reused.

@@ -1,0 +1,123 @@
+"""The update alone, on random tokens. Prints one JSON line.
+
+    python benchmarks/learner.py [--model 1.7b] [--sequences 512] [--length 572] [--prompt 60] [--max-tokens 16384]
+                                 [--recompute none] [--no-compile] [--dtype bfloat16] [--rounds 5] [--profile FILE]
+
+Loading, packing, loss, backward and optimizer are a run's own, on one rank; no engine. `seconds_per_step` is the median
+of the rounds after two that warm up. MFU counts 6 N a token, N all parameters; with attention also 6 layers times heads
+times head size times the length of the sequence, for each token (causal: half of all pairs, times 2 products).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from random_model import SHAPES, save_random_model
+from torch.distributed.device_mesh import DeviceMesh
+
+from rl.config import ActorConfig, AlgoConfig, RolloutConfig
+from rl.data.batch import Batch
+from rl.learner import Learner
+from rl.metrics import Measures
+from rl.model.load import Compute, load_model
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+WARM_UP_ROUNDS = 2
+
+
+def random_batch(num_sequences: int, length: int, prompt: int, vocab: int) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = num_sequences * length
+    return Batch(
+        tokens=torch.randint(0, vocab, (num_tokens,), generator=generator),
+        lengths=torch.full((num_sequences,), length),
+        prompt_lengths=torch.full((num_sequences,), prompt),
+        versions=torch.zeros(num_tokens, dtype=torch.int32),
+        rollout_logprobs=torch.zeros(num_tokens),
+        rewards=torch.zeros(num_sequences),
+        group_ids=torch.arange(num_sequences),
+        truncated=torch.zeros(num_sequences, dtype=torch.bool),
+        advantages=torch.randn(num_sequences, generator=generator),
+    )
+
+
+def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    pg = dist.group.WORLD
+    assert pg is not None
+    num_parameters = save_random_model(folder, args.model, 2e7, "bfloat16", device)
+    compute = Compute(args.compile and device.type == "cuda", args.recompute)
+    mesh = DeviceMesh.from_group(pg, device.type)
+    model = load_model(folder, mesh, device, args.dtype, trainable=True, compute=compute)
+    actor = ActorConfig(max_tokens_per_micro_batch=args.max_tokens)
+    learner = Learner(model, pg, device, actor, AlgoConfig(), RolloutConfig(), args.rounds + WARM_UP_ROUNDS)
+    shape = SHAPES[args.model]
+    batch = random_batch(args.sequences, args.length, args.prompt, shape.vocab)
+    seconds = []
+    for _ in range(WARM_UP_ROUNDS + args.rounds):
+        start = time.perf_counter()
+        learner.update(batch, args.sequences, measures := Measures())
+        measures.reduce(pg)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    if args.profile:
+        with torch.profiler.profile() as profile:
+            learner.update(batch, args.sequences, Measures())
+            torch.cuda.synchronize()
+        table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
+        Path(args.profile).write_text(table)
+    step_s = statistics.median(seconds[WARM_UP_ROUNDS:])
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
+    tokens = args.sequences * args.length
+    layers = model.config.num_hidden_layers
+    attention = 6 * layers * shape.heads * (shape.head_dim or shape.hidden // shape.heads) * args.length
+    memory_gib = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    return {
+        "benchmark": "learner",
+        "model": args.model,
+        "parameters": num_parameters,
+        "gpu": gpu,
+        "sequences": args.sequences,
+        "length": args.length,
+        "max_tokens": args.max_tokens,
+        "recompute": args.recompute,
+        "compile": args.compile,
+        "seconds_per_step": round(step_s, 3),
+        "first_s": round(seconds[0], 2),
+        "tokens_per_s": round(tokens / step_s),
+        "mfu": round(6 * num_parameters * tokens / step_s / peak, 4) if peak else None,
+        "mfu_with_attention": round((6 * num_parameters + attention) * tokens / step_s / peak, 4) if peak else None,
+        "peak_allocated_gib": round(memory_gib, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SHAPES, default="1.7b")
+    parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--length", type=int, default=572)
+    parser.add_argument("--prompt", type=int, default=60)
+    parser.add_argument("--max-tokens", type=int, default=16384)
+    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--profile", help="file for a table of the kernels of one more update")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(run(args, Path(folder))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Models of random weights for benchmarks: shapes of real ones, or as many layers as a size asks for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    intermediate: int
+    layers: int  # 0: as many as the size asks for
+    heads: int
+    kv_heads: int
+    vocab: int
+    head_dim: int = 0  # 0: hidden / heads
+    family: type = LlamaConfig
+
+
+SHAPES = {
+    "any size": Shape(1024, 2816, 0, 16, 8, 16384),
+    "135m": Shape(576, 1536, 30, 9, 3, 49152),
+    "1.7b": Shape(2048, 8192, 24, 32, 32, 49152),
+    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 151936, 128, Qwen3Config),
+}
+
+
+def save_random_model(folder: Path, name: str, num_parameters: float, dtype: str, device: torch.device) -> int:
+    """Returns its number of parameters; `num_parameters` is for "any size", to the nearest layer."""
+    shape = SHAPES[name]
+    layers = shape.layers
+    if not layers:
+        in_layer = 2 * shape.hidden + 2 * shape.hidden * shape.kv_heads // shape.heads + 3 * shape.intermediate
+        layers = max(1, round((num_parameters - shape.vocab * shape.hidden) / (in_layer * shape.hidden)))
+    config = shape.family(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim or shape.hidden // shape.heads,
+        vocab_size=shape.vocab,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    )
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
