@@ -34,6 +34,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
         world.step = step
         with world.stage("step"):
             with world.stage("rollout"):
+                actor.learner.release_device()
                 prompts = actor.stream.take(num_prompts) if actor.stream else None
                 batch = actor.rollouts.collect(actor.rollouts.start(prompts, train_sampling(config), version))
                 actor.rollouts.release_device()

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from random_model import SHAPES, save_random_model
+from transformers import AutoTokenizer
 
 from rl.config import ROOT
 
@@ -35,8 +36,8 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 STAGES = ("rollout", "logprobs", "advantages", "update", "sync")
 
 
-def write_inputs(folder: Path, args: argparse.Namespace) -> int:
-    """Returns the model's number of parameters."""
+def write_inputs(folder: Path, args: argparse.Namespace) -> tuple[int, float]:
+    """Returns the model's number of parameters and the mean number of tokens of a prompt."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_parameters = save_random_model(folder / "model", args.model, 0, "bfloat16", device)
     for path in (ROOT / "configs" / "tiny").glob("tokenizer*"):
@@ -45,7 +46,8 @@ def write_inputs(folder: Path, args: argparse.Namespace) -> int:
     lengths = [generator.randint(30, 90) for _ in range(args.prompts)]
     rows = [{"prompt": "".join(generator.choices("0123456789", k=length)), "answer": "1"} for length in lengths]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return num_parameters
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    return num_parameters, statistics.mean(len(tokenizer(row["prompt"]).input_ids) for row in rows)
 
 
 class MemoryWatch:
@@ -96,16 +98,19 @@ def run(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows[-args.steps :]
 
 
-def summary(rows: list[dict[str, Any]], args: argparse.Namespace, num_parameters: int) -> dict[str, Any]:
+def summary(
+    rows: list[dict[str, Any]], args: argparse.Namespace, num_parameters: int, prompt_tokens: float
+) -> dict[str, Any]:
     def median(name: str) -> float:
         return statistics.median(row.get(name, 0.0) for row in rows)
 
     seconds = {stage: round(median(f"time/{stage}"), 3) for stage in STAGES}
     step_s = median("time/step")
     shape = SHAPES[args.model]
-    num_tokens = args.prompts * args.samples * (60 + args.new_tokens)
+    length = prompt_tokens + args.new_tokens
+    num_tokens = args.prompts * args.samples * length
     width = shape.heads * (shape.head_dim or shape.hidden // shape.heads)
-    attention = 6 * shape.layers * width * (60 + args.new_tokens)
+    attention = 6 * shape.layers * width * length
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
 
@@ -117,6 +122,7 @@ def summary(rows: list[dict[str, Any]], args: argparse.Namespace, num_parameters
         "model": args.model,
         "parameters": num_parameters,
         "sequences": args.prompts * args.samples,
+        "prompt_tokens": round(prompt_tokens, 1),
         "new_tokens": args.new_tokens,
         "gpu": gpu,
         "ranks": args.ranks,
@@ -144,8 +150,10 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, MemoryWatch() as memory:
         folder = Path(name)
-        num_parameters = write_inputs(folder, args)
-        row = summary(run(folder, args), args, num_parameters) | {"peak_memory_gib": round(memory.peak_gib, 1)}
+        num_parameters, prompt_tokens = write_inputs(folder, args)
+        row = summary(run(folder, args), args, num_parameters, prompt_tokens) | {
+            "peak_memory_gib": round(memory.peak_gib, 1)
+        }
         print(json.dumps(row), flush=True)
 
 

@@ -73,6 +73,11 @@ class Learner:
                 parts += [(kind, LocalSlice(infos[name], _local(moments[kind]))) for kind in MOMENTS]
         return parts
 
+    def release_device(self) -> None:
+        """What only the update needed, for an engine of this rank: the allocator keeps it otherwise."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def run_probe(self) -> None:
         """A forward for the probe alone, where no update follows; on every rank, since it is a collective."""
         self._is_probe_due = True

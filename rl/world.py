@@ -94,7 +94,8 @@ class World:
             self._failed_stage = self._failed_stage or name
             raise
         finally:
-            self.stage_seconds[name] = self.stage_seconds.get(name, 0.0) + time.perf_counter() - started
+            if name != outer:  # which counts it already
+                self.stage_seconds[name] = self.stage_seconds.get(name, 0.0) + time.perf_counter() - started
             self._stage = outer
 
     def take_stage_seconds(self) -> dict[str, float]:

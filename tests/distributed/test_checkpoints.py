@@ -186,7 +186,9 @@ def test_what_a_checkpoint_holds(models: Path, tmp_path: Path) -> None:
     assert log_of(Job("", [], 0, str(tmp_path / "log2")))[0]["state"] == log_of(job)[-1]["state"]  # exact masters
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16")])
+@pytest.mark.parametrize(
+    ("model", "dtype"), [pytest.param("llama", "float32", marks=pytest.mark.slow), ("qwen3", "bfloat16")]
+)
 def test_merged_shards_are_the_policy(
     model: str, dtype: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

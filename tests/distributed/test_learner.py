@@ -97,10 +97,10 @@ def reference_update(model: torch.nn.Module, batch: Batch) -> list[tuple[float, 
 
 MODELS = ("llama, tied", "qwen3, untied")
 SPLITS = {
-    1: [(10_000, False), (25, False)],
-    2: [(25, False)],
-    4: [(40, False), (1, True)],
-}  # tokens a micro-batch, idle
+    1: [(10_000, False, "none"), (25, False, "full")],
+    2: [(25, False, "selective")],
+    4: [(40, False, "full"), (1, True, "none")],
+}  # tokens a micro-batch, idle, which activations are recomputed
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def references(tmp_path_factory: pytest.TempPathFactory):
 
 
 def run_jobs(folder: Path, num_ranks: int, jobs: list[dict]) -> None:
-    fixed = {"algo": ALGO, "temperature": TEMPERATURE, "num_prompts": NUM_PROMPTS}
+    fixed = {"algo": ALGO, "temperature": TEMPERATURE, "num_prompts": NUM_PROMPTS, "old_logprobs": "given"}
     arguments = [str(folder), json.dumps([fixed | job for job in jobs])]
     process = start(f"--nproc-per-node={num_ranks}", "tests/distributed/update_worker.py", *arguments)
     output = finish(process, 100)
@@ -140,11 +140,11 @@ def test_one_denominator_and_equal_micro_batch_counts(references, num_ranks: int
             "name": f"{kind} {num_ranks} {max_tokens} {idle}",
             "model": kind,
             "dtype": "float32",
-            "actor": ACTOR | {"max_tokens_per_micro_batch": max_tokens},
+            "actor": ACTOR | {"max_tokens_per_micro_batch": max_tokens, "recompute": recompute},
             "idle": idle,
         }
         for kind in MODELS
-        for max_tokens, idle in SPLITS[num_ranks]
+        for max_tokens, idle, recompute in SPLITS[num_ranks]
     ]
     run_jobs(folder, num_ranks, jobs)
     for job in jobs:
@@ -155,6 +155,35 @@ def test_one_denominator_and_equal_micro_batch_counts(references, num_ranks: int
         for name, tensor in weights.items():
             difference = (got[name] - tensor.detach()).abs().max().item()
             assert difference < 2e-5, f"{name} of {job['name']} is off by {difference}"  # a step moves it by up to 1e-3
+
+
+@pytest.mark.timeout(120)
+def test_on_policy_data_need_no_pass_for_old_logprobs(references) -> None:
+    """One update: the same weights and losses as with old logprobs from a pass of their own, and without any the update
+    itself measures how far the engine is from the learner."""
+    folder, _ = references
+    algo = ALGO | {"num_mini_batches": 1, "num_epochs": 1, "kl_coef": 0.0}
+    jobs = [
+        {
+            "name": f"old logprobs {source}",
+            "model": MODELS[0],
+            "dtype": "float32",
+            "actor": ACTOR | {"max_tokens_per_micro_batch": 25},
+            "algo": algo,
+            "idle": False,
+            "old_logprobs": source,
+        }
+        for source in ("none", "by a pass of their own")
+    ]
+    run_jobs(folder, 2, jobs)
+    none, passed = (json.loads((folder / f"{job['name']}.json").read_text()) for job in jobs)
+    for name in ("loss/policy", "optim/grad_norm", "policy/entropy", "policy/clip_fraction"):
+        assert none[name] == pytest.approx(passed[name], abs=1e-5), name
+    assert none["policy/clip_fraction"] == 0.0
+    assert none["policy/mismatch_kl"] > 1 and "policy/mismatch_kl" not in passed  # the batch has no engine's logprobs
+    without, with_pass = (load_file(folder / f"{job['name']}.safetensors") for job in jobs)
+    for name, tensor in without.items():
+        assert (tensor - with_pass[name]).abs().max() < 2e-5, name
 
 
 @pytest.mark.timeout(120)

@@ -1,5 +1,6 @@
 """Run by torchrun from test_learner.py: for each job one update by the real Learner on a mesh of all ranks."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,21 +14,30 @@ from rl.config import ActorConfig, AlgoConfig, RolloutConfig
 from rl.data.batch import Batch
 from rl.learner import Learner
 from rl.metrics import Measures
-from rl.model.load import load_model
+from rl.model.load import Compute, load_model
+from rl.scoring import LocalScorer
 
 
 def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     rank, size, device = dist.get_rank(pg), dist.get_world_size(pg), torch.device("cpu")
-    model = load_model(folder / job["model"], DeviceMesh.from_group(pg, "cpu"), device, job["dtype"], trainable=True)
-    batch = Batch(**load_file(folder / "batch.safetensors"))
     actor, algo = ActorConfig(**job["actor"]), AlgoConfig(**job["algo"])
+    mesh = DeviceMesh.from_group(pg, "cpu")
+    compute = Compute(recomputed=actor.recompute)
+    model = load_model(folder / job["model"], mesh, device, job["dtype"], trainable=True, compute=compute)
+    batch = Batch(**load_file(folder / "batch.safetensors"))
     rollout = RolloutConfig(temperature=job["temperature"])
     learner = Learner(model, pg, device, actor, algo, rollout, num_optimizer_steps=4)
     # Rank r owns every size-th group, as the rollout stage deals them out; when "idle" the last owns nothing.
     owners = size - 1 if job["idle"] else size
     owned = [s for s in range(batch.num_sequences) if int(batch.group_ids[s]) % owners == rank]
     measures = Measures()
-    learner.update(batch.select(owned), num_prompts=job["num_prompts"], measures=measures)
+    share = batch.select(owned)
+    if job["old_logprobs"] != "given":
+        share = dataclasses.replace(share, old_logprobs=None)
+    if job["old_logprobs"] == "by a pass of their own":
+        scorer = LocalScorer({"old_logprobs": model}, pg, 30, job["temperature"], device)
+        share = scorer.score(share, version=1)
+    learner.update(share, num_prompts=job["num_prompts"], measures=measures)
     values = measures.reduce(pg)
     weights = {name: parameter.full_tensor().detach().contiguous() for name, parameter in model.named_parameters()}
     if rank == 0:

@@ -65,6 +65,12 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_later() -> None:
+    """When the step before is committed, which takes a moment."""
+    time.sleep(3)
+    kill()
+
+
 def main() -> None:
     what, culprit = sys.argv[1], int(sys.argv[2])
     sys.argv[1:] = sys.argv[3:]
@@ -98,10 +104,10 @@ def main() -> None:
         from rl.rollout import vllm_engine
 
         vllm_engine._turn_off_packing = lambda: None
-    elif (what == "killed" and is_culprit) or (
-        what == "killed, once" and is_culprit and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    ):
+    elif what == "killed" and is_culprit:
         Learner.update = broken(Learner.update, kill)
+    elif what == "killed, once" and is_culprit and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        Learner.update = broken(Learner.update, kill_later)
     train.main()
 
 

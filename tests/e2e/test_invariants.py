@@ -44,13 +44,18 @@ def test_version_on_every_token(tmp_path: Path) -> None:
         assert batch.versions[~batch.response_mask].unique().tolist() == [-1]
 
 
-def test_engine_logprobs_are_data_not_truth(tmp_path: Path) -> None:
-    """The fake engine's logprobs are not the learner's; with a limit on the mismatch, nothing is learnt from them."""
-    run = [f"run.dir={tmp_path}", "run.name=run", *SETTINGS, "rollout.max_mismatch_kl=0.5"]
+@pytest.mark.parametrize(
+    ("old_logprobs", "stage"), [("auto", "update"), pytest.param("always", "logprobs", marks=pytest.mark.slow)]
+)
+def test_engine_logprobs_are_data_not_truth(old_logprobs: str, stage: str, tmp_path: Path) -> None:
+    """The fake engine's logprobs are not the learner's; with a limit on the mismatch, nothing is learnt from them,
+    whether the learner's come from a pass of their own or from the update's own forward."""
+    limits = ["rollout.max_mismatch_kl=0.5", f"algo.old_logprobs={old_logprobs}"]
+    run = [f"run.dir={tmp_path}", "run.name=run", *SETTINGS, *limits]
     process = start("--nproc-per-node=2", "train.py", *run)
     output = finish(process, 100)
     assert process.returncode != 0
-    assert "stage logprobs, step 1: RuntimeError: engine and learner disagree: policy/mismatch_kl is " in output
+    assert f"stage {stage}, step 1: RuntimeError: engine and learner disagree: policy/mismatch_kl is " in output
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0]
 
@@ -61,7 +66,7 @@ def test_engine_logprobs_are_data_not_truth(tmp_path: Path) -> None:
         ["train.num_prompts_per_step=1"],  # fewer groups than actors
         ["rollout.max_num_seqs=3"],  # an engine smaller than a group
         ["eval.interval=1", "eval.num_prompts=1", "algo.num_mini_batches=7", "algo.num_epochs=2", "algo.kl_coef=0.1"],
-        ["placement.inference,rollout=0-1", "placement.actor=2"],  # the same ranks sample and score
+        ["placement.inference,rollout=0-1", "placement.actor=2", "algo.old_logprobs=always"],  # sample and score
     ],
     ids=["one prompt", "small engine", "one eval prompt, a group a mini-batch", "inference and rollout share"],
 )

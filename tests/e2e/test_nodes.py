@@ -20,6 +20,7 @@ placement:
   inference: 20-23
   actor: 24-31
 rollout: {engine: fake, max_new_tokens: 6}
+algo: {old_logprobs: always}
 data: {max_prompt_tokens: 16}
 train: {num_steps: 3, num_prompts_per_step: 50}
 run: {name: four}

@@ -77,6 +77,7 @@ def test_tensor_parallel_engine_of_qwen3(tied: bool, tmp_path: Path) -> None:
     """Fused and sliced parameters, with and without a head of their own; two actors send."""
     options = [f"model.path={make_qwen3(tmp_path, tied)}", "rollout.tensor_parallel_size=2", "debug.save_rollouts=true"]
     options += ["placement.rollout=0-1", "placement.actor=2-3", "sync.probe_interval=1", "sync.bucket_mb=1"]
+    options += ["algo.old_logprobs=always"]
     result = train(tmp_path / "run", 4, *SETTINGS, *options)
     assert "cannot be read back" not in result.output
     for step in (1, 2, 3):

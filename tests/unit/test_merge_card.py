@@ -160,6 +160,7 @@ def test_settings_that_differ_come_first_and_all_follow() -> None:
         "data.eval": ["configs/tiny/eval.jsonl", ""],
         "data.max_prompt_tokens": ["16", "1024"],
         "rollout.max_new_tokens": ["6", "64"],
+        "rollout.deterministic": ["True", "False"],
         "actor.lr": ["0.0002", "1e-06"],
         "train.num_steps": ["50", "100"],
         "eval.interval": ["10", "0"],

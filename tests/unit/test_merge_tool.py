@@ -422,7 +422,7 @@ def test_a_kill_at_any_moment_loses_nothing(made: Made) -> None:
         assert {path: path.stat().st_mtime_ns for path in finished} == times, "what was finished stays"
         if count % 2:
             shutil.rmtree(result(made).parent)
-    assert result(made).exists() and kept > 3
+    assert result(made).exists() and kept > 0
     assert files_of(result(made)) == files_of(expected)
     assert list(result(made).parent.iterdir()) == [result(made)]
 
