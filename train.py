@@ -34,10 +34,10 @@ def train(world: World, config: Config, actor: Actor) -> None:
         world.step = step
         with world.stage("step"):
             with world.stage("rollout"):
-                actor.learner.release_device()
+                actor.give_device_to_engine()
                 prompts = actor.stream.take(num_prompts) if actor.stream else None
                 batch = actor.rollouts.collect(actor.rollouts.start(prompts, train_sampling(config), version))
-                actor.rollouts.release_device()
+                actor.give_device_to_learner()
             with world.stage("logprobs"):
                 batch = actor.scorer.score(batch, version)
                 values = describe(batch).reduce(actor.pg)
@@ -61,6 +61,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
         with world.stage("checkpoint"):
             actor.checkpoints.end_step(step, values)
     with world.stage("checkpoint"):
+        actor.give_device_to_learner()
         actor.checkpoints.close()
 
 
@@ -70,6 +71,7 @@ def evaluate(world: World, config: Config, actor: Actor, step: int, version: int
     if not interval or (step % interval and step != config.train.num_steps):
         return {}
     with world.stage("evaluate"):
+        actor.give_device_to_engine()
         prompts = actor.eval_prompts if actor.stream else None
         batch = actor.rollouts.collect(actor.rollouts.start(prompts, eval_sampling(config), version))
         measures = Measures()

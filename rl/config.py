@@ -108,6 +108,7 @@ class ActorConfig:
     recompute: str = key(
         "none", "activations made anew in the backward pass: none, selective (every second layer), full"
     )
+    offload: bool = key(False, "weights and optimizer lie in host memory while the engine of the same rank works")
     num_replicas: int = key(1, "copies of the policy among the actors (HSDP); each is sharded over its share of them")
 
 

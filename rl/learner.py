@@ -22,6 +22,7 @@ from rl.data.packing import mini_batch_of
 from rl.metrics import Measures
 from rl.model.attention import to_device
 from rl.model.logprobs import TokenScores, hidden_size_of, score_responses
+from rl.model.offload import Offload
 from rl.shards import LocalSlice, local_slices, reshard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by its own names
@@ -54,6 +55,7 @@ class Learner:
         self.probe_tokens: Sequence[int] = ()
         self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, by the policy before the last update
         self._is_probe_due = False
+        self._offload: Offload | None = None
         self._schedule = lr_schedule(actor.lr_schedule, actor.warmup_steps, num_optimizer_steps)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._schedule)
 
@@ -64,19 +66,41 @@ class Learner:
 
     def state_slices(self) -> list[tuple[str, LocalSlice]]:
         """This rank's part of all that training changes, by kind: `model` for parameters (the float32 masters) and
-        buffers, else the moment's name. Views of the memory that is trained."""
+        buffers, else the moment's name. Views of the memory that is trained, or of the host's while it lies there."""
         parts = [("model", part) for part in local_slices(self.model)]
         infos = {part.info.name: part.info for _, part in parts}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 moments = self._moments(parameter)
                 parts += [(kind, LocalSlice(infos[name], _local(moments[kind]))) for kind in MOMENTS]
+        if self.is_away:
+            assert self._offload is not None
+            parts = [(kind, LocalSlice(part.info, self._offload.on_host(part.data))) for kind, part in parts]
         return parts
 
+    @property
+    def offloads(self) -> bool:
+        return self._actor.offload
+
+    @property
+    def is_away(self) -> bool:
+        """In host memory: nothing can be computed."""
+        return self._offload is not None and self._offload.is_away
+
     def release_device(self) -> None:
-        """What only the update needed, for an engine of this rank: the allocator keeps it otherwise."""
+        """For an engine of this rank: what only the update needed, with actor.offload everything."""
+        if self.offloads and not self.is_away:
+            if self._offload is None:
+                self._offload = Offload(part.data for _, part in self.state_slices())
+            reshard(self.model)
+            self._offload.leave()
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # the allocator keeps what was freed otherwise
+
+    def take_device(self) -> None:
+        if self.is_away:
+            assert self._offload is not None
+            self._offload.come_back()
 
     def run_probe(self) -> None:
         """A forward for the probe alone, where no update follows; on every rank, since it is a collective."""

@@ -77,6 +77,17 @@ class Actor:
     eval_prompts: list[Prompt] = field(default_factory=list)
     writer: MetricsWriter | None = None
 
+    def give_device_to_engine(self) -> None:
+        """Where this rank hosts one. What leaves the device must have been copied, if a checkpoint is under way."""
+        if self.rollouts.hosts_engine:
+            if self.learner.offloads:
+                self.checkpoints.wait_copied()
+            self.learner.release_device()
+
+    def give_device_to_learner(self) -> None:
+        self.rollouts.release_device()
+        self.learner.take_device()
+
 
 def open_run(world: World, config: Config, config_name: str) -> Run:
     """Checks everything that can be checked without loading a model, then connects the process groups."""

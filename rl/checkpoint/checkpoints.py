@@ -80,7 +80,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """The last checkpoint is complete."""
-        if self._unprobed_step:  # no update will bring its logits
+        if self._unprobed_step and not self._learner.is_away:  # no update will bring its logits; a resume would
             self._learner.run_probe()
             self._add_probe()
         self._saver.wait_done()

@@ -97,6 +97,10 @@ class Rollouts:
                 return
             self._orders.handle(message)
 
+    @property
+    def hosts_engine(self) -> bool:
+        return self._service is not None
+
     def release_device(self) -> None:
         """The engine of this rank gives the device's memory to its learner."""
         if self._service is not None:

@@ -124,6 +124,7 @@ def train(run: Run, job: Job) -> None:
     share = [s for s in range(NUM_PROMPTS * 2) if s // 2 % dist.get_world_size(pg) == dist.get_rank(pg)]
     for step in range(first + 1, job.num_steps + 1):
         world.step = step
+        learner.take_device()
         taken = [prompt.id for prompt in stream.take(NUM_PROMPTS)] if stream else []
         torch.rand(step)  # as dropout would
         checkpoints.wait_copied()
@@ -132,7 +133,10 @@ def train(run: Run, job: Job) -> None:
         values = measures.reduce(pg)
         note(step=step, loss=values["loss/policy"], taken=taken)
         checkpoints.end_update(step, step + 1, stream)
+        checkpoints.wait_copied()
+        learner.release_device()
         checkpoints.end_step(step, values)
+    learner.take_device()
     checkpoints.close()
 
 

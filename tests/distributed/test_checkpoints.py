@@ -119,6 +119,19 @@ def test_n_steps_equal_k_steps_a_resume_and_the_rest(models: Path, tmp_path: Pat
         assert slices[0] == slices[1]
 
 
+def test_a_step_is_saved_while_the_learner_lies_in_host_memory(models: Path, tmp_path: Path) -> None:
+    """Away and back changes nothing, and what is saved meanwhile is what was trained."""
+    kept = Job(str(models / "qwen3"), disks(tmp_path, "a", "a"), 3, str(tmp_path / "kept"))
+    moved = Job(kept.model, disks(tmp_path, "b", "b"), 3, str(tmp_path / "moved"), settings=["actor.offload=true"])
+    resumed = Job(kept.model, disks(tmp_path, "b", "b"), 4, str(tmp_path / "resumed"))
+    run(kept, moved, resumed)
+    assert [row["state"] for row in log_of(moved)] == [row["state"] for row in log_of(kept)]
+    assert log_of(resumed)[0]["state"] == log_of(kept)[-1]["state"]
+    for name in files_of(moved.folders[0], 3):
+        step = "checkpoints/step_3"
+        assert (tmp_path / "b" / step / name).stat().st_size == (tmp_path / "a" / step / name).stat().st_size
+
+
 @pytest.mark.parametrize("copies", [1, 2])
 def test_private_disks(copies: int, models: Path, tmp_path: Path) -> None:
     """Three nodes; the same in another order; one of them gone, with 1 copy (an error) and with 2 (it goes on)."""

@@ -1,0 +1,43 @@
+"""Tensors that go to host memory and come back: the same objects, the same views, the same values."""
+
+import torch
+from torch import nn
+
+from rl.model.offload import Offload
+
+
+def test_views_stay_valid_and_their_memory_is_free_meanwhile() -> None:
+    whole = torch.arange(12, dtype=torch.float32)
+    row, column = whole.view(3, 4)[1], whole.view(3, 4)[:, 2]
+    other = torch.ones(2, dtype=torch.bfloat16)
+    offload = Offload([whole, row, other])
+    offload.leave()
+    assert offload.is_away and whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    assert offload.on_host(row).tolist() == [4, 5, 6, 7]
+    assert offload.on_host(column).tolist() == [2, 6, 10]
+    assert offload.on_host(other).dtype == torch.bfloat16
+    offload.come_back()
+    assert not offload.is_away
+    assert (row.tolist(), column.tolist(), other.tolist()) == ([4, 5, 6, 7], [2, 6, 10], [1, 1])
+    whole.mul_(2)
+    offload.leave()
+    assert offload.on_host(row).tolist() == [8, 10, 12, 14], "the host has what was last on the device"
+
+
+def test_an_optimizer_goes_on_as_if_nothing_had_happened() -> None:
+    def train(offloads: bool) -> list[float]:
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        for _ in range(3):
+            layer(torch.ones(3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if offloads:
+                moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+                offload = Offload([*(parameter.detach() for parameter in layer.parameters()), *moments])
+                offload.leave()
+                offload.come_back()
+        return [value for parameter in layer.parameters() for value in parameter.flatten().tolist()]
+
+    assert train(offloads=True) == train(offloads=False)
