@@ -132,7 +132,7 @@ def test_a_step_is_saved_while_the_learner_lies_in_host_memory(models: Path, tmp
         assert (tmp_path / "b" / step / name).stat().st_size == (tmp_path / "a" / step / name).stat().st_size
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_private_disks(copies: int, models: Path, tmp_path: Path) -> None:
     """Three nodes; the same in another order; one of them gone, with 1 copy (an error) and with 2 (it goes on)."""
     model, log = str(models / "llama"), str(tmp_path / "log")

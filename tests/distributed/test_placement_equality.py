@@ -53,7 +53,10 @@ def test_collocated_engines_match_the_learner(collocated: Result) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "rollout 2, actor 2" else ()) for name in PLACEMENTS],
+)
 def test_placement_equality(name: str, collocated: Result, tmp_path: Path) -> None:
     other = train(tmp_path / "run", 4, *SETTINGS, *PLACEMENTS[name])
     assert_engines_match_learner(other)

@@ -63,8 +63,8 @@ def test_engine_logprobs_are_data_not_truth(old_logprobs: str, stage: str, tmp_p
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["train.num_prompts_per_step=1"],  # fewer groups than actors
-        ["rollout.max_num_seqs=3"],  # an engine smaller than a group
+        pytest.param(["train.num_prompts_per_step=1"], marks=pytest.mark.slow),  # fewer groups than actors
+        pytest.param(["rollout.max_num_seqs=3"], marks=pytest.mark.slow),  # an engine smaller than a group
         ["eval.interval=1", "eval.num_prompts=1", "algo.num_mini_batches=7", "algo.num_epochs=2", "algo.kl_coef=0.1"],
         ["placement.inference,rollout=0-1", "placement.actor=2", "algo.old_logprobs=always"],  # sample and score
     ],
