@@ -29,13 +29,15 @@ class Offload:
         if self._is_on_gpu:
             torch.cuda.current_stream().synchronize()
         for storage in self._storages.values():
-            storage.resize_(0)
+            if storage.resizable():  # not where numpy has looked at it, on a CPU
+                storage.resize_(0)
         self.is_away = True
 
     def come_back(self) -> None:
         """What is done with the tensors next on this stream comes after."""
         for key, storage in self._storages.items():
-            storage.resize_(self._host[key].nbytes)
+            if not storage.nbytes():
+                storage.resize_(self._host[key].nbytes)
             _bytes(storage).copy_(self._host[key], non_blocking=True)
         self.is_away = False
 
