@@ -75,12 +75,14 @@ class Checkpoints:
             return
         self._save()
         if order == "stop":
-            self.close()
+            # A probe is a collective, and only ranks that host engines have their weights elsewhere: all leave it to
+            # the run that goes on.
+            self.close(with_probe=not self._learner.offloads)
             self._saver.stop(f"step {self._saved_step} is saved" if self._saved_step else "no step had ended yet")
 
-    def close(self) -> None:
+    def close(self, with_probe: bool = True) -> None:
         """The last checkpoint is complete."""
-        if self._unprobed_step and not self._learner.is_away:  # no update will bring its logits; a resume would
+        if self._unprobed_step and with_probe:  # no update will bring its logits
             self._learner.run_probe()
             self._add_probe()
         self._saver.wait_done()

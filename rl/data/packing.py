@@ -11,14 +11,7 @@ def costs_of(lengths: Sequence[int], hidden_size: int) -> list[float]:
 
 def count_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
     """As few as first-fit of the longest first needs; a sequence longer than the budget goes alone."""
-    room: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        place = next((index for index, left in enumerate(room) if left >= length), None)
-        if place is None:
-            room.append(max_tokens - length)
-        else:
-            room[place] -= length
-    return len(room)
+    return len(_first_fit(lengths, max_tokens))
 
 
 def pack(lengths: Sequence[int], costs: Sequence[float], max_tokens: int, count: int) -> list[list[int]]:
@@ -28,8 +21,9 @@ def pack(lengths: Sequence[int], costs: Sequence[float], max_tokens: int, count:
     tokens, spent = [0] * count, [0.0] * count
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         fitting = [part for part in range(count) if not parts[part] or tokens[part] + lengths[index] <= max_tokens]
-        if not fitting:
-            return _first_fit(lengths, max_tokens, count)
+        if not fitting:  # evening out left the last ones no room: uneven, but within the budget
+            tight = _first_fit(lengths, max_tokens)
+            return tight + [[] for _ in range(count - len(tight))]
         part = min(fitting, key=spent.__getitem__)
         parts[part].append(index)
         tokens[part] += lengths[index]
@@ -37,14 +31,16 @@ def pack(lengths: Sequence[int], costs: Sequence[float], max_tokens: int, count:
     return [sorted(part) for part in parts]
 
 
-def _first_fit(lengths: Sequence[int], max_tokens: int, count: int) -> list[list[int]]:
-    """Uneven, but within the budget: where evening out left the last sequences no room."""
-    parts: list[list[int]] = [[] for _ in range(count)]
-    tokens = [0] * count
+def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    parts: list[list[int]] = []
+    room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        part = next(p for p in range(count) if not parts[p] or tokens[p] + lengths[index] <= max_tokens)
+        part = next((part for part, left in enumerate(room) if left >= lengths[index]), len(parts))
+        if part == len(parts):
+            parts.append([])
+            room.append(max_tokens)
         parts[part].append(index)
-        tokens[part] += lengths[index]
+        room[part] -= lengths[index]
     return [sorted(part) for part in parts]
 
 

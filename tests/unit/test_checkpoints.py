@@ -49,7 +49,7 @@ class Learner(SimpleNamespace):
     """Its logits are the number of the update that they come from; -1 of a forward without one."""
 
     def __init__(self) -> None:
-        super().__init__(num_updates=0, probe_tokens=[1], probe_logits=None, is_away=False)
+        super().__init__(num_updates=0, probe_tokens=[1], probe_logits=None, offloads=False)
 
     def update(self) -> None:
         self.probe_logits = torch.tensor(self.num_updates)  # by the policy before
@@ -129,6 +129,16 @@ def test_an_order_to_stop_during_an_evaluation_saves_at_once_and_notes_that_it_w
     assert saver.saved == [1]
     assert saver.probed == [(1, -1)]
     assert not saver.calls[0].state["is_evaluated"]
+
+
+def test_a_stop_while_weights_may_lie_in_host_memory_asks_no_rank_for_a_forward() -> None:
+    """Ranks without an engine have theirs at hand, but a forward is a collective."""
+    checkpoints, saver, learner = make(save_interval=0)
+    learner.offloads = True
+    train(checkpoints, learner, 1)
+    with pytest.raises(Stopped, match="step 1 is saved"):
+        checkpoints.obey("stop")
+    assert (saver.saved, saver.probed) == ([1], [])
 
 
 def test_a_stop_before_anything_was_trained() -> None:

@@ -332,6 +332,38 @@ def test_no_space_is_seen_before_anything_is_written(
     assert not result(made).parent.exists()
 
 
+def test_a_disk_that_is_full_before_the_merge_and_in_the_middle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real one: the check sees it beforehand; where others fill the disk after that, what is finished stays."""
+    tensors = {f"w{index}": RANDOM.random((64, 1024), np.float32) for index in range(8)}  # 256 KiB each
+    made = write_checkpoint([tmp_path / "x"], tensors, 2)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.strip()}")
+    try:
+        arguments = [made.folders[0], "--output", disk / "model", "--max-shard-size", "300kB"]
+        assert "whose disk has 1.05 MB left" in failure(capsys, *arguments)
+        assert list(disk.iterdir()) == [], "nothing was written"
+        with monkeypatch.context() as patch:
+            patch.setattr("rl.merge.work.free_bytes", lambda path: 1 << 40)
+            text = failure(capsys, *arguments)
+        assert "No space left on device" in text and "free space" in text and not (disk / "model").exists()
+        finished = {path: path.stat().st_mtime_ns for path in disk.glob("*/model/*.safetensors")}
+        assert finished
+        subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
+        merge(*arguments)
+        assert_equal(disk / "model", tensors)
+        kept = {path.name: path.stat().st_mtime_ns for path in (disk / "model").glob("*.safetensors")}
+        assert {path.name: time_ns for path, time_ns in finished.items()}.items() <= kept.items(), (
+            "what was finished stays"
+        )
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
 def test_a_dry_run_changes_nothing(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     before = [files_of(folder) for folder in made.folders]
     merge(*nodes(made), "--dry-run", "--max-shard-size", "600")
