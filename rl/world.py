@@ -94,7 +94,7 @@ class World:
             self._failed_stage = self._failed_stage or name
             raise
         finally:
-            if name != outer:  # which counts it already
+            if outer in ("start", "step"):  # a deeper one is part of the stage around it, which counts it already
                 self.stage_seconds[name] = self.stage_seconds.get(name, 0.0) + time.perf_counter() - started
             self._stage = outer
 
