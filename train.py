@@ -18,6 +18,7 @@ from rl.data.batch import Batch
 from rl.data.describe import describe, show
 from rl.metrics import Measures
 from rl.placement import plan
+from rl.profile import profiled
 from rl.rewards import find_reward
 from rl.run import Actor, build_actor, check_model, end_run, eval_sampling, open_run, serve_run, train_sampling
 from rl.world import World, join
@@ -32,11 +33,13 @@ def train(world: World, config: Config, actor: Actor) -> None:
         report(world, config, actor, actor.step, version, evaluate(world, config, actor, actor.step, version))
     for step in range(actor.step + 1, config.train.num_steps + 1):
         world.step = step
-        with world.stage("step"):
-            with world.stage("rollout"):
+        with profiled(profile_target(world, config, actor.folder)), world.stage("step"):
+            with world.stage("handover"):
                 actor.give_device_to_engine()
+            with world.stage("rollout"):
                 prompts = actor.stream.take(num_prompts) if actor.stream else None
                 batch = actor.rollouts.collect(actor.rollouts.start(prompts, train_sampling(config), version))
+            with world.stage("handover"):
                 actor.give_device_to_learner()
             with world.stage("logprobs"):
                 batch = actor.scorer.score(batch, version)
@@ -77,6 +80,11 @@ def evaluate(world: World, config: Config, actor: Actor, step: int, version: int
         measures = Measures()
         measures.mean("eval/accuracy", batch.rewards.sum(), batch.num_sequences)
         return measures.reduce(actor.pg)
+
+
+def profile_target(world: World, config: Config, folder: Path) -> Path | None:
+    is_wanted = world.step == config.debug.profile_step
+    return folder / "profile" / f"step_{world.step}.rank_{world.rank}" if is_wanted else None
 
 
 def save_rollouts(world: World, config: Config, folder: Path, batch: Batch) -> None:

@@ -33,7 +33,7 @@ from rl.config import ROOT
 
 WARM_UP_STEPS = 2
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-STAGES = ("rollout", "logprobs", "advantages", "update", "sync")
+STAGES = ("handover", "rollout", "logprobs", "advantages", "update", "sync")
 
 
 def write_inputs(folder: Path, args: argparse.Namespace) -> tuple[int, float]:
@@ -72,14 +72,14 @@ class MemoryWatch:
         self._stop.set()
 
 
-def run(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    settings = [
+def settings_of(folder: Path, args: argparse.Namespace) -> list[str]:
+    """Of a run on what `write_inputs` wrote."""
+    return [
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'prompts.jsonl'}",
         "data.max_prompt_tokens=128",
         "eval.interval=0",
         "model.dtype=bfloat16",
-        f"train.num_steps={WARM_UP_STEPS + args.steps}",
         f"train.num_prompts_per_step={args.prompts}",
         f"rollout.num_samples_per_prompt={args.samples}",
         f"rollout.max_new_tokens={args.new_tokens}",
@@ -90,8 +90,11 @@ def run(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         "checkpoint.save_interval=0",
         "run.name=step",
         f"run.dir={folder}",
-        *args.settings,
     ]
+
+
+def run(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    settings = [*settings_of(folder, args), f"train.num_steps={WARM_UP_STEPS + args.steps}", *args.settings]
     command = ["torchrun", "--max-restarts", "0", "--nproc-per-node", str(args.ranks), "train.py", *settings]
     subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
     rows = [json.loads(line) for line in (folder / "step" / "metrics.jsonl").read_text().splitlines()]

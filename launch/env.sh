@@ -17,4 +17,6 @@ export PET_MAX_RESTARTS="${PET_MAX_RESTARTS:-1000}"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # One thread a rank, as torchrun would set with a warning.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Compiled layers are found again after a restart, also where /tmp is emptied with every job. vLLM keeps its own under ~/.cache.
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/oneworld/inductor}"
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"

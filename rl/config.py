@@ -108,7 +108,11 @@ class ActorConfig:
     recompute: str = key(
         "none", "activations made anew in the backward pass: none, selective (every second layer), full"
     )
-    offload: bool = key(False, "weights and optimizer lie in host memory while the engine of the same rank works")
+    offload: str = key(
+        "none",
+        "weights and optimizer in host memory: none; rollout, while the engine of the same rank works; always, with "
+        "optimizer steps on the CPU, where memory is short",
+    )
     num_replicas: int = key(1, "copies of the policy among the actors (HSDP); each is sharded over its share of them")
 
 
@@ -165,6 +169,7 @@ class WorldConfig:
 class DebugConfig:
     share_gpu: bool = key(False, "all ranks of a node on GPU 0, for trying a placement on one card")
     ignore_stop_tokens: bool = key(False, "every response goes on to its token limit, for measuring")
+    profile_step: int = key(0, "profile this step on every actor rank, into the folder profile of the run; 0: none")
     save_rollouts: bool = key(False, "write each step's batch to the run's folder, one safetensors file an actor rank")
 
 
@@ -305,6 +310,7 @@ def validate(config: Config) -> None:
     one_of("algo.old_logprobs", config.algo.old_logprobs, ("auto", "always"))
     one_of("algo.kl_estimator", config.algo.kl_estimator, ("k1", "k2", "k3"))
     one_of("actor.recompute", config.actor.recompute, ("none", "selective", "full"))
+    one_of("actor.offload", config.actor.offload, ("none", "rollout", "always"))
     one_of("actor.lr_schedule", config.actor.lr_schedule, ("constant", "linear", "cosine"))
     positive = {
         "train.num_steps": config.train.num_steps,

@@ -26,6 +26,7 @@ from rl.model.offload import Offload
 from rl.shards import LocalSlice, local_slices, reshard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by its own names
+STATE = ("model", *MOMENTS)
 
 
 class Learner:
@@ -48,14 +49,14 @@ class Learner:
             betas=(actor.beta1, actor.beta2),
             eps=actor.eps,
             weight_decay=actor.weight_decay,
-            fused=device.type == "cuda" or None,
+            fused=device.type == "cuda" or None,  # also where actor.offload keeps them in host memory
         )
         # They ride along with every update's first forward. So a checkpoint costs no forward of its own, and whether
         # one was saved changes no rounding.
         self.probe_tokens: Sequence[int] = ()
         self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, by the policy before the last update
         self._is_probe_due = False
-        self._offload: Offload | None = None
+        self._rests: dict[str, Offload] = {}  # by kind of state, once it has left the device to an engine
         self._schedule = lr_schedule(actor.lr_schedule, actor.warmup_steps, num_optimizer_steps)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._schedule)
 
@@ -74,33 +75,38 @@ class Learner:
                 moments = self._moments(parameter)
                 parts += [(kind, LocalSlice(infos[name], _local(moments[kind]))) for kind in MOMENTS]
         if self.is_away:
-            assert self._offload is not None
-            parts = [(kind, LocalSlice(part.info, self._offload.on_host(part.data))) for kind, part in parts]
+            return [(kind, LocalSlice(part.info, self._rests[kind].on_host(part.data))) for kind, part in parts]
+        for rest in self._rests.values():
+            rest.wait()
         return parts
 
     @property
     def offloads(self) -> bool:
-        return self._actor.offload
+        """Whether it leaves the device to an engine of the same rank."""
+        return self._actor.offload == "rollout"
 
     @property
     def is_away(self) -> bool:
         """In host memory: nothing can be computed."""
-        return self._offload is not None and self._offload.is_away
+        return any(rest.is_away for rest in self._rests.values())
 
     def release_device(self) -> None:
-        """For an engine of this rank: what only the update needed, with actor.offload everything."""
+        """For an engine of this rank: what only the update needed; with actor.offload=rollout everything."""
         if self.offloads and not self.is_away:
-            if self._offload is None:
-                self._offload = Offload(part.data for _, part in self.state_slices())
-            reshard(self.model)
-            self._offload.leave()
+            parts = self.state_slices()
+            for kind in STATE if not self._rests else ():
+                self._rests[kind] = Offload(part.data for of, part in parts if of == kind)
+            for rest in self._rests.values():
+                rest.leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator keeps what was freed otherwise
 
     def take_device(self) -> None:
-        if self.is_away:
-            assert self._offload is not None
-            self._offload.come_back()
+        """Weights first; moments come while the first forward passes run."""
+        for kind, rest in self._rests.items():
+            rest.come_back()
+            if kind == "model":
+                rest.wait()
 
     def run_probe(self) -> None:
         """A forward for the probe alone, where no update follows; on every rank, since it is a collective."""
@@ -147,6 +153,8 @@ class Learner:
             for index in range(count):
                 sequences = [s for s, mini_batch in enumerate(mini_batch_of_sequence) if mini_batch == index]
                 self._optimizer_step(batch.select(sequences), measures)
+        for kind in MOMENTS if self._rests else ():
+            self._rests[kind].start_leaving()  # while the weights are published
 
     def _optimizer_step(self, mini_batch: Batch, measures: Measures) -> None:
         max_tokens = self._actor.max_tokens_per_micro_batch
@@ -167,6 +175,8 @@ class Learner:
             )
         measures.mean("optim/grad_norm", norm, 1)
         measures.mean("optim/lr", self._scheduler.get_last_lr()[0], 1)
+        for rest in self._rests.values():
+            rest.wait()
         self._optimizer.step()
         self._scheduler.step()
         self._optimizer.zero_grad(set_to_none=True)

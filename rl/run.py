@@ -82,10 +82,12 @@ class Actor:
         if self.rollouts.hosts_engine:
             if self.learner.offloads:
                 self.checkpoints.wait_copied()
+            self.scorer.release_device()
             self.learner.release_device()
 
     def give_device_to_learner(self) -> None:
         self.rollouts.release_device()
+        self.scorer.take_device()
         self.learner.take_device()
 
 
@@ -110,6 +112,13 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     find_reward(config.reward.function)
     if world.rank == placement.leader:
         print(f"{folder}: {placement.summary()}; loading", flush=True)
+        if placement.scorers and not _score_fields(config):
+            print(
+                "oneworld: the inference ranks have nothing to do: without algo.kl_coef there is no reference, and one "
+                "update on exactly on-policy data needs no old logprobs from a pass of their own "
+                "(algo.old_logprobs=auto); give these ranks another role",
+                flush=True,
+            )
     model_folder = find_model(config.model.path)
     check_model(config, model_folder)
     world.meet("model found")  # a download may take long, and what follows has a time limit
@@ -260,7 +269,9 @@ def _load(run: Run, trainable: bool, filled: bool = True) -> nn.Module:
     mesh = run.groups.actor_mesh or run.groups.scorer_mesh
     assert mesh is not None
     config = run.config
-    compute = Compute(config.actor.compile and run.world.device.type == "cuda", config.actor.recompute)
+    compiled = config.actor.compile and run.world.device.type == "cuda"
+    on_host = config.actor.offload == "always" and "actor" in run.roles
+    compute = Compute(compiled, config.actor.recompute, on_host)
     return load_model(run.model_folder, mesh, run.world.device, config.model.dtype, trainable, filled, compute)
 
 
@@ -272,7 +283,8 @@ def _build_scorer(run: Run, model: nn.Module) -> Scorer:
     if config.algo.kl_coef:
         models["ref_logprobs"] = _load(run, trainable=False)
     max_tokens = config.inference.max_tokens_per_micro_batch
-    return LocalScorer(models, run.groups.actor_pg, max_tokens, config.rollout.temperature, run.world.device)
+    rests = config.actor.offload == "rollout"
+    return LocalScorer(models, run.groups.actor_pg, max_tokens, config.rollout.temperature, run.world.device, rests)
 
 
 def _build_logprob_service(run: Run) -> LogprobService:

@@ -8,7 +8,6 @@ runs.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import safetensors.torch
 import torch
@@ -20,6 +19,7 @@ from rl.data.micro_batches import cut, cut_together
 from rl.data.packing import costs_of, count_micro_batches, split_evenly
 from rl.mail import Mail, Message
 from rl.model.logprobs import hidden_size_of, score_responses
+from rl.model.offload import Offload
 from rl.serve import Service
 from rl.shards import TensorInfo, local_slices, reshard
 from rl.sync.landing import Landing, Landings, Region
@@ -42,14 +42,21 @@ def score_batch(
     return logprobs
 
 
-class Scorer(Protocol):
+class Scorer:
     def score(self, batch: Batch, version: int) -> Batch:
         """The batch with old_logprobs, where they need a pass of their own, and a reference's, if there is one."""
-        ...
+        raise NotImplementedError
+
+    def release_device(self) -> None:
+        """For an engine of this rank."""
+
+    def take_device(self) -> None:
+        """The engine sleeps."""
 
 
-class LocalScorer:
-    """The actors' own models."""
+class LocalScorer(Scorer):
+    """The actors' own models, by the name of the batch field that each fills. With `reference_rests` the reference's
+    weights lie in host memory between `release_device` and `take_device`."""
 
     def __init__(
         self,
@@ -58,9 +65,22 @@ class LocalScorer:
         max_tokens: int,
         temperature: float,
         device: torch.device,
+        reference_rests: bool = False,
     ):
         self._models, self._pg, self._max_tokens = models, pg, max_tokens
         self._temperature, self._device = temperature, device
+        resting = {name: models[name] for name in ("ref_logprobs",) if name in models and reference_rests}
+        self._rests = [(model, Offload(part.data for part in local_slices(model))) for model in resting.values()]
+
+    def release_device(self) -> None:
+        for model, rest in self._rests:
+            reshard(model)
+            rest.leave()
+
+    def take_device(self) -> None:
+        for _, rest in self._rests:
+            rest.come_back()
+            rest.wait()
 
     def score(self, batch: Batch, version: int) -> Batch:
         if not self._models:
@@ -74,7 +94,7 @@ class LocalScorer:
         return batch.replace(**scores)
 
 
-class RemoteScorer:
+class RemoteScorer(Scorer):
     """Asks the inference ranks."""
 
     def __init__(self, mail: Mail, scorers: list[int], fields: list[str]):

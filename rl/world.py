@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +32,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+from torch.profiler import record_function
 
 from rl.config import ConfigError
 from rl.ends import Memory, Report
@@ -87,14 +88,16 @@ class World:
     def stage(self, name: str) -> Iterator[None]:
         """Times a stage of the loop and puts its name into every error that leaves it."""
         outer, self._stage = self._stage, name
+        is_counted = outer in ("start", "step")  # a deeper one is part of the stage around it
         started = time.perf_counter()
         try:
-            yield
+            with record_function(f"stage {name}") if is_counted else nullcontext():  # for a profile
+                yield
         except BaseException:
             self._failed_stage = self._failed_stage or name
             raise
         finally:
-            if outer in ("start", "step"):  # a deeper one is part of the stage around it, which counts it already
+            if is_counted:
                 self.stage_seconds[name] = self.stage_seconds.get(name, 0.0) + time.perf_counter() - started
             self._stage = outer
 

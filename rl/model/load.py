@@ -4,6 +4,7 @@ No rank ever holds the whole model: each reads the rows it owns. Parameters are 
 forward and backward passes run in bfloat16 and gradients are reduced in float32.
 """
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rl.config import ConfigError, resolve_path
@@ -46,6 +47,7 @@ class Compute:
 
     compiled: bool = False
     recomputed: str = "none"  # in the backward pass: none, every second layer (selective) or all of them (full)
+    on_host: bool = False  # parameters and gradients lie in host memory; a layer comes to the device when it computes
 
 
 PLAIN = Compute()
@@ -69,10 +71,10 @@ def load_model(
     give_scores(model)
     model.requires_grad_(trainable)
     _set_compute(model, compute)
-    _shard(model, mesh, dtype)
-    model.to_empty(device=device)
+    _shard(model, mesh, dtype, compute.on_host)
+    model.to_empty(device="cpu" if compute.on_host else device)
     model.tie_weights()
-    _fill_computed_buffers(model, device)
+    _place_buffers(model, device)
     if filled:
         _fill_from_files(model, folder, mesh)
     return model.train()
@@ -109,18 +111,23 @@ def _set_compute(model: Any, compute: Compute) -> None:
             layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, dtype: str) -> None:
+def _shard(model: nn.Module, mesh: DeviceMesh, dtype: str, on_host: bool) -> None:
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in _layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
+    layers = [fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload) for layer in _layers(model)]
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    for layer, following in itertools.pairwise(layers):  # backward passes do so by themselves
+        layer.set_modules_to_forward_prefetch([following])
 
 
-def _fill_computed_buffers(model: nn.Module, device: torch.device) -> None:
-    """Buffers that no file holds (rotary frequencies): computed by a fresh module of the same class."""
+def _place_buffers(model: nn.Module, device: torch.device) -> None:
+    """On the device, also where parameters are not. Those that no file holds (rotary frequencies) are computed, by a
+    fresh module of the same class."""
     for name, module in model.named_modules():
+        for buffer, value in module.named_buffers(recurse=False):
+            setattr(module, buffer, value.to(device))
         computed = sorted(module._non_persistent_buffers_set)
         if computed:
             try:

@@ -1,7 +1,8 @@
 """Tensors that change places between the device and host memory, while everything that refers to them stays valid.
 
 Their storages are emptied and filled again: parameters, the views that FSDP keeps of them, and the optimizer's moments
-are the same objects before and after, and at no time are there two copies on the device.
+are the same objects before and after, and at no time are there two copies on the device. On a GPU the copies run on a
+stream of their own, beside whatever else is computed.
 """
 
 from collections.abc import Iterable
@@ -16,35 +17,63 @@ class Offload:
     def __init__(self, tensors: Iterable[Tensor]):
         self.is_away = False
         self._storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-        self._is_on_gpu = any(storage.device.type == "cuda" for storage in self._storages.values())
+        devices = {storage.device for storage in self._storages.values() if storage.device.type == "cuda"}
+        self._stream = torch.cuda.Stream(devices.pop()) if devices else None
         self._host = {
-            key: torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._is_on_gpu)
+            key: torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._stream is not None)
             for key, storage in self._storages.items()
         }
+        self._is_copied = False  # or being copied, on the stream
+
+    def start_leaving(self) -> None:
+        """To the host, in the order of what the current stream has done so far; until `leave` nothing writes to them.
+        They can still be read."""
+        self._follow()
+        with torch.cuda.stream(self._stream):  # does nothing without a GPU
+            for key, storage in self._storages.items():
+                self._host[key].copy_(_bytes(storage), non_blocking=True)
+        self._is_copied = True
 
     def leave(self) -> None:
-        """To the host; their memory on the device is free when this returns."""
-        for key, storage in self._storages.items():
-            self._host[key].copy_(_bytes(storage), non_blocking=True)
-        if self._is_on_gpu:
-            torch.cuda.current_stream().synchronize()
+        """Their memory on the device is free when this returns."""
+        if self.is_away:
+            return
+        if not self._is_copied:
+            self.start_leaving()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).synchronize()  # which may be reading them
+            self._stream.synchronize()
         for storage in self._storages.values():
             if storage.resizable():  # not where numpy has looked at it, on a CPU
                 storage.resize_(0)
-        self.is_away = True
+        self.is_away, self._is_copied = True, False
 
     def come_back(self) -> None:
-        """What is done with the tensors next on this stream comes after."""
+        """Starts; whoever uses them next calls `wait` first."""
+        if not self.is_away:
+            return
         for key, storage in self._storages.items():
             if not storage.nbytes():
                 storage.resize_(self._host[key].nbytes)
-            _bytes(storage).copy_(self._host[key], non_blocking=True)
+        self._follow()
+        with torch.cuda.stream(self._stream):
+            for key, storage in self._storages.items():
+                _bytes(storage).copy_(self._host[key], non_blocking=True)
         self.is_away = False
+
+    def wait(self) -> None:
+        """What the current stream does next comes after what was copied so far; the host does not wait."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def on_host(self, tensor: Tensor) -> Tensor:
         """One of the tensors as it lies in host memory."""
         whole = self._host[tensor.untyped_storage()._cdata].view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _follow(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -269,7 +269,9 @@ class _VersionDigests:
 
     def add_sent(self, ranges: Sequence[Range], sources: dict[int, Tensor]) -> None:
         parts = [(part, self._plan.tensors[part.tensor].torch_dtype) for part in ranges]
-        self.sent.add([flat_part(part.tensor, sources[part.tensor], part.start, dtype) for part, dtype in parts])
+        self.sent.add(
+            [flat_part(part.tensor, sources[part.tensor].to(self._device), part.start, dtype) for part, dtype in parts]
+        )
 
     def add_got(self, whole: dict[int, Tensor]) -> None:
         if self._plan.needs_wire:

@@ -62,12 +62,15 @@ class Wire:
 
     def buckets(self, sources: dict[int, Tensor]) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
         """Each bucket with its whole tensors by index; with none on ranks that only send. `sources` are this rank's own
-        slices by index, flat."""
+        slices by index, flat; they may lie in host memory."""
         self._sources = sources
         if not self._plan.needs_wire:
             for bucket in self._plan.buckets:
                 own = bucket.tensors if self._receives else ()  # else another replica's rank is the only receiver
-                yield bucket, {i: self._sources[i].view(self._plan.tensors[i].shape) for i in own}
+                yield (
+                    bucket,
+                    {i: self._sources[i].to(self._device).view(self._plan.tensors[i].shape) for i in own},
+                )
             return
         self.is_in_step = False
         yield from self._receive() if self._receives else self._send()

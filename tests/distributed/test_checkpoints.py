@@ -122,7 +122,7 @@ def test_n_steps_equal_k_steps_a_resume_and_the_rest(models: Path, tmp_path: Pat
 def test_a_step_is_saved_while_the_learner_lies_in_host_memory(models: Path, tmp_path: Path) -> None:
     """Away and back changes nothing, and what is saved meanwhile is what was trained."""
     kept = Job(str(models / "qwen3"), disks(tmp_path, "a", "a"), 3, str(tmp_path / "kept"))
-    moved = Job(kept.model, disks(tmp_path, "b", "b"), 3, str(tmp_path / "moved"), settings=["actor.offload=true"])
+    moved = Job(kept.model, disks(tmp_path, "b", "b"), 3, str(tmp_path / "moved"), settings=["actor.offload=rollout"])
     resumed = Job(kept.model, disks(tmp_path, "b", "b"), 4, str(tmp_path / "resumed"))
     run(kept, moved, resumed)
     assert [row["state"] for row in log_of(moved)] == [row["state"] for row in log_of(kept)]

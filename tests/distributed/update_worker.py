@@ -1,6 +1,7 @@
-"""Run by torchrun from test_learner.py: for each job one update by the real Learner on a mesh of all ranks."""
+"""Run by torchrun for tests/update.py: for each job one update by the real Learner on a mesh of all ranks."""
 
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -16,13 +17,18 @@ from rl.learner import Learner
 from rl.metrics import Measures
 from rl.model.load import Compute, load_model
 from rl.scoring import LocalScorer
+from rl.shards import local_slices
+
+if not torch.cuda.is_available():
+    # Without Inductor, which needs a C++ compiler: what is tested is how layers are traced, cut and called.
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
 def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
-    rank, size, device = dist.get_rank(pg), dist.get_world_size(pg), torch.device("cpu")
+    rank, size, device = dist.get_rank(pg), dist.get_world_size(pg), torch.device(job["device"])
     actor, algo = ActorConfig(**job["actor"]), AlgoConfig(**job["algo"])
-    mesh = DeviceMesh.from_group(pg, "cpu")
-    compute = Compute(recomputed=actor.recompute)
+    mesh = DeviceMesh.from_group(pg, device.type)
+    compute = Compute(actor.compile, actor.recompute, on_host=actor.offload == "always")
     model = load_model(folder / job["model"], mesh, device, job["dtype"], trainable=True, compute=compute)
     batch = Batch(**load_file(folder / "batch.safetensors"))
     rollout = RolloutConfig(temperature=job["temperature"])
@@ -37,9 +43,16 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     if job["old_logprobs"] == "by a pass of their own":
         scorer = LocalScorer({"old_logprobs": model}, pg, 30, job["temperature"], device)
         share = scorer.score(share, version=1)
+    if learner.offloads:
+        learner.release_device()
+        assert not any(part.data.untyped_storage().nbytes() for part in local_slices(model))
+        learner.take_device()
     learner.update(share, num_prompts=job["num_prompts"], measures=measures)
+    if learner.offloads:
+        learner.release_device()
+        learner.take_device()
     values = measures.reduce(pg)
-    weights = {name: parameter.full_tensor().detach().contiguous() for name, parameter in model.named_parameters()}
+    weights = {name: parameter.detach().full_tensor().cpu() for name, parameter in model.named_parameters()}
     if rank == 0:
         save_file(weights, folder / f"{job['name']}.safetensors")
         (folder / f"{job['name']}.json").write_text(json.dumps(values))
@@ -47,7 +60,7 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    dist.init_process_group("gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     pg = dist.group.WORLD
     assert pg is not None
     for job in json.loads(sys.argv[2]):

@@ -65,13 +65,18 @@ def test_engine_logprobs_are_data_not_truth(old_logprobs: str, stage: str, tmp_p
     [
         pytest.param(["train.num_prompts_per_step=1"], marks=pytest.mark.slow),  # fewer groups than actors
         pytest.param(["rollout.max_num_seqs=3"], marks=pytest.mark.slow),  # an engine smaller than a group
-        ["eval.interval=1", "eval.num_prompts=1", "algo.num_mini_batches=7", "algo.num_epochs=2", "algo.kl_coef=0.1"],
+        [
+            *("eval.interval=1", "eval.num_prompts=1", "algo.num_mini_batches=7", "algo.num_epochs=2"),
+            *("algo.kl_coef=0.1", "actor.offload=rollout", "debug.profile_step=2"),
+        ],
         ["placement.inference,rollout=0-1", "placement.actor=2", "algo.old_logprobs=always"],  # sample and score
     ],
-    ids=["one prompt", "small engine", "one eval prompt, a group a mini-batch", "inference and rollout share"],
+    ids=["one prompt", "small engine", "one eval prompt, a group a mini-batch, offload", "inference and rollout share"],
 )
 def test_batches_need_not_divide_by_anything(overrides: list[str], tmp_path: Path) -> None:
     result = train(tmp_path / "run", 3, *SETTINGS, *overrides)
     assert [row["step"] for row in result.metrics] == [1, 2]
     prompts = 1 if "train.num_prompts_per_step=1" in overrides else 7
     assert result.rollouts(2).num_sequences == prompts * 8
+    profiles = sorted(path.name for path in tmp_path.glob("run/profile/*.txt"))
+    assert profiles == [f"step_2.rank_{rank}.txt" for rank in range(3)] * ("debug.profile_step=2" in overrides)

@@ -11,6 +11,8 @@ def test_views_stay_valid_and_their_memory_is_free_meanwhile() -> None:
     row, column = whole.view(3, 4)[1], whole.view(3, 4)[:, 2]
     other = torch.ones(2, dtype=torch.bfloat16)
     offload = Offload([whole, row, other])
+    offload.come_back()  # from nowhere
+    offload.leave()
     offload.leave()
     assert offload.is_away and whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
     assert offload.on_host(row).tolist() == [4, 5, 6, 7]

@@ -15,7 +15,7 @@ from rl.config import ROOT
 
 LAYERS = [
     ("config",),
-    ("ends", "mail", "placement", "world", "shards", "metrics", "serve"),
+    ("ends", "mail", "placement", "world", "shards", "metrics", "profile", "serve"),
     ("data", "model", "algo", "rewards"),
     ("learner", "scoring", "sync", "checkpoint"),
     ("rollout", "merge"),

@@ -1,0 +1,112 @@
+"""The rollout stage against a bare `LLM.generate`. Prints one JSON line.
+
+    python benchmarks/engine.py [--model 1.7b] [--prompts 64] [--samples 8] [--new-tokens 512] [--rounds 5] [key=value]
+
+One rank, one engine, the same prompts with sampled logprobs, no response ends before its last token; rounds of both
+take turns after one that warms up. `ours_s` is a step's whole rollout stage: handing prompts out, stepping the engine,
+scoring, packing groups into batches. `bare_s` is vLLM's own loop on the same engine object, its outputs unused.
+`overhead` is the median of ours over the median of bare, less 1.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from random_model import SHAPES
+from step import settings_of, write_inputs
+
+from rl.config import ROOT, RolloutConfig, load_config
+from rl.run import build_actor, end_run, open_run, train_sampling
+from rl.world import join
+
+WARM_UP_ROUNDS = 1
+
+
+def measure(settings: list[str], rounds: int) -> dict[str, list[float]]:
+    """On the only rank of a world."""
+    seconds: dict[str, list[float]] = {"ours": [], "bare": []}
+    with join() as world:
+        config = load_config(None, settings)
+        run = open_run(world, config, "engine")
+        actor = build_actor(run)
+        version = actor.sync.publish()
+        actor.give_device_to_engine()
+        assert actor.stream is not None
+        prompts = actor.stream.take(config.train.num_prompts_per_step)
+        engine = actor.rollouts._service.engine  # type: ignore[union-attr]
+        for _ in range(WARM_UP_ROUNDS + rounds):
+            start = time.perf_counter()
+            batch = actor.rollouts.collect(actor.rollouts.start(prompts, train_sampling(config), version))
+            seconds["ours"].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            num_tokens = generate(engine, [prompt.tokens for prompt in prompts], config.rollout)
+            seconds["bare"].append(time.perf_counter() - start)
+            assert num_tokens == int(batch.response_lengths.sum()), (num_tokens, batch.response_lengths.sum())
+        end_run(run)
+    return {name: values[WARM_UP_ROUNDS:] for name, values in seconds.items()}
+
+
+def generate(engine: Any, prompts: list[list[int]], rollout: RolloutConfig) -> int:
+    """vLLM's own loop; returns the number of tokens."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=rollout.temperature,
+        max_tokens=rollout.max_new_tokens,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+    )
+    samples = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(rollout.num_samples_per_prompt)]
+    with engine._group.entered():
+        outputs = engine._llm.generate(samples, params, use_tqdm=False)
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=[name for name in SHAPES if name != "any size"], default="1.7b")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of train.py")
+    args = parser.parse_args()
+    if "RANK" in os.environ:  # started below
+        Path(os.environ["ONEWORLD_BENCHMARK_FILE"]).write_text(json.dumps(measure(args.settings, args.rounds)))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_inputs(folder, args)
+        settings = [*settings_of(folder, args), "train.num_steps=1", *args.settings]
+        command = ["torchrun", "--max-restarts", "0", "--nproc-per-node", "1", __file__, "--rounds", str(args.rounds)]
+        environment = os.environ | {"ONEWORLD_BENCHMARK_FILE": str(folder / "seconds")}
+        subprocess.run([*command, *settings], cwd=ROOT, check=True, stdout=sys.stderr, env=environment)
+        seconds = json.loads((folder / "seconds").read_text())
+    ours, bare = (statistics.median(seconds[name]) for name in ("ours", "bare"))
+    row = {
+        "benchmark": "engine",
+        "model": args.model,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "sequences": args.prompts * args.samples,
+        "new_tokens": args.new_tokens,
+        "ours_s": round(ours, 3),
+        "bare_s": round(bare, 3),
+        "overhead": round(ours / bare - 1, 4),
+        "tokens_per_s": round(args.prompts * args.samples * args.new_tokens / ours),
+        "rounds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
+        "settings": args.settings,
+    }
+    print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

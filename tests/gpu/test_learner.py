@@ -1,0 +1,37 @@
+"""Every way to compute an update on a GPU against the plain reference of the CPU tests: float32 closely, bfloat16, with
+varlen attention, within its rounding."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.update import MODELS, check, job, make_reference, run_jobs, weights_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
+WAYS = [
+    {},
+    {"recompute": "selective"},
+    {"recompute": "full"},
+    {"compile": True},
+    {"compile": True, "recompute": "full"},
+    {"offload": "rollout"},
+    {"offload": "always"},
+]
+LIMITS = {"float32": (1e-4, 1e-4), "bfloat16": (2e-2, 4e-3)}  # of losses and weights; a step moves a weight by 1e-3
+
+
+def test_every_way_to_compute_an_update(tmp_path: Path) -> None:
+    reference = make_reference(tmp_path)
+    jobs = [
+        job(f"{model} {dtype} {number}", model, dtype, device="cuda", **way)
+        for model in MODELS
+        for dtype in LIMITS
+        for number, way in enumerate(WAYS)
+    ]
+    run_jobs(tmp_path, 1, jobs, timeout_s=500)
+    for each in jobs:
+        check(reference, each, *LIMITS[each["dtype"]])
+    for model in MODELS:  # what moves weights about changes no bit of the result
+        plain = weights_of(tmp_path, job(f"{model} bfloat16 0", model))
+        moved = weights_of(tmp_path, job(f"{model} bfloat16 {WAYS.index({'offload': 'rollout'})}", model))
+        assert all(bool((plain[name] == moved[name]).all()) for name in plain)

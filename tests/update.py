@@ -1,0 +1,149 @@
+"""A plain single-process update, the reference for the sharded learner's, and how to run the learner beside it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from rl.data.batch import Batch
+from tests.launcher import finish, start
+
+TEMPERATURE = 0.8
+NUM_PROMPTS = 5
+ACTOR = {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.05, "warmup_steps": 2, "lr_schedule": "linear"}
+ALGO = {"clip_low": 0.1, "clip_high": 0.3, "kl_coef": 0.2, "kl_estimator": "k3", "num_mini_batches": 2, "num_epochs": 2}
+SHAPE = {
+    "vocab_size": 37,  # divides by no number of ranks
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def make_model(folder: Path, kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if kind == "llama, tied":
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False))
+    model.save_pretrained(folder)
+    return model.train()
+
+
+def make_batch() -> Batch:
+    """5 groups of 3 rollouts with lengths from 3 to 20; old logprobs are off by enough to reach both clips."""
+    torch.manual_seed(1)
+    lengths = torch.randint(3, 21, (NUM_PROMPTS * 3,))
+    num_tokens = int(lengths.sum())
+    return Batch(
+        tokens=torch.randint(0, SHAPE["vocab_size"], (num_tokens,)),
+        lengths=lengths,
+        prompt_lengths=torch.minimum(torch.randint(1, 6, lengths.shape), lengths - 1),
+        versions=torch.zeros(num_tokens, dtype=torch.int32),
+        rollout_logprobs=torch.zeros(num_tokens),
+        rewards=torch.zeros(lengths.shape),
+        group_ids=torch.arange(NUM_PROMPTS).repeat_interleave(3),
+        truncated=torch.zeros(lengths.shape, dtype=torch.bool),
+        old_logprobs=-math.log(SHAPE["vocab_size"]) + 0.3 * torch.randn(num_tokens),
+        ref_logprobs=-math.log(SHAPE["vocab_size"]) + 0.3 * torch.randn(num_tokens),
+        advantages=torch.randn(lengths.shape),
+    )
+
+
+def token_logprobs(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+    """Of tokens[1:], one sequence at a time."""
+    logits = model(tokens.unsqueeze(0)).logits[0, :-1] / TEMPERATURE
+    return torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
+
+
+def reference_update(model: torch.nn.Module, batch: Batch) -> list[tuple[float, float, int]]:
+    """Two epochs of two optimizer steps; returns policy loss, KL and number of tokens of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=ACTOR["lr"], weight_decay=ACTOR["weight_decay"])
+    starts = batch.cu_lengths.tolist()
+    # warm-up over 2 of 4 steps, then linearly to 0
+    rates = iter([ACTOR["lr"] * factor for factor in (0.5, 1.0, 1.0, 0.5)])
+    losses = []
+    for mini_batch in [(0, 1, 2), (3, 4)] * 2:  # position * 2 // 5
+        policy_terms, kl_terms = [], []
+        for s in range(batch.num_sequences):
+            if int(batch.group_ids[s]) not in mini_batch:
+                continue
+            first, end, prompt = starts[s], starts[s + 1], int(batch.prompt_lengths[s])
+            new = token_logprobs(model, batch.tokens[first:end])[prompt - 1 :]
+            old, ref = batch.old_logprobs[first + prompt : end], batch.ref_logprobs[first + prompt : end]
+            for n, o, r in zip(new, old, ref, strict=True):
+                ratio, advantage = torch.exp(n - o), batch.advantages[s]
+                clipped = min(max(ratio, torch.tensor(0.9)), torch.tensor(1.3))
+                policy_terms.append(-min(ratio * advantage, clipped * advantage))
+                kl_terms.append(torch.exp(r - n) - 1 - (r - n))
+        policy, kl = torch.stack(policy_terms).mean(), torch.stack(kl_terms).mean()
+        (policy + ALGO["kl_coef"] * kl).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), ACTOR["max_grad_norm"])
+        optimizer.param_groups[0]["lr"] = next(rates)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((policy.item(), kl.item(), len(policy_terms)))
+    return losses
+
+
+MODELS = ("llama, tied", "qwen3, untied")
+
+
+class Reference(NamedTuple):
+    folder: Path  # of the models and the batch, and of what jobs write
+    expected: dict[str, tuple[dict[str, Tensor], list[tuple[float, float, int]]]]  # by model: weights, losses
+
+
+def make_reference(folder: Path) -> Reference:
+    batch, expected = make_batch(), {}
+    save_file(batch._tensors(), folder / "batch.safetensors")
+    for kind in MODELS:
+        model = make_model(folder / kind, kind)
+        losses = reference_update(model, batch)
+        expected[kind] = {name: parameter.detach() for name, parameter in model.named_parameters()}, losses
+    return Reference(folder, expected)
+
+
+def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **options: Any) -> dict[str, Any]:
+    """`options` are settings of the actor, or `idle`: the last rank owns nothing, or the `device`."""
+    others = {"idle": options.pop("idle", False), "device": options.pop("device", "cpu")}
+    actor = ACTOR | {"max_tokens_per_micro_batch": max_tokens, "compile": False} | options
+    fixed = {"algo": ALGO, "temperature": TEMPERATURE, "num_prompts": NUM_PROMPTS, "old_logprobs": "given"}
+    return {"name": name, "model": model, "dtype": dtype, "actor": actor} | others | fixed
+
+
+def run_jobs(folder: Path, num_ranks: int, jobs: list[dict[str, Any]], timeout_s: float = 100) -> None:
+    arguments = [str(folder), json.dumps(jobs)]
+    process = start(f"--nproc-per-node={num_ranks}", "tests/distributed/update_worker.py", *arguments)
+    output = finish(process, timeout_s)
+    assert process.returncode == 0, output[-4000:]
+
+
+def values_of(folder: Path, job: dict[str, Any]) -> dict[str, float]:
+    return json.loads((folder / f"{job['name']}.json").read_text())
+
+
+def weights_of(folder: Path, job: dict[str, Any]) -> dict[str, Tensor]:
+    return load_file(folder / f"{job['name']}.safetensors")
+
+
+def check(reference: Reference, job: dict[str, Any], loss_tolerance: float, weight_tolerance: float) -> None:
+    weights, losses = reference.expected[job["model"]]
+    count, values = sum(n for _, _, n in losses), values_of(reference.folder, job)
+    policy, kl = sum(policy * n for policy, _, n in losses) / count, sum(kl * n for _, kl, n in losses) / count
+    assert abs(values["loss/policy"] - policy) < loss_tolerance, (job, values, policy)
+    assert abs(values["loss/kl"] - kl) < loss_tolerance, (job, values, kl)
+    got = weights_of(reference.folder, job)
+    assert got.keys() == weights.keys()
+    for name, tensor in weights.items():
+        difference = (got[name] - tensor).abs().max().item()
+        assert difference < weight_tolerance, f"{name} is off by {difference} with {job}"
