@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import rl.early  # noqa: F401  before torch
 from rl.algo.advantages import group_relative
 from rl.algo.mismatch import check_mismatch
 from rl.config import DEFAULT_CONFIG, Config, ConfigError, load_config, resolve_path

@@ -20,6 +20,7 @@ from rl.checkpoint.shelf import Shelf
 from rl.checkpoint.write import Record, read_hf_files
 from rl.config import Config, ConfigError
 from rl.data.prompts import Prompt, PromptStream, Tokenizer, read_prompts, sample_seed
+from rl.early import collect_garbage_from_now_on
 from rl.ends import launcher_process
 from rl.learner import Learner
 from rl.metrics import MetricsWriter
@@ -194,6 +195,7 @@ def build_actor(run: Run) -> Actor:
         actor.eval_prompts = held_out[: config.eval.num_prompts or None]
         actor.writer = writer = MetricsWriter(run.folder, config.train.num_steps, step)
         run.world.closers.append(lambda: writer.close(rollouts.engine_name))
+    collect_garbage_from_now_on()
     return actor
 
 
@@ -239,6 +241,7 @@ def serve_run(run: Run) -> None:
     services += [service for service in (rollout, logprobs) if service is not None]
     if rollout is not None:
         rollout.begin()
+    collect_garbage_from_now_on()
     serve(run.world, services, until=lambda: end.ended)
 
 

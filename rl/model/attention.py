@@ -4,14 +4,15 @@ A micro-batch is one row of tokens in which sequences lie end to end; where they
 keyword arguments. Each sequence attends causally to itself alone.
 
     varlen    torch's own kernel for ragged rows: half precision on GPUs
-    ragged    exact on every device: sequences are gathered into a padded block, where padding comes after the last real
-              key and so is never attended to
+    ragged    exact on every device: sequences of like lengths are gathered into padded blocks, where padding comes
+              after the last real key and so is never attended to
 """
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from rl.config import ConfigError
 
 RAGGED, VARLEN = "ragged", "varlen"
+# Of a padded block: how much longer its longest sequence may be than any other, as a factor and in tokens.
+MAX_STRETCH, FREE_PADDING = 1.25, 16
 TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 does not
 
 
@@ -39,14 +42,42 @@ def arguments(name: str, lengths: Sequence[int], num_riders: int, device: torch.
         # The kernel needs a bound alone; the next power of two keeps the number of compiled variants small.
         bound = 1 << max(every, default=1).bit_length()
         return {"cu_lengths": to_device(cu_lengths, device), "max_length": bound}
-    counts = torch.tensor(lengths, dtype=torch.int64)
-    segment_ids = torch.repeat_interleave(torch.arange(len(lengths)), counts)
-    places = torch.cat([torch.arange(length) for length in [0, *lengths]])
-    return {
-        "segment_ids": to_device(segment_ids, device),
-        "places": to_device(places, device),
-        "padded_shape": (len(lengths), max(lengths, default=0)),
-    }
+    starts = [0, *itertools.accumulate(lengths)]
+    blocks = [_Block.of([starts[s] for s in block], [lengths[s] for s in block]) for block in _alike(lengths)]
+    if num_riders:
+        blocks.append(_Block.of([starts[-1]], [num_riders]))
+    return {"blocks": [block.to(device) for block in blocks]}
+
+
+class _Block(NamedTuple):
+    """Sequences that are padded to the longest of them."""
+
+    tokens: Tensor  # [N] places of their tokens in the row
+    sequences: Tensor  # [N] which of the block's sequences each belongs to
+    places: Tensor  # [N] its place in that
+    shape: tuple[int, int]  # sequences, longest length
+
+    @staticmethod
+    def of(starts: Sequence[int], lengths: Sequence[int]) -> "_Block":
+        counts = torch.tensor(lengths)
+        sequences = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+        places = torch.cat([torch.arange(length) for length in lengths])
+        return _Block(torch.tensor(starts)[sequences] + places, sequences, places, (len(lengths), max(lengths)))
+
+    def to(self, device: torch.device) -> "_Block":
+        tokens, sequences, places = (to_device(x, device) for x in (self.tokens, self.sequences, self.places))
+        return _Block(tokens, sequences, places, self.shape)
+
+
+def _alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Sequences by falling length, cut where padding would get long."""
+    blocks: list[list[int]] = []
+    for sequence in sorted(range(len(lengths)), key=lambda s: -lengths[s]):
+        if blocks and lengths[blocks[-1][0]] <= MAX_STRETCH * lengths[sequence] + FREE_PADDING:
+            blocks[-1].append(sequence)
+        else:
+            blocks.append([sequence])
+    return blocks
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -79,6 +110,7 @@ def varlen_attention(
     return output.unsqueeze(0), None
 
 
+@torch.compiler.disable  # the number of blocks varies, and with it the graph
 def ragged_attention(
     module: nn.Module,
     query: Tensor,  # [1, heads, T, head_dim]
@@ -86,15 +118,13 @@ def ragged_attention(
     value: Tensor,
     attention_mask: None,
     *,
-    segment_ids: Tensor,  # [T] without riders
-    places: Tensor,  # [T] in their sequences
-    padded_shape: tuple[int, int],  # sequences, longest length
+    blocks: Sequence[_Block],
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
-    num_sequences, longest = padded_shape
+    longest = max(block.shape[1] for block in blocks)
     if sliding_window is not None and longest > sliding_window:
         raise ConfigError(
             f"a sequence has {longest} tokens, but the model attends to the last {sliding_window} only, which the "
@@ -104,21 +134,20 @@ def ragged_attention(
     attend = partial(
         F.scaled_dot_product_attention, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
     )
-    count = segment_ids.numel()
+    flat = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T, heads, head_dim]
     parts = []
-    if count:
-        padded = [_pad(x[0, :, :count], segment_ids, places, num_sequences, longest) for x in (query, key, value)]
-        parts.append(attend(*padded).transpose(1, 2)[segment_ids, places])
-    if count < query.shape[2]:  # riders by themselves: in the block they would be padded to the longest sequence
-        riders = [x[:, :, count:] for x in (query, key, value)]
-        parts.append(attend(*riders)[0].transpose(0, 1))
-    return torch.cat(parts).unsqueeze(0), None
+    for block in blocks:
+        padded = [_pad(x[block.tokens], block) for x in flat]
+        parts.append(attend(*padded).transpose(1, 2)[block.sequences, block.places])
+    order = torch.cat([block.tokens for block in blocks])
+    output = torch.empty_like(flat[0]).index_put((order,), torch.cat(parts))
+    return output.unsqueeze(0), None
 
 
-def _pad(flat: Tensor, segment_ids: Tensor, places: Tensor, num_sequences: int, longest: int) -> Tensor:
-    """[heads, T, head_dim] -> [S, heads, L, head_dim]."""
-    padded = flat.new_zeros(num_sequences, longest, flat.shape[0], flat.shape[2])
-    return padded.index_put((segment_ids, places), flat.transpose(0, 1)).transpose(1, 2)
+def _pad(flat: Tensor, block: _Block) -> Tensor:
+    """[N, heads, head_dim] -> [sequences, heads, longest, head_dim]."""
+    padded = flat.new_zeros(*block.shape, *flat.shape[1:])
+    return padded.index_put((block.sequences, block.places), flat).transpose(1, 2)
 
 
 def register() -> None:

@@ -28,6 +28,7 @@ PLACEMENTS = {
     "tensor parallel 2, 2 replicas": ("rollout.tensor_parallel_size=2", "actor.num_replicas=2"),
     "hybrid, inference 2": ("placement.inference=0-1", "placement.rollout=2", "placement.actor,rollout=3"),
 }
+SLOW = ("rollout 2, actor 2", "hybrid, inference 2")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def test_collocated_engines_match_the_learner(collocated: Result) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name == "rollout 2, actor 2" else ()) for name in PLACEMENTS],
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PLACEMENTS],
 )
 def test_placement_equality(name: str, collocated: Result, tmp_path: Path) -> None:
     other = train(tmp_path / "run", 4, *SETTINGS, *PLACEMENTS[name])

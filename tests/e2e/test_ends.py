@@ -17,7 +17,7 @@ from tests.launcher import finish, start, train
 pytestmark = pytest.mark.timeout(150)
 SETTINGS = ["rollout.engine=fake", "train.num_steps=3", "train.num_prompts_per_step=6", "eval.num_prompts=6"]
 COLLOCATED = ["placement.actor,rollout=all"]
-DISAGGREGATED = ["placement.rollout=0", "placement.inference=1", "placement.actor=2"]
+DISAGGREGATED = ["placement.rollout=0", "placement.inference=1", "placement.actor=2", "algo.old_logprobs=always"]
 MAX_END_S = 10.0
 
 
@@ -37,11 +37,12 @@ def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("num_ranks", "placement"), [(1, COLLOCATED), (3, DISAGGREGATED)])
+@pytest.mark.parametrize(("num_ranks", "placement"), [(1, COLLOCATED), (3, DISAGGREGATED[:-1])])
 def test_clean_end(num_ranks: int, placement: list[str], tmp_path: Path) -> None:
     result = train(tmp_path / "run", num_ranks, *SETTINGS, *placement)
     assert [row["step"] for row in result.metrics] == [1, 2, 3]
     assert "in 3 steps" in result.output
+    assert result.output.count("oneworld: the inference ranks have nothing to do") == (num_ranks == 3)
     assert result.output.rstrip().endswith("engine fake")
 
 
@@ -49,7 +50,7 @@ def test_clean_end(num_ranks: int, placement: list[str], tmp_path: Path) -> None
     ("what", "rank", "placement", "place"),
     [
         ("update", 2, DISAGGREGATED, "rank 2 (actor)"),
-        ("update", 0, COLLOCATED, "rank 0 (rollout,actor)"),
+        pytest.param("update", 0, COLLOCATED, "rank 0 (rollout,actor)", marks=pytest.mark.slow),
         ("rollout", 0, DISAGGREGATED, "rank 0 (rollout)"),
         ("update, others hang", 1, COLLOCATED, "rank 1 (rollout,actor)"),
     ],
@@ -90,7 +91,7 @@ def test_failed_exchange_ends_every_rank_at_once(tmp_path: Path) -> None:
     assert "stage sync, step 0: ZeroDivisionError: planted" in output, output  # the second bucket of version 1
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_rank_is_named(rank: int, tmp_path: Path) -> None:
     process = launch(tmp_path, 3, "killed", rank, *COLLOCATED)
     wait_for_step(tmp_path, process, 1)
@@ -102,8 +103,15 @@ def test_killed_rank_is_named(rank: int, tmp_path: Path) -> None:
     assert time.monotonic() - started < MAX_END_S
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("what", ["nothing", "all hang"])
+@pytest.mark.parametrize(
+    ("what", "restarts"),
+    [
+        ("nothing", False),
+        ("all hang", True),
+        pytest.param("nothing", True, marks=pytest.mark.slow),
+        pytest.param("all hang", False, marks=pytest.mark.slow),
+    ],
+)
 def test_ctrl_c(what: str, restarts: bool, tmp_path: Path) -> None:
     process = launch(tmp_path, 2, what, 0, "train.num_steps=100000", "eval.interval=0", restarts=restarts)
     wait_for_step(tmp_path, process, 1)

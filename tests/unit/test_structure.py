@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rl.config import ROOT
 
 LAYERS = [
-    ("config",),
+    ("config", "early"),
     ("ends", "mail", "placement", "world", "shards", "metrics", "profile", "serve"),
     ("data", "model", "algo", "rewards"),
     ("learner", "scoring", "sync", "checkpoint"),
