@@ -30,8 +30,8 @@ from rl.world import join
 WARM_UP_ROUNDS = 1
 
 
-def measure(settings: list[str], rounds: int) -> dict[str, list[float]]:
-    """On the only rank of a world."""
+def measure(settings: list[str], rounds: int, file: Path) -> None:
+    """On the only rank of a world, which ends with it."""
     seconds: dict[str, list[float]] = {"ours": [], "bare": []}
     with join() as world:
         config = load_config(None, settings)
@@ -50,8 +50,8 @@ def measure(settings: list[str], rounds: int) -> dict[str, list[float]]:
             num_tokens = generate(engine, [prompt.tokens for prompt in prompts], config.rollout)
             seconds["bare"].append(time.perf_counter() - start)
             assert num_tokens == int(batch.response_lengths.sum()), (num_tokens, batch.response_lengths.sum())
+        file.write_text(json.dumps({name: values[WARM_UP_ROUNDS:] for name, values in seconds.items()}))
         end_run(run)
-    return {name: values[WARM_UP_ROUNDS:] for name, values in seconds.items()}
 
 
 def generate(engine: Any, prompts: list[list[int]], rollout: RolloutConfig) -> int:
@@ -81,8 +81,7 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of train.py")
     args = parser.parse_args()
     if "RANK" in os.environ:  # started below
-        Path(os.environ["ONEWORLD_BENCHMARK_FILE"]).write_text(json.dumps(measure(args.settings, args.rounds)))
-        return
+        measure(args.settings, args.rounds, Path(os.environ["ONEWORLD_BENCHMARK_FILE"]))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, args)
