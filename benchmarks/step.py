@@ -1,9 +1,11 @@
 """Whole steps of train.py on a model of random weights. Prints one JSON line.
 
-    python benchmarks/step.py [--model 1.7b] [--prompts 64] [--samples 8] [--new-tokens 512] [--ranks 1] [key=value ...]
+    python benchmarks/step.py [--model 1.7b] [--prompts 64] [--samples 8] [--new-tokens 512] [--ranks 1]
+                              [--profile FILE] [key=value ...]
 
 It writes a llama of that shape, prompts as long as GSM8K's, and starts torchrun: engines, loop, update and weight sync
-are a run's own, no response ends before its last token. Figures are medians of --steps steps after two that warm up:
+are a run's own, no response ends before its last token. Figures are medians of --steps steps after two that warm up;
+with --profile one more step is profiled, and FILE says what each of its stages spent its time on:
     seconds_per_step, seconds       a whole step, and its stages
     tokens_per_s                    sampled tokens over the whole step
     mfu_update, mfu_logprobs        6 N (2 N) times the tokens of prompts and responses, over the stage's seconds and
@@ -94,11 +96,16 @@ def settings_of(folder: Path, args: argparse.Namespace) -> list[str]:
 
 
 def run(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    settings = [*settings_of(folder, args), f"train.num_steps={WARM_UP_STEPS + args.steps}", *args.settings]
+    end = WARM_UP_STEPS + args.steps
+    settings = [*settings_of(folder, args), *args.settings, f"train.num_steps={end + bool(args.profile)}"]
+    if args.profile:
+        settings.append(f"debug.profile_step={end + 1}")
     command = ["torchrun", "--max-restarts", "0", "--nproc-per-node", str(args.ranks), "train.py", *settings]
     subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+    if args.profile:
+        shutil.copy(folder / "step" / "profile" / f"step_{end + 1}.rank_0.txt", args.profile)
     rows = [json.loads(line) for line in (folder / "step" / "metrics.jsonl").read_text().splitlines()]
-    return rows[-args.steps :]
+    return [row for row in rows if WARM_UP_STEPS < row["step"] <= end]
 
 
 def summary(
@@ -149,6 +156,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--profile", type=Path, metavar="FILE")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of train.py")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, MemoryWatch() as memory:

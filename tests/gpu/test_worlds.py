@@ -50,8 +50,10 @@ def check(name: str, result: Result) -> None:
     assert max(mismatch) < MAX_MISMATCH_KL
 
 
-def test_collocated_with_sleep_mode(tmp_path: Path) -> None:
-    check("collocated, 1 rank", train(tmp_path / "run", 1, *settings(), timeout_s=500))
+@pytest.mark.parametrize("offload", ["none", "rollout", "always"])
+def test_collocated_with_sleep_mode(offload: str, tmp_path: Path) -> None:
+    result = train(tmp_path / "run", 1, *settings(), f"actor.offload={offload}", timeout_s=500)
+    check(f"collocated, 1 rank, actor.offload={offload}", result)
 
 
 def test_disaggregated_on_one_card(tmp_path: Path) -> None:
