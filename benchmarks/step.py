@@ -42,6 +42,8 @@ def write_inputs(folder: Path, args: argparse.Namespace) -> tuple[int, float]:
     """Returns the model's number of parameters and the mean number of tokens of a prompt."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_parameters = save_random_model(folder / "model", args.model, 0, "bfloat16", device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # or this process's share counts as the run's
     for path in (ROOT / "configs" / "tiny").glob("tokenizer*"):
         shutil.copy(path, folder / "model")
     generator = random.Random(0)
@@ -63,7 +65,10 @@ class MemoryWatch:
     def _watch(self) -> None:
         while not self._stop.wait(0.1):
             free, total = torch.cuda.mem_get_info()
-            self.peak_gib = max(self.peak_gib, (total - free) / 2**30)
+            used_gib = (total - free) / 2**30
+            if int(used_gib) > int(self.peak_gib):
+                print(f"{used_gib:.1f} GiB in use", file=sys.stderr, flush=True)  # beside what the run says then
+            self.peak_gib = max(self.peak_gib, used_gib)
 
     def __enter__(self) -> "MemoryWatch":
         if torch.cuda.is_available():

@@ -26,7 +26,6 @@ from rl.model.offload import Offload
 from rl.shards import LocalSlice, local_slices, reshard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by its own names
-STATE = ("model", *MOMENTS)
 
 
 class Learner:
@@ -74,10 +73,13 @@ class Learner:
             if parameter.requires_grad:
                 moments = self._moments(parameter)
                 parts += [(kind, LocalSlice(infos[name], _local(moments[kind]))) for kind in MOMENTS]
-        if self.is_away:
-            return [(kind, LocalSlice(part.info, self._rests[kind].on_host(part.data))) for kind, part in parts]
-        for rest in self._rests.values():
-            rest.wait()
+        for kind, rest in self._rests.items():
+            if rest.is_away:
+                parts = [
+                    (of, LocalSlice(part.info, rest.on_host(part.data)) if of == kind else part) for of, part in parts
+                ]
+            else:
+                rest.wait()
         return parts
 
     @property
@@ -92,12 +94,12 @@ class Learner:
 
     def release_device(self) -> None:
         """For an engine of this rank: what only the update needed; with actor.offload=rollout everything."""
+        reshard(self.model)  # a probe leaves a part of it gathered
         if self.offloads and not self.is_away:
-            parts = self.state_slices()
-            for kind in STATE if not self._rests else ():
-                self._rests[kind] = Offload(part.data for of, part in parts if of == kind)
-            for rest in self._rests.values():
-                rest.leave()
+            for kind, tensors in self._state_so_far().items():
+                if kind not in self._rests:
+                    self._rests[kind] = Offload(tensors)
+                self._rests[kind].leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator keeps what was freed otherwise
 
@@ -133,6 +135,12 @@ class Learner:
         for parameter in self._optimizer.param_groups[0]["params"]:
             self._moments(parameter)["step"].fill_(num_updates)
 
+    def _state_so_far(self) -> dict[str, list[Tensor]]:
+        """By kind; without moments before the first update, so that none are made only to leave."""
+        tensors = {"model": [part.data for part in local_slices(self.model)]}
+        states = self._optimizer.state.values()
+        return tensors | ({kind: [_local(state[kind]) for state in states] for kind in MOMENTS} if states else {})
+
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """AdamW makes them at its first step; a checkpoint may need them before."""
         state = self._optimizer.state[parameter]
@@ -153,8 +161,9 @@ class Learner:
             for index in range(count):
                 sequences = [s for s, mini_batch in enumerate(mini_batch_of_sequence) if mini_batch == index]
                 self._optimizer_step(batch.select(sequences), measures)
-        for kind in MOMENTS if self._rests else ():
-            self._rests[kind].start_leaving()  # while the weights are published
+        for kind in MOMENTS:
+            if kind in self._rests:
+                self._rests[kind].start_leaving()  # while the weights are published
 
     def _optimizer_step(self, mini_batch: Batch, measures: Measures) -> None:
         max_tokens = self._actor.max_tokens_per_micro_batch

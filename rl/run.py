@@ -175,12 +175,11 @@ def build_actor(run: Run) -> Actor:
     updates = config.train.num_steps * config.algo.num_epochs * config.algo.num_mini_batches
     learner = Learner(model, run.groups.actor_pg, run.world.device, config.actor, config.algo, config.rollout, updates)
     tensors = share_tensors(mail, run.placement, model, config.model.dtype)
-    service = _build_rollout_service(run, tokenizer)
+    service, sync = _build_collocated(run, tokenizer, learner, tensors)
     if run.resume is not None:  # after the engine was built, which seeds the process
         with run.world.stage("resume"):
             restore(learner, run.resume, run.shelf, run.placement, run.world.rank)
     checkpoints = build_checkpoints(run, learner, tensors)
-    sync = _build_sync(run, tensors, [service.engine] if service else [], model)
     hidden_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().hidden_size
     evener = Evener(mail, run.groups.actor_pg, run.placement.actors, hidden_size)
     rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service, checkpoints.obey, evener)
@@ -188,6 +187,7 @@ def build_actor(run: Run) -> Actor:
     is_evaluated = run.resume is not None and run.resume.manifest.state["is_evaluated"]
     scorer, pg = _build_scorer(run, model), run.groups.actor_pg
     actor = Actor(learner, scorer, rollouts, sync, checkpoints, step, is_evaluated, pg, run.folder, tokenizer)
+    sync.make_room = actor.give_device_to_engine
     if is_leader:
         actor.stream = PromptStream(prompts, config.run.seed)
         if run.resume is not None:
@@ -197,6 +197,22 @@ def build_actor(run: Run) -> Actor:
         run.world.closers.append(lambda: writer.close(rollouts.engine_name))
     collect_garbage_from_now_on()
     return actor
+
+
+def _build_collocated(
+    run: Run, tokenizer: Tokenizer, learner: Learner, tensors: list[TensorInfo]
+) -> tuple[RolloutService | None, WeightSync]:
+    """An actor's engine, if it hosts one, and its weight sync. The engine finds the device as it will have it later,
+    and then sleeps, as it does whenever weights come."""
+    index = run.placement.engine_of(run.world.rank)
+    if index is None:
+        return None, _build_sync(run, tensors, [], learner.model)
+    learner.release_device()
+    service = _build_rollout_service(run, tokenizer, index)
+    sync = _build_sync(run, tensors, [service.engine], learner.model)
+    service.engine.sleep()
+    learner.take_device()
+    return service, sync
 
 
 def _restore_position(resume: Resume, stream: PromptStream) -> None:
@@ -225,8 +241,9 @@ def build_checkpoints(run: Run, learner: Learner, tensors: list[TensorInfo]) -> 
 def serve_run(run: Run) -> None:
     """A rank that only samples or scores: serves until the run ends."""
     services: list[Service] = []
-    tokenizer = AutoTokenizer.from_pretrained(run.model_folder) if "rollout" in run.roles else None
-    rollout = _build_rollout_service(run, tokenizer) if tokenizer is not None else None
+    rollout = None
+    if (index := run.placement.engine_of(run.world.rank)) is not None:
+        rollout = _build_rollout_service(run, AutoTokenizer.from_pretrained(run.model_folder), index)
     logprobs = _build_logprob_service(run) if "inference" in run.roles else None
     tensors = share_tensors(run.world.mail, run.placement, None, run.config.model.dtype)
     receivers: list[Receiver] = [rollout.engine] if rollout is not None else []
@@ -304,11 +321,9 @@ def _score_fields(config: Config) -> list[str]:
     return ["old_logprobs"] * config.algo.has_old_pass + ["ref_logprobs"] * bool(config.algo.kl_coef)
 
 
-def _build_rollout_service(run: Run, tokenizer: Tokenizer) -> RolloutService | None:
+def _build_rollout_service(run: Run, tokenizer: Tokenizer, index: int) -> RolloutService:
+    """Of this engine, which the rank has a part of."""
     config, rank = run.config, run.world.rank
-    index = run.placement.engine_of(rank)
-    if index is None:
-        return None
     ranks = run.placement.engines[index]
     seat = EngineSeat(
         name=f"oneworld-{run.world.id}-engine{index}",

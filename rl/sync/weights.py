@@ -73,6 +73,7 @@ class WeightSync:
         receivers: Sequence[Receiver] = (),
     ):
         self.version = 0  # of a run that goes on: set to the one before the first that is published
+        self.make_room: Callable[[], None] = lambda: None  # for a probe of this rank's receivers
         self._round = self._num_published = 0
         self._mail, self._placement, self._plan, self._config = mail, placement, plan, config
         self._device, self._model, self._probe, self._receivers = device, model, probe, receivers
@@ -241,7 +242,7 @@ class WeightSync:
         return judge_transfer(errors, found["sent"], found["got"], self._plan.tensors, self._placement)
 
     def _is_probed(self, version: int) -> bool:
-        """The first two that engines of this start get, which were dummies and have slept for the first time."""
+        """The first two of this start: engines held dummies before the one and have sampled before the other."""
         interval = self._config.probe_interval
         return self._config.verify != "off" and (self._num_published <= 2 or (interval > 0 and version % interval == 0))
 
@@ -249,6 +250,7 @@ class WeightSync:
         """A failure in here ends the world at once: the others may be inside a forward with this rank."""
         tokens = self._probe.tokens
         learner = learner_logprobs(self._model, tokens, self._device) if self._model is not None else None
+        self.make_room()
         answers = [receiver.probe(tokens) for receiver in self._receivers]
         return {"learner": learner, "receivers": [answer for answer in answers if answer is not None]}
 
