@@ -29,7 +29,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
     """The loop: prompts -> rollout and reward -> old logprobs -> advantages -> update -> weight sync -> checkpoint."""
     num_prompts = config.train.num_prompts_per_step
     with world.stage("sync"):
-        version = actor.sync.publish()  # engines start from dummy weights
+        version = actor.publish()  # engines start from dummy weights
     if not actor.is_evaluated:  # before training, or where a signal cut it off
         report(world, config, actor, actor.step, version, evaluate(world, config, actor, actor.step, version))
     for step in range(actor.step + 1, config.train.num_steps + 1):
@@ -56,7 +56,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 actor.learner.update(batch, num_prompts, measures)
                 values |= measures.reduce(actor.pg)
             with world.stage("sync"):
-                version = actor.sync.publish()
+                version = actor.publish()
         actor.checkpoints.end_update(step, version, actor.stream)
         try:
             values |= evaluate(world, config, actor, step, version)

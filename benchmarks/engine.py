@@ -37,7 +37,7 @@ def measure(settings: list[str], rounds: int, file: Path) -> None:
         config = load_config(None, settings)
         run = open_run(world, config, "engine")
         actor = build_actor(run)
-        version = actor.sync.publish()
+        version = actor.publish()
         actor.give_device_to_engine()
         assert actor.stream is not None
         prompts = actor.stream.take(config.train.num_prompts_per_step)

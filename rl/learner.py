@@ -92,6 +92,12 @@ class Learner:
         """In host memory: nothing can be computed."""
         return any(rest.is_away for rest in self._rests.values())
 
+    def start_leaving(self) -> None:
+        """What `release_device` will wait for and no other rank needs; nothing is updated until then."""
+        for kind in MOMENTS:
+            if kind in self._rests:
+                self._rests[kind].start_leaving()
+
     def release_device(self) -> None:
         """For an engine of this rank: what only the update needed; with actor.offload=rollout everything."""
         reshard(self.model)  # a probe leaves a part of it gathered
@@ -161,9 +167,6 @@ class Learner:
             for index in range(count):
                 sequences = [s for s, mini_batch in enumerate(mini_batch_of_sequence) if mini_batch == index]
                 self._optimizer_step(batch.select(sequences), measures)
-        for kind in MOMENTS:
-            if kind in self._rests:
-                self._rests[kind].start_leaving()  # while the weights are published
 
     def _optimizer_step(self, mini_batch: Batch, measures: Measures) -> None:
         max_tokens = self._actor.max_tokens_per_micro_batch

@@ -78,6 +78,11 @@ class Actor:
     eval_prompts: list[Prompt] = field(default_factory=list)
     writer: MetricsWriter | None = None
 
+    def publish(self) -> int:
+        """Brings the next version of the weights to all engines; returns its number."""
+        self.learner.start_leaving()  # after the update's metrics have been read, which copies would delay
+        return self.sync.publish()
+
     def give_device_to_engine(self) -> None:
         """Where this rank hosts one. What leaves the device must have been copied, if a checkpoint is under way."""
         if self.rollouts.hosts_engine:

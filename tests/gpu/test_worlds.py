@@ -50,10 +50,12 @@ def check(name: str, result: Result) -> None:
     assert max(mismatch) < MAX_MISMATCH_KL
 
 
-@pytest.mark.parametrize("offload", ["none", "rollout", "always"])
-def test_collocated_with_sleep_mode(offload: str, tmp_path: Path) -> None:
-    result = train(tmp_path / "run", 1, *settings(), f"actor.offload={offload}", timeout_s=500)
-    check(f"collocated, 1 rank, actor.offload={offload}", result)
+@pytest.mark.parametrize(("offload", "fraction"), [("none", 0.4), ("rollout", 0.93), ("always", 0.4)])
+def test_collocated_with_sleep_mode(offload: str, fraction: float, tmp_path: Path) -> None:
+    """With a learner that rests an engine can have nearly all of the device: the two are never there together."""
+    options = [f"actor.offload={offload}", f"rollout.gpu_memory_fraction={fraction}"]
+    result = train(tmp_path / "run", 1, *settings(), *options, timeout_s=500)
+    check(f"collocated, 1 rank, actor.offload={offload}, fraction {fraction}", result)
 
 
 def test_disaggregated_on_one_card(tmp_path: Path) -> None:
