@@ -8,7 +8,6 @@ scoring, packing groups into batches. `bare_s` is vLLM's own loop on the same en
 `overhead` is the median of ours over the median of bare, less 1.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -20,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_model import SHAPES
-from step import settings_of, write_inputs
+from step import arguments, settings_of, write_inputs
 
 from rl.config import ROOT, RolloutConfig, load_config
 from rl.run import build_actor, end_run, open_run, train_sampling
@@ -72,11 +70,7 @@ def generate(engine: Any, prompts: list[list[int]], rollout: RolloutConfig) -> i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=[name for name in SHAPES if name != "any size"], default="1.7b")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=512)
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of train.py")
     args = parser.parse_args()

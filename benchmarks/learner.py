@@ -18,33 +18,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from random_batch import random_batch
 from random_model import SHAPES, save_random_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config import ActorConfig, AlgoConfig, RolloutConfig
-from rl.data.batch import Batch
 from rl.learner import Learner
 from rl.metrics import Measures
 from rl.model.load import Compute, load_model
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 WARM_UP_ROUNDS = 2
-
-
-def random_batch(num_sequences: int, length: int, prompt: int, vocab: int) -> Batch:
-    generator = torch.Generator().manual_seed(0)
-    num_tokens = num_sequences * length
-    return Batch(
-        tokens=torch.randint(0, vocab, (num_tokens,), generator=generator),
-        lengths=torch.full((num_sequences,), length),
-        prompt_lengths=torch.full((num_sequences,), prompt),
-        versions=torch.zeros(num_tokens, dtype=torch.int32),
-        rollout_logprobs=torch.zeros(num_tokens),
-        rewards=torch.zeros(num_sequences),
-        group_ids=torch.arange(num_sequences),
-        truncated=torch.zeros(num_sequences, dtype=torch.bool),
-        advantages=torch.randn(num_sequences, generator=generator),
-    )
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
@@ -61,7 +45,8 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     actor = ActorConfig(max_tokens_per_micro_batch=args.max_tokens)
     learner = Learner(model, pg, device, actor, AlgoConfig(), RolloutConfig(), args.rounds + WARM_UP_ROUNDS)
     shape = SHAPES[args.model]
-    batch = random_batch(args.sequences, args.length, args.prompt, shape.vocab)
+    lengths, prompts = (torch.full((args.sequences,), length) for length in (args.length, args.prompt))
+    batch = random_batch(lengths, prompts, shape.vocab)
     seconds = []
     for _ in range(WARM_UP_ROUNDS + args.rounds):
         start = time.perf_counter()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from random_batch import random_batch
 from random_model import SHAPES, save_random_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,20 +42,7 @@ def sampled_batch(num_sequences: int, vocab: int) -> Batch:
     generator = random.Random(0)
     prompts = [min(MAX_PROMPT, max(45, round(generator.lognormvariate(4.5, 0.35)))) for _ in range(num_sequences)]
     responses = [min(MAX_RESPONSE, max(10, round(generator.lognormvariate(4.87, 0.5)))) for _ in range(num_sequences)]
-    lengths = torch.tensor(prompts) + torch.tensor(responses)
-    num_tokens = int(lengths.sum())
-    tensors = torch.Generator().manual_seed(0)
-    return Batch(
-        tokens=torch.randint(0, vocab, (num_tokens,), generator=tensors),
-        lengths=lengths,
-        prompt_lengths=torch.tensor(prompts),
-        versions=torch.zeros(num_tokens, dtype=torch.int32),
-        rollout_logprobs=torch.zeros(num_tokens),
-        rewards=torch.zeros(num_sequences),
-        group_ids=torch.arange(num_sequences),
-        truncated=torch.zeros(num_sequences, dtype=torch.bool),
-        advantages=torch.randn(num_sequences, generator=tensors),
-    )
+    return random_batch(torch.tensor(prompts) + torch.tensor(responses), torch.tensor(prompts), vocab)
 
 
 class Padded:

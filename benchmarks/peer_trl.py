@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from step import WARM_UP_STEPS, MemoryWatch, write_inputs
+from step import WARM_UP_STEPS, MemoryWatch, arguments, write_inputs
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -94,11 +94,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="1.7b")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=512)
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--gpu-memory", type=float, default=0.4)

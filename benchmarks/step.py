@@ -153,12 +153,18 @@ def summary(
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(description: str) -> argparse.ArgumentParser:
+    """The work of a step, for this benchmark and those beside it."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", choices=[name for name in SHAPES if name != "any size"], default="1.7b")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=512)
+    return parser
+
+
+def main() -> None:
+    parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--profile", type=Path, metavar="FILE")

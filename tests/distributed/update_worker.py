@@ -30,6 +30,10 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     mesh = DeviceMesh.from_group(pg, device.type)
     compute = Compute(actor.compile, actor.recompute, on_host=actor.offload == "always")
     model = load_model(folder / job["model"], mesh, device, job["dtype"], trainable=True, compute=compute)
+    layers = model.model.layers
+    assert all(layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers[:-1]), (
+        "no layer is fetched early"
+    )
     batch = Batch(**load_file(folder / "batch.safetensors"))
     rollout = RolloutConfig(temperature=job["temperature"])
     learner = Learner(model, pg, device, actor, algo, rollout, num_optimizer_steps=4)
@@ -44,8 +48,12 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         scorer = LocalScorer({"old_logprobs": model}, pg, 30, job["temperature"], device)
         share = scorer.score(share, version=1)
     if learner.offloads:
+        scorer = LocalScorer({"ref_logprobs": model}, pg, 30, job["temperature"], device, reference_rests=True)
+        scorer.release_device()
+        assert not any(part.data.untyped_storage().nbytes() for part in local_slices(model)), "the reference rests"
+        scorer.take_device()
         learner.release_device()
-        assert not any(part.data.untyped_storage().nbytes() for part in local_slices(model))
+        assert not any(part.data.untyped_storage().nbytes() for part in local_slices(model)), "the learner rests"
         learner.take_device()
     learner.update(share, num_prompts=job["num_prompts"], measures=measures)
     if learner.offloads:
