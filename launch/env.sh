@@ -13,6 +13,8 @@ export PET_RDZV_ID="${PET_RDZV_ID:-oneworld}"
 # A worker that dies is restarted with its world. The count is per agent, and one that runs out ends the job. Fatal errors stop
 # the agents themselves.
 export PET_MAX_RESTARTS="${PET_MAX_RESTARTS:-1000}"
+# A node that is lost is noticed in seconds, and with --nnodes 3:4 the others go on without it after three more.
+export PET_RDZV_CONF="${PET_RDZV_CONF:-last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3}"
 # A restarted world must not find the keys of the one before in the agents' store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # One thread a rank, as torchrun would set with a warning.

@@ -1,12 +1,47 @@
 """What a rank does before torch is imported: the first import of every program that joins a world.
 
-Imports make a million objects that stay. Looking for garbage among them takes a second of every start, and now and then
-a part of it in the loop; so none is looked for until a run is built, and then only among what came later.
+Its watchdog is forked while the process is small. And no garbage is looked for: imports make a million objects that
+stay, and looking through them takes a second of every start, and now and then a part of it in the loop; so it is looked
+for when a run is built, among what came later.
 """
 
+import ctypes
 import gc
+import os
+import signal
+import sys
+from typing import Any
+
+from rl.watch import watchdog
+from rl.watch.lines import Lines
+
+PR_SET_PDEATHSIG = 1
+MARK = "ONEWORLD_RANK_PROCESS"
+
+
+def _on_exception(*error: Any) -> None:
+    """One that no world hears of, as that of a module which cannot be imported."""
+    if _line is not None:
+        _line.send("raised")
+    sys.__excepthook__(*error)
+
 
 gc.disable()
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed agent must not leave orphans that hold GPUs
+_line = None
+if "RANK" in os.environ and MARK not in os.environ:
+    os.environ[MARK] = str(os.getpid())  # children that import this again are not ranks
+    _line = watchdog.start()
+    sys.excepthook = _on_exception
+
+
+def line_to_watchdog() -> Lines:
+    """A process that torchrun did not start gets its watchdog when it first asks."""
+    global _line
+    if _line is None:
+        _line = watchdog.start()
+    return _line
 
 
 def collect_garbage_from_now_on() -> None:

@@ -1,17 +1,13 @@
 """Why a world ended: the reports of its ranks, which of them explains the others, what the next attempt remembers."""
 
 import json
-import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from rl.config import ConfigError
-
 # What may end a world, the best explanation first: after a loss agents terminate the rest and connections break.
-CAUSES = ("interrupt", "fatal", "error", "stopped", "lost", "terminated", "connection")
+CAUSES = ("interrupt", "fatal", "error", "lost", "stopped", "silent", "terminated", "connection")
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class Report:
     def text(self) -> str:
         place = f"rank {self.rank} ({self.roles}) on {self.host}, stage {self.stage}, step {self.step}"
         if self.cause == "interrupt":
-            return f"oneworld: interrupted at step {self.step}, stage {self.stage}"
+            return f"oneworld: interrupted at step {self.step}, stage {self.stage}" + (self.error and f": {self.error}")
         if self.cause == "stopped":
             return f"oneworld: stopped at step {self.step}, stage {self.stage}: {self.error}"
         if self.cause == "fatal":
@@ -46,23 +42,17 @@ class Report:
         return {"step": self.step, "stage": self.stage, "error": self.error.partition(":")[0]}
 
 
-def launcher_process() -> psutil.Process:
-    """torchrun's agent, which lives through restarts; this process where there is none."""
-    return psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
-
-
 class Memory:
-    """What stays in the run's folder between attempts. Each node's first rank keeps one: disks may be private."""
+    """What stays in the run's folder between attempts of one launch. Each node has one: disks may be private."""
 
     def __init__(self, folder: Path):
         self._fatal, self._last_error = folder / "FATAL", folder / "last_error.json"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"run.dir: cannot make {folder}: {error}; give a folder that can be written") from None
-        for file in (self._fatal, self._last_error):
-            # Of an earlier launch, not of an earlier attempt; torchrun's restart count differs between nodes.
-            if file.exists() and file.stat().st_mtime < launcher_process().create_time():
+        self._attempts = folder / "attempts.json"
+
+    def forget_before(self, launched_at: float) -> None:
+        """What earlier launches left, not earlier attempts; torchrun's restart count differs between nodes."""
+        for file in (self._fatal, self._last_error, self._attempts):
+            if file.exists() and file.stat().st_mtime < launched_at:
                 file.unlink()
 
     def is_repeated(self, report: Report) -> bool:
@@ -78,12 +68,29 @@ class Memory:
             return False
         return before == now
 
+    def count_attempt(self) -> int:
+        """How many there were in a row that did no step, this one included."""
+        count = 1
+        with suppress(OSError, ValueError):  # none yet, or torn
+            count = int(self._attempts.read_text()) + 1
+        with suppress(OSError):
+            part = self._attempts.with_suffix(".part")
+            part.write_text(str(count))
+            part.replace(self._attempts)
+        return count
+
+    def forget_attempts(self) -> None:
+        with suppress(OSError):
+            self._attempts.unlink(missing_ok=True)
+
     def write_fatal(self, text: str) -> None:
         try:
-            self._fatal.write_text(text + "\n")
+            self._fatal.write_text(text + "\n", errors="replace")
         except OSError as error:
             print(f"oneworld: cannot write {self._fatal}: {error}", file=sys.stderr, flush=True)
 
     def forget(self) -> None:
         """After a clean end."""
-        self._last_error.unlink(missing_ok=True)
+        self.forget_attempts()
+        with suppress(OSError):
+            self._last_error.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ the mesh, which the factor `mesh size` undoes.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from rl.model.attention import to_device
 from rl.model.logprobs import TokenScores, hidden_size_of, score_responses
 from rl.model.offload import Offload
 from rl.shards import LocalSlice, local_slices, reshard
+from rl.watch.heart import HEART
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by its own names
 
@@ -81,6 +82,11 @@ class Learner:
             else:
                 rest.wait()
         return parts
+
+    def weight_slices(self) -> Iterator[LocalSlice]:
+        """Of the policy alone, where they lie now."""
+        for part in local_slices(self.model):
+            yield LocalSlice(part.info, self._rests["model"].on_host(part.data)) if self.is_away else part
 
     @property
     def offloads(self) -> bool:
@@ -174,7 +180,8 @@ class Learner:
         total_tokens = mini_batch.response_lengths.sum()
         dist.all_reduce(total_tokens, group=self._pg)
         scale = dist.get_world_size(self._pg) / int(total_tokens)
-        for sequences in micro_batches:
+        for number, sequences in enumerate(micro_batches):
+            HEART.beat(f"micro-batch {number + 1} of {len(micro_batches)}")
             self._accumulate(mini_batch.select(sequences), scale, measures)
         if mini_batch.old_logprobs is None:
             mismatch = measures.reduce(self._pg, "policy/mismatch_kl")

@@ -18,8 +18,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from rl.watch.heart import HEART
 
 PREFIX = struct.Struct("!4sIQ")  # magic, bytes of the header, bytes of the payload
 MAGIC = b"1wld"
@@ -126,7 +129,8 @@ class Mail:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return None
-                self._arrived.wait(left)
+                with waiting(" or ".join(kinds) or "the others"):
+                    self._arrived.wait(left)
 
     def fail(self, error: BaseException) -> None:
         """From now on `receive` raises this."""
@@ -164,6 +168,7 @@ class Mail:
 
     def _serve(self) -> None:
         while not self._closing:
+            HEART.touch_io()
             for selected, _ in self._selector.select(timeout=1.0):
                 if self._closing:
                     return
@@ -201,6 +206,19 @@ class Mail:
         if rank is not None and not self._closing:
             self._gone.add(rank)
             self._on_lost(rank)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A main thread that waits here is not silent by its own fault."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    HEART.wait(what)
+    try:
+        yield
+    finally:
+        HEART.wait("")
 
 
 def _notice_silence(connection: socket.socket) -> None:

@@ -84,7 +84,8 @@ class MetricsWriter:
         if "reward/mean" in values:
             self._rewards.append(values["reward/mean"])
         shown = "  ".join(f"{label} {values[name]:.4g}" for label, name in CONSOLE.items() if name in values)
-        self._print(f"step {step}/{self._num_steps}  {shown}", last=step == self._num_steps)
+        if shown:  # not at the start of a run that is not evaluated there
+            self._print(f"step {step}/{self._num_steps}  {shown}", last=step == self._num_steps)
 
     def write_text(self, name: str, text: str, step: int) -> None:
         self._board.add_text(name, text, step)

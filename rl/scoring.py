@@ -24,6 +24,7 @@ from rl.serve import Service
 from rl.shards import TensorInfo, local_slices, reshard
 from rl.sync.landing import Landing, Landings, Region
 from rl.sync.probe import learner_logprobs
+from rl.watch.heart import HEART
 
 
 @torch.no_grad()
@@ -31,8 +32,11 @@ def score_batch(
     model: nn.Module, batch: Batch, micro_batches: list[list[int]], temperature: float, device: torch.device
 ) -> Tensor:
     """[T] logprobs of the response tokens, 0 in prompts. The device is waited for once, at the end."""
-    parts = [batch.select(sequences) for sequences in micro_batches]
-    scores = torch.cat([score_responses(model, part, temperature, device).logprobs for part in parts]).cpu()
+    parts = []
+    for number, sequences in enumerate(micro_batches):
+        HEART.beat(f"micro-batch {number + 1} of {len(micro_batches)}")
+        parts.append(score_responses(model, batch.select(sequences), temperature, device).logprobs)
+    scores = torch.cat(parts).cpu()
     logprobs = torch.zeros(batch.num_tokens)
     order = [sequence for sequences in micro_batches for sequence in sequences]
     spans = batch.response_spans()

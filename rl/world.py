@@ -1,20 +1,19 @@
 """Start and end of the world: how ranks join, how a stage is named and timed, and how one rank's error reaches all.
 
-Rank 0 is the hub: every rank keeps a connection to it, so it notices at once when a process is gone. A rank that
-fails reports to the hub and waits for its verdict; the hub collects reports for a moment (the exception that started
-it beats the broken connections that follow), prints one block, and tells everyone. A rank whose main thread does not
-end by itself is ended by its I/O thread, so a stuck collective cannot keep the world alive.
+A rank that fails tells its watchdog (rl/watch), which tells the board, in the watchdog of rank 0. The board hears of
+exceptions, deaths and silence, prints one block and tells every watchdog to end its rank. A rank whose main thread does
+not end by itself is killed, so a stuck collective cannot keep the world alive.
 
 torchrun restarts workers on any failure whatever their exit code. So for a fatal error (bad settings, Ctrl-C, the
-same error at the same step twice) the first rank of each node tells its agent to stop, and `FATAL` in the run's
-folder says why.
+same error at the same step twice) the watchdog of each node's first rank tells its agent to stop, and `FATAL` in the
+run's folder says why.
 """
 
-import ctypes
 import ipaddress
 import json
 import os
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -22,11 +21,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -34,19 +33,21 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 from torch.profiler import record_function
 
-from rl.config import ConfigError
+from rl.config import ConfigError, WorldConfig
+from rl.early import line_to_watchdog
 from rl.ends import Memory, Report
 from rl.mail import Mail, Message, PeerLost
+from rl.watch.heart import HEART
+from rl.watch.recorder import keep_collectives
 
 HUB = 0
 JOIN_TIMEOUT_S = 600.0
-COLLECT_REPORTS_S = 0.7
-VERDICT_TIMEOUT_S = 3.0
-MAX_SENDERS = 64
-GRACE_S = 3.0  # from the verdict to the end of a rank whose main thread is stuck
+VERDICT_TIMEOUT_S = 5.0
+WATCHDOG_TIMEOUT_S = 10.0  # to open the board's port
+MAX_BACK_OFF_S = 60.0
+MAX_TEXT = 32_768  # characters of an error and of its trace
 STOP_S = 25.0  # for saving after a SIGTERM; torchrun kills its workers 30 s after it
 EXIT_CLEAN, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED = 0, 1, 130, 143
-PR_SET_PDEATHSIG = 1
 
 
 class Aborted(Exception):
@@ -68,7 +69,7 @@ class World:
         self.num_ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         self.device = torch.device("cpu")
         self.roles = "no role yet"
-        self.step = 0
+        self._step = self._first_step = 0
         self._order_taker: int | None = None  # the rank that is told what a signal wants; None: nobody can do it yet
         self.closers: list[Callable[[], None]] = []  # run at the clean end, when no rank needs another any more
         self.stage_seconds: dict[str, float] = {}
@@ -77,17 +78,30 @@ class World:
         self._finished: set[int] = set()
         self._all_finished = threading.Event()
         self._verdict = threading.Event()
-        self._reports: list[Report] = []
+        self._is_stop = False  # the verdict: the launcher is to stop too
+        self._is_interrupted = self._is_finished = False
         self._lock = threading.Lock()
         self._memory: Memory | None = None
         self._arrived: dict[str, int] = {}  # on the hub: ranks that wait at each meeting
-        self._stop_agent = False
-        self._peers: dict[int, tuple[str, str]] = {}  # rank -> roles and host, known to the hub
+        self._watchdog = line_to_watchdog()
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if self._first_step and step > self._first_step and self._memory is not None:
+            self._memory.forget_attempts()
+        self._first_step = self._first_step or step
+        self._step = step
+        HEART.describe(step=step)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Times a stage of the loop and puts its name into every error that leaves it."""
         outer, self._stage = self._stage, name
+        HEART.enter(name)
         is_counted = outer in ("start", "step")  # a deeper one is part of the stage around it
         started = time.perf_counter()
         try:
@@ -100,23 +114,50 @@ class World:
             if is_counted:
                 self.stage_seconds[name] = self.stage_seconds.get(name, 0.0) + time.perf_counter() - started
             self._stage = outer
+            HEART.enter(outer)
 
     def take_stage_seconds(self) -> dict[str, float]:
         taken, self.stage_seconds = self.stage_seconds, {}
         return taken
 
-    def remember_in(self, folder: Path) -> None:
-        """Where this node keeps what the next attempt must know."""
+    def begin_run(self, folder: Path, limits: WorldConfig) -> None:
+        """Where this node keeps what the next attempt must know, and how long a rank may be silent."""
         if self.local_rank == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"run.dir: cannot make {folder}: {error}; give a folder that can be written"
+                ) from None
             self._memory = Memory(folder)
+            self._memory.forget_before(launcher_process().create_time())
+        collectives = keep_collectives(folder, self.id) if torch.cuda.is_available() else ""
+        silence = {"floor_s": limits.silence_floor_s, "cap_s": limits.silence_cap_s}
+        self._tell_watchdog("run", folder=str(folder), collectives=collectives, **silence)
+        self._back_off(limits.max_fruitless_attempts)
+
+    def _back_off(self, max_attempts: int) -> None:
+        """Where attempts end one after the other before a step is done: waits longer each time, and then gives up."""
+        if self.rank != HUB:  # nodes may share the folder; the others wait for the hub where all meet
+            return
+        assert self._memory is not None
+        before = self._memory.count_attempt() - 1
+        if before >= max_attempts:
+            raise ConfigError(
+                f"{before} attempts in a row ended before a step was done (world.max_fruitless_attempts); what ended "
+                "them is above and in the logs of the other nodes: mend that and start again"
+            )
+        if before >= 2:
+            wait_s = min(MAX_BACK_OFF_S, 2.0 ** (before - 2))
+            print(f"oneworld: {before} attempts in a row ended before a step was done; the next in {wait_s:g} s")
+            HEART.wait(f"{wait_s:g} s to pass after {before} failed attempts")
+            time.sleep(wait_s)
+            HEART.wait("")
 
     def introduce(self, roles: str) -> None:
         """What reports say about this rank."""
         self.roles = roles
-        if self.rank == HUB:
-            self._peers[HUB] = (roles, socket.gethostname())
-        else:
-            self.mail.send(HUB, "introduce", {"roles": roles, "host": socket.gethostname()})
+        HEART.describe(roles=roles)
 
     def take_orders_to(self, rank: int) -> None:
         """From now on signals are orders, "save" (SIGUSR1) or "stop" (SIGTERM), that go to this rank by mail."""
@@ -148,9 +189,11 @@ class World:
 
     def close(self) -> None:
         """The clean end: everyone waits until everyone is done, so that no one mistakes an end for a loss."""
+        self._is_finished = True
         self.mail.send(HUB, "finished")
         while not self._all_finished.wait(0.2):
             self.mail.receive(timeout_s=0)  # raises when another rank fails at the last moment
+        self._tell_watchdog("done")
         if self._memory is not None:
             self._memory.forget()
         self.mail.close()
@@ -163,24 +206,18 @@ class World:
     def fail(self, error: BaseException) -> int:
         """Reports an exception of this rank, waits for the verdict, and returns the exit code."""
         if not isinstance(error, Aborted):
-            try:
-                self._report(self._describe(error))
-            except PeerLost:
-                self._lost(HUB)
+            self._report(self._describe(error))
         self._verdict.wait(VERDICT_TIMEOUT_S)
-        self._signal_agent()
+        if self._is_stop:
+            time.sleep(1.0)  # an agent that sees a dead worker before it is told to stop begins a restart
         if isinstance(error, Stopped):
             return EXIT_STOPPED
         return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
 
     def fail_in_background(self, error: BaseException, stage: str, step: int) -> None:
         """An error in a thread of this rank: the world ends although the main thread goes on."""
-        if isinstance(error, Aborted) or self._verdict.is_set():
-            return
-        try:
+        if not isinstance(error, Aborted):
             self._report(replace(self._describe(error), stage=stage, step=step))
-        except PeerLost:
-            self._lost(HUB)
 
     def _describe(self, error: BaseException) -> Report:
         trace = ""
@@ -192,73 +229,50 @@ class World:
             cause = "fatal"
         else:
             cause = "connection" if _is_connection_error(error) else "error"
-            trace = "".join(traceback.format_exception(error))
-        text = str(error) if isinstance(error, ConfigError | Stopped) else f"{type(error).__name__}: {error}"
+            trace = "".join(traceback.format_exception(error))[-MAX_TEXT:]
+        text = str(error)
+        if not isinstance(error, ConfigError | Stopped | KeyboardInterrupt):
+            text = f"{type(error).__name__}: {error}"
         stage = self._failed_stage or self._stage
-        return Report(self.rank, self.roles, socket.gethostname(), stage, self.step, text, trace, cause)
+        return Report(self.rank, self.roles, socket.gethostname(), stage, self.step, text[:MAX_TEXT], trace, cause)
 
     def _report(self, report: Report) -> None:
-        if self.rank == HUB:
-            self._collect(report)
-        else:
-            self.mail.send(HUB, "error", asdict(report))
+        if not self._verdict.is_set():
+            self._tell_watchdog("report", **asdict(report))
 
-    def _collect(self, report: Report) -> None:
+    def _tell_watchdog(self, kind: str, **values: Any) -> None:
         with self._lock:
-            self._reports.append(report)
-            first = len(self._reports) == 1
-        if first:
-            threading.Timer(COLLECT_REPORTS_S, self._judge).start()
+            self._watchdog.send(kind, **values)
+            self._watchdog.flush_within(1.0)
 
-    def _judge(self) -> None:
-        """On the hub: picks the report that explains the others, prints it once, and tells every rank."""
-        report = min(self._reports, key=lambda r: r.order)
-        repeated = self._memory is not None and self._memory.is_repeated(report)
-        stop = repeated or report.cause in ("interrupt", "fatal")
-        print(report.text(), file=sys.stderr, flush=True)
-        fatal = report.text() if stop and report.cause != "interrupt" else ""
-        if fatal:
-            print("oneworld: fatal, will not be restarted", file=sys.stderr, flush=True)
-        with ThreadPoolExecutor(MAX_SENDERS) as senders:  # one host that cannot be reached must not delay the others
-            senders.map(lambda rank: self._tell(rank, stop, fatal), range(1, self.size))
-        self._abort(stop, fatal)
+    def _receive_port(self) -> int:
+        """Of the board, in this rank's watchdog."""
+        connection = self._watchdog.connection
+        while select.select([connection], [], [], WATCHDOG_TIMEOUT_S)[0]:
+            for message in self._watchdog.receive():
+                assert message["kind"] == "hosted", message
+                return message["port"]
+            if not self._watchdog.is_open:
+                break
+        raise RuntimeError(f"the watchdog of rank {self.rank} has ended, or not answered in {WATCHDOG_TIMEOUT_S:g} s")
 
-    def _tell(self, rank: int, stop: bool, fatal: str) -> None:
-        with suppress(PeerLost):  # then it is gone, which is what the message would have asked for
-            self.mail.send(rank, "abort", {"stop": stop, "fatal": fatal})
-
-    def _abort(self, stop: bool, fatal: str = "") -> None:
-        self._stop_agent = stop
-        if fatal and self._memory is not None:
-            self._memory.write_fatal(fatal)
-        self._verdict.set()
-        self.mail.fail(Aborted("another rank failed"))
-        threading.Timer(GRACE_S, self._end_now).start()
-
-    def _end_now(self) -> None:
-        self._signal_agent()
-        exit_now(EXIT_FAILED)
-
-    def _signal_agent(self) -> None:
-        if self._stop_agent and self.local_rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
-            self._stop_agent = False
-            os.kill(os.getppid(), signal.SIGTERM)
-        elif self._stop_agent:
-            time.sleep(1.0)  # an agent that sees a dead worker before the signal begins a restart
+    def _on_watchdog(self, source: socket.socket) -> None:
+        """In the I/O thread."""
+        for message in self._watchdog.receive():
+            assert message["kind"] == "abort", message
+            self._is_stop = message["stop"]
+            self._verdict.set()
+            self.mail.fail(Aborted("another rank failed"))
+        if not self._watchdog.is_open:
+            with suppress(OSError):
+                print(f"oneworld: rank {self.rank} ({self.roles}) has lost its watchdog, and ends", file=sys.stderr)
+            exit_now(EXIT_FAILED)
 
     def _lost(self, rank: int) -> None:
-        """A peer's connection ended. The hub reports it; the others only watch the hub."""
-        if rank in self._finished or self._verdict.is_set() or (self.rank != HUB and rank != HUB):
-            return
-        roles, host = self._peers.get(rank, ("hub" if rank == HUB else "no role yet", "unknown host"))
-        text = "its process ended without a word, or its host was cut off"
-        report = Report(rank, roles, host, "unknown", self.step, text, "", "lost")
-        if self.rank == HUB:
-            self._collect(report)
-            return
-        if self.local_rank == 0 or self.rank == 1:  # one line a node: nobody is left to speak for all
-            print(report.text(), file=sys.stderr, flush=True)
-        self._abort(stop=False)
+        """A peer's connection ended; if its process did too, its watchdog has said so. At the end all do."""
+        if not self._is_finished:
+            place = (self.rank, self.roles, socket.gethostname(), self._stage, self.step)
+            self._report(Report(*place, f"its connection to rank {rank} broke", "", "connection"))
 
     def _on_arrived(self, message: Message) -> None:
         name = message.meta["name"]
@@ -279,51 +293,52 @@ class World:
         self._finished.add(HUB)  # its connection may now close
         self._all_finished.set()
 
-    def _on_introduce(self, message: Message) -> None:
-        self._peers[message.source] = (message.meta["roles"], message.meta["host"])
-
     def _on_signal(self, source: socket.socket) -> None:
         """In the I/O thread: the main thread may be inside a C call that does not return."""
         received = source.recv(64)
         if self._verdict.is_set():
             return
-        try:
-            if signal.SIGINT in received:
-                self._report(self._describe(KeyboardInterrupt()))
-            elif signal.SIGTERM in received:
-                if self._order_taker is None:
-                    self._end_by_signal("told to end by SIGTERM")
-                else:
-                    late = f"told to end by SIGTERM, and the checkpoint was not committed within {STOP_S:g} s"
-                    threading.Timer(STOP_S, self._end_by_signal, [late]).start()
-                    threading.Thread(target=self._order, args=["stop"], daemon=True).start()
-            elif signal.SIGUSR1 in received and self._order_taker is not None:
-                threading.Thread(target=self._order, args=["save"], daemon=True).start()
-        except PeerLost:
-            self._lost(HUB)
+        is_interrupt, is_end = signal.SIGINT in received, signal.SIGTERM in received
+        if (self._is_interrupted and (is_interrupt or is_end)) or (is_interrupt and self._order_taker is None):
+            self._report(self._describe(KeyboardInterrupt()))  # of a second Ctrl-C torchrun makes a SIGTERM
+        elif is_interrupt:
+            self._is_interrupted = True
+            self._tell_watchdog("interrupting", **asdict(self._describe(KeyboardInterrupt())))
+            self._order_stop("SIGINT")
+        elif is_end:
+            if self._order_taker is None:
+                self._end_by_signal("told to end by SIGTERM")
+            else:
+                self._order_stop("SIGTERM")
+        elif signal.SIGUSR1 in received and self._order_taker is not None:
+            threading.Thread(target=self._order, args=["save"], daemon=True).start()
+
+    def _order_stop(self, name: str) -> None:
+        late = f"told to end by {name}, and the checkpoint was not committed within {STOP_S:g} s"
+        timer = threading.Timer(STOP_S, self._end_by_signal, [late])
+        timer.daemon = True
+        timer.start()
+        threading.Thread(target=self._order, args=["stop"], daemon=True).start()
 
     def _order(self, order: str) -> None:
         """In a thread of its own: the connection may be busy with a checkpoint, and the I/O thread must drain."""
         assert self._order_taker is not None
-        with suppress(PeerLost):  # which the hub notices by itself
+        with suppress(PeerLost):  # which its watchdog reports
             self.mail.send(self._order_taker, "order", {"order": order})
 
     def _end_by_signal(self, text: str) -> None:
         place = (self.rank, self.roles, socket.gethostname(), self._stage, self.step)
-        with suppress(PeerLost):
-            self._report(Report(*place, text, "", "terminated"))
+        self._report(Report(*place, text, "", "terminated"))
 
     def _listen(self) -> None:
         mail = self.mail
-        mail.on("error", lambda message: self._collect(Report(**message.meta)))
-        mail.on("abort", lambda message: self._abort(**message.meta))
         mail.on("arrived", self._on_arrived)
-        mail.on("introduce", self._on_introduce)
         mail.on("finished", self._on_finished)
         mail.on("all_finished", self._on_all_finished)
         mail.on_lost(self._lost)
+        mail.watch(self._watchdog.connection, self._on_watchdog)
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGUSR1):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, lambda number, frame: None)  # `_on_signal` does what they ask for
             reader, writer = socket.socketpair()
             writer.setblocking(False)
@@ -335,10 +350,6 @@ class World:
 def join() -> Iterator[World]:
     """Joins the world that torchrun started (a world of one without it). An exception in the body ends every rank."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(
-            PR_SET_PDEATHSIG, signal.SIGKILL
-        )  # a killed agent must not leave orphans that hold GPUs
     world = _join()
     try:
         yield world
@@ -350,8 +361,9 @@ def join() -> Iterator[World]:
 
 def exit_now(code: int) -> None:
     """Ends the process without waiting for threads, collectives or destructors that may be stuck."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk
+            stream.flush()
     os._exit(code)
 
 
@@ -362,15 +374,24 @@ def _join() -> World:
     store, _, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_TIMEOUT_S)))
     if rank == HUB:
         store.set("mail/token", secrets.token_hex(16))
-    mail = Mail(rank, _own_address(store), store.get("mail/token").decode())
+    address, token = _own_address(store), store.get("mail/token").decode()
+    mail = Mail(rank, address, token)
     world = World(store, mail, rank, local_rank, size)
+    if rank == HUB:
+        world._tell_watchdog("host", address=address, token=token)
+        store.set("board", json.dumps([address, world._receive_port()]))
+    board = json.loads(store.get("board"))
+    world._tell_watchdog("join", rank=rank, local_rank=local_rank, token=token, board=board)
     world._listen()
     store.set(f"mail/{rank}", json.dumps(mail.address))
     addresses = store.multi_get([f"mail/{peer}" for peer in range(size)])
     mail.learn({peer: tuple(json.loads(address)) for peer, address in enumerate(addresses)})
-    if rank != HUB:
-        mail.send(HUB, "introduce", {"roles": world.roles, "host": socket.gethostname()})
     return world
+
+
+def launcher_process() -> psutil.Process:
+    """torchrun's agent, which lives through restarts; this process where there is none."""
+    return psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
 
 
 def _own_address(store: dist.Store) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from safetensors.torch import load_file
 from rl.data.batch import Batch
 
 ROOT = Path(__file__).resolve().parent.parent
+MARK = "ONEWORLD_TEST_WORLD"
+_marks: dict[int, str] = {}  # by the launcher's process id
 STARTED: list[subprocess.Popen[str]] = []  # worlds of the running test; tests/conftest.py ends what a failed one leaves
 
 
@@ -34,15 +37,21 @@ def start(*arguments: str, restarts: bool = False, **extra: str) -> subprocess.P
     environment = activated_environment(**extra)
     if not restarts:
         environment["PET_MAX_RESTARTS"] = "0"
+    return spawn(["torchrun", *arguments], environment)
+
+
+def spawn(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    mark = secrets.token_hex(8)
     process = subprocess.Popen(
-        ["torchrun", *arguments],
+        command,
         cwd=ROOT,
-        env=environment,
+        env=environment | {MARK: mark},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+    _marks[process.pid] = mark
     STARTED.append(process)
     return process
 
@@ -62,14 +71,14 @@ def finish(process: subprocess.Popen[str], timeout_s: float) -> str:
     return output
 
 
-def members(session: int) -> list[psutil.Process]:
-    """The processes of a session that are still alive."""
+def members(launcher: int) -> list[psutil.Process]:
+    """The processes of a world that are still alive, whatever session they are in: all have inherited its mark."""
     alive = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(MARK) == _marks[launcher] and process.status() != psutil.STATUS_ZOMBIE:
                 alive.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
+        except (ProcessLookupError, psutil.Error):
             continue
     return alive
 

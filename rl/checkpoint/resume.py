@@ -28,6 +28,7 @@ from rl.learner import Learner
 from rl.mail import Mail, Message
 from rl.placement import Placement
 from rl.shards import LocalSlice
+from rl.watch.heart import HEART
 
 MAX_LINES = 20
 Holder = tuple[int, str]  # a rank that can read a file, and the step's folder on its node
@@ -296,6 +297,7 @@ def fill(parts: Sequence[tuple[str, LocalSlice]], reader: SliceReader, shard: in
     _check_same_model([part for kind, part in parts if kind == "model"], saved["model"])
     for kind, part in parts:
         name = part.info.name
+        HEART.beat(f"{kind} of {name}")
         exact = saved["master"] if kind == "model" and name in saved["master"] else saved[kind]
         first, end = part.info.rows(shard, num_shards) if part.info.sharded else (0, part.info.rows(0, 1)[1])
         if name not in exact:

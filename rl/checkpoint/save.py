@@ -25,7 +25,7 @@ from rl.checkpoint.manifest import CheckpointError, File, Manifest, step_folder
 from rl.checkpoint.shelf import POLL_S, Shelf
 from rl.checkpoint.snapshot import HostCopy, Snapshot
 from rl.checkpoint.write import Record, Writer
-from rl.mail import Message
+from rl.mail import Message, waiting
 from rl.placement import Placement
 from rl.world import Stopped, World
 
@@ -87,8 +87,11 @@ class Saver:
         self._mail.receive()
 
     def _wait(self, event: threading.Event) -> None:
-        while not event.wait(POLL_S):
-            self._mail.receive(timeout_s=0)  # raises when the world ends
+        if event.is_set():
+            return
+        with waiting("its checkpoint"):
+            while not event.wait(POLL_S):
+                self._mail.receive(timeout_s=0)  # raises when the world ends
 
     def _serve(self) -> None:
         while True:

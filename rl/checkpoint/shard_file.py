@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from rl.checkpoint.manifest import FORMAT, ITEM_BYTES, CheckpointError, File, Slice
+from rl.watch.heart import HEART
 
 CHUNK_BYTES = 16 << 20
 ALIGNMENT = 8
@@ -51,6 +52,7 @@ def write_shard(path: Path, contents: Sequence[Content], about: dict[str, Any]) 
                     chunk = piece[start : start + CHUNK_BYTES]
                     hasher.update(chunk)
                     file.write(chunk)
+                    HEART.touch_background()
             assert file.num_bytes - begin == content.part.num_bytes, content.part
             parts.append(replace(content.part, begin=begin, digest=hasher.hexdigest()))
     return File(path.name, file.num_bytes, file.digest, (), tuple(parts))

@@ -24,8 +24,8 @@ from typing import Any
 
 from rl.checkpoint.manifest import COMMITTED, MANIFEST, STEP_FOLDER, CheckpointError, Manifest, step_folder
 from rl.checkpoint.shard_file import NewFile, cannot_write, read_bytes, sync_folder, write_whole
-from rl.ends import launcher_process
-from rl.mail import Mail, Message
+from rl.mail import Mail, Message, waiting
+from rl.world import launcher_process
 
 POLL_S = 0.2
 RUN_ID = "run_id"
@@ -76,11 +76,12 @@ class Shelf:
 
     def wait(self, future: Future[Message]) -> Message:
         """Its answer; raises when the world ends in the meantime."""
-        while True:
-            try:
-                return future.result(timeout=POLL_S)
-            except FutureTimeoutError:
-                self._mail.receive(timeout_s=0)
+        with waiting("an answer about checkpoints"):
+            while True:
+                try:
+                    return future.result(timeout=POLL_S)
+                except FutureTimeoutError:
+                    self._mail.receive(timeout_s=0)
 
     def _on_answer(self, message: Message) -> None:
         future = self._calls.pop(message.meta["call"])

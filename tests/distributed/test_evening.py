@@ -1,6 +1,5 @@
 """Actors even out what they were dealt: real processes, mail and process groups, and the real Rollouts."""
 
-import subprocess
 import sys
 
 import pytest
@@ -9,23 +8,14 @@ from safetensors.torch import load_file
 from rl.data.batch import Batch
 from rl.data.packing import costs_of, mini_batch_of
 from tests.distributed.evening_world import HIDDEN_SIZE, NUM_ACTORS, NUM_MINI_BATCHES, NUM_PROMPTS, group_of
-from tests.launcher import ROOT, STARTED, activated_environment, finish
+from tests.launcher import activated_environment, finish, spawn
 
 
 @pytest.fixture(scope="module")
 def held(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Batch]]:
     """By batch, what each actor trains on."""
     folder = tmp_path_factory.mktemp("evening")
-    process = subprocess.Popen(
-        [sys.executable, "tests/distributed/evening_world.py", str(folder)],
-        cwd=ROOT,
-        env=activated_environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    STARTED.append(process)
+    process = spawn([sys.executable, "tests/distributed/evening_world.py", str(folder)], activated_environment())
     output = finish(process, timeout_s=60)
     assert process.returncode == 0, output[-6000:]
     return {

@@ -1,11 +1,14 @@
-"""train.py with one thing broken on one rank: `broken_train.py WHAT RANK [train.py's arguments]`."""
+"""train.py with something broken: `broken_train.py WHAT RANK [train.py's arguments]`, where WHAT may be several things
+joined by ` + `, of which those that need a culprit are broken on that rank only."""
 
 import os
+import re
 import signal
 import sys
 import time
 import zlib
 from collections.abc import Callable
+from multiprocessing.shared_memory import SharedMemory
 
 from torch import Tensor
 
@@ -61,8 +64,28 @@ def hang() -> None:
         os.read(reader, 1)
 
 
+def sleep() -> None:
+    """Away from any collective, with an interpreter that runs."""
+    time.sleep(10_000)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def freeze() -> None:
+    """A C call that never gives the interpreter back."""
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def share_memory_and_kill() -> None:
+    """As vLLM's ranks share some, in a segment that has a name."""
+    SharedMemory(f"test-{os.getppid()}", create=True, size=1 << 20)
+    kill()
 
 
 def kill_later() -> None:
@@ -71,13 +94,35 @@ def kill_later() -> None:
     kill()
 
 
-def main() -> None:
-    what, culprit = sys.argv[1], int(sys.argv[2])
-    sys.argv[1:] = sys.argv[3:]
+def slow_down_engines() -> None:
+    step = FakeEngine.step
+    FakeEngine.step = lambda engine: time.sleep(0.02) or step(engine)
+
+
+def vary_rewards() -> None:
+    REWARDS["exact_match"] = lambda response, answer: zlib.crc32(f"{response}/{answer}".encode()) % 5 / 4
+
+
+def engine_class() -> type:
+    if "rollout.engine=fake" in sys.argv:
+        return FakeEngine
+    from rl.rollout.vllm_engine import VllmEngine
+
+    return VllmEngine
+
+
+def fail_engines(times: int) -> None:
+    """In a row, when they have got under way."""
+    errors = iter([False] * 3 + [True] * times)
+    engine = engine_class()
+    step = engine.step
+    engine.step = lambda engine: fail() if next(errors, False) else step(engine)
+
+
+def break_(what: str, culprit: int) -> None:
     is_culprit = int(os.environ["RANK"]) == culprit
-    if (what == "update" and is_culprit) or (
-        what == "update, once" and is_culprit and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    ):
+    is_first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if (what == "update" and is_culprit) or (what == "update, once" and is_culprit and is_first_attempt):
         Learner.update = broken(Learner.update, fail)
     elif what == "update, others hang":
         Learner.update = broken(Learner.update, fail if is_culprit else hang)
@@ -85,6 +130,10 @@ def main() -> None:
         Learner.update = broken(Learner.update, hang)
     elif what == "rollout" and is_culprit:
         RolloutService.work = broken(RolloutService.work, fail)
+    elif what in ("engine, once", "engine, twice") and (is_culprit or culprit < 0):
+        fail_engines(100 if what == "engine, twice" else 1)
+    elif what == "engine, twice in the first attempt" and is_culprit and is_first_attempt:
+        fail_engines(2)
     elif what == "update, details" and is_culprit:
         Learner.update = broken(Learner.update, fail_with_details)
     elif what == "exchange" and is_culprit:
@@ -92,10 +141,9 @@ def main() -> None:
     elif what == "first two killed" and int(os.environ["RANK"]) < 2:
         Learner.update = broken(Learner.update, kill)
     elif what in ("slow engine", "slow engines") and (is_culprit or what == "slow engines"):
-        step = FakeEngine.step
-        FakeEngine.step = lambda engine: time.sleep(0.02) or step(engine)
+        slow_down_engines()
     elif what == "varied rewards":
-        REWARDS["exact_match"] = lambda response, answer: zlib.crc32(f"{response}/{answer}".encode()) % 5 / 4
+        vary_rewards()
     elif what == "load" and is_culprit:
         Landings.fill = from_version_2(Landings.fill, fail)
     elif what == "loads once" and is_culprit:
@@ -104,10 +152,25 @@ def main() -> None:
         from rl.rollout import vllm_engine
 
         vllm_engine._turn_off_packing = lambda: None
+    elif what in ("sleeping", "stopped", "frozen") and is_culprit:
+        Learner._accumulate = broken(Learner._accumulate, {"sleeping": sleep, "stopped": stop, "frozen": freeze}[what])
     elif what == "killed" and is_culprit:
         Learner.update = broken(Learner.update, kill)
-    elif what == "killed, once" and is_culprit and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    elif what == "killed with shared memory" and is_culprit:
+        Learner.update = broken(Learner.update, share_memory_and_kill)
+    elif what == "killed at once" and is_culprit:
+        Learner.update = lambda *args: kill()
+    elif what == "not importable" and is_culprit:
+        raise ModuleNotFoundError("planted")
+    elif what == "killed, once" and is_culprit and is_first_attempt:
         Learner.update = broken(Learner.update, kill_later)
+
+
+def main() -> None:
+    whats, culprit = sys.argv[1].split(" + "), int(sys.argv[2])
+    sys.argv[1:] = sys.argv[3:]
+    for what in whats:
+        break_(what, culprit)
     train.main()
 
 

@@ -103,6 +103,13 @@ def test_killed_rank_is_named(rank: int, tmp_path: Path) -> None:
     assert time.monotonic() - started < MAX_END_S
 
 
+def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
+    process = launch(tmp_path, 2, "killed with shared memory", 1)
+    output = finish(process, 60)
+    assert "its process ended without a word" in output
+    assert not Path(f"/dev/shm/test-{process.pid}").exists()
+
+
 @pytest.mark.parametrize(
     ("what", "restarts"),
     [
@@ -118,10 +125,14 @@ def test_ctrl_c(what: str, restarts: bool, tmp_path: Path) -> None:
     time.sleep(1.0)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     started = time.monotonic()
+    if what == "all hang":  # nothing can be saved; who does not want to wait types it again
+        time.sleep(1.0)
+        os.killpg(process.pid, signal.SIGINT)
     output = finish(process, 60)
     assert process.returncode != 0
     assert time.monotonic() - started < MAX_END_S
     assert output.count("oneworld: interrupted at step ") == 1, output
+    assert (" is saved (run.name=run)" in output) == (what == "nothing"), output
     assert "ZeroDivisionError" not in output
     assert not (tmp_path / "run" / "FATAL").exists()
 
@@ -162,6 +173,26 @@ def test_an_exception_that_does_not_come_back_is_survived(tmp_path: Path) -> Non
     assert "in 3 steps" in output
     assert not (tmp_path / "run" / "FATAL").exists()
     assert not (tmp_path / "run" / "last_error.json").exists()
+
+
+@pytest.mark.slow
+def test_a_crash_loop_slows_down_and_ends(tmp_path: Path) -> None:
+    """A lost rank is no repeated error, but attempts in which no step is done are limited."""
+    process = launch(tmp_path, 2, "killed at once", 1, "world.max_fruitless_attempts=3", restarts=True)
+    output = finish(process, 120)
+    assert process.returncode != 0
+    assert output.count("its process ended without a word") == 3, output
+    assert output.count("2 attempts in a row ended before a step was done; the next in 1 s") == 1
+    assert output.count("3 attempts in a row ended before a step was done (world.max_fruitless_attempts)") == 1
+    assert "3 attempts in a row" in (tmp_path / "run" / "FATAL").read_text()
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_even_start_is_not_started_for_ever(tmp_path: Path) -> None:
+    process = launch(tmp_path, 2, "not importable", 0, restarts=True)
+    output = finish(process, 120)
+    assert process.returncode != 0
+    assert "3 starts in a row ended before the ranks had met; torchrun is told to stop" in output
 
 
 @pytest.mark.parametrize("restarts", [pytest.param(False, marks=pytest.mark.slow), True])

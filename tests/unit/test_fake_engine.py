@@ -114,7 +114,7 @@ def test_a_service_refuses_a_task_of_another_version(mail: Mail, held: int, has:
     engine.confirm(held)
     world: Any = SimpleNamespace(mail=mail)  # a real one needs a launcher
     tokenizer: Any = None
-    service = RolloutService(world, engine, (0,), 0, 4, 0, lambda *_: 0.0, tokenizer)
+    service = RolloutService(world, engine, (0,), 0, 4, 0, lambda *_: 0.0, tokenizer, lambda failed: failed)
     work = Message(0, "work", {"tasks": [asdict(TASK)]})
     with pytest.raises(RuntimeError, match=f"a rollout of version 6, but this engine has {has}"):
         service.handle(work)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from rl.config import ROOT
 
 LAYERS = [
-    ("config", "early"),
-    ("ends", "mail", "placement", "world", "shards", "metrics", "profile", "serve"),
+    ("config", "ends", "watch", "early"),
+    ("mail", "placement", "world", "shards", "metrics", "profile", "serve"),
     ("data", "model", "algo", "rewards"),
     ("learner", "scoring", "sync", "checkpoint"),
     ("rollout", "merge"),

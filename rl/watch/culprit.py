@@ -1,0 +1,72 @@
+"""Which of the silent ranks the others wait for, and how a failure is told."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a watchdog says of its rank."""
+
+    rank: int
+    host: str
+    roles: str
+    stage: str
+    step: int
+    version: int
+    item: str
+    waits_for: str
+    silent_s: float  # since its last beat
+    stage_s: float  # in this stage
+    limit_s: float = 0.0  # so long it may be silent
+    frozen: str = ""  # why nothing in the process runs; empty: its I/O thread does
+    in_collective: bool = False  # its main thread stands in a call that needs other ranks
+    stacks: str = ""  # the file that has them
+    collectives: str = ""  # the file that NCCL's flight recorder was asked to write
+
+
+def find_culprit(accounts: Sequence[Account]) -> Account:
+    """A frozen process before one that runs, one that works before one that waits for others, one in its own code
+    before one in a collective, the one that has got least far, and the one that has been silent longest."""
+    return min(
+        accounts,
+        key=lambda a: (not a.frozen, _waits_for_others(a), a.in_collective, a.step, -a.silent_s, a.rank),
+    )
+
+
+def _waits_for_others(account: Account) -> bool:
+    return bool(account.waits_for) and not account.waits_for.startswith("its ")
+
+
+def describe_silence(culprit: Account) -> str:
+    how = f"{culprit.frozen}; " if culprit.frozen else ""
+    on = f" on {culprit.item}" if culprit.item else ""
+    for_ = f", waiting for {culprit.waits_for}" if culprit.waits_for else ""
+    return f"{how}silent for {culprit.silent_s:.0f} s{on}{for_}, {culprit.stage_s:.0f} s after the stage began"
+
+
+def describe_others(accounts: Iterable[Account]) -> list[str]:
+    """A line for each kind of rank: who stood where."""
+    alike: dict[tuple[str, str, str], list[Account]] = defaultdict(list)
+    for account in accounts:
+        alike[account.roles, account.stage, account.waits_for].append(account)
+    lines = []
+    for (roles, stage, waits_for), group in sorted(alike.items(), key=lambda pair: pair[1][0].rank):
+        ranks = show_ranks([account.rank for account in group])
+        doing = f"waiting for {waits_for}" if waits_for else "working, or in a collective"
+        seconds = max(account.silent_s for account in group)
+        lines.append(f"  {ranks} ({roles}): stage {stage}, {doing}, silent for up to {seconds:.0f} s")
+    return lines
+
+
+def show_ranks(ranks: Sequence[int]) -> str:
+    """rank 3; ranks 0-2, 5."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"

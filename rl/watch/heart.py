@@ -1,0 +1,117 @@
+"""What a rank is doing now, in memory that it shares with its watchdog: written in a few microseconds, and readable
+when the rank is frozen.
+
+Every stage, engine step, micro-batch and message is a beat. A rank that waits for others says so: then silence is
+theirs.
+"""
+
+import json
+import mmap
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+SIZE = 4096
+HEAD = struct.Struct("=QQddI")  # beats, tokens, times of the beat and of the stage, bytes of text
+HEAD_OFFSET = 8  # after a sequence number, which is odd while something is written
+THREADS = struct.Struct("=dd")  # when the I/O thread and a thread that writes a checkpoint last ran; 0: never
+THREADS_OFFSET, TEXT_OFFSET = 64, 128
+MAX_ITEM = 200  # characters
+MAX_TRIES = 100
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Times are of the monotonic clock, which all processes of a host share."""
+
+    beats: int
+    tokens: int  # sampled so far
+    at: float
+    stage_at: float
+    io_at: float  # when the rank's I/O thread last ran: its interpreter was not frozen then; 0: there is none yet
+    background_at: float  # when a thread that writes a checkpoint last got on
+    roles: str
+    stage: str
+    step: int
+    version: int
+    item: str  # what is worked on
+    waits_for: str  # what it waits for, of other ranks unless it begins with `its`; empty: it works
+
+    @property
+    def alive_at(self) -> float:
+        return max(self.at, self.io_at)
+
+
+class Heart:
+    """Written by the rank's main thread, but for the times of other threads."""
+
+    def __init__(self) -> None:
+        self._roles, self._stage, self._step, self._version = "no role yet", "start", 0, 0
+        self._item = self._waits_for = ""
+        self._sequence = self._beats = self._tokens = 0
+        self._stage_at = time.monotonic()
+        self.renew()
+
+    def renew(self) -> None:
+        """In memory that is shared with children from now on, and with nobody else."""
+        self._memory = mmap.mmap(-1, SIZE)
+        self._numbers = memoryview(self._memory).cast("Q")
+        self._write()
+
+    def beat(self, item: str = "", tokens: int = 0) -> None:
+        self._item = item[:MAX_ITEM]
+        self._tokens += tokens
+        self._write()
+
+    def enter(self, stage: str) -> None:
+        if stage != self._stage:
+            self._stage, self._stage_at = stage, time.monotonic()
+        self._item = ""
+        self._write()
+
+    def describe(self, roles: str | None = None, step: int | None = None, version: int | None = None) -> None:
+        self._roles = self._roles if roles is None else roles
+        self._step = self._step if step is None else step
+        self._version = self._version if version is None else version
+        self._write()
+
+    def wait(self, what: str) -> None:
+        """From here on for others; an empty text ends it."""
+        self._waits_for = what[:MAX_ITEM]
+        self._write()
+
+    def touch_io(self) -> None:
+        self._touch(0)
+
+    def touch_background(self) -> None:
+        self._touch(1)
+
+    def _touch(self, thread: int) -> None:
+        (bits,) = struct.unpack("=Q", struct.pack("=d", time.monotonic()))
+        self._numbers[THREADS_OFFSET // 8 + thread] = bits  # at once: `pack_into` would clear it first
+
+    def _write(self) -> None:
+        fields = [self._roles, self._stage, self._step, self._version, self._item, self._waits_for]
+        text, now = json.dumps(fields).encode(), time.monotonic()
+        self._beats += 1
+        self._numbers[0] = self._sequence + 1
+        HEAD.pack_into(self._memory, HEAD_OFFSET, self._beats, self._tokens, now, self._stage_at, len(text))
+        self._memory[TEXT_OFFSET : TEXT_OFFSET + len(text)] = text
+        self._sequence += 2
+        self._numbers[0] = self._sequence
+
+    def read(self) -> Beat | None:
+        """On the watchdog's side; None while the rank is writing, or was frozen in the middle of that."""
+        for _ in range(MAX_TRIES):
+            sequence = self._numbers[0]
+            beats, tokens, at, stage_at, size = HEAD.unpack_from(self._memory, HEAD_OFFSET)
+            text = bytes(self._memory[TEXT_OFFSET : TEXT_OFFSET + size])
+            times = THREADS.unpack_from(self._memory, THREADS_OFFSET)
+            if sequence % 2 == 0 and self._numbers[0] == sequence:
+                with suppress(ValueError):  # torn all the same
+                    return Beat(beats, tokens, at, stage_at, *times, *json.loads(text))
+        return None
+
+
+HEART = Heart()  # of this process

@@ -1,0 +1,44 @@
+"""NCCL's flight recorder: a rank's last collectives on GPUs, which its watchdog asks for when ranks are silent.
+
+A thread of torch's answers, so it works while the main thread stands in a collective. `torchfrtrace` reads the files of
+all ranks and says which collective they differ in.
+"""
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+NUM_COLLECTIVES = "2000"
+PIPES = Path("/dev/shm")  # a run folder may lie on a file system without pipes; segments of a world go with its ranks
+
+
+def keep_collectives(folder: Path, world: str) -> str:
+    """In the rank, before the first group of GPUs is made. Returns the path of the files to come, less the rank; what
+    the user has set wins."""
+    (folder / "stacks").mkdir(parents=True, exist_ok=True)
+    target = str(folder.resolve() / "stacks" / f"{time.strftime('%Y%m%d-%H%M%S')}.nccl_rank_")
+    wanted = {
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): NUM_COLLECTIVES,
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): target,
+        ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE",): str(_pipe(world, "")),
+    }
+    for names, value in wanted.items():  # newer and older versions of torch
+        if not any(name in os.environ for name in names):
+            os.environ |= dict.fromkeys(names, value)
+    return os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+
+
+def ask_for_collectives(world: str, rank: int) -> bool:
+    """In the watchdog; whether somebody listens. The file is there a second or two later."""
+    with suppress(OSError):
+        pipe = os.open(_pipe(world, f"{rank}.pipe"), os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            return os.write(pipe, b"1") == 1
+        finally:
+            os.close(pipe)
+    return False
+
+
+def _pipe(world: str, end: str) -> Path:
+    return PIPES / f"oneworld-{world}-nccl_{end}"

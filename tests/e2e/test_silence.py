@@ -1,0 +1,41 @@
+"""Ranks that live and do nothing: the right one is named, with its stack, and the world ends in time."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_ends import launch, wait_for_step
+from tests.launcher import finish
+
+pytestmark = pytest.mark.timeout(150)
+FLOOR_S = 4.0
+MAX_NAMED_S = 5.0  # after the floor
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "said"),
+    [
+        ("stopped", 0, "its process was stopped by a signal; silent for "),
+        pytest.param("stopped", 1, "its process was stopped by a signal; silent for ", marks=pytest.mark.slow),
+        pytest.param("frozen", 1, "its interpreter is frozen; silent for ", marks=pytest.mark.slow),
+        ("sleeping", 2, "silent for "),
+    ],
+)
+def test_a_silent_rank_is_named(what: str, rank: int, said: str, tmp_path: Path) -> None:
+    """The others stand in a collective and are just as silent."""
+    process = launch(tmp_path, 3, what, rank, f"world.silence_floor_s={FLOOR_S}")
+    wait_for_step(tmp_path, process, 1)
+    started = time.monotonic()
+    output = finish(process, 60)
+    assert process.returncode != 0
+    block = output[output.index("oneworld: rank ") :].splitlines()
+    assert block[0].startswith(f"oneworld: rank {rank} (rollout,actor) on "), output
+    assert f"stage update, step 2: {said}" in block[0]
+    assert "on micro-batch 1 of 1" in block[0]
+    stacks = Path(block[1].removeprefix("  stacks: "))
+    assert "broken_train.py" in stacks.read_text()
+    others = ", ".join(str(other) for other in range(3) if other != rank).replace("0, 1", "0-1").replace("1, 2", "1-2")
+    assert block[2].startswith(f"  ranks {others} (rollout,actor): stage update, ")
+    assert output.count("oneworld: ") == 1, output
+    assert time.monotonic() - started < FLOOR_S + MAX_NAMED_S + 10.0  # to the end of the launcher

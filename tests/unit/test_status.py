@@ -1,0 +1,64 @@
+"""tools/status.py on what watchdogs write."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import status
+
+
+def row(rank: int, **values: Any) -> dict[str, Any]:
+    fields = {"rank": rank, "host": "node0", "roles": "actor", "stage": "update", "step": 3, "version": 3, "item": "x"}
+    fields |= {"waits_for": "", "silent_s": 0.2, "stage_s": 1.5, "frozen": "", "tokens_per_s": 7, "memory_mb": 8}
+    return fields | {"done": False, "world": "b"} | values
+
+
+def write(run: Path, name: str, value: dict[str, Any]) -> None:
+    (run / "status").mkdir(parents=True, exist_ok=True)
+    (run / "status" / f"{name}.json").write_text(json.dumps(value))
+
+
+def test_a_running_one(tmp_path: Path) -> None:
+    now = time.time()
+    ranks = [row(0, heard_s_ago=0.1), row(1, heard_s_ago=0.5, stage="rollout", waits_for="work")]
+    write(tmp_path, "board", {"at": now, "world": "b", "ranks": ranks})
+    write(tmp_path, "rank_7", row(7, at=now - 50, world="a"))
+    write(tmp_path, "rank_0", row(0, at=now - 0.5, stage="older"))
+    first, head, *lines = status.show(tmp_path).splitlines()
+    assert first == f"{tmp_path}: running, step 3, 2 ranks"
+    squeezed = [" ".join(line.split()) for line in (head, *lines)]
+    assert squeezed == [
+        "rank host roles stage step version in stage s silent s tokens/s MB doing",
+        "0 node0 actor update 3 3 1.5 0.2 7 8 x",
+        "1 node0 actor rollout 3 3 1.5 0.2 7 8 waits for work",
+    ]
+
+
+def test_a_dead_one_on_a_node_without_the_board(tmp_path: Path) -> None:
+    write(tmp_path, "rank_2", row(2, at=time.time() - 100, frozen="its interpreter is frozen"))
+    write(tmp_path, "rank_3", row(3, at=time.time() - 101, ended=True))
+    (tmp_path / "FATAL").write_text("the reason\nmore\n")
+    first, fatal, _, *lines = status.show(tmp_path).splitlines()
+    assert first == f"{tmp_path}: last heard of 100 s ago, step 3, 2 ranks"
+    assert fatal == f"{tmp_path}/FATAL: the reason"
+    assert [line.split("8   ")[1] for line in lines] == ["its interpreter is frozen", "ended"]
+
+
+def test_a_done_one_and_half_a_file(tmp_path: Path) -> None:
+    write(tmp_path, "rank_0", row(0, at=time.time() - 100, done=True))
+    (tmp_path / "status" / "rank_1.json").write_text("{")
+    assert status.show(tmp_path).splitlines()[0] == f"{tmp_path}: done, step 3, 1 ranks"
+
+
+def test_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="no run with a status folder in runs; give the folder of a run"):
+        status.main([])
+    with pytest.raises(SystemExit, match="there is no folder runs/x; give the folder of a run"):
+        status.main(["runs/x"])
+    (tmp_path / "runs" / "y" / "status").mkdir(parents=True)
+    assert status.newest_run(Path("runs")) == Path("runs/y")
+    assert status.show(Path("runs/y")) == "runs/y: no rank has said anything yet"

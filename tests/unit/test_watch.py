@@ -1,0 +1,327 @@
+"""Who is silent, who is to blame, and what is said about it: without processes."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.ends import Memory, Report
+from rl.watch import board as board_module
+from rl.watch import recorder
+from rl.watch.board import Board
+from rl.watch.culprit import Account, find_culprit, show_ranks
+from rl.watch.heart import Beat, Heart
+from rl.watch.silence import STRETCH, Limits, Watch
+from rl.watch.stacks import stands_in_collective
+
+
+def beat(number: int, at: float, stage: str = "update", waits_for: str = "", io_at: float | None = None) -> Beat:
+    return Beat(number, 0, at, at, at if io_at is None else io_at, 0.0, "actor", stage, 1, 1, "", waits_for)
+
+
+def account(rank: int, **values: Any) -> Account:
+    fields = {"roles": "actor", "stage": "update", "step": 7, "version": 7, "item": "", "waits_for": ""}
+    return Account(rank=rank, host=f"node{rank // 2}", **(fields | {"silent_s": 10.0, "stage_s": 12.0} | values))
+
+
+def visit(watch: Watch, *times: float, stage: str = "update") -> None:
+    """Beats at these times, and then another stage."""
+    for time_s in times:
+        watch.see(beat(int(time_s * 10), at=time_s, stage=stage))
+    watch.see(beat(int(times[-1] * 10) + 1, at=times[-1], stage="between"))
+
+
+class TestSilence:
+    def test_a_stage_may_take_a_multiple_of_what_it_took_but_no_less_than_the_floor(self) -> None:
+        watch = Watch(Limits(floor_s=10, cap_s=100))
+        watch.see(beat(1, at=0.1))
+        watch.see(beat(5, at=0.5))
+        assert watch.limit_s(beat(5, 0.5)) == 100, "not before it has been left: its longest part may come last"
+        visit(watch, 0.6, 0.8)
+        assert watch.limit_s(beat(9, 0.9)) == 10
+        visit(watch, 10, 18)
+        assert watch.limit_s(beat(190, 19)) == 8 * STRETCH
+        visit(watch, 20, 60)
+        assert watch.limit_s(beat(610, 61)) == 100
+        assert watch.limit_s(beat(610, 61, stage="sync")) == 100
+        visit(watch, 70, 71, stage="start")
+        assert watch.limit_s(beat(720, 72, stage="start")) == 100, "loading follows, whatever came before"
+
+    def test_a_long_stage_is_no_hang_while_it_beats(self) -> None:
+        watch = Watch(Limits(floor_s=2, cap_s=100))
+        visit(watch, 0.1, 1.1)
+        for second in range(2, 100):
+            watch.see(beat(second * 10, at=second))
+            assert not watch.is_silent(beat(second * 10, at=second), now=second + 1, frozen="")
+        assert watch.is_silent(beat(990, at=99), now=99 + STRETCH + 0.1, frozen="")
+
+    def test_one_that_waits_is_not_silent_and_its_waiting_teaches_nothing(self) -> None:
+        watch = Watch(Limits(floor_s=2, cap_s=100))
+        visit(watch, 0.1, 1.1)
+        watch.see(beat(20, 2, waits_for="group"))
+        assert not watch.is_silent(beat(20, 2, waits_for="group"), now=5000, frozen="")
+        visit(watch, 50)
+        assert watch.limit_s(beat(510, 51)) == STRETCH
+
+    def test_a_frozen_one_is_silent_after_the_floor_also_when_it_waits(self) -> None:
+        watch = Watch(Limits(floor_s=2, cap_s=100))
+        frozen = beat(1, at=0, waits_for="group", io_at=10)
+        assert not watch.is_silent(frozen, now=11.9, frozen="its process was stopped by a signal")
+        assert watch.is_silent(frozen, now=12.1, frozen="its process was stopped by a signal")
+
+
+def test_a_heart_is_read_by_a_child() -> None:
+    heart = Heart()
+    heart.describe(roles="actor", step=3, version=4)
+    heart.enter("update")
+    heart.beat("micro-batch 1 of 2 " + "x" * 10_000, tokens=5)
+    heart.wait("group")
+    reader, writer = os.pipe()
+    if not os.fork():
+        seen = heart.read()
+        assert seen is not None
+        fields = [seen.roles, seen.stage, seen.step, seen.version, seen.item[:20], seen.waits_for, seen.tokens]
+        os.write(writer, json.dumps(fields).encode())
+        os._exit(0)
+    assert json.loads(os.read(reader, 1000)) == ["actor", "update", 3, 4, "micro-batch 1 of 2 x", "group", 5]
+    before = heart.read()
+    heart.beat()
+    after = heart.read()
+    assert before is not None and after is not None and after.beats == before.beats + 1 and after.at >= before.at
+
+
+@pytest.mark.parametrize(
+    ("culprit", "other"),
+    [
+        ({"frozen": "stopped", "waits_for": "group"}, {"silent_s": 90.0}),
+        ({}, {"waits_for": "group", "silent_s": 90.0}),
+        ({"waits_for": "its checkpoint"}, {"waits_for": "group", "silent_s": 90.0}),
+        ({}, {"in_collective": True, "silent_s": 90.0}),
+        ({"step": 6}, {"silent_s": 90.0}),
+        ({"silent_s": 11.0}, {}),
+    ],
+)
+def test_the_culprit_is_the_one_that_the_others_wait_for(culprit: dict[str, Any], other: dict[str, Any]) -> None:
+    accounts = [account(rank, **other) for rank in range(3)] + [account(3, **culprit)]
+    assert find_culprit(accounts).rank == 3
+
+
+def test_a_stack_tells_whether_a_rank_stands_in_a_collective() -> None:
+    lines = ["Thread 0x1 (most recent call first):", '  File "rl/mail.py", line 1 in _serve', ""]
+    lines += ["Current thread 0x2 (most recent call first):", '  File "torch/distributed/x.py", line 1 in all_gather']
+    assert stands_in_collective("\n".join(lines))
+    assert not stands_in_collective("\n".join([*lines[:4], '  File "rl/learner.py", line 9 in update']))
+    assert not stands_in_collective("")
+
+
+def test_ranks_are_shown_as_ranges() -> None:
+    assert show_ranks([5, 0, 1, 2]) == "ranks 0-2, 5"
+    assert show_ranks([4]) == "rank 4"
+
+
+class FakeWorld:
+    """A board with four ranks, and what it told and said."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 1000.0
+        monkeypatch.setattr(board_module.time, "monotonic", lambda: self.now)
+        self.told: list[tuple[int, str, dict[str, Any]]] = []
+        self.said: list[str] = []
+        self.board = Board(lambda rank, kind, **values: self.told.append((rank, kind, values)), self.said.append)
+        for rank in range(4):
+            self.beat(rank)
+
+    def beat(self, rank: int, **values: Any) -> None:
+        self.send(rank, "beat", account=vars(account(rank, **values)), about={})
+
+    def send(self, rank: int, kind: str, **values: Any) -> None:
+        self.board.handle(rank, {"kind": kind, **values})
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.board.tick()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> FakeWorld:
+    return FakeWorld(monkeypatch)
+
+
+def report(rank: int, cause: str, error: str = "ValueError: no") -> dict[str, Any]:
+    return vars(Report(rank, "actor", "node0", "update", 7, error, "", cause))
+
+
+def aborted(world: FakeWorld) -> list[tuple[int, bool]]:
+    return [(rank, values["stop"]) for rank, kind, values in world.told if kind == "abort"]
+
+
+class TestBoard:
+    def test_the_exception_explains_the_broken_connections_and_is_said_once(self, world: FakeWorld) -> None:
+        world.send(1, "report", report=report(1, "connection", "broken"))
+        world.send(2, "died")
+        world.send(3, "report", report=report(3, "error"))
+        assert not world.said
+        world.wait(1)
+        world.wait(1)
+        assert world.said == ["oneworld: rank 3 (actor) on node0, stage update, step 7: ValueError: no"]
+        assert aborted(world) == [(rank, False) for rank in range(4)]
+
+    def test_a_death_names_its_stage_and_who_waited(self, world: FakeWorld) -> None:
+        world.beat(0, roles="rollout", stage="rollout", waits_for="work")
+        world.send(2, "died")
+        world.wait(1)
+        assert world.said[0].splitlines() == [
+            "oneworld: rank 2 (actor) on node1, stage update, step 7: its process ended without a word",
+            "  12 s after that stage began",
+            "  rank 0 (rollout): stage rollout, waiting for work, silent for up to 10 s",
+            "  ranks 1, 3 (actor): stage update, working, or in a collective, silent for up to 10 s",
+        ]
+
+    def test_a_silent_rank_may_not_be_the_culprit(self, world: FakeWorld) -> None:
+        world.send(1, "silent")
+        assert [(rank, kind) for rank, kind, _ in world.told] == [(rank, "account") for rank in range(4)]
+        for rank in (0, 1, 2):
+            world.send(rank, "account", account=vars(account(rank, in_collective=True)))
+        world.wait(0.1)
+        assert not world.said
+        frozen = account(3, frozen="its process was stopped by a signal", item="micro-batch 2 of 9", stacks="a/b")
+        world.send(3, "account", account=vars(frozen))
+        world.wait(0.1)
+        assert world.said[0].splitlines()[:2] == [
+            "oneworld: rank 3 (actor) on node1, stage update, step 7: its process was stopped by a signal; silent for "
+            "10 s on micro-batch 2 of 9, 12 s after the stage began",
+            "  stacks: a/b",
+        ]
+
+    def test_a_slow_rank_that_may_be_slow_is_left_alone(self, world: FakeWorld) -> None:
+        """One that stands in a collective is at its limit, the one that compiles is not."""
+        world.send(1, "silent")
+        for rank in (0, 1, 2):
+            world.send(rank, "account", account=vars(account(rank, in_collective=True, limit_s=10.0)))
+        world.send(3, "account", account=vars(account(3, silent_s=30.0, limit_s=100.0)))
+        world.wait(0.1)
+        assert not world.said
+        assert [(rank, kind) for rank, kind, _ in world.told[4:]] == [(rank, "patience") for rank in range(4)]
+        world.send(1, "silent")
+        for rank in (0, 1, 2):
+            world.send(rank, "account", account=vars(account(rank, in_collective=True, limit_s=10.0)))
+        world.send(3, "account", account=vars(account(3, silent_s=101.0, limit_s=100.0)))
+        world.wait(0.1)
+        assert world.said[0].startswith("oneworld: rank 3 ")
+
+    def test_broken_connections_wait_for_who_broke_them(self, world: FakeWorld) -> None:
+        world.send(1, "report", report=report(1, "connection", "broken"))
+        world.wait(1)
+        assert not world.said
+        world.send(2, "died")
+        world.wait(0.5)
+        assert world.said[0].startswith("oneworld: rank 2 ")
+
+    def test_broken_connections_alone_end_the_world_too(self, world: FakeWorld) -> None:
+        world.send(1, "report", report=report(1, "connection", "broken"))
+        for _ in range(8):
+            world.wait(0.5)
+        assert world.said == ["oneworld: rank 1 (actor) on node0, stage update, step 7: broken"]
+
+    def test_who_comes_after_the_verdict_hears_it(self, world: FakeWorld) -> None:
+        world.send(0, "report", report=report(0, "fatal", "wrong"))
+        world.wait(1)
+        world.beat(4)
+        assert world.told[-1][:2] == (4, "abort") and world.told[-1][2]["stop"]
+
+    def test_a_board_that_stood_still_blames_nobody(self, world: FakeWorld) -> None:
+        world.now += 60
+        world.board.forgive(60)
+        world.wait(0.1)
+        assert not world.said
+
+    def test_an_inquest_does_not_wait_for_ever(self, world: FakeWorld) -> None:
+        world.send(1, "silent")
+        world.wait(3)
+        assert len(world.said) == 1
+
+    def test_a_host_that_is_cut_off_is_named_with_all_its_ranks(self, world: FakeWorld) -> None:
+        for _ in range(6):
+            world.wait(1)
+            for rank in (0, 1):
+                world.beat(rank)
+        world.wait(1)
+        first, _, also, *_ = world.said[0].splitlines()
+        assert first.startswith(
+            "oneworld: rank 2 (actor) on node1, stage update, step 7: no word from its host for 6 s"
+        )
+        assert also == "  also gone: rank 3"
+
+    def test_all_waiting_for_each_other_is_an_end_too(self, world: FakeWorld) -> None:
+        for rank in range(4):
+            world.beat(rank, waits_for="group", silent_s=121.0)
+        world.wait(0.1)
+        world.wait(3)
+        assert "waiting for group" in world.said[0]
+
+    def test_a_rank_that_is_done_may_go(self, world: FakeWorld) -> None:
+        for rank in range(4):
+            world.send(rank, "done")
+            world.board.lost_connection(rank)
+        world.wait(60)
+        assert not world.said
+
+    def test_the_same_error_again_stops_the_launcher(self, world: FakeWorld, tmp_path: Path) -> None:
+        world.board.memory = Memory(tmp_path)
+        Memory(tmp_path).is_repeated(Report(**report(3, "error", "ValueError: other details")))
+        world.send(3, "report", report=report(3, "error"))
+        world.wait(1)
+        assert world.said[1] == "oneworld: fatal, will not be restarted"
+        assert aborted(world) == [(rank, True) for rank in range(4)]
+
+    def test_an_interrupt_stops_the_launcher_and_is_not_fatal(self, world: FakeWorld) -> None:
+        world.send(0, "report", report=report(0, "interrupt", ""))
+        world.wait(1)
+        assert world.said == ["oneworld: interrupted at step 7, stage update"]
+        assert aborted(world) == [(rank, True) for rank in range(4)]
+
+    @pytest.mark.parametrize(("cause", "said"), [("stopped", ": step 6 is saved"), ("lost", "")])
+    def test_what_ends_the_world_after_an_interrupt_is_due_to_that(
+        self, cause: str, said: str, world: FakeWorld
+    ) -> None:
+        world.send(1, "interrupting", report=report(1, "interrupt", ""))
+        world.wait(1)
+        assert not world.said
+        world.send(2, "report", report=report(2, cause, "step 6 is saved"))
+        world.wait(1)
+        assert world.said == [f"oneworld: interrupted at step 7, stage update{said}"]
+        assert aborted(world) == [(rank, True) for rank in range(4)]
+
+
+def test_time_of_beats_is_that_of_the_system() -> None:
+    heart = Heart()
+    seen = heart.read()
+    assert seen is not None and abs(seen.at - time.monotonic()) < 5
+
+
+class TestRecorder:
+    def test_a_byte_in_the_pipe_asks_for_the_last_collectives(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(recorder, "PIPES", tmp_path)
+        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(os, "environ", dict(os.environ))
+        stem = recorder.keep_collectives(tmp_path / "run", "0123")
+        assert Path(stem).parent.is_dir()
+        assert int(os.environ["TORCH_FR_BUFFER_SIZE"]) == int(os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
+        assert not recorder.ask_for_collectives("0123", 7), "nobody listens"
+        pipe = f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}7.pipe"  # as torch names it
+        os.mkfifo(pipe)
+        assert not recorder.ask_for_collectives("0123", 7), "still nobody"
+        listener = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        assert recorder.ask_for_collectives("0123", 7)
+        assert os.read(listener, 10) == b"1"
+
+    def test_what_the_user_has_set_wins(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "environ", os.environ | {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine/trace_"})
+        assert recorder.keep_collectives(tmp_path, "0123") == "/mine/trace_"
+        assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ

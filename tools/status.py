@@ -1,0 +1,103 @@
+"""Who does what in a run now, or did when it ended.
+
+    python tools/status.py [RUN] [--follow]
+
+RUN is a run's folder; the newest under runs/ without it. On the node of rank 0 it shows every rank, on others those of
+the node.
+"""
+
+import argparse
+import json
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+STALE_S = 5.0
+COLUMNS = {
+    "rank": "rank",
+    "host": "host",
+    "roles": "roles",
+    "stage": "stage",
+    "step": "step",
+    "version": "version",
+    "stage_s": "in stage s",
+    "silent_s": "silent s",
+    "tokens_per_s": "tokens/s",
+    "memory_mb": "MB",
+    "doing": "doing",
+}
+
+
+def newest_run(folder: Path) -> Path:
+    runs = sorted(folder.glob("*/status"), key=lambda path: path.stat().st_mtime)
+    if not runs:
+        raise SystemExit(f"no run with a status folder in {folder}; give the folder of a run: tools/status.py RUN")
+    return runs[-1].parent
+
+
+def read(run: Path) -> tuple[list[dict[str, Any]], float]:
+    """A row for each rank, and when they were written."""
+    values = []
+    for path in sorted(run.glob("status/*.json")):
+        with suppress(ValueError):  # torn by a full disk
+            values.append(json.loads(path.read_text()))
+    newest = max(values, key=lambda value: value["at"], default={"at": 0.0, "world": ""})
+    rows: dict[int, dict[str, Any]] = {}
+    for value in values:
+        if value["world"] != newest["world"]:  # of an earlier start, which may have had more ranks
+            continue
+        for row in value.get("ranks", [value]):
+            row["at"] = value["at"] - row.get("heard_s_ago", 0.0)
+            if row["rank"] not in rows or row["at"] > rows[row["rank"]]["at"]:
+                rows[row["rank"]] = row
+    return [rows[rank] for rank in sorted(rows)], newest["at"]
+
+
+def doing(row: dict[str, Any]) -> str:
+    if row["done"]:
+        return "done"
+    if row.get("ended"):
+        return "ended"
+    if row["frozen"]:
+        return row["frozen"]
+    return f"waits for {row['waits_for']}" if row["waits_for"] else row["item"]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    texts = [list(COLUMNS.values())]
+    texts += [[str(value.get(name, "")) for name in COLUMNS] for value in ({**r, "doing": doing(r)} for r in rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return "\n".join("  ".join(text.ljust(w) for text, w in zip(line, widths, strict=True)).rstrip() for line in texts)
+
+
+def show(run: Path) -> str:
+    rows, at = read(run)
+    if not rows:
+        return f"{run}: no rank has said anything yet"
+    age = time.time() - at
+    state = "running" if age < STALE_S else f"last heard of {age:.0f} s ago"
+    if all(row["done"] for row in rows):
+        state = "done"
+    fatal = run / "FATAL"
+    reason = f"\n{fatal}: {fatal.read_text().splitlines()[0]}" if fatal.exists() else ""
+    return f"{run}: {state}, step {max(row['step'] for row in rows)}, {len(rows)} ranks{reason}\n{table(rows)}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--follow", action="store_true", help="show it again every second")
+    args = parser.parse_args(arguments)
+    run = args.run or newest_run(Path("runs"))
+    if not run.is_dir():
+        raise SystemExit(f"there is no folder {run}; give the folder of a run, such as runs/demo")
+    print(show(run))
+    while args.follow:
+        time.sleep(1.0)
+        print(f"\033[2J\033[H{show(run)}" if sys.stdout.isatty() else show(run), flush=True)
+
+
+if __name__ == "__main__":
+    main()
