@@ -21,7 +21,6 @@ from rl.checkpoint.write import Record, read_hf_files
 from rl.config import Config, ConfigError
 from rl.data.prompts import Prompt, PromptStream, Tokenizer, read_prompts, sample_seed
 from rl.early import collect_garbage_from_now_on
-from rl.ends import launcher_process
 from rl.learner import Learner
 from rl.metrics import MetricsWriter
 from rl.model.load import Compute, find_model, load_model, stop_token_ids
@@ -29,7 +28,7 @@ from rl.placement import Groups, Placement, make_groups, plan
 from rl.rewards import find_reward
 from rl.rollout.build import build_engine
 from rl.rollout.dispatch import Sampling
-from rl.rollout.engine import EngineSeat
+from rl.rollout.engine import Engine, EngineSeat
 from rl.rollout.evening import Evener
 from rl.rollout.rollouts import Rollouts
 from rl.rollout.service import RolloutService
@@ -39,7 +38,7 @@ from rl.shards import TensorInfo
 from rl.sync.plan import make_plan
 from rl.sync.probe import LIMITS, Probe, make_probe
 from rl.sync.weights import Receiver, SyncService, WeightSync, share_tensors
-from rl.world import World
+from rl.world import World, launcher_process
 
 
 @dataclass
@@ -100,7 +99,7 @@ class Actor:
 def open_run(world: World, config: Config, config_name: str) -> Run:
     """Checks everything that can be checked without loading a model, then connects the process groups."""
     folder = Path(config.run.dir) / _run_name(world, config, config_name)
-    world.remember_in(folder)
+    world.begin_run(folder, config.world)
     num_nodes, uneven = divmod(world.size, world.num_ranks_per_node)
     if uneven:
         raise ConfigError(
@@ -187,7 +186,14 @@ def build_actor(run: Run) -> Actor:
     checkpoints = build_checkpoints(run, learner, tensors)
     hidden_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().hidden_size
     evener = Evener(mail, run.groups.actor_pg, run.placement.actors, hidden_size)
-    rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service, checkpoints.obey, evener)
+
+    def obey(order: str) -> None:
+        if order != "publish again":
+            return checkpoints.obey(order)
+        with run.world.stage("sync"):
+            sync.publish(again=True)
+
+    rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service, obey, evener)
     step = run.resume.manifest.step if run.resume is not None else 0
     is_evaluated = run.resume is not None and run.resume.manifest.state["is_evaluated"]
     scorer, pg = _build_scorer(run, model), run.groups.actor_pg
@@ -211,10 +217,11 @@ def _build_collocated(
     and then sleeps, as it does whenever weights come."""
     index = run.placement.engine_of(run.world.rank)
     if index is None:
-        return None, _build_sync(run, tensors, [], learner.model)
+        return None, _build_sync(run, tensors, [], learner)
     learner.release_device()
     service = _build_rollout_service(run, tokenizer, index)
-    sync = _build_sync(run, tensors, [service.engine], learner.model)
+    sync = _build_sync(run, tensors, [service.engine], learner)
+    service.on_failed, service.on_rebuilt = sync.forget, sync.add
     service.engine.sleep()
     learner.take_device()
     return service, sync
@@ -254,12 +261,15 @@ def serve_run(run: Run) -> None:
     receivers: list[Receiver] = [rollout.engine] if rollout is not None else []
     receivers += [logprobs] if logprobs is not None else []
     sync = _build_sync(run, tensors, receivers)
+    if rollout is not None:
+        rollout.on_failed, rollout.on_rebuilt = sync.forget, sync.add
 
     def on_version(version: int) -> None:
         run.world.step = version  # the step that samples from it
 
     end = EndService()
-    services += [SyncService(sync, on_version), end]
+    followers = rollout.followers if rollout is not None else ()
+    services += [SyncService(sync, run.world.mail, followers, on_version), end]
     services += [service for service in (rollout, logprobs) if service is not None]
     if rollout is not None:
         rollout.begin()
@@ -344,15 +354,23 @@ def _build_rollout_service(run: Run, tokenizer: Tokenizer, index: int) -> Rollou
     with run.world.stage("build engine"):
         engine = build_engine(config, run.model_folder, seat)
     torch.manual_seed(sample_seed(config.run.seed, 0, index, 0))  # engines differ
-    run.world.closers.append(engine.close)
+
+    def rebuild(old: Engine) -> Engine:
+        with run.world.stage("build engine"):
+            return build_engine(config, run.model_folder, seat, old)
+
     max_num_groups = max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt)
     score = find_reward(config.reward.function)
     seed = config.run.seed if seat.deterministic else None
-    return RolloutService(run.world, engine, ranks, run.placement.leader, max_num_groups, seed, score, tokenizer)
+    service = RolloutService(
+        run.world, engine, ranks, run.placement.leader, max_num_groups, seed, score, tokenizer, rebuild
+    )
+    run.world.closers.append(lambda: service.engine.close())
+    return service
 
 
 def _build_sync(
-    run: Run, tensors: list[TensorInfo], receivers: Sequence[Receiver], model: nn.Module | None = None
+    run: Run, tensors: list[TensorInfo], receivers: Sequence[Receiver], learner: Learner | None = None
 ) -> WeightSync:
     config, placement = run.config, run.placement
     sync = WeightSync(
@@ -363,8 +381,9 @@ def _build_sync(
         config.sync,
         run.world.device,
         _probe(run),
-        model=model,
+        model=learner.model if learner is not None else None,
         receivers=receivers,
+        slices=learner.weight_slices if learner is not None else None,
     )
     if run.resume is not None:
         sync.version = run.resume.version - 1  # which the first publication brings

@@ -7,9 +7,11 @@ from rl.rollout.engine import Engine, EngineSeat
 from rl.rollout.fake_engine import FakeEngine
 
 
-def build_engine(config: Config, model_folder: Path, seat: EngineSeat) -> Engine:
+def build_engine(config: Config, model_folder: Path, seat: EngineSeat, failed: Engine | None = None) -> Engine:
+    """In the place of one that failed, if there was one; nothing may use that any more."""
     if config.rollout.engine == "fake":
         return FakeEngine(config.rollout.max_num_seqs, seat.stop_token_ids[0])
     from rl.rollout import vllm_engine  # seconds of imports that ranks without an engine do not need
 
-    return vllm_engine.build(config, model_folder, seat)
+    assert failed is None or isinstance(failed, vllm_engine.VllmEngine)
+    return vllm_engine.build(config, model_folder, seat, failed)

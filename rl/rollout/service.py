@@ -6,10 +6,15 @@ call to its followers by message just before it makes it; followers obey. So no 
 collective.
 """
 
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from rl.data.batch import Batch
 from rl.data.prompts import Tokenizer, sample_seed
@@ -17,7 +22,10 @@ from rl.mail import Message
 from rl.rollout.dispatch import Task
 from rl.rollout.engine import Completion, Engine, Request
 from rl.serve import Service, serve
+from rl.watch.heart import HEART
 from rl.world import World
+
+AGREE_S = 10.0  # for the ranks of an engine to say that they failed too
 
 
 @dataclass
@@ -42,8 +50,16 @@ class RolloutService(Service):
         run_seed: int | None,
         score: Callable[[str, str], float],
         tokenizer: Tokenizer,
+        rebuild: Callable[[Engine], Engine],
     ):
+        """`rebuild` makes another engine in the place of one that failed."""
         self.engine = engine
+        self.on_failed: Callable[[Engine], None] = lambda engine: None  # nobody may hold it any more
+        self.on_rebuilt: Callable[[Engine], None] = lambda engine: None
+        self._rebuild = rebuild
+        self._has_failed = False  # and not finished a response since
+        self._failure: Exception | None = None  # on a follower: of its last step
+        self._give_up_timer: threading.Timer | None = None
         self._world, self._mail, self._leader = world, world.mail, leader
         self._lead = ranks[0]
         self.followers = ranks[1:] if self.is_lead else ()
@@ -58,7 +74,12 @@ class RolloutService(Service):
 
     @property
     def busy(self) -> bool:
-        return self.is_lead and self.engine.num_unfinished > 0
+        return self.is_lead and (self.engine.num_unfinished > 0 or self._is_to_begin_again)
+
+    @property
+    def _is_to_begin_again(self) -> bool:
+        """A new engine has got its weights."""
+        return bool(self._groups) and self.engine.version > 0 and self.engine.num_unfinished == 0
 
     def begin(self) -> None:
         """Asks for the first work; from then on every finished group asks for more."""
@@ -69,7 +90,7 @@ class RolloutService(Service):
         here, or an order ends it."""
         self._batch = batch
         self._pull()
-        serve(self._world, [self, orders], until=lambda: self._drained >= batch and not self.busy)
+        serve(self._world, [self, orders], until=lambda: self._drained >= batch and not self._groups)
         if self.is_lead:
             self._mirror("drained", batch=batch)
 
@@ -82,20 +103,92 @@ class RolloutService(Service):
             self._obey(message.meta)
 
     def work(self) -> None:
+        if self._is_to_begin_again:
+            self._begin_again()
+            return
         self._mirror("step")
-        finished = [group for done in self.engine.step() if (group := self._finish(done))]
+        try:
+            ended = self.engine.step()
+        except Exception as error:
+            self._survive(error)
+            return
+        self._has_failed = self._has_failed and not ended
+        HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
+        finished = [group for done in ended if (group := self._finish(done))]
         for group in finished:
             self._deliver(group)
         if finished:
             self._pull()
 
+    def _survive(self, error: Exception) -> None:
+        """Another engine in its place. It asks for the weights, and when they are proven its prompts begin anew."""
+        if self._has_failed or breaks_rank(error) or not self._have_all_failed():
+            raise error
+        self._has_failed = True
+        traceback.clear_frames(error.__traceback__)  # which hold the engine's memory
+        print(
+            f"oneworld: the engine of rank {self._mail.rank} failed with {len(self._groups)} groups of step "
+            f"{self._world.step}: {type(error).__name__}: {error}; it is built anew, and they are sampled again",
+            file=sys.stderr,
+            flush=True,
+        )
+        for group in self._groups.values():
+            group.ended.clear()
+        self._mirror("rebuild")
+        self._replace_engine()
+        self._mail.send(self._leader, "order", {"order": "publish again"})
+
+    def _have_all_failed(self) -> bool:
+        """Whether the other ranks of the engine say the same; else they are inside a step that cannot end."""
+        deadline = time.monotonic() + AGREE_S
+        for _ in self.followers:
+            if self._mail.receive("engine failed", timeout_s=max(0.0, deadline - time.monotonic())) is None:
+                return False
+        return True
+
+    def _replace_engine(self) -> None:
+        self.on_failed(self.engine)
+        self.engine = self._rebuild(self.engine)
+        self.on_rebuilt(self.engine)
+
+    def _begin_again(self) -> None:
+        tasks = [group.task for group in self._groups.values()]
+        assert {task.version for task in tasks} == {self.engine.version}, (tasks, self.engine.version)
+        self._mirror("add", tasks=[asdict(task) for task in tasks])
+        self.engine.add(self._requests(tasks))
+
     def _obey(self, order: dict) -> None:
         if order["call"] == "add":
             self.engine.add(self._requests([Task.from_dict(task) for task in order["tasks"]]))
         elif order["call"] == "step":
-            self.engine.step()
+            self._follow_step()
+        elif order["call"] == "rebuild":
+            assert self._give_up_timer is not None
+            self._give_up_timer.cancel()
+            self._failure = None
+            self._replace_engine()
         else:
             self._drained = order["batch"]
+
+    def _follow_step(self) -> None:
+        if self._failure is not None:  # the lead goes on: it did not fail
+            raise self._failure
+        try:
+            self.engine.step()
+        except Exception as error:
+            if breaks_rank(error):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            self._failure = error
+            self._mail.send(self._lead, "engine failed", {})
+            self._give_up_timer = threading.Timer(AGREE_S, self._give_up, [self._world.step])
+            self._give_up_timer.daemon = True
+            self._give_up_timer.start()
+
+    def _give_up(self, step: int) -> None:
+        """The lead did not fail: it is inside a step that cannot end without this rank."""
+        if self._failure is not None:
+            self._world.fail_in_background(self._failure, self.name, step)
 
     def _mirror(self, call: str, **meta: object) -> None:
         for rank in self.followers:
@@ -109,6 +202,9 @@ class RolloutService(Service):
         self._mail.send(self._leader, "pull", {"room": room, "held": held, "batch": self._batch})
 
     def _start(self, tasks: list[Task]) -> None:
+        if self._has_failed and not self.engine.version:  # asked for before it failed: begun with the others
+            self._groups |= {(task.batch, task.position): _Group(task) for task in tasks}
+            return
         for task in tasks:
             if task.version != self.engine.version:
                 raise RuntimeError(
@@ -162,6 +258,13 @@ class RolloutService(Service):
 
     def _rate(self, tokens: list[int], answer: str) -> float:
         return self._score(self._tokenizer.decode(tokens, skip_special_tokens=True), answer)
+
+
+def breaks_rank(error: Exception) -> bool:
+    """After which nothing on the device, or no process group, can be trusted."""
+    words = ("CUDA error", "NCCL", "gloo", "Connection closed by peer")
+    is_device = isinstance(error, torch.AcceleratorError | dist.DistError)
+    return is_device or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
 
 
 def pack_group(

@@ -10,6 +10,7 @@ parameters are all that the model computes with, a sync writes into them directl
 loader showed; otherwise it goes through `reload_weights`, which repacks.
 """
 
+import gc
 import logging
 import os
 import random
@@ -46,6 +47,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # it w
 
 import vllm  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.distributed.parallel_state import get_tp_group  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
@@ -116,10 +118,11 @@ def _executor(seat: EngineSeat) -> type[ExecutorWithExternalLauncher]:
     return SeatExecutor
 
 
-def build(config: Config, model_folder: Path, seat: EngineSeat) -> "VllmEngine":
+def build(config: Config, model_folder: Path, seat: EngineSeat, failed: "VllmEngine | None" = None) -> "VllmEngine":
+    """In the place of one that failed it takes over its process groups, which vLLM also finds again by itself."""
     if seat.device.type == "cpu":
         _turn_off_packing()
-    group = PrivateDefaultGroup(seat)
+    group = failed.abandon() if failed is not None else PrivateDefaultGroup(seat)
     rollout = config.rollout
     kv_cache_mb = rollout.kv_cache_mb or (CPU_KV_CACHE_MB if seat.device.type == "cpu" else 0)
     memory = (
@@ -150,11 +153,18 @@ def build(config: Config, model_folder: Path, seat: EngineSeat) -> "VllmEngine":
         except ValidationError as error:  # of settings; other errors, such as too little free memory, may pass
             raise ConfigError(f"vLLM refuses these settings: {error}") from error
         c10d.barrier()  # of the engine's ranks: this default group is the private one
-    for segment in Path("/dev/shm").glob(f"{seat.name}-*"):
-        segment.unlink(
-            missing_ok=True
-        )  # every rank has mapped it; without a name it goes with the last process, however that ends
+    _forget_names_of_shared_memory(seat)
     return VllmEngine(llm, group, seat)
+
+
+def _forget_names_of_shared_memory(seat: EngineSeat) -> None:
+    """Every rank of the engine has mapped it; without a name it goes with the last of them, however that ends."""
+    for segment in Path("/dev/shm").glob(f"{seat.name}-*"):
+        segment.unlink(missing_ok=True)
+    queue = get_tp_group().mq_broadcaster  # its segment has a name of Python's
+    if queue is not None and queue.buffer.is_creator:
+        queue.buffer.shared_memory.unlink()
+        queue.buffer.is_creator = False  # who would unlink it again
 
 
 def _turn_off_packing() -> None:
@@ -282,6 +292,20 @@ class VllmEngine:
             with self._group.entered():
                 self._llm.sleep(level=2)  # the next sync brings new weights, so nothing is kept
             self._asleep = {"weights", "kv_cache"}
+
+    def abandon(self) -> PrivateDefaultGroup:
+        """Frees its memory, and leaves its process groups: vLLM's own way to shut down would end them all, also the
+        trainer's."""
+        client = self._engine.engine_core
+        finalizer = getattr(client, "_finalizer", None)  # vLLM 0.26 has none
+        if finalizer is not None:
+            finalizer.detach()
+        del client, self._engine, self._llm
+        gc.unfreeze()  # vLLM froze what it had built
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._group
 
     def close(self) -> None:
         with self._group.entered():

@@ -12,7 +12,7 @@ verdict, and serves nothing in between.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
 from typing import Any, Protocol
 
@@ -24,13 +24,14 @@ from rl.config import SyncConfig
 from rl.mail import Mail, Message
 from rl.placement import Placement
 from rl.serve import Service
-from rl.shards import TensorInfo, from_json, local_slices, to_json
+from rl.shards import LocalSlice, TensorInfo, from_json, local_slices, to_json
 from rl.sync.digest import NUM_SUMS, Digests, flat_part
 from rl.sync.landing import Landings, Opaque, Weights
 from rl.sync.plan import Plan, Range, wire_tensors
 from rl.sync.probe import Probe, learner_logprobs
 from rl.sync.proof import differing, judge_plans, judge_probe, judge_regions, judge_transfer, who
 from rl.sync.wire import Wire
+from rl.watch.heart import HEART
 
 
 class SyncError(RuntimeError):
@@ -39,6 +40,8 @@ class SyncError(RuntimeError):
 
 class Receiver(Protocol):
     """What takes weights on a rank: an engine, or a sharded copy for logprobs."""
+
+    version: int  # that it has confirmed; 0: none
 
     def landings(self, tensors: Sequence[TensorInfo]) -> Landings | Opaque:
         """Where these tensors land in its memory, as far as that can be told."""
@@ -58,7 +61,8 @@ class Receiver(Protocol):
 
 
 class WeightSync:
-    """On every rank. `model` is an actor's policy; `receivers` are what this rank feeds."""
+    """On every rank. `model` is an actor's policy, `slices` gives its weights where they lie now; `receivers` are what
+    this rank feeds."""
 
     def __init__(
         self,
@@ -71,45 +75,69 @@ class WeightSync:
         probe: Probe,
         model: nn.Module | None = None,
         receivers: Sequence[Receiver] = (),
+        slices: Callable[[], Iterable[LocalSlice]] | None = None,
     ):
         self.version = 0  # of a run that goes on: set to the one before the first that is published
         self.make_room: Callable[[], None] = lambda: None  # for a probe of this rank's receivers
         self._round = self._num_published = 0
         self._mail, self._placement, self._plan, self._config = mail, placement, plan, config
-        self._device, self._model, self._probe, self._receivers = device, model, probe, receivers
+        self._device, self._model, self._probe = device, model, probe
+        self._slices = slices or (lambda: local_slices(model) if model is not None else ())
         self._shard = placement.shard_of(mail.rank) if model is not None else None
-        ways = [receiver.landings(plan.tensors) for receiver in receivers]
-        self._landings = [way for way in ways if isinstance(way, Landings)]
-        self._opaque = [way for way in ways if isinstance(way, Opaque)]
-        self._wire = Wire(plan, pgs, mail.rank, device, reuse=not self._opaque)  # a loader may keep what it was given
+        self._ways = [(receiver, receiver.landings(plan.tensors)) for receiver in receivers]
+        self._taking = self._ways  # of the current version
+        has_loader = any(isinstance(way, Opaque) for _, way in self._ways)  # which may keep what it is given
+        self._wire = Wire(plan, pgs, mail.rank, device, reuse=not has_loader)
         self._compare_plans()
 
-    def publish(self) -> int:
-        """On every actor: brings the next version to all; returns its number."""
-        version = self.version + 1
+    def forget(self, receiver: Receiver) -> None:
+        """It is gone, and so is the memory that its landings are views of."""
+        self._ways = [(other, way) for other, way in self._ways if other is not receiver]
+        self._taking = []
+
+    def add(self, receiver: Receiver) -> None:
+        """From now on this rank feeds it too; it holds no version yet."""
+        self._ways.append((receiver, receiver.landings(self._plan.tensors)))
+
+    @property
+    def _landings(self) -> list[Landings]:
+        return [way for _, way in self._taking if isinstance(way, Landings)]
+
+    @property
+    def _opaque(self) -> list[Opaque]:
+        return [way for _, way in self._taking if isinstance(way, Opaque)]
+
+    def publish(self, again: bool = False) -> int:
+        """On every actor: brings the next version to all; returns its number. With `again` the same version once more,
+        for receivers that do not hold it: the others take part and keep what they have."""
+        version = self.version if again else self.version + 1
         if self._mail.rank == self._placement.leader:
+            led = {rank for ranks in self._placement.engines for rank in ranks[1:]}  # by the first rank of their engine
             for rank in range(self._placement.world_size):
-                if rank not in self._placement.actors:
+                if rank not in self._placement.actors and rank not in led:
                     self._mail.send(rank, "sync", {"version": version})
         self._run(version)
         return version
 
     def join(self, version: int) -> None:
         """On a rank that only serves, when a sync has been announced."""
-        assert version == self.version + 1, f"version {version} was announced, this rank holds {self.version}"
+        assert version in (self.version, self.version + 1), f"{version} was announced, this rank holds {self.version}"
         self._run(version)
 
     def _run(self, version: int) -> None:
         what, timeout_s = f"version {version} of the weights", self._config.join_timeout_s
-        self._num_published += 1
+        is_again = version == self.version
+        self._taking = [(receiver, way) for receiver, way in self._ways if receiver.version != version]
+        self._num_published += not is_again
         self._agree(f"{what}, not joined everywhere", {}, lambda reports: "", timeout_s)
         report, payload = self._transfer()
         self._agree(f"{what}, not transferred everywhere", report, self._judge_transfer, timeout_s, payload)
-        if self._is_probed(version):
+        if self._is_probed(version, is_again):
             self._agree(f"{what}, not probed everywhere", self._ask_probe(), self._judge_probe, timeout_s)
-        for receiver in self._receivers:
+        for receiver, _ in self._taking:
             receiver.confirm(version)
         self.version = version
+        HEART.describe(version=version)
 
     def _agree(
         self,
@@ -181,7 +209,7 @@ class WeightSync:
         failure: Exception | None = None
         stream = self._feed(digests, errors)
         try:
-            for receiver in self._receivers:
+            for receiver, _ in self._taking:
                 receiver.begin_version()
             for landings in self._landings:
                 landings.fill_zeros()
@@ -206,9 +234,9 @@ class WeightSync:
 
     def _feed(self, digests: "_VersionDigests", errors: list[str]) -> Weights:
         """Feeds the receivers with landings; yields every tensor, whole and in the wire's dtype, for the others."""
-        own = local_slices(self._model) if self._model is not None else ()
-        sources = {index: part.data.reshape(-1) for index, part in enumerate(own)}
+        sources = {index: part.data.reshape(-1) for index, part in enumerate(self._slices())}
         for bucket, whole in self._wire.buckets(sources):
+            HEART.beat(f"the bucket from {self._plan.tensors[bucket.tensors[0]].name} on")
             if self._shard is not None and self._config.verify != "off":
                 digests.add_sent(bucket.ranges[self._shard], sources)
             try:
@@ -241,17 +269,20 @@ class WeightSync:
         errors = {rank: message.meta["errors"] for rank, message in reports.items()}
         return judge_transfer(errors, found["sent"], found["got"], self._plan.tensors, self._placement)
 
-    def _is_probed(self, version: int) -> bool:
-        """The first two of this start: engines held dummies before the one and have sampled before the other."""
+    def _is_probed(self, version: int, is_again: bool) -> bool:
+        """The first two of this start: engines held dummies before the one and have sampled before the other. Not one
+        for the second time, when learners may lie in host memory."""
+        if self._config.verify == "off" or is_again:
+            return False
         interval = self._config.probe_interval
-        return self._config.verify != "off" and (self._num_published <= 2 or (interval > 0 and version % interval == 0))
+        return self._num_published <= 2 or (interval > 0 and version % interval == 0)
 
     def _ask_probe(self) -> dict[str, Any]:
         """A failure in here ends the world at once: the others may be inside a forward with this rank."""
         tokens = self._probe.tokens
         learner = learner_logprobs(self._model, tokens, self._device) if self._model is not None else None
         self.make_room()
-        answers = [receiver.probe(tokens) for receiver in self._receivers]
+        answers = [receiver.probe(tokens) for receiver, _ in self._taking]
         return {"learner": learner, "receivers": [answer for answer in answers if answer is not None]}
 
     def _judge_probe(self, reports: dict[int, Message]) -> str:
@@ -303,15 +334,18 @@ class _VersionDigests:
 
 
 class SyncService(Service):
-    """Joins announced syncs on ranks that only serve."""
+    """Joins announced syncs on ranks that only serve. The first rank of an engine passes them on to the others, in the
+    order of its other calls."""
 
     name = "sync"
     kinds = ("sync",)
 
-    def __init__(self, sync: WeightSync, on_version: Callable[[int], None]):
-        self._sync, self._on_version = sync, on_version
+    def __init__(self, sync: WeightSync, mail: Mail, followers: Sequence[int], on_version: Callable[[int], None]):
+        self._sync, self._mail, self._followers, self._on_version = sync, mail, followers, on_version
 
     def handle(self, message: Message) -> None:
+        for rank in self._followers:
+            self._mail.send(rank, "sync", message.meta)
         self._sync.join(message.meta["version"])
         self._on_version(message.meta["version"])
 

@@ -1,0 +1,72 @@
+"""An exception inside an engine costs its unfinished groups a second try, and nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import Result, finish, start, train
+
+pytestmark = pytest.mark.timeout(200)
+SETTINGS = [
+    "train.num_steps=2",
+    "train.num_prompts_per_step=6",
+    "eval.interval=0",
+    "debug.save_rollouts=true",
+    "rollout.deterministic=true",
+    "rollout.max_num_seqs=24",  # three groups: no engine takes all of them
+]
+FAKE = "rollout.engine=fake"
+PROMISE = "it is built anew, and they are sampled again"
+
+
+def broken(folder: Path, num_ranks: int, what: str, rank: int, *overrides: str) -> tuple[int, Result]:
+    run = [f"run.dir={folder.parent}", f"run.name={folder.name}", *SETTINGS, *overrides]
+    process = start(f"--nproc-per-node={num_ranks}", "tests/e2e/broken_train.py", what, str(rank), *run)
+    output = finish(process, 150)
+    return process.returncode, Result(output, folder)
+
+
+def assert_same(one: Result, other: Result) -> None:
+    for step in (1, 2):
+        first, second = one.rollouts(step), other.rollouts(step)
+        assert first.tokens.tolist() == second.tokens.tolist()
+        assert first.versions.tolist() == second.versions.tolist()
+    losses = [[row["loss/policy"] for row in result.metrics] for result in (one, other)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "rank", "overrides"),
+    [
+        (2, 1, [FAKE]),
+        pytest.param(1, 0, [FAKE], marks=pytest.mark.slow),
+        pytest.param(3, 0, [FAKE, "placement.rollout=0-1", "placement.actor=2"], marks=pytest.mark.slow),
+        pytest.param(2, 0, [FAKE, "actor.offload=rollout"], marks=pytest.mark.slow),
+        pytest.param(2, 1, [], marks=pytest.mark.slow),  # vLLM
+        pytest.param(2, -1, ["rollout.tensor_parallel_size=2"], marks=pytest.mark.slow),  # both ranks of one engine
+    ],
+    ids=["two engines", "one engine", "disaggregated", "offload", "vllm", "vllm, tensor parallel"],
+)
+def test_an_engine_is_built_anew(num_ranks: int, rank: int, overrides: list[str], tmp_path: Path) -> None:
+    """Nothing is lost and nothing is counted twice: the same tokens and losses as without the exception."""
+    code, result = broken(tmp_path / "broken", num_ranks, "engine, once", rank, *overrides)
+    assert code == 0, result.output
+    assert result.output.count(PROMISE) == 1, result.output
+    assert_same(result, train(tmp_path / "whole", num_ranks, *SETTINGS, *overrides))
+
+
+def test_a_second_exception_in_a_row_ends_the_rank(tmp_path: Path) -> None:
+    code, result = broken(tmp_path / "run", 2, "engine, twice", 1, FAKE)
+    assert code != 0
+    assert result.output.count(PROMISE) == 1
+    assert "oneworld: rank 1 (rollout,actor) on " in result.output
+    assert "stage rollout, step 1: ZeroDivisionError: planted" in result.output
+
+
+@pytest.mark.slow
+def test_an_exception_on_one_rank_of_a_tensor_parallel_engine_ends_the_world(tmp_path: Path) -> None:
+    """The other rank is inside a step that cannot end."""
+    code, result = broken(tmp_path / "run", 2, "engine, once", 1, "rollout.tensor_parallel_size=2")
+    assert code != 0
+    assert PROMISE not in result.output
+    assert "ZeroDivisionError: planted" in result.output
