@@ -6,13 +6,12 @@ Needs root and iproute2. All traffic stays inside the namespaces.
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from tests.launcher import ROOT
+from tests.launcher import ROOT, activated_environment
 
 SUBNET = "10.77.0"
 
@@ -22,17 +21,20 @@ def _ip(*arguments: str) -> None:
 
 
 class Node:
-    def __init__(self, index: int, namespace: str):
-        self.name, self._namespace = f"node{index}", namespace
+    """`shared_memory` is the folder that it sees as /dev/shm."""
+
+    def __init__(self, index: int, namespace: str, switch: str, shared_memory: Path):
+        self.name, self.shared_memory = f"node{index}", shared_memory
+        self._namespace, self._switch, self._port = namespace, switch, f"port{index}"
+        self.log = tempfile.NamedTemporaryFile("a+", suffix=f".{self.name}.log")  # noqa: SIM115
 
     def start(self, command: str) -> subprocess.Popen[bytes]:
         """Runs a shell command on this node, in the activated environment, with its output to a file."""
-        inside = f"hostname {self.name} && cd {ROOT} && . {sys.prefix}/bin/activate && exec {command}"
-        self.log = tempfile.NamedTemporaryFile("w+", suffix=f".{self.name}.log")  # noqa: SIM115
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC_"))}
+        inside = f"mount --bind {self.shared_memory} /dev/shm && hostname {self.name} && exec {command}"
         return subprocess.Popen(
             ["ip", "netns", "exec", self._namespace, "unshare", "--uts", "bash", "-c", inside],
-            env=clean,
+            cwd=ROOT,
+            env=activated_environment(),
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -41,6 +43,22 @@ class Node:
     @property
     def output(self) -> str:
         return Path(self.log.name).read_text()
+
+    def cut_off(self) -> None:
+        """Pulls its cable: nobody is told."""
+        _ip("-n", self._switch, "link", "set", self._port, "down")
+
+    def connect(self) -> None:
+        _ip("-n", self._switch, "link", "set", self._port, "up")
+
+    def kill(self) -> None:
+        """All of its processes, and what it had in memory."""
+        while pids := subprocess.check_output(["ip", "netns", "pids", self._namespace], text=True).split():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+        for path in self.shared_memory.iterdir():
+            path.unlink()
 
 
 def _hosts(num_nodes: int, own: int) -> str:
@@ -74,7 +92,10 @@ def cluster(num_nodes: int) -> Iterator[list[Node]]:
             (folder / "hosts").write_text(_hosts(num_nodes, index))
             stack.callback(folder.rmdir)
             stack.callback((folder / "hosts").unlink)
-        yield [Node(index, name) for index, name in enumerate(names)]
+        memory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        for name in names:
+            (memory / name).mkdir()
+        yield [Node(index, name, switch, memory / name) for index, name in enumerate(names)]
 
 
 def end(processes: list[subprocess.Popen[bytes]]) -> None:

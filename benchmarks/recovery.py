@@ -1,0 +1,77 @@
+"""Seconds to name the culprit of each fault, and until training goes on. Prints one JSON line last.
+
+    python benchmarks/recovery.py
+
+Four nodes with two ranks each, as network namespaces of this machine, with the fake engine: see tests/chaos. Needs root
+and iproute2. Faults come one after the other in one run, whose clean start was measured first: from the start of the
+agents to the end of the first step. A recovery lasts from the fault, or from the return of what had to come back (a
+head, a node, a cable), to the end of the first step after it; its overhead is what it takes longer than the clean
+start. `worst_named_s` is after the deadline of silence (4 s for a process, 5 s for a host), where there is one. The
+last fault, in a run of its own with --nnodes 3:4 and two copies of each file, is a node that does not come back.
+"""
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.faults import FAULTS, Fault, lose_node
+from tests.chaos.harness import Cluster, running
+
+STEPS_BETWEEN = 3
+
+
+def time_start(world: Cluster, started: float) -> float:
+    world.wait_for_step(1)
+    return time.monotonic() - started
+
+
+def time_recovery(world: Cluster, fault: Fault, clean_s: float) -> dict[str, Any]:
+    world.wait_for_step(world.last_step() + STEPS_BETWEEN)
+    num_starts = world.output().count("goes on after step ")
+    started = time.monotonic()
+    named_s = fault.happen(world)
+    if fault.mend is not None:
+        started = time.monotonic()
+        fault.mend(world)
+    world.wait_until("restart", lambda: world.output().count("goes on after step ") > num_starts)
+    num_steps = world.num_steps_told()
+    world.wait_until("step", lambda: world.num_steps_told() > num_steps)
+    training_s = time.monotonic() - started
+    row = {"fault": fault.name, "named_s": named_s, "training_s": training_s, "overhead_s": training_s - clean_s}
+    row = {name: value if isinstance(value, str) else round(value, 1) for name, value in row.items()}
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def measure(faults: list[Fault], *settings: str, **options: Any) -> tuple[float, list[dict[str, Any]]]:
+    num_steps = (len(faults) + 1) * (STEPS_BETWEEN + 3)
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        with running(Path(folder), f"train.num_steps={num_steps}", *settings, loop=True, **options) as world:
+            clean_s = time_start(world, started)
+            print(f"clean start: {clean_s:.1f} s", flush=True)
+            rows = [time_recovery(world, fault, clean_s) for fault in faults]
+            assert set(world.finish()) == {0}, world.output()[-6000:]
+    return clean_s, rows
+
+
+def main() -> None:
+    clean_s, rows = measure(FAULTS)
+    _, last = measure([lose_node(3)], "checkpoint.copies=2", nnodes="3:4")
+    rows += last
+    result = {
+        "benchmark": "recovery",
+        "cores": os.cpu_count(),
+        "clean_start_s": round(clean_s, 1),
+        "worst_named_s": max(row["named_s"] for row in rows),
+        "worst_overhead_s": max(row["overhead_s"] for row in rows),
+        "faults": {row["fault"]: [row["named_s"], row["training_s"]] for row in rows},
+    }
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Faults that a cluster under way gets over: what is done to it, who must be named for it, what comes back."""
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rl.watch.board import CUT_S
+from tests.chaos.harness import FLOOR_S, Cluster
+
+NAMED_S = 5.0  # after the deadline of silence, where there is one
+Report = tuple[int | None, str]  # the node that says so, None: any; a pattern
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    do: Callable[[Cluster], list[Report]]  # returns what must be reported
+    mend: Callable[[Cluster], None] | None = None  # what has to come back
+    deadline_s: float = 0.0  # of silence: before it is over nobody can be named
+    needs_loop: bool = False  # outer loops: torchrun does not get over it
+
+    def happen(self, world: Cluster) -> float:
+        """Seconds after the deadline until all that must be reported is, which are few."""
+        already = [len(node.output) for node in world.nodes]
+        reports = self.do(world)
+        started = time.monotonic()
+
+        def is_reported(node: int | None, pattern: str) -> bool:
+            nodes = range(len(world.nodes)) if node is None else [node]
+            return any(re.search(pattern, world.nodes[n].output[already[n] :]) for n in nodes)
+
+        def are_reported() -> bool:
+            return all(is_reported(*report) for report in reports)
+
+        world.wait_until(f"{reports}", are_reported, self.deadline_s + NAMED_S)
+        return max(0.0, time.monotonic() - started - self.deadline_s)
+
+
+def _place(world: Cluster, *ranks: int) -> str:
+    """How a report begins that names one of them."""
+    rows = world.status()
+    places = [rf"oneworld: rank {rank} \({rows[rank]['roles']}\) on {rows[rank]['host']}, " for rank in ranks]
+    return rf"({'|'.join(places)})stage \w+, step \d+: "
+
+
+def kill(role: str) -> Fault:
+    def do(world: Cluster) -> list[Report]:
+        rank = 0 if role == "rank 0" else world.rank_of(role)
+        place = _place(world, rank)
+        world.signal(rank, signal.SIGKILL)
+        return [(None, f"{place}its process ended without a word")]
+
+    return Fault(f"killed {role}", do)
+
+
+def stop(rank: int) -> Fault:
+    def do(world: Cluster) -> list[Report]:
+        place = _place(world, rank)
+        world.signal(rank, signal.SIGSTOP)
+        return [(None, f"{place}its process was stopped by a signal; silent for ")]
+
+    return Fault(f"stopped rank {rank}", do, deadline_s=FLOOR_S)
+
+
+def kill_agent(node: int) -> Fault:
+    """Its ranks go with it."""
+
+    def do(world: Cluster) -> list[Report]:
+        place = _place(world, *world.ranks_on(node))
+        world.kill_agent(node)
+        return [(None, f"{place}its process ended without a word"), (None, "  also gone: rank")]
+
+    return Fault("killed agent", do, needs_loop=True)
+
+
+def kill_node(node: int) -> Fault:
+    def do(world: Cluster) -> list[Report]:
+        place = _place(world, *world.ranks_on(node))
+        world.kill_node(node)
+        return [(None, f"{place}its process "), (None, "  also gone: rank")]
+
+    return Fault("killed node", do, lambda world: world.start(node), needs_loop=True)
+
+
+def kill_head() -> Fault:
+    """The rendezvous and the board are gone: each other node says so."""
+
+    def do(world: Cluster) -> list[Report]:
+        world.kill_node(0)
+        return [(node, "oneworld: rank 0 is gone: ") for node in range(1, len(world.nodes))]
+
+    return Fault("killed head", do, lambda world: world.start(0), needs_loop=True)
+
+
+def pull_cable(node: int) -> Fault:
+    """Both sides of it say so."""
+
+    def do(world: Cluster) -> list[Report]:
+        place = _place(world, *world.ranks_on(node))
+        world.nodes[node].cut_off()
+        return [(0, f"{place}no word from its host for "), (node, "oneworld: rank 0 has not been heard of for ")]
+
+    return Fault("pulled cable", do, lambda world: world.nodes[node].connect(), deadline_s=CUT_S, needs_loop=True)
+
+
+def lose_node(node: int) -> Fault:
+    """For good, when its power fails: nobody is told."""
+
+    def do(world: Cluster) -> list[Report]:
+        place = _place(world, *world.ranks_on(node))
+        world.nodes[node].cut_off()
+        world.kill_node(node)
+        return [(None, f"{place}no word from its host for ")]
+
+    return Fault("lost node", do, deadline_s=CUT_S)
+
+
+KILLS = [kill("rollout"), kill("inference"), kill("actor"), kill("rank 0")]
+FAULTS = [*KILLS, stop(0), stop(5), kill_agent(2), kill_node(1), kill_head(), pull_cable(2)]
