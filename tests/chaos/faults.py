@@ -20,6 +20,7 @@ class Fault:
     mend: Callable[[Cluster], None] | None = None  # what has to come back
     deadline_s: float = 0.0  # of silence: before it is over nobody can be named
     needs_loop: bool = False  # outer loops: torchrun does not get over it
+    is_of_head: bool = False  # without which nothing can go on
 
     def happen(self, world: Cluster) -> float:
         """Seconds after the deadline until all that must be reported is, which are few."""
@@ -91,7 +92,7 @@ def kill_head() -> Fault:
         world.kill_node(0)
         return [(node, "oneworld: rank 0 is gone: ") for node in range(1, len(world.nodes))]
 
-    return Fault("killed head", do, lambda world: world.start(0), needs_loop=True)
+    return Fault("killed head", do, lambda world: world.start(0), needs_loop=True, is_of_head=True)
 
 
 def pull_cable(node: int) -> Fault:
