@@ -5,12 +5,12 @@ stay, and looking through them takes a second of every start, and now and then a
 for when a run is built, among what came later.
 """
 
+import atexit
 import ctypes
 import gc
 import os
+import resource
 import signal
-import sys
-from typing import Any
 
 from rl.watch import watchdog
 from rl.watch.lines import Lines
@@ -19,21 +19,18 @@ PR_SET_PDEATHSIG = 1
 MARK = "ONEWORLD_RANK_PROCESS"
 
 
-def _on_exception(*error: Any) -> None:
-    """One that no world hears of, as that of a module which cannot be imported."""
-    if _line is not None:
-        _line.send("raised")
-    sys.__excepthook__(*error)
-
-
-gc.disable()
 if "TORCHELASTIC_RUN_ID" in os.environ:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed agent must not leave orphans that hold GPUs
 _line = None
 if "RANK" in os.environ and MARK not in os.environ:
     os.environ[MARK] = str(os.getpid())  # children that import this again are not ranks
+    gc.disable()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # rank 0 and its watchdog have connections to all
     _line = watchdog.start()
-    sys.excepthook = _on_exception
+    # Reached by a process that never joined a world, as when a module cannot be imported; joined ones end otherwise.
+    atexit.register(_line.send, "raised")
 
 
 def line_to_watchdog() -> Lines:

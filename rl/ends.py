@@ -68,20 +68,33 @@ class Memory:
             return False
         return before == now
 
-    def count_attempt(self) -> int:
-        """How many there were in a row that did no step, this one included."""
-        count = 1
-        with suppress(OSError, ValueError):  # none yet, or torn
-            count = int(self._attempts.read_text()) + 1
-        with suppress(OSError):
-            part = self._attempts.with_suffix(".part")
-            part.write_text(str(count))
-            part.replace(self._attempts)
-        return count
+    def count_attempt(self) -> tuple[int, int]:
+        """How many there were in a row that got no further than those before, this one included; and the step at which
+        the furthest of them ended."""
+        count, furthest = self._read_attempts()
+        self._write_attempts(count + 1, furthest)
+        return count + 1, furthest
+
+    def note_end(self, step: int) -> None:
+        count, furthest = self._read_attempts()
+        self._write_attempts(count, max(step, furthest))
 
     def forget_attempts(self) -> None:
+        """This one got further."""
+        self._write_attempts(0, 0)
+
+    def _read_attempts(self) -> tuple[int, int]:
+        try:
+            count, furthest = json.loads(self._attempts.read_text())
+        except (OSError, ValueError):  # none yet, or torn
+            return 0, 0
+        return count, furthest
+
+    def _write_attempts(self, count: int, furthest: int) -> None:
         with suppress(OSError):
-            self._attempts.unlink(missing_ok=True)
+            part = self._attempts.with_suffix(".part")
+            part.write_text(json.dumps([count, furthest]))
+            part.replace(self._attempts)
 
     def write_fatal(self, text: str) -> None:
         try:
@@ -91,6 +104,6 @@ class Memory:
 
     def forget(self) -> None:
         """After a clean end."""
-        self.forget_attempts()
         with suppress(OSError):
+            self._attempts.unlink(missing_ok=True)
             self._last_error.unlink(missing_ok=True)

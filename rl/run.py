@@ -274,7 +274,8 @@ def serve_run(run: Run) -> None:
     if rollout is not None:
         rollout.begin()
     collect_garbage_from_now_on()
-    serve(run.world, services, until=lambda: end.ended)
+    with run.world.stage("serve"):
+        serve(run.world, services, until=lambda: end.ended)
 
 
 def end_run(run: Run) -> None:

@@ -70,6 +70,8 @@ class World:
         self.device = torch.device("cpu")
         self.roles = "no role yet"
         self._step = self._first_step = 0
+        self._furthest_step = 0  # at which attempts before this one ended
+        self._has_got_further = False
         self._order_taker: int | None = None  # the rank that is told what a signal wants; None: nobody can do it yet
         self.closers: list[Callable[[], None]] = []  # run at the clean end, when no rank needs another any more
         self.stage_seconds: dict[str, float] = {}
@@ -91,9 +93,10 @@ class World:
 
     @step.setter
     def step(self, step: int) -> None:
-        if self._first_step and step > self._first_step and self._memory is not None:
-            self._memory.forget_attempts()
         self._first_step = self._first_step or step
+        if step > max(self._first_step, self._furthest_step) and not self._has_got_further and self._memory is not None:
+            self._has_got_further = True
+            self._memory.forget_attempts()
         self._step = step
         HEART.describe(step=step)
 
@@ -137,19 +140,20 @@ class World:
         self._back_off(limits.max_fruitless_attempts)
 
     def _back_off(self, max_attempts: int) -> None:
-        """Where attempts end one after the other before a step is done: waits longer each time, and then gives up."""
+        """Where attempts end one after the other at the same step: waits longer each time, and then gives up."""
         if self.rank != HUB:  # nodes may share the folder; the others wait for the hub where all meet
             return
         assert self._memory is not None
-        before = self._memory.count_attempt() - 1
+        count, self._furthest_step = self._memory.count_attempt()
+        before = count - 1
         if before >= max_attempts:
             raise ConfigError(
-                f"{before} attempts in a row ended before a step was done (world.max_fruitless_attempts); what ended "
-                "them is above and in the logs of the other nodes: mend that and start again"
+                f"{before} attempts in a row got no further than those before (world.max_fruitless_attempts); what "
+                "ended them is above and in the logs of the other nodes: mend that and start again"
             )
         if before >= 2:
             wait_s = min(MAX_BACK_OFF_S, 2.0 ** (before - 2))
-            print(f"oneworld: {before} attempts in a row ended before a step was done; the next in {wait_s:g} s")
+            print(f"oneworld: {before} attempts in a row got no further than those before; the next in {wait_s:g} s")
             HEART.wait(f"{wait_s:g} s to pass after {before} failed attempts")
             time.sleep(wait_s)
             HEART.wait("")
@@ -290,7 +294,6 @@ class World:
             self._all_finished.set()
 
     def _on_all_finished(self, message: Message) -> None:
-        self._finished.add(HUB)  # its connection may now close
         self._all_finished.set()
 
     def _on_signal(self, source: socket.socket) -> None:
@@ -349,7 +352,6 @@ class World:
 @contextmanager
 def join() -> Iterator[World]:
     """Joins the world that torchrun started (a world of one without it). An exception in the body ends every rank."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     world = _join()
     try:
         yield world

@@ -262,9 +262,13 @@ class RolloutService(Service):
 
 def breaks_rank(error: Exception) -> bool:
     """After which nothing on the device, or no process group, can be trusted."""
-    words = ("CUDA error", "NCCL", "gloo", "Connection closed by peer")
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    words = ("cuda", "cudnn", "cublas", "triton error", "nccl", "gloo", "connection closed by peer")
     is_device = isinstance(error, torch.AcceleratorError | dist.DistError)
-    return is_device or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
+    is_told = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    cause = error.__cause__
+    return is_device or is_told or (isinstance(cause, Exception) and breaks_rank(cause))
 
 
 def pack_group(

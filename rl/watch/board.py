@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rl.ends import CAUSES, Memory, Report
-from rl.watch.culprit import Account, describe_others, describe_silence, find_culprit, show_ranks
+from rl.watch.culprit import Account, describe_others, describe_silence, find_culprit, show_ranks, waits_for_others
 
 COLLECT_S = 0.7  # reports
 MAX_COLLECT_S = 3.0  # while all that has come are broken connections: who broke them will be told
 INQUEST_S = 2.5  # accounts of silent ranks, for which stacks are written
-CUT_S = 5.0  # without a word from a watchdog, which speaks every second
+CUT_S = 10.0  # without a word from a watchdog, which speaks every second; a host may pause
 TICK_S = 0.2
-DEADLOCK_S = 120.0  # of every rank waiting for another
+DEADLOCK_S = 600.0  # of every rank waiting for another; a slow disk may be behind it
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Board:
             if not entry.is_done and not entry.is_gone and now - entry.heard_at > CUT_S:
                 self._lose(rank, f"no word from its host for {now - entry.heard_at:.0f} s: it is down or cut off")
         working = [entry for entry in self.entries.values() if not entry.is_done]
-        if working and all(e.account.waits_for and e.account.silent_s > DEADLOCK_S for e in working):
+        if working and all(waits_for_others(e.account) and e.account.silent_s > DEADLOCK_S for e in working):
             self._begin_inquest(min(entry.account.rank for entry in working))
         everybody = all(entry.has_accounted or entry.is_gone for entry in self.entries.values())
         if self._judge_at is not None and (now >= self._judge_at or (self._is_inquest and everybody)):
@@ -141,6 +141,8 @@ class Board:
             self._reports, self._is_inquest = [r for r in self._reports if r.cause != "silent"], False
             for rank in self.entries:
                 self._tell(rank, "patience")
+            if self._reports:
+                self._judge_at = time.monotonic() + COLLECT_S
             return
         report = self._explain(report)
         stop = report.cause in ("interrupt", "fatal") or (self.memory is not None and self.memory.is_repeated(report))
@@ -149,6 +151,8 @@ class Board:
         for rank in self.entries:
             self._tell(rank, "abort", **self.verdict)
         self._say(report.text())
+        if self.memory is not None:
+            self.memory.note_end(report.step)
         if fatal:
             self._say("oneworld: fatal, will not be restarted")
 
@@ -172,6 +176,10 @@ class Board:
             also = [r.rank for r in self._reports if r.cause == "lost" and r.rank != report.rank]
             lines = [report.trace, *([f"  also gone: {show_ranks(also)}"] if also else [])]
             lines += describe_others(account for rank, account in accounts.items() if rank not in (*also, report.rank))
+            return replace(report, trace="\n".join(lines))
+        if report.cause == "error":
+            lines = [report.trace.rstrip()] if report.trace else []
+            lines += describe_others(account for rank, account in accounts.items() if rank != report.rank)
             return replace(report, trace="\n".join(lines))
         return report
 

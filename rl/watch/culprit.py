@@ -31,11 +31,12 @@ def find_culprit(accounts: Sequence[Account]) -> Account:
     before one in a collective, the one that has got least far, and the one that has been silent longest."""
     return min(
         accounts,
-        key=lambda a: (not a.frozen, _waits_for_others(a), a.in_collective, a.step, -a.silent_s, a.rank),
+        key=lambda a: (not a.frozen, waits_for_others(a), a.in_collective, a.step, -a.silent_s, a.rank),
     )
 
 
-def _waits_for_others(account: Account) -> bool:
+def waits_for_others(account: Account) -> bool:
+    """And not for what its own threads do, such as a checkpoint that is being written."""
     return bool(account.waits_for) and not account.waits_for.startswith("its ")
 
 

@@ -5,7 +5,6 @@ all ranks and says which collective they differ in.
 """
 
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,11 +15,11 @@ PIPES = Path("/dev/shm")  # a run folder may lie on a file system without pipes;
 def keep_collectives(folder: Path, world: str) -> str:
     """In the rank, before the first group of GPUs is made. Returns the path of the files to come, less the rank; what
     the user has set wins."""
-    (folder / "stacks").mkdir(parents=True, exist_ok=True)
-    target = str(folder.resolve() / "stacks" / f"{time.strftime('%Y%m%d-%H%M%S')}.nccl_rank_")
+    target = folder.resolve() / "stacks" / world / "nccl_rank_"  # torchfrtrace takes all files of a folder for one time
+    target.parent.mkdir(parents=True, exist_ok=True)
     wanted = {
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): NUM_COLLECTIVES,
-        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): target,
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(target),
         ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE",): str(_pipe(world, "")),
     }
     for names, value in wanted.items():  # newer and older versions of torch

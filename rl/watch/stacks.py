@@ -4,12 +4,14 @@ that its watchdog reads."""
 import faulthandler
 import os
 import signal
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 SIGNAL = signal.SIGUSR2
 ANSWER_S = 0.5  # for a rank to write them
+WRITE_S = 1.0  # for a disk to take them
 # In paths: calls that need other ranks, or wait for a device that does.
 WAITING_WORDS = ("torch/distributed/", "torch/autograd/", "torch/utils/checkpoint", "torch/cuda/", "rl/sync/wire.py")
 MAX_BYTES = 1 << 20
@@ -38,16 +40,22 @@ class Stacks:
 
 
 def write_stacks(stacks: str, folder: Path | None, rank: int) -> str:
-    """Returns the path, if they could be written."""
+    """Returns the path, if they could be written in time: a file system that hangs may be what they tell of."""
     if not stacks or folder is None:
         return ""
     path = folder / "stacks" / f"{time.strftime('%Y%m%d-%H%M%S')}.rank_{rank}.txt"
-    try:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(stacks)
-    except OSError:
-        return ""
-    return str(path)
+    is_written = threading.Event()
+
+    def write() -> None:
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(stacks)
+            is_written.set()
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(WRITE_S)
+    return str(path) if is_written.is_set() else ""
 
 
 def stands_in_collective(stacks: str) -> bool:

@@ -346,7 +346,7 @@ class Watchdog:
 
     def _kill_rank(self) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+            signal.pidfd_send_signal(self._exit_fd, signal.SIGKILL)
 
     def _signal_children(self, number: int) -> bool:
         """Of a rank that torchrun started, which leads a group of its own; whether there are any. 0 only asks."""

@@ -37,6 +37,7 @@ SETTINGS = [
 BROKEN = "slow engines + varied rewards"
 WAIT_S = 120.0
 END_S = 10.0  # for watchdogs and what a killed agent leaves
+CLOSE = ("loss/policy", "policy/entropy", "optim/grad_norm")
 SAME = ("reward/mean", "rollout/tokens", "rollout/length_mean")
 
 
@@ -167,7 +168,8 @@ def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, other in zip(rows, expected, strict=True):
         assert {name: row[name] for name in SAME} == {name: other[name] for name in SAME}, row["step"]
-        assert abs(row["loss/policy"] - other["loss/policy"]) < 1e-5, (row["step"], row["loss/policy"])
+        for name in CLOSE:  # the policy's: those of other weights or moments differ
+            assert abs(row[name] - other[name]) < 1e-4 * max(0.1, abs(other[name])), (row["step"], name, row[name])
 
 
 @contextmanager

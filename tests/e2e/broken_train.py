@@ -1,6 +1,8 @@
 """train.py with something broken: `broken_train.py WHAT RANK [train.py's arguments]`, where WHAT may be several things
 joined by ` + `, of which those that need a culprit are broken on that rank only."""
 
+import rl.early  # noqa: F401, I001  the watchdog before torch, as in train.py
+
 import os
 import re
 import signal

@@ -182,8 +182,8 @@ def test_a_crash_loop_slows_down_and_ends(tmp_path: Path) -> None:
     output = finish(process, 120)
     assert process.returncode != 0
     assert output.count("its process ended without a word") == 3, output
-    assert output.count("2 attempts in a row ended before a step was done; the next in 1 s") == 1
-    assert output.count("3 attempts in a row ended before a step was done (world.max_fruitless_attempts)") == 1
+    assert output.count("2 attempts in a row got no further than those before; the next in 1 s") == 1
+    assert output.count("3 attempts in a row got no further than those before (world.max_fruitless_attempts)") == 1
     assert "3 attempts in a row" in (tmp_path / "run" / "FATAL").read_text()
 
 

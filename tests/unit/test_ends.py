@@ -56,6 +56,19 @@ def test_what_an_earlier_launch_left_is_forgotten(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_attempts_count_until_one_gets_further(tmp_path: Path) -> None:
+    """Attempts that resume at step 20 and die at step 25, again and again, do steps and get nowhere."""
+    memory = Memory(tmp_path)
+    assert memory.count_attempt() == (1, 0)
+    memory.forget_attempts()
+    memory.note_end(25)
+    assert memory.count_attempt() == (1, 25)
+    memory.note_end(23)
+    assert memory.count_attempt() == (2, 25)
+    memory.forget_attempts()
+    assert memory.count_attempt() == (1, 0)
+
+
 def test_a_folder_that_cannot_be_written_is_said_and_does_not_raise(
     tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rl.ends import Memory, Report
 from rl.watch import board as board_module
 from rl.watch import recorder
-from rl.watch.board import Board
+from rl.watch.board import CUT_S, DEADLOCK_S, Board
 from rl.watch.culprit import Account, find_culprit, show_ranks
 from rl.watch.heart import Beat, Heart
 from rl.watch.silence import STRETCH, Limits, Watch
@@ -166,7 +166,10 @@ class TestBoard:
         assert not world.said
         world.wait(1)
         world.wait(1)
-        assert world.said == ["oneworld: rank 3 (actor) on node0, stage update, step 7: ValueError: no"]
+        assert len(world.said) == 1
+        first, *others = world.said[0].splitlines()
+        assert first == "oneworld: rank 3 (actor) on node0, stage update, step 7: ValueError: no"
+        assert others == ["  ranks 0-2 (actor): stage update, working, or in a collective, silent for up to 10 s"]
         assert aborted(world) == [(rank, False) for rank in range(4)]
 
     def test_a_death_names_its_stage_and_who_waited(self, world: FakeWorld) -> None:
@@ -244,23 +247,39 @@ class TestBoard:
         assert len(world.said) == 1
 
     def test_a_host_that_is_cut_off_is_named_with_all_its_ranks(self, world: FakeWorld) -> None:
-        for _ in range(6):
+        for _ in range(int(CUT_S) + 1):
             world.wait(1)
             for rank in (0, 1):
                 world.beat(rank)
         world.wait(1)
         first, _, also, *_ = world.said[0].splitlines()
         assert first.startswith(
-            "oneworld: rank 2 (actor) on node1, stage update, step 7: no word from its host for 6 s"
+            f"oneworld: rank 2 (actor) on node1, stage update, step 7: no word from its host for {CUT_S + 1:.0f} s"
         )
         assert also == "  also gone: rank 3"
 
     def test_all_waiting_for_each_other_is_an_end_too(self, world: FakeWorld) -> None:
         for rank in range(4):
-            world.beat(rank, waits_for="group", silent_s=121.0)
+            world.beat(rank, waits_for="group", silent_s=DEADLOCK_S + 1)
         world.wait(0.1)
         world.wait(3)
         assert "waiting for group" in world.said[0]
+
+    def test_a_slow_checkpoint_is_no_deadlock(self, world: FakeWorld) -> None:
+        for rank in range(4):
+            world.beat(rank, waits_for="its checkpoint" if rank == 2 else "saved", silent_s=DEADLOCK_S + 1)
+        world.wait(0.1)
+        world.wait(3)
+        assert not world.said
+
+    def test_reports_that_patience_leaves_are_judged(self, world: FakeWorld) -> None:
+        world.send(1, "silent")
+        world.send(0, "report", report=report(0, "connection", "broken"))
+        for rank in range(4):
+            world.send(rank, "account", account=vars(account(rank, silent_s=1.0, limit_s=10.0)))
+        for _ in range(8):
+            world.wait(0.5)
+        assert len(world.said) == 1 and world.said[0].endswith("step 7: broken")
 
     def test_a_rank_that_is_done_may_go(self, world: FakeWorld) -> None:
         for rank in range(4):
