@@ -6,7 +6,7 @@ Four nodes with two ranks each, as network namespaces of this machine, with the 
 and iproute2. Faults come one after the other in one run, whose clean start was measured first: from the start of the
 agents to the end of the first step. A recovery lasts from the fault, the head's from its return, to the end of the
 first step after it; its overhead is what it takes longer than the clean start. `worst_named_s` is after the deadline of
-silence (4 s for a process, 5 s for a host), where there is one. The last fault, in a run of its own with --nnodes 3:4
+silence (4 s for a process, 10 s for a host), where there is one. The last fault, in a run of its own with --nnodes 3:4
 and two copies of each file, is a node that does not come back.
 """
 
