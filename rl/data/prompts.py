@@ -7,7 +7,7 @@ permutation of its own. Batch k is the interval [k * n, (k + 1) * n) of the stre
 import hashlib
 import json
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ class Prompt:
     text: str
     answer: str
     tokens: list[int]
+    row: dict[str, Any] = field(default_factory=dict)  # as it stands in the file, for rewards
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,7 +82,7 @@ def _read_row(file: Path, number: int, line: str, row_id: int, data: DataConfig,
             f"{file}, line {number} has {len(tokens)} tokens; a prompt has 1 to data.max_prompt_tokens = "
             f"{data.max_prompt_tokens}: raise the limit or drop the row"
         )
-    return Prompt(row_id, 0, str(text), str(answer), tokens)
+    return Prompt(row_id, 0, str(text), str(answer), tokens, row)
 
 
 class PromptStream:
@@ -109,5 +110,4 @@ class PromptStream:
             self._order = list(range(len(self._prompts)))
             random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
             self._epoch = epoch
-        prompt = self._prompts[self._order[place]]
-        return Prompt(prompt.id, epoch, prompt.text, prompt.answer, prompt.tokens)
+        return replace(self._prompts[self._order[place]], epoch=epoch)

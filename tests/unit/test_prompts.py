@@ -93,8 +93,8 @@ GOOD = '{"prompt": "2+2=", "answer": 4}'
 def test_read_prompts(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD, "", '{"prompt": "a", "answer": "b", "more": 1}')
     assert read_prompts(path, DataConfig(), Letters()) == [
-        Prompt(0, 0, "2+2=", "4", [50, 43, 50, 61]),
-        Prompt(1, 0, "a", "b", [97]),
+        Prompt(0, 0, "2+2=", "4", [50, 43, 50, 61], {"prompt": "2+2=", "answer": 4}),
+        Prompt(1, 0, "a", "b", [97], {"prompt": "a", "answer": "b", "more": 1}),
     ]
 
 
