@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ class RolloutConfig:
     engine: str = key("vllm", "vllm, or fake: an engine without a model for tests of the plumbing")
     num_samples_per_prompt: int = key(8, "rollouts in a group")
     temperature: float = key(1.0, "sampling temperature; logprobs of engine and learner are at this temperature")
+    top_p: float = key(1.0, "sample from the likeliest tokens of this total probability; below 1 needs algo.correction")
+    top_k: int = key(0, "sample from this many likeliest tokens; 0: all; above 0 needs algo.correction")
     max_new_tokens: int = key(64, "tokens after which a response is cut")
     tensor_parallel_size: int = key(1, "consecutive rollout ranks of one node that host one engine")
     max_num_seqs: int = key(256, "sequences one engine decodes at once")
@@ -78,19 +81,78 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class AlgoConfig:
-    normalize_std: bool = key(True, "divide a group's advantages by the standard deviation of its rewards")
+    """docs/algorithms.md has the formulas and the papers."""
+
+    advantage: str = key(
+        "grpo", "grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, or gae (with a critic: PPO)"
+    )
+    gamma: float = key(1.0, "discount per token, of reinforce_pp and gae")
+    lam: float = key(1.0, "lambda of gae")
+    loss: str = key("clip", "clip (PPO's), gspo (ratios of whole sequences), or cispo (clipped weights)")
+    loss_norm: str = key(
+        "token", "what is averaged: token, sequence (each counts the same), constant (Dr.GRPO: by max_new_tokens)"
+    )
     clip_low: float = key(0.2, "ratio is clipped below 1 - clip_low")
     clip_high: float = key(0.2, "ratio is clipped above 1 + clip_high")
-    kl_coef: float = key(0.0, "weight of the KL to the reference policy in the loss; 0: no reference model is loaded")
-    kl_estimator: str = key("k3", "k3, k2, or k1 (an unbiased value, but its gradient averages to 0)")
+    dual_clip: float = key(0.0, "bound of the ratio where advantages are negative, above 1, such as 3; 0: none")
+    entropy_coef: float = key(0.0, "weight of the entropy bonus in the loss")
+    kl_coef: float = key(0.0, "weight of the KL to the reference policy; 0: no reference model is loaded")
+    kl_estimator: str = key(
+        "k3", "k3, k2, k1 (an unbiased value, but its gradient averages to 0), or full (over the whole vocabulary)"
+    )
+    kl_place: str = key("loss", "loss, or reward: subtracted from rewards, token by token where the advantage can")
+    kl_target: float = key(0.0, "adapt kl_coef to keep the KL per token near this; 0: kl_coef is fixed")
+    correction: str = key(
+        "none",
+        "importance weights for what engine and learner differ in: none; token or sequence, truncated at "
+        "correction_limit; token_mask or sequence_mask, dropped outside of it",
+    )
+    correction_limit: float = key(2.0, "largest weight; masks also drop those below its inverse")
+    overlong_tokens: int = key(
+        0, "DAPO: the last so many tokens before max_new_tokens cost reward, up to 1 at the limit; 0: none"
+    )
+    mask_truncated: bool = key(False, "learn nothing from responses that were cut at max_new_tokens")
+    dynamic_sampling: bool = key(
+        False, "DAPO: draw on the prompt stream until a batch is full of groups with unequal rewards"
+    )
+    max_sampling_rounds: int = key(10, "then the batch stays smaller")
+    certainty_coef: float = key(0.0, "Intuitor: weight of the mean self-certainty of a response in its reward; 0: none")
+    collapse_entropy: float = key(0.02, "with certainty_coef: say so when the entropy per token falls below this")
     num_mini_batches: int = key(1, "optimizer steps per pass over a batch")
     num_epochs: int = key(1, "passes over a batch")
-    old_logprobs: str = key("auto", "auto: a pass of their own only where more than one update follows; always: a pass")
+    old_logprobs: str = key("auto", "auto: a pass of their own only where something needs it; always: a pass")
 
     @property
     def has_old_pass(self) -> bool:
         """Otherwise the batch was sampled by the very policy that its only update begins with."""
-        return self.old_logprobs == "always" or self.num_mini_batches * self.num_epochs > 1
+        return self.old_logprobs == "always" or self.num_mini_batches * self.num_epochs > 1 or self.scores_before_update
+
+    @property
+    def scores_before_update(self) -> bool:
+        """Rewards depend on the policy's own logprobs."""
+        return bool(self.certainty_coef) or self.has_kl_in_reward
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        return bool(self.kl_coef) and self.kl_place == "reward"
+
+    @property
+    def has_kl_in_loss(self) -> bool:
+        return bool(self.kl_coef) and self.kl_place == "loss"
+
+    @property
+    def has_critic(self) -> bool:
+        return self.advantage == "gae"
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """With algo.advantage=gae: on the actor ranks, with an optimizer of its own."""
+
+    path: str = key("", "model whose layers it starts from; empty: model.path")
+    lr: float = key(1e-5, "learning rate")
+    clip: float = key(0.2, "values move by at most this in an update")
+    warmup_steps: int = key(0, "steps at first in which only the critic learns")
 
 
 @dataclass(frozen=True)
@@ -186,6 +248,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -196,6 +259,15 @@ class Config:
     debug: DebugConfig = field(default_factory=DebugConfig)
 
 
+ADVANTAGES = {  # and whether they compare the rollouts of a prompt
+    "grpo": True,
+    "dr_grpo": True,
+    "rloo": True,
+    "reinforce_pp": False,
+    "reinforce_pp_baseline": True,
+    "gae": False,
+}
+CORRECTIONS = ("none", "token", "sequence", "token_mask", "sequence_mask")
 PLACEMENT_SIZES = ("num_nodes", "num_gpus_per_node")
 
 
@@ -311,7 +383,12 @@ def validate(config: Config) -> None:
     one_of("rollout.engine", config.rollout.engine, ("vllm", "fake"))
     one_of("sync.verify", config.sync.verify, ("full", "transport", "off"))
     one_of("algo.old_logprobs", config.algo.old_logprobs, ("auto", "always"))
-    one_of("algo.kl_estimator", config.algo.kl_estimator, ("k1", "k2", "k3"))
+    one_of("algo.advantage", config.algo.advantage, tuple(ADVANTAGES))
+    one_of("algo.loss", config.algo.loss, ("clip", "gspo", "cispo"))
+    one_of("algo.loss_norm", config.algo.loss_norm, ("token", "sequence", "constant"))
+    one_of("algo.kl_estimator", config.algo.kl_estimator, ("k1", "k2", "k3", "full"))
+    one_of("algo.kl_place", config.algo.kl_place, ("loss", "reward"))
+    one_of("algo.correction", config.algo.correction, CORRECTIONS)
     one_of("actor.recompute", config.actor.recompute, ("none", "selective", "full"))
     one_of("actor.offload", config.actor.offload, ("none", "rollout", "always"))
     one_of("actor.lr_schedule", config.actor.lr_schedule, ("constant", "linear", "cosine"))
@@ -329,6 +406,8 @@ def validate(config: Config) -> None:
         "actor.num_replicas": config.actor.num_replicas,
         "algo.num_mini_batches": config.algo.num_mini_batches,
         "algo.num_epochs": config.algo.num_epochs,
+        "algo.max_sampling_rounds": config.algo.max_sampling_rounds,
+        "critic.clip": config.critic.clip,
         "data.max_prompt_tokens": config.data.max_prompt_tokens,
         "sync.join_timeout_s": config.sync.join_timeout_s,
         "world.transfer_timeout_s": config.world.transfer_timeout_s,
@@ -341,6 +420,13 @@ def validate(config: Config) -> None:
         "actor.lr": config.actor.lr,
         "actor.warmup_steps": config.actor.warmup_steps,
         "algo.kl_coef": config.algo.kl_coef,
+        "algo.kl_target": config.algo.kl_target,
+        "algo.entropy_coef": config.algo.entropy_coef,
+        "algo.overlong_tokens": config.algo.overlong_tokens,
+        "algo.collapse_entropy": config.algo.collapse_entropy,
+        "critic.lr": config.critic.lr,
+        "critic.warmup_steps": config.critic.warmup_steps,
+        "rollout.top_k": config.rollout.top_k,
         "eval.interval": config.eval.interval,
         "eval.num_prompts": config.eval.num_prompts,
         "rollout.max_mismatch_kl": config.rollout.max_mismatch_kl,
@@ -365,8 +451,10 @@ def validate(config: Config) -> None:
     batches, prompts = config.algo.num_mini_batches, config.train.num_prompts_per_step
     rule = f"a mini-batch holds whole groups, so it must not exceed train.num_prompts_per_step = {prompts}"
     require(batches <= prompts, "algo.num_mini_batches", batches, rule)
-    rule = "a group-relative advantage compares at least 2 rollouts of a prompt"
-    require(config.rollout.num_samples_per_prompt > 1, "rollout.num_samples_per_prompt", 1, rule)
+    if ADVANTAGES[config.algo.advantage]:
+        rule = f"algo.advantage={config.algo.advantage} compares at least 2 rollouts of a prompt"
+        require(config.rollout.num_samples_per_prompt > 1, "rollout.num_samples_per_prompt", 1, rule)
+    _validate_algo(config, require)
     if config.eval.interval and not config.data.eval:
         raise ConfigError("eval.interval is set, but data.eval is empty: give held-out prompts or set eval.interval=0")
     require(config.checkpoint.copies in (1, 2), "checkpoint.copies", config.checkpoint.copies, "choose 1 or 2")
@@ -379,4 +467,41 @@ def validate(config: Config) -> None:
     if "/" in config.run.name:
         raise ConfigError(
             f"run.name: got {config.run.name!r}; it is a folder's name, without '/' (run.dir is the path)"
+        )
+
+
+def _validate_algo(config: Config, require: Callable[[bool, str, Any, str], None]) -> None:
+    algo, rollout = config.algo, config.rollout
+    for name, factor in (("algo.gamma", algo.gamma), ("algo.lam", algo.lam), ("rollout.top_p", rollout.top_p)):
+        require(0 < factor <= 1, name, factor, "it must be above 0 and at most 1")
+    require(algo.dual_clip == 0 or algo.dual_clip > 1, "algo.dual_clip", algo.dual_clip, "it must be above 1, or 0")
+    require(algo.correction_limit > 1, "algo.correction_limit", algo.correction_limit, "it must be above 1")
+    require(math.isfinite(algo.certainty_coef), "algo.certainty_coef", algo.certainty_coef, "it must be a number")
+    if algo.dual_clip and algo.loss != "clip":
+        raise ConfigError(
+            f"algo.dual_clip: got {algo.dual_clip}, but algo.loss={algo.loss} has no such bound; set it to 0"
+        )
+    if (rollout.top_p < 1 or rollout.top_k) and algo.correction == "none":
+        raise ConfigError(
+            f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: engines would sample from a cut and "
+            "rescaled distribution, the learner computes probabilities over the whole vocabulary, and their ratio "
+            "would be wrong without a word. Set algo.correction=token, which weights each token by that ratio, or top_p=1 "
+            "top_k=0"
+        )
+    if algo.kl_target and not algo.kl_coef:
+        raise ConfigError(
+            "algo.kl_target is set, but algo.kl_coef=0 leaves nothing to adapt; give a coefficient to start"
+        )
+    if algo.kl_estimator == "full" and algo.has_kl_in_reward:
+        raise ConfigError(
+            "algo.kl_estimator=full needs the distributions of policy and reference at once, which only the update "
+            "has; set algo.kl_place=loss, or choose k1, k2 or k3"
+        )
+    longest = rollout.max_new_tokens
+    rule = f"it must not exceed rollout.max_new_tokens = {longest}"
+    require(algo.overlong_tokens <= longest, "algo.overlong_tokens", algo.overlong_tokens, rule)
+    if algo.dynamic_sampling and rollout.num_samples_per_prompt < 2:
+        raise ConfigError(
+            "algo.dynamic_sampling looks for groups with unequal rewards; set rollout.num_samples_per_prompt to 2 or "
+            "more"
         )

@@ -7,7 +7,7 @@ runs.
     actor --score--> first inference rank --forward--> every inference rank --scores--> actor
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import safetensors.torch
 import torch
@@ -18,7 +18,7 @@ from rl.data.batch import Batch
 from rl.data.micro_batches import cut, cut_together
 from rl.data.packing import costs_of, count_micro_batches, split_evenly
 from rl.mail import Mail, Message
-from rl.model.logprobs import hidden_size_of, score_responses
+from rl.model.logprobs import certainty_of_responses, hidden_size_of, score_responses
 from rl.model.offload import Offload
 from rl.serve import Service
 from rl.shards import TensorInfo, local_slices, reshard
@@ -27,23 +27,49 @@ from rl.sync.probe import learner_logprobs
 from rl.watch.heart import HEART
 
 
-@torch.no_grad()
-def score_batch(
-    model: nn.Module, batch: Batch, micro_batches: list[list[int]], temperature: float, device: torch.device
-) -> Tensor:
-    """[T] logprobs of the response tokens, 0 in prompts. The device is waited for once, at the end."""
+def over_micro_batches(
+    batch: Batch, micro_batches: list[list[int]], compute: Callable[[Batch], Sequence[Tensor]]
+) -> list[Tensor]:
+    """[T] of each thing that is computed for response tokens, 0 in prompts. The device is waited for once, at the
+    end."""
     parts = []
     for number, sequences in enumerate(micro_batches):
         HEART.beat(f"micro-batch {number + 1} of {len(micro_batches)}")
-        parts.append(score_responses(model, batch.select(sequences), temperature, device).logprobs)
-    scores = torch.cat(parts).cpu()
-    logprobs = torch.zeros(batch.num_tokens)
+        parts.append(torch.stack(list(compute(batch.select(sequences)))))
+    scores = torch.cat(parts, 1).cpu()
+    spread = torch.zeros(len(scores), batch.num_tokens)
     order = [sequence for sequences in micro_batches for sequence in sequences]
     spans = batch.response_spans()
     lengths = [last - first for first, last in (spans[sequence] for sequence in order)]
-    for sequence, piece in zip(order, scores.split(lengths), strict=True):
-        logprobs[slice(*spans[sequence])] = piece
-    return logprobs
+    for sequence, piece in zip(order, scores.split(lengths, 1), strict=True):
+        spread[:, slice(*spans[sequence])] = piece
+    return list(spread)
+
+
+@torch.no_grad()
+def score_fields(
+    models: Mapping[str, nn.Module],
+    fields: Sequence[str],
+    batch: Batch,
+    micro_batches: list[list[int]],
+    temperature: float,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """[T] of each field: logprobs by the model of that name, and the policy's self-certainty by the way."""
+    scores: dict[str, Tensor] = {}
+    for name, model in models.items():
+        if name not in fields:
+            continue
+        with_certainty = name == "old_logprobs" and "certainty" in fields
+
+        def compute(micro_batch: Batch, model: nn.Module = model, with_certainty: bool = with_certainty) -> list[Tensor]:
+            if with_certainty:
+                return list(certainty_of_responses(model, micro_batch, temperature, device))
+            return [score_responses(model, micro_batch, temperature, device).logprobs]
+
+        names = [name, "certainty"] if with_certainty else [name]
+        scores |= zip(names, over_micro_batches(batch, micro_batches, compute), strict=True)
+    return scores
 
 
 class Scorer:
@@ -59,19 +85,20 @@ class Scorer:
 
 
 class LocalScorer(Scorer):
-    """The actors' own models, by the name of the batch field that each fills. With `reference_rests` the reference's
-    weights lie in host memory between `release_device` and `take_device`."""
+    """The actors' own models, by the name of the batch field that each fills, of which `fields` are wanted. With
+    `reference_rests` the reference's weights lie in host memory between `release_device` and `take_device`."""
 
     def __init__(
         self,
         models: Mapping[str, nn.Module],
+        fields: Sequence[str],
         pg: dist.ProcessGroup,
         max_tokens: int,
         temperature: float,
         device: torch.device,
         reference_rests: bool = False,
     ):
-        self._models, self._pg, self._max_tokens = models, pg, max_tokens
+        self._models, self._fields, self._pg, self._max_tokens = models, fields, pg, max_tokens
         self._temperature, self._device = temperature, device
         resting = {name: models[name] for name in ("ref_logprobs",) if name in models and reference_rests}
         self._rests = [(model, Offload(part.data for part in local_slices(model))) for model in resting.values()]
@@ -87,14 +114,11 @@ class LocalScorer(Scorer):
             rest.wait()
 
     def score(self, batch: Batch, version: int) -> Batch:
-        if not self._models:
+        if not self._fields:
             return batch
         hidden_size = hidden_size_of(next(iter(self._models.values())))
         micro_batches = cut_together(batch, self._max_tokens, hidden_size, self._pg)
-        scores = {
-            name: score_batch(model, batch, micro_batches, self._temperature, self._device)
-            for name, model in self._models.items()
-        }
+        scores = score_fields(self._models, self._fields, batch, micro_batches, self._temperature, self._device)
         return batch.replace(**scores)
 
 
@@ -196,9 +220,5 @@ class LogprobService(Service):
         batch = Batch.from_bytes(message.payload)
         hidden_size = hidden_size_of(self.models["old_logprobs"])
         micro_batches = cut(batch, self._max_tokens, hidden_size, meta["num_micro_batches"])
-        scores = {
-            name: score_batch(model, batch, micro_batches, self._temperature, self._device)
-            for name, model in self.models.items()
-            if name in meta["fields"]
-        }
+        scores = score_fields(self.models, meta["fields"], batch, micro_batches, self._temperature, self._device)
         self._mail.send(meta["actor"], "scores", {"sequences": meta["sequences"]}, safetensors.torch.save(scores))

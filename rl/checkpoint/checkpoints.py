@@ -11,6 +11,7 @@ from rl.checkpoint.retention import Best, better, check_metric, is_due, kept
 from rl.checkpoint.save import Saver
 from rl.checkpoint.snapshot import Snapshot, generators
 from rl.config import CheckpointConfig
+from rl.critic import Critic
 from rl.data.prompts import PromptStream
 from rl.learner import Learner
 
@@ -22,11 +23,12 @@ class Checkpoints:
         self,
         saver: Saver,
         learner: Learner,
+        critic: Critic | None,
         config: CheckpointConfig,
         num_steps: int,
         resume: Resume | None,
     ):
-        self._saver, self._learner = saver, learner
+        self._saver, self._learner, self._critic = saver, learner, critic
         self._config, self._num_steps = config, num_steps
         self._ended: tuple[int, dict[str, Any], dict[str, Any]] | None = None  # step, run's state, this rank's state
         self._saved_step = self._unprobed_step = 0  # the newest that was saved, and as long as it has no logits yet
@@ -45,7 +47,9 @@ class Checkpoints:
         """The policy is that of this step, and the leader's prompt stream stands at its end: from here until the next
         update begins this is what a save saves."""
         state: dict[str, Any] = {"version": version, "num_updates": self._learner.num_updates, "origin": self._origin}
-        state["is_evaluated"] = False
+        state |= {"is_evaluated": False, "kl_coef": self._learner.kl_coef}
+        if self._critic is not None:
+            state["num_critic_updates"] = self._critic.num_updates
         if stream is not None:
             state |= {"position": stream.position, "data": stream.digest}
         self._ended = (step, state, generators())
@@ -101,9 +105,10 @@ class Checkpoints:
             return
         self._saver.wait_committed()
         step, state, rank_state = self._ended
+        trainees = [self._learner] if self._critic is None else [self._learner, self._critic]
         snapshot = Snapshot(
             step=step,
-            parts=self._learner.state_slices() if self._saver.is_owner else (),
+            parts=[part for each in trainees for part in each.state_slices()] if self._saver.is_owner else (),
             ready=self._saver.mark(),
             rank_state=rank_state,
             state={**state, "best": dataclasses.asdict(self._best) if self._best else None},

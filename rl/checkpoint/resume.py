@@ -24,6 +24,7 @@ from rl.checkpoint.shard_file import digest, read_bytes
 from rl.checkpoint.shelf import MESSAGE_BYTES, Shelf
 from rl.checkpoint.snapshot import restore_generators
 from rl.config import Config, ConfigError
+from rl.critic import Critic
 from rl.learner import Learner
 from rl.mail import Mail, Message
 from rl.placement import Placement
@@ -48,6 +49,10 @@ class Resume:
     @property
     def version(self) -> int:
         return self.manifest.state["version"]
+
+    @property
+    def has_critic(self) -> bool:
+        return bool(self.manifest.slices("critic"))
 
     def without_files(self) -> "Resume":
         state = {"version": self.version}
@@ -279,12 +284,19 @@ class SliceReader:
         return data
 
 
-def restore(learner: Learner, resume: Resume, shelf: Shelf, placement: Placement, rank: int) -> None:
-    """On every actor: the learner as it was, and this process's random generators."""
-    reader = SliceReader(resume, shelf, rank - rank % placement.num_ranks_per_node)
-    fill(learner.state_slices(), reader, placement.shard_of(rank), len(placement.owners))
-    learner.restore_schedule(resume.manifest.state["num_updates"])
-    generators = resume.manifest.state["actors"].get(str(placement.actors.index(rank)))
+def restore(
+    learner: Learner, critic: Critic | None, resume: Resume, shelf: Shelf, placement: Placement, rank: int
+) -> None:
+    """On every actor: learner and critic as they were, and this process's random generators."""
+    reader, state = SliceReader(resume, shelf, rank - rank % placement.num_ranks_per_node), resume.manifest.state
+    shard, num_shards = placement.shard_of(rank), len(placement.owners)
+    fill(learner.state_slices(), reader, shard, num_shards)
+    learner.restore_schedule(state["num_updates"])
+    learner.restore_kl_coef(state["kl_coef"])
+    if critic is not None and resume.has_critic:  # else it starts from its model, in a run that had none before
+        fill(critic.state_slices(), reader, shard, num_shards)
+        critic.restore_schedule(state["num_critic_updates"])
+    generators = state["actors"].get(str(placement.actors.index(rank)))
     if generators is not None:  # else the world has grown, and this rank keeps its own
         restore_generators(generators)
 
@@ -294,7 +306,8 @@ def fill(parts: Sequence[tuple[str, LocalSlice]], reader: SliceReader, shard: in
     manifest = reader.manifest
     kinds = {kind for kind, _ in parts}
     saved = {kind: manifest.slices(kind) for kind in kinds | {"master"}}
-    _check_same_model([part for kind, part in parts if kind == "model"], saved["model"])
+    for kind in kinds & {"model", "critic"}:
+        _check_same_model([part for of, part in parts if of == kind], saved[kind], kind)
     for kind, part in parts:
         name = part.info.name
         HEART.beat(f"{kind} of {name}")
@@ -322,13 +335,13 @@ def _end_row(piece: Slice) -> int:
     return piece.offsets[0] + piece.size[0] if piece.offsets else 1
 
 
-def _check_same_model(parts: Sequence[LocalSlice], saved: Mapping[str, list[tuple[File, Slice]]]) -> None:
+def _check_same_model(parts: Sequence[LocalSlice], saved: Mapping[str, list[tuple[File, Slice]]], kind: str) -> None:
     ours = {part.info.name: part.info.shape for part in parts}
     theirs = {name: pieces[0][1].shape for name, pieces in saved.items()}
     if ours != theirs:
         name = sorted(set(ours.items()) ^ set(theirs.items()))[0][0]
         raise ConfigError(
-            f"the checkpoint is of another model than model.path: {name} is {theirs.get(name, 'absent')} there and "
+            f"the checkpoint is of another {kind} than {kind}.path: {name} is {theirs.get(name, 'absent')} there and "
             f"{ours.get(name, 'absent')} here; give the model that the run was started with"
         )
 

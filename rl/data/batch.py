@@ -26,7 +26,10 @@ class Batch:
     truncated: Tensor  # [S] bool, cut at the token limit
     old_logprobs: Tensor | None = None  # [T] float32, the policy's before this batch's first update
     ref_logprobs: Tensor | None = None  # [T] float32
-    advantages: Tensor | None = None  # [S] float32
+    certainty: Tensor | None = None  # [T] float32, the policy's self-certainty where it chose the token; 0 in prompts
+    values: Tensor | None = None  # [T] float32, the critic's before this batch's first update; 0 in prompts
+    advantages: Tensor | None = None  # [T] float32; 0 in prompts
+    returns: Tensor | None = None  # [T] float32, what the critic learns; 0 in prompts
 
     @property
     def num_sequences(self) -> int:
@@ -60,6 +63,17 @@ class Batch:
     @property
     def response_lengths(self) -> Tensor:
         return self.lengths - self.prompt_lengths
+
+    def at_responses(self, values: Tensor) -> Tensor:
+        """[T] from one value a response token, laid end to end: 0 in prompts."""
+        spread = values.new_zeros(self.num_tokens)
+        spread[self.response_mask] = values
+        return spread
+
+    @property
+    def response_segment_ids(self) -> Tensor:
+        """The sequence of each response token, laid end to end."""
+        return torch.repeat_interleave(torch.arange(self.num_sequences), self.response_lengths)
 
     def response_spans(self) -> list[tuple[int, int]]:
         """[S]: where each response begins and ends among the tokens."""
@@ -104,7 +118,17 @@ class Batch:
         return {name: value for name, value in named.items() if value is not None}
 
 
-TOKEN_FIELDS = ("tokens", "versions", "rollout_logprobs", "old_logprobs", "ref_logprobs")
+TOKEN_FIELDS = (
+    "tokens",
+    "versions",
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "certainty",
+    "values",
+    "advantages",
+    "returns",
+)
 
 
 def empty_batch() -> Batch:

@@ -1,10 +1,12 @@
-"""Token logprobs and entropies straight from hidden states, in chunks: never more than one chunk of logits exists.
+"""What is needed of a model's distributions, straight from hidden states, in chunks: never more than one chunk of logits
+exists.
 
 The backward pass makes each chunk's logits anew: one more product with the head, a few percent of a model's work, in
 place of [tokens, vocabulary] in memory. Products run in the dtype of the hidden states, everything else in float32,
 fused by torch.compile on GPUs.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,39 +22,78 @@ class Scores(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
+    reference_kl: Tensor  # KL(policy || reference) over the whole vocabulary; 0 without a reference
 
 
-def token_scores(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Scores:
-    """hidden [R, D], weight [V, D], targets [R]; logits are hidden @ weight.T / temperature."""
-    return Scores(*_TokenScores.apply(hidden, weight, targets, temperature))
+class Reference(NamedTuple):
+    """What another model says in the same places: its distribution is that of hidden @ weight.T / divisor."""
+
+    hidden: Tensor  # [R, D]
+    weight: Tensor  # [V, D]
+    divisor: float
+
+
+def token_scores(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, reference: Reference | None = None
+) -> Scores:
+    """hidden [R, D], weight [V, D], targets [R]; logits are hidden @ weight.T / temperature. All scores carry the
+    gradient."""
+    return Scores(*_TokenScores.apply(hidden, weight, targets, temperature, reference))
+
+
+@torch.no_grad()
+def self_certainty(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """[R] KL(uniform || policy) over the whole vocabulary (arXiv 2502.18581, rewards of Intuitor 2505.19590)."""
+    certainty = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+    measure = _on(hidden.device.type, _certainty_of_chunk)
+    for part in _chunks(hidden.shape[0], weight.shape[0]):
+        certainty[part] = measure(hidden[part] @ weight.t(), temperature)
+    return certainty
+
+
+def _certainty_of_chunk(logits: Tensor, temperature: float) -> Tensor:
+    """-log V - mean(log p)."""
+    logits = logits.float() / temperature
+    return torch.logsumexp(logits, -1) - logits.mean(-1) - math.log(logits.shape[1])
 
 
 class _TokenScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, reference: Reference | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         forward = _on(hidden.device.type, _score_chunk)
-        scores = hidden.new_empty(3, hidden.shape[0], dtype=torch.float32)
+        scores = hidden.new_empty(4, hidden.shape[0], dtype=torch.float32)
         for part in _chunks(hidden.shape[0], weight.shape[0]):
-            scores[:, part] = forward(hidden[part] @ weight.t(), targets[part], temperature)
-        logprobs, entropy, log_sums = scores
-        ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
-        ctx.temperature = temperature
+            others = _other_logits(reference, part)
+            scores[:, part] = forward(hidden[part] @ weight.t(), targets[part], temperature, others)
+        logprobs, entropy, reference_kl, log_sums = scores
+        ctx.save_for_backward(hidden, weight, targets, log_sums, entropy, reference_kl)
+        ctx.temperature, ctx.reference = temperature, reference
         ctx.set_materialize_grads(False)
-        return logprobs.clone(), entropy.clone()
+        return logprobs.clone(), entropy.clone(), reference_kl.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
-        hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
-        by_logprob, by_entropy = (log_sums.new_zeros(log_sums.shape) if grad is None else grad for grad in gradients)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, weight, targets, log_sums, entropy, reference_kl = ctx.saved_tensors
+        by_scores = [log_sums.new_zeros(log_sums.shape) if grad is None else grad for grad in gradients]
         backward = _on(hidden.device.type, _score_chunk_backward)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for part in _chunks(hidden.shape[0], weight.shape[0]):
-            statistics = log_sums[part], entropy[part], by_logprob[part], by_entropy[part]
-            grad = backward(hidden[part] @ weight.t(), targets[part], *statistics, ctx.temperature)
+            statistics = log_sums[part], entropy[part], reference_kl[part]
+            by_part = [grad[part] for grad in by_scores]
+            others = _other_logits(ctx.reference, part)
+            grad = backward(hidden[part] @ weight.t(), targets[part], *statistics, *by_part, ctx.temperature, others)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+def _other_logits(reference: Reference | None, part: slice) -> Tensor | None:
+    if reference is None:
+        return None
+    return (reference.hidden[part] @ reference.weight.t()).float() / reference.divisor
 
 
 def _chunks(num_rows: int, vocab_size: int) -> list[slice]:
@@ -60,13 +101,15 @@ def _chunks(num_rows: int, vocab_size: int) -> list[slice]:
     return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
 
 
-def _score_chunk(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """[3, R]: logprobs, entropies and the logarithms of the sums of exponentials."""
+def _score_chunk(logits: Tensor, targets: Tensor, temperature: float, others: Tensor | None) -> Tensor:
+    """[4, R]: logprobs, entropies, KLs and the logarithms of the sums of exponentials."""
     logits = logits.float() / temperature
     log_sums = torch.logsumexp(logits, -1)
     log_p = logits - log_sums.unsqueeze(1)
     chosen = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
-    return torch.stack([chosen, -(torch.exp(log_p) * log_p).sum(-1), log_sums])
+    p = torch.exp(log_p)
+    kl = torch.zeros_like(chosen) if others is None else (p * (log_p - torch.log_softmax(others, -1))).sum(-1)
+    return torch.stack([chosen, -(p * log_p).sum(-1), kl, log_sums])
 
 
 def _score_chunk_backward(
@@ -74,16 +117,21 @@ def _score_chunk_backward(
     targets: Tensor,
     log_sums: Tensor,
     entropy: Tensor,
+    reference_kl: Tensor,
     by_logprob: Tensor,
     by_entropy: Tensor,
+    by_kl: Tensor,
     temperature: float,
+    others: Tensor | None,
 ) -> Tensor:
     """The gradient by the logits before the temperature, in their dtype: d logprob = onehot - p, d entropy =
-    -p (log p + entropy)."""
+    -p (log p + entropy), d KL = p (log p - log q - KL)."""
     log_p = logits.float() / temperature - log_sums.unsqueeze(1)
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
-    by_entropy = by_entropy.unsqueeze(1) * (log_p + entropy.unsqueeze(1))
-    grad = is_target * by_logprob.unsqueeze(1) - torch.exp(log_p) * (by_logprob.unsqueeze(1) + by_entropy)
+    by_p = by_logprob.unsqueeze(1) + by_entropy.unsqueeze(1) * (log_p + entropy.unsqueeze(1))
+    if others is not None:
+        by_p = by_p - by_kl.unsqueeze(1) * (log_p - torch.log_softmax(others, -1) - reference_kl.unsqueeze(1))
+    grad = is_target * by_logprob.unsqueeze(1) - torch.exp(log_p) * by_p
     return (grad / temperature).to(logits.dtype)
 
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rl.config import ConfigError, resolve_path
 from rl.model import attention
-from rl.model.logprobs import give_scores
+from rl.model.logprobs import give_scores, give_values, hidden_size_of
 from rl.shards import local_slices
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -61,14 +61,17 @@ def load_model(
     trainable: bool,
     filled: bool = True,
     compute: Compute = PLAIN,
+    as_critic: bool = False,
 ) -> nn.Module:
     """With `filled` False parameters and saved buffers hold no values yet: a checkpoint has newer ones."""
     attention.register()
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, **({"tie_word_embeddings": False} if as_critic else {}))
     with torch.device("meta"):
         name = attention.implementation(device, dtype)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
-    give_scores(model)
+    own_head = _give_value_head(model) if as_critic else ""
+    if not as_critic:
+        give_scores(model)
     model.requires_grad_(trainable)
     _set_compute(model, compute)
     _shard(model, mesh, dtype, compute.on_host)
@@ -76,8 +79,17 @@ def load_model(
     model.tie_weights()
     _place_buffers(model, device)
     if filled:
-        _fill_from_files(model, folder, mesh)
+        _fill_from_files(model, folder, mesh, own_head)
     return model.train()
+
+
+def _give_value_head(model: Any) -> str:
+    """One row in place of a vocabulary; returns its name, which no file has."""
+    with torch.device("meta"):
+        head = nn.Linear(hidden_size_of(model), 1, bias=False, dtype=torch.float32)
+    model.set_output_embeddings(head)
+    give_values(model)
+    return next(name for name, parameter in model.named_parameters() if parameter is head.weight)
 
 
 def stop_token_ids(folder: Path) -> list[int]:
@@ -141,9 +153,14 @@ def _place_buffers(model: nn.Module, device: torch.device) -> None:
                 setattr(module, buffer, getattr(fresh, buffer).to(device))
 
 
-def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh) -> None:
+def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh, own_head: str) -> None:
+    """A critic's head starts with zeros: who knows nothing expects nothing."""
     files = tensor_files(folder)
-    missing = [part.info.name for part in local_slices(model) if part.info.name not in files]
+    parts = [part for part in local_slices(model) if part.info.name != own_head]
+    for part in local_slices(model):
+        if part.info.name == own_head:
+            part.data.zero_()
+    missing = [part.info.name for part in parts if part.info.name not in files]
     if missing:
         raise ConfigError(
             f"{folder} lacks {len(missing)} tensors of {type(model).__name__}, the first of them {missing[0]}; the "
@@ -151,7 +168,7 @@ def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh) -> None:
         )
     handles = {file: safe_open(folder / file, framework="pt") for file in set(files.values())}
     shard_axis = mesh.ndim - 1  # an axis of replicas may stand before it
-    for part in local_slices(model):
+    for part in parts:
         info, file = part.info, files[part.info.name]
         source = handles[file].get_slice(info.name)
         if tuple(source.get_shape()) != info.shape:

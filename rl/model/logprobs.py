@@ -1,4 +1,5 @@
-"""Token logprobs of a ragged micro-batch under a model, whose forward pass is replaced by one that returns them.
+"""Token logprobs and values of a ragged micro-batch under a model, whose forward pass is replaced by one that returns
+them.
 
 The head runs inside the model's own forward: there FSDP has its weight in place, and frees it again.
 """
@@ -13,7 +14,7 @@ from torch import Tensor
 from rl.config import ConfigError
 from rl.data.batch import Batch
 from rl.model import attention
-from rl.model.head import token_scores
+from rl.model.head import Reference, self_certainty, token_scores
 
 
 class TokenScores(NamedTuple):
@@ -21,6 +22,7 @@ class TokenScores(NamedTuple):
 
     logprobs: Tensor  # [R] float32, carries the gradient
     entropy: Tensor  # [R] float32, carries the gradient
+    reference_kl: Tensor  # [R] float32, over the whole vocabulary, carries the gradient; 0 without a reference
     probe_logits: Tensor  # [P, vocabulary] float32 of the probe that was carried along, without gradient
 
 
@@ -33,6 +35,18 @@ def give_scores(model: Any) -> None:
     model.forward = MethodType(_scores_of, model)
 
 
+def give_values(model: Any) -> None:
+    """From now on it returns one float32 value for each place that is kept; its head has one row."""
+    model.forward = MethodType(_values_of, model)
+
+
+def _hidden_of(self: Any, tokens: Tensor, positions: Tensor, kept: Tensor, about_sequences: dict[str, Any]) -> Tensor:
+    output = self.get_decoder()(
+        input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **about_sequences
+    )
+    return output.last_hidden_state[0, kept]
+
+
 def _scores_of(
     self: Any,
     tokens: Tensor,  # [T]
@@ -40,17 +54,29 @@ def _scores_of(
     kept: Tensor,  # [R + P] places whose logits count: those before response tokens, then a probe's
     targets: Tensor,  # [R]
     temperature: float,
+    wanted: str = "scores",
+    reference: Reference | None = None,
     **about_sequences: Any,
-) -> TokenScores:
-    output = self.get_decoder()(
-        input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **about_sequences
-    )
-    hidden, riders = output.last_hidden_state[0, kept].split([len(targets), len(kept) - len(targets)])
+) -> TokenScores | tuple[Tensor, Tensor] | Reference:
+    """`wanted` is scores, certainty (logprobs and self-certainty), or reference (what another model's scores need)."""
+    hidden = _hidden_of(self, tokens, positions, kept, about_sequences)
+    hidden, riders = hidden.split([len(targets), len(kept) - len(targets)])
     weight, divisor = self.get_output_embeddings().weight, _logit_divisor(self.config)
-    logprobs, entropy = token_scores(hidden, weight, targets, temperature * divisor)
+    if wanted == "reference":
+        return Reference(hidden, weight, temperature * divisor)
+    scores = token_scores(hidden, weight, targets, temperature * divisor, reference)
+    if wanted == "certainty":
+        return scores.logprobs, self_certainty(hidden, weight, temperature * divisor)
     with torch.no_grad():
         probe_logits = (riders @ weight.t()).float() / divisor
-    return TokenScores(logprobs, entropy, probe_logits)
+    return TokenScores(*scores, probe_logits)
+
+
+def _values_of(
+    self: Any, tokens: Tensor, positions: Tensor, kept: Tensor, targets: Tensor, **about_sequences: Any
+) -> Tensor:
+    hidden = _hidden_of(self, tokens, positions, kept, about_sequences)
+    return (hidden[: len(targets)] @ self.get_output_embeddings().weight.t()).squeeze(1).float()
 
 
 def _logit_divisor(config: Any) -> float:
@@ -63,10 +89,37 @@ def hidden_size_of(model: Any) -> int:
 
 
 def score_responses(
-    model: Any, batch: Batch, temperature: float, device: torch.device, probe: Sequence[int] = ()
+    model: Any,
+    batch: Batch,
+    temperature: float,
+    device: torch.device,
+    probe: Sequence[int] = (),
+    reference: Reference | None = None,
 ) -> TokenScores:
-    """Scores of the response tokens of a batch in host memory, on the device. An empty batch still runs the forward: it
-    is a collective. The tokens of a `probe` ride along as one more sequence."""
+    """Scores of the response tokens of a batch in host memory, on the device. The tokens of a `probe` ride along as one
+    more sequence."""
+    return model(**_inputs(model, batch, device, probe), temperature=temperature, reference=reference)
+
+
+def certainty_of_responses(
+    model: Any, batch: Batch, temperature: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and self-certainty of the response tokens."""
+    return model(**_inputs(model, batch, device), temperature=temperature, wanted="certainty")
+
+
+def reference_of_responses(model: Any, batch: Batch, temperature: float, device: torch.device) -> Reference:
+    """What `score_responses` of the policy needs for a KL over the whole vocabulary."""
+    return model(**_inputs(model, batch, device), temperature=temperature, wanted="reference")
+
+
+def value_responses(model: Any, batch: Batch, device: torch.device) -> Tensor:
+    """[R] the critic's value of what stands before each response token."""
+    return model(**_inputs(model, batch, device))
+
+
+def _inputs(model: Any, batch: Batch, device: torch.device, probe: Sequence[int] = ()) -> dict[str, Any]:
+    """An empty batch still has a token: its forward is a collective."""
     response = batch.response_mask.nonzero().squeeze(1)
     riders = torch.tensor(probe or ([] if batch.num_tokens else [0]), dtype=torch.int64)
     places = torch.arange(len(riders))
@@ -79,5 +132,4 @@ def score_responses(
     }
     moved = {name: attention.to_device(tensor, device) for name, tensor in inputs.items()}
     name = model.config._attn_implementation
-    about = attention.arguments(name, batch.lengths.tolist(), len(riders), device)
-    return model(**moved, temperature=temperature, **about)
+    return moved | attention.arguments(name, batch.lengths.tolist(), len(riders), device)

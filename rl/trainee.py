@@ -1,0 +1,213 @@
+"""A sharded model under AdamW: its state by slices, where it lies, and optimizer steps over micro-batches.
+
+Losses are sums; the division by the mini-batch's own denominator, over all ranks, happens once, so the result depends
+neither on the number of ranks nor on the split into micro-batches. FSDP averages gradients over the mesh, which the
+factor `mesh size` undoes.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rl.config import ActorConfig, AlgoConfig
+from rl.data.batch import Batch
+from rl.data.micro_batches import cut_together
+from rl.data.packing import mini_batch_of
+from rl.metrics import Measures
+from rl.model.attention import to_device
+from rl.model.logprobs import hidden_size_of
+from rl.model.offload import Offload
+from rl.shards import LocalSlice, local_slices, reshard
+from rl.watch.heart import HEART
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by its own names
+
+
+class Trainee:
+    kind = "model"  # of its weights in a checkpoint
+    metric = "optim"  # prefix of what an optimizer step measures
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pg: dist.ProcessGroup,
+        device: torch.device,
+        actor: ActorConfig,
+        algo: AlgoConfig,
+        lr: float,
+        schedule: Callable[[int], float],
+    ):
+        self.model = model
+        self._pg, self._device, self._actor, self._algo = pg, device, actor, algo
+        # Right after sharding: an optimizer made after a forward would miss the root's parameters without a word.
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=lr,
+            betas=(actor.beta1, actor.beta2),
+            eps=actor.eps,
+            weight_decay=actor.weight_decay,
+            fused=device.type == "cuda" or None,  # also where actor.offload keeps them in host memory
+        )
+        self._rests: dict[str, Offload] = {}  # by kind of state, once it has left the device to an engine
+        self._schedule = schedule
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, schedule)
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps so far."""
+        return self._scheduler.last_epoch
+
+    def _moment_kind(self, moment: str) -> str:
+        return moment if self.kind == "model" else f"{self.kind}_{moment}"
+
+    def state_slices(self) -> list[tuple[str, LocalSlice]]:
+        """This rank's part of all that training changes, by kind: parameters (the float32 masters) and buffers, then
+        the moments. Views of the memory that is trained, or of the host's while it lies there."""
+        parts = [(self.kind, part) for part in local_slices(self.model)]
+        infos = {part.info.name: part.info for _, part in parts}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                state = self._moments(parameter)
+                parts += [(self._moment_kind(of), LocalSlice(infos[name], _local(state[of]))) for of in MOMENTS]
+        for kind, rest in self._rests.items():
+            if rest.is_away:
+                parts = [
+                    (of, LocalSlice(part.info, rest.on_host(part.data)) if of == kind else part) for of, part in parts
+                ]
+            else:
+                rest.wait()
+        return parts
+
+    def weight_slices(self) -> Iterator[LocalSlice]:
+        """Of the weights alone, where they lie now."""
+        for part in local_slices(self.model):
+            yield LocalSlice(part.info, self._rests[self.kind].on_host(part.data)) if self.is_away else part
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it leaves the device to an engine of the same rank."""
+        return self._actor.offload == "rollout"
+
+    @property
+    def is_away(self) -> bool:
+        """In host memory: nothing can be computed."""
+        return any(rest.is_away for rest in self._rests.values())
+
+    def start_leaving(self) -> None:
+        """What `release_device` will wait for and no other rank needs; nothing is updated until then."""
+        for kind, rest in self._rests.items():
+            if kind != self.kind:
+                rest.start_leaving()
+
+    def release_device(self) -> None:
+        """For an engine of this rank: what only the update needed; with actor.offload=rollout everything."""
+        reshard(self.model)  # a probe leaves a part of it gathered
+        if self.offloads and not self.is_away:
+            for kind, tensors in self._state_so_far().items():
+                if kind not in self._rests:
+                    self._rests[kind] = Offload(tensors)
+                self._rests[kind].leave()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the allocator keeps what was freed otherwise
+
+    def take_device(self) -> None:
+        """Weights first; moments come while the first forward passes run."""
+        for kind, rest in self._rests.items():
+            rest.come_back()
+            if kind == self.kind:
+                rest.wait()
+
+    def restore_schedule(self, num_updates: int) -> None:
+        """As after so many optimizer steps; learning rate and schedule are this run's own."""
+        self._scheduler.last_epoch = num_updates
+        rates = [base * self._schedule(num_updates) for base in self._scheduler.base_lrs]
+        self._scheduler._last_lr = rates
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter in self._optimizer.param_groups[0]["params"]:
+            self._moments(parameter)["step"].fill_(num_updates)
+
+    def _state_so_far(self) -> dict[str, list[Tensor]]:
+        """By kind; without moments before the first update, so that none are made only to leave."""
+        tensors = {self.kind: [part.data for part in local_slices(self.model)]}
+        states = self._optimizer.state.values()
+        moments = {self._moment_kind(of): [_local(state[of]) for state in states] for of in MOMENTS}
+        return tensors | (moments if states else {})
+
+    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """AdamW makes them at its first step; a checkpoint may need them before."""
+        state = self._optimizer.state[parameter]
+        if not state:
+            where = parameter.device if self._optimizer.defaults["fused"] else None
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device=where)
+            state |= {of: torch.zeros_like(parameter.detach()) for of in MOMENTS}
+        return state
+
+    def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
+        """Epochs of optimizer steps over mini-batches, which are runs of whole groups in stream order."""
+        count = self._algo.num_mini_batches
+        mini_batch_of_sequence = [mini_batch_of(position, num_prompts, count) for position in batch.group_ids.tolist()]
+        for _ in range(self._algo.num_epochs):
+            for index in range(count):
+                sequences = [s for s, mini_batch in enumerate(mini_batch_of_sequence) if mini_batch == index]
+                self._optimizer_step(batch.select(sequences), measures)
+
+    def _optimizer_step(self, mini_batch: Batch, measures: Measures) -> None:
+        max_tokens = self._actor.max_tokens_per_micro_batch
+        micro_batches = cut_together(mini_batch, max_tokens, hidden_size_of(self.model), self._pg)
+        denominator = self._denominator(mini_batch).to(torch.float64)
+        dist.all_reduce(denominator, group=self._pg)
+        scale = dist.get_world_size(self._pg) / max(denominator.item(), 1.0)
+        for number, sequences in enumerate(micro_batches):
+            HEART.beat(f"micro-batch {number + 1} of {len(micro_batches)}")
+            self._accumulate(mini_batch.select(sequences), scale, measures)
+        self._check(mini_batch, measures)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._actor.max_grad_norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if not torch.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient norm of the {self.kind} is {norm.item()}; lower its learning rate, or look at the "
+                "batch's logprobs and rewards"
+            )
+        measures.mean(f"{self.metric}/grad_norm", norm, 1)
+        measures.mean(f"{self.metric}/lr", self._scheduler.get_last_lr()[0], 1)
+        for rest in self._rests.values():
+            rest.wait()
+        if denominator:  # else there was nothing to learn from, and AdamW would still move by its momentum
+            self._optimizer.step()
+            self._scheduler.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _denominator(self, mini_batch: Batch) -> Tensor:
+        """This rank's part of what the sum of losses is divided by."""
+        raise NotImplementedError
+
+    def _accumulate(self, micro_batch: Batch, scale: float, measures: Measures) -> None:
+        """Forward and backward of one micro-batch; an empty one takes part with a loss of 0."""
+        raise NotImplementedError
+
+    def _check(self, mini_batch: Batch, measures: Measures) -> None:
+        """Before the optimizer steps."""
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return to_device(tensor, self._device)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def lr_schedule(name: str, warmup_steps: int, num_steps: int) -> Callable[[int], float]:
+    """The factor on the learning rate at each optimizer step, counted from 0."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+        return {"constant": 1.0, "linear": 1.0 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[name]
+
+    return factor
