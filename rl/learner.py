@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rl.algo.losses import clipped_ratio, kl_penalty
+from rl.algo.kl import kl_penalty
+from rl.algo.losses import clipped_ratio
 from rl.algo.mismatch import check_mismatch, mismatch_kl
 from rl.config import ActorConfig, AlgoConfig, RolloutConfig
 from rl.data.batch import Batch, empty_batch
@@ -214,7 +215,7 @@ class Learner:
         else:
             old_logprobs = self._move(micro_batch.old_logprobs[mask])
         policy = clipped_ratio(scores.logprobs, old_logprobs, advantages, self._algo.clip_low, self._algo.clip_high)
-        loss_sum = policy.loss_sum
+        policy_sum = loss_sum = policy.loss.sum()
         if self._algo.kl_coef:
             assert micro_batch.ref_logprobs is not None
             ref_logprobs = self._move(micro_batch.ref_logprobs[mask])
@@ -222,8 +223,8 @@ class Learner:
             loss_sum = loss_sum + self._algo.kl_coef * kl_sum
             measures.mean("loss/kl", kl_sum, count)
         (loss_sum * scale).backward()
-        measures.mean("loss/policy", policy.loss_sum, count)
-        measures.mean("policy/clip_fraction", policy.clipped_sum, count)
+        measures.mean("loss/policy", policy_sum, count)
+        measures.mean("policy/clip_fraction", policy.clipped.sum(), count)
         measures.mean("policy/entropy", scores.entropy.sum(), count)
 
     def _move(self, tensor: Tensor) -> Tensor:
