@@ -1,6 +1,8 @@
-"""Losses on flat tokens. Each returns a sum over tokens; who calls it divides once, by the count over all ranks.
+"""Losses on flat tokens. Each gives one number a token; who calls it multiplies by `token_weights`, sums, and divides
+once, by the denominator over all ranks.
 
-All tensors are [T]: the response tokens of a micro-batch, laid end to end.
+T response tokens of a micro-batch's S sequences, laid end to end; `segment_ids` [T] is the sequence of each token,
+`lengths` [S] the tokens of each sequence, which may be none.
 """
 
 from dataclasses import dataclass
@@ -8,29 +10,102 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl.algo.segments import sequence_sums
+
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    loss_sum: Tensor  # scalar, carries the gradient
-    clipped_sum: Tensor  # scalar, tokens whose gradient the clip cut off
+    loss: Tensor  # [T], carries the gradient
+    clipped: Tensor  # [T] bool, whether the bounds cut off the token's gradient, or in CISPO its weight
 
 
 def clipped_ratio(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
+) -> PolicyLoss:
+    """PPO's pessimistic bound (arXiv 1707.06347), with separate bounds below and above (DAPO's clip-higher, arXiv
+    2503.14476). A `dual_clip` c > 1 bounds the loss of tokens of negative advantage at c times it (arXiv 1912.09729),
+    0 does not. All tensors are [T].
+    """
+    ratio = torch.exp(new_logprobs - old_logprobs)
+    policy = _pessimistic(ratio, advantages, clip_low, clip_high)
+    if not dual_clip:
+        return policy
+    assert dual_clip > 1, dual_clip
+    is_cut = (advantages < 0) & (ratio > dual_clip)
+    return PolicyLoss(torch.where(is_cut, -dual_clip * advantages, policy.loss), policy.clipped | is_cut)
+
+
+def sequence_ratio(
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    segment_ids: Tensor,
+    lengths: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """GSPO (arXiv 2507.18071): one ratio a sequence, the geometric mean of its tokens' ratios, in the paper's
+    GSPO-token form: the value is the sequence's, the gradient flows through the token's own logprob. With
+    "sequence" weights and one advantage a sequence, loss and gradient are those of GSPO. lengths is [S], the others
+    are [T].
+    """
+    log_ratio_sums = sequence_sums((new_logprobs - old_logprobs).detach(), segment_ids, lengths)
+    mean_log_ratio = (log_ratio_sums / lengths.clamp(min=1)).to(new_logprobs.dtype)
+    ratio = torch.exp(mean_log_ratio[segment_ids] + new_logprobs - new_logprobs.detach())
+    return _pessimistic(ratio, advantages, clip_low, clip_high)
+
+
+def clipped_weight(
     new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """PPO's pessimistic bound with separate bounds below and above (DAPO's clip-higher, arXiv 2503.14476)."""
-    ratio = torch.exp(new_logprobs - old_logprobs)
+    """CISPO (arXiv 2506.13585): REINFORCE weighted by the bounded ratio, so that no token's gradient is cut off. All
+    tensors are [T]."""
+    ratio = torch.exp(new_logprobs.detach() - old_logprobs)
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return PolicyLoss(loss=-weight * advantages * new_logprobs, clipped=weight != ratio)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """The critic's loss as in PPO2 (github.com/openai/baselines): half the larger squared error, of the value and of
+    the value kept within `clip` of the old one; 0 for the plain squared error.
+
+    All tensors are [T] -> loss [T] and [T] bool, whether the bound cut off the gradient.
+    """
+    free = (values - returns).square()
+    if not clip:
+        return free / 2, torch.zeros_like(free, dtype=torch.bool)
+    held = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    return torch.maximum(free, held) / 2, held > free
+
+
+def token_weights(
+    normalization: str, lengths: Tensor, segment_ids: Tensor, kept: Tensor, max_length: int
+) -> tuple[Tensor, Tensor]:
+    """What a token counts, and what the sum over tokens is divided by, after ranks have added theirs:
+
+        token     1           kept tokens                      every token counts the same (DAPO, arXiv 2503.14476)
+        sequence  1 / length  kept sequences with a token      every sequence counts the same (GRPO, arXiv 2402.03300)
+        constant  1           kept sequences * max_length      no length is favoured (Dr.GRPO, arXiv 2503.20783)
+
+    Sequences that are not kept, such as truncated ones under DAPO's overlong filtering, count nowhere. The denominator
+    is 0 where nothing is kept.
+
+    lengths [S], segment_ids [T], kept [S] bool -> weights [T] float32, denominator (a scalar of int64).
+    """
+    if normalization == "token":
+        return kept[segment_ids].float(), lengths[kept].sum()
+    if normalization == "sequence":
+        return (kept / lengths.clamp(min=1))[segment_ids], (kept & (lengths > 0)).sum()
+    assert normalization == "constant", normalization
+    return kept[segment_ids].float(), kept.sum() * max_length
+
+
+def _pessimistic(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
     free = ratio * advantages
     held = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return PolicyLoss(loss_sum=-torch.minimum(free, held).sum(), clipped_sum=(held < free).sum())
-
-
-def kl_penalty(new_logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """[T] estimates of KL(policy || reference) at the sampled tokens (joschu.net/blog/kl-approx.html)."""
-    log_ratio = ref_logprobs - new_logprobs
-    if estimator == "k1":
-        return -log_ratio
-    if estimator == "k2":
-        return log_ratio.square() / 2
-    assert estimator == "k3", estimator
-    return torch.exp(log_ratio) - 1 - log_ratio
+    return PolicyLoss(loss=-torch.minimum(free, held), clipped=held < free)
