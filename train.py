@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import rl.early  # noqa: F401  before torch
-from rl.algo.advantages import group_relative
+from rl.actor import Actor
 from rl.algo.mismatch import check_mismatch
 from rl.config import DEFAULT_CONFIG, Config, ConfigError, load_config, resolve_path
 from rl.data.batch import Batch
@@ -21,13 +21,12 @@ from rl.metrics import Measures
 from rl.placement import plan
 from rl.profile import profiled
 from rl.rewards import find_reward
-from rl.run import Actor, build_actor, check_model, end_run, eval_sampling, open_run, serve_run, train_sampling
+from rl.run import build_actor, check_model, end_run, eval_sampling, open_run, serve_run
 from rl.world import World, join
 
 
 def train(world: World, config: Config, actor: Actor) -> None:
     """The loop: prompts -> rollout and reward -> old logprobs -> advantages -> update -> weight sync -> checkpoint."""
-    num_prompts = config.train.num_prompts_per_step
     with world.stage("sync"):
         version = actor.publish()  # engines start from dummy weights
     if not actor.is_evaluated:  # before training, or where a signal cut it off
@@ -37,24 +36,23 @@ def train(world: World, config: Config, actor: Actor) -> None:
         with profiled(profile_target(world, config, actor.folder)), world.stage("step"):
             with world.stage("handover"):
                 actor.give_device_to_engine()
+            measures = Measures()
             with world.stage("rollout"):
-                prompts = actor.stream.take(num_prompts) if actor.stream else None
-                batch = actor.rollouts.collect(actor.rollouts.start(prompts, train_sampling(config), version))
+                batch, num_prompts = actor.sample(version, measures)
             with world.stage("handover"):
                 actor.give_device_to_learner()
             with world.stage("logprobs"):
-                batch = actor.scorer.score(batch, version)
+                batch = actor.score(batch, version)
                 values = describe(batch).reduce(actor.pg)
                 check_mismatch(values.get("policy/mismatch_kl", 0.0), config.rollout.max_mismatch_kl)
             with world.stage("advantages"):
-                advantages = group_relative(batch.rewards, batch.group_ids, config.algo.normalize_std)
-                batch = batch.replace(advantages=advantages)
+                batch = actor.assign_credit(batch, measures)
                 save_rollouts(world, config, actor.folder, batch)
             with world.stage("update"):
                 actor.checkpoints.wait_copied()
-                measures = Measures()
-                actor.learner.update(batch, num_prompts, measures)
+                actor.update(batch, step, num_prompts, measures)
                 values |= measures.reduce(actor.pg)
+                values |= actor.adapt(values, num_prompts)
             with world.stage("sync"):
                 version = actor.publish()
         actor.checkpoints.end_update(step, version, actor.stream)

@@ -256,7 +256,7 @@ def one_batch() -> Batch:
         group_ids=torch.zeros(2, dtype=torch.int64),
         truncated=torch.zeros(2, dtype=torch.bool),
         old_logprobs=torch.full((count,), -10.0),
-        advantages=torch.tensor([-1.0, 1.0]),
+        advantages=torch.tensor([-1.0, 1.0]).repeat_interleave(lengths),
     )
 
 

@@ -72,12 +72,12 @@ class Padded:
         decoder, weight = self._model.get_decoder(), self._model.get_output_embeddings().weight
         output = decoder(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False)
         hidden = output.last_hidden_state[:, size[0] - 1 : -1]
-        logprobs, _ = token_scores(hidden.flatten(0, 1), weight, tokens[:, size[0] :].flatten(), 1.0)
+        logprobs = token_scores(hidden.flatten(0, 1), weight, tokens[:, size[0] :].flatten(), 1.0).logprobs
         assert part.advantages is not None
-        advantages = part.advantages.repeat_interleave(part.response_lengths)
+        advantages = part.advantages[part.response_mask]
         kept = logprobs[is_response[:, size[0] :].flatten()]
         policy = clipped_ratio(kept, kept.detach(), advantages, self._algo.clip_low, self._algo.clip_high)
-        (policy.loss_sum / total).backward()
+        (policy.loss.sum() / total).backward()
 
 
 def longest(batch: Batch) -> tuple[int, int]:

@@ -18,5 +18,5 @@ def random_batch(lengths: Tensor, prompt_lengths: Tensor, vocab: int) -> Batch:
         rewards=torch.zeros(num_sequences),
         group_ids=torch.arange(num_sequences),
         truncated=torch.zeros(num_sequences, dtype=torch.bool),
-        advantages=torch.randn(num_sequences, generator=generator),
+        advantages=torch.randn(num_sequences, generator=generator).repeat_interleave(lengths),
     )

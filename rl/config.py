@@ -485,8 +485,8 @@ def _validate_algo(config: Config, require: Callable[[bool, str, Any, str], None
         raise ConfigError(
             f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: engines would sample from a cut and "
             "rescaled distribution, the learner computes probabilities over the whole vocabulary, and their ratio "
-            "would be wrong without a word. Set algo.correction=token, which weights each token by that ratio, or top_p=1 "
-            "top_k=0"
+            "would be wrong without a word. Set algo.correction=token, which weights each token by that ratio, or "
+            "top_p=1 top_k=0"
         )
     if algo.kl_target and not algo.kl_coef:
         raise ConfigError(

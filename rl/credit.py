@@ -1,4 +1,4 @@
-"""From rewards to advantages: what is added to a response's reward, and the rule that gives each of its tokens credit."""
+"""From rewards to advantages: what is added to a response's reward, and the rule that gives its tokens credit."""
 
 import torch
 import torch.distributed as dist

@@ -5,21 +5,22 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
+from rl.actor import Actor
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.resume import Resume, agree_on_resume, restore
 from rl.checkpoint.save import Saver
 from rl.checkpoint.shelf import Shelf
 from rl.checkpoint.write import Record, read_hf_files
 from rl.config import Config, ConfigError
-from rl.data.prompts import Prompt, PromptStream, Tokenizer, read_prompts, sample_seed
+from rl.critic import Critic
+from rl.data.prompts import PromptStream, Tokenizer, read_prompts, sample_seed
 from rl.early import collect_garbage_from_now_on
 from rl.learner import Learner
 from rl.metrics import MetricsWriter
@@ -59,43 +60,6 @@ class Run:
         return self.placement.roles[self.world.rank]
 
 
-@dataclass
-class Actor:
-    """What an actor rank drives the loop with. `stream`, `eval_prompts` and `writer` are the leader's."""
-
-    learner: Learner
-    scorer: Scorer
-    rollouts: Rollouts
-    sync: WeightSync
-    checkpoints: Checkpoints
-    step: int  # that the run goes on from; 0: it starts from the model
-    is_evaluated: bool  # whether that step was, where it had to be
-    pg: dist.ProcessGroup
-    folder: Path  # of the run
-    tokenizer: Tokenizer
-    stream: PromptStream | None = None
-    eval_prompts: list[Prompt] = field(default_factory=list)
-    writer: MetricsWriter | None = None
-
-    def publish(self) -> int:
-        """Brings the next version of the weights to all engines; returns its number."""
-        self.learner.start_leaving()  # after the update's metrics have been read, which copies would delay
-        return self.sync.publish()
-
-    def give_device_to_engine(self) -> None:
-        """Where this rank hosts one. What leaves the device must have been copied, if a checkpoint is under way."""
-        if self.rollouts.hosts_engine:
-            if self.learner.offloads:
-                self.checkpoints.wait_copied()
-            self.scorer.release_device()
-            self.learner.release_device()
-
-    def give_device_to_learner(self) -> None:
-        self.rollouts.release_device()
-        self.scorer.take_device()
-        self.learner.take_device()
-
-
 def open_run(world: World, config: Config, config_name: str) -> Run:
     """Checks everything that can be checked without loading a model, then connects the process groups."""
     folder = Path(config.run.dir) / _run_name(world, config, config_name)
@@ -115,6 +79,11 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     )
     world.introduce(",".join(placement.roles[world.rank]))
     find_reward(config.reward.function)
+    if placement.scorers and config.algo.kl_coef and config.algo.kl_estimator == "full":
+        raise ConfigError(
+            "algo.kl_estimator=full computes the reference beside the policy, on the actors; give the inference ranks "
+            "another role, or choose k1, k2 or k3"
+        )
     if world.rank == placement.leader:
         print(f"{folder}: {placement.summary()}; loading", flush=True)
         if placement.scorers and not _score_fields(config):
@@ -178,12 +147,13 @@ def build_actor(run: Run) -> Actor:
     model = _load(run, trainable=True, filled=run.resume is None)
     updates = config.train.num_steps * config.algo.num_epochs * config.algo.num_mini_batches
     learner = Learner(model, run.groups.actor_pg, run.world.device, config.actor, config.algo, config.rollout, updates)
+    critic = _build_critic(run) if config.algo.has_critic else None
     tensors = share_tensors(mail, run.placement, model, config.model.dtype)
-    service, sync = _build_collocated(run, tokenizer, learner, tensors)
+    service, sync = _build_collocated(run, tokenizer, learner, critic, tensors)
     if run.resume is not None:  # after the engine was built, which seeds the process
         with run.world.stage("resume"):
-            restore(learner, run.resume, run.shelf, run.placement, run.world.rank)
-    checkpoints = build_checkpoints(run, learner, tensors)
+            restore(learner, run.resume, run.shelf, run.placement, run.world.rank, critic)
+    checkpoints = build_checkpoints(run, learner, tensors, critic)
     hidden_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().hidden_size
     evener = Evener(mail, run.groups.actor_pg, run.placement.actors, hidden_size)
 
@@ -196,8 +166,20 @@ def build_actor(run: Run) -> Actor:
     rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service, obey, evener)
     step = run.resume.manifest.step if run.resume is not None else 0
     is_evaluated = run.resume is not None and run.resume.manifest.state["is_evaluated"]
-    scorer, pg = _build_scorer(run, model), run.groups.actor_pg
-    actor = Actor(learner, scorer, rollouts, sync, checkpoints, step, is_evaluated, pg, run.folder, tokenizer)
+    actor = Actor(
+        config,
+        learner,
+        critic,
+        _build_scorer(run, learner),
+        rollouts,
+        sync,
+        checkpoints,
+        step,
+        is_evaluated,
+        run.groups.actor_pg,
+        run.folder,
+        tokenizer,
+    )
     sync.make_room = actor.give_device_to_engine
     if is_leader:
         actor.stream = PromptStream(prompts, config.run.seed)
@@ -211,20 +193,32 @@ def build_actor(run: Run) -> Actor:
 
 
 def _build_collocated(
-    run: Run, tokenizer: Tokenizer, learner: Learner, tensors: list[TensorInfo]
+    run: Run, tokenizer: Tokenizer, learner: Learner, critic: Critic | None, tensors: list[TensorInfo]
 ) -> tuple[RolloutService | None, WeightSync]:
     """An actor's engine, if it hosts one, and its weight sync. The engine finds the device as it will have it later,
     and then sleeps, as it does whenever weights come."""
     index = run.placement.engine_of(run.world.rank)
     if index is None:
         return None, _build_sync(run, tensors, [], learner)
-    learner.release_device()
+    trainees = [learner] if critic is None else [learner, critic]
+    for trainee in trainees:
+        trainee.release_device()
     service = _build_rollout_service(run, tokenizer, index)
     sync = _build_sync(run, tensors, [service.engine], learner)
     service.on_failed, service.on_rebuilt = sync.forget, sync.add
     service.engine.sleep()
-    learner.take_device()
+    for trainee in trainees:
+        trainee.take_device()
     return service, sync
+
+
+def _build_critic(run: Run) -> Critic:
+    config, device = run.config, run.world.device
+    folder = find_model(config.critic.path) if config.critic.path else run.model_folder
+    is_saved = run.resume is not None and run.resume.has_critic
+    model = _load(run, trainable=True, filled=not is_saved, folder=folder, as_critic=True)
+    max_tokens = config.inference.max_tokens_per_micro_batch
+    return Critic(model, run.groups.actor_pg, device, config.actor, config.algo, config.critic, max_tokens)
 
 
 def _restore_position(resume: Resume, stream: PromptStream) -> None:
@@ -241,13 +235,15 @@ def _restore_position(resume: Resume, stream: PromptStream) -> None:
         print("oneworld: other prompts than those of the checkpoint: they start from the first", flush=True)
 
 
-def build_checkpoints(run: Run, learner: Learner, tensors: list[TensorInfo]) -> Checkpoints:
+def build_checkpoints(
+    run: Run, learner: Learner, tensors: list[TensorInfo], critic: Critic | None = None
+) -> Checkpoints:
     config, resume = run.config, run.resume
     hf_files = read_hf_files(run.model_folder, config.model.dtype)
     record = Record(run.folder.name, dataclasses.asdict(config), tuple(tensors), hf_files)
     saver = Saver(run.world, run.placement, run.shelf, record, config.checkpoint.copies)
     learner.probe_tokens = _probe(run).tokens if saver.is_leader else ()
-    return Checkpoints(saver, learner, config.checkpoint, config.train.num_steps, resume)
+    return Checkpoints(saver, learner, config.checkpoint, config.train.num_steps, resume, critic)
 
 
 def serve_run(run: Run) -> None:
@@ -286,11 +282,6 @@ def end_run(run: Run) -> None:
                 run.world.mail.send(rank, "end")
 
 
-def train_sampling(config: Config) -> Sampling:
-    rollout = config.rollout
-    return Sampling(rollout.num_samples_per_prompt, rollout.temperature, rollout.max_new_tokens)
-
-
 def eval_sampling(config: Config) -> Sampling:
     return Sampling(1, 0.0, config.rollout.max_new_tokens)
 
@@ -301,31 +292,37 @@ def _probe(run: Run) -> Probe:
     return make_probe(vocab_size, config.data.max_prompt_tokens, config.sync.probe_limit or LIMITS[config.model.dtype])
 
 
-def _load(run: Run, trainable: bool, filled: bool = True) -> nn.Module:
+def _load(
+    run: Run, trainable: bool, filled: bool = True, folder: Path | None = None, as_critic: bool = False
+) -> nn.Module:
     mesh = run.groups.actor_mesh or run.groups.scorer_mesh
     assert mesh is not None
     config = run.config
     compiled = config.actor.compile and run.world.device.type == "cuda"
     on_host = config.actor.offload == "always" and "actor" in run.roles
     compute = Compute(compiled, config.actor.recompute, on_host)
-    return load_model(run.model_folder, mesh, run.world.device, config.model.dtype, trainable, filled, compute)
+    dtype, folder = config.model.dtype, folder or run.model_folder
+    return load_model(folder, mesh, run.world.device, dtype, trainable, filled, compute, as_critic)
 
 
-def _build_scorer(run: Run, model: nn.Module) -> Scorer:
-    config = run.config
+def _build_scorer(run: Run, learner: Learner) -> Scorer:
+    config, fields = run.config, _score_fields(run.config)
     if run.placement.scorers:
-        return RemoteScorer(run.world.mail, run.placement.scorers, _score_fields(config))
-    models = {"old_logprobs": model} if config.algo.has_old_pass else {}
+        return RemoteScorer(run.world.mail, run.placement.scorers, fields)
+    models = {"old_logprobs": learner.model} if config.algo.has_old_pass else {}
     if config.algo.kl_coef:
-        models["ref_logprobs"] = _load(run, trainable=False)
-    max_tokens = config.inference.max_tokens_per_micro_batch
+        models["ref_logprobs"] = reference = _load(run, trainable=False)
+        if config.algo.kl_estimator == "full":
+            learner.reference = reference
+    max_tokens, temperature = config.inference.max_tokens_per_micro_batch, config.rollout.temperature
     rests = config.actor.offload == "rollout"
-    return LocalScorer(models, run.groups.actor_pg, max_tokens, config.rollout.temperature, run.world.device, rests)
+    return LocalScorer(models, fields, run.groups.actor_pg, max_tokens, temperature, run.world.device, rests)
 
 
 def _build_logprob_service(run: Run) -> LogprobService:
     config = run.config
-    models = {name: _load(run, trainable=False) for name in dict.fromkeys(["old_logprobs", *_score_fields(config)])}
+    names = [name for name in _score_fields(config) if name != "certainty"]  # which old_logprobs' model gives
+    models = {name: _load(run, trainable=False) for name in dict.fromkeys(["old_logprobs", *names])}
     max_tokens = config.inference.max_tokens_per_micro_batch
     return LogprobService(
         run.world.mail, run.placement.scorers, models, max_tokens, config.rollout.temperature, run.world.device
@@ -334,7 +331,13 @@ def _build_logprob_service(run: Run) -> LogprobService:
 
 def _score_fields(config: Config) -> list[str]:
     """What a separate pass computes."""
-    return ["old_logprobs"] * config.algo.has_old_pass + ["ref_logprobs"] * bool(config.algo.kl_coef)
+    algo = config.algo
+    wanted = {
+        "old_logprobs": algo.has_old_pass,
+        "certainty": bool(algo.certainty_coef),
+        "ref_logprobs": bool(algo.kl_coef) and algo.kl_estimator != "full",
+    }
+    return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
 def _build_rollout_service(run: Run, tokenizer: Tokenizer, index: int) -> RolloutService:

@@ -62,7 +62,9 @@ def score_fields(
             continue
         with_certainty = name == "old_logprobs" and "certainty" in fields
 
-        def compute(micro_batch: Batch, model: nn.Module = model, with_certainty: bool = with_certainty) -> list[Tensor]:
+        def compute(
+            micro_batch: Batch, model: nn.Module = model, with_certainty: bool = with_certainty
+        ) -> list[Tensor]:
             if with_certainty:
                 return list(certainty_of_responses(model, micro_batch, temperature, device))
             return [score_responses(model, micro_batch, temperature, device).logprobs]

@@ -55,7 +55,7 @@ def make_batch() -> Batch:
         truncated=torch.zeros(lengths.shape, dtype=torch.bool),
         old_logprobs=-math.log(SHAPE["vocab_size"]) + 0.3 * torch.randn(num_tokens),
         ref_logprobs=-math.log(SHAPE["vocab_size"]) + 0.3 * torch.randn(num_tokens),
-        advantages=torch.randn(lengths.shape),
+        advantages=torch.randn(lengths.shape).repeat_interleave(lengths),  # those in prompts are never read
     )
 
 
@@ -81,7 +81,7 @@ def reference_update(model: torch.nn.Module, batch: Batch) -> list[tuple[float, 
             new = token_logprobs(model, batch.tokens[first:end])[prompt - 1 :]
             old, ref = batch.old_logprobs[first + prompt : end], batch.ref_logprobs[first + prompt : end]
             for n, o, r in zip(new, old, ref, strict=True):
-                ratio, advantage = torch.exp(n - o), batch.advantages[s]
+                ratio, advantage = torch.exp(n - o), batch.advantages[first]
                 clipped = min(max(ratio, torch.tensor(0.9)), torch.tensor(1.3))
                 policy_terms.append(-min(ratio * advantage, clipped * advantage))
                 kl_terms.append(torch.exp(r - n) - 1 - (r - n))

@@ -23,10 +23,10 @@ class Checkpoints:
         self,
         saver: Saver,
         learner: Learner,
-        critic: Critic | None,
         config: CheckpointConfig,
         num_steps: int,
         resume: Resume | None,
+        critic: Critic | None = None,
     ):
         self._saver, self._learner, self._critic = saver, learner, critic
         self._config, self._num_steps = config, num_steps

@@ -285,14 +285,14 @@ class SliceReader:
 
 
 def restore(
-    learner: Learner, critic: Critic | None, resume: Resume, shelf: Shelf, placement: Placement, rank: int
+    learner: Learner, resume: Resume, shelf: Shelf, placement: Placement, rank: int, critic: Critic | None = None
 ) -> None:
     """On every actor: learner and critic as they were, and this process's random generators."""
     reader, state = SliceReader(resume, shelf, rank - rank % placement.num_ranks_per_node), resume.manifest.state
     shard, num_shards = placement.shard_of(rank), len(placement.owners)
     fill(learner.state_slices(), reader, shard, num_shards)
     learner.restore_schedule(state["num_updates"])
-    learner.restore_kl_coef(state["kl_coef"])
+    learner.restore_kl_coef(state.get("kl_coef", learner.kl_coef))
     if critic is not None and resume.has_critic:  # else it starts from its model, in a run that had none before
         fill(critic.state_slices(), reader, shard, num_shards)
         critic.restore_schedule(state["num_critic_updates"])

@@ -1,5 +1,4 @@
-"""What is needed of a model's distributions, straight from hidden states, in chunks: never more than one chunk of logits
-exists.
+"""What is needed of a model's distributions, straight from hidden states: never more than one chunk of logits exists.
 
 The backward pass makes each chunk's logits anew: one more product with the head, a few percent of a model's work, in
 place of [tokens, vocabulary] in memory. Products run in the dtype of the hidden states, everything else in float32,

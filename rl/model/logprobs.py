@@ -76,7 +76,7 @@ def _values_of(
     self: Any, tokens: Tensor, positions: Tensor, kept: Tensor, targets: Tensor, **about_sequences: Any
 ) -> Tensor:
     hidden = _hidden_of(self, tokens, positions, kept, about_sequences)
-    return (hidden[: len(targets)] @ self.get_output_embeddings().weight.t()).squeeze(1).float()
+    return hidden[: len(targets)].float() @ self.get_output_embeddings().weight[0].float()
 
 
 def _logit_divisor(config: Any) -> float:
@@ -101,9 +101,7 @@ def score_responses(
     return model(**_inputs(model, batch, device, probe), temperature=temperature, reference=reference)
 
 
-def certainty_of_responses(
-    model: Any, batch: Batch, temperature: float, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def certainty_of_responses(model: Any, batch: Batch, temperature: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Logprobs and self-certainty of the response tokens."""
     return model(**_inputs(model, batch, device), temperature=temperature, wanted="certainty")
 

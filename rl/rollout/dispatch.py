@@ -20,6 +20,8 @@ class Sampling:
     num_samples: int
     temperature: float
     max_new_tokens: int
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
 
 
 @dataclass(frozen=True)

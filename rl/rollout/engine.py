@@ -21,6 +21,8 @@ class Request:
     temperature: float  # 0: greedy
     max_new_tokens: int
     seed: int | None  # None: whatever comes next from the engine's generator
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
 
 
 @dataclass(frozen=True)

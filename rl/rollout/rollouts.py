@@ -5,7 +5,7 @@ flight.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from rl.data.batch import Batch
 from rl.data.packing import mini_batch_of
@@ -63,8 +63,12 @@ class Rollouts:
         return self._started
 
     def collect(self, batch: int) -> Batch:
+        """This actor's share of a batch, evened out."""
+        return self.settle(batch, *self.gather(batch))
+
+    def gather(self, batch: int) -> tuple[dict[int, Batch], list[int]]:
         """Waits until every actor has all groups of this batch that it owns; meanwhile this rank's engine, if any,
-        samples. Then the actors even out what they hold."""
+        samples. Returns this actor's groups by position, and the owners of all."""
         if self._gate is not None:
             self._gate.open()
         if self._service is not None:
@@ -82,6 +86,10 @@ class Rollouts:
                 self._arrived[message.meta["batch"]][message.meta["position"]] = Batch.from_bytes(message.payload)
         owners, groups = self._owners.pop(batch), self._arrived.pop(batch, {})
         self._pass_gate(batch)
+        return groups, owners
+
+    def settle(self, batch: int, groups: Mapping[int, Batch], owners: Sequence[int]) -> Batch:
+        """The actors even out what they hold, and put it into stream order. A collective, after `gather`."""
         groups = self._evener.even_out(batch, groups, owners, self._mini_batches(len(owners)))
         return Batch.concat([groups[position] for position in sorted(groups)])
 

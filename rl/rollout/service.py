@@ -225,6 +225,8 @@ class RolloutService(Service):
                 temperature=task.sampling.temperature,
                 max_new_tokens=task.sampling.max_new_tokens,
                 seed=self._seed(task, sample),
+                top_p=task.sampling.top_p,
+                top_k=task.sampling.top_k,
             )
             for task in tasks
             for sample in range(task.sampling.num_samples)

@@ -209,6 +209,8 @@ class VllmEngine:
             for request in requests:
                 params = SamplingParams(
                     temperature=request.temperature,
+                    top_p=request.top_p,
+                    top_k=request.top_k,
                     max_tokens=request.max_new_tokens,
                     seed=request.seed,
                     logprobs=0,

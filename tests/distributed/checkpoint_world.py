@@ -64,7 +64,7 @@ def batch_of(step: int) -> Batch:
         group_ids=torch.arange(NUM_PROMPTS).repeat_interleave(2),
         truncated=torch.zeros(lengths.shape, dtype=torch.bool),
         old_logprobs=-3.6 + 0.3 * torch.randn(num_tokens, generator=generator),
-        advantages=torch.randn(lengths.shape, generator=generator),
+        advantages=torch.randn(lengths.shape, generator=generator).repeat_interleave(lengths),
     )
 
 

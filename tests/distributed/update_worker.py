@@ -45,10 +45,12 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     if job["old_logprobs"] != "given":
         share = dataclasses.replace(share, old_logprobs=None)
     if job["old_logprobs"] == "by a pass of their own":
-        scorer = LocalScorer({"old_logprobs": model}, pg, 30, job["temperature"], device)
+        scorer = LocalScorer({"old_logprobs": model}, ["old_logprobs"], pg, 30, job["temperature"], device)
         share = scorer.score(share, version=1)
     if learner.offloads:
-        scorer = LocalScorer({"ref_logprobs": model}, pg, 30, job["temperature"], device, reference_rests=True)
+        scorer = LocalScorer(
+            {"ref_logprobs": model}, ["ref_logprobs"], pg, 30, job["temperature"], device, reference_rests=True
+        )
         scorer.release_device()
         assert not any(part.data.untyped_storage().nbytes() for part in local_slices(model)), "the reference rests"
         scorer.take_device()

@@ -55,7 +55,7 @@ def test_response_mask_comes_from_lengths_not_from_token_ids() -> None:
 
 def test_select_reorders_tokens_with_their_sequences() -> None:
     batch = make_batch().replace(
-        old_logprobs=torch.arange(10.0), ref_logprobs=-torch.arange(10.0), advantages=torch.tensor([1.0, 2.0, 3.0])
+        old_logprobs=torch.arange(10.0), ref_logprobs=-torch.arange(10.0), advantages=torch.arange(10.0) + 5
     )
     wanted = Batch(
         tokens=torch.tensor([0, 4, 0, 5, 6, 7]),
@@ -68,7 +68,7 @@ def test_select_reorders_tokens_with_their_sequences() -> None:
         truncated=torch.tensor([False, False]),
         old_logprobs=torch.tensor([7.0, 8.0, 9.0, 0.0, 1.0, 2.0]),
         ref_logprobs=torch.tensor([-7.0, -8.0, -9.0, 0.0, -1.0, -2.0]),
-        advantages=torch.tensor([3.0, 1.0]),
+        advantages=torch.tensor([12.0, 13.0, 14.0, 5.0, 6.0, 7.0]),
     )
     assert_same(batch.select([2, 0]), wanted)
 

@@ -1,18 +1,24 @@
-"""Token logprobs and entropies in chunks equal the plain way, forward and backward, whatever the chunks."""
+"""Logprobs, entropies, KLs and self-certainty equal the plain way, forward and backward, whatever the chunks."""
+
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
 from rl.model import head
-from rl.model.head import token_scores
+from rl.model.head import Reference, Scores, self_certainty, token_scores
 
 VOCABULARY = 37
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def plain(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, reference: Reference
+) -> tuple[Tensor, Tensor, Tensor]:
     log_p = torch.log_softmax((hidden @ weight.t()) / temperature, -1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    log_q = torch.log_softmax((reference.hidden @ reference.weight.t()) / reference.divisor, -1)
+    p = log_p.exp()
+    return log_p.gather(1, targets[:, None])[:, 0], -(p * log_p).sum(-1), (p * (log_p - log_q)).sum(-1)
 
 
 def inputs(num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,26 +28,56 @@ def inputs(num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, torch.randint(0, VOCABULARY, (num_rows,), generator=generator)
 
 
+def reference(num_rows: int) -> Reference:
+    hidden, weight, _ = inputs(num_rows + 1)
+    return Reference(hidden[:num_rows].detach(), weight.detach(), 1.3)
+
+
 @pytest.mark.parametrize("num_rows", [0, 1, 20])
 @pytest.mark.parametrize("chunk_rows", [1, 3, 20, 1000])
-@pytest.mark.parametrize("by", ["logprobs", "entropy", "both"])
-def test_it_equals_the_plain_way(num_rows: int, chunk_rows: int, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", [("logprobs",), ("entropy",), ("reference_kl",), Scores._fields])
+def test_it_equals_the_plain_way(
+    num_rows: int, chunk_rows: int, by: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", chunk_rows * VOCABULARY + 5)
     hidden, weight, targets = inputs(num_rows)
-    factors = torch.randn(2, num_rows, generator=torch.Generator().manual_seed(1))
-    factors[0] *= by != "entropy"
-    factors[1] *= by != "logprobs"
+    factors = torch.randn(3, num_rows, generator=torch.Generator().manual_seed(1))
     results = []
     for function in (token_scores, plain):
-        logprobs, entropy = function(hidden, weight, targets, 0.7)
-        used = [part for part, kind in ((logprobs, "logprobs"), (entropy, "entropy")) if by in (kind, "both")]
-        kept = [row for row, kind in zip(factors, ("logprobs", "entropy")) if by in (kind, "both")]
-        sum((part * row).sum() for part, row in zip(used, kept)).backward()  # type: ignore[union-attr]
+        scores = function(hidden, weight, targets, 0.7, reference(num_rows))
+        named = zip(Scores._fields, scores, factors, strict=True)
+        sum((part * row).sum() for name, part, row in named if name in by).backward()  # type: ignore[union-attr]
         assert hidden.grad is not None and weight.grad is not None
-        results.append((logprobs, entropy, hidden.grad, weight.grad))
+        results.append((*scores, hidden.grad, weight.grad))
         hidden.grad = weight.grad = None
-    for ours, theirs in zip(*results):
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_without_a_reference_the_rest_stays_the_same() -> None:
+    hidden, weight, targets = inputs(20)
+    alone, beside = (
+        token_scores(hidden, weight, targets, 0.7),
+        token_scores(hidden, weight, targets, 0.7, reference(20)),
+    )
+    assert torch.equal(alone.logprobs, beside.logprobs) and torch.equal(alone.entropy, beside.entropy)
+    assert not alone.reference_kl.any() and (beside.reference_kl > 0).all()
+    same = Reference(hidden.detach(), weight.detach(), 0.7)
+    assert token_scores(hidden, weight, targets, 0.7, same).reference_kl.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 100])
+def test_self_certainty(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KL(uniform || p): 0 for equal logits, and (log(1/2 / 3/4) + log(1/2 / 1/4)) / 2 = log(4/3) / 2 for (3/4, 1/4)."""
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", chunk_rows * VOCABULARY)
+    hidden, weight, _ = inputs(20)
+    log_p = torch.log_softmax(hidden @ weight.t() / 0.7, -1)
+    uniform = torch.full_like(log_p, 1 / VOCABULARY)
+    wanted = (uniform * (uniform.log() - log_p)).sum(-1)
+    torch.testing.assert_close(self_certainty(hidden, weight, 0.7), wanted.detach(), atol=1e-5, rtol=1e-5)
+    assert not self_certainty(torch.zeros(3, 8), weight, 1.0).any()
+    two = self_certainty(torch.ones(1, 1), torch.tensor([[math.log(3.0)], [0.0]]), 1.0)
+    assert two.item() == pytest.approx(0.143841, abs=1e-6)
 
 
 def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +96,7 @@ def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> N
     logprobs = token_scores(hidden, weight, targets, 1.0).logprobs
     assert seen == [4] * 5
     saved = logprobs.grad_fn.saved_tensors  # type: ignore[union-attr]
-    assert sorted(tensor.numel() for tensor in saved) == [20, 20, 20, 20 * 8, VOCABULARY * 8]
+    assert sorted(tensor.numel() for tensor in saved) == [20, 20, 20, 20, 20 * 8, VOCABULARY * 8]
 
 
 def test_bfloat16_stays_near_float32() -> None:

@@ -17,9 +17,9 @@ LAYERS = [
     ("config", "ends", "watch", "early"),
     ("mail", "placement", "world", "shards", "metrics", "profile", "serve"),
     ("data", "model", "algo", "rewards"),
-    ("learner", "scoring", "sync", "checkpoint"),
+    ("trainee", "learner", "critic", "credit", "scoring", "sync", "checkpoint"),
     ("rollout", "merge"),
-    ("run",),
+    ("actor", "run"),
     ("train",),
 ]
 LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}

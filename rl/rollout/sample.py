@@ -1,0 +1,71 @@
+"""A batch of the prompt stream: a fixed interval of it, or with dynamic sampling one that grows until enough of its
+groups say something.
+
+A group of equal rewards has no advantages, so DAPO (arXiv 2503.14476) leaves it out and draws further prompts. How far
+the interval grows depends on rewards alone, never on timing, and the first groups in stream order are kept.
+"""
+
+import torch
+import torch.distributed as dist
+
+from rl.algo.advantages import is_informative
+from rl.data.batch import Batch
+from rl.data.prompts import PromptStream
+from rl.metrics import Measures
+from rl.rollout.dispatch import Sampling
+from rl.rollout.rollouts import Rollouts
+
+
+def sample(
+    rollouts: Rollouts,
+    stream: PromptStream | None,
+    num_prompts: int,
+    max_rounds: int,
+    sampling: Sampling,
+    version: int,
+    pg: dist.ProcessGroup,
+    measures: Measures,
+) -> tuple[Batch, int]:
+    """On every actor: its share of the batch, and the number of prompts of the whole. With `max_rounds` 0 groups of
+    equal rewards stay in it. The leader alone has the stream."""
+
+    def start(count: int) -> int:
+        return rollouts.start(stream.take(count) if stream else None, sampling, version)
+
+    if not max_rounds:
+        return rollouts.collect(start(num_prompts)), num_prompts
+    groups: dict[int, Batch] = {}  # this rank's, by position in the interval
+    owners: list[int] = []  # of all groups
+    informative: list[int] = []  # positions, of all ranks
+    for _ in range(max_rounds):
+        first, count = len(owners), next_count(num_prompts, len(owners), len(informative))
+        batch = start(count)
+        arrived, new_owners = rollouts.gather(batch)
+        flags = torch.zeros(count, dtype=torch.int64)
+        for position, group in arrived.items():
+            flags[position] = is_informative(group.rewards, group.group_ids).any()
+        dist.all_reduce(flags, group=pg)
+        groups |= {first + position: group for position, group in arrived.items()}
+        owners += new_owners
+        informative += [first + position for position in flags.nonzero().flatten().tolist()]
+        if len(informative) >= num_prompts:
+            break
+    is_leader = float(stream is not None)
+    measures.sum("rollout/sampled_prompts", is_leader * len(owners))
+    measures.sum("rollout/informative_prompts", is_leader * len(informative))
+    kept = informative[:num_prompts] or list(range(min(num_prompts, len(owners))))
+    renumbered = {
+        place: groups[position].replace(group_ids=torch.full_like(groups[position].group_ids, place))
+        for place, position in enumerate(kept)
+        if position in groups
+    }
+    return rollouts.settle(batch, renumbered, [owners[position] for position in kept]), len(kept)
+
+
+def next_count(wanted: int, sampled: int, found: int) -> int:
+    """How many prompts to draw next: as many as fill the batch if the share of informative ones stays what it was, and
+    at most a batch at a time."""
+    if not sampled:
+        return wanted
+    missing = wanted - found
+    return min(wanted, -(-missing * sampled // max(found, 1)))
