@@ -205,7 +205,7 @@ def test_correction(verl: Peer, data: Ragged, mask: Tensor, mode: str) -> None:
 
 def trl_trainer(new: Tensor, **settings: Any) -> SimpleNamespace:
     """What TRL's loss asks of its trainer, on one process."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "aux_loss_enabled": False,
         "top_entropy_quantile": 1.0,
         "off_policy_mask_threshold": None,
