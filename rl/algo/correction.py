@@ -7,8 +7,6 @@ from torch import Tensor
 
 from rl.algo.segments import sequence_sums
 
-MAX_LOG_WEIGHT = 20.0  # exp of a long sequence's sum may be beyond float32
-
 
 @dataclass(frozen=True)
 class Correction:
@@ -36,7 +34,7 @@ def importance_weights(
     log_weights = (old_logprobs - rollout_logprobs).detach()
     if mode.startswith("sequence"):
         log_weights = sequence_sums(log_weights, segment_ids, lengths)[segment_ids].to(log_weights.dtype)
-    weights = log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    weights = log_weights.exp()  # a long sequence's may be infinite, which either bound makes finite
     if mode.endswith("mask"):
         cut = (weights > limit) | (weights < 1 / limit)
         return Correction(weights.masked_fill(cut, 0.0), cut)

@@ -79,7 +79,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     free = (values - returns).square()
     if not clip:
         return free / 2, torch.zeros_like(free, dtype=torch.bool)
-    held = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    held = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return torch.maximum(free, held) / 2, held > free
 
 

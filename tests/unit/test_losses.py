@@ -153,6 +153,14 @@ def test_value_loss(value: float, old: float, loss: float, gradient: float, clip
     check(PolicyLoss(got, is_clipped), values, (value - 1) ** 2 / 2, value - 1, False)
 
 
+def test_values_within_the_bound_are_not_clipped() -> None:
+    """Of many, since rounding must not make the held value another one."""
+    old = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    values = old + 0.2
+    _, clipped = value_loss(values, old, torch.zeros(1000), clip=0.3)
+    assert not clipped.any()
+
+
 @pytest.mark.parametrize(
     ("normalization", "weights", "denominator"),
     [
