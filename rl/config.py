@@ -475,7 +475,7 @@ def _validate_algo(config: Config, require: Callable[[bool, str, Any, str], None
     for name, factor in (("algo.gamma", algo.gamma), ("algo.lam", algo.lam), ("rollout.top_p", rollout.top_p)):
         require(0 < factor <= 1, name, factor, "it must be above 0 and at most 1")
     require(algo.dual_clip == 0 or algo.dual_clip > 1, "algo.dual_clip", algo.dual_clip, "it must be above 1, or 0")
-    require(algo.correction_limit > 1, "algo.correction_limit", algo.correction_limit, "it must be above 1")
+    require(1 < algo.correction_limit < math.inf, "algo.correction_limit", algo.correction_limit, "it must be above 1")
     require(math.isfinite(algo.certainty_coef), "algo.certainty_coef", algo.certainty_coef, "it must be a number")
     if algo.dual_clip and algo.loss != "clip":
         raise ConfigError(

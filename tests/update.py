@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from rl.data.batch import Batch
 from tests.launcher import finish, start
 
 TEMPERATURE = 0.8
+MAX_NEW_TOKENS = 20
 NUM_PROMPTS = 5
 ACTOR = {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.05, "warmup_steps": 2, "lr_schedule": "linear"}
 ALGO = {"clip_low": 0.1, "clip_high": 0.3, "kl_coef": 0.2, "kl_estimator": "k3", "num_mini_batches": 2, "num_epochs": 2}
@@ -29,8 +31,8 @@ SHAPE = {
 }
 
 
-def make_model(folder: Path, kind: str) -> torch.nn.Module:
-    torch.manual_seed(0)
+def make_model(folder: Path, kind: str, seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
     if kind == "llama, tied":
         model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
     else:
@@ -49,10 +51,10 @@ def make_batch() -> Batch:
         lengths=lengths,
         prompt_lengths=torch.minimum(torch.randint(1, 6, lengths.shape), lengths - 1),
         versions=torch.zeros(num_tokens, dtype=torch.int32),
-        rollout_logprobs=torch.zeros(num_tokens),
+        rollout_logprobs=-math.log(SHAPE["vocab_size"]) + 0.3 * torch.randn(num_tokens),
         rewards=torch.zeros(lengths.shape),
         group_ids=torch.arange(NUM_PROMPTS).repeat_interleave(3),
-        truncated=torch.zeros(lengths.shape, dtype=torch.bool),
+        truncated=torch.arange(len(lengths)) % 4 == 0,
         old_logprobs=-math.log(SHAPE["vocab_size"]) + 0.3 * torch.randn(num_tokens),
         ref_logprobs=-math.log(SHAPE["vocab_size"]) + 0.3 * torch.randn(num_tokens),
         advantages=torch.randn(lengths.shape).repeat_interleave(lengths),  # those in prompts are never read
@@ -95,22 +97,100 @@ def reference_update(model: torch.nn.Module, batch: Batch) -> list[tuple[float, 
     return losses
 
 
+# Settings of algo, each with the loss of one sequence by hand: new, old, rollout and reference logprobs, advantages,
+# entropies and KLs over the whole vocabulary of its tokens in, losses of these tokens out.
+VARIANTS: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
+    "gspo": ({"loss": "gspo", "loss_norm": "sequence"}, lambda n, o, p, r, a, e, k: gspo(n, o, a)),
+    "cispo": (
+        {"loss": "cispo"},
+        lambda n, o, p, r, a, e, k: -torch.exp(n - o).clamp(0.9, 1.3).detach() * a * n,
+    ),
+    "dual clip": (
+        {"dual_clip": 1.35, "loss_norm": "constant"},
+        lambda n, o, p, r, a, e, k: torch.where(a < 0, torch.minimum(clip(n, o, a), -1.35 * a), clip(n, o, a)),
+    ),
+    "entropy": ({"entropy_coef": 0.3}, lambda n, o, p, r, a, e, k: clip(n, o, a) - 0.3 * e),
+    "full KL": (
+        {"kl_coef": 0.7, "kl_estimator": "full", "loss_norm": "sequence"},
+        lambda n, o, p, r, a, e, k: clip(n, o, a) + 0.7 * k,
+    ),
+    "k2": ({"kl_coef": 0.7, "kl_estimator": "k2"}, lambda n, o, p, r, a, e, k: clip(n, o, a) + 0.35 * (r - n) ** 2),
+    "token correction": (
+        {"correction": "token", "correction_limit": 1.2},
+        lambda n, o, p, r, a, e, k: clip(n, o, a) * torch.exp(o - p).clamp(max=1.2),
+    ),
+    "sequence mask": (
+        {"correction": "sequence_mask", "correction_limit": 1.5, "mask_truncated": True},
+        lambda n, o, p, r, a, e, k: clip(n, o, a) * mask(torch.exp((o - p).sum()), 1.5),
+    ),
+}
+
+
+def clip(new: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    ratio = torch.exp(new - old)
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.3) * advantages)
+
+
+def gspo(new: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    """The paper's first form: one ratio, with its gradient."""
+    ratio = torch.exp((new - old).mean())
+    return torch.stack([-torch.minimum(ratio * a, ratio.clamp(0.9, 1.3) * a) for a in advantages])
+
+
+def mask(weight: Tensor, limit: float) -> Tensor:
+    return weight if 1 / limit <= weight <= limit else torch.tensor(0.0)
+
+
+def variant_update(model: torch.nn.Module, reference: torch.nn.Module, batch: Batch, name: str) -> tuple[float, float]:
+    """One optimizer step over the whole batch, one sequence at a time; returns loss and gradient norm."""
+    settings, loss_of = VARIANTS[name]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=ACTOR["lr"] / 2, weight_decay=ACTOR["weight_decay"])
+    starts, norm, sums, tokens, sequences = batch.cu_lengths.tolist(), settings.get("loss_norm", "token"), [], 0, 0
+    for s in range(batch.num_sequences):
+        if settings.get("mask_truncated") and batch.truncated[s]:
+            continue
+        first, end, prompt = starts[s], starts[s + 1], int(batch.prompt_lengths[s])
+        span, places = slice(first + prompt, end), slice(prompt - 1, end - first - 1)
+        whole = batch.tokens[first:end]
+        log_p = torch.log_softmax(model(whole.unsqueeze(0)).logits[0, places] / TEMPERATURE, -1)
+        with torch.no_grad():
+            log_q = torch.log_softmax(reference(whole.unsqueeze(0)).logits[0, places] / TEMPERATURE, -1)
+        new = log_p.gather(1, whole[prompt:, None]).squeeze(1)
+        entropy, kl = -(log_p.exp() * log_p).sum(-1), (log_p.exp() * (log_p - log_q)).sum(-1)
+        others = (field[span] for field in (batch.old_logprobs, batch.rollout_logprobs, batch.ref_logprobs))
+        losses = loss_of(new, *others, batch.advantages[span], entropy, kl)
+        sums.append(losses.mean() if norm == "sequence" else losses.sum())
+        tokens, sequences = tokens + len(new), sequences + 1
+    denominator = {"token": tokens, "sequence": sequences, "constant": sequences * MAX_NEW_TOKENS}[norm]
+    loss = torch.stack(sums).sum() / denominator
+    loss.backward()
+    norm_of_gradient = torch.nn.utils.clip_grad_norm_(model.parameters(), ACTOR["max_grad_norm"])
+    optimizer.step()
+    return loss.item(), norm_of_gradient.item()
+
+
 MODELS = ("llama, tied", "qwen3, untied")
 
 
 class Reference(NamedTuple):
     folder: Path  # of the models and the batch, and of what jobs write
     expected: dict[str, tuple[dict[str, Tensor], list[tuple[float, float, int]]]]  # by model: weights, losses
+    variants: dict[str, tuple[dict[str, Tensor], float, float]]  # weights, loss and gradient norm
 
 
 def make_reference(folder: Path) -> Reference:
-    batch, expected = make_batch(), {}
+    batch, expected, variants = make_batch(), {}, {}
     save_file(batch._tensors(), folder / "batch.safetensors")
     for kind in MODELS:
         model = make_model(folder / kind, kind)
         losses = reference_update(model, batch)
         expected[kind] = {name: parameter.detach() for name, parameter in model.named_parameters()}, losses
-    return Reference(folder, expected)
+    other = make_model(folder / "reference", MODELS[0], seed=2)
+    for name in VARIANTS:
+        model = make_model(folder / MODELS[0], MODELS[0])
+        results = variant_update(model, other, batch, name)
+        variants[name] = {name: parameter.detach() for name, parameter in model.named_parameters()}, *results
+    return Reference(folder, expected, variants)
 
 
 def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **options: Any) -> dict[str, Any]:
@@ -118,7 +198,13 @@ def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **o
     others = {"idle": options.pop("idle", False), "device": options.pop("device", "cpu")}
     actor = ACTOR | {"max_tokens_per_micro_batch": max_tokens, "compile": False} | options
     fixed = {"algo": ALGO, "temperature": TEMPERATURE, "num_prompts": NUM_PROMPTS, "old_logprobs": "given"}
+    fixed["max_new_tokens"] = MAX_NEW_TOKENS
     return {"name": name, "model": model, "dtype": dtype, "actor": actor} | others | fixed
+
+
+def variant_job(name: str) -> dict[str, Any]:
+    settings = {"clip_low": ALGO["clip_low"], "clip_high": ALGO["clip_high"], **VARIANTS[name][0]}
+    return job(name, MODELS[0]) | {"algo": settings}
 
 
 def run_jobs(folder: Path, num_ranks: int, jobs: list[dict[str, Any]], timeout_s: float = 100) -> None:
@@ -142,8 +228,11 @@ def check(reference: Reference, job: dict[str, Any], loss_tolerance: float, weig
     policy, kl = sum(policy * n for policy, _, n in losses) / count, sum(kl * n for _, kl, n in losses) / count
     assert abs(values["loss/policy"] - policy) < loss_tolerance, (job, values, policy)
     assert abs(values["loss/kl"] - kl) < loss_tolerance, (job, values, kl)
-    got = weights_of(reference.folder, job)
-    assert got.keys() == weights.keys()
-    for name, tensor in weights.items():
+    check_weights(weights_of(reference.folder, job), weights, weight_tolerance, job)
+
+
+def check_weights(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float, job: dict[str, Any]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
         difference = (got[name] - tensor).abs().max().item()
-        assert difference < weight_tolerance, f"{name} is off by {difference} with {job}"
+        assert difference < tolerance, f"{name} is off by {difference} with {job}"

@@ -35,8 +35,10 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         "no layer is fetched early"
     )
     batch = Batch(**load_file(folder / "batch.safetensors"))
-    rollout = RolloutConfig(temperature=job["temperature"])
+    rollout = RolloutConfig(temperature=job["temperature"], max_new_tokens=job["max_new_tokens"])
     learner = Learner(model, pg, device, actor, algo, rollout, num_optimizer_steps=4)
+    if algo.kl_estimator == "full":
+        learner.reference = load_model(folder / "reference", mesh, device, job["dtype"], trainable=False)
     # Rank r owns every size-th group, as the rollout stage deals them out; when "idle" the last owns nothing.
     owners = size - 1 if job["idle"] else size
     owned = [s for s in range(batch.num_sequences) if int(batch.group_ids[s]) % owners == rank]
