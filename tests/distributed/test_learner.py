@@ -20,6 +20,8 @@ from tests.update import (
     weights_of,
 )
 
+pytestmark = pytest.mark.timeout(300)  # the fixture's worlds count for whoever comes first
+
 # By number of ranks, for every model: tokens a micro-batch, and what must not change the result. `idle`: a rank owns
 # nothing.
 WAYS = {
@@ -55,7 +57,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return reference
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("num_ranks", WAYS)
 def test_one_denominator_and_equal_micro_batch_counts(reference: Reference, num_ranks: int) -> None:
     """The update equals the reference for any number of ranks, any split, with uneven and empty work, and every way to
