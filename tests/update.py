@@ -207,7 +207,7 @@ def variant_job(name: str) -> dict[str, Any]:
     return job(name, MODELS[0]) | {"algo": settings}
 
 
-def run_jobs(folder: Path, num_ranks: int, jobs: list[dict[str, Any]], timeout_s: float = 100) -> None:
+def run_jobs(folder: Path, num_ranks: int, jobs: list[dict[str, Any]], timeout_s: float = 150) -> None:
     arguments = [str(folder), json.dumps(jobs)]
     process = start(f"--nproc-per-node={num_ranks}", "tests/distributed/update_worker.py", *arguments)
     output = finish(process, timeout_s)
