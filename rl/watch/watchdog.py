@@ -133,6 +133,8 @@ class Watchdog:
     def _on_done(self) -> None:
         self._is_done = True
         self._kill_at = time.monotonic() + CLOSE_S
+        self._witness.look()
+        self._send_beat()  # the last that people see of it
         self._to_board("done")
 
     def _on_raised(self) -> None:

@@ -2,6 +2,9 @@
 
 import json
 import os
+import socket
+import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,10 @@ from rl.watch import recorder
 from rl.watch.board import CUT_S, DEADLOCK_S, Board
 from rl.watch.culprit import Account, find_culprit, show_ranks
 from rl.watch.heart import Beat, Heart
+from rl.watch.lines import Lines
 from rl.watch.silence import STRETCH, Limits, Watch
-from rl.watch.stacks import stands_in_collective
+from rl.watch.stacks import Stacks, stands_in_collective
+from rl.watch.watchdog import Watchdog
 
 
 def beat(number: int, at: float, stage: str = "update", waits_for: str = "", io_at: float | None = None) -> Beat:
@@ -319,6 +324,27 @@ def test_time_of_beats_is_that_of_the_system() -> None:
     heart = Heart()
     seen = heart.read()
     assert seen is not None and abs(seen.at - time.monotonic()) < 5
+
+
+def test_a_rank_that_is_done_has_told_how_far_it_got() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    ours, theirs = socket.socketpair()
+    rank, heart = Lines(ours), Heart()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        watchdog = threading.Thread(target=Watchdog(process.pid, 0, theirs, heart, Stacks()).run, daemon=True)
+        watchdog.start()
+        rank.send("join", rank=1, local_rank=1, token="token", board=listener.getsockname())
+        board = listener.accept()[0].makefile()
+        messages = [json.loads(board.readline()) for _ in range(2)]
+        heart.describe(step=7)
+        rank.send("done")
+        process.kill()
+        process.wait()
+        watchdog.join(10)
+        while messages[-1]["kind"] != "done":
+            messages.append(json.loads(board.readline()))
+    *_, beat, done = messages
+    assert (beat["kind"], beat["account"]["step"], done["kind"]) == ("beat", 7, "done")
 
 
 class TestRecorder:
