@@ -13,7 +13,7 @@ class Limits:
     """Seconds of silence."""
 
     floor_s: float = 60.0
-    cap_s: float = 1800.0  # also of a stage that was never seen before
+    cap_s: float = 1800.0  # also of a stage, or of work in it, that was never seen before
 
 
 class Watch:
@@ -38,7 +38,7 @@ class Watch:
 
     def limit_s(self, beat: Beat) -> float:
         """The start of a run is many things, of which none comes twice."""
-        longest = None if beat.stage == "start" else self._longest.get(beat.stage)
+        longest = None if beat.stage == "start" or beat.is_new else self._longest.get(beat.stage)
         if longest is None:
             return self.limits.cap_s
         return min(self.limits.cap_s, max(self.limits.floor_s, STRETCH * longest))

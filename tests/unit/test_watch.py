@@ -63,6 +63,24 @@ class TestSilence:
             assert not watch.is_silent(beat(second * 10, at=second), now=second + 1, frozen="")
         assert watch.is_silent(beat(990, at=99), now=99 + STRETCH + 0.1, frozen="")
 
+    def test_the_first_work_of_a_kind_may_take_longer_than_other_work_of_its_stage(self) -> None:
+        watch, heart = Watch(Limits(floor_s=10, cap_s=100)), Heart()
+
+        def look() -> float:
+            seen = heart.read()
+            assert seen is not None
+            watch.see(seen)
+            return watch.limit_s(seen)
+
+        limits = []
+        for message in ("score", "score", "forward", "forward", "score"):
+            heart.enter("logprobs", message)
+            heart.beat("micro-batch 1 of 2")
+            limits.append(look())
+            heart.enter("serve")
+            look()
+        assert limits == [100, 10, 100, 10, 10]
+
     def test_one_that_waits_is_not_silent_and_its_waiting_teaches_nothing(self) -> None:
         watch = Watch(Limits(floor_s=2, cap_s=100))
         visit(watch, 0.1, 1.1)
