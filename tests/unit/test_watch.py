@@ -2,10 +2,13 @@
 
 import json
 import os
+import select
+import selectors
 import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from rl.watch import recorder
 from rl.watch.board import CUT_S, DEADLOCK_S, Board
 from rl.watch.culprit import Account, find_culprit, show_ranks
 from rl.watch.heart import Beat, Heart
+from rl.watch.host import Host
 from rl.watch.lines import Lines
 from rl.watch.silence import STRETCH, Limits, Watch
 from rl.watch.stacks import Stacks, stands_in_collective
@@ -342,6 +346,36 @@ def test_time_of_beats_is_that_of_the_system() -> None:
     heart = Heart()
     seen = heart.read()
     assert seen is not None and abs(seen.at - time.monotonic()) < 5
+
+
+def test_a_host_hears_those_who_know_the_token_and_stays_until_they_have_gone() -> None:
+    told: list[dict[str, Any]] = []
+    with selectors.DefaultSelector() as selector:
+        host = Host("127.0.0.1", "token", selector, told.append, lambda text: None)
+
+        def read(is_so: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + 10
+            while not is_so():
+                assert time.monotonic() < deadline
+                for key, _ in selector.select(0.1):
+                    key.data()
+
+        friend, stranger = (Lines(socket.create_connection(("127.0.0.1", host.port))) for _ in range(2))
+        for line, rank, token in ((stranger, 2, "other"), (friend, 1, "token")):
+            line.send("hello", token=token, rank=rank)
+            line.send("beat", account=vars(account(rank)), about={})
+        read(lambda: not stranger.receive() and not stranger.is_open)
+        read(lambda: set(host.board.entries) == {1})
+        host.send("beat", account=vars(account(0)), about={})
+        host.send("silent")
+        assert told == [{"kind": "account"}]
+        select.select([friend.connection], [], [], 10)
+        assert friend.receive() == [{"kind": "account"}]
+        assert not host.may_end(is_settled=True)
+        friend.send("done")
+        friend.close()
+        read(lambda: host.may_end(is_settled=True))
+        assert not host.may_end(is_settled=False), "its own rank is not settled"
 
 
 def test_a_rank_that_is_done_has_told_how_far_it_got() -> None:
