@@ -12,7 +12,7 @@ import os
 import resource
 import signal
 
-from rl.watch import watchdog
+from rl.watch.fork import start_watchdog
 from rl.watch.lines import Lines
 
 PR_SET_PDEATHSIG = 1
@@ -28,7 +28,7 @@ if "RANK" in os.environ and MARK not in os.environ:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # rank 0 and its watchdog have connections to all
-    _line = watchdog.start()
+    _line = start_watchdog()
     # Reached by a process that never joined a world, as when a module cannot be imported; joined ones end otherwise.
     atexit.register(_line.send, "raised")
 
@@ -37,7 +37,7 @@ def line_to_watchdog() -> Lines:
     """A process that torchrun did not start gets its watchdog when it first asks."""
     global _line
     if _line is None:
-        _line = watchdog.start()
+        _line = start_watchdog()
     return _line
 
 

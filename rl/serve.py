@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from rl.mail import Message
-from rl.watch.heart import HEART
 from rl.world import World
 
 
@@ -33,8 +32,7 @@ def serve(world: World, services: Sequence[Service], until: Callable[[], bool]) 
         message = world.mail.receive(*by_kind, timeout_s=0 if busy else None)
         if message is not None:
             service = by_kind[message.kind]
-            HEART.beat(message.kind)
-            with world.stage(service.name):
+            with world.stage(service.name, message.kind):
                 service.handle(message)
             continue
         for service in busy:

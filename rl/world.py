@@ -101,10 +101,11 @@ class World:
         HEART.describe(step=step)
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Times a stage of the loop and puts its name into every error that leaves it."""
+    def stage(self, name: str, item: str = "") -> Iterator[None]:
+        """Times a stage of the loop and puts its name into every error that leaves it. `item` is what it is entered
+        for, where it is not always the same."""
         outer, self._stage = self._stage, name
-        HEART.enter(name)
+        HEART.enter(name, item)
         is_counted = outer in ("start", "step")  # a deeper one is part of the stage around it
         started = time.perf_counter()
         try:

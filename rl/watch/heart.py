@@ -37,6 +37,7 @@ class Beat:
     version: int
     item: str  # what is worked on
     waits_for: str  # what it waits for, of other ranks unless it begins with `its`; empty: it works
+    is_new: bool = False  # the stage was entered for something that it was never entered for before
 
     @property
     def alive_at(self) -> float:
@@ -49,6 +50,8 @@ class Heart:
     def __init__(self) -> None:
         self._roles, self._stage, self._step, self._version = "no role yet", "start", 0, 0
         self._item = self._waits_for = ""
+        self._entry = ("start", "")
+        self._left: set[tuple[str, str]] = set()
         self._sequence = self._beats = self._tokens = 0
         self._stage_at = time.monotonic()
         self.renew()
@@ -64,10 +67,12 @@ class Heart:
         self._tokens += tokens
         self._write()
 
-    def enter(self, stage: str) -> None:
+    def enter(self, stage: str, item: str = "") -> None:
+        """`item` is one of a few: the first of each in a stage may take longer than others did."""
         if stage != self._stage:
             self._stage, self._stage_at = stage, time.monotonic()
-        self._item = ""
+        self._left.add(self._entry)
+        self._entry, self._item = (stage, item), item
         self._write()
 
     def describe(self, roles: str | None = None, step: int | None = None, version: int | None = None) -> None:
@@ -92,7 +97,8 @@ class Heart:
         self._numbers[THREADS_OFFSET // 8 + thread] = bits  # at once: `pack_into` would clear it first
 
     def _write(self) -> None:
-        fields = [self._roles, self._stage, self._step, self._version, self._item, self._waits_for]
+        is_new = self._entry not in self._left
+        fields = [self._roles, self._stage, self._step, self._version, self._item, self._waits_for, is_new]
         text, now = json.dumps(fields).encode(), time.monotonic()
         self._beats += 1
         self._numbers[0] = self._sequence + 1

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from rl.watch.heart import Beat
 
+STOPPED = "its process was stopped by a signal"
 STRETCH = 5.0  # a stage may be silent for so many times its longest silence so far
 
 
@@ -12,7 +13,7 @@ class Limits:
     """Seconds of silence."""
 
     floor_s: float = 60.0
-    cap_s: float = 1800.0  # also of a stage that was never seen before
+    cap_s: float = 1800.0  # also of a stage, or of work in it, that was never seen before
 
 
 class Watch:
@@ -37,10 +38,18 @@ class Watch:
 
     def limit_s(self, beat: Beat) -> float:
         """The start of a run is many things, of which none comes twice."""
-        longest = None if beat.stage == "start" else self._longest.get(beat.stage)
+        longest = None if beat.stage == "start" or beat.is_new else self._longest.get(beat.stage)
         if longest is None:
             return self.limits.cap_s
         return min(self.limits.cap_s, max(self.limits.floor_s, STRETCH * longest))
+
+    def frozen(self, beat: Beat, now: float, state: str) -> str:
+        """Why nothing in the process runs, by the kernel's letter for its state; empty: something does, or it is gone.
+        Without an I/O thread nothing shows that the interpreter runs."""
+        if state in ("T", "t"):
+            return STOPPED
+        is_stuck = state and beat.io_at and now - beat.alive_at > self.limits.floor_s
+        return "its interpreter is frozen" if is_stuck else ""
 
     def is_silent(self, beat: Beat, now: float, frozen: str) -> bool:
         """A rank that waits is not: what it waits for is."""

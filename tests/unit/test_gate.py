@@ -178,11 +178,11 @@ def test_every_actor_obeys_before_it_goes_whenever_orders_come(mails: list[Mail]
 
 def test_ranks_that_serve_obey_between_two_messages(mails: list[Mail]) -> None:
     """The follower hears of orders from its engine's lead alone."""
-    stages: list[str] = []
+    stages: list[tuple[str, str]] = []
 
     @contextmanager
-    def stage(name: str) -> Iterator[None]:
-        stages.append(name)
+    def stage(name: str, item: str = "") -> Iterator[None]:
+        stages.append((name, item))
         yield
 
     def orders_obeyed(rank: int, followers: tuple[int, ...]) -> list[str]:
@@ -198,7 +198,7 @@ def test_ranks_that_serve_obey_between_two_messages(mails: list[Mail]) -> None:
     assert heard(mails, 3) == []
     assert orders_obeyed(2, (3,)) == ["save", "stop"]
     assert orders_obeyed(3, ()) == ["save", "stop"]
-    assert stages == ["checkpoint"] * 4
+    assert stages == [("checkpoint", "obey")] * 4
 
 
 def test_followers_are_told_before_their_lead_obeys(mails: list[Mail]) -> None:

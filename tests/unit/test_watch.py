@@ -2,7 +2,13 @@
 
 import json
 import os
+import select
+import selectors
+import socket
+import subprocess
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +20,11 @@ from rl.watch import recorder
 from rl.watch.board import CUT_S, DEADLOCK_S, Board
 from rl.watch.culprit import Account, find_culprit, show_ranks
 from rl.watch.heart import Beat, Heart
+from rl.watch.host import Host
+from rl.watch.lines import Lines
 from rl.watch.silence import STRETCH, Limits, Watch
-from rl.watch.stacks import stands_in_collective
+from rl.watch.stacks import Stacks, stands_in_collective
+from rl.watch.watchdog import Watchdog
 
 
 def beat(number: int, at: float, stage: str = "update", waits_for: str = "", io_at: float | None = None) -> Beat:
@@ -57,6 +66,24 @@ class TestSilence:
             watch.see(beat(second * 10, at=second))
             assert not watch.is_silent(beat(second * 10, at=second), now=second + 1, frozen="")
         assert watch.is_silent(beat(990, at=99), now=99 + STRETCH + 0.1, frozen="")
+
+    def test_the_first_work_of_a_kind_may_take_longer_than_other_work_of_its_stage(self) -> None:
+        watch, heart = Watch(Limits(floor_s=10, cap_s=100)), Heart()
+
+        def look() -> float:
+            seen = heart.read()
+            assert seen is not None
+            watch.see(seen)
+            return watch.limit_s(seen)
+
+        limits = []
+        for message in ("score", "score", "forward", "forward", "score"):
+            heart.enter("logprobs", message)
+            heart.beat("micro-batch 1 of 2")
+            limits.append(look())
+            heart.enter("serve")
+            look()
+        assert limits == [100, 10, 100, 10, 10]
 
     def test_one_that_waits_is_not_silent_and_its_waiting_teaches_nothing(self) -> None:
         watch = Watch(Limits(floor_s=2, cap_s=100))
@@ -319,6 +346,57 @@ def test_time_of_beats_is_that_of_the_system() -> None:
     heart = Heart()
     seen = heart.read()
     assert seen is not None and abs(seen.at - time.monotonic()) < 5
+
+
+def test_a_host_hears_those_who_know_the_token_and_stays_until_they_have_gone() -> None:
+    told: list[dict[str, Any]] = []
+    with selectors.DefaultSelector() as selector:
+        host = Host("127.0.0.1", "token", selector, told.append, lambda text: None)
+
+        def read(is_so: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + 10
+            while not is_so():
+                assert time.monotonic() < deadline
+                for key, _ in selector.select(0.1):
+                    key.data()
+
+        friend, stranger = (Lines(socket.create_connection(("127.0.0.1", host.port))) for _ in range(2))
+        for line, rank, token in ((stranger, 2, "other"), (friend, 1, "token")):
+            line.send("hello", token=token, rank=rank)
+            line.send("beat", account=vars(account(rank)), about={})
+        read(lambda: not stranger.receive() and not stranger.is_open)
+        read(lambda: set(host.board.entries) == {1})
+        host.send("beat", account=vars(account(0)), about={})
+        host.send("silent")
+        assert told == [{"kind": "account"}]
+        select.select([friend.connection], [], [], 10)
+        assert friend.receive() == [{"kind": "account"}]
+        assert not host.may_end(is_settled=True)
+        friend.send("done")
+        friend.close()
+        read(lambda: host.may_end(is_settled=True))
+        assert not host.may_end(is_settled=False), "its own rank is not settled"
+
+
+def test_a_rank_that_is_done_has_told_how_far_it_got() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    ours, theirs = socket.socketpair()
+    rank, heart = Lines(ours), Heart()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        watchdog = threading.Thread(target=Watchdog(process.pid, 0, theirs, heart, Stacks()).run, daemon=True)
+        watchdog.start()
+        rank.send("join", rank=1, local_rank=1, token="token", board=listener.getsockname())
+        board = listener.accept()[0].makefile()
+        messages = [json.loads(board.readline()) for _ in range(2)]
+        heart.describe(step=7)
+        rank.send("done")
+        process.kill()
+        process.wait()
+        watchdog.join(10)
+        while messages[-1]["kind"] != "done":
+            messages.append(json.loads(board.readline()))
+    *_, beat, done = messages
+    assert (beat["kind"], beat["account"]["step"], done["kind"]) == ("beat", 7, "done")
 
 
 class TestRecorder:

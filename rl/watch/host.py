@@ -1,0 +1,88 @@
+"""Where the board lives: in the watchdog of rank 0, to which those of all other ranks connect (rl/watch/link.py)."""
+
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rl.watch.board import BEAT_S, Board
+from rl.watch.lines import Lines
+
+RANK = 0
+
+
+class Host:
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        selector: selectors.BaseSelector,
+        obey: Callable[[dict[str, Any]], None],
+        say: Callable[[str], None],
+    ):
+        """`obey` gets what the board tells the watchdog it lives in."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=1024)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self.board = Board(self._tell, say)
+        self._token, self._selector, self._obey = token, selector, obey
+        self._peers: dict[int, Lines] = {}
+        self._told_at = 0.0
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def send(self, kind: str, **values: Any) -> None:
+        self.board.handle(RANK, {"kind": kind, **values})
+
+    def tick(self) -> None:
+        self.board.tick()
+        now = time.monotonic()
+        if now - self._told_at >= BEAT_S:
+            self._told_at = now
+            for peer in self._peers.values():
+                peer.send("alive")
+
+    def forgive(self, seconds: float) -> None:
+        self.board.forgive(seconds)
+
+    def may_end(self, is_settled: bool) -> bool:
+        """The last of all."""
+        return (is_settled or self.board.verdict is not None) and not self._peers
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        peer = _Peer(Lines(connection))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(peer))
+
+    def _read(self, peer: "_Peer") -> None:
+        for message in peer.line.receive():
+            if peer.rank is None:
+                if message.get("token") != self._token:
+                    peer.line.is_open = False
+                    break
+                peer.rank = message["rank"]
+                self._peers[peer.rank] = peer.line
+            else:
+                self.board.handle(peer.rank, message)
+        if not peer.line.is_open:
+            self._selector.unregister(peer.line.connection)
+            peer.line.connection.close()
+            if peer.rank is not None:
+                self._peers.pop(peer.rank, None)
+                self.board.lost_connection(peer.rank)
+
+    def _tell(self, rank: int, kind: str, **values: Any) -> None:
+        if rank == RANK:
+            self._obey({"kind": kind, **values})
+        elif rank in self._peers:
+            self._peers[rank].send(kind, **values)
+
+
+class _Peer:
+    def __init__(self, line: Lines):
+        self.line = line
+        self.rank: int | None = None

@@ -1,0 +1,70 @@
+"""What a watchdog sees of its rank's process and does to it, from outside: the process may be frozen or gone."""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+CHILDREN_S = 1.0  # for what a rank leaves to end by itself: Python's tracker of shared memory then removes it
+
+
+class RankProcess:
+    def __init__(self, pid: int, leads_group: bool):
+        """`leads_group`: torchrun started it, and it and its children are a group of their own."""
+        self.pid, self.exit_fd = pid, os.pidfd_open(pid)
+        self._leads_group = leads_group
+        self._kill_children_at: float | None = None
+
+    @property
+    def state(self) -> str:
+        """The kernel's letter, T for stopped; empty: it is gone."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return ""
+
+    @property
+    def memory_mb(self) -> int:
+        try:
+            pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):
+            return 0
+        return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.exit_fd, signal.SIGKILL)
+
+    def end_children(self) -> None:
+        """Of a rank that has ended."""
+        if self._signal_children(signal.SIGTERM):
+            self._kill_children_at = time.monotonic() + CHILDREN_S
+
+    @property
+    def has_children_left(self) -> bool:
+        """Since it was asked to end them."""
+        return self._kill_children_at is not None
+
+    def tick(self) -> None:
+        """Kills children that took too long to end."""
+        if self._kill_children_at is not None:
+            is_due = time.monotonic() >= self._kill_children_at
+            if not self._signal_children(signal.SIGKILL if is_due else 0) or is_due:
+                self._kill_children_at = None
+
+    def _signal_children(self, number: int) -> bool:
+        """Whether there are any. 0 only asks."""
+        try:
+            if self._leads_group:
+                os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return self._leads_group
+
+
+def remove_segments(world: str) -> None:
+    """Shared memory of a world's engines, which a rank that was killed while it built one leaves under a name."""
+    for segment in Path("/dev/shm").glob(f"oneworld-{world}-*") if world else ():
+        with suppress(OSError):
+            segment.unlink()
