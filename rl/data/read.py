@@ -56,9 +56,8 @@ def data_files(path: str) -> list[Path]:
         inside = f"; it has the folders {', '.join(folders[:8])}: give one of them" if folders else ""
         raise ConfigError(f"{place} holds no data files{inside}; {NEEDED}")
     if len(splits) > 1:
-        raise ConfigError(
-            f"{place} holds the splits {', '.join(splits)}; say which, such as {path.rstrip('/')}/{min(splits)}"
-        )
+        split = "train" if "train" in splits else min(splits)
+        raise ConfigError(f"{place} holds the splits {', '.join(splits)}; say which, such as {place / split}")
     return next(iter(splits.values()))
 
 

@@ -105,7 +105,10 @@ def _make_prompt(row: dict[str, Any], row_id: int, data: DataConfig, tokenizer: 
     content = _fill(data, row) if data.template else _column(row, data.prompt_key, "data.prompt_key")
     answer = _column(row, data.answer_key, "data.answer_key") if data.answer_key else ""
     text = _chat(content, data, tokenizer) if data.chat_template else _text(content, data.prompt_key)
-    tokens = tokenizer.encode(text, add_special_tokens=False)
+    try:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # of the tokenizers package, which raises nothing narrower
+        raise BadRow(f"has text that the tokenizer does not know: {text[:40]!r} ({error})") from None
     if not tokens:
         raise BadRow("has 0 tokens; a prompt has at least 1")
     answer = json.dumps(answer) if isinstance(answer, list | dict) else str(answer)

@@ -182,7 +182,7 @@ def test_a_saved_dataset_with_splits(tmp_path: Path) -> None:
     write_saved(folder / "train", ROWS)
     write_saved(folder / "test", ROWS[:1])
     (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    assert failure(folder) == f"{folder} holds the splits train, test; say which, such as {folder}/test"
+    assert failure(folder) == f"{folder} holds the splits train, test; say which, such as {folder}/train"
     assert [len(list(read_rows(f"{folder}/{split}"))) for split in ("train", "test")] == [2, 1]
 
 
@@ -194,7 +194,7 @@ def test_a_hub_folder(tmp_path: Path, inside: str) -> None:
     (tmp_path / inside / "README.md").touch()
     (tmp_path / inside / "dataset_infos.json").write_text("{}")
     assert find_splits(tmp_path).keys() == {"train", "test"}
-    assert failure(tmp_path) == f"{tmp_path} holds the splits test, train; say which, such as {tmp_path}/test"
+    assert failure(tmp_path) == f"{tmp_path} holds the splits test, train; say which, such as {tmp_path}/train"
     assert [row.values["prompt"] for row in read_rows(f"{tmp_path}/train")] == ["0", "1"]
     assert "has the splits test, train; prompts are a .jsonl" in failure(tmp_path / "validation")
     (tmp_path / inside / "train-00001-of-00002.parquet").unlink()

@@ -17,6 +17,8 @@ class Letters:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
+        if "?!" in text:
+            raise Exception("no [UNK]")
         return [ord(letter) for letter in text]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -132,6 +134,7 @@ USER = {"role": "user", "content": "u"}
         ("{}", {}, "has no column 'prompt'; got none: set data.prompt_key"),
         ('{"prompt": null, "answer": ""}', {}, "holds null in column 'prompt'; a row needs a value there"),
         ('{"prompt": "x", "answer": null}', {}, "holds null in column 'answer'"),
+        ('{"prompt": "?!", "answer": ""}', {}, "has text that the tokenizer does not know: '?!' (no [UNK])"),
         ('{"prompt": "", "answer": ""}', {}, "has 0 tokens; a prompt has at least 1"),
         ('{"prompt": [], "answer": ""}', {}, "holds a list in column 'prompt', not text; messages with role"),
         ('{"prompt": {}, "answer": ""}', {"chat_template": True}, "holds a dict in column 'prompt', not text"),
