@@ -9,7 +9,9 @@ from typing import Any
 from rl.config import PLACEHOLDER, Config, ConfigError, DataConfig
 from rl.data.prompts import Part, Prompt, PromptStream, Tokenizer
 from rl.data.read import read_rows
+from rl.watch.heart import HEART
 
+ROWS_PER_BEAT = 1000
 MAX_REPORTS = 5  # rows of a path that are reported one by one
 
 
@@ -57,6 +59,8 @@ def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[lis
     counts = Counts()
     for row in read_rows(path):
         counts.num_rows += 1
+        if counts.num_rows % ROWS_PER_BEAT == 0:
+            HEART.beat(f"row {counts.num_rows} of {path}")
         try:
             if row.problem:
                 raise BadRow(row.problem)
