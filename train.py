@@ -150,7 +150,7 @@ def main() -> None:
         config = load_config(args.config, args.overrides)
         run = open_run(world, config, Path(args.config or DEFAULT_CONFIG).stem)
         if "actor" in run.roles:
-            train(world, config, build_actor(run))
+            train(world, run.config, build_actor(run))
             end_run(run)
         else:
             serve_run(run)

@@ -23,7 +23,7 @@ from rl.sync.weights import WeightSync
 
 @dataclass
 class Actor:
-    """`stream`, `eval_prompts` and `writer` are the leader's."""
+    """`stream`, `eval_sets` and `writer` are the leader's."""
 
     config: Config
     learner: Learner
@@ -38,8 +38,13 @@ class Actor:
     folder: Path  # of the run
     tokenizer: Tokenizer
     stream: PromptStream | None = None
-    eval_prompts: list[Prompt] = field(default_factory=list)
+    eval_sets: dict[str, list[Prompt]] = field(default_factory=dict)
     writer: MetricsWriter | None = None
+
+    @property
+    def eval_prompts(self) -> list[Prompt]:
+        """Of all sets."""
+        return [prompt for prompts in self.eval_sets.values() for prompt in prompts]
 
     def sample(self, version: int, measures: Measures) -> tuple[Batch, int]:
         """This rank's share of the next batch, sampled from this version, and how many prompts it has in all."""

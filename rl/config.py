@@ -19,6 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+SET_NAME = re.compile(r"[\w.-]+", re.ASCII)
+PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 
 
 class ConfigError(ValueError):
@@ -47,12 +49,33 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: str = key("configs/tiny/train.jsonl", "prompts to train on, one JSON object a line")
-    eval: str = key("", "held-out prompts, same format; empty: no evaluation")
-    prompt_key: str = key("prompt", "field that holds the prompt")
-    answer_key: str = key("answer", "field that holds the reference answer")
+    train: Any = key(
+        "configs/tiny/train.jsonl", "prompts to train on: a path, a list, or a mapping path -> mixing weight"
+    )
+    eval: Any = key("", "held-out prompts: a path, a list, or a mapping name -> path; empty: no evaluation")
+    prompt_key: str = key("prompt", "column that holds the prompt, or a list of messages with role and content")
+    answer_key: str = key("answer", "column that holds the reference answer; empty: there is none")
+    template: str = key("", "text with {column} placeholders that becomes the prompt; {prompt} is data.prompt_key's")
     chat_template: bool = key(False, "wrap each prompt as a user message in the tokenizer's chat template")
-    max_prompt_tokens: int = key(1024, "longer prompts are an error that names the row")
+    system_prompt: str = key("", "system message before it; needs chat_template")
+    max_prompt_tokens: int = key(1024, "rows with longer prompts are skipped, or end the run: data.long_rows")
+    long_rows: str = key("skip", "rows above max_prompt_tokens: skip, with counts, or fatal")
+    bad_rows: str = key("fatal", "malformed rows: fatal, or skip; either way they are reported with file and line")
+
+    @property
+    def train_weights(self) -> dict[str, float | None]:
+        """By path; None: the rows of all files form one pool."""
+        if isinstance(self.train, dict):
+            return dict(self.train)
+        return dict.fromkeys([self.train] if isinstance(self.train, str) else self.train)
+
+    @property
+    def eval_paths(self) -> dict[str, str]:
+        """By the set's name, which is the file's unless it was given."""
+        if isinstance(self.eval, dict):
+            return {str(name): path for name, path in self.eval.items()}
+        paths = [self.eval] if isinstance(self.eval, str) else self.eval
+        return {Path(path).stem: path for path in paths or [] if path}
 
 
 @dataclass(frozen=True)
@@ -207,13 +230,14 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     num_steps: int = key(100, "iterations of the loop")
+    num_epochs: int = key(0, "passes over the prompts in place of num_steps; 0: num_steps counts")
     num_prompts_per_step: int = key(32, "prompts of one iteration")
 
 
 @dataclass(frozen=True)
 class EvalConfig:
     interval: int = key(0, "evaluate every so many steps, and before and after training; 0: never")
-    num_prompts: int = key(0, "held-out prompts of one evaluation; 0: all")
+    num_prompts: int = key(0, "held-out prompts of each set in one evaluation; 0: all")
 
 
 @dataclass(frozen=True)
@@ -392,6 +416,8 @@ def validate(config: Config) -> None:
     one_of("actor.recompute", config.actor.recompute, ("none", "selective", "full"))
     one_of("actor.offload", config.actor.offload, ("none", "rollout", "always"))
     one_of("actor.lr_schedule", config.actor.lr_schedule, ("constant", "linear", "cosine"))
+    one_of("data.long_rows", config.data.long_rows, ("skip", "fatal"))
+    one_of("data.bad_rows", config.data.bad_rows, ("fatal", "skip"))
     positive = {
         "train.num_steps": config.train.num_steps,
         "train.num_prompts_per_step": config.train.num_prompts_per_step,
@@ -427,6 +453,7 @@ def validate(config: Config) -> None:
         "critic.lr": config.critic.lr,
         "critic.warmup_steps": config.critic.warmup_steps,
         "rollout.top_k": config.rollout.top_k,
+        "train.num_epochs": config.train.num_epochs,
         "eval.interval": config.eval.interval,
         "eval.num_prompts": config.eval.num_prompts,
         "rollout.max_mismatch_kl": config.rollout.max_mismatch_kl,
@@ -455,6 +482,7 @@ def validate(config: Config) -> None:
         rule = f"algo.advantage={config.algo.advantage} compares at least 2 rollouts of a prompt"
         require(config.rollout.num_samples_per_prompt > 1, "rollout.num_samples_per_prompt", 1, rule)
     _validate_algo(config, require)
+    _validate_data(config.data)
     if config.eval.interval and not config.data.eval:
         raise ConfigError("eval.interval is set, but data.eval is empty: give held-out prompts or set eval.interval=0")
     require(config.checkpoint.copies in (1, 2), "checkpoint.copies", config.checkpoint.copies, "choose 1 or 2")
@@ -505,3 +533,48 @@ def _validate_algo(config: Config, require: Callable[[bool, str, Any, str], None
             "algo.dynamic_sampling looks for groups with unequal rewards; set rollout.num_samples_per_prompt to 2 or "
             "more"
         )
+    if algo.dynamic_sampling and config.train.num_epochs:
+        raise ConfigError(
+            "train.num_epochs cannot be turned into steps with algo.dynamic_sampling, which decides as it goes how many "
+            "prompts a step takes; set train.num_steps"
+        )
+
+
+def _validate_data(data: DataConfig) -> None:
+    if not _are_paths([*data.train] if isinstance(data.train, dict) else data.train) or not data.train:
+        raise ConfigError(
+            f"data.train: got {data.train!r}; it is a path, a list of different paths, or a mapping path -> weight"
+        )
+    for path, weight in data.train.items() if isinstance(data.train, dict) else ():
+        if type(weight) not in (int, float) or not 0 < weight < math.inf:
+            raise ConfigError(f"data.train: got {weight!r} for {path}; a mixing weight is a number greater than 0")
+    if data.eval and not _are_paths([*data.eval.values()] if isinstance(data.eval, dict) else data.eval):
+        raise ConfigError(
+            f"data.eval: got {data.eval!r}; it is a path, a list of different paths, or a mapping name -> path"
+        )
+    names = list(data.eval_paths)
+    if bad := [name for name in names if not SET_NAME.fullmatch(name)]:
+        raise ConfigError(
+            f"data.eval: got the name {bad[0]!r}; a set's name has only letters, digits, '_', '-' and '.': give "
+            "a mapping name -> path"
+        )
+    if isinstance(data.eval, list) and len(names) < len(data.eval):
+        raise ConfigError(f"data.eval: got {data.eval!r}, of which two have the same name; give a mapping name -> path")
+    if data.system_prompt and not data.chat_template:
+        raise ConfigError("data.system_prompt is set, but has no place without data.chat_template=true")
+    placeholders = PLACEHOLDER.findall(data.template)
+    if data.template and not placeholders:
+        raise ConfigError(
+            f"data.template: got {data.template!r}, without a {{column}}: all prompts would be the same; {{prompt}} "
+            "stands for the prompt column"
+        )
+    if data.answer_key in placeholders and data.answer_key != data.prompt_key:
+        raise ConfigError(
+            f"data.template: got {data.template!r}; {{{data.answer_key}}} would put the reference answer into the "
+            "prompt: use another word between these braces"
+        )
+
+
+def _are_paths(value: Any) -> bool:
+    paths = value if isinstance(value, list) else [value]
+    return all(isinstance(path, str) and path for path in paths) and len(set(paths)) == len(paths)

@@ -20,7 +20,8 @@ from rl.checkpoint.shelf import Shelf
 from rl.checkpoint.write import Record, read_hf_files
 from rl.config import Config, ConfigError
 from rl.critic import Critic
-from rl.data.prompts import PromptStream, Tokenizer, read_prompts, sample_seed
+from rl.data.prompts import PromptStream, Tokenizer, sample_seed
+from rl.data.sources import Data, read_data
 from rl.early import collect_garbage_from_now_on
 from rl.learner import Learner
 from rl.metrics import MetricsWriter
@@ -47,13 +48,14 @@ class Run:
     """What every rank knows about the run before it builds anything."""
 
     world: World
-    config: Config
+    config: Config  # whose train.num_steps is the true one, also where it follows from train.num_epochs
     placement: Placement
     folder: Path  # of the run
     model_folder: Path
     groups: Groups
     shelf: Shelf
     resume: Resume | None
+    data: Data | None = None  # the leader's
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -98,12 +100,33 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     world.meet("model found")  # a download may take long, and what follows has a time limit
     world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
     groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
+    with world.stage("read data"):
+        data = None
+        if world.rank == placement.leader:
+            data = read_data(config, AutoTokenizer.from_pretrained(model_folder))
+        config = agree_on_steps(world, placement, config, data)
     path = config.checkpoint.resume
     source = None if path in ("auto", "never") else Path(path)
     shelf = Shelf(world.mail, folder / "checkpoints", source, placement.keepers)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, shelf, config)
-    return Run(world, config, placement, folder, model_folder, groups, shelf, resume)
+    return Run(world, config, placement, folder, model_folder, groups, shelf, resume, data)
+
+
+def agree_on_steps(world: World, placement: Placement, config: Config, data: Data | None) -> Config:
+    """train.num_epochs as steps, which only the leader can count."""
+    if not config.train.num_epochs:
+        return config
+    if data is not None:
+        num_prompts = len(data.stream) * config.train.num_epochs
+        num_steps = -(-num_prompts // config.train.num_prompts_per_step)
+        print(f"oneworld: train.num_epochs = {config.train.num_epochs}: {num_steps} steps", flush=True)
+        for rank in range(placement.world_size):
+            world.mail.send(rank, "steps", {"num_steps": num_steps})
+    message = world.mail.receive("steps")
+    assert message is not None
+    train = dataclasses.replace(config.train, num_steps=message.meta["num_steps"])
+    return dataclasses.replace(config, train=train)
 
 
 def check_model(config: Config, model_folder: Path) -> None:
@@ -140,10 +163,8 @@ def _run_name(world: World, config: Config, config_name: str) -> str:
 
 
 def build_actor(run: Run) -> Actor:
-    config, mail, is_leader = run.config, run.world.mail, run.world.rank == run.placement.leader
+    config, mail = run.config, run.world.mail
     tokenizer = AutoTokenizer.from_pretrained(run.model_folder)
-    prompts = read_prompts(config.data.train, config.data, tokenizer) if is_leader else []
-    held_out = read_prompts(config.data.eval, config.data, tokenizer) if is_leader and config.eval.interval else []
     model = _load(run, trainable=True, filled=run.resume is None)
     updates = config.train.num_steps * config.algo.num_epochs * config.algo.num_mini_batches
     learner = Learner(model, run.groups.actor_pg, run.world.device, config.actor, config.algo, config.rollout, updates)
@@ -181,11 +202,12 @@ def build_actor(run: Run) -> Actor:
         tokenizer,
     )
     sync.make_room = actor.give_device_to_engine
-    if is_leader:
-        actor.stream = PromptStream(prompts, config.run.seed)
+    if run.data is not None:
+        actor.stream = run.data.stream
         if run.resume is not None:
             _restore_position(run.resume, actor.stream)
-        actor.eval_prompts = held_out[: config.eval.num_prompts or None]
+        for name, prompts in run.data.eval_sets.items():
+            actor.eval_sets[name] = prompts[: config.eval.num_prompts or None]
         actor.writer = writer = MetricsWriter(run.folder, config.train.num_steps, step)
         run.world.closers.append(lambda: writer.close(rollouts.engine_name))
     collect_garbage_from_now_on()

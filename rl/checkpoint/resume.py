@@ -101,7 +101,8 @@ def _announcement(resume: Resume, shelf: Shelf, config: Config) -> str:
     if changed:
         text += f"; set otherwise since then: {', '.join(changed)}"
     if step >= num_steps:
-        text += f"; all {num_steps} steps are done, raise train.num_steps to train on"
+        setting = "train.num_epochs" if config.train.num_epochs else "train.num_steps"
+        text += f"; all {num_steps} steps are done, raise {setting} to train on"
     return text
 
 

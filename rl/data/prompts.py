@@ -1,20 +1,20 @@
-"""The prompt stream: rows of a jsonl file in an order that depends on the seed and the epoch alone.
+"""The prompt stream: rows in an order that depends on the seed and the epoch alone.
 
 A position in the stream is all there is to save: position // number of rows is the epoch, and each epoch is a
 permutation of its own. Batch k is the interval [k * n, (k + 1) * n) of the stream, whoever samples it and whenever.
+Parts with weights are interleaved by a fixed schedule, and each goes through epochs of its own.
 """
 
 import hashlib
-import json
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from math import floor
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
-
-from rl.config import ConfigError, DataConfig, resolve_path
 
 
 class Tokenizer(Protocol):
@@ -27,12 +27,12 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    id: int  # row in the file
+    id: int  # row among those of all files
     epoch: int
     text: str
     answer: str
     tokens: list[int]
-    row: dict[str, Any] = field(default_factory=dict)  # as it stands in the file, for rewards
+    row: dict[str, Any] = field(default_factory=dict)  # all columns, for rewards
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -44,59 +44,36 @@ def sample_seed(run_seed: int, epoch: int, prompt_id: int, sample_index: int) ->
     return int.from_bytes(digest, "big") >> 1
 
 
-def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    file = resolve_path(path)
-    if not file.is_file():
-        raise ConfigError(
-            f"no prompts at {path}; data.train and data.eval are jsonl files with the fields {data.prompt_key!r} and "
-            f"{data.answer_key!r}"
-        )
-    prompts: list[Prompt] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
-        if line.strip():
-            prompts.append(_read_row(file, number, line, len(prompts), data, tokenizer))
-    if not prompts:
-        raise ConfigError(f"{file} holds no prompts; it needs at least one line")
-    return prompts
+class Part(NamedTuple):
+    """Rows of a stream that follow one another, with a share of it."""
 
-
-def _read_row(file: Path, number: int, line: str, row_id: int, data: DataConfig, tokenizer: Tokenizer) -> Prompt:
-    try:
-        row = json.loads(line)
-        text, answer = row[data.prompt_key], row[data.answer_key]
-        if text is None or answer is None:
-            raise KeyError
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file}, line {number} is not JSON ({error}); each line is one object") from None
-    except (KeyError, TypeError):
-        raise ConfigError(
-            f"{file}, line {number} has no field {data.prompt_key!r} or {data.answer_key!r}; got {line[:80]!r}: set "
-            "data.prompt_key and data.answer_key to the names in the file"
-        ) from None
-    if data.chat_template:
-        conversation = [{"role": "user", "content": str(text)}]
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    tokens = tokenizer.encode(str(text), add_special_tokens=False)
-    if not 0 < len(tokens) <= data.max_prompt_tokens:
-        raise ConfigError(
-            f"{file}, line {number} has {len(tokens)} tokens; a prompt has 1 to data.max_prompt_tokens = "
-            f"{data.max_prompt_tokens}: raise the limit or drop the row"
-        )
-    return Prompt(row_id, 0, str(text), str(answer), tokens, row)
+    num_rows: int
+    weight: Fraction
 
 
 class PromptStream:
-    def __init__(self, prompts: list[Prompt], seed: int):
+    def __init__(self, prompts: Sequence[Prompt], seed: int, parts: Sequence[Part] = ()):
+        """Without parts all rows are shuffled together."""
         self.position = 0
         self._prompts, self._seed = prompts, seed
-        self._epoch, self._order = -1, list(range(len(prompts)))
+        self._parts = parts or [Part(len(prompts), Fraction(1))]
+        assert sum(part.num_rows for part in self._parts) == len(prompts)
+        self._firsts = [sum(part.num_rows for part in self._parts[:index]) for index in range(len(self._parts))]
+        self._orders: list[tuple[int, list[int]]] = [(-1, [])] * len(self._parts)  # of each part: epoch, order
+
+    def __len__(self) -> int:
+        """Positions of one epoch; where parts are mixed, some of its prompts may come twice and others not."""
+        return len(self._prompts)
 
     @cached_property
     def digest(self) -> str:
-        """Of all rows: a position means nothing in other data."""
+        """Of all rows and their shares: a position means nothing in other data."""
         hasher = xxhash.xxh3_64(str(self._seed).encode())
         for prompt in self._prompts:
             hasher.update(f"\0{prompt.text}\0{prompt.answer}".encode())
+        total = sum(part.weight for part in self._parts)
+        for part in self._parts if len(self._parts) > 1 else ():
+            hasher.update(f"\0{part.num_rows}\0{part.weight / total}".encode())
         return hasher.hexdigest()
 
     def take(self, count: int) -> list[Prompt]:
@@ -105,9 +82,27 @@ class PromptStream:
         return taken
 
     def _at(self, position: int) -> Prompt:
-        epoch, place = divmod(position, len(self._prompts))
-        if epoch != self._epoch:
-            self._order = list(range(len(self._prompts)))
-            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-            self._epoch = epoch
-        return replace(self._prompts[self._order[place]], epoch=epoch)
+        index, place = part_at(position, [part.weight for part in self._parts])
+        epoch, place = divmod(place, self._parts[index].num_rows)
+        if epoch != self._orders[index][0]:
+            order = list(range(self._parts[index].num_rows))
+            name = f"{index}/{epoch}" if len(self._parts) > 1 else str(epoch)
+            random.Random(f"{self._seed}/{name}").shuffle(order)
+            self._orders[index] = (epoch, order)
+        return replace(self._prompts[self._firsts[index] + self._orders[index][1][place]], epoch=epoch)
+
+
+def part_at(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
+    """Which part this position takes from, and how often the part was taken from before.
+
+    The k-th prompt of a part with weight w is due at (k + 1/2) / w, and the stream is all parts in the order of these
+    times. So every stretch of it holds the parts in proportion, up to a prompt or two, and a position needs no history:
+    just before the time position / total weight all but a few of the prompts are counted at once.
+    """
+    time = max(Fraction(0), (position - Fraction(len(weights), 2)) / sum(weights))
+    taken = [floor(time * weight + Fraction(1, 2)) for weight in weights]
+    index = 0
+    for _ in range(position + 1 - sum(taken)):
+        index = min(range(len(weights)), key=lambda part: (taken[part] + Fraction(1, 2)) / weights[part])
+        taken[index] += 1
+    return index, taken[index] - 1

@@ -119,7 +119,10 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_places(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _without_places(entry) for name, entry in value.items()}
+        names = [_without_places(str(name)) for name in value]  # a path has a weight in data.train
+        if len(set(names)) < len(names):
+            names = [f"{number}. {name}" for number, name in enumerate(names, start=1)]
+        return {name: _without_places(entry) for name, entry in zip(names, value.values())}
     if isinstance(value, list | tuple):
         return [_without_places(entry) for entry in value]
     return PurePosixPath(value).name if isinstance(value, str) and LOCATION.match(value) else value

@@ -220,8 +220,8 @@ def test_bad_data_is_fatal_and_leaves_the_reason_in_the_run_folder(tmp_path: Pat
     process = launch(tmp_path, 2, "nothing", 0, f"data.train={prompts}", restarts=True)
     output = finish(process, 100)
     assert process.returncode != 0
-    assert output.count("line 2 has no field 'prompt' or 'answer'") == 1, output
-    assert "line 2 has no field" in (tmp_path / "run" / "FATAL").read_text()
+    assert output.count("line 2 has no column 'prompt'; got 'question'") == 1, output
+    assert "line 2 has no column" in (tmp_path / "run" / "FATAL").read_text()
 
 
 def test_two_runs_side_by_side_never_meet(tmp_path: Path) -> None:

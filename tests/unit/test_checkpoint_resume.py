@@ -282,6 +282,18 @@ def test_all_ranks_agree(roots: list[Path], shelve: Shelve, capsys: pytest.Captu
     assert capsys.readouterr().out == told
 
 
+@pytest.mark.parametrize(("num_epochs", "setting"), [(0, "train.num_steps"), (2, "train.num_epochs")])
+def test_a_run_that_is_done_names_the_setting_that_counts(
+    num_epochs: int, setting: str, roots: list[Path], shelve: Shelve, capsys: pytest.CaptureFixture
+) -> None:
+    config = Config(train=TrainConfig(num_steps=4, num_epochs=num_epochs))
+    shelves = shelve(roots)
+    save(roots, 4, num_shards=3, config=dataclasses.asdict(config))
+    agreed(shelves, config)
+    told = f"{roots[1]}: goes on after step 4; all 4 steps are done, raise {setting} to train on\n"
+    assert capsys.readouterr().out == told
+
+
 def test_a_new_run_gets_an_id_and_keeps_it(roots: list[Path], shelve: Shelve, capsys: pytest.CaptureFixture) -> None:
     """Also where it is killed before it has saved anything."""
     shelves = shelve(roots)

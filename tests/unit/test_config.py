@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import DEFAULT_CONFIG, ROOT, Config, ConfigError, load_config
+from rl.config import DEFAULT_CONFIG, ROOT, Config, ConfigError, DataConfig, load_config
 
 Write = Callable[[str], Path]
 
@@ -114,7 +114,10 @@ def test_a_role_on_the_command_line_replaces_the_files_role_map(
     [
         ("actor.lr_shedule=linear", ["unknown config key actor.lr_shedule", "did you mean actor.lr_schedule?"]),
         ("aktor.lr=1", ["unknown config key aktor", "did you mean actor?"]),
-        ("train.zzz=1", ["unknown config key train.zzz", "train.num_steps, train.num_prompts_per_step"]),
+        (
+            "train.zzz=1",
+            ["unknown config key train.zzz", "train.num_steps, train.num_epochs, train.num_prompts_per_step"],
+        ),
         ("zzz=1", ["unknown config key zzz", "known keys: placement, run, model"]),
         ("actor.lr=fast", ["actor.lr", "'fast'", "Float"]),
         ("train.num_steps=1.5", ["train.num_steps", "'1.5'", "Integer"]),
@@ -182,6 +185,7 @@ POSITIVE = [
     "data.max_prompt_tokens",
 ]
 NOT_NEGATIVE = [
+    "train.num_epochs",
     "actor.lr",
     "actor.warmup_steps",
     "algo.kl_coef",
@@ -198,7 +202,15 @@ CHOICES = {
     "sync.verify": "full, transport, off",
     "algo.kl_estimator": "k1, k2, k3",
     "actor.lr_schedule": "constant, linear, cosine",
+    "data.long_rows": "skip, fatal",
+    "data.bad_rows": "fatal, skip",
 }
+BAD_TRAIN = {"''": "''", "[]": "[]", "{}": "{}", "5": "5", "[a, 5]": "['a', 5]", "[a, a]": "['a', 'a']"}
+TRAIN_RULE = "it is a path, a list of different paths, or a mapping path -> weight"
+WEIGHT_RULE = "a mixing weight is a number greater than 0"
+BAD_EVAL = {"5": "5", "[a, [b]]": "['a', ['b']]", "[a, a]": "['a', 'a']", "{a: 1}": "{'a': 1}"}
+EVAL_RULE = "it is a path, a list of different paths, or a mapping name -> path"
+NAME_RULE = "a set's name has only letters, digits, '_', '-' and '.': give a mapping name -> path"
 BETWEEN_0_AND_1 = "it must lie between 0 and 1"
 
 
@@ -228,6 +240,33 @@ BETWEEN_0_AND_1 = "it must lie between 0 and 1"
             ["eval.interval=5"],
             "eval.interval is set, but data.eval is empty: give held-out prompts or set eval.interval=0",
         ),
+        *(([f"data.train={got}"], f"data.train: got {shown}; {TRAIN_RULE}") for got, shown in BAD_TRAIN.items()),
+        *(
+            ([f"data.train={{a.jsonl: {got}}}"], f"data.train: got {shown} for a.jsonl; {WEIGHT_RULE}")
+            for got, shown in {"0": "0", "-1": "-1", "x": "'x'", "true": "True", ".inf": "inf"}.items()
+        ),
+        *(([f"data.eval={got}"], f"data.eval: got {shown}; {EVAL_RULE}") for got, shown in BAD_EVAL.items()),
+        (["data.eval={a b: c.jsonl}"], f"data.eval: got the name 'a b'; {NAME_RULE}"),
+        (["data.eval=held out.jsonl"], f"data.eval: got the name 'held out'; {NAME_RULE}"),
+        (
+            ["data.eval=[a/test.jsonl, b/test.jsonl]"],
+            "data.eval: got ['a/test.jsonl', 'b/test.jsonl'], of which two have the same name; give a mapping name -> "
+            "path",
+        ),
+        (
+            ["data.system_prompt=hello"],
+            "data.system_prompt is set, but has no place without data.chat_template=true",
+        ),
+        (
+            ["data.template='say {}'"],
+            "data.template: got 'say {}', without a {column}: all prompts would be the same; {prompt} stands for the "
+            "prompt column",
+        ),
+        (
+            [r"data.template='{prompt} \boxed{answer}'"],
+            r"data.template: got '{prompt} \\boxed{answer}'; {answer} would put the reference answer into the prompt: "
+            "use another word between these braces",
+        ),
         (["run.name=a/b"], "run.name: got 'a/b'; it is a folder's name, without '/' (run.dir is the path)"),
     ],
 )
@@ -241,6 +280,10 @@ def test_validation(write: Write, overrides: list[str], message: str) -> None:
         ["algo.num_mini_batches=4", "train.num_prompts_per_step=4"],
         ["rollout.num_samples_per_prompt=2"],
         ["eval.interval=5", "data.eval=held_out.jsonl"],
+        ["data.eval=[a/test.jsonl, b/dev.jsonl]"],
+        ["data.eval={math-500: a/test.jsonl, gsm8k_v1.0: b/test.jsonl}"],
+        [r"data.template='{prompt} \boxed{}'", "data.chat_template=true", "data.system_prompt=x"],
+        ["data.template='{answer}'", "data.answer_key=''"],
         ["sync.bucket_mb=0", "sync.probe_interval=0", "sync.probe_limit=0"],
         ["actor.lr=0", "algo.kl_coef=0", "rollout.max_mismatch_kl=0"],
         ["algo.clip_low=0.99", "algo.clip_high=3", "rollout.gpu_memory_fraction=0.99"],
@@ -254,6 +297,21 @@ def test_values_at_the_edge_are_taken(write: Write, overrides: list[str]) -> Non
 def test_off_needs_no_quotes_though_yaml_reads_it_as_false(write: Write, text: str) -> None:
     assert load_config(write(f"sync: {{verify: {text}}}")).sync.verify == "off"
     assert load_config(write("sync: {verify: full}"), [f"sync.verify={text}"]).sync.verify == "off"
+
+
+def test_files_to_train_on_and_held_out_sets(write: Write) -> None:
+    def data(text: str) -> DataConfig:
+        return load_config(write(f"data: {{{text}}}")).data
+
+    assert data("train: a/x.jsonl").train_weights == {"a/x.jsonl": None}
+    assert data("train: [a/x.jsonl, b.csv]").train_weights == {"a/x.jsonl": None, "b.csv": None}
+    assert data("train: {a/x.jsonl: 3, b.csv: 0.5}").train_weights == {"a/x.jsonl": 3, "b.csv": 0.5}
+    assert data("eval: a/x.jsonl").eval_paths == {"x": "a/x.jsonl"}
+    assert data("eval: [a/x.jsonl, y.z.csv]").eval_paths == {"x": "a/x.jsonl", "y.z": "y.z.csv"}
+    assert data("eval: {500: a/x.jsonl, b: y.csv}").eval_paths == {"500": "a/x.jsonl", "b": "y.csv"}
+    assert data("eval: ''").eval_paths == {}
+    overridden = load_config(write("data: {train: {a.jsonl: 1, b.jsonl: 1}}"), ["data.train={c.jsonl: 2}"])
+    assert overridden.data.train_weights == {"c.jsonl": 2}
 
 
 def test_fewer_than_120_keys_each_with_a_line_of_documentation() -> None:

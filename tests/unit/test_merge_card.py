@@ -150,6 +150,16 @@ def test_no_place_of_a_machine_is_told() -> None:
     assert rows["placement"][0] == "{'actor,rollout': 'all', 'notes': ['x']}"
 
 
+def test_no_place_of_a_mixed_file_is_told() -> None:
+    def told(*paths: str) -> str:
+        files = model_card(manifest(data__train=dict.fromkeys(paths, 1)), ROWS, "float32")
+        assert not any(b"secret" in data for data in files.values())
+        return rows_of(files["README.md"].decode())["data.train"][0]
+
+    assert told("/secret/a.jsonl", "data/b.jsonl") == "{'a.jsonl': 1, 'data/b.jsonl': 1}"
+    assert told("/secret/a/x.jsonl", "/secret/b/x.jsonl") == "{'1. x.jsonl': 1, '2. x.jsonl': 1}"
+
+
 def test_settings_that_differ_come_first_and_all_follow() -> None:
     config = asdict(load_config())
     text = readme(Manifest("r", "demo", 3, "w-3", 0.0, {}, config, {}, ()), ROWS, "float32")

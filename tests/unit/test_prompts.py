@@ -1,29 +1,11 @@
-"""The prompt stream's order and position, the seeds of samples, and errors that name file and line."""
+"""The prompt stream's order and position, the mixing of its parts, and the seeds of samples."""
 
-from pathlib import Path
+from collections import Counter
+from fractions import Fraction
 
 import pytest
 
-from rl.config import ConfigError, DataConfig
-from rl.data.prompts import Prompt, PromptStream, read_prompts, sample_seed
-
-
-class Letters:
-    """Token ids are code points; the chat template puts tags around the message."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return "".join(map(chr, token_ids))
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        assert not tokenize
-        assert add_generation_prompt
-        return "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation) + "<assistant>"
+from rl.data.prompts import Part, Prompt, PromptStream, part_at, sample_seed
 
 
 def make_prompts(count: int) -> list[Prompt]:
@@ -81,60 +63,96 @@ def test_sample_seeds_differ_in_every_argument() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def write(tmp_path: Path, *lines: str) -> str:
-    path = tmp_path / "train.jsonl"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(path)
+def parts(*sizes_and_weights: tuple[int, float | str]) -> list[Part]:
+    return [Part(size, Fraction(str(weight))) for size, weight in sizes_and_weights]
 
 
-GOOD = '{"prompt": "2+2=", "answer": 4}'
+def letters(weights: list[int | str], count: int) -> str:
+    fractions = [Fraction(weight) for weight in weights]
+    return "".join("abcd"[part_at(position, fractions)[0]] for position in range(count))
 
 
-def test_read_prompts(tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD, "", '{"prompt": "a", "answer": "b", "more": 1}')
-    assert read_prompts(path, DataConfig(), Letters()) == [
-        Prompt(0, 0, "2+2=", "4", [50, 43, 50, 61], {"prompt": "2+2=", "answer": 4}),
-        Prompt(1, 0, "a", "b", [97], {"prompt": "a", "answer": "b", "more": 1}),
+def test_the_schedule_of_parts() -> None:
+    """Due times by hand. 3 : 1: a at 1/6, 1/2, 5/6, b at 1/2, after a. 5 : 2 : 1: a at .1 .3 .5 .7 .9, b at .25 .75,
+    c at .5, after a. 1/3 : 2/3 is 1 : 2: a at 1/2, b at 1/4, 3/4."""
+    assert letters([3, 1], 8) == "aaba" * 2
+    assert letters([5, 2, 1], 16) == "abaacaba" * 2
+    assert letters(["1/3", "2/3"], 6) == "bab" * 2
+    assert letters([1, 1, 1], 6) == "abc" * 2
+    assert letters([7], 3) == "aaa"
+
+
+WEIGHTS = [(3, 1), (5, 2, 1), (0.7, 0.3), (1, 1000), (3.14159, 2.71828, 1.41421), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_every_position_is_the_next_place_of_a_part_and_shares_hold(weights: tuple[float, ...]) -> None:
+    """What a position alone says is what counting from the start gives; and no part is ever further than
+    (1 + number of parts) / 2 from its share."""
+    fractions = [Fraction(str(weight)) for weight in weights]
+    taken = [0] * len(weights)
+    for position in range(2500):
+        part, place = part_at(position, fractions)
+        assert place == taken[part]
+        taken[part] += 1
+        for count, weight in zip(taken, fractions):
+            assert abs(count - (position + 1) * weight / sum(fractions)) <= Fraction(1 + len(weights), 2)
+
+
+def test_a_position_far_out_needs_no_history() -> None:
+    assert part_at(4 * 10**15 + 2, [Fraction(3), Fraction(1)]) == (1, 10**15)
+
+
+def test_mixed_stream_by_hand() -> None:
+    """Two rows with weight 1 (ids 0, 1) and three with weight 3 (ids 2, 3, 4): the first part is due at 1/2, the second
+    at 1/6, 1/2, 5/6. Its epochs are `random.Random("0/PART/EPOCH").shuffle`: [0, 1], [1, 0]; [0, 2, 1], [1, 0, 2]."""
+    taken = PromptStream(make_prompts(5), seed=0, parts=parts((2, 1), (3, 3))).take(8)
+    assert ids(taken) == [2, 0, 4, 3, 3, 1, 2, 4]
+    assert [prompt.epoch for prompt in taken] == [0, 0, 0, 0, 1, 0, 1, 1]
+
+
+def test_no_sample_of_a_mixed_stream_has_the_seed_of_another() -> None:
+    taken = PromptStream(make_prompts(10), seed=1, parts=parts((3, 5), (7, 1))).take(500)
+    assert len({sample_seed(1, prompt.epoch, prompt.id, 0) for prompt in taken}) == 500
+
+
+@pytest.mark.parametrize("mix", [parts((7, 1)), parts((2, 3), (5, 1)), parts((1, 0.1), (4, 0.7), (2, 0.2))])
+def test_a_mixed_stream_goes_on_at_any_position(mix: list[Part]) -> None:
+    whole = PromptStream(make_prompts(7), seed=3, parts=mix).take(60)
+    for position in range(50):
+        resumed = PromptStream(make_prompts(7), seed=3, parts=mix)
+        resumed.position = position
+        assert resumed.take(10) == whole[position : position + 10]
+
+
+def test_two_epochs_see_each_row_twice() -> None:
+    stream = PromptStream(make_prompts(7), seed=3)
+    assert Counter(ids(stream.take(2 * len(stream)))) == dict.fromkeys(range(7), 2)
+    mixed = PromptStream(make_prompts(8), seed=3, parts=parts((2, 1), (6, 3)))
+    assert Counter(ids(mixed.take(2 * len(mixed)))) == dict.fromkeys(range(8), 2)
+
+
+def test_one_weight_is_no_mixture() -> None:
+    alone = PromptStream(make_prompts(6), seed=0)
+    weighted = PromptStream(make_prompts(6), seed=0, parts=parts((6, 0.3)))
+    assert weighted.take(12) == alone.take(12)
+    assert weighted.digest == alone.digest
+
+
+def test_the_digest_is_that_of_what_comes_where() -> None:
+    def digest(*sizes_and_weights: tuple[int, float | str], prompts: list[Prompt] | None = None, seed: int = 0) -> str:
+        return PromptStream(prompts or make_prompts(4), seed, parts(*sizes_and_weights)).digest
+
+    assert digest() == "45262b435231d5f0"  # as in checkpoints that were saved before parts had weights
+    others = [
+        digest(seed=1),
+        digest(prompts=make_prompts(4)[::-1]),
+        digest(prompts=[*make_prompts(3), Prompt(3, 0, "text 3", "answer", [3])]),
+        digest(prompts=[*make_prompts(3), Prompt(3, 0, "text", "answer 3", [3])]),
+        digest((1, 1), (3, 1)),
+        digest((3, 1), (1, 1)),
+        digest((1, 1), (3, 2)),
+        digest((1, 2), (3, 1)),
     ]
-
-
-def test_read_prompts_under_other_keys_and_in_a_chat_template(tmp_path: Path) -> None:
-    path = write(tmp_path, '{"question": "hi", "solution": "yo"}')
-    data = DataConfig(prompt_key="question", answer_key="solution", chat_template=True)
-    (prompt,) = read_prompts(path, data, Letters())
-    assert (prompt.text, prompt.answer) == ("<user>hi<assistant>", "yo")
-    assert prompt.tokens == [ord(letter) for letter in "<user>hi<assistant>"]
-
-
-@pytest.mark.parametrize("separator", ["\u2028", "\u0085"])
-def test_only_newlines_end_a_row(tmp_path: Path, separator: str) -> None:
-    """JSON allows raw U+2028 and U+0085 inside a string, and `json.dumps(ensure_ascii=False)` writes them."""
-    row = f'{{"prompt": "a{separator}b", "answer": ""}}'
-    (prompt,) = read_prompts(write(tmp_path, row), DataConfig(), Letters())
-    assert prompt.text == f"a{separator}b"
-
-
-@pytest.mark.parametrize(
-    ("line", "parts"),
-    [
-        ("{broken", ["line 2 is not JSON", "each line is one object"]),
-        ('{"prompt": "x"}', ["line 2 has no field 'prompt' or 'answer'", 'got \'{"prompt"', "data.answer_key"]),
-        ('{"question": "x", "answer": "y"}', ["line 2 has no field 'prompt' or 'answer'", "data.prompt_key"]),
-        ('["prompt", "answer"]', ["line 2 has no field 'prompt' or 'answer'"]),
-        ("5", ["line 2 has no field 'prompt' or 'answer'"]),
-        ('{"prompt": "12345", "answer": ""}', ["line 2 has 5 tokens", "data.max_prompt_tokens = 4", "drop the row"]),
-        ('{"prompt": "", "answer": ""}', ["line 2 has 0 tokens", "a prompt has 1 to data.max_prompt_tokens"]),
-    ],
-)
-def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, line: str, parts: list[str]) -> None:
-    path = write(tmp_path, GOOD, line)
-    with pytest.raises(ConfigError) as caught:
-        read_prompts(path, DataConfig(max_prompt_tokens=4), Letters())
-    assert [part for part in [path, *parts] if part not in str(caught.value)] == [], str(caught.value)
-
-
-def test_missing_and_empty_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no prompts at nowhere\.jsonl; .* 'prompt' and 'answer'"):
-        read_prompts("nowhere.jsonl", DataConfig(), Letters())
-    with pytest.raises(ConfigError, match=r"train\.jsonl holds no prompts; it needs at least one line"):
-        read_prompts(write(tmp_path, "", "  "), DataConfig(), Letters())
+    assert len({digest(), *others}) == 9
+    assert digest((1, 0.5), (3, 0.25)) == digest((1, 2), (3, 1))  # the same stream

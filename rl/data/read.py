@@ -1,0 +1,227 @@
+"""Rows of jsonl, json, csv and parquet files and of Hugging Face dataset folders, each with its file and line.
+
+    path -> data_files: which files, in which order -> read_rows: Row(place, values or problem)
+
+A folder is what `Dataset.save_to_disk` wrote, or a copy of a hub repository: files named by split. `FOLDER/SPLIT` is
+one split of it. A row that cannot be read comes with what is wrong with it; a file that cannot be read is an error.
+"""
+
+import csv
+import datetime
+import decimal
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rl.config import ConfigError, resolve_path
+
+SHARD = re.compile(r"-(\d{5})-of-(\d{5})(-[0-9a-f]+)?$")
+HUB_NOTES = ("dataset_info.json", "dataset_infos.json", "state.json")  # of a dataset folder, no data
+MAX_CSV_FIELD = 1 << 30  # the module's own limit is 128 kB
+PLAIN = (str, int, float, bool, type(None))
+AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
+
+
+class Row(NamedTuple):
+    place: str  # file, and line or row, counted from 1
+    values: dict[str, Any]
+    problem: str = ""  # why there are no values
+
+
+def read_rows(path: str) -> Iterator[Row]:
+    for file in data_files(path):
+        yield from FORMATS[file.suffix](file)
+
+
+def data_files(path: str) -> list[Path]:
+    """The file itself, or those of a folder's only split, or of the split that the last part of the path names."""
+    place = resolve_path(path)
+    if place.is_file():
+        if place.suffix not in FORMATS:
+            raise ConfigError(f"{place}: got the suffix {place.suffix!r}; {NEEDED}")
+        return [place]
+    if not place.is_dir():
+        folder = resolve_path(str(Path(path).parent))
+        splits = find_splits(folder) if folder.is_dir() else {}
+        if place.name in splits:
+            return splits[place.name]
+        has = f"; {folder} has the splits {', '.join(splits)}" if splits else ""
+        raise ConfigError(f"no prompts at {path}{has}; {NEEDED}")
+    splits = find_splits(place)
+    if not splits:
+        folders = sorted(entry.name for entry in place.iterdir() if entry.is_dir() and entry.name[0] != ".")
+        inside = f"; it has the folders {', '.join(folders[:8])}: give one of them" if folders else ""
+        raise ConfigError(f"{place} holds no data files{inside}; {NEEDED}")
+    if len(splits) > 1:
+        split = "train" if "train" in splits else min(splits)
+        raise ConfigError(f"{place} holds the splits {', '.join(splits)}; say which, such as {place / split}")
+    return next(iter(splits.values()))
+
+
+def find_splits(folder: Path) -> dict[str, list[Path]]:
+    """The data files of a folder, or of the folder `data` in it, by split; empty where there are none."""
+    if (folder / "dataset_dict.json").is_file():
+        names = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        return {name: _saved_files(folder / name) for name in names}
+    if (folder / "state.json").is_file():
+        return {folder.name: _saved_files(folder)}
+    found: dict[str, list[Path]] = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix in FORMATS and file.is_file() and file.name[0] != "." and file.name not in HUB_NOTES:
+            name = folder.name if file.stem.isdigit() else SHARD.sub("", file.stem)
+            found.setdefault(name, []).append(file)
+    for name, files in found.items():
+        _check_whole(folder, name, files)
+    return found or (find_splits(folder / "data") if (folder / "data").is_dir() else {})
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Of `Dataset.save_to_disk`, in its order."""
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        files = [folder / entry["filename"] for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{folder}/state.json cannot be read ({error!r}); Dataset.save_to_disk writes one: save the dataset anew"
+        ) from None
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ConfigError(f"{folder} lacks {', '.join(missing[:3])}, which its state.json lists; copy the whole folder")
+    return files
+
+
+def _check_whole(folder: Path, split: str, files: list[Path]) -> None:
+    shards = [match for file in files if (match := SHARD.search(file.stem))]
+    totals = {int(shard[2]) for shard in shards}
+    if shards and (len(shards) < len(files) or totals != {len(files)}):
+        raise ConfigError(
+            f"{folder}: got {len(files)} files of the split {split!r}, from {files[0].name} to {files[-1].name}, whose "
+            f"names speak of {max(totals)}; copy the missing ones, or remove what does not belong to them"
+        )
+    if not shards and len({file.suffix for file in files}) > 1:
+        raise ConfigError(
+            f"{folder} holds the split {split!r} as {' and as '.join(file.name for file in files)}; give a file's path"
+        )
+
+
+def _read_jsonl(file: Path) -> Iterator[Row]:
+    with file.open("rb") as lines:  # whose only line ends are \n: JSON allows U+2028 and U+0085 inside a string
+        for number, line in enumerate(lines, start=1):
+            place = f"{file}, line {number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                values = json.loads(text) if text.strip() else None
+            except UnicodeDecodeError as error:
+                yield Row(place, {}, f"is not UTF-8 ({error.reason} at byte {error.start})")
+                continue
+            except ValueError as error:
+                yield Row(place, {}, f"is not JSON ({error}); each line is one object")
+                continue
+            if text.strip():
+                yield _object(place, values)
+
+
+def _read_json(file: Path) -> Iterator[Row]:
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ConfigError(
+            f"{file} is not JSON ({error}); a .json file is one list of objects: with one object a line name it .jsonl"
+        ) from None
+    if not isinstance(rows, list):
+        raise ConfigError(f"{file} holds a JSON {type(rows).__name__}; a .json file is one list of objects")
+    for number, values in enumerate(rows, start=1):
+        yield _object(f"{file}, row {number}", values)
+
+
+def _object(place: str, values: Any) -> Row:
+    if isinstance(values, dict):
+        return Row(place, values)
+    return Row(place, {}, f"holds {json.dumps(values)[:80]}, not an object with columns")
+
+
+def _read_csv(file: Path) -> Iterator[Row]:
+    csv.field_size_limit(MAX_CSV_FIELD)
+    with file.open(encoding="utf-8-sig", newline="") as text:
+        records = csv.reader(text, strict=True)
+        header: list[str] = []
+        while True:
+            first = records.line_num + 1
+            place = f"{file}, line {first}"
+            try:
+                record = next(records)
+            except StopIteration:
+                return
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{file} is not UTF-8 ({error.reason}), after line {records.line_num}") from None
+            except csv.Error as error:
+                yield Row(place, {}, f"is not CSV ({error}), up to line {records.line_num}")
+                continue
+            if not record:
+                continue
+            if not header:
+                header = record
+                if len(set(header)) < len(header):
+                    raise ConfigError(f"{place} names a column twice; got {', '.join(header)}")
+            elif len(record) != len(header):
+                yield Row(place, {}, f"has {len(record)} fields, but the header {len(header)}")
+            else:
+                yield Row(place, dict(zip(header, record)))
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    yield from _arrow_rows(file, lambda: pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024))
+
+
+def _read_arrow(file: Path) -> Iterator[Row]:
+    import pyarrow
+
+    yield from _arrow_rows(file, lambda: pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))))
+
+
+def _arrow_rows(file: Path, batches: Callable[[], Iterable[Any]]) -> Iterator[Row]:
+    import pyarrow
+
+    number = 0
+    try:
+        for batch in batches():
+            for values in batch.to_pylist():
+                number += 1
+                place = f"{file}, row {number}"
+                yield Row(place, {name: _jsonable(value, place, name) for name, value in values.items()})
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{file} cannot be read after row {number} ({error}); copy or write it anew") from None
+
+
+def _jsonable(value: Any, place: str, column: str) -> Any:
+    """Rows travel to the ranks that score them as JSON."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, list | tuple):
+        return [_jsonable(entry, place, column) for entry in value]
+    if isinstance(value, dict):
+        return {str(name): _jsonable(entry, place, column) for name, entry in value.items()}
+    if isinstance(value, AS_TEXT):
+        return str(value)
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            pass
+    raise ConfigError(
+        f"{place}: the column {column!r} holds {type(value).__name__}, which is no text; write the data without it"
+    )
+
+
+FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}
+NEEDED = "prompts are a .jsonl, .json, .csv or .parquet file, or a folder of a Hugging Face dataset"

@@ -1,0 +1,176 @@
+"""From the files that the config names to prompts: columns, templates, the length filter, and what was skipped."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+from rl.config import PLACEHOLDER, Config, ConfigError, DataConfig
+from rl.data.prompts import Part, Prompt, PromptStream, Tokenizer
+from rl.data.read import read_rows
+from rl.watch.heart import HEART
+
+ROWS_PER_BEAT = 1000
+MAX_REPORTS = 5  # rows of a path that are reported one by one
+
+
+@dataclass
+class Counts:
+    """What became of the rows of one path."""
+
+    num_rows: int = 0
+    num_bad: int = 0
+    num_long: int = 0
+    longest: int = 0  # tokens of the longest prompt, skipped ones included
+
+    @property
+    def num_prompts(self) -> int:
+        return self.num_rows - self.num_bad - self.num_long
+
+
+@dataclass
+class Data:
+    """What the leader has read."""
+
+    stream: PromptStream
+    eval_sets: dict[str, list[Prompt]]
+    counts: dict[str, Counts] = field(default_factory=dict)  # by path
+
+
+def read_data(config: Config, tokenizer: Tokenizer) -> Data:
+    data, counts = config.data, dict[str, Counts]()
+    prompts: list[Prompt] = []
+    parts: list[Part] = []
+    for path, weight in data.train_weights.items():
+        found, counts[path] = read_prompts(path, data, tokenizer)
+        prompts += [replace(prompt, id=len(prompts) + prompt.id) for prompt in found]
+        if weight is not None:
+            parts.append(Part(len(found), Fraction(str(weight))))
+    eval_sets: dict[str, list[Prompt]] = {}
+    for name, path in data.eval_paths.items() if config.eval.interval else ():
+        eval_sets[name], counts[path] = read_prompts(path, data, tokenizer)
+    return Data(PromptStream(prompts, config.run.seed, parts), eval_sets, counts)
+
+
+def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], Counts]:
+    """Their ids count from 0. Says on the console what it skips."""
+    prompts: list[Prompt] = []
+    counts = Counts()
+    for row in read_rows(path):
+        counts.num_rows += 1
+        if counts.num_rows % ROWS_PER_BEAT == 0:
+            HEART.beat(f"row {counts.num_rows} of {path}")
+        try:
+            if row.problem:
+                raise BadRow(row.problem)
+            prompt = _make_prompt(row.values, len(prompts), data, tokenizer)
+        except BadRow as problem:
+            if data.bad_rows == "fatal":
+                raise ConfigError(f"{row.place} {problem} (or skip such rows: data.bad_rows=skip)") from None
+            counts.num_bad += 1
+            if counts.num_bad <= MAX_REPORTS:
+                print(f"oneworld: skipped: {row.place} {problem}", flush=True)
+            continue
+        counts.longest = max(counts.longest, len(prompt.tokens))
+        if len(prompt.tokens) <= data.max_prompt_tokens:
+            prompts.append(prompt)
+        elif data.long_rows == "fatal":
+            raise ConfigError(
+                f"{row.place} has {len(prompt.tokens)} tokens; a prompt has at most data.max_prompt_tokens = "
+                f"{data.max_prompt_tokens}: raise the limit, drop the row or set data.long_rows=skip"
+            )
+        else:
+            counts.num_long += 1
+    said = _account(path, counts, data)
+    if not prompts:
+        raise ConfigError(f"{said}; at least one row must be left")
+    print(f"oneworld: {said}", flush=True)
+    if data.template and (unfilled := _unfilled(data, prompts[0].row)):
+        print(f"oneworld: data.template: no column of {path}, left as they are: {', '.join(unfilled)}", flush=True)
+    return prompts, counts
+
+
+class BadRow(ValueError):
+    """What is wrong with a row, and what to change."""
+
+
+def _account(path: str, counts: Counts, data: DataConfig) -> str:
+    said = f"{path}: {counts.num_prompts} prompts in {counts.num_rows} rows"
+    if counts.num_bad:
+        said += f", {counts.num_bad} malformed"
+    if counts.num_long:
+        limit = data.max_prompt_tokens
+        said += f", {counts.num_long} above data.max_prompt_tokens = {limit} (the longest has {counts.longest})"
+    return said
+
+
+def _make_prompt(row: dict[str, Any], row_id: int, data: DataConfig, tokenizer: Tokenizer) -> Prompt:
+    content = _fill(data, row) if data.template else _column(row, data.prompt_key, "data.prompt_key")
+    answer = _column(row, data.answer_key, "data.answer_key") if data.answer_key else ""
+    text = _chat(content, data, tokenizer) if data.chat_template else _text(content, data.prompt_key)
+    try:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # of the tokenizers package, which raises nothing narrower
+        raise BadRow(f"has text that the tokenizer does not know: {text[:40]!r} ({error})") from None
+    if not tokens:
+        raise BadRow("has 0 tokens; a prompt has at least 1")
+    answer = json.dumps(answer) if isinstance(answer, list | dict) else str(answer)
+    return Prompt(row_id, 0, text, answer, tokens, row)
+
+
+def _column(row: Mapping[str, Any], name: str, setting: str) -> Any:
+    if name not in row:
+        raise BadRow(
+            f"has no column {name!r}; got {', '.join(map(repr, row)) or 'none'}: set {setting} to one of these"
+        )
+    if row[name] is None:
+        raise BadRow(f"holds null in column {name!r}; a row needs a value there")
+    return row[name]
+
+
+def _text(value: Any, column: str) -> str:
+    if isinstance(value, list | dict):
+        raise BadRow(
+            f"holds a {type(value).__name__} in column {column!r}, not text; messages with role and content need "
+            "data.chat_template=true and no data.template"
+        )
+    return str(value)
+
+
+def _fill(data: DataConfig, row: Mapping[str, Any]) -> str:
+    """The template with this row's columns; braces around anything else stay."""
+    if "prompt" in PLACEHOLDER.findall(data.template):
+        row = {**row, "prompt": _column(row, data.prompt_key, "data.prompt_key")}
+    wanted = [name for name in PLACEHOLDER.findall(data.template) if name in row]
+    if not wanted:
+        raise BadRow(f"has no column that data.template names; its columns are {', '.join(map(repr, row))}")
+    texts = {name: _text(_column(row, name, "data.template"), name) for name in wanted}
+    return PLACEHOLDER.sub(lambda match: texts.get(match[1], match[0]), data.template)
+
+
+def _unfilled(data: DataConfig, row: Mapping[str, Any]) -> list[str]:
+    return [f"{{{name}}}" for name in PLACEHOLDER.findall(data.template) if name not in (*row, "prompt")]
+
+
+def _chat(content: Any, data: DataConfig, tokenizer: Tokenizer) -> str:
+    if isinstance(content, list):
+        conversation = [_message(entry, data.prompt_key) for entry in content]
+        if not conversation or conversation[-1]["role"] == "assistant":
+            raise BadRow(f"leaves nothing to answer: the messages in {data.prompt_key!r} must end with the user's")
+    else:
+        conversation = [{"role": "user", "content": _text(content, data.prompt_key)}]
+    if data.system_prompt:
+        if conversation[0]["role"] == "system":
+            raise BadRow("has a system message of its own; leave data.system_prompt empty, or take it out of the row")
+        conversation.insert(0, {"role": "system", "content": data.system_prompt})
+    try:
+        return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template raises what it likes
+        raise BadRow(f"does not fit the tokenizer's chat template ({type(error).__name__}: {error})") from None
+
+
+def _message(entry: Any, column: str) -> dict[str, str]:
+    if not (isinstance(entry, dict) and isinstance(entry.get("role"), str) and isinstance(entry.get("content"), str)):
+        raise BadRow(f"holds {json.dumps(entry)[:80]} in {column!r}; a message is {{role: text, content: text}}")
+    return {"role": entry["role"], "content": entry["content"]}

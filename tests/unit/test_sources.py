@@ -1,0 +1,269 @@
+"""From rows to prompts: columns, templates, the length filter, what is skipped, and several files in one stream."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.config import Config, ConfigError, DataConfig, EvalConfig, load_config
+from rl.data.prompts import Prompt
+from rl.data.sources import Counts, Data, read_data, read_prompts
+
+
+class Letters:
+    """Token ids are code points; the chat template puts tags around the message."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        if "?!" in text:
+            raise Exception("no [UNK]")
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(map(chr, token_ids))
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert not tokenize
+        assert add_generation_prompt
+        if conversation[0]["role"] == "refused":
+            raise KeyError("refused")
+        return "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation) + "<assistant>"
+
+
+def write(folder: Path, *lines: str, name: str = "train.jsonl") -> str:
+    path = folder / name
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+GOOD = '{"prompt": "2+2=", "answer": 4}'
+
+
+def text_of(tmp_path: Path, row: dict[str, Any], **data: Any) -> str:
+    (prompt,), _ = read_prompts(write(tmp_path, json.dumps(row)), DataConfig(**data), Letters())
+    assert prompt.tokens == [ord(letter) for letter in prompt.text]
+    return prompt.text
+
+
+def failure(path: str, **data: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_prompts(path, DataConfig(**data), Letters())
+    return str(caught.value)
+
+
+def test_read_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, GOOD, "", '{"prompt": "a", "answer": "b", "more": 1}')
+    prompts, counts = read_prompts(path, DataConfig(), Letters())
+    assert prompts == [
+        Prompt(0, 0, "2+2=", "4", [50, 43, 50, 61], {"prompt": "2+2=", "answer": 4}),
+        Prompt(1, 0, "a", "b", [97], {"prompt": "a", "answer": "b", "more": 1}),
+    ]
+    assert counts == Counts(num_rows=2, longest=4)
+    assert capsys.readouterr().out == f"oneworld: {path}: 2 prompts in 2 rows\n"
+
+
+def test_other_columns_and_a_chat_template(tmp_path: Path) -> None:
+    row = {"question": "hi", "solution": ["yo"]}
+    columns = {"prompt_key": "question", "answer_key": "solution"}
+    (prompt,), _ = read_prompts(write(tmp_path, json.dumps(row)), DataConfig(**columns, chat_template=True), Letters())
+    assert (prompt.text, prompt.answer) == ("<user>hi<assistant>", '["yo"]')
+    said = text_of(tmp_path, row, **columns, chat_template=True, system_prompt="be brief")
+    assert said == "<system>be brief<user>hi<assistant>"
+
+
+def test_without_an_answer_column(tmp_path: Path) -> None:
+    (prompt,), _ = read_prompts(write(tmp_path, '{"prompt": "hi"}'), DataConfig(answer_key=""), Letters())
+    assert prompt.answer == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{prompt}", "2+2="),
+        ("Q: {prompt}\nA: \\boxed{}", "Q: 2+2=\nA: \\boxed{}"),
+        ("{level}. {question} {{question}} {nothing}", "3. {level} {{level}} {nothing}"),
+        ("{a b}{", "spaced{"),
+    ],
+)
+def test_templates(tmp_path: Path, template: str, text: str) -> None:
+    """A column's own braces are not filled again."""
+    row = {"prompt": "2+2=", "answer": "4", "question": "{level}", "level": 3, "a b": "spaced"}
+    assert text_of(tmp_path, row, template=template) == text
+
+
+def test_a_template_needs_no_prompt_column_and_may_go_into_a_chat(tmp_path: Path) -> None:
+    row = {"question": "2+2", "answer": "4"}
+    assert text_of(tmp_path, row, template="{question}=", chat_template=True) == "<user>2+2=<assistant>"
+    assert text_of(tmp_path, row, template="{prompt}?", prompt_key="question") == "2+2?"
+
+
+def test_placeholders_that_are_no_columns_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, GOOD, GOOD)
+    read_prompts(path, DataConfig(template="{prompt} \\frac{a}{b}"), Letters())
+    told = f"oneworld: data.template: no column of {path}, left as they are: {{a}}, {{b}}\n"
+    assert capsys.readouterr().out.count(told) == 1
+
+
+def test_messages_are_the_conversation(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    row = {"prompt": turns, "answer": "4"}
+    text = "<user>1<assistant>2<user>3<assistant>"
+    assert text_of(tmp_path, row, chat_template=True) == text
+    assert text_of(tmp_path, row, chat_template=True, system_prompt="s") == f"<system>s{text}"
+
+
+SYSTEM = {"role": "system", "content": "s"}
+USER = {"role": "user", "content": "u"}
+
+
+@pytest.mark.parametrize(
+    ("line", "data", "problem"),
+    [
+        ("{broken", {}, "is not JSON (Expecting property name enclosed in double quotes"),
+        ("5", {}, "holds 5, not an object with columns"),
+        ('{"prompt": "x"}', {}, "has no column 'answer'; got 'prompt': set data.answer_key to one of these"),
+        (
+            '{"q": "x", "answer": "y"}',
+            {},
+            "has no column 'prompt'; got 'q', 'answer': set data.prompt_key to one of these",
+        ),
+        ("{}", {}, "has no column 'prompt'; got none: set data.prompt_key"),
+        ('{"prompt": null, "answer": ""}', {}, "holds null in column 'prompt'; a row needs a value there"),
+        ('{"prompt": "x", "answer": null}', {}, "holds null in column 'answer'"),
+        ('{"prompt": "?!", "answer": ""}', {}, "has text that the tokenizer does not know: '?!' (no [UNK])"),
+        ('{"prompt": "", "answer": ""}', {}, "has 0 tokens; a prompt has at least 1"),
+        ('{"prompt": [], "answer": ""}', {}, "holds a list in column 'prompt', not text; messages with role"),
+        ('{"prompt": {}, "answer": ""}', {"chat_template": True}, "holds a dict in column 'prompt', not text"),
+        ('{"prompt": [], "answer": ""}', {"chat_template": True}, "leaves nothing to answer"),
+        ('{"prompt": ["hi"], "answer": ""}', {"chat_template": True}, "holds \"hi\" in 'prompt'; a message is {role"),
+        (
+            json.dumps({"prompt": [USER, {"role": "assistant", "content": "4"}], "answer": "4"}),
+            {"chat_template": True},
+            "leaves nothing to answer: the messages in 'prompt' must end with the user's",
+        ),
+        (
+            json.dumps({"prompt": [SYSTEM, USER], "answer": ""}),
+            {"chat_template": True, "system_prompt": "s"},
+            "has a system message of its own; leave data.system_prompt empty",
+        ),
+        (
+            json.dumps({"prompt": [{"role": "refused", "content": ""}], "answer": ""}),
+            {"chat_template": True},
+            "does not fit the tokenizer's chat template (KeyError: 'refused')",
+        ),
+        (
+            '{"x": 1, "answer": ""}',
+            {"template": "{y}"},
+            "has no column that data.template names; its columns are 'x', ",
+        ),
+        ('{"x": 1, "answer": ""}', {"template": "{x}{prompt}"}, "has no column 'prompt'; got 'x', 'answer'"),
+        ('{"x": null, "answer": ""}', {"template": "{x}"}, "holds null in column 'x'"),
+        ('{"x": [1], "answer": ""}', {"template": "{x}"}, "holds a list in column 'x', not text"),
+    ],
+)
+def test_malformed_rows(
+    tmp_path: Path, line: str, data: dict[str, Any], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fatal, or reported and skipped; both with file and line."""
+    path = write(tmp_path, '{"prompt": "ok", "answer": "4", "x": "ok", "y": "ok"}', line)
+    message = failure(path, **data)
+    assert message.startswith(f"{path}, line 2 {problem}"), message
+    assert message.endswith("(or skip such rows: data.bad_rows=skip)")
+    prompts, counts = read_prompts(path, DataConfig(**data, bad_rows="skip"), Letters())
+    assert [prompt.answer for prompt in prompts] == ["4"]
+    assert (counts.num_rows, counts.num_bad, counts.num_prompts) == (2, 1, 1)
+    said = capsys.readouterr().out
+    assert f"oneworld: skipped: {path}, line 2 {problem}" in said, said
+    assert f"oneworld: {path}: 1 prompts in 2 rows, 1 malformed\n" in said
+
+
+def test_the_first_few_skipped_rows_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, *["{}"] * 7, GOOD)
+    (prompt,), _ = read_prompts(path, DataConfig(bad_rows="skip"), Letters())
+    assert prompt.id == 0
+    said = capsys.readouterr().out
+    assert said.count("oneworld: skipped:") == 5
+    assert "line 5 has no column 'prompt'" in said
+    assert f"{path}: 1 prompts in 8 rows, 7 malformed\n" in said
+
+
+def test_the_length_filter_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.dumps({"prompt": "x" * length, "answer": ""}) for length in (4, 5, 9, 1)]
+    path = write(tmp_path, *lines)
+    prompts, counts = read_prompts(path, DataConfig(max_prompt_tokens=4), Letters())
+    assert [(prompt.id, prompt.text) for prompt in prompts] == [(0, "xxxx"), (1, "x")]
+    assert counts == Counts(num_rows=4, num_long=2, longest=9)
+    account = f"{path}: 2 prompts in 4 rows, 2 above data.max_prompt_tokens = 4 (the longest has 9)"
+    assert capsys.readouterr().out == f"oneworld: {account}\n"
+    message = failure(path, max_prompt_tokens=4, long_rows="fatal")
+    assert message.startswith(f"{path}, line 2 has 5 tokens; a prompt has at most data.max_prompt_tokens = 4: raise")
+
+
+def test_no_row_left_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path, "", "  ")
+    assert failure(path) == f"{path}: 0 prompts in 0 rows; at least one row must be left"
+    path = write(tmp_path, GOOD, "{}")
+    account = "0 prompts in 2 rows, 1 malformed, 1 above data.max_prompt_tokens = 1 (the longest has 4)"
+    assert failure(path, bad_rows="skip", max_prompt_tokens=1) == f"{path}: {account}; at least one row must be left"
+
+
+def read(train: Any, **eval_config: Any) -> Data:
+    interval = 1 if eval_config.get("eval") else 0
+    config = Config(data=DataConfig(train=train, **eval_config), eval=EvalConfig(interval=interval))
+    return read_data(config, Letters())
+
+
+def rows(name: str, count: int) -> list[str]:
+    return [json.dumps({"prompt": f"{name}{index}", "answer": ""}) for index in range(count)]
+
+
+def test_a_list_of_files_is_one_pool_in_the_order_of_one_file(tmp_path: Path) -> None:
+    a, b = write(tmp_path, *rows("a", 4), name="a.jsonl"), write(tmp_path, *rows("b", 3), name="b.jsonl")
+    whole = read(write(tmp_path, *rows("a", 4), *rows("b", 3), name="whole.jsonl")).stream
+    pool = read([a, b]).stream
+    assert pool.digest == whole.digest != read([b, a]).stream.digest
+    assert pool.take(21) == whole.take(21)
+
+
+def test_a_mapping_mixes_by_weight(tmp_path: Path) -> None:
+    """3 : 1 is a a b a; ids go on from file to file, whatever was skipped before."""
+    a = write(tmp_path, *rows("a", 4), "{}", name="a.jsonl")
+    b = write(tmp_path, *rows("b", 3), name="b.jsonl")
+    data = read({a: 0.75, b: 0.25}, bad_rows="skip")
+    taken = data.stream.take(16)
+    assert "".join(prompt.text[0] for prompt in taken) == "aaba" * 4
+    assert {prompt.text: prompt.id for prompt in taken} == {
+        **{f"a{index}": index for index in range(4)},
+        **{f"b{index}": 4 + index for index in range(3)},
+    }
+    assert len(data.stream) == 7
+    assert data.counts == {a: Counts(5, 1, 0, 2), b: Counts(3, 0, 0, 2)}
+    digests = {
+        read(train, bad_rows="skip").stream.digest for train in ([a, b], {a: 1, b: 1}, {b: 1, a: 3}, {a: 3, b: 1})
+    }
+    assert len(digests) == 4
+    assert data.stream.digest in digests
+    assert read({a: 3, b: 1}, bad_rows="skip", template="{prompt}!").stream.digest not in digests
+
+
+def test_held_out_sets_have_names(tmp_path: Path) -> None:
+    a, b = write(tmp_path, *rows("a", 2), name="a.jsonl"), write(tmp_path, *rows("b", 3), name="b.c.jsonl")
+
+    def sizes(held_out: Any) -> dict[str, int]:
+        return {name: len(prompts) for name, prompts in read(a, eval=held_out).eval_sets.items()}
+
+    assert sizes(b) == {"b.c": 3}
+    assert sizes([b, a]) == {"b.c": 3, "a": 2}
+    assert sizes({"easy": a, "hard": b}) == {"easy": 2, "hard": 3}
+    assert sizes("") == {}
+    assert [prompt.id for prompt in read(a, eval=[a, b]).eval_sets["b.c"]] == [0, 1, 2]
+
+
+def test_without_evaluation_held_out_files_are_not_read() -> None:
+    config = dataclasses.replace(load_config(), eval=EvalConfig(interval=0))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval="nowhere.jsonl"))
+    assert read_data(config, Letters()).eval_sets == {}
