@@ -535,8 +535,8 @@ def _validate_algo(config: Config, require: Callable[[bool, str, Any, str], None
         )
     if algo.dynamic_sampling and config.train.num_epochs:
         raise ConfigError(
-            "train.num_epochs cannot be turned into steps with algo.dynamic_sampling, which decides as it goes how many "
-            "prompts a step takes; set train.num_steps"
+            "train.num_epochs cannot be turned into steps with algo.dynamic_sampling, which decides as it goes how "
+            "many prompts a step takes; set train.num_steps"
         )
 
 

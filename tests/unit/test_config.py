@@ -200,7 +200,12 @@ CHOICES = {
     "model.dtype": "float32, bfloat16",
     "rollout.engine": "vllm, fake",
     "sync.verify": "full, transport, off",
-    "algo.kl_estimator": "k1, k2, k3",
+    "algo.kl_estimator": "k1, k2, k3, full",
+    "algo.kl_place": "loss, reward",
+    "algo.advantage": "grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, gae",
+    "algo.loss": "clip, gspo, cispo",
+    "algo.loss_norm": "token, sequence, constant",
+    "algo.correction": "none, token, sequence, token_mask, sequence_mask",
     "actor.lr_schedule": "constant, linear, cosine",
     "data.long_rows": "skip, fatal",
     "data.bad_rows": "fatal, skip",
@@ -233,8 +238,54 @@ BETWEEN_0_AND_1 = "it must lie between 0 and 1"
         ),
         (
             ["rollout.num_samples_per_prompt=1"],
-            "rollout.num_samples_per_prompt: got 1; "
-            "a group-relative advantage compares at least 2 rollouts of a prompt",
+            "rollout.num_samples_per_prompt: got 1; algo.advantage=grpo compares at least 2 rollouts of a prompt",
+        ),
+        *(
+            (
+                [setting, *others],
+                f"rollout.top_p={top_p}, rollout.top_k={top_k}: engines would sample from a cut and rescaled "
+                "distribution, the learner computes probabilities over the whole vocabulary, and their ratio would be "
+                "wrong without a word. Set algo.correction=token, which weights each token by that ratio, or top_p=1 "
+                "top_k=0",
+            )
+            for setting, others, top_p, top_k in (
+                ("rollout.top_p=0.9", [], "0.9", 0),
+                ("rollout.top_k=20", ["algo.advantage=rloo"], "1", 20),
+            )
+        ),
+        (["rollout.top_p=0"], "rollout.top_p: got 0.0; it must be above 0 and at most 1"),
+        (["algo.gamma=1.1"], "algo.gamma: got 1.1; it must be above 0 and at most 1"),
+        (["algo.lam=0"], "algo.lam: got 0.0; it must be above 0 and at most 1"),
+        (["algo.dual_clip=1"], "algo.dual_clip: got 1.0; it must be above 1, or 0"),
+        (
+            ["algo.dual_clip=3", "algo.loss=gspo"],
+            "algo.dual_clip: got 3.0, but algo.loss=gspo has no such bound; set it to 0",
+        ),
+        (["algo.correction_limit=1"], "algo.correction_limit: got 1.0; it must be above 1"),
+        (["algo.correction_limit=.inf"], "algo.correction_limit: got inf; it must be above 1"),
+        (["algo.certainty_coef=.nan"], "algo.certainty_coef: got nan; it must be a number"),
+        (
+            ["algo.kl_target=0.1"],
+            "algo.kl_target is set, but algo.kl_coef=0 leaves nothing to adapt; give a coefficient to start",
+        ),
+        (
+            ["algo.kl_estimator=full", "algo.kl_coef=0.1", "algo.kl_place=reward"],
+            "algo.kl_estimator=full needs the distributions of policy and reference at once, which only the update "
+            "has; set algo.kl_place=loss, or choose k1, k2 or k3",
+        ),
+        (
+            ["algo.overlong_tokens=65"],
+            "algo.overlong_tokens: got 65; it must not exceed rollout.max_new_tokens = 64",
+        ),
+        (
+            ["algo.dynamic_sampling=true", "algo.advantage=gae", "rollout.num_samples_per_prompt=1"],
+            "algo.dynamic_sampling looks for groups with unequal rewards; set rollout.num_samples_per_prompt to 2 or "
+            "more",
+        ),
+        (
+            ["algo.dynamic_sampling=true", "train.num_epochs=2"],
+            "train.num_epochs cannot be turned into steps with algo.dynamic_sampling, which decides as it goes how "
+            "many prompts a step takes; set train.num_steps",
         ),
         (
             ["eval.interval=5"],
@@ -279,6 +330,9 @@ def test_validation(write: Write, overrides: list[str], message: str) -> None:
     [
         ["algo.num_mini_batches=4", "train.num_prompts_per_step=4"],
         ["rollout.num_samples_per_prompt=2"],
+        ["rollout.num_samples_per_prompt=1", "algo.advantage=gae"],
+        ["rollout.num_samples_per_prompt=1", "algo.advantage=reinforce_pp"],
+        ["rollout.top_p=0.9", "rollout.top_k=20", "algo.correction=sequence_mask"],
         ["eval.interval=5", "data.eval=held_out.jsonl"],
         ["data.eval=[a/test.jsonl, b/dev.jsonl]"],
         ["data.eval={math-500: a/test.jsonl, gsm8k_v1.0: b/test.jsonl}"],
