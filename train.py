@@ -20,7 +20,7 @@ from rl.data.describe import describe, show
 from rl.metrics import Measures
 from rl.placement import plan
 from rl.profile import profiled
-from rl.rewards import find_reward
+from rl.rewards.find import check_rewards
 from rl.run import Actor, build_actor, check_model, end_run, eval_sampling, open_run, serve_run, train_sampling
 from rl.world import World, join
 
@@ -44,7 +44,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 actor.give_device_to_learner()
             with world.stage("logprobs"):
                 batch = actor.scorer.score(batch, version)
-                values = describe(batch).reduce(actor.pg)
+                values = describe(batch).reduce(actor.pg) | actor.rollouts.reward_metrics
                 check_mismatch(values.get("policy/mismatch_kl", 0.0), config.rollout.max_mismatch_kl)
             with world.stage("advantages"):
                 advantages = group_relative(batch.rewards, batch.group_ids, config.algo.normalize_std)
@@ -123,7 +123,7 @@ def print_plan(args: argparse.Namespace) -> int:
         num_ranks = args.nproc_per_node or config.placement.get("num_gpus_per_node") or 2
         sizes = (num_nodes, num_ranks, config.rollout.tensor_parallel_size, config.actor.num_replicas)
         placement = plan(config.placement, *sizes)
-        find_reward(config.reward.function)
+        check_rewards(config.reward)
         model_folder = resolve_path(config.model.path)
         if (model_folder / "config.json").is_file():
             check_model(config, model_folder)

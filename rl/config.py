@@ -73,7 +73,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    function: str = key("exact_match", "name of the rule in rl/rewards that scores a response")
+    function: Any = key("exact_match", "a built-in name, file.py:function, or a mapping of those to weights; 0: logged")
+    options: dict[str, Any] = key({}, "arguments by function name, such as {regex: {pattern: ...}}")
+    timeout_s: float = key(10.0, "after which the call of a response is killed: it scores 0, in reward/timeouts")
+    num_workers: int = key(0, "processes that score, of each engine; 0: its share of the cores, at most 8")
 
 
 @dataclass(frozen=True)
@@ -330,6 +333,7 @@ def validate(config: Config) -> None:
         "algo.num_mini_batches": config.algo.num_mini_batches,
         "algo.num_epochs": config.algo.num_epochs,
         "data.max_prompt_tokens": config.data.max_prompt_tokens,
+        "reward.timeout_s": config.reward.timeout_s,
         "sync.join_timeout_s": config.sync.join_timeout_s,
         "world.transfer_timeout_s": config.world.transfer_timeout_s,
         "actor.eps": config.actor.eps,
@@ -345,6 +349,7 @@ def validate(config: Config) -> None:
         "eval.num_prompts": config.eval.num_prompts,
         "rollout.max_mismatch_kl": config.rollout.max_mismatch_kl,
         "rollout.kv_cache_mb": config.rollout.kv_cache_mb,
+        "reward.num_workers": config.reward.num_workers,
         "actor.weight_decay": config.actor.weight_decay,
         "sync.bucket_mb": config.sync.bucket_mb,
         "sync.probe_interval": config.sync.probe_interval,

@@ -3,10 +3,12 @@ loads no trainable model, a rank that only trains does not import vLLM."""
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +22,12 @@ from rl.checkpoint.shelf import Shelf
 from rl.checkpoint.write import Record, read_hf_files
 from rl.config import Config, ConfigError
 from rl.data.prompts import Prompt, PromptStream, Tokenizer, read_prompts, sample_seed
-from rl.early import collect_garbage_from_now_on
+from rl.early import collect_garbage_from_now_on, reward_server
 from rl.learner import Learner
 from rl.metrics import MetricsWriter
 from rl.model.load import Compute, find_model, load_model, stop_token_ids
 from rl.placement import Groups, Placement, make_groups, plan
-from rl.rewards import find_reward
+from rl.rewards.pool import RewardPool
 from rl.rollout.build import build_engine
 from rl.rollout.dispatch import Sampling
 from rl.rollout.engine import Engine, EngineSeat
@@ -40,6 +42,8 @@ from rl.sync.probe import LIMITS, Probe, make_probe
 from rl.sync.weights import Receiver, SyncService, WeightSync, share_tensors
 from rl.world import World, launcher_process
 
+MAX_REWARD_WORKERS = 8
+
 
 @dataclass
 class Run:
@@ -53,6 +57,7 @@ class Run:
     groups: Groups
     shelf: Shelf
     resume: Resume | None
+    rewards: RewardPool | None  # on ranks that lead an engine
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -114,7 +119,7 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
         config.actor.num_replicas,
     )
     world.introduce(",".join(placement.roles[world.rank]))
-    find_reward(config.reward.function)
+    rewards = _start_rewards(world, config, placement)
     if world.rank == placement.leader:
         print(f"{folder}: {placement.summary()}; loading", flush=True)
         if placement.scorers and not _score_fields(config):
@@ -126,6 +131,8 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
             )
     model_folder = find_model(config.model.path)
     check_model(config, model_folder)
+    if rewards is not None:
+        rewards.wait_ready()
     world.meet("model found")  # a download may take long, and what follows has a time limit
     world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
     groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
@@ -134,7 +141,23 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     shelf = Shelf(world.mail, folder / "checkpoints", source, placement.keepers)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, shelf, config)
-    return Run(world, config, placement, folder, model_folder, groups, shelf, resume)
+    return Run(world, config, placement, folder, model_folder, groups, shelf, resume, rewards)
+
+
+def _start_rewards(world: World, config: Config, placement: Placement) -> RewardPool | None:
+    """Functions are imported in the server of each rank that leads an engine; the others' are not needed."""
+    if not any(ranks[0] == world.rank for ranks in placement.engines):
+        reward_server().dismiss()
+        return None
+
+    def deliver(key: tuple[int, ...], result: dict[str, Any]) -> None:
+        world.mail.send(world.rank, "scored", {"key": key, "result": result})
+
+    share = len(os.sched_getaffinity(0)) // world.num_ranks_per_node
+    num_workers = config.reward.num_workers or max(1, min(MAX_REWARD_WORKERS, share))
+    pool = RewardPool(config.reward, num_workers, deliver, world.mail.fail)
+    world.closers.append(pool.close)
+    return pool
 
 
 def check_model(config: Config, model_folder: Path) -> None:
@@ -361,10 +384,9 @@ def _build_rollout_service(run: Run, tokenizer: Tokenizer, index: int) -> Rollou
             return build_engine(config, run.model_folder, seat, old)
 
     max_num_groups = max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt)
-    score = find_reward(config.reward.function)
     seed = config.run.seed if seat.deterministic else None
     service = RolloutService(
-        run.world, engine, ranks, run.placement.leader, max_num_groups, seed, score, tokenizer, rebuild
+        run.world, engine, ranks, run.placement.leader, max_num_groups, seed, run.rewards, tokenizer, rebuild
     )
     run.world.closers.append(lambda: service.engine.close())
     return service

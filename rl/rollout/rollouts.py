@@ -12,6 +12,7 @@ from rl.data.packing import mini_batch_of
 from rl.data.prompts import Prompt
 from rl.mail import Mail
 from rl.placement import Placement
+from rl.rewards.totals import Totals, metrics, total
 from rl.rollout.dispatch import Dispatcher, Sampling, Task
 from rl.rollout.evening import Evener
 from rl.rollout.gate import Gate, OrderService
@@ -43,7 +44,9 @@ class Rollouts:
             self._gate = Gate(mail, len(placement.actors), heads)
         self.engine_name = "no engine yet"
         self._started = 0
+        self.reward_metrics: dict[str, float] = {}  # of the batch that was collected last, the same on all actors
         self._arrived: dict[int, dict[int, Batch]] = defaultdict(dict)  # batch -> position -> group
+        self._scores: dict[int, dict[int, list[dict]]] = defaultdict(dict)  # batch -> position -> results by sample
         self._owners: dict[int, list[int]] = {}  # batch -> position -> place among the actors of who gets the group
 
     def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int) -> int:
@@ -80,20 +83,22 @@ class Rollouts:
             else:
                 self.engine_name = message.meta["engine"]
                 self._arrived[message.meta["batch"]][message.meta["position"]] = Batch.from_bytes(message.payload)
-        owners, groups = self._owners.pop(batch), self._arrived.pop(batch, {})
-        self._pass_gate(batch)
+                self._scores[message.meta["batch"]][message.meta["position"]] = message.meta["scores"]
+        owners, groups, scores = self._owners.pop(batch), self._arrived.pop(batch, {}), self._scores.pop(batch, {})
+        self._pass_gate(batch, total(score for position in sorted(scores) for score in scores[position]))
         groups = self._evener.even_out(batch, groups, owners, self._mini_batches(len(owners)))
         return Batch.concat([groups[position] for position in sorted(groups)])
 
-    def _pass_gate(self, batch: int) -> None:
+    def _pass_gate(self, batch: int, scores: Totals) -> None:
         """Past here come collectives; no order may call an actor away from them."""
-        self._mail.send(self._leader, "collected", {"batch": batch})
+        self._mail.send(self._leader, "collected", {"batch": batch, "scores": scores})
         while True:
             message = self._mail.receive("go", "obey")
             assert message is not None
             if message.kind == "go":
                 assert message.meta["batch"] == batch, (message.meta, batch)
                 self._orders.pass_on(message)
+                self.reward_metrics = metrics(message.meta["scores"])
                 return
             self._orders.handle(message)
 

@@ -31,7 +31,7 @@ def order(mails: list[Mail], text: str, rank: int = 1) -> None:
 
 def collected(mails: list[Mail], batch: int, *ranks: int) -> None:
     for rank in ranks:
-        mails[rank].send(0, "collected", {"batch": batch})
+        mails[rank].send(0, "collected", {"batch": batch, "scores": {}})
         mails[rank].send(0, "mark")
         take(mails[0], "mark")
 
@@ -159,10 +159,10 @@ def test_every_actor_obeys_before_it_goes_whenever_orders_come(mails: list[Mail]
         batch += 1
         early, late = ((2, 3), (0,)) if batch % 2 else ((), (0, 3, 2))
         for rank in early:
-            mails[rank].send(0, "collected", {"batch": batch})
+            mails[rank].send(0, "collected", {"batch": batch, "scores": {}})
         gate.open()
         for rank in late:
-            mails[rank].send(0, "collected", {"batch": batch})
+            mails[rank].send(0, "collected", {"batch": batch, "scores": {}})
         for rank in HEADS:
             obeyed[rank].append([])
             while (message := take(mails[rank], "obey", "go")).kind == "obey":

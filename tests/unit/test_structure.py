@@ -14,9 +14,9 @@ import torch.distributed as dist
 from rl.config import ROOT
 
 LAYERS = [
-    ("config", "ends", "watch", "early"),
+    ("config", "ends", "watch", "rewards", "early"),
     ("mail", "placement", "world", "shards", "metrics", "profile", "serve"),
-    ("data", "model", "algo", "rewards"),
+    ("data", "model", "algo"),
     ("learner", "scoring", "sync", "checkpoint"),
     ("rollout", "merge"),
     ("run",),
