@@ -224,3 +224,19 @@ def test_orders_and_go_reach_a_follower_by_the_same_way_and_in_order(mails: list
     service.handle(take(mails[2], "obey", "go"))
     service.pass_on(take(mails[2], "obey", "go"))
     assert [take(mails[3], "obey", "go").kind for _ in range(2)] == ["obey", "go"]
+
+
+def test_scores_are_added_up_in_the_order_of_ranks(mails: list[Mail]) -> None:
+    """Whoever comes first: the last bit of a sum depends on its order."""
+    values = {0: 0.1, 2: 1e16, 3: -1e16}
+    gate = Gate(mails[0], len(ACTORS), HEADS)
+    for batch, order_of_arrival in ((1, (3, 2, 0)), (2, (2, 0, 3))):
+        gate.open()
+        for rank in order_of_arrival:
+            scores = {"reward/rule": [values[rank], 1.0], "reward/errors": [1.0, 0.0]}
+            mails[rank].send(0, "collected", {"batch": batch, "scores": scores})
+            mails[rank].send(0, "mark")
+            take(mails[0], "mark")
+        for rank in HEADS:
+            expected = {"reward/rule": [0.1 + 1e16 - 1e16, 3.0], "reward/errors": [3.0, 0.0]}
+            assert take(mails[rank], "go").meta == {"batch": batch, "scores": expected}
