@@ -5,10 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+END_S = 5.0
 PROGRAM = "import sys; sys.path.insert(0, sys.argv[3]); import rl.rewards.server as s; s.main(*map(int, sys.argv[1:3]))"
 
 
@@ -20,6 +22,8 @@ class Launched:
     def dismiss(self) -> None:
         """It ends when its line does."""
         self.line.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S)
 
 
 def launch() -> Launched:

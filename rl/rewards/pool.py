@@ -2,6 +2,7 @@
 
 import json
 import select
+import socket
 import sys
 import threading
 import time
@@ -77,7 +78,7 @@ class RewardPool:
         """Calls without a result get none."""
         self._is_closing = True
         with suppress(OSError):
-            self._server.line.shutdown(2)
+            self._server.line.shutdown(socket.SHUT_RDWR)
         self._thread.join(CLOSE_S)
         self._server.line.close()
         self._server.process.wait(CLOSE_S)
@@ -98,6 +99,8 @@ class RewardPool:
         except BaseException as error:
             self._failure = error
             self._answered.set()
+            with suppress(OSError):
+                self._server.line.shutdown(socket.SHUT_RDWR)  # the main thread may be about to send
             self._fail(error)
 
     def _wait(self) -> None:

@@ -222,7 +222,7 @@ def test_a_frozen_server_is_an_error(monkeypatch: pytest.MonkeyPatch, mark: str)
     pool, results = make_pool(SPEC, timeout_s=0.5)
     (server,) = [p for p in members(mark) if p.pid == pool._server.process.pid]
     server.suspend()
-    pool.submit("a", "", "1", {})
+    pool.submit("a", "x" * 10_000_000, "1", {})  # more than the line holds, and yet it returns
     assert "has said nothing for 1 s, with 1 calls under way" in str(results.wait_failure())
     server.resume()
     pool.close()
