@@ -2,6 +2,7 @@
 config.
 
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint head:29500 train.py [--config F] [key=value ...]
+    torchrun ... train.py --eval-only [--config F] [key=value ...]
     python train.py --plan [--config F] [--nnodes N --nproc-per-node M] [key=value ...]
 
 Actor ranks drive the loop in `train`; ranks that are only rollout or inference serve it and return when the run ends.
@@ -17,11 +18,13 @@ from rl.algo.mismatch import check_mismatch
 from rl.config import DEFAULT_CONFIG, Config, ConfigError, load_config, resolve_path
 from rl.data.batch import Batch
 from rl.data.describe import describe, show
+from rl.evaluation import for_evaluation, show_evaluation
 from rl.metrics import Measures
 from rl.placement import plan
 from rl.profile import profiled
-from rl.rewards import find_reward
-from rl.run import build_actor, check_model, end_run, eval_sampling, open_run, serve_run
+from rl.rewards.find import check_rewards
+from rl.rewards.totals import reward_metrics
+from rl.run import build_actor, check_model, end_run, open_run, serve_run
 from rl.world import World, join
 
 
@@ -38,12 +41,12 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 actor.give_device_to_engine()
             measures = Measures()
             with world.stage("rollout"):
-                batch, num_prompts = actor.sample(version, measures)
+                batch, num_prompts, totals = actor.sample(version, measures)
             with world.stage("handover"):
                 actor.give_device_to_learner()
             with world.stage("logprobs"):
                 batch = actor.score(batch, version)
-                values = describe(batch).reduce(actor.pg)
+                values = describe(batch).reduce(actor.pg) | reward_metrics(totals)
                 check_mismatch(values.get("policy/mismatch_kl", 0.0), config.rollout.max_mismatch_kl)
             with world.stage("advantages"):
                 batch = actor.assign_credit(batch, measures)
@@ -68,17 +71,25 @@ def train(world: World, config: Config, actor: Actor) -> None:
 
 
 def evaluate(world: World, config: Config, actor: Actor, step: int, version: int) -> dict[str, float]:
-    """Greedy accuracy on the held-out prompts: before training, every eval.interval steps, and after the last."""
+    """On held-out prompts: before training, every eval.interval steps, and after the last."""
     interval = config.eval.interval
-    if not interval or (step % interval and step != config.train.num_steps):
+    if actor.evaluation is None or (step % interval and step != config.train.num_steps):
         return {}
     with world.stage("evaluate"):
         actor.give_device_to_engine()
-        prompts = actor.eval_prompts if actor.stream else None
-        batch = actor.rollouts.collect(actor.rollouts.start(prompts, eval_sampling(config), version))
-        measures = Measures()
-        measures.mean("eval/accuracy", batch.rewards.sum(), batch.num_sequences)
-        return measures.reduce(actor.pg)
+        return actor.evaluation.run(step, version)
+
+
+def evaluate_alone(world: World, actor: Actor) -> None:
+    """Of what the run has come to: leaves its metrics and checkpoints as they are."""
+    assert actor.evaluation is not None
+    with world.stage("sync"):
+        version = actor.publish()
+    with world.stage("evaluate"):
+        actor.give_device_to_engine()
+        values = actor.evaluation.run(actor.step, version)
+    if actor.stream is not None:
+        show_evaluation(actor.folder, actor.step, values)
 
 
 def profile_target(world: World, config: Config, folder: Path) -> Path | None:
@@ -121,7 +132,7 @@ def print_plan(args: argparse.Namespace) -> int:
         num_ranks = args.nproc_per_node or config.placement.get("num_gpus_per_node") or 2
         sizes = (num_nodes, num_ranks, config.rollout.tensor_parallel_size, config.actor.num_replicas)
         placement = plan(config.placement, *sizes)
-        find_reward(config.reward.function)
+        check_rewards(config.reward)
         model_folder = resolve_path(config.model.path)
         if (model_folder / "config.json").is_file():
             check_model(config, model_folder)
@@ -136,6 +147,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", metavar="F", help="a YAML file; default: configs/default.yaml")
     parser.add_argument("--plan", action="store_true", help="print the roles of every rank and exit")
+    parser.add_argument("--eval-only", action="store_true", help="evaluate the newest checkpoint, or the model")
     parser.add_argument("--nnodes", type=int, help="with --plan: number of nodes")
     parser.add_argument("--nproc-per-node", type=int, help="with --plan: ranks per node")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config file's")
@@ -148,9 +160,14 @@ def main() -> None:
         sys.exit(print_plan(args))
     with join() as world:
         config = load_config(args.config, args.overrides)
+        config = for_evaluation(config) if args.eval_only else config
         run = open_run(world, config, Path(args.config or DEFAULT_CONFIG).stem)
         if "actor" in run.roles:
-            train(world, run.config, build_actor(run))
+            actor = build_actor(run, writes_metrics=not args.eval_only)
+            if args.eval_only:
+                evaluate_alone(world, actor)
+            else:
+                train(world, run.config, actor)
             end_run(run)
         else:
             serve_run(run)

@@ -1,7 +1,7 @@
 """What an actor rank drives the loop with: every stage of an iteration is one call here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,19 +11,20 @@ from rl.config import Config
 from rl.credit import assign_credit
 from rl.critic import Critic
 from rl.data.batch import Batch
-from rl.data.prompts import Prompt, PromptStream, Tokenizer
+from rl.data.prompts import PromptStream, Tokenizer
+from rl.evaluation import Evaluation
 from rl.learner import Learner
 from rl.metrics import Measures, MetricsWriter
 from rl.rollout.dispatch import Sampling
 from rl.rollout.rollouts import Rollouts
-from rl.rollout.sample import sample
+from rl.rollout.sample import Sampled, sample
 from rl.scoring import Scorer
 from rl.sync.weights import WeightSync
 
 
 @dataclass
 class Actor:
-    """`stream`, `eval_sets` and `writer` are the leader's."""
+    """`stream` and `writer` are the leader's."""
 
     config: Config
     learner: Learner
@@ -37,17 +38,12 @@ class Actor:
     pg: dist.ProcessGroup
     folder: Path  # of the run
     tokenizer: Tokenizer
+    evaluation: Evaluation | None  # where any is asked for
     stream: PromptStream | None = None
-    eval_sets: dict[str, list[Prompt]] = field(default_factory=dict)
     writer: MetricsWriter | None = None
 
-    @property
-    def eval_prompts(self) -> list[Prompt]:
-        """Of all sets."""
-        return [prompt for prompts in self.eval_sets.values() for prompt in prompts]
-
-    def sample(self, version: int, measures: Measures) -> tuple[Batch, int]:
-        """This rank's share of the next batch, sampled from this version, and how many prompts it has in all."""
+    def sample(self, version: int, measures: Measures) -> Sampled:
+        """The next batch, from this version."""
         algo, rollout = self.config.algo, self.config.rollout
         sampling = Sampling(
             rollout.num_samples_per_prompt, rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k

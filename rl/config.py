@@ -99,7 +99,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    function: str = key("exact_match", "name of the rule in rl/rewards that scores a response")
+    function: Any = key("exact_match", "a built-in name, file.py:function, or a mapping of those to weights; 0: logged")
+    options: dict[str, Any] = key({}, "arguments by function name, such as {regex: {pattern: ...}}")
+    timeout_s: float = key(10.0, "after which the call of a response is killed: it scores 0, in reward/timeouts")
+    num_workers: int = key(0, "processes that score, of each engine; 0: its share of the cores, at most 8")
 
 
 @dataclass(frozen=True)
@@ -238,6 +241,11 @@ class TrainConfig:
 class EvalConfig:
     interval: int = key(0, "evaluate every so many steps, and before and after training; 0: never")
     num_prompts: int = key(0, "held-out prompts of each set in one evaluation; 0: all")
+    num_samples: int = key(1, "responses to each, for avg@k, pass@k and maj@k; above 1 needs a temperature")
+    temperature: float = key(0.0, "0: greedy")
+    top_p: float = key(1.0, "sample from the likeliest tokens of this total probability")
+    max_new_tokens: int = key(0, "tokens after which a response is cut; 0: rollout.max_new_tokens")
+    function: str = key("", "of reward.function, the one that judges; empty: the first")
 
 
 @dataclass(frozen=True)
@@ -281,6 +289,11 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     world: WorldConfig = field(default_factory=WorldConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Of prompt and response, in training or evaluation."""
+        return self.data.max_prompt_tokens + max(self.rollout.max_new_tokens, self.eval.max_new_tokens)
 
 
 ADVANTAGES = {  # and whether they compare the rollouts of a prompt
@@ -420,6 +433,7 @@ def validate(config: Config) -> None:
     one_of("data.bad_rows", config.data.bad_rows, ("fatal", "skip"))
     positive = {
         "train.num_steps": config.train.num_steps,
+        "eval.num_samples": config.eval.num_samples,
         "train.num_prompts_per_step": config.train.num_prompts_per_step,
         "rollout.num_samples_per_prompt": config.rollout.num_samples_per_prompt,
         "rollout.max_new_tokens": config.rollout.max_new_tokens,
@@ -435,6 +449,7 @@ def validate(config: Config) -> None:
         "algo.max_sampling_rounds": config.algo.max_sampling_rounds,
         "critic.clip": config.critic.clip,
         "data.max_prompt_tokens": config.data.max_prompt_tokens,
+        "reward.timeout_s": config.reward.timeout_s,
         "sync.join_timeout_s": config.sync.join_timeout_s,
         "world.transfer_timeout_s": config.world.transfer_timeout_s,
         "actor.eps": config.actor.eps,
@@ -456,8 +471,11 @@ def validate(config: Config) -> None:
         "train.num_epochs": config.train.num_epochs,
         "eval.interval": config.eval.interval,
         "eval.num_prompts": config.eval.num_prompts,
+        "eval.temperature": config.eval.temperature,
+        "eval.max_new_tokens": config.eval.max_new_tokens,
         "rollout.max_mismatch_kl": config.rollout.max_mismatch_kl,
         "rollout.kv_cache_mb": config.rollout.kv_cache_mb,
+        "reward.num_workers": config.reward.num_workers,
         "actor.weight_decay": config.actor.weight_decay,
         "sync.bucket_mb": config.sync.bucket_mb,
         "sync.probe_interval": config.sync.probe_interval,
@@ -483,6 +501,16 @@ def validate(config: Config) -> None:
         require(config.rollout.num_samples_per_prompt > 1, "rollout.num_samples_per_prompt", 1, rule)
     _validate_algo(config, require)
     _validate_data(config.data)
+    require(0 < config.eval.top_p <= 1, "eval.top_p", config.eval.top_p, "it must be above 0 and at most 1")
+    if config.eval.num_samples > 1 and not config.eval.temperature:
+        raise ConfigError(
+            f"eval.num_samples: got {config.eval.num_samples}, but with eval.temperature=0 all responses to a prompt "
+            "are the same; set eval.temperature, for example 0.6"
+        )
+    functions = config.reward.function if isinstance(config.reward.function, dict) else [config.reward.function]
+    names = [str(function).rpartition(":")[2] for function in functions]
+    rule = f"choose one of reward.function: {', '.join(names)}"
+    require(config.eval.function in ("", *names), "eval.function", config.eval.function, rule)
     if config.eval.interval and not config.data.eval:
         raise ConfigError("eval.interval is set, but data.eval is empty: give held-out prompts or set eval.interval=0")
     require(config.checkpoint.copies in (1, 2), "checkpoint.copies", config.checkpoint.copies, "choose 1 or 2")

@@ -1,8 +1,8 @@
 """What a rank does before torch is imported: the first import of every program that joins a world.
 
-Its watchdog is forked while the process is small. And no garbage is looked for: imports make a million objects that
-stay, and looking through them takes a second of every start, and now and then a part of it in the loop; so it is looked
-for when a run is built, among what came later.
+Its watchdog is forked while the process is small, and the server of its reward functions is started. And no garbage is
+looked for: imports make a million objects that stay, and looking through them takes a second of every start, and now
+and then a part of it in the loop; so it is looked for when a run is built, among what came later.
 """
 
 import atexit
@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 
+from rl.rewards.launch import Launched, launch
 from rl.watch.fork import start_watchdog
 from rl.watch.lines import Lines
 
@@ -22,6 +23,7 @@ MARK = "ONEWORLD_RANK_PROCESS"
 if "TORCHELASTIC_RUN_ID" in os.environ:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed agent must not leave orphans that hold GPUs
 _line = None
+_reward_server: Launched | None = None
 if "RANK" in os.environ and MARK not in os.environ:
     os.environ[MARK] = str(os.getpid())  # children that import this again are not ranks
     gc.disable()
@@ -29,6 +31,7 @@ if "RANK" in os.environ and MARK not in os.environ:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # rank 0 and its watchdog have connections to all
     _line = start_watchdog()
+    _reward_server = launch()
     # Reached by a process that never joined a world, as when a module cannot be imported; joined ones end otherwise.
     atexit.register(_line.send, "raised")
 
@@ -39,6 +42,13 @@ def line_to_watchdog() -> Lines:
     if _line is None:
         _line = start_watchdog()
     return _line
+
+
+def reward_server() -> Launched:
+    """Likewise. Whoever asks has it to itself."""
+    global _reward_server
+    server, _reward_server = _reward_server or launch(), None
+    return server
 
 
 def collect_garbage_from_now_on() -> None:

@@ -3,10 +3,12 @@ loads no trainable model, a rank that only trains does not import vLLM."""
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,14 +24,14 @@ from rl.config import Config, ConfigError
 from rl.critic import Critic
 from rl.data.prompts import PromptStream, Tokenizer, sample_seed
 from rl.data.sources import Data, read_data
-from rl.early import collect_garbage_from_now_on
+from rl.early import collect_garbage_from_now_on, reward_server
+from rl.evaluation import Evaluation
 from rl.learner import Learner
 from rl.metrics import MetricsWriter
 from rl.model.load import Compute, find_model, load_model, stop_token_ids
 from rl.placement import Groups, Placement, make_groups, plan
-from rl.rewards import find_reward
+from rl.rewards.pool import RewardPool
 from rl.rollout.build import build_engine
-from rl.rollout.dispatch import Sampling
 from rl.rollout.engine import Engine, EngineSeat
 from rl.rollout.evening import Evener
 from rl.rollout.rollouts import Rollouts
@@ -41,6 +43,8 @@ from rl.sync.plan import make_plan
 from rl.sync.probe import LIMITS, Probe, make_probe
 from rl.sync.weights import Receiver, SyncService, WeightSync, share_tensors
 from rl.world import World, launcher_process
+
+MAX_REWARD_WORKERS = 8
 
 
 @dataclass
@@ -56,6 +60,7 @@ class Run:
     shelf: Shelf
     resume: Resume | None
     data: Data | None = None  # the leader's
+    rewards: RewardPool | None = None  # on ranks that lead an engine
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -80,7 +85,7 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
         config.actor.num_replicas,
     )
     world.introduce(",".join(placement.roles[world.rank]))
-    find_reward(config.reward.function)
+    rewards = _start_rewards(world, config, placement)
     if placement.scorers and config.algo.kl_coef and config.algo.kl_estimator == "full":
         raise ConfigError(
             "algo.kl_estimator=full computes the reference beside the policy, on the actors; give the inference ranks "
@@ -97,6 +102,8 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
             )
     model_folder = find_model(config.model.path)
     check_model(config, model_folder)
+    if rewards is not None:
+        rewards.wait_ready()
     world.meet("model found")  # a download may take long, and what follows has a time limit
     world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
     groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
@@ -110,7 +117,7 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     shelf = Shelf(world.mail, folder / "checkpoints", source, placement.keepers)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, shelf, config)
-    return Run(world, config, placement, folder, model_folder, groups, shelf, resume, data)
+    return Run(world, config, placement, folder, model_folder, groups, shelf, resume, data, rewards)
 
 
 def agree_on_steps(world: World, placement: Placement, config: Config, data: Data | None) -> Config:
@@ -129,6 +136,22 @@ def agree_on_steps(world: World, placement: Placement, config: Config, data: Dat
     return dataclasses.replace(config, train=train)
 
 
+def _start_rewards(world: World, config: Config, placement: Placement) -> RewardPool | None:
+    """Functions are imported in the server of each rank that leads an engine; the others' are not needed."""
+    if not any(ranks[0] == world.rank for ranks in placement.engines):
+        reward_server().dismiss()
+        return None
+
+    def deliver(key: tuple[int, ...], result: dict[str, Any]) -> None:
+        world.mail.send(world.rank, "scored", {"key": key, "result": result})
+
+    share = len(os.sched_getaffinity(0)) // world.num_ranks_per_node
+    num_workers = config.reward.num_workers or max(1, min(MAX_REWARD_WORKERS, share))
+    pool = RewardPool(config.reward, num_workers, deliver, world.mail.fail)
+    world.closers.append(pool.close)
+    return pool
+
+
 def check_model(config: Config, model_folder: Path) -> None:
     """What config.json says against the settings, before anything is loaded."""
     shape = json.loads((model_folder / "config.json").read_text())
@@ -139,15 +162,12 @@ def check_model(config: Config, model_folder: Path) -> None:
             f"rollout.tensor_parallel_size: got {tp}, but {model_folder} has {heads} attention heads; choose one of "
             f"{', '.join(map(str, divisors))}"
         )
-    longest, positions = (
-        config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-        shape.get("max_position_embeddings"),
-    )
+    longest, positions = config.max_sequence_tokens, shape.get("max_position_embeddings")
     if positions and longest > positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_new_tokens: got {longest}, but {model_folder} has {positions} "
             "positions; lower one of them, for example "
-            f"data.max_prompt_tokens={max(1, positions - config.rollout.max_new_tokens)}"
+            f"data.max_prompt_tokens={max(1, positions - longest + config.data.max_prompt_tokens)}"
         )
 
 
@@ -162,7 +182,7 @@ def _run_name(world: World, config: Config, config_name: str) -> str:
     return world.store.get("run/name").decode()
 
 
-def build_actor(run: Run) -> Actor:
+def build_actor(run: Run, writes_metrics: bool = True) -> Actor:
     config, mail = run.config, run.world.mail
     tokenizer = AutoTokenizer.from_pretrained(run.model_folder)
     model = _load(run, trainable=True, filled=run.resume is None)
@@ -200,16 +220,16 @@ def build_actor(run: Run) -> Actor:
         run.groups.actor_pg,
         run.folder,
         tokenizer,
+        _build_evaluation(run, rollouts, tokenizer),
     )
     sync.make_room = actor.give_device_to_engine
     if run.data is not None:
         actor.stream = run.data.stream
         if run.resume is not None:
             _restore_position(run.resume, actor.stream)
-        for name, prompts in run.data.eval_sets.items():
-            actor.eval_sets[name] = prompts[: config.eval.num_prompts or None]
-        actor.writer = writer = MetricsWriter(run.folder, config.train.num_steps, step)
-        run.world.closers.append(lambda: writer.close(rollouts.engine_name))
+        if writes_metrics:
+            actor.writer = writer = MetricsWriter(run.folder, config.train.num_steps, step)
+            run.world.closers.append(lambda: writer.close(rollouts.engine_name))
     collect_garbage_from_now_on()
     return actor
 
@@ -241,6 +261,15 @@ def _build_critic(run: Run) -> Critic:
     model = _load(run, trainable=True, filled=not is_saved, folder=folder, as_critic=True)
     max_tokens = config.inference.max_tokens_per_micro_batch
     return Critic(model, run.groups.actor_pg, device, config.actor, config.algo, config.critic, max_tokens)
+
+
+def _build_evaluation(run: Run, rollouts: Rollouts, tokenizer: Tokenizer) -> Evaluation | None:
+    config = run.config
+    if not config.eval.interval:
+        return None
+    sets = run.data.eval_sets if run.data is not None else {}
+    first = {name: prompts[: config.eval.num_prompts or None] for name, prompts in sets.items()}
+    return Evaluation(run.world.mail, run.placement, config, rollouts, tokenizer, run.folder, first)
 
 
 def _restore_position(resume: Resume, stream: PromptStream) -> None:
@@ -302,10 +331,6 @@ def end_run(run: Run) -> None:
         for rank in range(run.placement.world_size):
             if rank not in run.placement.actors:
                 run.world.mail.send(rank, "end")
-
-
-def eval_sampling(config: Config) -> Sampling:
-    return Sampling(1, 0.0, config.rollout.max_new_tokens)
 
 
 def _probe(run: Run) -> Probe:
@@ -386,10 +411,9 @@ def _build_rollout_service(run: Run, tokenizer: Tokenizer, index: int) -> Rollou
             return build_engine(config, run.model_folder, seat, old)
 
     max_num_groups = max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt)
-    score = find_reward(config.reward.function)
     seed = config.run.seed if seat.deterministic else None
     service = RolloutService(
-        run.world, engine, ranks, run.placement.leader, max_num_groups, seed, score, tokenizer, rebuild
+        run.world, engine, ranks, run.placement.leader, max_num_groups, seed, run.rewards, tokenizer, rebuild
     )
     run.world.closers.append(lambda: service.engine.close())
     return service

@@ -22,6 +22,7 @@ class Sampling:
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int = 0  # 0: all
+    with_answers: bool = False  # reward functions tell the final answer too
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ mailboxes, and never inside a collective.
     any rank --order--> gate, on the leader --obey--> every actor        while the leader collects a batch
     every actor --collected--> gate --go--> every actor: update and sync; orders wait for the next batch
 
+With these travel the sums of the scores, which the gate adds up.
 Ranks of one engine make its calls in the same order, so its lead passes both on to the others.
 """
 
@@ -12,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from rl.mail import Mail, Message
+from rl.rewards.totals import Totals, add
 from rl.serve import Service
 
 
@@ -22,7 +24,8 @@ class Gate:
         self._mail, self._num_actors, self._heads = mail, num_actors, heads
         self._lock = threading.Lock()
         self._is_open = False  # the leader collects a batch, and no actor is past it
-        self._collected: dict[int, int] = defaultdict(int)  # batch -> actors that have all of their groups
+        # Batch -> actors that have all of their groups -> sums of the scores in them.
+        self._collected: dict[int, dict[int, Totals]] = defaultdict(dict)
         self._waiting: list[str] = []
         mail.on("collected", self._on_collected)
         mail.on("order", self._on_order)
@@ -48,12 +51,13 @@ class Gate:
     def _on_collected(self, message: Message) -> None:
         with self._lock:
             batch = message.meta["batch"]
-            self._collected[batch] += 1
-            if self._collected[batch] == self._num_actors:  # the leader among them, so the gate is open
-                del self._collected[batch]
+            self._collected[batch][message.source] = message.meta["scores"]
+            if len(self._collected[batch]) == self._num_actors:  # the leader among them, so the gate is open
+                by_rank = self._collected.pop(batch)
+                scores = add(by_rank[rank] for rank in sorted(by_rank))
                 self._is_open = False
                 for rank in self._heads:
-                    self._mail.send(rank, "go", {"batch": batch})
+                    self._mail.send(rank, "go", {"batch": batch, "scores": scores})
 
 
 class OrderService(Service):

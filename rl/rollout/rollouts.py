@@ -1,21 +1,36 @@
 """The rollout stage as the loop sees it: prompts in, this actor's share of the finished groups out, in stream order.
 
-`start` hands a batch to the engines, `collect` waits for it. They are apart so that more than one batch can be in
-flight.
+`start` hands a batch to the engines, `gather` waits for it, `settle` evens it out. They are apart so that more than one
+batch can be in flight, and a batch of several rounds is evened out once.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rl.data.batch import Batch
 from rl.data.packing import mini_batch_of
 from rl.data.prompts import Prompt
 from rl.mail import Mail
 from rl.placement import Placement
+from rl.rewards.totals import Totals, total
 from rl.rollout.dispatch import Dispatcher, Sampling, Task
 from rl.rollout.evening import Evener
 from rl.rollout.gate import Gate, OrderService
 from rl.rollout.service import RolloutService
+
+Results = list[dict[str, Any]]  # of the reward functions, by sample
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A batch that was sampled, as one actor has it."""
+
+    groups: dict[int, Batch]  # this actor's, by position
+    owners: list[int]  # of all groups: places among the actors
+    scores: dict[int, Results]  # of this actor's groups, by position
+    totals: Totals  # of the scores of all actors
 
 
 class Rollouts:
@@ -43,32 +58,29 @@ class Rollouts:
             self._gate = Gate(mail, len(placement.actors), heads)
         self.engine_name = "no engine yet"
         self._started = 0
-        self._arrived: dict[int, dict[int, Batch]] = defaultdict(dict)  # batch -> position -> group
+        self._arrived: dict[int, dict[int, tuple[Batch, Results]]] = defaultdict(dict)  # batch -> position -> group
         self._owners: dict[int, list[int]] = {}  # batch -> position -> place among the actors of who gets the group
 
-    def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int) -> int:
-        """Called by all actors in the same order; returns the number of the batch, which is sampled from this
-        version."""
+    def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int, is_dealt: bool = True) -> int:
+        """Called by all actors in the same order; returns the number of the batch, which is sampled from this version.
+        What is not dealt out to the actors goes to the leader."""
         self._started += 1
         if self._dispatcher is not None:
             assert prompts is not None, "the leader gives the prompts"
-            owners = self._deal(len(prompts))
+            owners = self._deal(len(prompts), is_dealt)
             tasks = [
                 Task(self._started, position, self._actors[owner], prompt, sampling, version)
                 for position, (owner, prompt) in enumerate(zip(owners, prompts, strict=True))
             ]
             for rank in self._actors:
-                self._mail.send(rank, "batch", {"batch": self._started, "num_prompts": len(prompts)})
+                about = {"batch": self._started, "num_prompts": len(prompts), "is_dealt": is_dealt}
+                self._mail.send(rank, "batch", about)
             self._dispatcher.open(tasks, self._started)
         return self._started
 
-    def collect(self, batch: int) -> Batch:
-        """This actor's share of a batch, evened out."""
-        return self.settle(batch, *self.gather(batch))
-
-    def gather(self, batch: int) -> tuple[dict[int, Batch], list[int]]:
+    def gather(self, batch: int) -> Gathered:
         """Waits until every actor has all groups of this batch that it owns; meanwhile this rank's engine, if any,
-        samples. Returns this actor's groups by position, and the owners of all."""
+        samples."""
         if self._gate is not None:
             self._gate.open()
         if self._service is not None:
@@ -80,29 +92,33 @@ class Rollouts:
             if message.kind == "obey":
                 self._orders.handle(message)
             elif message.kind == "batch":
-                self._owners[message.meta["batch"]] = self._deal(message.meta["num_prompts"])
+                self._owners[message.meta["batch"]] = self._deal(message.meta["num_prompts"], message.meta["is_dealt"])
             else:
                 self.engine_name = message.meta["engine"]
-                self._arrived[message.meta["batch"]][message.meta["position"]] = Batch.from_bytes(message.payload)
-        owners, groups = self._owners.pop(batch), self._arrived.pop(batch, {})
-        self._pass_gate(batch)
-        return groups, owners
+                group = Batch.from_bytes(message.payload), message.meta["scores"]
+                self._arrived[message.meta["batch"]][message.meta["position"]] = group
+        owners, arrived = self._owners.pop(batch), self._arrived.pop(batch, {})
+        groups = {position: group for position, (group, _) in arrived.items()}
+        scores = {position: arrived[position][1] for position in sorted(arrived)}
+        totals = self._pass_gate(batch, total(score for group in scores.values() for score in group))
+        return Gathered(groups, owners, scores, totals)
 
     def settle(self, batch: int, groups: Mapping[int, Batch], owners: Sequence[int]) -> Batch:
         """The actors even out what they hold, and put it into stream order. A collective, after `gather`."""
         groups = self._evener.even_out(batch, groups, owners, self._mini_batches(len(owners)))
         return Batch.concat([groups[position] for position in sorted(groups)])
 
-    def _pass_gate(self, batch: int) -> None:
-        """Past here come collectives; no order may call an actor away from them."""
-        self._mail.send(self._leader, "collected", {"batch": batch})
+    def _pass_gate(self, batch: int, scores: Totals) -> Totals:
+        """Past here come collectives; no order may call an actor away from them. Brings this rank's sums, returns those
+        of all."""
+        self._mail.send(self._leader, "collected", {"batch": batch, "scores": scores})
         while True:
             message = self._mail.receive("go", "obey")
             assert message is not None
             if message.kind == "go":
                 assert message.meta["batch"] == batch, (message.meta, batch)
                 self._orders.pass_on(message)
-                return
+                return message.meta["scores"]
             self._orders.handle(message)
 
     @property
@@ -117,9 +133,11 @@ class Rollouts:
     def _mini_batches(self, num_prompts: int) -> list[int]:
         return [mini_batch_of(position, num_prompts, self._num_mini_batches) for position in range(num_prompts)]
 
-    def _deal(self, num_prompts: int) -> list[int]:
+    def _deal(self, num_prompts: int, is_dealt: bool) -> list[int]:
         """Whom engines send the groups to: each mini-batch is dealt out to all actors, so that none idles during an
-        optimizer step."""
+        optimizer step; or all go to the leader."""
+        if not is_dealt:
+            return [self._actors.index(self._leader)] * num_prompts
         mini_batches = self._mini_batches(num_prompts)
         firsts = [-(-mini_batch * num_prompts // self._num_mini_batches) for mini_batch in mini_batches]
         return [(position - first) % len(self._actors) for position, first in enumerate(firsts)]

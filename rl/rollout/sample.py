@@ -5,6 +5,8 @@ A group of equal rewards has no advantages, so DAPO (arXiv 2503.14476) leaves it
 the interval grows depends on rewards alone, never on timing, and the first groups in stream order are kept.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 
@@ -12,8 +14,15 @@ from rl.algo.advantages import is_informative
 from rl.data.batch import Batch
 from rl.data.prompts import PromptStream
 from rl.metrics import Measures
+from rl.rewards.totals import Totals, add
 from rl.rollout.dispatch import Sampling
 from rl.rollout.rollouts import Rollouts
+
+
+class Sampled(NamedTuple):
+    batch: Batch  # this actor's share
+    num_prompts: int  # of the whole
+    totals: Totals  # of the scores of all that was sampled
 
 
 def sample(
@@ -25,28 +34,31 @@ def sample(
     version: int,
     pg: dist.ProcessGroup,
     measures: Measures,
-) -> tuple[Batch, int]:
-    """On every actor: its share of the batch, and the number of prompts of the whole. With `max_rounds` 0 groups of
-    equal rewards stay in it. The leader alone has the stream."""
+) -> Sampled:
+    """On every actor; the leader alone has the stream. With `max_rounds` 0 groups of equal rewards stay in it."""
 
     def start(count: int) -> int:
         return rollouts.start(stream.take(count) if stream else None, sampling, version)
 
     if not max_rounds:
-        return rollouts.collect(start(num_prompts)), num_prompts
+        batch = start(num_prompts)
+        gathered = rollouts.gather(batch)
+        return Sampled(rollouts.settle(batch, gathered.groups, gathered.owners), num_prompts, gathered.totals)
     groups: dict[int, Batch] = {}  # this rank's, by position in the interval
     owners: list[int] = []  # of all groups
     informative: list[int] = []  # positions, of all ranks
+    totals: list[Totals] = []
     for _ in range(max_rounds):
         first, count = len(owners), next_count(num_prompts, len(owners), len(informative))
         batch = start(count)
-        arrived, new_owners = rollouts.gather(batch)
+        gathered = rollouts.gather(batch)
         flags = torch.zeros(count, dtype=torch.int64)
-        for position, group in arrived.items():
+        for position, group in gathered.groups.items():
             flags[position] = is_informative(group.rewards, group.group_ids).any()
         dist.all_reduce(flags, group=pg)
-        groups |= {first + position: group for position, group in arrived.items()}
-        owners += new_owners
+        groups |= {first + position: group for position, group in gathered.groups.items()}
+        owners += gathered.owners
+        totals.append(gathered.totals)
         informative += [first + position for position in flags.nonzero().flatten().tolist()]
         if len(informative) >= num_prompts:
             break
@@ -59,7 +71,8 @@ def sample(
         for place, position in enumerate(kept)
         if position in groups
     }
-    return rollouts.settle(batch, renumbered, [owners[position] for position in kept]), len(kept)
+    settled = rollouts.settle(batch, renumbered, [owners[position] for position in kept])
+    return Sampled(settled, len(kept), add(totals))
 
 
 def next_count(wanted: int, sampled: int, found: int) -> int:

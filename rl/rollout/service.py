@@ -1,5 +1,5 @@
-"""Samples groups on one engine: pulls tasks, steps the engine, scores finished responses, sends whole groups to their
-owners.
+"""Samples groups on one engine: pulls tasks, steps the engine, has each response scored as it ends, sends whole groups
+to their owners.
 
 All ranks of a tensor-parallel engine must make the same calls in the same order. The lead decides, and mirrors each
 call to its followers by message just before it makes it; followers obey. So no rank waits for work inside a
@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,17 +29,32 @@ from rl.world import World
 AGREE_S = 10.0  # for the ranks of an engine to say that they failed too
 
 
+class Rewards(Protocol):
+    def submit(self, key: tuple[int, ...], prompt: str, response: str, row: dict[str, Any], with_answer: bool) -> None:
+        """The result comes as a message of the kind `scored`."""
+
+
 @dataclass
 class _Group:
     task: Task
-    ended: dict[int, Completion] = field(default_factory=dict)  # sample index -> completion
+    ended: dict[int, Completion] = field(default_factory=dict)  # by sample
+    scores: dict[int, dict[str, Any]] = field(default_factory=dict)  # results of the reward functions, by sample
+    attempt: int = 0  # counts engines that failed under it; what was sampled on those is worth nothing
+
+    @property
+    def is_sampled(self) -> bool:
+        return len(self.ended) == self.task.sampling.num_samples
+
+    @property
+    def is_scored(self) -> bool:
+        return len(self.scores) == self.task.sampling.num_samples
 
 
 class RolloutService(Service):
     """On every rank of an engine; `ranks` are the engine's, the lead first."""
 
     name = "rollout"
-    kinds = ("work", "drained", "mirror")
+    kinds = ("work", "drained", "mirror", "scored")
 
     def __init__(
         self,
@@ -48,11 +64,11 @@ class RolloutService(Service):
         leader: int,
         max_num_groups: int,
         run_seed: int | None,
-        score: Callable[[str, str], float],
+        rewards: Rewards | None,
         tokenizer: Tokenizer,
         rebuild: Callable[[Engine], Engine],
     ):
-        """`rebuild` makes another engine in the place of one that failed."""
+        """`rewards` is the lead's; `rebuild` makes another engine in the place of one that failed."""
         self.engine = engine
         self.on_failed: Callable[[Engine], None] = lambda engine: None  # nobody may hold it any more
         self.on_rebuilt: Callable[[Engine], None] = lambda engine: None
@@ -63,8 +79,10 @@ class RolloutService(Service):
         self._world, self._mail, self._leader = world, world.mail, leader
         self._lead = ranks[0]
         self.followers = ranks[1:] if self.is_lead else ()
-        self._max_num_groups, self._run_seed, self._score, self._tokenizer = max_num_groups, run_seed, score, tokenizer
-        self._groups: dict[tuple[int, int], _Group] = {}
+        self._max_num_groups, self._run_seed, self._tokenizer = max_num_groups, run_seed, tokenizer
+        self._rewards = rewards
+        self._groups: dict[tuple[int, int], _Group] = {}  # by batch and position
+        self._to_begin_again: set[tuple[int, int]] = set()  # those of an engine that failed
         self._batch: int | None = None  # the batch that this rank's own loop waits for; None on ranks that only serve
         self._drained = 0
 
@@ -79,7 +97,7 @@ class RolloutService(Service):
     @property
     def _is_to_begin_again(self) -> bool:
         """A new engine has got its weights."""
-        return bool(self._groups) and self.engine.version > 0 and self.engine.num_unfinished == 0
+        return bool(self._to_begin_again) and self.engine.version > 0
 
     def begin(self) -> None:
         """Asks for the first work; from then on every finished group asks for more."""
@@ -99,6 +117,8 @@ class RolloutService(Service):
             self._start([Task.from_dict(task) for task in message.meta["tasks"]])
         elif message.kind == "drained":
             self._drained = message.meta["batch"]
+        elif message.kind == "scored":
+            self._score(message.meta["key"], message.meta["result"])
         else:
             self._obey(message.meta)
 
@@ -114,10 +134,8 @@ class RolloutService(Service):
             return
         self._has_failed = self._has_failed and not ended
         HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
-        finished = [group for done in ended if (group := self._finish(done))]
-        for group in finished:
-            self._deliver(group)
-        if finished:
+        sampled = [self._finish(done) for done in ended]
+        if any(sampled):
             self._pull()
 
     def _survive(self, error: Exception) -> None:
@@ -126,14 +144,17 @@ class RolloutService(Service):
             raise error
         self._has_failed = True
         traceback.clear_frames(error.__traceback__)  # which hold the engine's memory
+        lost = {place for place, group in self._groups.items() if not group.is_sampled}
         print(
-            f"oneworld: the engine of rank {self._mail.rank} failed with {len(self._groups)} groups of step "
+            f"oneworld: the engine of rank {self._mail.rank} failed with {len(lost)} groups of step "
             f"{self._world.step}: {type(error).__name__}: {error}; it is built anew, and they are sampled again",
             file=sys.stderr,
             flush=True,
         )
-        for group in self._groups.values():
-            group.ended.clear()
+        for place in lost:
+            group = self._groups[place]
+            self._groups[place] = _Group(group.task, attempt=group.attempt + 1)
+        self._to_begin_again |= lost
         self._mirror("rebuild")
         self._replace_engine()
         self._mail.send(self._leader, "order", {"order": "publish again"})
@@ -152,7 +173,8 @@ class RolloutService(Service):
         self.on_rebuilt(self.engine)
 
     def _begin_again(self) -> None:
-        tasks = [group.task for group in self._groups.values()]
+        tasks = [group.task for place, group in self._groups.items() if place in self._to_begin_again]
+        self._to_begin_again.clear()
         assert {task.version for task in tasks} == {self.engine.version}, (tasks, self.engine.version)
         self._mirror("add", tasks=[asdict(task) for task in tasks])
         self.engine.add(self._requests(tasks))
@@ -197,13 +219,15 @@ class RolloutService(Service):
     def _pull(self) -> None:
         if not self.is_lead:
             return
-        held = len(self._groups)
+        held = sum(not group.is_sampled for group in self._groups.values())
         room = max(self._max_num_groups - held, 0)
         self._mail.send(self._leader, "pull", {"room": room, "held": held, "batch": self._batch})
 
     def _start(self, tasks: list[Task]) -> None:
+        new = {(task.batch, task.position): _Group(task) for task in tasks}
         if self._has_failed and not self.engine.version:  # asked for before it failed: begun with the others
-            self._groups |= {(task.batch, task.position): _Group(task) for task in tasks}
+            self._groups |= new
+            self._to_begin_again |= new.keys()
             return
         for task in tasks:
             if task.version != self.engine.version:
@@ -212,8 +236,7 @@ class RolloutService(Service):
                     f"{f'confirmed version {self.engine.version}' if self.engine.version else 'confirmed none'}"
                 )
         self._mirror("add", tasks=[asdict(task) for task in tasks])
-        for task in tasks:
-            self._groups[task.batch, task.position] = _Group(task)
+        self._groups |= new
         self.engine.add(self._requests(tasks))
         self._pull()
 
@@ -237,29 +260,42 @@ class RolloutService(Service):
             return None
         return sample_seed(self._run_seed, task.prompt.epoch, task.prompt.id, sample)
 
-    def _finish(self, completion: Completion) -> _Group | None:
+    def _finish(self, completion: Completion) -> bool:
+        """Has it scored, while others are still sampled; returns whether it was the last of its group."""
+        assert self._rewards is not None
         batch, position, sample = map(int, completion.id.split("/"))
         group = self._groups[batch, position]
         group.ended[sample] = completion
-        if len(group.ended) < group.task.sampling.num_samples:
-            return None
-        return self._groups.pop((batch, position))
+        prompt = group.task.prompt
+        response = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        key = (batch, position, sample, group.attempt)
+        row, with_answer = prompt.row | {"answer": prompt.answer}, group.task.sampling.with_answers
+        self._rewards.submit(key, prompt.text, response, row, with_answer)
+        return group.is_sampled
+
+    def _score(self, key: Sequence[int], result: dict[str, Any]) -> None:
+        batch, position, sample, attempt = key
+        group = self._groups.get((batch, position))
+        if group is None or attempt != group.attempt:  # of an engine that failed
+            return
+        group.scores[sample] = result
+        if group.is_scored:
+            self._deliver(self._groups.pop((batch, position)))
 
     def _deliver(self, group: _Group) -> None:
         task = group.task
-        rollouts = pack_group(
-            group.task, [group.ended[index] for index in sorted(group.ended)], self.engine.version, self._rate
-        )
+        samples = range(task.sampling.num_samples)
+        scores = [group.scores[sample] for sample in samples]
+        rewards = [score["score"] for score in scores]
+        rollouts = pack_group(task, [group.ended[sample] for sample in samples], rewards)
         meta = {
             "batch": task.batch,
             "position": task.position,
-            "version": self.engine.version,
+            "version": task.version,
             "engine": self.engine.name,
+            "scores": [{name: score[name] for name in ("parts", "status", "answer")} for score in scores],
         }
         self._mail.send(task.owner, "group", meta, rollouts.to_bytes())
-
-    def _rate(self, tokens: list[int], answer: str) -> float:
-        return self._score(self._tokenizer.decode(tokens, skip_special_tokens=True), answer)
 
 
 def breaks_rank(error: Exception) -> bool:
@@ -273,9 +309,7 @@ def breaks_rank(error: Exception) -> bool:
     return is_device or is_told or (isinstance(cause, Exception) and breaks_rank(cause))
 
 
-def pack_group(
-    task: Task, completions: list[Completion], version: int, rate: Callable[[list[int], str], float]
-) -> Batch:
+def pack_group(task: Task, completions: list[Completion], rewards: list[float]) -> Batch:
     """The ragged batch of one group, in the order of its samples."""
     prompt = task.prompt.tokens
     tokens: list[int] = []
@@ -284,14 +318,14 @@ def pack_group(
     for completion in completions:
         tokens += [*prompt, *completion.tokens]
         logprobs += [0.0] * len(prompt) + completion.logprobs
-        versions += [-1] * len(prompt) + [version] * len(completion.tokens)
+        versions += [-1] * len(prompt) + [task.version] * len(completion.tokens)
     return Batch(
         tokens=torch.tensor(tokens, dtype=torch.int64),
         lengths=torch.tensor([len(prompt) + len(c.tokens) for c in completions], dtype=torch.int64),
         prompt_lengths=torch.full((len(completions),), len(prompt), dtype=torch.int64),
         versions=torch.tensor(versions, dtype=torch.int32),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        rewards=torch.tensor([rate(c.tokens, task.prompt.answer) for c in completions], dtype=torch.float32),
+        rewards=torch.tensor(rewards, dtype=torch.float32),
         group_ids=torch.full((len(completions),), task.position, dtype=torch.int64),
         truncated=torch.tensor([c.truncated for c in completions], dtype=torch.bool),
     )

@@ -137,7 +137,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: "VllmEng
                 skip_tokenizer_init=True,
                 dtype=config.model.dtype,
                 load_format="dummy",
-                max_model_len=max(3, config.data.max_prompt_tokens + rollout.max_new_tokens),  # the shortest probe
+                max_model_len=max(3, config.max_sequence_tokens),  # the shortest probe
                 max_num_seqs=rollout.max_num_seqs,
                 tensor_parallel_size=seat.tp_size,
                 distributed_executor_backend=_executor(seat),

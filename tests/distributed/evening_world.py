@@ -78,7 +78,7 @@ def hand_in(mail: Mail, leader: int) -> None:
         num_left -= len(tasks)
         while tasks:
             task = tasks.pop()
-            meta = {"batch": task.batch, "position": task.position, "engine": "none"}
+            meta = {"batch": task.batch, "position": task.position, "engine": "none", "scores": []}
             mail.send(task.owner, "group", meta, group_of(task.batch, task.position).to_bytes())
 
 

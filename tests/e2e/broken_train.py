@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import time
-import zlib
 from collections.abc import Callable
 from multiprocessing.shared_memory import SharedMemory
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 import train
 from rl.learner import Learner
-from rl.rewards import REWARDS
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.service import RolloutService
 from rl.sync.landing import Landings
@@ -102,7 +100,7 @@ def slow_down_engines() -> None:
 
 
 def vary_rewards() -> None:
-    REWARDS["exact_match"] = lambda response, answer: zlib.crc32(f"{response}/{answer}".encode()) % 5 / 4
+    sys.argv.append("reward.function=tests/e2e/reward_functions.py:varied")
 
 
 def engine_class() -> type:

@@ -114,7 +114,7 @@ def test_a_service_refuses_a_task_of_another_version(mail: Mail, held: int, has:
     engine.confirm(held)
     world: Any = SimpleNamespace(mail=mail)  # a real one needs a launcher
     tokenizer: Any = None
-    service = RolloutService(world, engine, (0,), 0, 4, 0, lambda *_: 0.0, tokenizer, lambda failed: failed)
+    service = RolloutService(world, engine, (0,), 0, 4, 0, None, tokenizer, lambda failed: failed)
     work = Message(0, "work", {"tasks": [asdict(TASK)]})
     with pytest.raises(RuntimeError, match=f"a rollout of version 6, but this engine has {has}"):
         service.handle(work)
@@ -128,14 +128,7 @@ def test_pack_group() -> None:
         Completion("2/3/0", [5, STOP], [-0.5, -0.25], truncated=False),
         Completion("2/3/1", [7, STOP, 8], [-1.0, -2.0, -4.0], truncated=True),
     ]
-    seen: list[tuple[list[int], str]] = []
-
-    def rate(tokens: list[int], answer: str) -> float:
-        seen.append((tokens, answer))
-        return len(tokens) / 4
-
-    batch = pack_group(TASK, completions, version=6, rate=rate)
-    assert seen == [([5, STOP], "abc"), ([7, STOP, 8], "abc")]
+    batch = pack_group(TASK, completions, rewards=[0.5, 0.75])
     assert batch.tokens.tolist() == [11, 12, 5, STOP, 11, 12, 7, STOP, 8]
     assert batch.lengths.tolist() == [4, 5]
     assert batch.prompt_lengths.tolist() == [2, 2]

@@ -31,7 +31,7 @@ def order(mails: list[Mail], text: str, rank: int = 1) -> None:
 
 def collected(mails: list[Mail], batch: int, *ranks: int) -> None:
     for rank in ranks:
-        mails[rank].send(0, "collected", {"batch": batch})
+        mails[rank].send(0, "collected", {"batch": batch, "scores": {}})
         mails[rank].send(0, "mark")
         take(mails[0], "mark")
 
@@ -159,10 +159,10 @@ def test_every_actor_obeys_before_it_goes_whenever_orders_come(mails: list[Mail]
         batch += 1
         early, late = ((2, 3), (0,)) if batch % 2 else ((), (0, 3, 2))
         for rank in early:
-            mails[rank].send(0, "collected", {"batch": batch})
+            mails[rank].send(0, "collected", {"batch": batch, "scores": {}})
         gate.open()
         for rank in late:
-            mails[rank].send(0, "collected", {"batch": batch})
+            mails[rank].send(0, "collected", {"batch": batch, "scores": {}})
         for rank in HEADS:
             obeyed[rank].append([])
             while (message := take(mails[rank], "obey", "go")).kind == "obey":
@@ -224,3 +224,19 @@ def test_orders_and_go_reach_a_follower_by_the_same_way_and_in_order(mails: list
     service.handle(take(mails[2], "obey", "go"))
     service.pass_on(take(mails[2], "obey", "go"))
     assert [take(mails[3], "obey", "go").kind for _ in range(2)] == ["obey", "go"]
+
+
+def test_scores_are_added_up_in_the_order_of_ranks(mails: list[Mail]) -> None:
+    """Whoever comes first: the last bit of a sum depends on its order."""
+    values = {0: 0.1, 2: 1e16, 3: -1e16}
+    gate = Gate(mails[0], len(ACTORS), HEADS)
+    for batch, order_of_arrival in ((1, (3, 2, 0)), (2, (2, 0, 3))):
+        gate.open()
+        for rank in order_of_arrival:
+            scores = {"reward/rule": [values[rank], 1.0], "reward/errors": [1.0, 0.0]}
+            mails[rank].send(0, "collected", {"batch": batch, "scores": scores})
+            mails[rank].send(0, "mark")
+            take(mails[0], "mark")
+        for rank in HEADS:
+            expected = {"reward/rule": [0.1 + 1e16 - 1e16, 3.0], "reward/errors": [3.0, 0.0]}
+            assert take(mails[rank], "go").meta == {"batch": batch, "scores": expected}

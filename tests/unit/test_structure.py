@@ -14,12 +14,12 @@ import torch.distributed as dist
 from rl.config import ROOT
 
 LAYERS = [
-    ("config", "ends", "watch", "early"),
+    ("config", "ends", "watch", "rewards", "early"),
     ("mail", "placement", "world", "shards", "metrics", "profile", "serve"),
-    ("data", "model", "algo", "rewards"),
+    ("data", "model", "algo", "estimates"),
     ("trainee", "learner", "critic", "credit", "scoring", "sync", "checkpoint"),
     ("rollout", "merge"),
-    ("actor", "run"),
+    ("evaluation", "actor", "run"),
     ("train",),
 ]
 LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}

@@ -1,0 +1,139 @@
+"""The rank's side: calls go to the server, results come back on a thread that passes them on."""
+
+import json
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from rl.config import ConfigError, RewardConfig
+from rl.early import reward_server
+from rl.rewards.find import read_rules
+from rl.rewards.frames import Frames, frame
+
+READY_S = 120.0  # for the functions to be imported
+SILENCE_S = 30.0  # beyond the wall of a call, in which some result must have come
+CLOSE_S = 6.0
+MAX_BYTES = 1 << 20
+
+
+class RewardPool:
+    def __init__(
+        self,
+        config: RewardConfig,
+        num_workers: int,
+        deliver: Callable[[Any, dict[str, Any]], None],
+        fail: Callable[[BaseException], None],
+    ):
+        """`deliver` gets a call's key and its result, `fail` the reason why no more will come; both in a thread.
+
+        A result: `status` (ok, error, timeout or crash), `score`, `parts` by name, `answer`, and the `text` of what
+        went wrong.
+        """
+        self._deliver, self._fail = deliver, fail
+        self._limit_s = config.timeout_s + SILENCE_S
+        self._lock = threading.Lock()
+        self._keys: dict[int, Hashable] = {}  # of calls without a result
+        self._number = 0
+        self._changed_at = time.monotonic()
+        self._answered = threading.Event()
+        self._error = ""  # of the functions
+        self._failure: BaseException | None = None
+        self._is_closing = False
+        self._reported: set[str] = set()
+        rules = [asdict(rule) for rule in read_rules(config)]
+        self._server = reward_server()
+        self._frames = Frames(self._server.line, MAX_BYTES)
+        self._send(0, {"rules": rules, "timeout_s": config.timeout_s, "num_workers": num_workers})
+        self._thread = threading.Thread(target=self._read, name="rewards", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        """Until the functions are imported; raises what is wrong with them."""
+        if not self._answered.wait(READY_S):
+            raise ConfigError(
+                f"reward.function: its import has not ended after {READY_S:g} s; take what is slow out of the module"
+            )
+        if self._failure is not None:
+            raise self._failure
+        if self._error:
+            raise ConfigError(self._error)
+
+    def submit(self, key: Hashable, prompt: str, response: str, row: dict[str, Any], with_answer: bool = False) -> None:
+        """Returns at once. `with_answer` asks for the final answer of the response too, by the first function that
+        can tell."""
+        call = {"prompt": prompt, "response": response, "row": row, "with_answer": with_answer}
+        with self._lock:
+            self._number += 1
+            self._keys[self._number] = key
+            self._changed_at = time.monotonic()
+            self._send(self._number, call)
+
+    def close(self) -> None:
+        """Calls without a result get none."""
+        self._is_closing = True
+        with suppress(OSError):
+            self._server.line.shutdown(socket.SHUT_RDWR)
+        self._thread.join(CLOSE_S)
+        self._server.line.close()
+        self._server.process.wait(CLOSE_S)
+
+    def _send(self, number: int, body: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # the thread sees it too, and says so
+            self._server.line.sendall(frame(number, json.dumps(body).encode()))
+
+    def _read(self) -> None:
+        try:
+            while self._frames.is_open and not self._is_closing:
+                self._wait()
+                for number, body in self._frames.receive():
+                    self._take(number, json.loads(body))
+            if not self._is_closing:
+                code = self._server.process.wait(CLOSE_S)
+                raise RuntimeError(f"the reward server of this rank has ended with exit code {code}")
+        except BaseException as error:
+            self._failure = error
+            self._answered.set()
+            with suppress(OSError):
+                self._server.line.shutdown(socket.SHUT_RDWR)  # the main thread may be about to send
+            self._fail(error)
+
+    def _wait(self) -> None:
+        """For something to read. With calls under way, one ends within the wall."""
+        poll = select.poll()
+        poll.register(self._server.line, select.POLLIN)
+        while not poll.poll(self._limit_s * 1000):
+            if self._keys and time.monotonic() - self._changed_at > self._limit_s:
+                raise RuntimeError(
+                    f"the reward server of this rank (process {self._server.process.pid}) has said nothing for "
+                    f"{self._limit_s:.0f} s, with {len(self._keys)} calls under way"
+                )
+
+    def _take(self, number: int, result: dict[str, Any]) -> None:
+        if not number:
+            self._error = result["error"]
+            self._answered.set()
+            return
+        self._changed_at = time.monotonic()
+        key = self._keys.pop(number)
+        self._report(result)
+        self._deliver(key, result)
+
+    def _report(self, result: dict[str, Any]) -> None:
+        """The first of each kind; the others are counted."""
+        status = result["status"]
+        if status == "ok" or status in self._reported:
+            return
+        self._reported.add(status)
+        metric = "reward/errors" if status == "error" else "reward/timeouts"
+        print(
+            f"oneworld: a call of the reward functions failed, and its sample scores 0: {result['text']}; from now on "
+            f"such calls are only counted, in {metric}",
+            file=sys.stderr,
+            flush=True,
+        )

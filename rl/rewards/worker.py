@@ -1,0 +1,179 @@
+"""A process that runs the functions, one call after the other. Its server may kill it at any moment."""
+
+import gc
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import threading
+import traceback
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rl.rewards.frames import HEAD, frame
+from rl.rewards.tree import adopt_orphans, die_with_parent
+
+MAX_CALLS = 2000  # of one process; what a function leaves behind goes with it
+MAX_GROWTH = 256 << 20  # bytes of memory that it keeps, likewise
+MAX_MEMORY = 2 << 30  # bytes beyond what the server has
+MAX_FILE = 1 << 30  # bytes of a file that a function writes
+MAX_SCORE = 1e30  # beyond it a weighted sum is no float32
+MAX_PARTS, MAX_NAME, MAX_TEXT, MAX_ANSWER = 64, 100, 500, 10_000
+
+
+@dataclass(frozen=True)
+class Function:
+    name: str
+    weight: float
+    call: Callable[..., Any]
+    options: dict[str, Any]
+
+    @property
+    def answer(self) -> Callable[[str], str | None] | None:
+        """What takes the final answer out of a response, if it has such a function."""
+        return getattr(self.call, "answer", None)
+
+
+def run(connection: socket.socket, functions: list[Function], server: int) -> None:
+    """In the forked process, to its end."""
+    code = 1
+    try:
+        _settle(server)
+        _serve(connection, functions)
+        code = 0
+    except OSError:
+        pass  # its line is gone, by the server's end or because a function closed it
+    finally:
+        os._exit(code)
+
+
+def _settle(server: int) -> None:
+    os.setsid()
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
+    adopt_orphans()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+    most = (_pages(0) * resource.getpagesize()) + MAX_MEMORY
+    limits = {resource.RLIMIT_AS: most, resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: MAX_FILE}
+    for limit, value in limits.items():
+        highest = resource.getrlimit(limit)[1]
+        value = value if highest == resource.RLIM_INFINITY else min(value, highest)
+        resource.setrlimit(limit, (value, value))
+    gc.enable()
+
+
+def _serve(connection: socket.socket, functions: list[Function]) -> None:
+    begin, calls = _pages(1), 0
+    connection.sendall(frame(0, b""))
+    while True:
+        number, size = HEAD.unpack(_read(connection, HEAD.size))
+        body = _read(connection, size)
+        random.seed(zlib.crc32(body))  # a function that draws lots draws the same ones on every worker
+        if (sympy := sys.modules.get("sympy.core.random")) is not None:
+            sympy.seed(zlib.crc32(body))
+        result = score(functions, **json.loads(body))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        calls += 1
+        grown = (_pages(1) - begin) * resource.getpagesize()
+        is_last = calls >= MAX_CALLS or grown > MAX_GROWTH or threading.active_count() > 1 or _has_children()
+        connection.sendall(frame(number, json.dumps(result | {"is_last": is_last}).encode()))
+
+
+def _read(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionError("the server is gone")
+        view = view[count:]
+    return data
+
+
+def _pages(field: int) -> int:
+    """Of this process: 0 all that it has asked for, 1 what is in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[field])
+
+
+def _has_children() -> bool:
+    """That are alive; the dead are waited for."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def score(
+    functions: list[Function], prompt: str, response: str, row: dict[str, Any], with_answer: bool = False
+) -> dict[str, Any]:
+    """The weighted sum of all functions and their parts; where one of them fails, the sample has none of them."""
+    total, parts = 0.0, {}
+    answer = None
+    for function in functions:
+        try:
+            value, own = read_value(function.call(prompt, response, row, **function.options))
+            if with_answer and answer is None and function.answer is not None:
+                answer = function.answer(response)
+                if answer is not None and not isinstance(answer, str):
+                    raise TypeError(f"its answer is a {type(answer).__name__}; required is text or None")
+        except BaseException as error:  # SystemExit among them
+            return failed("error", [function.name for function in functions], _describe(function.name, error))
+        total += function.weight * value
+        parts[function.name] = value
+        parts |= {f"{function.name}/{part}": number for part, number in own.items()}
+    answer = answer[:MAX_ANSWER] if answer is not None else None
+    return {"status": "ok", "score": total, "parts": parts, "answer": answer, "text": ""}
+
+
+def failed(status: str, names: list[str], text: str) -> dict[str, Any]:
+    """The result of a call that has none."""
+    return {"status": status, "score": 0.0, "parts": dict.fromkeys(names, 0.0), "answer": None, "text": text}
+
+
+def read_value(value: Any) -> tuple[float, dict[str, float]]:
+    """What a function returned: its score, and the parts beside it."""
+    if not isinstance(value, dict):
+        return _number(value, "the score"), {}
+    if not 0 < len(value) <= MAX_PARTS:
+        raise ValueError(f"got {len(value)} parts; a function that returns parts returns 1 to {MAX_PARTS}")
+    parts = {}
+    for name, part in value.items():
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+            raise TypeError(f"the name of a part is text of 1 to {MAX_NAME} characters; got {repr(name)[:MAX_NAME]}")
+        parts[name] = _number(part, f"part {name!r}")
+    total = parts.pop("score", None)
+    return (sum(parts.values()) if total is None else total), parts
+
+
+def _number(value: Any, what: str) -> float:
+    if hasattr(value, "item"):  # of numpy or torch
+        value = value.item()
+    if not isinstance(value, bool | int | float):
+        raise TypeError(f"{what} is a {type(value).__name__}; required is a number, or a dict of numbers by name")
+    number = float(value)
+    if not abs(number) <= MAX_SCORE:
+        raise ValueError(f"{what} is {number}; required is a finite number")
+    return number
+
+
+def _describe(name: str, error: BaseException) -> str:
+    try:
+        text = f"{name}: {type(error).__name__}: {error}"[:MAX_TEXT]
+    except Exception:  # of the exception's own
+        text = f"{name}: {type(error).__name__}"
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    return text + "".join(f" ({place.filename}, line {place.lineno})" for place in last)

@@ -1,0 +1,21 @@
+"""Reward functions of the tests, as a user would write them."""
+
+import time
+import zlib
+from typing import Any
+
+
+def varied(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Differs from sample to sample, so that something is learnt."""
+    return zlib.crc32(f"{response}/{row['answer']}".encode()) % 5 / 4
+
+
+def sometimes_hanging(prompt: str, response: str, row: dict[str, Any]) -> dict[str, float]:
+    """Depends on the text alone: hangs, raises or says how long it is."""
+    lot = zlib.crc32(f"{prompt}{response}".encode()) % 32
+    if lot == 0:
+        while True:
+            time.sleep(1)
+    if lot == 1:
+        raise RuntimeError("planted")
+    return {"score": lot / 32, "length": len(response)}

@@ -1,0 +1,262 @@
+"""The pool under attack, with real processes: every call has a result, each costs its own sample only, and nothing is
+left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl.config import ROOT, ConfigError, RewardConfig
+from rl.rewards import pool as pool_module
+from rl.rewards.pool import RewardPool
+from tests.reward_attacks import SPEC, Results, marked, members, wait_for_none
+
+pytestmark = pytest.mark.timeout(60)
+FILE = SPEC.rpartition(":")[0]
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    with marked() as mark:
+        yield mark
+    left = wait_for_none(mark)
+    for process in left:
+        process.kill()
+    assert not left, f"left behind: {left}"
+
+
+def make_pool(function: object, num_workers: int = 2, timeout_s: float = 10.0) -> tuple[RewardPool, Results]:
+    results = Results()
+    pool = RewardPool(RewardConfig(function=function, timeout_s=timeout_s), num_workers, results.deliver, results.fail)
+    pool.wait_ready()
+    return pool, results
+
+
+@pytest.mark.usefixtures("mark")
+def test_ten_thousand_calls() -> None:
+    pool, results = make_pool({f"{FILE}:good": 0.5, f"{FILE}:bad": 2.0})
+    for number in range(10_000):
+        pool.submit(("a", number), "", "x" * (number % 7), {"answer": str(number % 3)})
+    results.wait(10_000)
+    pool.close()
+    for number in range(10_000):
+        length, answer = float(number % 7), float(number % 3)
+        parts = {"good": length, "good/row": answer, "bad": 0.0}
+        expected = {"status": "ok", "score": 0.5 * length, "parts": parts, "answer": None, "text": ""}
+        assert results.by_key["a", number] == expected
+
+
+ATTACKS = {
+    "loops": "timeout",
+    "sleeps": "timeout",
+    "loops_in_c": "timeout",
+    "ignores_signals": "timeout",
+    "stops_itself": "timeout",
+    "writes_half_a_frame": "timeout",
+    "leaves_children_and_hangs": "timeout",
+    "exits": "crash",
+    "exits_well": "crash",
+    "segfaults": "crash",
+    "kills_itself": "crash",
+    "closes_everything": "crash",
+    "writes_without_end": "crash",
+    "writes_nonsense": "crash",
+    "leaves_children_and_crashes": "crash",
+    "bombs": "crash",
+    "raises_exit": "error",
+    "raises": "error",
+    "raises_what_cannot_be_shown": "error",
+    "recurses": "error",
+    "fills_memory": "error",
+    "returns_much": "error",
+    "returns_nothing": "error",
+    "prints": "ok",
+    "leaves_children": "ok",
+    "runs_a_program": "ok",
+    "leaves_a_thread_that_exits": "ok",
+    "leaves_an_alarm": "ok",
+    "writes_a_file": "ok",
+}
+
+
+def test_every_attack_costs_its_own_sample_only(mark: str) -> None:
+    """All of them twice among calls that must succeed, on three workers."""
+    pool, results = make_pool(SPEC, num_workers=3, timeout_s=2.0)
+    for turn in range(2):
+        for attack in ATTACKS:
+            pool.submit((turn, attack), "", attack, {})
+            for number in range(5):
+                pool.submit((turn, attack, number), "", str(number), {})
+    results.wait(2 * 6 * len(ATTACKS), timeout_s=50)
+    for key, result in results.by_key.items():
+        expected = ATTACKS[key[1]] if len(key) == 2 else "ok"
+        assert result["status"] == expected, (key, result)
+        assert len(result["text"]) < 1000
+        if len(key) == 3:
+            assert (result["score"], result["parts"]) == (key[2], {"attack": key[2]})
+        elif expected != "ok":
+            assert (result["score"], result["parts"]) == (0.0, {"attack": 0.0})
+    assert results.by_key[0, "runs_a_program"]["score"] == 0.5
+    assert results.by_key[0, "writes_a_file"]["score"] == 1.0
+    assert results.by_key[0, "loops"]["text"] == "it took longer than reward.timeout_s = 2 s"
+    assert results.by_key[0, "segfaults"]["text"].endswith("by SIGSEGV")
+    assert results.by_key[0, "fills_memory"]["text"].startswith("attack: MemoryError")
+    assert results.by_key[0, "bombs"]["text"] == "it had more than 64 processes"
+    deadline = time.monotonic() + 3
+    while len(members(mark)) > 4 and time.monotonic() < deadline:  # a fork that is not dropped yet
+        time.sleep(0.02)
+    assert len(members(mark)) <= 4, "while it lives there are the server and its workers, and nothing of the attacks"
+    pool.close()
+
+
+@pytest.mark.usefixtures("mark")
+def test_malicious_mathematics() -> None:
+    pool, results = make_pool("math", timeout_s=3.0)
+    responses = {
+        "tower": "$9^{9^{9^9}}$",
+        "factorial": r"\boxed{99999999999!}",
+        "nested": "$" + r"\frac{1}{" * 10_000 + "1" + "}" * 10_000 + "$",
+        "braces": r"\boxed" + "{" * 100_000,
+        "digits": "$" + "9" * 1_000_000 + "$",
+        "sum": r"$\sum_{i=1}^{10^{12}} i^{i}$",
+        "dollars": "$" * 50_000,
+    }
+    for name, response in responses.items():
+        pool.submit(name, "", response, {"answer": "7"})
+        pool.submit(f"{name}, then right", "", r"\boxed{\frac{14}{2}}", {"answer": "7"})
+    results.wait(2 * len(responses), timeout_s=50)
+    pool.close()
+    assert all(results.by_key[name]["score"] == 0.0 for name in responses), results.by_key
+    assert all(results.by_key[f"{name}, then right"]["score"] == 1.0 for name in responses), results.by_key
+    assert "timeout" in {results.by_key[name]["status"] for name in responses}
+
+
+@pytest.mark.usefixtures("mark")
+def test_the_wall_counts_from_the_call_and_the_order_is_fair() -> None:
+    """On one worker, calls that wait longer than the wall are not late."""
+    pool, results = make_pool(SPEC, num_workers=1, timeout_s=0.5)
+    began = time.monotonic()
+    for number in range(4):
+        pool.submit(("hangs", number), "", "sleeps", {})
+        pool.submit(("good", number), "", str(number), {})
+    results.wait(8)
+    pool.close()
+    assert 2.0 <= time.monotonic() - began < 10.0
+    assert results.order == [(kind, number) for number in range(4) for kind in ("hangs", "good")]
+    assert [results.by_key["good", number]["score"] for number in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("mark")
+def test_the_answer_on_request_and_large_calls() -> None:
+    pool, results = make_pool("gsm8k")
+    pool.submit("plain", "", "it is 7", {"answer": "7"})
+    pool.submit("asked", "", "it is 7.0", {"answer": "7"}, with_answer=True)
+    pool.submit("none", "", "unknown", {"answer": "7"}, with_answer=True)
+    pool.submit("large", "p" * 1_000_000, "x" * 1_000_000 + " 7", {"answer": "7", "more": "y" * 1_000_000})
+    results.wait(4)
+    pool.close()
+    assert {key: (result["score"], result["answer"]) for key, result in results.by_key.items()} == {
+        "plain": (1.0, None),
+        "asked": (1.0, "7"),
+        "none": (0.0, None),
+        "large": (1.0, None),
+    }
+
+
+def test_close_ends_what_hangs(mark: str) -> None:
+    pool, results = make_pool(SPEC, timeout_s=1000)
+    for number in range(10):
+        pool.submit(number, "", "leaves_children_and_hangs", {})
+    while len(members(mark)) < 1 + 2 + 60:
+        time.sleep(0.02)
+    began = time.monotonic()
+    pool.close()
+    assert not members(mark)
+    assert time.monotonic() - began < 3.0
+    assert (results.by_key, results.failure) == ({}, None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_the_owner(number: int, mark: str) -> None:
+    command = [sys.executable, "-m", "tests.reward_attacks", "leaves_children_and_hangs", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    owner = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pids = json.loads(owner.stdout.readline())
+    assert len(pids) == 2 + 2 + 60, "the owner, its server, two workers, and what those started"
+    os.kill(owner.pid, number)
+    owner.wait(10)
+    owner.stdout.close()
+    assert not wait_for_none(mark, timeout_s=2.0)
+
+
+@pytest.mark.usefixtures("mark")
+def test_signals_meant_for_the_rank_do_not_end_the_server() -> None:
+    pool, results = make_pool("exact_match")
+    server = pool._server.process.pid
+    assert os.getsid(server) == server, "a signal to the rank's group does not reach it"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(server, number)
+    pool.submit("a", "", "1", {"answer": "1"})
+    results.wait(1)
+    pool.close()
+
+
+def test_the_end_of_the_server_is_an_error(mark: str) -> None:
+    pool, results = make_pool(SPEC)
+    pool.submit("a", "", "sleeps", {})
+    os.kill(pool._server.process.pid, signal.SIGKILL)
+    assert str(results.wait_failure()) == "the reward server of this rank has ended with exit code -9"
+    pool.submit("b", "", "1", {})  # raises nothing here: the mailbox does
+    assert not wait_for_none(mark), "workers die with their server"
+
+
+def test_a_frozen_server_is_an_error(monkeypatch: pytest.MonkeyPatch, mark: str) -> None:
+    monkeypatch.setattr(pool_module, "SILENCE_S", 0.5)
+    pool, results = make_pool(SPEC, timeout_s=0.5)
+    (server,) = [p for p in members(mark) if p.pid == pool._server.process.pid]
+    server.suspend()
+    pool.submit("a", "x" * 10_000_000, "1", {})  # more than the line holds, and yet it returns
+    assert "has said nothing for 1 s, with 1 calls under way" in str(results.wait_failure())
+    server.resume()
+    pool.close()
+
+
+@pytest.mark.usefixtures("mark")
+def test_mistakes_come_before_the_first_call() -> None:
+    results = Results()
+    with pytest.raises(ConfigError, match="choose one of exact_match"):
+        RewardPool(RewardConfig(function="last_word"), 1, results.deliver, results.fail)
+    pool = RewardPool(RewardConfig(function=f"{FILE}:nothing"), 1, results.deliver, results.fail)
+    with pytest.raises(ConfigError, match="has no function 'nothing'; it has good, bad, attack"):
+        pool.wait_ready()
+    pool.close()
+
+
+@pytest.mark.usefixtures("mark")
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import os; os._exit(7)", "RuntimeError: the reward server of this rank has ended with exit code 7"),
+        ("import time; time.sleep(1000)", "ConfigError: reward.function: its import has not ended after 2 s"),
+    ],
+)
+def test_a_file_that_cannot_be_imported(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "READY_S", 2.0)
+    file = tmp_path / "file.py"
+    file.write_text(source)
+    results = Results()
+    pool = RewardPool(RewardConfig(function=f"{file}:score"), 1, results.deliver, results.fail)
+    with pytest.raises(Exception, match="reward") as caught:
+        pool.wait_ready()
+    assert f"{type(caught.value).__name__}: {caught.value}".startswith(message)
+    pool._server.process.kill()  # as its rank's end would
+    pool.close()
