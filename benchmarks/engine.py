@@ -22,7 +22,7 @@ import torch
 from step import arguments, settings_of, write_inputs
 
 from rl.config import ROOT, RolloutConfig, load_config
-from rl.run import build_actor, end_run, open_run, train_sampling
+from rl.run import build_actor, end_run, open_run
 from rl.world import join
 
 WARM_UP_ROUNDS = 1
@@ -42,7 +42,9 @@ def measure(settings: list[str], rounds: int, file: Path) -> None:
         engine = actor.rollouts._service.engine  # type: ignore[union-attr]
         for _ in range(WARM_UP_ROUNDS + rounds):
             start = time.perf_counter()
-            batch = actor.rollouts.collect(actor.rollouts.start(prompts, train_sampling(config), version))
+            number = actor.rollouts.start(prompts, actor.sampling, version)
+            gathered = actor.rollouts.gather(number)
+            batch = actor.rollouts.settle(number, gathered.groups, gathered.owners)
             seconds["ours"].append(time.perf_counter() - start)
             start = time.perf_counter()
             num_tokens = generate(engine, [prompt.tokens for prompt in prompts], config.rollout)

@@ -42,15 +42,19 @@ class Actor:
     stream: PromptStream | None = None
     writer: MetricsWriter | None = None
 
-    def sample(self, version: int, measures: Measures) -> Sampled:
-        """The next batch, from this version."""
-        algo, rollout = self.config.algo, self.config.rollout
-        sampling = Sampling(
+    @property
+    def sampling(self) -> Sampling:
+        rollout = self.config.rollout
+        return Sampling(
             rollout.num_samples_per_prompt, rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k
         )
+
+    def sample(self, version: int, measures: Measures) -> Sampled:
+        """The next batch, from this version."""
+        algo = self.config.algo
         rounds = algo.max_sampling_rounds if algo.dynamic_sampling else 0
         num_prompts = self.config.train.num_prompts_per_step
-        return sample(self.rollouts, self.stream, num_prompts, rounds, sampling, version, self.pg, measures)
+        return sample(self.rollouts, self.stream, num_prompts, rounds, self.sampling, version, self.pg, measures)
 
     def score(self, batch: Batch, version: int) -> Batch:
         """With logprobs of policy and reference, and the critic's values, where anything needs them."""

@@ -54,7 +54,9 @@ def act(world: World, placement: Placement, pg: dist.ProcessGroup, folder: Path)
         assert rollouts.start(prompts, Sampling(NUM_SAMPLES, 1.0, 99), version=batch) == batch
 
     def collect(batch: int) -> None:
-        (folder / f"batch_{batch}.rank_{world.rank}.safetensors").write_bytes(rollouts.collect(batch).to_bytes())
+        gathered = rollouts.gather(batch)
+        share = rollouts.settle(batch, gathered.groups, gathered.owners)
+        (folder / f"batch_{batch}.rank_{world.rank}.safetensors").write_bytes(share.to_bytes())
 
     start(1)
     start(2)

@@ -28,7 +28,7 @@ class Rewards:
         self.calls: list[tuple[tuple[int, ...], str, str, dict[str, Any]]] = []
         self._mail = mail
 
-    def submit(self, key: tuple[int, ...], prompt: str, response: str, row: dict[str, Any]) -> None:
+    def submit(self, key: tuple[int, ...], prompt: str, response: str, row: dict[str, Any], with_answer: bool) -> None:
         self.calls.append((key, prompt, response, row))
 
     def say(self, key: tuple[int, ...], score: float, status: str = "ok") -> None:
@@ -54,7 +54,7 @@ class Bench:
         self.rewards = Rewards(self.mail)
         self.engine = self.make_engine()
         self.engine.confirm(6)
-        stage = contextmanager(lambda name: iter([None]))
+        stage = contextmanager(lambda name, item="": iter([None]))
         self.world: Any = SimpleNamespace(mail=self.mail, stage=stage, step=1)
         tokenizer: Any = Tokenizer()
         self.service = RolloutService(
@@ -125,7 +125,8 @@ def test_a_group_is_delivered_once_when_its_last_score_has_come(bench: Bench) ->
     (message,) = bench.delivered()
     assert (message.meta["position"], message.meta["version"]) == (1, 6)
     assert Batch.from_bytes(message.payload).rewards.tolist() == [10.0, 11.0, 12.0]
-    assert message.meta["scores"] == [{"parts": {"rule": 10.0 + sample}, "status": "ok"} for sample in range(3)]
+    wanted = [{"parts": {"rule": 10.0 + sample}, "status": "ok", "answer": None} for sample in range(3)]
+    assert message.meta["scores"] == wanted
     bench.rewards.say((2, 0, 0, 0), 0.0, status="timeout")
     bench.rewards.say((2, 0, 1, 0), 1.0)
     bench.hear()
