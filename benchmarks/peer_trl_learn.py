@@ -1,0 +1,107 @@
+"""The work of benchmarks/learn.py in TRL's GRPO trainer with a collocated vLLM. Prints one JSON line.
+
+    python benchmarks/peer_trl_learn.py MODEL_FOLDER [--steps 100]
+
+The same sums, samples, learning rate and number of steps; greedy accuracy by transformers before and after. Needs trl,
+which is no requirement of the project.
+"""
+
+import argparse
+import json
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from learn import SETTINGS, arguments, write_sums
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from rl.estimates import estimate
+
+
+def is_right(text: str, answer: str) -> float:
+    numbers = re.findall(r"\d+", text)
+    return float(bool(numbers) and numbers[-1] == answer)
+
+
+def reward(completions: list[Any], answer: list[str], **others: Any) -> list[float]:
+    return [is_right(messages[0]["content"], wanted) for messages, wanted in zip(completions, answer, strict=True)]
+
+
+@torch.no_grad()
+def accuracy(model: Any, tokenizer: Any, rows: list[dict[str, str]]) -> list[float]:
+    """With the ends of its interval."""
+    scores = []
+    for first in range(0, len(rows), 100):
+        part = rows[first : first + 100]
+        chats = [[{"role": "user", "content": row["prompt"]}] for row in part]
+        inputs = tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        ).to(model.device)
+        output = model.generate(**inputs, max_new_tokens=SETTINGS["max_new_tokens"], do_sample=False)
+        texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        scores += [is_right(text, row["answer"]) for text, row in zip(texts, part, strict=True)]
+    found = estimate(scores)
+    return [round(value, 4) for value in (found.mean, found.low, found.high)]
+
+
+def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    train, test = ([json.loads(line) for line in file.read_text().splitlines()] for file in write_sums(folder))
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).cuda()
+    before = accuracy(model, tokenizer, test)
+    del model
+    torch.cuda.empty_cache()
+    config = GRPOConfig(
+        output_dir=str(folder / "out"),
+        max_steps=args.steps,
+        per_device_train_batch_size=SETTINGS["num_prompts"] * SETTINGS["num_samples"],
+        num_generations=SETTINGS["num_samples"],
+        max_completion_length=SETTINGS["max_new_tokens"],
+        temperature=SETTINGS["temperature"],
+        epsilon=SETTINGS["clip"],
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.3,
+        beta=0.0,
+        bf16=True,
+        learning_rate=SETTINGS["lr"],
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+    )
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in train]
+    started = time.perf_counter()
+    trainer = GRPOTrainer(
+        model=args.model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    seconds = time.perf_counter() - started
+    return {
+        "benchmark": "peer_trl_learn",
+        "model": Path(args.model).name,
+        "gpu": torch.cuda.get_device_name(),
+        "steps": args.steps,
+        "before": before,
+        "after": accuracy(trainer.model.eval(), tokenizer, test),
+        "seconds": round(seconds, 1),
+    }
+
+
+def main() -> None:
+    args = arguments(__doc__).parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        print(json.dumps(run(args, Path(name))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
