@@ -26,12 +26,13 @@ from rl.checkpoint.shelf import Shelf
 from rl.config import load_config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, PromptStream
-from rl.learner import MOMENTS, Learner
+from rl.learner import Learner
 from rl.metrics import Measures
 from rl.model.load import load_model
 from rl.placement import make_groups, plan
 from rl.run import Run, build_checkpoints
 from rl.sync.plan import wire_tensors
+from rl.trainee import MOMENTS
 from rl.world import World, join
 
 NUM_PROMPTS = 5

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.learner import lr_schedule
+from rl.trainee import lr_schedule
 
 
 @pytest.mark.parametrize(
