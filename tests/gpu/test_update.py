@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.update import MODELS, check, job, make_reference, run_jobs, weights_of
+from tests.update import (
+    MODELS,
+    VARIANTS,
+    check,
+    check_weights,
+    job,
+    make_reference,
+    run_jobs,
+    variant_job,
+    weights_of,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 WAYS = [
@@ -28,9 +38,12 @@ def test_every_way_to_compute_an_update(tmp_path: Path) -> None:
         for dtype in LIMITS
         for number, way in enumerate(WAYS)
     ]
-    run_jobs(tmp_path, 1, jobs, timeout_s=500)
+    losses = {name: variant_job(name) | {"device": "cuda"} for name in VARIANTS}
+    run_jobs(tmp_path, 1, [*jobs, *losses.values()], timeout_s=500)
     for each in jobs:
         check(reference, each, *LIMITS[each["dtype"]])
+    for name, each in losses.items():
+        check_weights(weights_of(tmp_path, each), reference.variants[name][0], 1e-4, each)
     for model in MODELS:  # what moves weights about changes no bit of the result
         plain = weights_of(tmp_path, job(f"{model} bfloat16 0", model))
         moved = weights_of(tmp_path, job(f"{model} bfloat16 {WAYS.index({'offload': 'rollout'})}", model))

@@ -30,6 +30,8 @@ def settings() -> list[str]:
         "--config=configs/gsm8k_smollm2_135m.yaml",
         f"model.path={model}",
         f"data.train={prompts}",
+        "data.prompt_key=question",
+        "eval.interval=0",
         f"train.num_steps={NUM_STEPS}",
         "debug.save_rollouts=true",
     ]
