@@ -10,11 +10,6 @@ def varied(prompt: str, response: str, row: dict[str, Any]) -> float:
     return zlib.crc32(f"{response}/{row['answer']}".encode()) % 5 / 4
 
 
-def mostly_equal(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Tells responses apart for answers that divide by 3, and for no others."""
-    return varied(prompt, response, row) if int(row["answer"]) % 3 == 0 else 0.5
-
-
 def sometimes_hanging(prompt: str, response: str, row: dict[str, Any]) -> dict[str, float]:
     """Depends on the text alone: hangs, raises or says how long it is."""
     lot = zlib.crc32(f"{prompt}{response}".encode()) % 32
@@ -24,3 +19,8 @@ def sometimes_hanging(prompt: str, response: str, row: dict[str, Any]) -> dict[s
     if lot == 1:
         raise RuntimeError("planted")
     return {"score": lot / 32, "length": len(response)}
+
+
+def mostly_equal(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Tells responses apart for answers that divide by 3, and for no others."""
+    return varied(prompt, response, row) if int(row["answer"]) % 3 == 0 else 0.5
