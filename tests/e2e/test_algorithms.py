@@ -22,13 +22,14 @@ pytestmark = pytest.mark.timeout(300)  # the fixtures' runs count for whoever co
 FUNCTIONS = "tests/e2e/reward_functions.py"
 NUM_PROMPTS, NUM_SAMPLES = 6, 4
 SETTINGS = [
-    *("rollout.engine=fake", f"train.num_prompts_per_step={NUM_PROMPTS}", "eval.interval=0", "actor.lr=1e-3"),
+    *("rollout.engine=fake", f"train.num_prompts_per_step={NUM_PROMPTS}", "eval.interval=0", "actor.lr=3e-4"),
     *(f"rollout.num_samples_per_prompt={NUM_SAMPLES}", "checkpoint.save_interval=1", "checkpoint.keep_last=9"),
     *("debug.save_rollouts=true", f"reward.function={FUNCTIONS}:varied"),
 ]
 PPO = [
     *(*SETTINGS, "algo.advantage=gae", "algo.lam=0.95", "critic.lr=1e-3", "critic.warmup_steps=1"),
-    *("algo.num_mini_batches=2", "algo.kl_coef=0.5", "algo.kl_place=reward", "algo.kl_target=1e-3"),
+    *("algo.num_mini_batches=2", "algo.kl_coef=0.5", "algo.kl_place=reward", "algo.kl_estimator=k1"),
+    "algo.kl_target=1e-3",
 ]
 DYNAMIC = [*SETTINGS, f"reward.function={FUNCTIONS}:mostly_equal", "algo.dynamic_sampling=true"]
 APART = ["placement.rollout=0", "placement.actor=1-2"]
