@@ -19,6 +19,7 @@ MAX_NEW_TOKENS = 20
 NUM_PROMPTS = 5
 ACTOR = {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.05, "warmup_steps": 2, "lr_schedule": "linear"}
 ALGO = {"clip_low": 0.1, "clip_high": 0.3, "kl_coef": 0.2, "kl_estimator": "k3", "num_mini_batches": 2, "num_epochs": 2}
+CRITIC = {"lr": 3e-3, "clip": 0.05}
 SHAPE = {
     "vocab_size": 37,  # divides by no number of ranks
     "hidden_size": 32,
@@ -58,6 +59,8 @@ def make_batch() -> Batch:
         old_logprobs=-math.log(SHAPE["vocab_size"]) + 0.3 * torch.randn(num_tokens),
         ref_logprobs=-math.log(SHAPE["vocab_size"]) + 0.3 * torch.randn(num_tokens),
         advantages=torch.randn(lengths.shape).repeat_interleave(lengths),  # those in prompts are never read
+        values=0.1 * torch.randn(num_tokens),
+        returns=torch.randn(num_tokens),
     )
 
 
@@ -169,6 +172,63 @@ def variant_update(model: torch.nn.Module, reference: torch.nn.Module, batch: Ba
     return loss.item(), norm_of_gradient.item()
 
 
+class Judged(NamedTuple):
+    """What a critic expects after an update, and how it got there."""
+
+    weights: dict[str, Tensor]
+    values: Tensor  # [R]
+    loss: float
+    num_clipped: int  # of the terms of all its steps
+    grad_norm: float
+
+
+def critic_update(model: torch.nn.Module, batch: Batch) -> Judged:
+    """Two epochs of two optimizer steps of a head of zeros on the model's layers, one sequence at a time."""
+    model.lm_head = torch.nn.Linear(SHAPE["hidden_size"], 1, bias=False)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=CRITIC["lr"], weight_decay=ACTOR["weight_decay"])
+    starts, clip, terms, norms, num_clipped = batch.cu_lengths.tolist(), CRITIC["clip"], [], [], 0
+
+    def values_of_sequence(s: int) -> Tensor:
+        """Before each response token."""
+        tokens = batch.tokens[starts[s] : starts[s + 1]]
+        hidden = model.model(tokens.unsqueeze(0)).last_hidden_state[0]
+        return model.lm_head(hidden).squeeze(1)[batch.prompt_lengths[s] - 1 : -1]
+
+    for mini_batch in [(0, 1, 2), (3, 4)] * 2:  # position * 2 // 5
+        losses = []
+        for s in range(batch.num_sequences):
+            if int(batch.group_ids[s]) in mini_batch:
+                span = slice(starts[s] + int(batch.prompt_lengths[s]), starts[s + 1])
+                new, old, returns = values_of_sequence(s), batch.values[span], batch.returns[span]
+                for n, o, r in zip(new, old, returns, strict=True):
+                    held = min(max(n, o - clip), o + clip)
+                    num_clipped += int((held - r) ** 2 > (n - r) ** 2)
+                    losses.append(max((n - r) ** 2, (held - r) ** 2) / 2)
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), ACTOR["max_grad_norm"]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        terms += [term.item() for term in losses]
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        values = torch.cat([values_of_sequence(s) for s in range(batch.num_sequences)])
+    return Judged(weights, values, sum(terms) / len(terms), num_clipped, sum(norms) / len(norms))
+
+
+@torch.no_grad()
+def certainties(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logprobs and KL(uniform, policy) of all response tokens."""
+    logprobs, found, size = [], [], SHAPE["vocab_size"]
+    for s, tokens in enumerate(batch.tokens.split(batch.lengths.tolist())):
+        first = int(batch.prompt_lengths[s]) - 1
+        logprobs.append(token_logprobs(model, tokens)[first:])
+        log_p = torch.log_softmax(model(tokens.unsqueeze(0)).logits[0, first:-1] / TEMPERATURE, -1)
+        found.append((1 / size * (math.log(1 / size) - log_p)).sum(-1))
+    return torch.cat(logprobs), torch.cat(found)
+
+
 MODELS = ("llama, tied", "qwen3, untied")
 
 
@@ -176,21 +236,25 @@ class Reference(NamedTuple):
     folder: Path  # of the models and the batch, and of what jobs write
     expected: dict[str, tuple[dict[str, Tensor], list[tuple[float, float, int]]]]  # by model: weights, losses
     variants: dict[str, tuple[dict[str, Tensor], float, float]]  # weights, loss and gradient norm
+    judged: dict[str, Judged]  # by model
+    certainties: dict[str, tuple[Tensor, Tensor]]  # by model: logprobs and self-certainty of response tokens
 
 
 def make_reference(folder: Path) -> Reference:
-    batch, expected, variants = make_batch(), {}, {}
+    batch, expected, variants, judged, certain = make_batch(), {}, {}, {}, {}
     save_file(batch._tensors(), folder / "batch.safetensors")
     for kind in MODELS:
         model = make_model(folder / kind, kind)
+        certain[kind] = certainties(model, batch)
         losses = reference_update(model, batch)
         expected[kind] = {name: parameter.detach() for name, parameter in model.named_parameters()}, losses
+        judged[kind] = critic_update(make_model(folder / kind, kind), batch)
     other = make_model(folder / "reference", MODELS[0], seed=2)
     for name in VARIANTS:
         model = make_model(folder / MODELS[0], MODELS[0])
         results = variant_update(model, other, batch, name)
         variants[name] = {name: parameter.detach() for name, parameter in model.named_parameters()}, *results
-    return Reference(folder, expected, variants)
+    return Reference(folder, expected, variants, judged, certain)
 
 
 def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **options: Any) -> dict[str, Any]:
@@ -205,6 +269,10 @@ def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **o
 def variant_job(name: str) -> dict[str, Any]:
     settings = {"clip_low": ALGO["clip_low"], "clip_high": ALGO["clip_high"], **VARIANTS[name][0]}
     return job(name, MODELS[0]) | {"algo": settings}
+
+
+def critic_job(name: str, model: str, **options: Any) -> dict[str, Any]:
+    return job(name, model, **options) | {"critic": CRITIC}
 
 
 def run_jobs(folder: Path, num_ranks: int, jobs: list[dict[str, Any]], timeout_s: float = 150) -> None:

@@ -4,15 +4,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.update import (
     ALGO,
+    CRITIC,
     MODELS,
     VARIANTS,
     Reference,
     check,
     check_weights,
+    critic_job,
     job,
+    make_batch,
     make_reference,
     run_jobs,
     values_of,
@@ -41,6 +45,12 @@ ON_POLICY = [
     for source in ("none", "by a pass of their own")
 ]
 ALGORITHMS = {name: variant_job(name) for name in VARIANTS}
+CRITIC_WAYS = {1: {"max_tokens": 10_000}, 2: {"offload": "rollout"}, 4: {"recompute": "full", "idle": True}}
+CRITICS = {
+    (num_ranks, model): critic_job(f"critic of {model} {num_ranks}", model, **way)
+    for num_ranks, way in CRITIC_WAYS.items()
+    for model in MODELS
+}
 EXTRA = {1: [COMPILED], 2: [IN_BF16, *ON_POLICY], 4: [*ALGORITHMS.values()]}
 
 
@@ -53,7 +63,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Everything below has been run beside it, in one world for each number of ranks."""
     reference = make_reference(tmp_path_factory.mktemp("learner"))
     for num_ranks in WAYS:
-        run_jobs(reference.folder, num_ranks, [*ways(num_ranks), *EXTRA[num_ranks]])
+        critics = [CRITICS[num_ranks, model] for model in MODELS]
+        run_jobs(reference.folder, num_ranks, [*ways(num_ranks), *EXTRA[num_ranks], *critics])
     return reference
 
 
@@ -75,6 +86,38 @@ def test_every_loss_equals_the_plain_one(reference: Reference, name: str) -> Non
     check_weights(weights_of(reference.folder, ALGORITHMS[name]), weights, 2e-5, ALGORITHMS[name])
     if "kl_coef" not in VARIANTS[name][0] and "entropy_coef" not in VARIANTS[name][0]:
         assert values["loss/policy"] == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("num_ranks", CRITIC_WAYS)
+def test_critic(reference: Reference, num_ranks: int, model: str) -> None:
+    """A head of zeros expects 0 of everything; after an update weights, values, losses and the share of clipped values
+    are those of a plain one, with uneven and empty work and where it rests in host memory meanwhile."""
+    job, wanted, mask = CRITICS[num_ranks, model], reference.judged[model], make_batch().response_mask
+    found = load_file(reference.folder / f"{job['name']}.values.safetensors")
+    assert not found["before"].any()
+    assert wanted.values.abs().max() > 0.1
+    torch.testing.assert_close(found["after"][mask], wanted.values, atol=2e-4, rtol=0)
+    assert not found["after"][~mask].any()
+    values = values_of(reference.folder, job)
+    assert values["critic/loss"] == pytest.approx(wanted.loss, abs=1e-5)
+    assert values["critic/grad_norm"] == pytest.approx(wanted.grad_norm, rel=1e-4)
+    num_terms = 2 * int(mask.sum())
+    assert 0.1 * num_terms < wanted.num_clipped < 0.9 * num_terms
+    assert values["critic/clip_fraction"] * num_terms == pytest.approx(wanted.num_clipped, abs=1)
+    assert values["critic/lr"] == CRITIC["lr"]
+    check_weights(weights_of(reference.folder, job), wanted.weights, 6e-5, job)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("num_ranks", CRITIC_WAYS)
+def test_certainty(reference: Reference, num_ranks: int, model: str) -> None:
+    """Of a scoring pass, beside its logprobs: the plain KL(uniform, policy) at the sampling temperature."""
+    found = load_file(reference.folder / f"{CRITICS[num_ranks, model]['name']}.values.safetensors")
+    mask = make_batch().response_mask
+    for name, wanted in zip(("old_logprobs", "certainty"), reference.certainties[model], strict=True):
+        torch.testing.assert_close(found[name][mask], wanted, atol=1e-5, rtol=0)
+        assert not found[name][~mask].any()
 
 
 def test_compiled_layers(reference: Reference) -> None:

@@ -71,3 +71,46 @@ def test_placement_equality(name: str, collocated: Result, tmp_path: Path) -> No
         for metric in ("reward/mean", "loss/policy", "loss/kl", "policy/entropy", "optim/grad_norm"):
             assert row[metric] == pytest.approx(expected_row[metric], abs=1e-5), (metric, row["step"])
     assert other.metrics[-1]["eval/accuracy"] == collocated.metrics[-1]["eval/accuracy"]
+
+
+# A critic, self-certainty as a reward, a reference that rewards pay for, a batch that grows, and sampling from a cut
+# distribution, all at once.
+ALGORITHM = (
+    *("train.num_steps=2", "train.num_prompts_per_step=5", "rollout.num_samples_per_prompt=4", "actor.lr=3e-4"),
+    *("algo.advantage=gae", "algo.lam=0.9", "critic.lr=1e-3", "algo.num_mini_batches=2", "algo.dynamic_sampling=true"),
+    *("algo.certainty_coef=0.1", "algo.kl_coef=0.05", "algo.kl_place=reward", "rollout.top_p=0.8", "rollout.top_k=5"),
+    *("algo.correction=token", "inference.max_tokens_per_micro_batch=60", "eval.interval=0"),
+    "debug.save_rollouts=true",
+)
+
+
+@pytest.mark.timeout(300)
+def test_an_algorithm_with_everything_has_placement_equality(tmp_path: Path) -> None:
+    """2 ranks that do it all, and an actor with an engine and inference ranks apart: who judges, who scores and who
+    decides how many prompts to draw must not change a token, a certainty or a loss."""
+    collocated = train(tmp_path / "collocated", 2, *ALGORITHM)
+    apart = ("placement.rollout=0", "placement.inference=1", "placement.actor=2")
+    other = train(tmp_path / "apart", 3, *ALGORITHM, *apart)
+    for step in (1, 2):
+        expected, got = collocated.rollouts(step), other.rollouts(step)
+        assert got.tokens.tolist() == expected.tokens.tolist(), f"step {step} sampled other tokens"
+        assert got.rewards.tolist() == expected.rewards.tolist()
+        assert got.group_ids.tolist() == expected.group_ids.tolist()
+        for name in ("certainty", "values", "returns", "advantages", "old_logprobs", "ref_logprobs"):
+            torch.testing.assert_close(getattr(got, name), getattr(expected, name), atol=1e-4, rtol=1e-4, msg=name)
+        mask = got.response_mask
+        assert got.certainty is not None and got.values is not None and got.old_logprobs is not None
+        assert got.certainty[mask].min() > 0 and not got.certainty[~mask].any()
+        assert got.values.any() == (step > 1)
+        # What was cut off was given to the tokens that are left, so the engine's logprobs are above the learner's.
+        kept = torch.exp(got.old_logprobs[mask] - got.rollout_logprobs[mask])
+        assert kept.max() < 1.001 and 0.75 < kept.min() < 0.99
+        groups = got.rewards.view(-1, 4)
+        assert (groups.amax(1) > groups.amin(1)).all()
+        assert other.metrics[step - 1]["policy/correction_mean"] == pytest.approx(kept.mean().item(), abs=1e-3)
+    for expected_row, row in zip(collocated.metrics, other.metrics, strict=True):
+        assert row.keys() == expected_row.keys()
+        for metric in row.keys() - {name for name in row if name.startswith(("time/", "perf/"))}:
+            assert row[metric] == pytest.approx(expected_row[metric], rel=1e-4, abs=1e-5), (metric, row["step"])
+        assert row["rollout/sampled_prompts"] >= row["rollout/informative_prompts"] >= 5
+        assert 0.8 < row["policy/correction_mean"] < 0.999

@@ -1,4 +1,4 @@
-"""Run by torchrun for tests/update.py: for each job one update by the real Learner on a mesh of all ranks."""
+"""Run by torchrun for tests/update.py: for each job one update by the real Learner or Critic on a mesh of all ranks."""
 
 import dataclasses
 import functools
@@ -11,13 +11,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.config import ActorConfig, AlgoConfig, RolloutConfig
+from rl.config import ActorConfig, AlgoConfig, CriticConfig, RolloutConfig
+from rl.critic import Critic
 from rl.data.batch import Batch
 from rl.learner import Learner
 from rl.metrics import Measures
 from rl.model.load import Compute, load_model
 from rl.scoring import LocalScorer
 from rl.shards import local_slices
+from rl.trainee import Trainee
 
 if not torch.cuda.is_available():
     # Without Inductor, which needs a C++ compiler: what is tested is how layers are traced, cut and called.
@@ -39,11 +41,8 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     learner = Learner(model, pg, device, actor, algo, rollout, num_optimizer_steps=4)
     if algo.kl_estimator == "full":
         learner.reference = load_model(folder / "reference", mesh, device, job["dtype"], trainable=False)
-    # Rank r owns every size-th group, as the rollout stage deals them out; when "idle" the last owns nothing.
-    owners = size - 1 if job["idle"] else size
-    owned = [s for s in range(batch.num_sequences) if int(batch.group_ids[s]) % owners == rank]
     measures = Measures()
-    share = batch.select(owned)
+    share = batch.select(owned_by(rank, size, batch, job))
     if job["old_logprobs"] != "given":
         share = dataclasses.replace(share, old_logprobs=None)
     if job["old_logprobs"] == "by a pass of their own":
@@ -63,11 +62,58 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     if learner.offloads:
         learner.release_device()
         learner.take_device()
+    report(pg, folder, job, model, measures)
+
+
+def owned_by(rank: int, size: int, batch: Batch, job: dict) -> list[int]:
+    """Every size-th group, as the rollout stage deals them out; when "idle" the last rank owns nothing."""
+    owners = size - 1 if job["idle"] else size
+    return [s for s in range(batch.num_sequences) if int(batch.group_ids[s]) % owners == rank]
+
+
+def report(pg: dist.ProcessGroup, folder: Path, job: dict, model: torch.nn.Module, measures: Measures) -> None:
     values = measures.reduce(pg)
     weights = {name: parameter.detach().full_tensor().cpu() for name, parameter in model.named_parameters()}
-    if rank == 0:
+    if dist.get_rank(pg) == 0:
         save_file(weights, folder / f"{job['name']}.safetensors")
         (folder / f"{job['name']}.json").write_text(json.dumps(values))
+
+
+def judge(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
+    """Values of a critic before and after one update, and the self-certainty of the policy that it came from."""
+    device = torch.device(job["device"])
+    actor, algo, critic_config = ActorConfig(**job["actor"]), AlgoConfig(**job["algo"]), CriticConfig(**job["critic"])
+    mesh, place = DeviceMesh.from_group(pg, device.type), folder / job["model"]
+    compute = Compute(actor.compile, actor.recompute, on_host=actor.offload == "always")
+    model = load_model(place, mesh, device, job["dtype"], trainable=True, compute=compute, as_critic=True)
+    critic = Critic(model, pg, device, actor, algo, critic_config, max_tokens=30)
+    batch = Batch(**load_file(folder / "batch.safetensors"))
+    owned = owned_by(dist.get_rank(pg), dist.get_world_size(pg), batch, job)
+    share, measures = batch.select(owned), Measures()
+    found = {"before": critic.judge(share).values}
+    rest(critic)
+    critic.update(share, job["num_prompts"], measures)
+    rest(critic)
+    found["after"] = critic.judge(share).values
+    policy = load_model(place, mesh, device, job["dtype"], trainable=False)
+    fields = ["old_logprobs", "certainty"]
+    scorer = LocalScorer({"old_logprobs": policy}, fields, pg, 30, job["temperature"], device)
+    scored = scorer.score(share, version=1)
+    found |= {"old_logprobs": scored.old_logprobs, "certainty": scored.certainty}
+    for name, values in found.items():
+        found[name] = torch.zeros(batch.num_tokens)
+        found[name][torch.isin(batch.segment_ids, torch.tensor(owned))] = values
+        dist.all_reduce(found[name], group=pg)
+    if dist.get_rank(pg) == 0:
+        save_file(found, folder / f"{job['name']}.values.safetensors")
+    report(pg, folder, job, model, measures)
+
+
+def rest(trainee: Trainee) -> None:
+    if trainee.offloads:
+        trainee.release_device()
+        assert not any(part.data.untyped_storage().nbytes() for part in local_slices(trainee.model)), "it rests"
+        trainee.take_device()
 
 
 def main() -> None:
@@ -76,7 +122,7 @@ def main() -> None:
     pg = dist.group.WORLD
     assert pg is not None
     for job in json.loads(sys.argv[2]):
-        update(pg, folder, job)
+        judge(pg, folder, job) if "critic" in job else update(pg, folder, job)
     dist.barrier(group=pg)
     dist.destroy_process_group(pg)
 

@@ -19,3 +19,8 @@ def sometimes_hanging(prompt: str, response: str, row: dict[str, Any]) -> dict[s
     if lot == 1:
         raise RuntimeError("planted")
     return {"score": lot / 32, "length": len(response)}
+
+
+def mostly_equal(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Tells responses apart for answers that divide by 3, and for no others."""
+    return varied(prompt, response, row) if int(row["answer"]) % 3 == 0 else 0.5

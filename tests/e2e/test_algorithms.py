@@ -1,0 +1,185 @@
+"""Whole runs of algorithms that carry more than a policy from step to step: a critic, an adapted coefficient, a prompt
+stream that advances by what rewards say. On the fake engine; test_placement_equality has the real one."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from rl.algo.advantages import is_informative
+from rl.checkpoint.manifest import MANIFEST, Manifest
+from rl.config import ROOT, load_config
+from rl.data.batch import Batch
+from rl.data.sources import read_data
+from rl.rollout.sample import next_count
+from tests.independent_merge import assert_same_bytes, load_merged, merge_shards
+from tests.launcher import Result, train
+from tools.merge_checkpoint import main
+
+pytestmark = pytest.mark.timeout(300)  # the fixtures' runs count for whoever comes first
+FUNCTIONS = "tests/e2e/reward_functions.py"
+NUM_PROMPTS, NUM_SAMPLES = 6, 4
+SETTINGS = [
+    *("rollout.engine=fake", f"train.num_prompts_per_step={NUM_PROMPTS}", "eval.interval=0", "actor.lr=3e-4"),
+    *(f"rollout.num_samples_per_prompt={NUM_SAMPLES}", "checkpoint.save_interval=1", "checkpoint.keep_last=9"),
+    *("debug.save_rollouts=true", f"reward.function={FUNCTIONS}:varied"),
+]
+PPO = [
+    *(*SETTINGS, "algo.advantage=gae", "algo.lam=0.95", "critic.lr=1e-3", "critic.warmup_steps=1"),
+    *("algo.num_mini_batches=2", "algo.kl_coef=0.5", "algo.kl_place=reward", "algo.kl_estimator=k1"),
+    "algo.kl_target=1e-3",
+]
+DYNAMIC = [*SETTINGS, f"reward.function={FUNCTIONS}:mostly_equal", "algo.dynamic_sampling=true"]
+APART = ["placement.rollout=0", "placement.actor=1-2"]
+
+
+def manifest_of(result: Result, step: int) -> Manifest:
+    file = result.folder / "checkpoints" / f"step_{step}" / MANIFEST
+    return Manifest.from_json(file.read_bytes(), str(file))
+
+
+def shards(result: Result, step: int, kind: str = "model") -> list[Path]:
+    return sorted((result.folder / "checkpoints" / f"step_{step}").glob(f"{kind}-*.safetensors"))
+
+
+def learnt(row: dict[str, float]) -> dict[str, float]:
+    """All metrics of a step but those of time."""
+    return {name: value for name, value in row.items() if name.partition("/")[0] not in ("time", "perf")}
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return train(tmp_path_factory.mktemp("ppo") / "whole", 2, *PPO, "train.num_steps=4")
+
+
+def killed_after(step: int, result: Result, folder: Path) -> Path:
+    """A copy of the run as it would stand there."""
+    shutil.copytree(result.folder, folder, ignore=shutil.ignore_patterns("rollouts", "merged"))
+    for later in range(step + 1, len(result.metrics) + 1):
+        shutil.rmtree(folder / "checkpoints" / f"step_{later}")
+    return folder
+
+
+def test_a_run_with_a_critic_resumes_with_the_same_numbers(ppo: Result, tmp_path: Path) -> None:
+    """4 steps equal 2, a resume and 2, to the last bit: policy, critic, both optimizers, and the coefficient of the KL,
+    which has moved."""
+    resumed = train(killed_after(2, ppo, tmp_path / "run"), 2, *PPO, "train.num_steps=4")
+    assert "goes on after step 2" in resumed.output
+    assert [row["step"] for row in ppo.metrics] == [1, 2, 3, 4]
+    for ours, theirs in zip(resumed.metrics, ppo.metrics, strict=True):
+        assert learnt(ours) == learnt(theirs)
+    for kind in ("model", "optimizer"):
+        assert_same_bytes(merge_shards(shards(resumed, 4, kind)), merge_shards(shards(ppo, 4, kind)))
+    coefficients = [row["policy/kl_coef"] for row in ppo.metrics[1:]]
+    assert len({0.5, *coefficients}) == 4
+    assert manifest_of(ppo, 4).state["kl_coef"] == coefficients[-1]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "placement"), [(1, []), pytest.param(3, APART, marks=pytest.mark.slow)], ids=["1 rank", "apart"]
+)
+def test_and_in_another_placement(num_ranks: int, placement: list[str], ppo: Result, tmp_path: Path) -> None:
+    """2 collocated ranks, then another world: the same tokens, values and losses."""
+    other = train(killed_after(2, ppo, tmp_path / "run"), num_ranks, *PPO, "train.num_steps=4", *placement)
+    assert "goes on after step 2" in other.output
+    for step in (3, 4):
+        got, expected = other.rollouts(step), ppo.rollouts(step)
+        assert got.tokens.tolist() == expected.tokens.tolist()
+        for name in ("values", "returns", "advantages"):
+            assert getattr(got, name).tolist() == pytest.approx(getattr(expected, name).tolist(), abs=2e-4), name
+    for ours, theirs in zip(other.metrics, ppo.metrics, strict=True):
+        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-4)
+
+
+def test_a_critic_warms_up_alone(ppo: Result) -> None:
+    """In the first step, for which it expects nothing yet. The policy is still the model's, to the bit, and so are its
+    moments; in the second step the critic has learnt and the policy moves."""
+    first, second = ppo.metrics[:2]
+    assert "loss/policy" not in first and "optim/grad_norm" not in first
+    assert first["critic/loss"] > 0 and second["critic/loss"] > 0 and second["optim/grad_norm"] > 0
+    before = load_file(ROOT / "configs/tiny/model.safetensors")
+    assert_same_bytes(merge_shards(shards(ppo, 1)), before)
+    after = merge_shards(shards(ppo, 2))
+    assert any(not tensor.equal(before[name]) for name, tensor in after.items())
+    moments = merge_shards(shards(ppo, 1, "optimizer"))
+    assert not any(tensor.any() for name, tensor in moments.items() if name.startswith("exp_avg"))
+    assert moments["critic_exp_avg/lm_head.weight"].any()
+    assert not ppo.rollouts(1).values.any()
+    values = ppo.rollouts(2).values
+    assert values.abs().max() > 1e-3
+    assert [manifest_of(ppo, step).state["num_updates"] for step in (1, 2)] == [0, 2]
+    assert [manifest_of(ppo, step).state["num_critic_updates"] for step in (1, 2)] == [2, 4]
+
+
+def test_a_critic_is_not_merged(ppo: Result) -> None:
+    main([str(ppo.folder), "--verify-logits"])
+    merged = load_merged(ppo.folder / "merged" / "step_4")
+    assert merged.keys() == load_file(ROOT / "configs/tiny/model.safetensors").keys()
+    assert_same_bytes(merged, merge_shards(shards(ppo, 4)))
+
+
+@pytest.fixture(scope="module")
+def dynamic(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return train(tmp_path_factory.mktemp("dynamic") / "whole", 1, *DYNAMIC, "train.num_steps=3")
+
+
+def prompts_of(batch: Batch) -> list[list[int]]:
+    """By group."""
+    starts, lengths = batch.cu_lengths.tolist(), batch.prompt_lengths.tolist()
+    sequences = range(0, batch.num_sequences, NUM_SAMPLES)
+    return [batch.tokens[starts[s] : starts[s] + lengths[s]].tolist() for s in sequences]
+
+
+def test_dynamic_sampling_keeps_the_first_informative_groups(dynamic: Result) -> None:
+    """The prompts that should be kept, and how many are drawn for them, follow from the data alone."""
+    config = load_config(None, [])
+    stream = read_data(config, AutoTokenizer.from_pretrained(ROOT / config.model.path)).stream
+    for row in dynamic.metrics:
+        sampled, kept = 0, []
+        while len(kept) < NUM_PROMPTS:
+            count = next_count(NUM_PROMPTS, sampled, len(kept))
+            kept += [prompt.tokens for prompt in stream.take(count) if int(prompt.answer) % 3 == 0]
+            sampled += count
+        batch = dynamic.rollouts(int(row["step"]))
+        assert prompts_of(batch) == kept[:NUM_PROMPTS]
+        assert batch.group_ids.tolist() == [place for place in range(NUM_PROMPTS) for _ in range(NUM_SAMPLES)]
+        assert is_informative(batch.rewards, batch.group_ids).all()
+        assert row["rollout/sampled_prompts"] == sampled > NUM_PROMPTS
+        assert row["rollout/informative_prompts"] == len(kept)
+        assert manifest_of(dynamic, int(row["step"])).state["position"] == stream.position
+        # the batch's rewards, and the function's of all that was sampled
+        assert row["reward/mean"] == pytest.approx(batch.rewards.mean().item(), abs=1e-6)
+        assert row["reward/mostly_equal"] != pytest.approx(row["reward/mean"], abs=1e-6)
+
+
+def test_dynamic_sampling_resumes_in_another_placement(dynamic: Result, tmp_path: Path) -> None:
+    """A rank that does it all, then an engine apart: the same prompts, tokens, rewards and losses."""
+    apart = ["placement.rollout=0", "placement.actor=1"]
+    other = train(killed_after(1, dynamic, tmp_path / "run"), 2, *DYNAMIC, "train.num_steps=3", *apart)
+    assert "goes on after step 1" in other.output
+    for step in (2, 3):
+        got, expected = other.rollouts(step), dynamic.rollouts(step)
+        assert got.tokens.tolist() == expected.tokens.tolist()
+        assert got.rewards.tolist() == expected.rewards.tolist()
+        assert manifest_of(other, step).state["position"] == manifest_of(dynamic, step).state["position"]
+    for ours, theirs in zip(other.metrics, dynamic.metrics, strict=True):
+        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
+
+
+def test_a_run_that_had_no_critic_goes_on_with_a_fresh_one(dynamic: Result, tmp_path: Path) -> None:
+    """Also: only one round is allowed, so the batch has fewer groups than there are mini-batches."""
+    settings = ["algo.advantage=gae", "algo.max_sampling_rounds=1", "algo.num_mini_batches=6"]
+    fork = [f"checkpoint.resume={dynamic.folder}", "train.num_steps=4", *settings]
+    result = train(tmp_path / "fork", 1, *DYNAMIC, *fork)
+    assert "goes on after step 3" in result.output
+    (row,) = result.metrics
+    batch = result.rollouts(4)
+    assert not batch.values.any(), "its head starts at 0"
+    assert row["critic/loss"] > 0
+    assert row["rollout/sampled_prompts"] == NUM_PROMPTS
+    assert 0 < row["rollout/informative_prompts"] < NUM_PROMPTS
+    assert batch.num_sequences == NUM_SAMPLES * row["rollout/informative_prompts"]
+    names = {part.kind for file in manifest_of(result, 4).files for part in file.slices}
+    assert names == {"model", "exp_avg", "exp_avg_sq", "critic", "critic_exp_avg", "critic_exp_avg_sq"}

@@ -1,0 +1,156 @@
+"""A batch that grows until enough of its groups say something; ranks are threads, with a gloo group among them."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl.data.batch import Batch
+from rl.data.prompts import Prompt, PromptStream
+from rl.metrics import Measures
+from rl.rollout.dispatch import Sampling
+from rl.rollout.rollouts import Gathered
+from rl.rollout.sample import Sampled, next_count, sample
+
+SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sampled", "found", "count"),
+    [
+        (8, 0, 0, 8),  # the first round
+        (8, 8, 6, 3),  # 2 are missing, 6 of 8 were informative: 2 2/3
+        (8, 8, 4, 8),  # 4 are missing, every second one is
+        (8, 8, 2, 8),  # 24, but at most a batch
+        (8, 8, 0, 8),  # none so far
+        (8, 16, 7, 3),  # 1 is missing, 7 of 16: 2 2/7
+        (3, 3, 2, 2),
+        (1, 5, 0, 1),
+    ],
+)
+def test_next_count(wanted: int, sampled: int, found: int, count: int) -> None:
+    assert next_count(wanted, sampled, found) == count
+
+
+class Sampler:
+    """In place of the engines: of prompt i the two responses are the token i, with unequal rewards where it is
+    informative. Positions are dealt out to all ranks in turn."""
+
+    def __init__(self, num_ranks: int, informative: set[int]):
+        self.rounds: list[list[int]] = []  # prompts of each, as the leader gave them
+        self.owners: list[list[int]] = []  # as ranks said who has what they settle
+        self._num_ranks, self._informative = num_ranks, informative
+        self._barrier = threading.Barrier(num_ranks, timeout=20)
+
+    def of(self, rank: int) -> "Rank":
+        return Rank(self, rank)
+
+    def group(self, prompt: int, position: int) -> Batch:
+        return Batch(
+            tokens=torch.tensor([0, prompt, 0, prompt]),
+            lengths=torch.tensor([2, 2]),
+            prompt_lengths=torch.tensor([1, 1]),
+            versions=torch.tensor([-1, 1, -1, 1], dtype=torch.int32),
+            rollout_logprobs=torch.zeros(4),
+            rewards=torch.tensor([1.0, 0.0 if prompt in self._informative else 1.0]),
+            group_ids=torch.full((2,), position),
+            truncated=torch.zeros(2, dtype=torch.bool),
+        )
+
+
+class Rank:
+    def __init__(self, sampler: Sampler, rank: int):
+        self._sampler, self._rank, self._started = sampler, rank, 0
+
+    def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int) -> int:
+        assert (sampling, version) == (SAMPLING, 7)
+        assert (prompts is not None) == (self._rank == 0), "the leader alone has the stream"
+        if prompts is not None:
+            self._sampler.rounds.append([prompt.id for prompt in prompts])
+        self._started += 1
+        return self._started
+
+    def gather(self, batch: int) -> Gathered:
+        self._sampler._barrier.wait()
+        prompts, size = self._sampler.rounds[batch - 1], self._sampler._num_ranks
+        owners = [position % size for position in range(len(prompts))]
+        mine = [position for position, owner in enumerate(owners) if owner == self._rank]
+        groups = {position: self._sampler.group(prompts[position], position) for position in mine}
+        return Gathered(groups, owners, {}, {"reward/made_up": [float(len(prompts)), 1.0]})
+
+    def settle(self, batch: int, groups: dict[int, Batch], owners: list[int]) -> Batch:
+        """Nothing moves."""
+        assert batch == self._started
+        assert sorted(groups) == [place for place, owner in enumerate(owners) if owner == self._rank]
+        self._sampler.owners.append(owners)
+        return Batch.concat([groups[place] for place in sorted(groups)])
+
+
+def draw(
+    sampler: Sampler, num_ranks: int, num_prompts: int, max_rounds: int
+) -> tuple[list[int], list[Sampled], dict[str, float], int]:
+    """Prompts that were kept, by place; what each rank got; metrics; where the stream stands."""
+    stream = PromptStream([Prompt(i, 0, str(i), "", [i]) for i in range(100)], seed=0)
+    stream._orders = [(0, list(range(100)))]  # not shuffled
+    store = dist.HashStore()
+
+    def of_rank(rank: int) -> tuple[Sampled, dict[str, float]]:
+        pg, measures = dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=20)), Measures()
+        measures.sum("ranks", 1)
+        own = stream if rank == 0 else None
+        sampled = sample(sampler.of(rank), own, num_prompts, max_rounds, SAMPLING, 7, pg, measures)
+        return sampled, measures.reduce(pg)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        sampled, values = zip(*pool.map(of_rank, range(num_ranks)), strict=True)
+    whole = Batch.concat([part.batch for part in sampled])
+    places = dict(zip(whole.group_ids.tolist(), whole.tokens[1::2].tolist(), strict=True))
+    assert sorted(places) == list(range(len(places)))
+    assert whole.num_sequences == 2 * len(places)
+    return [places[place] for place in sorted(places)], list(sampled), values[0], stream.position
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_first_informative_groups_in_stream_order(num_ranks: int) -> None:
+    """4 wanted. Of 0 to 3 one is informative, so 12 would be drawn, at most 4 are: of 4 to 7 two are. Then 1 is missing
+    and 3 of 8 were: 3 are drawn, of which two are, and the first is kept."""
+    sampler = Sampler(num_ranks, {1, 4, 7, 8, 10})
+    kept, sampled, values, position = draw(sampler, num_ranks, 4, max_rounds=10)
+    assert sampler.rounds == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    assert kept == [1, 4, 7, 8]
+    assert all(owners == [1 % num_ranks, 0, 3 % num_ranks, 0] for owners in sampler.owners)
+    assert [part.num_prompts for part in sampled] == [4] * num_ranks
+    assert all(part.totals == {"reward/made_up": [11.0, 3.0]} for part in sampled)
+    assert values == {"ranks": num_ranks, "rollout/sampled_prompts": 11, "rollout/informative_prompts": 5}
+    assert position == 11
+
+
+def test_a_full_first_round_draws_no_more() -> None:
+    kept, _, values, position = draw(Sampler(2, {0, 1, 2}), 2, 3, max_rounds=10)
+    assert (kept, position) == ([0, 1, 2], 3)
+    assert values["rollout/sampled_prompts"] == values["rollout/informative_prompts"] == 3
+
+
+def test_the_last_round_leaves_a_smaller_batch() -> None:
+    """Fewer groups than ranks, so that one has none."""
+    kept, sampled, values, position = draw(Sampler(3, {5, 7}), 3, 4, max_rounds=2)
+    assert (kept, position) == ([5, 7], 8)
+    assert [part.num_prompts for part in sampled] == [2, 2, 2]
+    assert [part.batch.num_sequences for part in sampled] == [2, 2, 0]  # positions 1 and 3 of the second round
+    assert values["rollout/informative_prompts"] == 2
+
+
+def test_equal_rewards_everywhere_fall_back_to_the_first_prompts() -> None:
+    kept, sampled, values, position = draw(Sampler(2, set()), 2, 4, max_rounds=3)
+    assert (kept, position) == ([0, 1, 2, 3], 12)
+    assert [part.num_prompts for part in sampled] == [4, 4]
+    assert (values["rollout/sampled_prompts"], values["rollout/informative_prompts"]) == (12, 0)
+
+
+def test_without_rounds_every_group_stays() -> None:
+    kept, _, values, position = draw(Sampler(2, {1}), 2, 4, max_rounds=0)
+    assert (kept, position) == ([0, 1, 2, 3], 4)
+    assert values == {"ranks": 2}
