@@ -18,7 +18,7 @@ from rl.algo.mismatch import check_mismatch
 from rl.config import DEFAULT_CONFIG, Config, ConfigError, load_config, resolve_path
 from rl.data.batch import Batch
 from rl.data.describe import describe, show
-from rl.evaluation import for_evaluation, show_evaluation
+from rl.evaluation import check_best_metric, for_evaluation, show_evaluation
 from rl.metrics import Measures
 from rl.placement import plan
 from rl.profile import profiled
@@ -133,6 +133,7 @@ def print_plan(args: argparse.Namespace) -> int:
         sizes = (num_nodes, num_ranks, config.rollout.tensor_parallel_size, config.actor.num_replicas)
         placement = plan(config.placement, *sizes)
         check_rewards(config.reward)
+        check_best_metric(config)
         model_folder = resolve_path(config.model.path)
         if (model_folder / "config.json").is_file():
             check_model(config, model_folder)
@@ -163,7 +164,7 @@ def main() -> None:
         config = for_evaluation(config) if args.eval_only else config
         run = open_run(world, config, Path(args.config or DEFAULT_CONFIG).stem)
         if "actor" in run.roles:
-            actor = build_actor(run, writes_metrics=not args.eval_only)
+            actor = build_actor(run, trains=not args.eval_only)
             if args.eval_only:
                 evaluate_alone(world, actor)
             else:
