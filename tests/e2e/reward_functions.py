@@ -19,3 +19,15 @@ def sometimes_hanging(prompt: str, response: str, row: dict[str, Any]) -> dict[s
     if lot == 1:
         raise RuntimeError("planted")
     return {"score": lot / 32, "length": len(response)}
+
+
+def drawn(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """By lot, but the same for the same final answer, so that votes can be counted."""
+    return float(zlib.crc32(f"{first_letter(response)}/{row['answer']}".encode()) % 3 == 0)
+
+
+def first_letter(response: str) -> str | None:
+    return response[:1] or None
+
+
+drawn.answer = first_letter  # type: ignore[attr-defined]
