@@ -148,7 +148,7 @@ def test_files_hold_all_responses_and_metrics_follow_from_them(runs: Runs) -> No
 
 
 def test_the_best_evaluation_is_kept(runs: Runs) -> None:
-    """On one actor rank and on two: step 2 is the first that was evaluated, and no later one was better; step 3 is the newest."""
+    """On one actor rank and on two: no step was better than 2, the first that was evaluated; 3 is the newest."""
     for run in (runs.collocated, runs.apart):
         kept = sorted(path.parent.name for path in (run.folder / "checkpoints").glob(f"step_*/{COMMITTED}"))
         assert kept == ["step_2", "step_3"]
