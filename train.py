@@ -6,6 +6,7 @@ config.
     python train.py --plan [--config F] [--nnodes N --nproc-per-node M] [key=value ...]
 
 Actor ranks drive the loop in `train`; ranks that are only rollout or inference serve it and return when the run ends.
+rl/config.py documents every key; configs/ has recipes.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from rl.algo.mismatch import check_mismatch
 from rl.config import DEFAULT_CONFIG, Config, ConfigError, load_config, resolve_path
 from rl.data.batch import Batch
 from rl.data.describe import describe, show
-from rl.evaluation import for_evaluation, show_evaluation
+from rl.evaluation import check_best_metric, for_evaluation, show_evaluation
 from rl.metrics import Measures
 from rl.placement import plan
 from rl.profile import profiled
@@ -128,11 +129,13 @@ def print_plan(args: argparse.Namespace) -> int:
     """The table of ranks and roles, or the mistake; needs no torchrun, no GPU and no model that is not local."""
     try:
         config = load_config(args.config, args.overrides)
+        config = for_evaluation(config) if args.eval_only else config
         num_nodes = args.nnodes or config.placement.get("num_nodes") or 1
         num_ranks = args.nproc_per_node or config.placement.get("num_gpus_per_node") or 2
         sizes = (num_nodes, num_ranks, config.rollout.tensor_parallel_size, config.actor.num_replicas)
         placement = plan(config.placement, *sizes)
         check_rewards(config.reward)
+        check_best_metric(config)
         model_folder = resolve_path(config.model.path)
         if (model_folder / "config.json").is_file():
             check_model(config, model_folder)
@@ -147,11 +150,18 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", metavar="F", help="a YAML file; default: configs/default.yaml")
     parser.add_argument("--plan", action="store_true", help="print the roles of every rank and exit")
-    parser.add_argument("--eval-only", action="store_true", help="evaluate the newest checkpoint, or the model")
-    parser.add_argument("--nnodes", type=int, help="with --plan: number of nodes")
-    parser.add_argument("--nproc-per-node", type=int, help="with --plan: ranks per node")
+    parser.add_argument(
+        "--eval-only",
+        action="store_true",
+        help="evaluate the newest checkpoint of run.name, or model.path where there is none: docs/evaluation.md",
+    )
+    parser.add_argument("--nnodes", type=int, metavar="N", help="with --plan: number of nodes")
+    parser.add_argument("--nproc-per-node", type=int, metavar="M", help="with --plan: ranks per node")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config file's")
-    return parser.parse_intermixed_args()
+    args = parser.parse_intermixed_args()
+    if (args.nnodes or args.nproc_per_node) and not args.plan:
+        parser.error("--nnodes and --nproc-per-node are torchrun's, before train.py; here they go with --plan")
+    return args
 
 
 def main() -> None:
@@ -163,7 +173,7 @@ def main() -> None:
         config = for_evaluation(config) if args.eval_only else config
         run = open_run(world, config, Path(args.config or DEFAULT_CONFIG).stem)
         if "actor" in run.roles:
-            actor = build_actor(run, writes_metrics=not args.eval_only)
+            actor = build_actor(run, trains=not args.eval_only)
             if args.eval_only:
                 evaluate_alone(world, actor)
             else:

@@ -28,6 +28,7 @@ from rl.placement import Placement
 from rl.rewards.find import read_rules
 from rl.rollout.dispatch import Sampling
 from rl.rollout.rollouts import Results, Rollouts
+from rl.watch.heart import HEART
 
 PASSES = 1.0  # a response whose score is at least this
 
@@ -84,14 +85,13 @@ class Evaluation:
         return message.meta
 
     def _answers(self, groups: Mapping[int, Batch], scores: Mapping[int, Results]) -> dict[str, list[Answered]]:
-        position, answers = 0, {}
+        place = 0
+        answers: dict[str, list[Answered]] = {name: [] for name in self._sets}
         for name, prompts in self._sets.items():
-            places = range(position, position + len(prompts))
-            answers[name] = [
-                Answered(prompt, list(self._read(groups[place], scores[place])))
-                for prompt, place in zip(prompts, places, strict=True)
-            ]
-            position += len(prompts)
+            for prompt in prompts:
+                HEART.beat(f"reads prompt {prompt.id} of {name}")
+                answers[name].append(Answered(prompt, list(self._read(groups[place], scores[place]))))
+                place += 1
         return answers
 
     def _read(self, group: Batch, results: Results) -> Iterator[Response]:
@@ -121,6 +121,20 @@ def for_evaluation(config: Config) -> Config:
             "itself give a run.name that has none"
         )
     return dataclasses.replace(config, eval=dataclasses.replace(config.eval, interval=config.eval.interval or 1))
+
+
+def check_best_metric(config: Config) -> None:
+    """Before anything is loaded: the first evaluation after a step would tell of a wrong name only then."""
+    metric, k = config.checkpoint.best_metric, config.eval.num_samples
+    few = [f"pass@{few}" for few in powers_of_two(k)[1:]] + ([f"maj@{k}"] if k > 1 else [])
+    names = [f"{name}{end}" for name in (f"avg@{k}", *few) for end in ("", "_low", "_high")]
+    names += ["length_mean", "truncated", "failed"]
+    known = ["eval/accuracy", *(f"eval/{each}/{name}" for each in config.data.eval_paths for name in names)]
+    if metric.startswith("eval/") and metric not in known:
+        shown = [name for name in known if not name.endswith(("_low", "_high"))]
+        raise ConfigError(
+            f"checkpoint.best_metric: got {metric!r}, which no evaluation reports; choose one of {', '.join(shown)}"
+        )
 
 
 def show_evaluation(folder: Path, step: int, values: Mapping[str, float]) -> None:
@@ -163,7 +177,11 @@ def save(
     for name, answered in answers.items():
         file = folder / "eval" / f"step_{step}.{name}.jsonl"
         part = file.with_suffix(".part")
-        part.write_text("".join(json.dumps(_row(each), ensure_ascii=False) + "\n" for each in answered))
+        # Half a character, which the data may hold, is written as JSON escapes it.
+        with part.open("w", encoding="utf-8", errors="backslashreplace") as rows:
+            for each in answered:
+                HEART.beat(f"writes prompt {each.prompt.id} of {name}")
+                rows.write(json.dumps(_row(each), ensure_ascii=False) + "\n")
         part.replace(file)
     with (folder / "eval.jsonl").open("a") as lines:
         lines.write(json.dumps({"step": step, "version": version, **values}) + "\n")

@@ -67,6 +67,8 @@ class MetricsWriter:
         self._name, self._num_steps = run_dir.name, num_steps
         path = run_dir / "metrics.jsonl"
         rows = _rows_until(path, step) if step else _set_aside(path)
+        if not step:
+            _set_aside(run_dir / "eval.jsonl")
         part = path.with_suffix(".part")
         part.write_text("".join(json.dumps(row) + "\n" for row in rows))
         part.replace(path)

@@ -25,7 +25,7 @@ from rl.critic import Critic
 from rl.data.prompts import PromptStream, Tokenizer, sample_seed
 from rl.data.sources import Data, read_data
 from rl.early import collect_garbage_from_now_on, reward_server
-from rl.evaluation import Evaluation
+from rl.evaluation import Evaluation, check_best_metric
 from rl.learner import Learner
 from rl.metrics import MetricsWriter
 from rl.model.load import Compute, find_model, load_model, stop_token_ids
@@ -85,6 +85,7 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
         config.actor.num_replicas,
     )
     world.introduce(",".join(placement.roles[world.rank]))
+    check_best_metric(config)
     rewards = _start_rewards(world, config, placement)
     if placement.scorers and config.algo.kl_coef and config.algo.kl_estimator == "full":
         raise ConfigError(
@@ -182,7 +183,8 @@ def _run_name(world: World, config: Config, config_name: str) -> str:
     return world.store.get("run/name").decode()
 
 
-def build_actor(run: Run, writes_metrics: bool = True) -> Actor:
+def build_actor(run: Run, trains: bool = True) -> Actor:
+    """With `trains` False it only evaluates, whatever the run trained on, and leaves the run's metrics alone."""
     config, mail = run.config, run.world.mail
     tokenizer = AutoTokenizer.from_pretrained(run.model_folder)
     model = _load(run, trainable=True, filled=run.resume is None)
@@ -225,9 +227,9 @@ def build_actor(run: Run, writes_metrics: bool = True) -> Actor:
     sync.make_room = actor.give_device_to_engine
     if run.data is not None:
         actor.stream = run.data.stream
-        if run.resume is not None:
+        if run.resume is not None and trains:
             _restore_position(run.resume, actor.stream)
-        if writes_metrics:
+        if trains:
             actor.writer = writer = MetricsWriter(run.folder, config.train.num_steps, step)
             run.world.closers.append(lambda: writer.close(rollouts.engine_name))
     collect_garbage_from_now_on()

@@ -24,3 +24,15 @@ def sometimes_hanging(prompt: str, response: str, row: dict[str, Any]) -> dict[s
 def mostly_equal(prompt: str, response: str, row: dict[str, Any]) -> float:
     """Tells responses apart for answers that divide by 3, and for no others."""
     return varied(prompt, response, row) if int(row["answer"]) % 3 == 0 else 0.5
+
+
+def drawn(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """By lot, but the same for the same final answer, so that votes can be counted."""
+    return float(zlib.crc32(f"{first_letter(response)}/{row['answer']}".encode()) % 3 == 0)
+
+
+def first_letter(response: str) -> str | None:
+    return response[:1] or None
+
+
+drawn.answer = first_letter  # type: ignore[attr-defined]

@@ -46,6 +46,8 @@ def test_epochs_of_mixed_files_and_of_a_run_that_goes_on(tmp_path: Path) -> None
     second = train(tmp_path / "run", 3, *settings, "train.num_epochs=2", *placement)
     assert "set otherwise since then: train.num_steps 2 -> 4, train.num_epochs 1 -> 2" in second.output
     assert [row["step"] for row in second.metrics] == [1, 2, 3, 4]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval/hard/avg@1" in row] == [0, 2, 4]  # each once, also after the resume
     assert [row["optim/lr"] for row in second.metrics] == pytest.approx([1e-4, 5e-5, 5e-5, 2.5e-5])
     stream = read_data(load_config(None, settings), AutoTokenizer.from_pretrained("configs/tiny")).stream
     for step in (1, 2, 3, 4):

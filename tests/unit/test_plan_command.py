@@ -24,6 +24,9 @@ SHARED = {
     "wrong for the model": ["--plan", "--nproc-per-node=3", "rollout.tensor_parallel_size=3"],
     "too long for the model": ["--plan", "data.max_prompt_tokens=123"],
     "no such file": ["--plan", "--config", "nowhere.yaml"],
+    "no such metric": ["--plan", "checkpoint.best_metric=eval/acuracy"],
+    "nothing to evaluate": ["--plan", "--eval-only", "data.eval=''", "eval.interval=0"],
+    "sizes without a plan": ["--nnodes", "4"],
 }
 RUN_SHARED = """
 import contextlib, io, json, sys
@@ -129,6 +132,8 @@ def test_a_model_that_is_not_local_is_not_fetched(answers: dict[str, Answer], hu
         ("wrong for the model", [f"got 3, but {ROOT / 'configs/tiny'} has 4 attention heads", "one of 1, 2, 4"]),
         ("too long for the model", ["got 129, but", "has 128 positions", "data.max_prompt_tokens=122"]),
         ("no such file", ["no config file at nowhere.yaml", "configs/default.yaml"]),
+        ("no such metric", ["got 'eval/acuracy', which no evaluation reports", "eval/accuracy, eval/eval/avg@1"]),
+        ("nothing to evaluate", ["--eval-only has nothing to evaluate on", "data.eval is empty"]),
     ],
 )
 def test_a_mistake_goes_to_stderr_alone(answers: dict[str, Answer], command: str, parts: list[str]) -> None:
@@ -137,3 +142,10 @@ def test_a_mistake_goes_to_stderr_alone(answers: dict[str, Answer], command: str
     assert answer.stderr.splitlines()[-1].startswith("oneworld: ")
     assert "Traceback" not in answer.stderr
     assert [part for part in parts if part not in answer.stderr] == [], answer.stderr
+
+
+def test_sizes_are_torchruns_unless_there_is_a_plan(answers: dict[str, Answer]) -> None:
+    """Otherwise a world of one rank would start, and take no notice of them."""
+    answer = answers["sizes without a plan"]
+    assert (answer.code, answer.stdout) == (2, "")
+    assert "--nnodes and --nproc-per-node are torchrun's, before train.py" in answer.stderr

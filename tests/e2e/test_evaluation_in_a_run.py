@@ -1,0 +1,213 @@
+"""Held-out sets in whole runs, and alone: on the right steps, the same in every placement and by whichever engine, and
+the same again from the checkpoint.
+
+All but the last run the fake engine, whose tokens follow from seeds alone; its runs are made once for all tests.
+"""
+
+import json
+import subprocess
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rl.checkpoint.manifest import COMMITTED
+from rl.estimates import majority, pass_at
+from tests.e2e.reward_functions import drawn, first_letter
+from tests.launcher import Result, finish, start, train
+
+pytestmark = pytest.mark.timeout(300)
+FILE = "tests/e2e/reward_functions.py"
+SIZES = {"a": 7, "b": 2}  # prompts; the second set has fewer than a world has engines
+SETTINGS = [
+    *("rollout.engine=fake", "train.num_prompts_per_step=3", "rollout.num_samples_per_prompt=2", "eval.interval=2"),
+    *("eval.num_samples=4", "eval.temperature=0.7", "eval.function=drawn", "reward.timeout_s=1"),
+    f"reward.function={{{FILE}:sometimes_hanging: 0, {FILE}:drawn: 1}}",
+    *("checkpoint.save_interval=0", "checkpoint.keep_last=1", "checkpoint.best_metric=eval/a/pass@2"),
+]
+
+
+class Runs(NamedTuple):
+    collocated: Result
+    apart: Result  # on ranks of their own, with an engine that fails in the first evaluation
+    before: dict[str, bytes]  # files of the collocated run, before it was evaluated alone
+    alone: Result  # the collocated run's folder, evaluated alone
+    model: Result  # evaluated without a run
+
+
+def evaluate(folder: Path, num_ranks: int, *overrides: str) -> subprocess.Popen[str]:
+    run = [f"run.dir={folder.parent}", f"run.name={folder.name}"]
+    return start(f"--nproc-per-node={num_ranks}", "train.py", "--eval-only", *run, *overrides)
+
+
+def must_succeed(process: subprocess.Popen[str], folder: Path) -> Result:
+    output = finish(process, 150)
+    assert process.returncode == 0, output[-4000:]
+    return Result(output, folder)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    files = [folder / "metrics.jsonl", *(path for path in (folder / "checkpoints").rglob("*") if path.is_file())]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def lines_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]]
+
+
+def evaluations(rows: list[dict]) -> dict[int, dict[str, float]]:
+    """By step: what stands under eval/."""
+    found = {row["step"]: {name: row[name] for name in row if name.startswith("eval/")} for row in rows}
+    assert len(found) == len(rows), "a step has two rows"
+    return {step: values for step, values in found.items() if values}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("held_out")
+    for name, count in SIZES.items():
+        rows = [{"prompt": f"{20 + index}+1=", "answer": f"{name}{index}"} for index in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [*SETTINGS, f"data.eval={{a: {folder}/a.jsonl, b: {folder}/b.jsonl}}"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Runs:
+    folder = tmp_path_factory.mktemp("runs")
+    one, two, model = folder / "collocated", folder / "apart", folder / "model"
+    collocated = train(one, 2, *settings, "train.num_steps=3")
+    before = files_of(one)
+    broken = ["tests/e2e/broken_train.py", "engine, once", "0", f"run.dir={folder}", "run.name=apart"]
+    broken += [*settings, "placement.rollout=0", "placement.actor=1", "train.num_steps=3"]
+    apart = must_succeed(start("--nproc-per-node=2", *broken), two)
+    assert "the engine of rank 0 failed with" in apart.output
+    alone = must_succeed(evaluate(one, 1, *settings, "train.num_steps=3", "data.train=configs/tiny/eval.jsonl"), one)
+    return Runs(collocated, apart, before, alone, must_succeed(evaluate(model, 1, *settings), model))
+
+
+def test_sets_are_evaluated_before_training_at_the_interval_and_at_the_end(runs: Runs) -> None:
+    """3 steps with an interval of 2."""
+    for run in (runs.collocated, runs.apart):
+        found = evaluations(lines_of(run.folder / "metrics.jsonl"))
+        assert list(found) == [0, 2, 3]
+        names = [f"{name}{end}" for name in ("avg@4", "pass@2", "pass@4", "maj@4") for end in ("", "_low", "_high")]
+        names += ["length_mean", "truncated", "failed"]
+        assert list(found[3]) == [*(f"eval/{each}/{name}" for each in SIZES for name in names), "eval/accuracy"]
+        assert [line["step"] for line in lines_of(run.folder / "eval.jsonl")][:3] == [0, 2, 3]
+
+
+def test_placements_and_failed_engines_change_nothing(runs: Runs) -> None:
+    collocated, apart = (evaluations(lines_of(run.folder / "metrics.jsonl")) for run in (runs.collocated, runs.apart))
+    assert apart == collocated
+    for name in SIZES:
+        file = f"eval/step_3.{name}.jsonl"
+        assert (runs.apart.folder / file).read_bytes() == (runs.collocated.folder / file).read_bytes()
+
+
+def lot_of(prompt: str, text: str) -> str:
+    """What becomes of the other function, which is not the judge, and takes the sample with it."""
+    lot = zlib.crc32(f"{prompt}{text}".encode()) % 32
+    return "timeout" if lot == 0 else "error" if lot == 1 else "ok"
+
+
+def test_files_hold_all_responses_and_metrics_follow_from_them(runs: Runs) -> None:
+    """Scores are what the judge says of the text; where any function failed they are 0, and counted."""
+    values = evaluations(lines_of(runs.collocated.folder / "metrics.jsonl"))[3]
+    statuses: list[str] = []
+    for name, count in SIZES.items():
+        rows = lines_of(runs.collocated.folder / "eval" / f"step_3.{name}.jsonl")
+        assert [(row["id"], row["prompt"], row["answer"]) for row in rows] == [
+            (index, f"{20 + index}+1=", f"{name}{index}") for index in range(count)
+        ]
+        for row in rows:
+            assert len(row["responses"]) == 4
+            for response in row["responses"]:
+                status = lot_of(row["prompt"], response["text"])
+                assert response["status"] == status
+                judged = drawn(row["prompt"], response["text"], row) if status == "ok" else 0.0
+                assert response["score"] == judged
+                assert response.get("answer") == (first_letter(response["text"]) if status == "ok" else None)
+        table = [[response["score"] for response in row["responses"]] for row in rows]
+        votes = [[response.get("answer") for response in row["responses"]] for row in rows]
+        wanted = {
+            "avg@4": sum(map(sum, table)) / 4 / count,
+            "pass@2": sum(pass_at(int(sum(scores)), 4, 2) for scores in table) / count,
+            "pass@4": sum(max(scores) for scores in table) / count,
+            "maj@4": sum(majority(scores, answers) for scores, answers in zip(table, votes)) / count,
+            "failed": sum(response["status"] != "ok" for row in rows for response in row["responses"]),
+            "truncated": sum(response["is_truncated"] for row in rows for response in row["responses"]) / 4 / count,
+            "length_mean": sum(response["num_tokens"] for row in rows for response in row["responses"]) / 4 / count,
+        }
+        assert {metric: values[f"eval/{name}/{metric}"] for metric in wanted} == pytest.approx(wanted)
+        statuses += [response["status"] for row in rows for response in row["responses"]]
+    assert values["eval/accuracy"] == pytest.approx((values["eval/a/avg@4"] + values["eval/b/avg@4"]) / 2)
+    assert 0 < values["eval/accuracy"] < 1
+    assert "timeout" in statuses and "error" in statuses
+
+
+def test_the_best_evaluation_is_kept(runs: Runs) -> None:
+    """On one actor rank and on two: no step was better than 2, the first that was evaluated; 3 is the newest."""
+    for run in (runs.collocated, runs.apart):
+        kept = sorted(path.parent.name for path in (run.folder / "checkpoints").glob(f"step_*/{COMMITTED}"))
+        assert kept == ["step_2", "step_3"]
+
+
+def test_alone_a_finished_run_has_the_numbers_of_its_last_step(runs: Runs) -> None:
+    """On another number of ranks, and although data.train is another file now."""
+    *_, last, again = lines_of(runs.collocated.folder / "eval.jsonl")
+    assert (last["step"], again["step"]) == (3, 3)
+    assert again == last
+    values = evaluations(lines_of(runs.collocated.folder / "metrics.jsonl"))[3]
+    assert {name: again[name] for name in values} == values
+    board = EventAccumulator(str(runs.collocated.folder / "eval")).Reload()
+    for name, value in values.items():
+        assert [(event.step, event.value) for event in board.Scalars(name)] == [(3, pytest.approx(value, rel=1e-6))]
+    name = "eval/a/avg@4"
+    ends = f"({values[f'{name}_low']:.4f} to {values[f'{name}_high']:.4f})"
+    assert f"step 3  a/avg@4  {values[name]:.4f}  {ends}" in runs.alone.output
+
+
+def test_alone_nothing_of_the_run_changes(runs: Runs) -> None:
+    assert len(runs.before) > 5
+    assert files_of(runs.collocated.folder) == runs.before
+
+
+def test_a_model_is_evaluated_without_a_run(runs: Runs) -> None:
+    (line,) = lines_of(runs.model.folder / "eval.jsonl")
+    before_training = evaluations(lines_of(runs.collocated.folder / "metrics.jsonl"))[0]
+    assert line == {"step": 0, "version": 1, **before_training}
+    assert not (runs.model.folder / "metrics.jsonl").exists()
+    assert list((runs.model.folder / "checkpoints").glob("step_*")) == []
+
+
+@pytest.mark.slow
+def test_a_mistake_is_told_once(tmp_path: Path, settings: list[str]) -> None:
+    process = evaluate(tmp_path / "run", 2, *settings, "checkpoint.resume=never")
+    output = finish(process, 100)
+    assert process.returncode != 0
+    assert output.count("oneworld: --eval-only sets no checkpoints aside") == 1
+    assert "ConfigError" not in output
+
+
+def test_real_engines_repeat_an_evaluation_from_the_checkpoint(tmp_path: Path) -> None:
+    """One vLLM engine on two ranks that also train: sampled responses after two updates, and again from what was
+    saved."""
+    folder = tmp_path / "run"
+    settings = ["train.num_steps=2", "train.num_prompts_per_step=4", "actor.lr=1e-3", "eval.interval=2"]
+    settings += ["rollout.tensor_parallel_size=2", "eval.num_prompts=6", "eval.num_samples=4", "eval.temperature=0.8"]
+    settings += ["eval.top_p=0.95", "eval.max_new_tokens=5"]
+    run = train(folder, 2, *settings)
+    found = evaluations(lines_of(folder / "metrics.jsonl"))
+    assert list(found) == [0, 2]
+    first, last = (lines_of(folder / "eval" / f"step_{step}.eval.jsonl") for step in (0, 2))
+    assert first != last, "what was learnt does not show"
+    assert all(response["num_tokens"] <= 5 for row in last for response in row["responses"])
+    before = files_of(folder)
+    must_succeed(evaluate(folder, 2, *settings), folder)
+    assert lines_of(folder / "eval" / "step_2.eval.jsonl") == last
+    *_, again = lines_of(folder / "eval.jsonl")
+    assert evaluations([again]) == {2: found[2]}
+    assert files_of(folder) == before
+    assert "engine vllm" in run.output

@@ -1,0 +1,152 @@
+"""Every shipped config: valid for its own world, its model and its rewards, and true in what its head says."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from omegaconf import OmegaConf
+
+from rl.config import ROOT, Config, load_config
+from rl.evaluation import check_best_metric, for_evaluation
+from rl.placement import Placement, plan
+from rl.rewards.find import check_rewards
+from rl.run import check_model
+
+FILES = sorted((ROOT / "configs").glob("*.yaml"))
+RECIPES = [file for file in FILES if file.stem != "default"]
+every_recipe = pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+class Shape(NamedTuple):
+    """Of a public model, as its config.json and its files have it."""
+
+    num_heads: int
+    num_positions: int
+    num_parameters: float  # in billions
+    num_head_parameters: float = 0.0  # of an output layer that is not the embedding, which a critic has none of
+
+
+SHAPES = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Shape(9, 8192, 0.1345),
+    "Qwen/Qwen2.5-0.5B-Instruct": Shape(14, 32768, 0.494),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": Shape(12, 131072, 1.777),
+    "Qwen/Qwen2.5-3B": Shape(16, 32768, 3.086),
+    "Qwen/Qwen2.5-7B-Instruct": Shape(28, 32768, 7.616, 0.545),
+    "Qwen/Qwen2.5-Math-7B": Shape(28, 4096, 7.616, 0.545),
+    "Qwen/Qwen2.5-14B": Shape(40, 131072, 14.77),
+}
+
+
+def planned(config: Config) -> Placement:
+    num_nodes = config.placement.get("num_nodes", 1)
+    num_ranks = config.placement.get("num_gpus_per_node", 2)
+    return plan(config.placement, num_nodes, num_ranks, config.rollout.tensor_parallel_size, config.actor.num_replicas)
+
+
+def head_of(file: Path) -> str:
+    """The comment above the settings, as one line."""
+    lines = file.read_text().splitlines()
+    return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+
+
+def said(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """By dotted key; a role map is one value."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        is_section = not prefix and name != "placement"
+        found |= said(value, f"{name}.") if is_section else {f"{prefix}{name}": value}
+    return found
+
+
+@every_file
+def test_it_fits_its_own_world(file: Path) -> None:
+    config = load_config(file)
+    placement = planned(config)
+    sizes = {"default": 2, "gsm8k_smollm2_135m": 1, "ppo_qwen2.5_7b": 16, "math_qwen2.5_14b": 32}
+    sizes |= {"math_r1_distill_1.5b_collocated": 32, "math_r1_distill_1.5b_disaggregated": 32}
+    assert placement.world_size == sizes.get(file.stem, 8)
+    assert placement.actors and placement.engines
+    check_rewards(config.reward)
+    check_best_metric(config)
+    assert for_evaluation(config).eval.interval == config.eval.interval > 0
+
+
+@every_file
+def test_it_says_only_what_differs_from_the_defaults(file: Path) -> None:
+    settings = said(OmegaConf.to_container(OmegaConf.load(file)))  # type: ignore[arg-type]
+    defaults = said(dataclasses.asdict(Config()))
+    assert settings.keys() <= defaults.keys()
+    assert [name for name, value in settings.items() if defaults[name] == value] == []
+
+
+@every_file
+def test_its_head_names_hardware_and_memory_in_lines_that_fit(file: Path) -> None:
+    head = head_of(file)
+    assert "Hardware: " in head and "Expected memory" in head
+    assert [line for line in file.read_text().splitlines() if len(line) > 120] == []
+
+
+@every_recipe
+def test_it_fits_its_model(file: Path, tmp_path: Path) -> None:
+    """Heads divide by the ranks of an engine, and prompt and response have positions."""
+    config = load_config(file)
+    shape = SHAPES[config.model.path]
+    about = {"num_attention_heads": shape.num_heads, "max_position_embeddings": shape.num_positions}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    check_model(config, tmp_path)
+    assert config.placement["num_gpus_per_node"] % config.rollout.tensor_parallel_size == 0
+    assert config.max_sequence_tokens <= config.actor.max_tokens_per_micro_batch
+
+
+@every_recipe
+def test_its_head_names_its_world_and_its_data(file: Path) -> None:
+    config, head = load_config(file), head_of(file)
+    num_nodes, num_gpus = config.placement["num_nodes"], config.placement["num_gpus_per_node"]
+    one_node = "1 GPU." if num_gpus == 1 else f"{num_gpus} GPUs of one node."
+    assert f"Hardware: {one_node if num_nodes == 1 else f'{num_nodes} nodes of {num_gpus} GPUs.'}" in head
+    name = Path(config.data.train).parent
+    assert f"python tools/prepare_data.py {name.name} --input FOLDER --output {name}" in head
+    assert config.model.path.rpartition("/")[2] in head
+
+
+@every_recipe
+def test_memory_in_its_head_is_what_the_arithmetic_gives(file: Path) -> None:
+    """16 bytes a parameter over the actors; 4 for a reference, or for what inference ranks hold; engines in bfloat16
+    over their ranks. What leaves the device needs as much of the host."""
+    config, head = load_config(file), head_of(file)
+    placement, shape = planned(config), SHAPES[config.model.path]
+    num_actors = len(placement.actors)
+    state = 16 * shape.num_parameters / num_actors
+    assert f"{state:.1f} GB of training state" in head
+    reference = 4 * shape.num_parameters / num_actors if config.algo.kl_coef else 0.0
+    assert (f"{reference:.1f} GB of the reference" in head) == bool(reference)
+    assert "reference" not in head or reference
+    critic = 16 * (shape.num_parameters - shape.num_head_parameters) / num_actors if config.algo.has_critic else 0.0
+    assert (f"{critic:.1f} GB of the critic's" in head) == bool(critic)
+    if num_actors > 1:
+        assert re.search(rf"16 bytes a parameter over {num_actors} ranks", head)
+    if weights := re.search(r"([\d.]+) GB of weights", head):
+        engine = 2 * shape.num_parameters / config.rollout.tensor_parallel_size
+        assert float(weights[1]) == pytest.approx(engine, abs=0.06)
+    if held := re.search(r"inference ([\d.]+) GB \(float32 over (\d+) ranks\)", head):
+        assert int(held[2]) == len(placement.scorers)
+        assert float(held[1]) == pytest.approx(4 * shape.num_parameters / len(placement.scorers), abs=0.06)
+    if host := re.search(r"(\d+) GB of host memory a rank", head):
+        assert state + reference + critic <= int(host[1]) <= state + reference + critic + 1.5
+    share = re.search(r"(?:up to|share \(|share of the card \(|rollout) ?(\d+) %", head)
+    assert share and int(share[1]) == round(100 * config.rollout.gpu_memory_fraction)
+
+
+def test_plan_prints_the_ranks_of_a_recipe() -> None:
+    """Of one: nearly all of a command's seconds are imports."""
+    command = [sys.executable, "train.py", "--plan", "--config", "configs/math_r1_distill_1.5b_disaggregated.yaml"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    roles = [line.split()[2] for line in done.stdout.splitlines()[1:]]
+    assert roles == ["rollout"] * 20 + ["inference"] * 4 + ["actor"] * 8
