@@ -61,7 +61,7 @@ def test_collocated_with_sleep_mode(offload: str, fraction: float, tmp_path: Pat
 
 
 def test_disaggregated_on_one_card(tmp_path: Path) -> None:
-    placement = ["placement.rollout=0", "placement.actor=1", "debug.share_gpu=true"]
+    placement = ["placement.num_gpus_per_node=2", "placement.rollout=0", "placement.actor=1", "debug.share_gpu=true"]
     check("disaggregated, 2 ranks on one card", train(tmp_path / "run", 2, *settings(), *placement, timeout_s=500))
 
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_holds_the_policy_and_another_placement_goes_on_from_it(
     train(folder, 1, *options, "train.num_steps=2", timeout_s=250)
     merge_checkpoint([str(folder), "--verify-logits"])
     difference = float(capsys.readouterr().out.partition("relative difference ")[2])
-    placement = ["placement.rollout=0", "placement.actor=1", "debug.share_gpu=true"]
+    placement = ["placement.num_gpus_per_node=2", "placement.rollout=0", "placement.actor=1", "debug.share_gpu=true"]
     result = train(folder, 2, *options, "train.num_steps=4", *placement, timeout_s=250)
     assert "goes on after step 2" in result.output
     assert [row["step"] for row in result.metrics] == [1, 2, 3, 4]
@@ -95,5 +95,6 @@ def test_tensor_parallel_on_one_card(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(model)
     AutoTokenizer.from_pretrained(os.environ["ONEWORLD_MODEL"]).save_pretrained(model)
     options = [f"model.path={model}", "rollout.tensor_parallel_size=2", "rollout.gpu_memory_fraction=0.25"]
+    options += ["placement.num_gpus_per_node=2"]
     result = train(tmp_path / "run", 2, *settings(), *options, "debug.share_gpu=true", timeout_s=500)
     check("tensor parallel 2, collocated, both ranks on one card", result)
