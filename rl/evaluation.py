@@ -124,7 +124,7 @@ def for_evaluation(config: Config) -> Config:
 
 
 def check_best_metric(config: Config) -> None:
-    """Before anything is loaded: the first evaluation after a step would tell of a wrong name only then."""
+    """Before anything is loaded; otherwise a wrong name would be told only after the first step that is evaluated."""
     metric, k = config.checkpoint.best_metric, config.eval.num_samples
     few = [f"pass@{few}" for few in powers_of_two(k)[1:]] + ([f"maj@{k}"] if k > 1 else [])
     names = [f"{name}{end}" for name in (f"avg@{k}", *few) for end in ("", "_low", "_high")]

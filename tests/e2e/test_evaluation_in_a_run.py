@@ -233,21 +233,27 @@ def test_signals_during_an_evaluation(tmp_path: Path) -> None:
     assert sorted(steps) == ["step_2", "step_3"]  # of which the first was asked for; two are kept
 
 
-def test_real_engines_repeat_an_evaluation_from_the_checkpoint(tmp_path: Path) -> None:
-    """One vLLM engine on two ranks that also train: sampled responses after two updates, and again from what was
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_real_engines_repeat_an_evaluation_from_the_checkpoint(num_ranks: int, tmp_path: Path) -> None:
+    """One vLLM engine on all ranks, which also train: sampled responses after two updates, and again from what was
     saved."""
     folder = tmp_path / "run"
     settings = ["train.num_steps=2", "train.num_prompts_per_step=4", "actor.lr=1e-3", "eval.interval=2"]
-    settings += ["rollout.tensor_parallel_size=2", "eval.num_prompts=6", "eval.num_samples=4", "eval.temperature=0.8"]
+    settings += [
+        f"rollout.tensor_parallel_size={num_ranks}",
+        "eval.num_prompts=6",
+        "eval.num_samples=4",
+        "eval.temperature=0.8",
+    ]
     settings += ["eval.top_p=0.95", "eval.max_new_tokens=5"]
-    run = train(folder, 2, *settings)
+    run = train(folder, num_ranks, *settings)
     found = evaluations(lines_of(folder / "metrics.jsonl"))
     assert list(found) == [0, 2]
     first, last = (lines_of(folder / "eval" / f"step_{step}.eval.jsonl") for step in (0, 2))
     assert first != last, "what was learnt does not show"
     assert all(response["num_tokens"] <= 5 for row in last for response in row["responses"])
     before = files_of(folder)
-    must_succeed(evaluate(folder, 2, *settings), folder)
+    must_succeed(evaluate(folder, num_ranks, *settings), folder)
     assert lines_of(folder / "eval" / "step_2.eval.jsonl") == last
     *_, again = lines_of(folder / "eval.jsonl")
     assert evaluations([again]) == {2: found[2]}
