@@ -68,7 +68,7 @@ class Evaluation:
         rollout, wanted = config.rollout, config.eval
         longest = wanted.max_new_tokens or rollout.max_new_tokens
         k = wanted.num_samples
-        self._sampling = Sampling(k, wanted.temperature, longest, wanted.top_p, with_answers=k > 1)
+        self._sampling = Sampling(k, wanted.temperature, longest, wanted.top_p, answer_of=self._judge if k > 1 else "")
 
     def run(self, step: int, version: int) -> dict[str, float]:
         """Called by all actors; returns the metrics, the same on each of them."""

@@ -148,7 +148,7 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str
         rollouts = Sampled()
         leader = Evaluation(mails[0], placement, config, rollouts, Letters(), tmp_path, SETS)  # type: ignore[arg-type]
         values = leader.run(3, 4)
-        assert rollouts.version == 4
+        assert (rollouts.version, rollouts.sampling.answer_of) == (4, "math")  # votes are the judge's
         return values, beats, [take(mails[1], "evaluated")]
 
 
