@@ -68,7 +68,7 @@ class Evaluation:
         rollout, wanted = config.rollout, config.eval
         longest = wanted.max_new_tokens or rollout.max_new_tokens
         k = wanted.num_samples
-        self._sampling = Sampling(k, wanted.temperature, longest, wanted.top_p, with_answers=k > 1)
+        self._sampling = Sampling(k, wanted.temperature, longest, wanted.top_p, answer_of=self._judge if k > 1 else "")
 
     def run(self, step: int, version: int) -> dict[str, float]:
         """Called by all actors; returns the metrics, the same on each of them."""
@@ -124,7 +124,7 @@ def for_evaluation(config: Config) -> Config:
 
 
 def check_best_metric(config: Config) -> None:
-    """Before anything is loaded: the first evaluation after a step would tell of a wrong name only then."""
+    """Before anything is loaded; otherwise a wrong name would be told only after the first step that is evaluated."""
     metric, k = config.checkpoint.best_metric, config.eval.num_samples
     few = [f"pass@{few}" for few in powers_of_two(k)[1:]] + ([f"maj@{k}"] if k > 1 else [])
     names = [f"{name}{end}" for name in (f"avg@{k}", *few) for end in ("", "_low", "_high")]

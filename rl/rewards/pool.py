@@ -64,10 +64,10 @@ class RewardPool:
         if self._error:
             raise ConfigError(self._error)
 
-    def submit(self, key: Hashable, prompt: str, response: str, row: dict[str, Any], with_answer: bool = False) -> None:
-        """Returns at once. `with_answer` asks for the final answer of the response too, by the first function that
+    def submit(self, key: Hashable, prompt: str, response: str, row: dict[str, Any], answer_of: str = "") -> None:
+        """Returns at once. `answer_of` names a function that is asked for the final answer of the response too, if it
         can tell."""
-        call = {"prompt": prompt, "response": response, "row": row, "with_answer": with_answer}
+        call = {"prompt": prompt, "response": response, "row": row, "answer_of": answer_of}
         with self._lock:
             self._number += 1
             self._keys[self._number] = key

@@ -118,7 +118,7 @@ def _has_children() -> bool:
 
 
 def score(
-    functions: list[Function], prompt: str, response: str, row: dict[str, Any], with_answer: bool = False
+    functions: list[Function], prompt: str, response: str, row: dict[str, Any], answer_of: str = ""
 ) -> dict[str, Any]:
     """The weighted sum of all functions and their parts; where one of them fails, the sample has none of them."""
     total, parts = 0.0, {}
@@ -126,7 +126,7 @@ def score(
     for function in functions:
         try:
             value, own = read_value(function.call(prompt, response, row, **function.options))
-            if with_answer and answer is None and function.answer is not None:
+            if function.name == answer_of and function.answer is not None:
                 answer = function.answer(response)
                 if answer is not None and not isinstance(answer, str):
                     raise TypeError(f"its answer is a {type(answer).__name__}; required is text or None")

@@ -22,7 +22,7 @@ class Sampling:
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int = 0  # 0: all
-    with_answers: bool = False  # reward functions tell the final answer too
+    answer_of: str = ""  # the reward function that tells the final answer too; empty: none
 
 
 @dataclass(frozen=True)

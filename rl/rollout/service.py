@@ -30,7 +30,7 @@ AGREE_S = 10.0  # for the ranks of an engine to say that they failed too
 
 
 class Rewards(Protocol):
-    def submit(self, key: tuple[int, ...], prompt: str, response: str, row: dict[str, Any], with_answer: bool) -> None:
+    def submit(self, key: tuple[int, ...], prompt: str, response: str, row: dict[str, Any], answer_of: str) -> None:
         """The result comes as a message of the kind `scored`."""
 
 
@@ -269,8 +269,8 @@ class RolloutService(Service):
         prompt = group.task.prompt
         response = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
         key = (batch, position, sample, group.attempt)
-        row, with_answer = prompt.row | {"answer": prompt.answer}, group.task.sampling.with_answers
-        self._rewards.submit(key, prompt.text, response, row, with_answer)
+        row = prompt.row | {"answer": prompt.answer}
+        self._rewards.submit(key, prompt.text, response, row, group.task.sampling.answer_of)
         return group.is_sampled
 
     def _score(self, key: Sequence[int], result: dict[str, Any]) -> None:

@@ -5,7 +5,10 @@ All but the last run the fake engine, whose tokens follow from seeds alone; its 
 """
 
 import json
+import os
+import signal
 import subprocess
+import time
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -191,21 +194,66 @@ def test_a_mistake_is_told_once(tmp_path: Path, settings: list[str]) -> None:
     assert "ConfigError" not in output
 
 
-def test_real_engines_repeat_an_evaluation_from_the_checkpoint(tmp_path: Path) -> None:
-    """One vLLM engine on two ranks that also train: sampled responses after two updates, and again from what was
+def wait_for_evaluation(folder: Path, process: subprocess.Popen[str], step: int) -> None:
+    """It follows an update of well under a second, and takes 6."""
+    deadline = time.monotonic() + 100
+    while not list((folder / "rollouts").glob(f"step_{step}.*")):  # written before the update
+        assert process.poll() is None and time.monotonic() < deadline, "the world did not get there"
+        time.sleep(0.05)
+    time.sleep(3)
+
+
+@pytest.mark.slow
+def test_signals_during_an_evaluation(tmp_path: Path) -> None:
+    """A stop cuts it off: the step before is saved at once, and the run that goes on evaluates it. A save waits for its
+    end. Both on two actor ranks."""
+    folder = tmp_path / "run"
+    settings = ["rollout.engine=fake", "train.num_prompts_per_step=2", "rollout.num_samples_per_prompt=2"]
+    settings += ["eval.interval=1", "eval.num_prompts=100", "rollout.max_num_seqs=2", "checkpoint.save_interval=0"]
+    settings += ["debug.save_rollouts=true"]
+    script = ["tests/e2e/broken_train.py", "slow engines", "0", f"run.dir={tmp_path}", "run.name=run", *settings]
+    process = start("--nproc-per-node=2", *script, "train.num_steps=100")
+    wait_for_evaluation(folder, process, 1)
+    process.terminate()
+    output = finish(process, 100)
+    assert "step 1 is saved" in output
+    steps = [path.parent.name for path in (folder / "checkpoints").glob(f"step_*/{COMMITTED}")]
+    assert steps == ["step_1"]
+    assert [line["step"] for line in lines_of(folder / "eval.jsonl")] == [0]
+    process = start("--nproc-per-node=2", *script, "train.num_steps=3")
+    wait_for_evaluation(folder, process, 2)
+    rank = subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True).split()[-1]
+    os.kill(int(rank), signal.SIGUSR1)
+    must_succeed(process, folder)
+    assert [line["step"] for line in lines_of(folder / "eval.jsonl")] == [0, 1, 2, 3]
+    rows = lines_of(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 1, 2, 3]
+    assert [row["step"] for row in rows if "loss/policy" in row] == [1, 2, 3]
+    steps = [path.parent.name for path in (folder / "checkpoints").glob(f"step_*/{COMMITTED}")]
+    assert sorted(steps) == ["step_2", "step_3"]  # of which the first was asked for; two are kept
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_real_engines_repeat_an_evaluation_from_the_checkpoint(num_ranks: int, tmp_path: Path) -> None:
+    """One vLLM engine on all ranks, which also train: sampled responses after two updates, and again from what was
     saved."""
     folder = tmp_path / "run"
     settings = ["train.num_steps=2", "train.num_prompts_per_step=4", "actor.lr=1e-3", "eval.interval=2"]
-    settings += ["rollout.tensor_parallel_size=2", "eval.num_prompts=6", "eval.num_samples=4", "eval.temperature=0.8"]
+    settings += [
+        f"rollout.tensor_parallel_size={num_ranks}",
+        "eval.num_prompts=6",
+        "eval.num_samples=4",
+        "eval.temperature=0.8",
+    ]
     settings += ["eval.top_p=0.95", "eval.max_new_tokens=5"]
-    run = train(folder, 2, *settings)
+    run = train(folder, num_ranks, *settings)
     found = evaluations(lines_of(folder / "metrics.jsonl"))
     assert list(found) == [0, 2]
     first, last = (lines_of(folder / "eval" / f"step_{step}.eval.jsonl") for step in (0, 2))
     assert first != last, "what was learnt does not show"
     assert all(response["num_tokens"] <= 5 for row in last for response in row["responses"])
     before = files_of(folder)
-    must_succeed(evaluate(folder, 2, *settings), folder)
+    must_succeed(evaluate(folder, num_ranks, *settings), folder)
     assert lines_of(folder / "eval" / "step_2.eval.jsonl") == last
     *_, again = lines_of(folder / "eval.jsonl")
     assert evaluations([again]) == {2: found[2]}

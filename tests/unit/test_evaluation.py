@@ -8,8 +8,25 @@ import pytest
 
 from rl.config import ROOT, ConfigError, load_config
 from rl.data.prompts import Prompt
-from rl.evaluation import Answered, Response, check_best_metric, for_evaluation, save, show_evaluation, summarize
+from rl.evaluation import (
+    Answered,
+    Evaluation,
+    Response,
+    check_best_metric,
+    for_evaluation,
+    save,
+    show_evaluation,
+    summarize,
+)
+from rl.mail import Message
+from rl.placement import plan
+from rl.rewards.worker import failed
+from rl.rollout.dispatch import Sampling, Task
+from rl.rollout.engine import Completion
+from rl.rollout.rollouts import Gathered
+from rl.rollout.service import pack_group
 from rl.watch.heart import HEART
+from tests.mails import connected, take
 
 Z = 1.959964**2
 
@@ -89,6 +106,71 @@ def test_only_a_whole_point_passes() -> None:
     assert (values["avg@2_low"], values["avg@2_high"]) == pytest.approx((1.995 - half, 1.995 + half))
 
 
+class Letters:
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(96 + token) for token in token_ids)
+
+
+class Sampled:
+    """Rollouts that were gathered: each response is the prompt's id as a letter, and what fails is the third group."""
+
+    def __init__(self) -> None:
+        self.prompts: list[Prompt] | None = None
+
+    def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int, is_dealt: bool) -> int:
+        assert not is_dealt
+        self.prompts, self.sampling, self.version = prompts, sampling, version
+        return 1
+
+    def gather(self, batch: int) -> Gathered:
+        groups, scores = {}, {}
+        for position, prompt in enumerate(self.prompts or []):
+            completion = Completion("", [prompt.id + 1], [-1.0], truncated=prompt.id == 1)
+            task = Task(1, position, 0, prompt, self.sampling, self.version)
+            groups[position] = pack_group(task, [completion] * 2, [0.0] * 2)
+            ok = {"parts": {"format": 0.5, "math": 1.0}, "status": "ok", "answer": "7"}
+            scores[position] = [ok, failed("timeout", ["math", "format"], "")] if position == 2 else [ok, ok]
+        return Gathered(dict(reversed(groups.items())), [0] * len(groups), scores, {})
+
+
+SETS = {"a": [TABLE[0].prompt, TABLE[1].prompt], "b": [TABLE[0].prompt]}
+JUDGED = ["reward.function={format: 1, math: 1}", "eval.num_samples=2", "eval.temperature=1"]
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, float], list[str], list[Message]]:
+    """The leader's metrics, its beats, and what another actor was sent."""
+    beats: list[str] = []
+    monkeypatch.setattr(HEART, "beat", lambda item="", tokens=0: beats.append(item))
+    config = load_config(None, [*JUDGED, "eval.function=math"])
+    placement = plan({"actor,rollout": "all"}, 1, 2)
+    with connected(2) as mails:
+        rollouts = Sampled()
+        leader = Evaluation(mails[0], placement, config, rollouts, Letters(), tmp_path, SETS)  # type: ignore[arg-type]
+        values = leader.run(3, 4)
+        assert (rollouts.version, rollouts.sampling.answer_of) == (4, "math")  # votes are the judge's
+        return values, beats, [take(mails[1], "evaluated")]
+
+
+def test_groups_come_back_as_answers_of_their_sets(evaluated: tuple, tmp_path: Path) -> None:
+    """In whatever order they arrived. The judge is the one that eval.function names, and a call that timed out
+    scores 0 and is counted."""
+    values, _, (sent,) = evaluated
+    assert sent.meta == values
+    assert (values["eval/a/avg@2"], values["eval/b/avg@2"], values["eval/accuracy"]) == (1.0, 0.5, 0.75)
+    assert (values["eval/a/failed"], values["eval/b/failed"]) == (0, 1)
+    assert (values["eval/a/truncated"], values["eval/b/truncated"]) == (0.5, 0)
+    texts = [[response["text"] for response in row["responses"]] for row in rows_of(tmp_path / "eval/step_3.a.jsonl")]
+    assert texts == [["a", "a"], ["b", "b"]]
+    (only,) = rows_of(tmp_path / "eval/step_3.b.jsonl")
+    assert [(response["score"], response["status"]) for response in only["responses"]] == [(1, "ok"), (0, "timeout")]
+
+
+def test_reading_many_responses_is_no_silence(evaluated: tuple) -> None:
+    places = ["prompt 0 of a", "prompt 1 of a", "prompt 0 of b"]
+    assert evaluated[1] == [*(f"reads {place}" for place in places), *(f"writes {place}" for place in places)]
+
+
 def rows_of(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_bytes().decode().split("\n")[:-1]]
 
@@ -116,13 +198,6 @@ def test_files_of_an_evaluation(tmp_path: Path) -> None:
         {"step": 7, "version": 8, "eval/accuracy": 0.25},
         {"step": 7, "version": 9, "eval/accuracy": 0.5},
     ]
-
-
-def test_writing_many_responses_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    beats: list[str] = []
-    monkeypatch.setattr(HEART, "beat", lambda item="", tokens=0: beats.append(item))
-    save(tmp_path, 1, 1, {"a": TABLE}, {})
-    assert beats == [f"writes prompt {number} of a" for number in range(3)]
 
 
 def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,3 +60,14 @@ def test_a_run_that_starts_over_sets_the_old_rows_aside(tmp_path: Path) -> None:
     (aside,) = tmp_path.glob("metrics.*-*.jsonl")
     assert aside.read_text() == old
     assert len(old.splitlines()) == 3
+
+
+def test_lines_of_evaluations_are_set_aside_with_them(tmp_path: Path) -> None:
+    """Those of two runs of one name are not mixed; a run that goes on adds to its own."""
+    (tmp_path / "eval.jsonl").write_text("old\n")
+    MetricsWriter(tmp_path, 10, 3).close("fake")
+    assert (tmp_path / "eval.jsonl").read_text() == "old\n"
+    MetricsWriter(tmp_path, 10).close("fake")
+    assert not (tmp_path / "eval.jsonl").exists()
+    (aside,) = tmp_path.glob("eval.*-*.jsonl")
+    assert aside.read_text() == "old\n"

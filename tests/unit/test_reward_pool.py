@@ -156,8 +156,8 @@ def test_the_wall_counts_from_the_call_and_the_order_is_fair() -> None:
 def test_the_answer_on_request_and_large_calls() -> None:
     pool, results = make_pool("gsm8k")
     pool.submit("plain", "", "it is 7", {"answer": "7"})
-    pool.submit("asked", "", "it is 7.0", {"answer": "7"}, with_answer=True)
-    pool.submit("none", "", "unknown", {"answer": "7"}, with_answer=True)
+    pool.submit("asked", "", "it is 7.0", {"answer": "7"}, answer_of="gsm8k")
+    pool.submit("none", "", "unknown", {"answer": "7"}, answer_of="gsm8k")
     pool.submit("large", "p" * 1_000_000, "x" * 1_000_000 + " 7", {"answer": "7", "more": "y" * 1_000_000})
     results.wait(4)
     pool.close()

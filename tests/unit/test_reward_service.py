@@ -28,7 +28,7 @@ class Rewards:
         self.calls: list[tuple[tuple[int, ...], str, str, dict[str, Any]]] = []
         self._mail = mail
 
-    def submit(self, key: tuple[int, ...], prompt: str, response: str, row: dict[str, Any], with_answer: bool) -> None:
+    def submit(self, key: tuple[int, ...], prompt: str, response: str, row: dict[str, Any], answer_of: str) -> None:
         self.calls.append((key, prompt, response, row))
 
     def say(self, key: tuple[int, ...], score: float, status: str = "ok") -> None:

@@ -203,10 +203,13 @@ def test_the_weighted_sum_and_its_parts() -> None:
         Function("shape", 0.5, shape, {"scale": 3.0}),
         Function("gsm8k", 0.0, FUNCTIONS["gsm8k"], {}),
     ]
-    result = score(functions, "", "42", {"answer": "42"}, with_answer=True)
+    result = score(functions, "", "42", {"answer": "42"}, answer_of="exact_match")
     parts = {"exact_match": 1.0, "shape": 3.0, "shape/words": 2.0, "gsm8k": 1.0}
     assert result == {"status": "ok", "score": 2.5, "parts": parts, "answer": "42", "text": ""}
     assert score(functions, "", "42", {"answer": "42"})["answer"] is None
+    assert score(functions, "", "42.0", {"answer": "42"}, answer_of="exact_match")["answer"] == "42.0"
+    assert score(functions, "", "42.0", {"answer": "42"}, answer_of="gsm8k")["answer"] == "42"
+    assert score(functions, "", "42", {"answer": "42"}, answer_of="shape")["answer"] is None  # it cannot tell
 
 
 def test_a_sample_of_which_one_function_fails_has_none_of_them() -> None:

@@ -267,3 +267,10 @@ def test_without_evaluation_held_out_files_are_not_read() -> None:
     config = dataclasses.replace(load_config(), eval=EvalConfig(interval=0))
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval="nowhere.jsonl"))
     assert read_data(config, Letters()).eval_sets == {}
+
+
+def test_a_held_out_set_without_a_row_is_an_error(tmp_path: Path) -> None:
+    a, b = write(tmp_path, GOOD, name="a.jsonl"), write(tmp_path, "{}", name="b.jsonl")
+    with pytest.raises(ConfigError) as caught:
+        read(a, eval={"x": a, "y": b}, bad_rows="skip")
+    assert str(caught.value) == f"{b}: 0 prompts in 1 rows, 1 malformed; at least one row must be left"
