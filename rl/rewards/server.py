@@ -9,6 +9,7 @@ import gc
 import json
 import math
 import os
+import select
 import selectors
 import signal
 import socket
@@ -31,6 +32,7 @@ MAX_STILLBORN = 5  # workers in a row that end before they begin
 FORK_AGAIN_S = 0.2  # where memory or process numbers are short
 MAX_FORK_FAILURES = 100
 SWEEP_S = 0.01
+LAST_MOMENT_S = 0.1  # from a dying process's line, which closes first, to its exit code
 END_S = 5  # for the end of all processes below
 
 
@@ -181,6 +183,7 @@ class Server:
             self._idle.append(made)
         self._watch_for_room(made.frames, lambda: self._read_worker(made))
         if not made.frames.is_open:
+            select.select([made.exit_fd], [], [], LAST_MOMENT_S)
             self._lose(made, "crash", "its process ended, closed its line or answered with too much")
 
     def _worker_died(self, made: _Worker) -> None:
