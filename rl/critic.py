@@ -7,10 +7,9 @@ from torch import Tensor, nn
 from rl.algo.losses import value_loss
 from rl.config import ActorConfig, AlgoConfig, CriticConfig
 from rl.data.batch import Batch
-from rl.data.micro_batches import cut_together
+from rl.data.micro_batches import cut_together, over_micro_batches
 from rl.metrics import Measures
 from rl.model.logprobs import hidden_size_of, value_responses
-from rl.scoring import over_micro_batches
 from rl.shards import reshard
 from rl.trainee import Trainee
 

@@ -7,7 +7,7 @@ runs.
     actor --score--> first inference rank --forward--> every inference rank --scores--> actor
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import safetensors.torch
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl.data.batch import Batch
-from rl.data.micro_batches import cut, cut_together
+from rl.data.micro_batches import cut, cut_together, over_micro_batches
 from rl.data.packing import costs_of, count_micro_batches, split_evenly
 from rl.mail import Mail, Message
 from rl.model.logprobs import certainty_of_responses, hidden_size_of, score_responses
@@ -24,26 +24,6 @@ from rl.serve import Service
 from rl.shards import TensorInfo, local_slices, reshard
 from rl.sync.landing import Landing, Landings, Region
 from rl.sync.probe import learner_logprobs
-from rl.watch.heart import HEART
-
-
-def over_micro_batches(
-    batch: Batch, micro_batches: list[list[int]], compute: Callable[[Batch], Sequence[Tensor]]
-) -> list[Tensor]:
-    """[T] of each thing that is computed for response tokens, 0 in prompts. The device is waited for once, at the
-    end."""
-    parts = []
-    for number, sequences in enumerate(micro_batches):
-        HEART.beat(f"micro-batch {number + 1} of {len(micro_batches)}")
-        parts.append(torch.stack(list(compute(batch.select(sequences)))))
-    scores = torch.cat(parts, 1).cpu()
-    spread = torch.zeros(len(scores), batch.num_tokens)
-    order = [sequence for sequences in micro_batches for sequence in sequences]
-    spans = batch.response_spans()
-    lengths = [last - first for first, last in (spans[sequence] for sequence in order)]
-    for sequence, piece in zip(order, scores.split(lengths, 1), strict=True):
-        spread[:, slice(*spans[sequence])] = piece
-    return list(spread)
 
 
 @torch.no_grad()

@@ -1,10 +1,14 @@
 """Micro-batches of a mesh: a forward of a sharded model is a collective, so its ranks agree on how many each runs."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rl.data.batch import Batch
 from rl.data.packing import costs_of, count_micro_batches, pack
+from rl.watch.heart import HEART
 
 
 def cut(batch: Batch, max_tokens: int, hidden_size: int, count: int) -> list[list[int]]:
@@ -18,3 +22,22 @@ def cut_together(batch: Batch, max_tokens: int, hidden_size: int, pg: dist.Proce
     count = torch.tensor([count_micro_batches(batch.lengths.tolist(), max_tokens)])
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=pg)
     return cut(batch, max_tokens, hidden_size, int(count))
+
+
+def over_micro_batches(
+    batch: Batch, micro_batches: list[list[int]], compute: Callable[[Batch], Sequence[Tensor]]
+) -> list[Tensor]:
+    """[T] of each thing that is computed for response tokens, 0 in prompts. The device is waited for once, at the
+    end."""
+    parts = []
+    for number, sequences in enumerate(micro_batches):
+        HEART.beat(f"micro-batch {number + 1} of {len(micro_batches)}")
+        parts.append(torch.stack(list(compute(batch.select(sequences)))))
+    scores = torch.cat(parts, 1).cpu()
+    spread = torch.zeros(len(scores), batch.num_tokens)
+    order = [sequence for sequences in micro_batches for sequence in sequences]
+    spans = batch.response_spans()
+    lengths = [last - first for first, last in (spans[sequence] for sequence in order)]
+    for sequence, piece in zip(order, scores.split(lengths, 1), strict=True):
+        spread[:, slice(*spans[sequence])] = piece
+    return list(spread)
