@@ -44,6 +44,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 
+trap '' USR1 # nothing to save yet
 cd "$root"
 if ! command -v torchrun >/dev/null && [ -e .venv/bin/activate ]; then
   # shellcheck source=/dev/null

@@ -3,6 +3,7 @@ nodes find each other over a shared folder."""
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -13,8 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.debian import find_program
 from tests.launcher import ROOT
+from tests.sshd import ssh_server
 
 pytestmark = pytest.mark.timeout(30)
 LAUNCH = ROOT / "launch"
@@ -170,8 +174,8 @@ def test_short_attempts_are_limited(machine: Machine) -> None:
 
 def test_attempts_that_lasted_reset_limit_and_back_off(machine: Machine) -> None:
     machine.program("sleep", '#!/bin/bash\necho "sleeps $1"\n')
-    machine.script("exit 1", "exit 1", "/bin/sleep 1.1; exit 1", "exit 1", "exit 0")
-    output = machine.run("local.sh", ONEWORLD_MAX_ATTEMPTS="3", ONEWORLD_LASTED_S="1", ONEWORLD_BACK_OFF_S="40")
+    machine.script("exit 1", "exit 1", "/bin/sleep 2.1; exit 1", "exit 1", "exit 0")
+    output = machine.run("local.sh", ONEWORLD_MAX_ATTEMPTS="3", ONEWORLD_LASTED_S="2", ONEWORLD_BACK_OFF_S="40")
     assert [line for line in output.splitlines() if "sleeps" in line] == [
         "sleeps 40",
         "sleeps 60",
@@ -303,3 +307,202 @@ def test_a_head_says_that_its_port_is_taken(machine: Machine) -> None:
         arguments = ["--master", "--nnodes", "2", "--shared", str(machine.folder), "--port", port]
         assert "give another one with --port" in machine.run("local.sh", *arguments, code=2)
     assert not (machine.folder / "head.json").exists()
+
+
+# Schedulers
+
+SLURM = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_GPUS_ON_NODE": "8"}
+TORCHRUN = "torchrun --nnodes {nodes} --nproc-per-node 8 --rdzv-endpoint {endpoint} --rdzv-id {name} train.py"
+ARGUMENTS = ["--config", "configs/rloo.yaml", "data.system_prompt=two words", "data.chat_template=true"]
+
+
+def expected(nodes: int, endpoint: str, name: str) -> list[str]:
+    line = TORCHRUN.format(nodes=nodes, endpoint=endpoint, name=name)
+    return [*line.split(), *ARGUMENTS, f"run.name={name}"]
+
+
+@pytest.fixture
+def slurm(machine: Machine) -> Machine:
+    machine.program("scontrol", '#!/bin/bash\n[ "$*" = "show hostnames n[1-4]" ] && printf "n%s\\n" 1 2 3 4\n')
+    machine.program("srun", f'#!/bin/bash\nprintf "%s\\n" "$@" >> {machine.folder}/srun\n')
+    machine.environment |= SLURM | {"SLURM_SUBMIT_DIR": str(machine.root), "HF_HOME": "/models", "HF_TOKEN": "secret"}
+    return machine
+
+
+def test_slurm(slurm: Machine) -> None:
+    step, line = map(shlex.split, slurm.run("slurm.sbatch", "--print", *ARGUMENTS).splitlines())
+    assert line == expected(4, "n1:24711", "rloo-slurm-4711")
+    assert step[:5] == ["srun", "--nodes", "4", "--ntasks-per-node", "1"]
+    slurm.run("slurm.sbatch", *ARGUMENTS)
+    assert (slurm.folder / "srun").read_text().splitlines() == step[1:]
+    assert slurm.num_calls == 0
+
+
+@pytest.mark.parametrize(
+    ("runtime", "parts"),
+    [
+        ("apptainer", ["--bind {root} --bind /models --pwd {root} image launch/run_node.sh"]),
+        ("enroot", ["enroot start --rw --mount {root}:{root} --mount /models:/models", "--env HF_TOKEN", "image bash"]),
+        (
+            "pyxis",
+            ["--container-mounts {root}:{root},/models:/models --container-workdir {root}", "--container-image image"],
+        ),
+    ],
+)
+def test_slurm_containers(slurm: Machine, runtime: str, parts: list[str]) -> None:
+    output = slurm.run("slurm.sbatch", "--print", "--runtime", runtime, "--image", "image", *ARGUMENTS)
+    step, line = output.splitlines()
+    assert shlex.split(line) == expected(4, "n1:24711", "rloo-slurm-4711")
+    for part in parts:
+        assert part.format(root=slurm.root) in " ".join(shlex.split(step))
+    assert "secret" not in output
+
+
+def test_slurm_amd(slurm: Machine) -> None:
+    output = slurm.run("slurm_amd.sbatch", "--print", "--runtime", "docker", "--head", "fd00::1", *ARGUMENTS)
+    container, line = output.splitlines()
+    assert shlex.split(line) == expected(4, "[fd00::1]:24711", "rloo-slurm-4711")
+    for part in (
+        "--network host --ipc host",
+        "--device /dev/kfd --device /dev/dri",
+        f"--volume {slurm.root}:{slurm.root} --volume /models:/models",
+        "--env HIP_VISIBLE_DEVICES",
+        "--env ROCR_VISIBLE_DEVICES",
+        "--env CUDA_VISIBLE_DEVICES",
+        "--env RCCL_MSCCL_ENABLE",
+        "--env NCCL_IB_GID_INDEX",
+        "--env HF_TOKEN",
+        f"--workdir {slurm.root} oneworld-rocm launch/run_node.sh",
+    ):
+        assert part in container, part
+    assert "secret" not in output
+    podman = slurm.run("slurm_amd.sbatch", "--print", "--runtime", "podman", *ARGUMENTS)
+    assert "podman run --rm" in podman and "--userns keep-id" in podman
+
+
+def test_slurm_amd_runs_one_container_a_node(slurm: Machine) -> None:
+    """srun calls the file again on each node, which builds the image where it is not, and hands over its variables."""
+    slurm.program("srun", '#!/bin/bash\nwhile [ "$1" != "--chdir" ]; do shift; done; cd "$2" && shift 2 && exec "$@"\n')
+    show = 'echo "$ROCR_VISIBLE_DEVICES $HIP_VISIBLE_DEVICES $CUDA_VISIBLE_DEVICES $NCCL_PROTO"'
+    docker = f'#!/bin/bash\necho "docker $*"; case $1 in image) exit 1 ;; run) {show}; exit 5 ;; esac\n'
+    slurm.program("docker", docker)
+    devices = {"ROCR_VISIBLE_DEVICES": "4,5", "SLURM_GPUS_ON_NODE": "2", "NCCL_PROTO": "mine"}
+    output = slurm.run("slurm_amd.sbatch", *ARGUMENTS, code=5, **devices).splitlines()
+    assert output[0] == f"docker build --tag oneworld-rocm --file {slurm.root}/launch/Dockerfile.rocm {slurm.root}"
+    assert "docker run --rm --init --name oneworld-4711-0 " in output[1]
+    assert output[1].endswith(f"--nproc 2 --launch slurm-4711 -- {' '.join(ARGUMENTS)}")
+    assert output[2] == "4,5 0,1 0,1 mine"
+
+
+def test_slurm_outside_of_a_job(machine: Machine) -> None:
+    for launcher in ("slurm.sbatch", "slurm_amd.sbatch"):
+        assert "submit this file with sbatch" in machine.run(launcher, "--print", code=2)
+
+
+def render(machine: Machine, script: str, environment: dict[str, str]) -> list[str]:
+    """What a scheduler would run, with --print among the user's arguments."""
+    environment = machine.environment | environment | {"ARGS": f"--print {shlex.join(ARGUMENTS)}"}
+    result = subprocess.run(
+        ["sh", "-ec", script], cwd=machine.root, env=environment, text=True, capture_output=True, timeout=20
+    )
+    assert result.returncode == 0, result.stderr
+    return shlex.split(result.stdout)
+
+
+def test_skypilot(machine: Machine) -> None:
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    assert set(task) <= {"name", "num_nodes", "workdir", "resources", "envs", "secrets", "setup", "run"}
+    assert task["workdir"] == "." and task["num_nodes"] >= 2 and "HF_TOKEN" in task["secrets"]
+    assert {"ARGS", "HF_HOME"} <= set(task["envs"])
+    cluster = {
+        "SKYPILOT_NUM_NODES": "3",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3",
+        "SKYPILOT_NODE_RANK": "1",
+    }
+    cluster |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "sky-7_x-1"}
+    assert render(machine, task["run"], cluster) == expected(3, "10.0.0.1:29500", "rloo-sky-7_x-1")
+
+
+def test_dstack(machine: Machine) -> None:
+    task = yaml.safe_load((LAUNCH / "dstack.yml").read_text())
+    assert task["type"] == "task" and task["nodes"] >= 2
+    assert {"ARGS", "HF_TOKEN"} <= set(task["env"]) and any(entry.startswith("HF_HOME=") for entry in task["env"])
+    assert task["volumes"] and task["resources"]["gpu"]
+    cluster = {"DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.9", "DSTACK_NODE_RANK": "0"}
+    cluster |= {"DSTACK_GPUS_PER_NODE": "8", "DSTACK_RUN_NAME": "oneworld"}
+    (machine.root / "Makefile").write_text("setup:\n\t@true\n")
+    line = render(machine, " && ".join(task["commands"]), cluster)
+    assert line == expected(2, "10.0.0.9:29500", "rloo-oneworld")
+
+
+@pytest.mark.parametrize("kind", ["cuda", "rocm"])
+def test_dockerfiles_copy_what_is_there(kind: str) -> None:
+    lines = (LAUNCH / f"Dockerfile.{kind}").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
+    assert copied and all((ROOT / name).exists() for name in copied)
+    assert [line.split()[0] for line in lines if line and line[0].isupper()][:2] == ["ARG", "FROM"]
+
+
+# ssh
+
+
+def test_ssh_shows_the_line(machine: Machine) -> None:
+    hosts = machine.folder / "hosts"
+    hosts.write_text("# two nodes\nme@alpha  # the head\n\nbeta\n")
+    output = machine.run("ssh.sh", "start", "one", "--hosts", str(hosts), "--nproc", "8", "--print", *ARGUMENTS)
+    line = shlex.split(output)
+    name = line[8]
+    assert name.startswith("rloo-one-20")
+    assert line == expected(2, line[6], name)
+    assert line[6].startswith("alpha:2")
+    other = machine.run("ssh.sh", "start", "two", "--hosts", str(hosts), "--nproc", "8", "--print")
+    assert shlex.split(other)[6] != line[6]
+
+
+def test_ssh_starts_follows_and_stops_clusters_side_by_side(machine: Machine) -> None:
+    """Over a real sshd; both nodes are this machine."""
+    (machine.folder / "ssh").mkdir()
+    hosts = machine.folder / "hosts"
+    hosts.write_text("node0\nnode1\n")
+    wait = "trap 'echo saved and stopped; exit 1' TERM; while :; do sleep 0.05; done"
+    machine.script(*[f'echo "at work, $HF_TOKEN"; {wait}'] * 2, "echo done", "echo done")
+    with ssh_server(machine.folder / "ssh") as server:
+        # sshd gives its sessions an environment of their own.
+        path = {name: machine.environment[name] for name in ("PATH", "PYTHONPATH")}
+        (machine.root / ".venv/bin").mkdir(parents=True)
+        activate = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in path.items())
+        (machine.root / ".venv/bin/activate").write_text(activate)
+        machine.environment |= {"ONEWORLD_SSH": f"{server.command} -i {server.identity}", "HF_TOKEN": "it's secret"}
+        start = ["--hosts", str(hosts), "--head", "127.0.0.1", "--nproc", "1"]
+        assert "one runs on 2 nodes" in machine.run("ssh.sh", "start", "one", *start, "run.name=x")
+        until(lambda: machine.num_calls == 2)
+        assert machine.call(1) == machine.call(2)
+        assert "cluster one is not free" in machine.run("ssh.sh", "start", "one", *start, code=2)
+        machine.run("ssh.sh", "start", "two", *start)
+        output = machine.run("ssh.sh", "follow", "two").splitlines()
+        ended = [f"[{k} node{k}] {text}" for k in (0, 1) for text in ("done", "ended with status 0")]
+        assert sorted(output) == sorted(ended)
+        assert machine.run("ssh.sh", "list") == "one\ntwo\n"
+        assert machine.run("ssh.sh", "status", "one").count("runs, process") == 2
+        assert machine.run("ssh.sh", "stop", "one").count("ended with status 143") == 2
+        output = machine.run("ssh.sh", "follow", "one", code=143)
+        assert output.count("at work, it's secret") == output.count("saved and stopped") == 2
+
+
+# All of them
+
+
+def test_shellcheck() -> None:
+    program, reason = find_program("shellcheck")
+    if not program:
+        pytest.skip(reason)
+    files = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
+    result = subprocess.run([program, "-x", *files], cwd=ROOT, text=True, capture_output=True, timeout=25)
+    assert len(files) >= 6 and result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("launcher", ["run_node.sh", "local.sh", "ssh.sh", "slurm.sbatch", "slurm_amd.sbatch"])
+def test_help_is_the_text_at_the_head(launcher: str, machine: Machine) -> None:
+    output = machine.run(launcher, "--help")
+    assert f"launch/{launcher}" in output and "--print" in output
+    assert "set -euo" not in output and "#SBATCH" not in output
