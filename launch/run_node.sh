@@ -60,7 +60,7 @@ count_gpus() {
   elif command -v nvidia-smi >/dev/null; then
     nvidia-smi -L | grep -c '^GPU' || true
   else
-    grep -ls '^simd_count [1-9]' /sys/class/kfd/kfd/topology/nodes/*/properties | wc -l
+    { grep -ls '^simd_count [1-9]' /sys/class/kfd/kfd/topology/nodes/*/properties || true; } | wc -l
   fi
 }
 

@@ -3,6 +3,7 @@ nodes find each other over a shared folder."""
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -140,6 +141,10 @@ def test_ranks_are_the_gpus_that_are_visible(machine: Machine) -> None:
     assert "--nproc-per-node 6 " in machine.run(
         "local.sh", "--print", "placement.num_gpus_per_node=6", CUDA_VISIBLE_DEVICES=""
     )
+    del machine.environment["CUDA_VISIBLE_DEVICES"]
+    assert re.search("--nproc-per-node [1-9]", machine.run("local.sh", "--print"))
+    machine.program("nvidia-smi", '#!/bin/bash\nprintf "GPU %s: H100\\n" 0 1 2 3\n')
+    assert "--nproc-per-node 4 " in machine.run("local.sh", "--print")
     assert machine.num_calls == 0
 
 
