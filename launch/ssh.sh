@@ -131,9 +131,10 @@ printf '%s\n' "${hosts[@]}" >"$here/hosts"
 echo "$dir" >"$here/dir"
 # shellcheck source=launch/forward.sh
 . "$root/launch/forward.sh"
+mapfile -t variables < <(forwarded_names | grep -Ev '_VISIBLE_DEVICES$|^PET_LOCAL_ADDR$') # those are this machine's
 for k in "${!hosts[@]}"; do
   {
-    for variable in $(forwarded_names); do printf 'export %s=%q\n' "$variable" "${!variable}"; done
+    for variable in ${variables[@]+"${variables[@]}"}; do printf 'export %s=%q\n' "$variable" "${!variable}"; done
     printf 'set -- %s\n' "$(printf '%q ' "${node[@]}" --node-rank "$k" -- "$@")"
     cat <<'REMOTE'
 [ -e launch/run_node.sh ] || { echo "oneworld: no repository in $PWD; give --dir" >&2; exit 2; }

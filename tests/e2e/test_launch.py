@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -52,3 +53,25 @@ def test_ranks_that_refuse_their_settings_are_not_started_again(tmp_path: Path) 
     output = finish(process, 60)
     assert process.returncode == 1
     assert f"oneworld: not started again, see {tmp_path}/x/FATAL" in output, output[-4000:]
+
+
+@pytest.mark.slow
+def test_a_head_and_a_worker_over_a_shared_folder(tmp_path: Path) -> None:
+    """Both nodes are this machine. The head's agent is killed: the head is found again, and the run goes on."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    environment = activated_environment(ONEWORLD_BACK_OFF_S="1")
+    local, place = ["bash", str(ROOT / "launch" / "local.sh")], ["--shared", str(tmp_path / "shared"), "--nproc", "1"]
+    settings = [*SETTINGS, *SAVING, f"run.dir={tmp_path}"]
+    worker = spawn([*local, "--worker", "1", *place, *settings], environment)
+    head = spawn([*local, "--master", "--nnodes", "2", "--port", str(port), *place, *settings], environment)
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "x" / "checkpoints" / "step_1").exists():
+        assert head.poll() is None and time.monotonic() < deadline, "the run did not get to step 1"
+        time.sleep(0.02)
+    agents = [one for one in members(head.pid) if any(part.endswith("torchrun") for part in one.cmdline())]
+    (agent,) = [one for one in agents if one.ppid() == head.pid]
+    agent.send_signal(signal.SIGKILL)
+    outputs = [finish(process, 120) for process in (head, worker)]
+    assert [head.returncode, worker.returncode] == [0, 0], "\n".join(outputs)[-6000:]
+    assert steps(tmp_path) == list(range(1, NUM_STEPS + 1))

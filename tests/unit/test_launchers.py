@@ -497,6 +497,15 @@ def test_ssh_starts_follows_and_stops_clusters_side_by_side(machine: Machine) ->
 # All of them
 
 
+def test_variables_that_matter_are_forwarded() -> None:
+    matter = ["HF_TOKEN", "HF_HOME", "NCCL_IB_HCA", "RCCL_MSCCL_ENABLE", "ONEWORLD_MAX_ATTEMPTS", "https_proxy"]
+    others = ["HOME", "MY_HF_TOKEN", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "ONEWORLD_LAUNCHER"]
+    environment = {"PATH": os.environ["PATH"]} | dict.fromkeys([*matter, *others], "x")
+    script = f". {LAUNCH}/forward.sh; forwarded_names"
+    output = subprocess.run(["bash", "-c", script], env=environment, text=True, capture_output=True, timeout=10).stdout
+    assert sorted(output.split()) == sorted(matter)
+
+
 def test_shellcheck() -> None:
     program, reason = find_program("shellcheck")
     if not program:
