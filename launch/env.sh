@@ -1,4 +1,5 @@
 # What the short torchrun command needs; `source` it on every node. `make setup` adds it to .venv/bin/activate.
+# shellcheck shell=sh
 #
 #   torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint head:29500 train.py
 #

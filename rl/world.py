@@ -393,7 +393,10 @@ def _join() -> World:
 
 
 def launcher_process() -> psutil.Process:
-    """torchrun's agent, which lives through restarts; this process where there is none."""
+    """The loop of launch/run_node.sh, which lives through all attempts of a launch, or torchrun's agent, which lives
+    through restarts; this process where there is neither."""
+    if (loop := int(os.environ.get("ONEWORLD_LAUNCHER", 0))) and psutil.pid_exists(loop):
+        return psutil.Process(loop)
     return psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.debian import download, run
+
 LOCALHOST = "127.0.0.1"
 CACHE = Path(tempfile.gettempdir()) / f"oneworld-sshd-{os.getuid()}"
 CHUNK = 1 << 16
@@ -63,15 +65,6 @@ Host *
 """
 
 
-def _run(*command: str | Path, cwd: Path | None = None) -> str:
-    try:
-        return subprocess.run(command, cwd=cwd, check=True, text=True, capture_output=True, timeout=45).stdout
-    except subprocess.CalledProcessError as error:
-        raise OSError(f"{command[0]} failed: {error.stderr.strip()[-500:]}") from error
-    except subprocess.TimeoutExpired as error:
-        raise OSError(f"{command[0]} took more than {error.timeout} s") from error
-
-
 def _libraries(root: Path) -> dict[str, str]:
     folders = {str(file.parent) for file in root.rglob("*.so.*")}
     return {"LD_LIBRARY_PATH": os.pathsep.join(sorted(folders))} if folders else {}
@@ -80,36 +73,12 @@ def _libraries(root: Path) -> dict[str, str]:
 def _missing_packages(root: Path) -> list[str]:
     """Packages of the libraries that sshd lacks, by Debian's rule: libwrap.so.0 is in libwrap0, libkrb5.so.3 in
     libkrb5-3."""
-    output = _run("env", *("=".join(item) for item in _libraries(root).items()), "ldd", root / "usr/sbin/sshd")
+    output = run("env", *("=".join(item) for item in _libraries(root).items()), "ldd", root / "usr/sbin/sshd")
     packages = []
     for name, version in re.findall(r"(\S+)\.so\.(\d+) => not found", output):
         stem = name.replace("_", "-")
         packages.append(f"{stem}-{version}" if stem[-1].isdigit() else f"{stem}{version}")
     return packages
-
-
-def _download(packages: list[str], folder: Path) -> None:
-    """Debian packages as files in `folder`. The system's package lists may be absent or name a version that the mirror
-    has dropped: lists of our own, then."""
-    lists = folder / "lists"
-    options = [
-        f"Dir::Cache={folder}/cache",
-        "Acquire::Retries=0",
-        "Acquire::http::Timeout=10",
-        "APT::Update::Error-Mode=any",
-    ]
-    if os.getuid() == 0:
-        options.append("APT::Sandbox::User=root")  # the usual user for downloads cannot write here
-    apt = ["apt-get", "-q", *(f"-o{option}" for option in options)]
-    own_lists = f"-oDir::State::lists={lists}"
-    if not lists.exists():
-        try:
-            _run(*apt, "download", *packages, cwd=folder)
-            return
-        except OSError:
-            (lists / "partial").mkdir(parents=True)
-            _run(*apt, own_lists, "update")
-    _run(*apt, own_lists, "download", *packages, cwd=folder)
 
 
 def _fill_cache() -> None:
@@ -121,10 +90,10 @@ def _fill_cache() -> None:
         while wanted:
             if done.intersection(wanted):
                 raise OSError(f"sshd still lacks libraries after the download of {sorted(done)}")
-            _download(wanted, folder)
+            download(wanted, folder)
             for package in wanted:
                 (file,) = folder.glob(f"{package}_*.deb")
-                _run("dpkg", "-x", file, root)
+                run("dpkg", "-x", file, root)
             done.update(wanted)
             wanted = _missing_packages(root)
         try:
@@ -263,7 +232,7 @@ class SshServer:
     def _write_files(self, sshd_port: int) -> None:
         folder = self._folder
         for name in ("host_key", "identity", "other_identity"):
-            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", folder / name)
+            run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", folder / name)
         (folder / "authorized_keys").write_text((folder / "identity.pub").read_text())
         (folder / "known_hosts").write_text(f"oneworld {(folder / 'host_key.pub').read_text()}")
         (folder / "sshd_config").write_text(SSHD_CONFIG.format(localhost=LOCALHOST, port=sshd_port, folder=folder))

@@ -13,6 +13,10 @@ class Launcher:
         self._starts = starts_file()
 
     def stop(self) -> None:
+        """The launcher's loop (launch/run_node.sh) must know that torchrun's end was ordered."""
+        with suppress(OSError):
+            if file := os.environ.get("ONEWORLD_STOP_FILE"):
+                Path(file).touch()
         with suppress(ProcessLookupError):
             if self._pid:
                 os.kill(self._pid, signal.SIGTERM)

@@ -1,0 +1,110 @@
+"""How nodes without a scheduler find their head over a shared folder.
+
+    python launch/head.py serve FOLDER LAUNCH NNODES PORT [ADDRESS]   on the head, as long as it runs
+    python launch/head.py find FOLDER SECONDS                         on a worker: launch, nodes, address, port
+    python launch/head.py address                                     this node's, for others
+
+The head writes FOLDER/head.json: where it can be reached, and a word that only it knows. A worker believes a file when
+the head answers with that word at one of its addresses, which is then the one to use. So a file that an older run has
+left is never taken for the head's, whatever the clocks of the nodes say.
+"""
+
+import ctypes
+import json
+import secrets
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+PR_SET_PDEATHSIG = 1
+ASK_TIMEOUT_S = 3.0
+POLL_S = 0.2  # a shared filesystem tells nobody of new files
+FILE = "head.json"
+ELSEWHERE = "192.0.2.1"  # an address that is nobody's
+
+
+def own_addresses() -> list[str]:
+    """The one on the way out first, then the others, then the name; without those that mean something here only."""
+    entries = [entry for addresses in psutil.net_if_addrs().values() for entry in addresses]
+    found = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+    found = [address for address in found if not address.startswith(("127.", "::1", "fe80:", "169.254."))]
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((ELSEWHERE, 1))  # sends nothing
+        found.insert(0, probe.getsockname()[0])
+    return list(dict.fromkeys([*found, socket.gethostname()]))
+
+
+def serve(folder: Path, launch: str, num_nodes: str, port: int, address: str = "") -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # with the launcher, however that ends
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        sys.exit(f"oneworld: port {port}: {error.strerror}; give another one with --port")
+    word = secrets.token_hex(8)
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
+        answer_port = server.getsockname()[1]
+        addresses = [address] if address else own_addresses()
+        record = {"launch": launch, "nnodes": num_nodes, "addresses": addresses, "port": port}
+        file, part = folder / FILE, folder / f"{FILE}.{word}"
+        folder.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(record | {"answer_port": answer_port, "word": word}))
+        part.replace(file)
+        print(f"oneworld: {file} tells workers of the head at {' '.join(addresses)}", file=sys.stderr, flush=True)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)  # of the terminal; the launcher decides
+        print("ready", flush=True)
+        try:
+            while True:
+                connection, _ = server.accept()
+                with connection, suppress(OSError):
+                    connection.sendall(word.encode())
+        finally:
+            if _read(file).get("word") == word:  # else a later head's
+                file.unlink(missing_ok=True)
+
+
+def find(folder: Path, timeout_s: float) -> tuple[str, str, str, int]:
+    deadline = time.monotonic() + timeout_s
+    said = ""
+    while True:
+        record = _read(folder / FILE)
+        if record:
+            for address in record["addresses"]:
+                if _answers(address, record["answer_port"], record["word"]):
+                    return record["launch"], record["nnodes"], address, record["port"]
+            if said != record["word"]:
+                said = record["word"]
+                where = " ".join(record["addresses"])
+                print(f"oneworld: ignoring {folder / FILE}: its head ({where}) does not answer", file=sys.stderr)
+        if time.monotonic() > deadline:
+            sys.exit(f"oneworld: no head in {folder} after {timeout_s:g} s; start one with --master, on this folder")
+        time.sleep(POLL_S)
+
+
+def _read(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):  # none yet
+        return {}
+
+
+def _answers(address: str, port: int, word: str) -> bool:
+    with suppress(OSError), socket.create_connection((address, port), timeout=ASK_TIMEOUT_S) as connection:
+        return connection.makefile().read() == word
+    return False
+
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:]
+    if what == "address":
+        print(own_addresses()[0])
+    elif what == "serve":
+        serve(Path(rest[0]), rest[1], rest[2], int(rest[3]), *rest[4:])
+    else:
+        print(*find(Path(rest[0]), float(rest[1])), sep="\n")

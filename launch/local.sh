@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# A run on this machine, or on several that have no scheduler but a shared folder.
+#
+#   launch/local.sh [--nproc M] [--print] [--config F] [key=value ...]
+#   launch/local.sh --master --nnodes N --shared FOLDER [options] [--config F] [key=value ...]     on the first node
+#   launch/local.sh --worker R --shared FOLDER [options] [--config F] [key=value ...]              on the others, R from 1
+#
+#   --shared FOLDER   that all nodes see; one for each cluster. The head writes its address there, workers wait for it
+#   --wait S          seconds that a worker waits (default: 600)
+#   --address A       of the head, if it has several and only one is right
+#
+# Paths are relative to the repository. The other options (--nproc, --port, --print) and signals, restarts and
+# ONEWORLD_* variables: launch/run_node.sh --help
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+cd "$here/.."
+
+fail() {
+  echo "oneworld: $1" >&2
+  exit 2
+}
+
+rank='' shared='' wait=600 address='' nnodes=1 port=29500 print='' options=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    --master) rank=0 && shift ;;
+    --print) print=1 options+=("$1") && shift ;;
+    --worker | --shared | --wait | --address | --nnodes | --port | --nproc)
+      [ $# -gt 1 ] || fail "$1 needs a value"
+      case $1 in
+        --worker) rank=$2 ;;
+        --shared) shared=$2 ;;
+        --wait) wait=$2 ;;
+        --address) address=$2 ;;
+        --nnodes) nnodes=$2 ;;
+        --port) port=$2 ;;
+        --nproc) options+=("$1" "$2") ;;
+      esac
+      shift 2
+      ;;
+    --) shift && break ;;
+    *) break ;;
+  esac
+done
+if [ -z "$rank" ]; then
+  [ "$nnodes" = 1 ] || fail "--nnodes $nnodes needs --master on one node and --worker R on the others"
+  exec "$here/run_node.sh" ${options[@]+"${options[@]}"} -- "$@"
+fi
+[ -n "$shared" ] || fail "--master and --worker need --shared FOLDER, which all nodes see"
+if ! command -v torchrun >/dev/null && [ -e .venv/bin/activate ]; then
+  # shellcheck source=/dev/null
+  . .venv/bin/activate
+fi
+if [ "$rank" = 0 ]; then
+  [ "$nnodes" != 1 ] || fail "--master needs --nnodes N"
+  launch=$(date +%Y%m%d-%H%M%S)-$$
+  if [ -z "$print" ]; then
+    exec 3< <(exec python "$here/head.py" serve "$shared" "$launch" "$nnodes" "$port" "$address")
+    read -r _ <&3 || exit 2 # it answers from here on, and ends with this process
+    exec 3<&-
+  fi
+  address=${address:-$(python "$here/head.py" address)}
+else
+  found=$(python "$here/head.py" find "$shared" "$wait")
+  { read -r launch && read -r nnodes && read -r address && read -r port; } <<<"$found"
+fi
+exec "$here/run_node.sh" --nnodes "$nnodes" --head "$address" --port "$port" --node-rank "$rank" --launch "$launch" \
+  ${options[@]+"${options[@]}"} -- "$@"

@@ -1,0 +1,191 @@
+#!/usr/bin/env bash
+# This node's part of a launch: preflight, then torchrun train.py until it ends well or is not to be started again.
+# Every launcher ends here, with the same arguments on every node.
+#
+#   launch/run_node.sh [options] [--] [train.py's arguments]
+#
+#   --nnodes N       nodes, or MIN:MAX (default: 1)
+#   --nproc M        ranks on this node (default: its GPUs; if it has none, placement.num_gpus_per_node or 2)
+#   --head HOST      name or address of the node that hosts the rendezvous; needed with several nodes
+#   --port P         its port, and for preflight the next one (default: 29500)
+#   --node-rank R    0 on the head (default: SLURM_NODEID; else the head knows itself by its address)
+#   --launch ID      the same on every node: names the run where run.name does not (default on one node: the time)
+#   --print          show the torchrun line and end
+#
+# torchrun itself restarts a world that fails. The loop here starts torchrun again when it ended with an error, as after
+# the loss of the head, but not after a FATAL of this launch in the run's folder, when the ranks told torchrun to stop
+# (bad settings, Ctrl-C on any node), or after a signal: SIGTERM and SIGINT are passed on, so that the run is saved, and
+# SIGUSR1 goes to the ranks, which save and go on.
+#
+#   ONEWORLD_MAX_ATTEMPTS  attempts in a row that ended within ONEWORLD_LASTED_S seconds (10 within 300), then it gives up
+#   ONEWORLD_BACK_OFF_S    before the second attempt (1), doubled for each that follows, at most 60
+#   ONEWORLD_PREFLIGHT     0: without preflight
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+fail() {
+  echo "oneworld: $1" >&2
+  exit 2
+}
+
+nnodes=1 nproc='' head='' port=29500 node_rank=${SLURM_NODEID:-} launch='' print=''
+while [ $# -gt 0 ]; do
+  case $1 in
+    --nnodes | --nproc | --head | --port | --node-rank | --launch)
+      [ $# -gt 1 ] || fail "$1 needs a value"
+      name=${1#--}
+      printf -v "${name//-/_}" '%s' "$2"
+      shift 2
+      ;;
+    --print) print=1 && shift ;;
+    --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    --) shift && break ;;
+    *) break ;;
+  esac
+done
+
+trap '' USR1 # nothing to save yet
+cd "$root"
+if ! command -v torchrun >/dev/null && [ -e .venv/bin/activate ]; then
+  # shellcheck source=/dev/null
+  . .venv/bin/activate
+fi
+# shellcheck source=launch/env.sh
+. launch/env.sh
+
+count_gpus() {
+  local visible=${CUDA_VISIBLE_DEVICES-${HIP_VISIBLE_DEVICES-${ROCR_VISIBLE_DEVICES-unset}}}
+  if [ "$visible" != unset ]; then
+    tr ',' '\n' <<<"$visible" | grep -c . || true
+  elif command -v nvidia-smi >/dev/null; then
+    nvidia-smi -L | grep -c '^GPU' || true
+  else
+    { grep -ls '^simd_count [1-9]' /sys/class/kfd/kfd/topology/nodes/*/properties || true; } | wc -l
+  fi
+}
+
+if [ "$nnodes" = 1 ]; then
+  launch=${launch:-$(date +%Y%m%d-%H%M%S)-$$}
+elif [ -z "$head" ]; then
+  fail "--nnodes $nnodes needs --head HOST, the same on every node"
+fi
+settings=$(python launch/ask.py "$launch" "$head" "$@") || exit 2
+wanted_ranks='' address=''
+{ read -r folder && read -r run && read -r wanted_ranks && read -r address; } <<<"$settings" || true
+[ -n "$run" ] || fail "several nodes need one run: give run.name=NAME, or --launch ID, the same on every node"
+if [ -z "$nproc" ]; then
+  nproc=$(count_gpus)
+  [ "$nproc" != 0 ] || nproc=${wanted_ranks:-2}
+fi
+
+options=(--nnodes "$nnodes" --nproc-per-node "$nproc")
+endpoint() {
+  if [[ $head == *:* ]]; then echo "[$head]:$1"; else echo "$head:$1"; fi
+}
+if [ -n "$head" ]; then
+  # What differs between the nodes is in the environment: the command is the same on all of them.
+  [ -z "$node_rank" ] || export PET_RDZV_CONF="$PET_RDZV_CONF,is_host=$((node_rank == 0))"
+  if [ "$node_rank" = 0 ] && [ -z "$address" ] && [[ $head =~ ^[0-9.]+$|: ]]; then address=$head; fi
+  [ -z "$address" ] || export PET_LOCAL_ADDR="${PET_LOCAL_ADDR:-$address}"
+  if [[ $head == *:* ]]; then export NCCL_SOCKET_FAMILY="${NCCL_SOCKET_FAMILY:-AF_INET6}"; fi
+fi
+torchrun_line() { # PORT ID PROGRAM ARGUMENTS: into `line`
+  line=(torchrun "${options[@]}")
+  [ -z "$head" ] || line+=(--rdzv-endpoint "$(endpoint "$1")" --rdzv-id "$2")
+  shift 2
+  line+=("$@")
+}
+torchrun_line "$port" "$run" train.py "$@" "run.name=$run"
+train_line=("${line[@]}")
+if [ "$print" ]; then
+  printf '%q ' "${train_line[@]}" | sed 's/ $/\n/'
+  exit
+fi
+
+state=$(mktemp -d)
+trap 'rm -rf "$state"' EXIT
+export ONEWORLD_LAUNCHER=$$           # what is older than this process is not of this launch
+export ONEWORLD_STOP_FILE="$state/stop" # the ranks make it when they tell torchrun to stop
+fatal_now() { stat -c '%i %y %s' "$folder/FATAL" 2>/dev/null || true; }
+fatal_before=$(fatal_now)
+
+child='' is_torchrun='' signal=''
+end_by() {
+  signal=$1
+  [ -z "$child" ] || kill -s "$1" "$child" 2>/dev/null || true
+}
+save() { # the agent knows no SIGUSR1 and would die of it, as would a rank that is not yet ready for it
+  local ranks pid mask
+  [ "$is_torchrun" ] || return 0
+  read -r -d '' -a ranks < <(cat "/proc/$child/task/"*/children 2>/dev/null) || true
+  for pid in ${ranks[@]+"${ranks[@]}"}; do
+    while read -r mask; do
+      if ((16#${mask: -8} & 0x200)); then kill -s USR1 "$pid" 2>/dev/null || true; fi
+    done < <(sed -n 's/^Sig\(Cgt\|Ign\):\t*//p' "/proc/$pid/status" 2>/dev/null)
+  done
+}
+trap 'end_by TERM' TERM
+trap 'end_by INT' INT
+trap 'end_by HUP' HUP
+trap save USR1
+dies_with_us=()
+if command -v setpriv >/dev/null; then dies_with_us=(setpriv --pdeathsig KILL); fi # or it would hold the GPUs
+
+run_child() { # COMMAND: its exit status into `status`
+  set -m # a process group of its own: Ctrl-C in a terminal reaches it once, through here
+  "$@" </dev/null &
+  child=$!
+  set +m
+  [ -z "$signal" ] || kill -s "$signal" "$child" 2>/dev/null || true
+  while :; do # a signal ends the wait, not the child
+    status=0
+    wait "$child" || status=$?
+    kill -s 0 "$child" 2>/dev/null || break
+  done
+  child=''
+}
+
+exit_after_signal() {
+  if [ "$signal" ]; then exit $((128 + $(kill -l "$signal"))); fi
+}
+
+if [ -e launch/preflight.py ] && [ "${ONEWORLD_PREFLIGHT:-1}" != 0 ]; then
+  torchrun_line $((port + 1)) "$run-preflight" launch/preflight.py "$@" "run.name=$run"
+  PET_MAX_RESTARTS=0 run_child "${dies_with_us[@]}" "${line[@]}"
+  exit_after_signal
+  if [ "$status" != 0 ]; then
+    echo "oneworld: preflight failed, so nothing was started (ONEWORLD_PREFLIGHT=0 starts without it)" >&2
+    exit "$status"
+  fi
+fi
+
+max_attempts=${ONEWORLD_MAX_ATTEMPTS:-10} lasted_s=${ONEWORLD_LASTED_S:-300} back_off_s=${ONEWORLD_BACK_OFF_S:-1}
+short=0 delay=$back_off_s
+while :; do
+  began=$SECONDS is_torchrun=1
+  run_child "${dies_with_us[@]}" "${train_line[@]}"
+  took=$((SECONDS - began)) is_torchrun=''
+  [ "$status" != 0 ] || exit 0
+  exit_after_signal
+  fatal=$(fatal_now)
+  if [ -n "$fatal" ] && [ "$fatal" != "$fatal_before" ]; then
+    echo "oneworld: not started again, see $folder/FATAL" >&2
+    exit 1
+  fi
+  if [ -e "$ONEWORLD_STOP_FILE" ]; then
+    echo "oneworld: not started again: the ranks told torchrun to stop" >&2
+    exit 1
+  fi
+  if [ "$took" -ge "$lasted_s" ]; then
+    short=0 delay=$back_off_s
+  fi
+  short=$((short + 1))
+  if [ "$short" -ge "$max_attempts" ]; then
+    echo "oneworld: given up: $short attempts in a row ended within $lasted_s s (ONEWORLD_MAX_ATTEMPTS)" >&2
+    exit 1
+  fi
+  echo "oneworld: torchrun ended with status $status after $took s; starts again in $delay s" >&2
+  run_child sleep "$delay"
+  exit_after_signal
+  delay=$((delay * 2 < 60 ? delay * 2 : 60))
+done

@@ -1,0 +1,156 @@
+#!/usr/bin/env bash
+# A run on nodes that are reached over ssh. Each cluster has a name; several run side by side.
+#
+#   launch/ssh.sh start NAME --hosts FILE [options] [--config F] [key=value ...]
+#   launch/ssh.sh follow NAME      the output of all nodes, until they have ended; Ctrl-C leaves them running
+#   launch/ssh.sh status NAME      which nodes run, and how the others ended
+#   launch/ssh.sh save NAME        saves now and goes on
+#   launch/ssh.sh stop NAME        saves and stops; what has not ended after ONEWORLD_STOP_S seconds (60) is killed
+#   launch/ssh.sh list             the names
+#
+#   --hosts FILE   a host or user@host in each line, the head first; empty lines and # comments are skipped
+#   --dir D        the repository on the nodes (default: the path of this one)
+#   --head A       the head's address for the other nodes (default: its name in the hosts file)
+#   --port P       of the rendezvous there (default: from the cluster's name)
+#   --nproc M      ranks per node (default: its GPUs)
+#   --print        show the torchrun line and end
+#
+# Nodes go on when this machine is gone; their output is in runs/.clusters/NAME. Variables that matter (HF_TOKEN, HF_HOME, NCCL_*:
+# launch/forward.sh) go along. ONEWORLD_SSH: the ssh command, such as "ssh -i KEY". Restarts: launch/run_node.sh --help
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+fail() {
+  echo "oneworld: $1" >&2
+  exit 2
+}
+usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+
+command=${1:---help} name=${2:-}
+clusters=$root/runs/.clusters
+case $command in
+  --help) usage && exit ;;
+  list) ls "$clusters" 2>/dev/null || true && exit ;;
+  start | follow | status | save | stop) ;;
+  *) fail "$command: give start, follow, status, save, stop or list" ;;
+esac
+[[ $name =~ ^[A-Za-z0-9._-]+$ && $name != -* ]] || fail "$command needs the cluster's name: letters, digits, . _ -"
+shift 2
+read -r -a ssh <<<"${ONEWORLD_SSH:-ssh} -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
+here=$clusters/$name
+
+read_hosts() { mapfile -t hosts < <(sed 's/#.*//; s/[[:space:]]//g; /^$/d' "$1"); }
+
+# On every node, before what it is told: its files, and whether its process lives. A number alone may by now be another's.
+prelude() { # NODE
+  printf 'cd %q || exit 2; node=runs/.clusters/%q/%q\n' "$dir" "$name" "$1"
+  cat <<'REMOTE'
+started() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 20; }
+lives() { read -r pid start 2>/dev/null <"$node.pid" && [ "$(started "$pid")" = "$start" ]; }
+end() { if [ -e "$node.exit" ]; then echo "ended with status $(cat "$node.exit")"; else echo "was lost"; fi; }
+REMOTE
+}
+on() { # NODE, what to do there from stdin
+  { prelude "$1" && cat; } | "${ssh[@]}" "${hosts[$1]}" bash -s
+}
+on_all() { # SCRIPT: on every node at once, each line marked with its node; the worst status
+  local node status=0 pids=()
+  for node in "${!hosts[@]}"; do
+    on "$node" <<<"$1" > >(exec sed -u "s/^/[$node ${hosts[$node]}] /") 2>&1 &
+    pids+=($!)
+  done
+  for node in "${!pids[@]}"; do
+    wait "${pids[$node]}" || { status=$?; [ "$status" != 255 ] || echo "[$node ${hosts[$node]}] cannot be reached"; }
+  done
+  return "$status"
+}
+
+if [ "$command" != start ]; then
+  [ -e "$here/hosts" ] || fail "no cluster $name; launch/ssh.sh list names those that are"
+  read_hosts "$here/hosts"
+  dir=$(cat "$here/dir")
+fi
+# shellcheck disable=SC2016 # expanded on the nodes
+case $command in
+  follow)
+    trap 'echo; echo "oneworld: the nodes go on; launch/ssh.sh stop '"$name"' stops them" >&2; exit 130' INT
+    on_all 'read -r pid start <"$node.pid" || { echo "was never started"; exit 1; }
+      if lives; then tail -n +1 --pid "$pid" -F "$node.log" 2>/dev/null; else cat "$node.log"; fi
+      end; exit "$(cat "$node.exit" 2>/dev/null || echo 1)"'
+    exit
+    ;;
+  status) on_all 'if lives; then echo "runs, process $pid"; else end; fi' && exit ;;
+  save) on_all 'if lives; then kill -s USR1 -- "-$pid"; echo "saves"; else end; fi' && exit ;;
+  stop)
+    on_all 'lives || { end; exit 0; }
+      kill -s TERM -- "-$pid"
+      deadline=$((SECONDS + '"${ONEWORLD_STOP_S:-60}"'))
+      while lives && [ "$SECONDS" -lt "$deadline" ]; do sleep 0.2; done
+      if lives; then kill -s KILL -- "-$pid"; echo "killed"; else end; fi'
+    exit
+    ;;
+esac
+
+file='' dir=$root head='' port='' print='' options=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --print) print=1 && shift ;;
+    --hosts | --dir | --head | --port | --nproc)
+      [ $# -gt 1 ] || fail "$1 needs a value"
+      case $1 in
+        --hosts) file=$2 ;;
+        --dir) dir=$2 ;;
+        --head) head=$2 ;;
+        --port) port=$2 ;;
+        --nproc) options+=("$1" "$2") ;;
+      esac
+      shift 2
+      ;;
+    --) shift && break ;;
+    *) break ;;
+  esac
+done
+[ -e "$file" ] || fail "start needs --hosts FILE, with a host in each line"
+read_hosts "$file"
+[ ${#hosts[@]} -gt 0 ] || fail "$file names no host"
+head=${head:-${hosts[0]##*@}}
+port=${port:-$((20000 + $(cksum <<<"$name" | cut -d ' ' -f 1) % 10000))}
+node=(launch/run_node.sh --nnodes "${#hosts[@]}" --head "$head" --port "$port" --launch "$name-$(date +%Y%m%d-%H%M%S)"
+  ${options[@]+"${options[@]}"})
+if [ "$print" ]; then exec "$root/${node[0]}" "${node[@]:1}" --print -- "$@"; fi
+
+# shellcheck disable=SC2016 # expanded on the nodes
+if [ -e "$here/hosts" ]; then
+  new=("${hosts[@]}") new_dir=$dir
+  read_hosts "$here/hosts" && dir=$(cat "$here/dir")
+  on_all 'if lives; then echo "still runs"; exit 3; fi' >&2 || fail "cluster $name is not free; stop it, or take another name"
+  hosts=("${new[@]}") dir=$new_dir
+fi
+mkdir -p "$here"
+printf '%s\n' "${hosts[@]}" >"$here/hosts"
+echo "$dir" >"$here/dir"
+# shellcheck source=launch/forward.sh
+. "$root/launch/forward.sh"
+mapfile -t variables < <(forwarded_names | grep -Ev '_VISIBLE_DEVICES$|^PET_LOCAL_ADDR$') # those are this machine's
+for k in "${!hosts[@]}"; do
+  {
+    for variable in ${variables[@]+"${variables[@]}"}; do printf 'export %s=%q\n' "$variable" "${!variable}"; done
+    printf 'set -- %s\n' "$(printf '%q ' "${node[@]}" --node-rank "$k" -- "$@")"
+    cat <<'REMOTE'
+[ -e launch/run_node.sh ] || { echo "oneworld: no repository in $PWD; give --dir" >&2; exit 2; }
+mkdir -p "${node%/*}" && rm -f "$node.exit" "$node.pid"
+# A session of its own, without this connection. Signals go to its process group, of which torchrun is not a part.
+setsid bash -c 'node=$1; shift
+  trap : TERM INT HUP USR1
+  echo "$$ $(sed "s/.*) //" "/proc/$$/stat" | cut -d " " -f 20)" >"$node.new" && mv "$node.new" "$node.pid"
+  "$@"
+  echo $? >"$node.exit"' bash "$node" "$@" >"$node.log" 2>&1 </dev/null &
+until [ -e "$node.pid" ]; do sleep 0.05; done
+REMOTE
+  } | on "$k" || {
+    echo "oneworld: node $k (${hosts[$k]}) was not started; stopping the others" >&2
+    "${BASH_SOURCE[0]}" stop "$name" >&2 || true
+    exit 1
+  }
+done
+echo "oneworld: $name runs on ${#hosts[@]} nodes; launch/ssh.sh follow $name"

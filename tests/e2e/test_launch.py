@@ -1,0 +1,77 @@
+"""launch/local.sh around a real run: what dies is started again, by torchrun or by the loop around it, and goes on."""
+
+import json
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launcher import ROOT, activated_environment, finish, members, spawn
+
+pytestmark = pytest.mark.timeout(150)
+NUM_STEPS = 8
+SETTINGS = ["rollout.engine=fake", f"train.num_steps={NUM_STEPS}", "train.num_prompts_per_step=4", "eval.interval=0"]
+# With "never" a launch begins anew, and its later attempts go on.
+SAVING = ["checkpoint.save_interval=1", "checkpoint.resume=never", "run.name=x"]
+
+
+def steps(folder: Path) -> list[int]:
+    """Without the evaluation before training."""
+    file = folder / "x" / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()][1:] if file.exists() else []
+
+
+@pytest.mark.parametrize("victim", ["agent", pytest.param("worker", marks=pytest.mark.slow)])
+def test_what_is_killed_is_started_again_and_goes_on(victim: str, tmp_path: Path) -> None:
+    command = [str(ROOT / "launch" / "local.sh"), "--nproc", "1", *SETTINGS, *SAVING, f"run.dir={tmp_path}"]
+    process = spawn(["bash", *command], activated_environment(ONEWORLD_BACK_OFF_S="0"))
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "x" / "checkpoints" / "step_1").exists():
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not get to step 1"
+        time.sleep(0.02)
+    before = len(steps(tmp_path))
+    agents = [one for one in members(process.pid) if any(part.endswith("torchrun") for part in one.cmdline())]
+    (agent,) = [one for one in agents if one.ppid() == process.pid]
+    ranks = [one for one in psutil.Process(agent.pid).children() if "train.py" in one.cmdline()]
+    assert before < NUM_STEPS and len(ranks) == 1
+    (agent if victim == "agent" else ranks[0]).send_signal(signal.SIGKILL)
+    output = finish(process, 100)
+    assert process.returncode == 0, output[-4000:]
+    assert steps(tmp_path) == list(range(1, NUM_STEPS + 1))
+    assert output.count("step 1/") == 1, output
+    assert output.count("oneworld: torchrun ended with status 137") == (victim == "agent"), output[-4000:]
+
+
+@pytest.mark.slow
+def test_ranks_that_refuse_their_settings_are_not_started_again(tmp_path: Path) -> None:
+    """A mistake that only the ranks can see."""
+    command = [str(ROOT / "launch" / "local.sh"), "--nproc", "1", *SETTINGS, *SAVING, "placement.actor,rollout=0-1"]
+    process = spawn(["bash", *command, f"run.dir={tmp_path}"], activated_environment())
+    output = finish(process, 60)
+    assert process.returncode == 1
+    assert f"oneworld: not started again, see {tmp_path}/x/FATAL" in output, output[-4000:]
+
+
+@pytest.mark.slow
+def test_a_head_and_a_worker_over_a_shared_folder(tmp_path: Path) -> None:
+    """Both nodes are this machine. The head's agent is killed: the head is found again, and the run goes on."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    environment = activated_environment(ONEWORLD_BACK_OFF_S="1")
+    local, place = ["bash", str(ROOT / "launch" / "local.sh")], ["--shared", str(tmp_path / "shared"), "--nproc", "1"]
+    settings = [*SETTINGS, *SAVING, f"run.dir={tmp_path}"]
+    worker = spawn([*local, "--worker", "1", *place, *settings], environment)
+    head = spawn([*local, "--master", "--nnodes", "2", "--port", str(port), *place, *settings], environment)
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "x" / "checkpoints" / "step_1").exists():
+        assert head.poll() is None and time.monotonic() < deadline, "the run did not get to step 1"
+        time.sleep(0.02)
+    agents = [one for one in members(head.pid) if any(part.endswith("torchrun") for part in one.cmdline())]
+    (agent,) = [one for one in agents if one.ppid() == head.pid]
+    agent.send_signal(signal.SIGKILL)
+    outputs = [finish(process, 120) for process in (head, worker)]
+    assert [head.returncode, worker.returncode] == [0, 0], "\n".join(outputs)[-6000:]
+    assert steps(tmp_path) == list(range(1, NUM_STEPS + 1))

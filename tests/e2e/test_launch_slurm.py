@@ -1,0 +1,124 @@
+"""launch/slurm.sbatch on a real Slurm: a controller and two nodes on this machine. Needs slurmctld, slurmd and root."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import ROOT, activated_environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+NUM_STEPS = 25
+SETTINGS = ["rollout.engine=fake", f"train.num_steps={NUM_STEPS}", "train.num_prompts_per_step=4", "eval.interval=0"]
+SETTINGS += ["checkpoint.save_interval=0", "placement.num_gpus_per_node=1", "run.name=x"]
+
+SLURM_CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthType=auth/none
+CredType=cred/none
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+KillWait=30
+MpiDefault=none
+NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} State=UNKNOWN
+NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} State=UNKNOWN
+PartitionName=all Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.1)
+
+
+class Slurm:
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.environment = activated_environment(SLURM_CONF=str(folder / "slurm.conf"))
+
+    def ask(self, *command: str) -> str:
+        return subprocess.run(
+            command, env=self.environment, cwd=ROOT, text=True, capture_output=True, timeout=20
+        ).stdout
+
+    def submit(self, *arguments: str) -> str:
+        output = f"{self.folder}/out-%j"
+        answer = self.ask("sbatch", "--nodes", "2", "--output", output, "launch/slurm.sbatch", *arguments)
+        return answer.split()[-1]
+
+    def output(self, job: str) -> str:
+        file = self.folder / f"out-{job}"
+        return file.read_text() if file.exists() else ""
+
+    def has_ended(self, job: str) -> bool:
+        return not self.ask("squeue", "--noheader", "--states", "R,CG,PD", "--job", job).strip()
+
+    def state(self, job: str) -> str:
+        found = re.search(r"JobState=(\w+)", self.ask("scontrol", "show", "job", job))
+        return found[1] if found else ""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
+    if os.getuid() or not (shutil.which("slurmctld") and shutil.which("slurmd")):
+        pytest.skip("needs root, slurmctld and slurmd")
+    with ExitStack() as stack:
+        ports = [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(3)]
+    host = socket.gethostname().split(".")[0]
+    conf = SLURM_CONF.format(folder=tmp_path, host=host, ports=ports, cpus=os.cpu_count())
+    (tmp_path / "slurm.conf").write_text(conf)
+    (tmp_path / "state").mkdir()
+    slurm = Slurm(tmp_path)
+    daemons = []
+    try:
+        for command in (["slurmctld", "-D"], ["slurmd", "-D", "-N", "node1"], ["slurmd", "-D", "-N", "node2"]):
+            log = (tmp_path / f"{command[-1]}.log").open("w")
+            daemons.append(subprocess.Popen(command, env=slurm.environment, stdout=log, stderr=log))
+        until(lambda: "idle" in slurm.ask("sinfo", "--noheader", "--format", "%T %D"), "Slurm's start", 30)
+        yield slurm
+        slurm.ask("scancel", "--user", "root")
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            daemon.wait(timeout=20)
+
+
+def test_a_cancelled_job_has_saved_and_the_next_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+    metrics, run = tmp_path / "x" / "metrics.jsonl", tmp_path / "x"
+    address = slurm.ask("python", "launch/head.py", "address").strip()
+    arguments = ["--head", address, *SETTINGS, f"run.dir={tmp_path}"]
+    job = slurm.submit(*arguments)
+    until(lambda: metrics.exists() and '"step": 3,' in metrics.read_text(), "step 3", 120)
+    slurm.ask("scancel", job)
+    until(lambda: slurm.has_ended(job), "the end of the job", 60)
+    output = slurm.output(job)
+    assert output.count("oneworld: stopped at step ") == 1, output
+    saved = [int(folder.name.removeprefix("step_")) for folder in (run / "checkpoints").glob("step_*")]
+    assert saved and 3 <= max(saved) < NUM_STEPS, output
+    job = slurm.submit(*arguments)
+    until(lambda: slurm.has_ended(job), "the end of the second job", 120)
+    assert slurm.state(job) == "COMPLETED", slurm.output(job)
+    assert "2 ranks on 2 nodes" in slurm.output(job)
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][1:] == list(range(1, NUM_STEPS + 1))
