@@ -20,7 +20,7 @@ from rl.checkpoint.resume import Resume, agree_on_resume, restore
 from rl.checkpoint.save import Saver
 from rl.checkpoint.shelf import Shelf
 from rl.checkpoint.write import Record, read_hf_files
-from rl.config import Config, ConfigError
+from rl.config import Config, ConfigError, with_patience
 from rl.critic import Critic
 from rl.data.prompts import PromptStream, Tokenizer, sample_seed
 from rl.data.sources import Data, read_data
@@ -69,8 +69,10 @@ class Run:
 
 def open_run(world: World, config: Config, config_name: str) -> Run:
     """Checks everything that can be checked without loading a model, then connects the process groups."""
+    config = with_patience(config)
     folder = Path(config.run.dir) / _run_name(world, config, config_name)
     world.begin_run(folder, config.world)
+    world.allow_debuggers(folder, config)
     num_nodes, uneven = divmod(world.size, world.num_ranks_per_node)
     if uneven:
         raise ConfigError(

@@ -9,6 +9,7 @@ same error at the same step twice) the watchdog of each node's first rank tells 
 run's folder says why.
 """
 
+import bdb
 import ipaddress
 import json
 import os
@@ -33,7 +34,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 from torch.profiler import record_function
 
-from rl.config import ConfigError, WorldConfig
+from rl.config import Config, ConfigError, WorldConfig
+from rl.debugger import Debugger
 from rl.early import line_to_watchdog
 from rl.ends import Memory, Report
 from rl.mail import Mail, Message, PeerLost
@@ -47,6 +49,7 @@ WATCHDOG_TIMEOUT_S = 10.0  # to open the board's port
 MAX_BACK_OFF_S = 60.0
 MAX_TEXT = 32_768  # characters of an error and of its trace
 STOP_S = 25.0  # for saving after a SIGTERM; torchrun kills its workers 30 s after it
+INTERRUPTS = (KeyboardInterrupt, bdb.BdbQuit)  # the latter is `q` in a debugger
 EXIT_CLEAN, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED = 0, 1, 130, 143
 
 
@@ -86,6 +89,8 @@ class World:
         self._memory: Memory | None = None
         self._arrived: dict[str, int] = {}  # on the hub: ranks that wait at each meeting
         self._watchdog = line_to_watchdog()
+        self._debugger = Debugger(rank, self._say_of_debugger)
+        self._has_post_mortem = False
 
     @property
     def step(self) -> int:
@@ -159,6 +164,15 @@ class World:
             time.sleep(wait_s)
             HEART.wait("")
 
+    def allow_debuggers(self, folder: Path, config: Config) -> None:
+        """`breakpoint()` works from the start; from here on in the run's folder, and as the settings say."""
+        self._debugger.folder, self._has_post_mortem = folder, config.debug.post_mortem
+        if not (config.debug.breakpoints or config.debug.post_mortem) and self.size > 1:
+            self._debugger.others_wait_s = config.world.transfer_timeout_s
+
+    def _say_of_debugger(self, text: str) -> None:
+        print(f"oneworld: rank {self.rank} ({self.roles}) on {socket.gethostname()} {text}", flush=True)
+
     def introduce(self, roles: str) -> None:
         """What reports say about this rank."""
         self.roles = roles
@@ -211,13 +225,16 @@ class World:
     def fail(self, error: BaseException) -> int:
         """Reports an exception of this rank, waits for the verdict, and returns the exit code."""
         if not isinstance(error, Aborted):
-            self._report(self._describe(error))
+            report = self._describe(error)
+            if self._has_post_mortem and report.cause == "error":
+                self._debugger.post_mortem(error)
+            self._report(report)
         self._verdict.wait(VERDICT_TIMEOUT_S)
         if self._is_stop:
             time.sleep(1.0)  # an agent that sees a dead worker before it is told to stop begins a restart
         if isinstance(error, Stopped):
             return EXIT_STOPPED
-        return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
+        return EXIT_INTERRUPTED if isinstance(error, INTERRUPTS) else EXIT_FAILED
 
     def fail_in_background(self, error: BaseException, stage: str, step: int) -> None:
         """An error in a thread of this rank: the world ends although the main thread goes on."""
@@ -226,7 +243,7 @@ class World:
 
     def _describe(self, error: BaseException) -> Report:
         trace = ""
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, INTERRUPTS):
             cause = "interrupt"
         elif isinstance(error, Stopped):
             cause = "stopped"
@@ -236,7 +253,7 @@ class World:
             cause = "connection" if _is_connection_error(error) else "error"
             trace = "".join(traceback.format_exception(error))[-MAX_TEXT:]
         text = str(error)
-        if not isinstance(error, ConfigError | Stopped | KeyboardInterrupt):
+        if not isinstance(error, ConfigError | Stopped | KeyboardInterrupt | bdb.BdbQuit):
             text = f"{type(error).__name__}: {error}"
         stage = self._failed_stage or self._stage
         return Report(self.rank, self.roles, socket.gethostname(), stage, self.step, text[:MAX_TEXT], trace, cause)
@@ -380,6 +397,7 @@ def _join() -> World:
     address, token = _own_address(store), store.get("mail/token").decode()
     mail = Mail(rank, address, token)
     world = World(store, mail, rank, local_rank, size)
+    world._debugger.install()
     if rank == HUB:
         world._tell_watchdog("host", address=address, token=token)
         store.set("board", json.dumps([address, world._receive_port()]))

@@ -15,7 +15,7 @@ from rl.config import ROOT
 
 LAYERS = [
     ("config", "ends", "watch", "rewards", "early"),
-    ("mail", "placement", "world", "shards", "metrics", "profile", "serve"),
+    ("debugger", "mail", "placement", "world", "shards", "metrics", "profile", "serve"),
     ("data", "model", "algo", "estimates"),
     ("trainee", "learner", "critic", "credit", "scoring", "sync", "checkpoint"),
     ("rollout", "merge"),

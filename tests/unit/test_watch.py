@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,19 @@ class TestSilence:
         assert not watch.is_silent(beat(20, 2, waits_for="group"), now=5000, frozen="")
         visit(watch, 50)
         assert watch.limit_s(beat(510, 51)) == STRETCH
+
+    def test_one_in_a_debugger_is_not_silent_and_what_a_person_took_teaches_nothing(self) -> None:
+        watch = Watch(Limits(floor_s=2, cap_s=1000))
+        visit(watch, 0.1, 1.0)
+        debugged = replace(beat(20, at=2.0), opened_at=2.5)
+        watch.see(debugged)
+        assert not watch.frozen(debugged, now=500, state="S") and not watch.is_silent(debugged, now=500, frozen="")
+        released = replace(debugged, closed_at=500.0)
+        assert not watch.is_silent(released, now=501.0, frozen="")
+        assert watch.is_silent(released, now=500 + STRETCH * 0.9 + 0.1, frozen="")
+        watch.see(replace(beat(21, at=500.5), opened_at=2.5, closed_at=500.0))
+        watch.see(beat(22, at=500.6, stage="between"))
+        assert watch.limit_s(beat(23, 501)) == STRETCH * 0.9
 
     def test_a_frozen_one_is_silent_after_the_floor_also_when_it_waits(self) -> None:
         watch = Watch(Limits(floor_s=2, cap_s=100))
@@ -241,6 +255,19 @@ class TestBoard:
         world.send(3, "account", account=vars(account(3, silent_s=101.0, limit_s=100.0)))
         world.wait(0.1)
         assert world.said[0].startswith("oneworld: rank 3 ")
+
+    def test_nobody_is_blamed_while_a_rank_is_debugged(self, world: FakeWorld) -> None:
+        world.send(1, "silent")
+        for rank in (0, 1, 2):
+            world.send(rank, "account", account=vars(account(rank, silent_s=90.0, limit_s=10.0)))
+        world.send(3, "account", account=vars(account(3, silent_s=9000.0, limit_s=10.0, debugged=True)))
+        world.wait(0.1)
+        assert not world.said and world.told[-1][1] == "patience"
+        for rank in range(4):
+            world.beat(rank, waits_for="group", silent_s=DEADLOCK_S + 1, debugged=rank == 2)
+        world.wait(0.1)
+        world.wait(3)
+        assert not world.said
 
     def test_broken_connections_wait_for_who_broke_them(self, world: FakeWorld) -> None:
         world.send(1, "report", report=report(1, "connection", "broken"))
