@@ -36,11 +36,12 @@ from torch.profiler import record_function
 
 from rl.config import Config, ConfigError, WorldConfig
 from rl.debugger import Debugger
-from rl.early import line_to_watchdog
+from rl.early import line_to_watchdog, log_to
 from rl.ends import Memory, Report
 from rl.mail import Mail, Message, PeerLost
 from rl.watch.heart import HEART
 from rl.watch.recorder import keep_collectives
+from rl.watch.tee import next_attempt
 
 HUB = 0
 JOIN_TIMEOUT_S = 600.0
@@ -140,10 +141,21 @@ class World:
                 ) from None
             self._memory = Memory(folder)
             self._memory.forget_before(launcher_process().create_time())
+        self._begin_log(folder / "logs")
         collectives = keep_collectives(folder, self.id) if torch.cuda.is_available() else ""
         silence = {"floor_s": limits.silence_floor_s, "cap_s": limits.silence_cap_s}
         self._tell_watchdog("run", folder=str(folder), collectives=collectives, **silence)
         self._back_off(limits.max_fruitless_attempts)
+
+    def _begin_log(self, logs: Path) -> None:
+        """Attempts have the same number on all nodes, whatever each node's disk has seen of them."""
+        if self.rank == HUB:
+            self.store.set("attempt", str(next_attempt(logs)))
+        attempt = int(self.store.get("attempt"))
+        try:
+            log_to(logs / f"attempt_{attempt}" / f"rank_{self.rank}.log")
+        except OSError as error:
+            print(f"oneworld: rank {self.rank} has no log of its own: {error}", file=sys.stderr, flush=True)
 
     def _back_off(self, max_attempts: int) -> None:
         """Where attempts end one after the other at the same step: waits longer each time, and then gives up."""

@@ -65,6 +65,9 @@ def test_a_breakpoint_is_attached_to_by_rank_and_nobody_is_blamed(tmp_path: Path
     assert said.startswith(f"oneworld: rank 1 (rollout,actor) on {socket.gethostname()} stands at ")
     assert said.endswith(f"; to debug it type there: python tools/debug.py {run} --rank 1")
     assert not any((run / "debug").iterdir())
+    logs = {rank: (run / "logs" / "attempt_1" / f"rank_{rank}.log").read_text() for rank in range(2)}
+    assert said in logs[1] and "went on with 43" in logs[1] and "in 2 steps" not in logs[1]
+    assert "2 engines; loading" in logs[0] and "in 2 steps" in logs[0] and "went on" not in logs[0]
 
 
 def test_post_mortem_and_a_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
