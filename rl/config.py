@@ -267,6 +267,7 @@ class DebugConfig:
     share_gpu: bool = key(False, "all ranks of a node on GPU 0, for trying a placement on one card")
     ignore_stop_tokens: bool = key(False, "every response goes on to its token limit, for measuring")
     profile_step: int = key(0, "profile this step on every actor rank, into the folder profile of the run; 0: none")
+    dry_run: bool = key(False, "what --dry-run sets: nothing is saved, and a model folder may have no weights")
     breakpoints: bool = key(False, "ranks wait a day, not transfer_timeout_s, for one that stands at a breakpoint()")
     post_mortem: bool = key(False, "an exception opens a debugger where it was raised, and the others wait likewise")
     save_rollouts: bool = key(False, "write each step's batch to the run's folder, one safetensors file an actor rank")

@@ -28,7 +28,7 @@ from rl.early import collect_garbage_from_now_on, reward_server
 from rl.evaluation import Evaluation
 from rl.learner import Learner
 from rl.metrics import MetricsWriter
-from rl.model.load import Compute, find_model, load_model, stop_token_ids
+from rl.model.load import Compute, fill_with_noise, find_model, has_weights, load_model, stop_token_ids
 from rl.placement import Groups, Placement, make_groups, plan
 from rl.rewards.pool import RewardPool
 from rl.rollout.build import build_engine
@@ -185,6 +185,7 @@ def _run_name(world: World, config: Config, config_name: str) -> str:
 
 
 def build_actor(run: Run, writes_metrics: bool = True) -> Actor:
+    writes_metrics = writes_metrics and not run.config.debug.dry_run
     config, mail = run.config, run.world.mail
     tokenizer = AutoTokenizer.from_pretrained(run.model_folder)
     model = _load(run, trainable=True, filled=run.resume is None)
@@ -296,7 +297,8 @@ def build_checkpoints(
     record = Record(run.folder.name, dataclasses.asdict(config), tuple(tensors), hf_files)
     saver = Saver(run.world, run.placement, run.shelf, record, config.checkpoint.copies)
     learner.probe_tokens = _probe(run).tokens if saver.is_leader else ()
-    return Checkpoints(saver, learner, config.checkpoint, config.train.num_steps, resume, critic)
+    last_step = 0 if config.debug.dry_run else config.train.num_steps  # which is saved
+    return Checkpoints(saver, learner, config.checkpoint, last_step, resume, critic)
 
 
 def serve_run(run: Run) -> None:
@@ -351,7 +353,12 @@ def _load(
     on_host = config.actor.offload == "always" and "actor" in run.roles
     compute = Compute(compiled, config.actor.recompute, on_host)
     dtype, folder = config.model.dtype, folder or run.model_folder
-    return load_model(folder, mesh, run.world.device, dtype, trainable, filled, compute, as_critic)
+    is_made_up = filled and config.debug.dry_run and not has_weights(folder)
+    filled = filled and not is_made_up
+    model = load_model(folder, mesh, run.world.device, dtype, trainable, filled, compute, as_critic)
+    if is_made_up:
+        fill_with_noise(model, mesh)
+    return model
 
 
 def _build_scorer(run: Run, learner: Learner) -> Scorer:

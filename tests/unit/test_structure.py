@@ -19,7 +19,7 @@ LAYERS = [
     ("data", "model", "algo", "estimates"),
     ("trainee", "learner", "critic", "credit", "scoring", "sync", "checkpoint"),
     ("rollout", "merge"),
-    ("evaluation", "actor", "run"),
+    ("evaluation", "actor", "run", "dry_run"),
     ("train",),
 ]
 LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
