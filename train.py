@@ -95,7 +95,8 @@ def evaluate_alone(world: World, actor: Actor) -> None:
 
 
 def profile_target(world: World, config: Config, folder: Path) -> Path | None:
-    is_wanted = world.step == config.debug.profile_step
+    first = config.debug.profile_step
+    is_wanted = first and first <= world.step < first + config.debug.profile_num_steps
     return folder / "profile" / f"step_{world.step}.rank_{world.rank}" if is_wanted else None
 
 

@@ -71,8 +71,7 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     """Checks everything that can be checked without loading a model, then connects the process groups."""
     config = with_patience(config)
     folder = Path(config.run.dir) / _run_name(world, config, config_name)
-    world.begin_run(folder, config.world)
-    world.allow_debuggers(folder, config)
+    world.begin_run(folder, config)
     num_nodes, uneven = divmod(world.size, world.num_ranks_per_node)
     if uneven:
         raise ConfigError(

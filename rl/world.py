@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 from torch.profiler import record_function
 
-from rl.config import Config, ConfigError, WorldConfig
+from rl.config import Config, ConfigError
 from rl.debugger import Debugger
 from rl.early import line_to_watchdog, log_to
 from rl.ends import Memory, Report
@@ -130,8 +130,9 @@ class World:
         taken, self.stage_seconds = self.stage_seconds, {}
         return taken
 
-    def begin_run(self, folder: Path, limits: WorldConfig) -> None:
-        """Where this node keeps what the next attempt must know, and how long a rank may be silent."""
+    def begin_run(self, folder: Path, config: Config) -> None:
+        """Where this node keeps what the next attempt must know, how long a rank may be silent, and how it is
+        debugged."""
         if self.local_rank == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -142,10 +143,12 @@ class World:
             self._memory = Memory(folder)
             self._memory.forget_before(launcher_process().create_time())
         self._begin_log(folder / "logs")
-        collectives = keep_collectives(folder, self.id) if torch.cuda.is_available() else ""
+        limits, count = config.world, config.debug.num_collectives
+        collectives = keep_collectives(folder, self.id, count) if torch.cuda.is_available() else ""
         silence = {"floor_s": limits.silence_floor_s, "cap_s": limits.silence_cap_s}
         self._tell_watchdog("run", folder=str(folder), collectives=collectives, **silence)
         self._back_off(limits.max_fruitless_attempts)
+        self._allow_debuggers(folder, config)
 
     def _begin_log(self, logs: Path) -> None:
         """Attempts have the same number on all nodes, whatever each node's disk has seen of them."""
@@ -176,7 +179,7 @@ class World:
             time.sleep(wait_s)
             HEART.wait("")
 
-    def allow_debuggers(self, folder: Path, config: Config) -> None:
+    def _allow_debuggers(self, folder: Path, config: Config) -> None:
         """`breakpoint()` works from the start; from here on in the run's folder, and as the settings say."""
         self._debugger.folder, self._has_post_mortem = folder, config.debug.post_mortem
         if not (config.debug.breakpoints or config.debug.post_mortem) and self.size > 1:

@@ -434,9 +434,9 @@ class TestRecorder:
         for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(os, "environ", dict(os.environ))
-        stem = recorder.keep_collectives(tmp_path / "run", "0123")
+        stem = recorder.keep_collectives(tmp_path / "run", "0123", 500)
         assert Path(stem).parent.is_dir()
-        assert int(os.environ["TORCH_FR_BUFFER_SIZE"]) == int(os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
+        assert int(os.environ["TORCH_FR_BUFFER_SIZE"]) == int(os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"]) == 500
         assert not recorder.ask_for_collectives("0123", 7), "nobody listens"
         pipe = f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}7.pipe"  # as torch names it
         os.mkfifo(pipe)
@@ -445,7 +445,12 @@ class TestRecorder:
         assert recorder.ask_for_collectives("0123", 7)
         assert os.read(listener, 10) == b"1"
 
+    def test_it_may_be_off(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "environ", {})
+        assert recorder.keep_collectives(tmp_path, "0123", 0) == ""
+        assert os.environ == {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
+
     def test_what_the_user_has_set_wins(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "environ", os.environ | {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine/trace_"})
-        assert recorder.keep_collectives(tmp_path, "0123") == "/mine/trace_"
+        assert recorder.keep_collectives(tmp_path, "0123", 500) == "/mine/trace_"
         assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
