@@ -3,6 +3,7 @@ config.
 
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint head:29500 train.py [--config F] [key=value ...]
     torchrun ... train.py --eval-only [--config F] [key=value ...]
+    torchrun ... train.py --dry-run [--config F] [key=value ...]
     python train.py --plan [--config F] [--nnodes N --nproc-per-node M] [key=value ...]
 
 Actor ranks drive the loop in `train`; ranks that are only rollout or inference serve it and return when the run ends.
@@ -19,6 +20,7 @@ from rl.algo.mismatch import check_mismatch
 from rl.config import DEFAULT_CONFIG, Config, ConfigError, load_config, resolve_path
 from rl.data.batch import Batch
 from rl.data.describe import describe, show
+from rl.dry_run import for_dry_run, share_footprints
 from rl.evaluation import check_best_metric, for_evaluation, show_evaluation
 from rl.metrics import Measures
 from rl.placement import plan
@@ -94,7 +96,8 @@ def evaluate_alone(world: World, actor: Actor) -> None:
 
 
 def profile_target(world: World, config: Config, folder: Path) -> Path | None:
-    is_wanted = world.step == config.debug.profile_step
+    first = config.debug.profile_step
+    is_wanted = first and first <= world.step < first + config.debug.profile_num_steps
     return folder / "profile" / f"step_{world.step}.rank_{world.rank}" if is_wanted else None
 
 
@@ -115,6 +118,8 @@ def report(
     batch: Batch | None = None,
 ) -> None:
     """On the leader: one step's metrics, and now and then what was sampled."""
+    if config.debug.dry_run:
+        return
     seconds = {f"time/{stage}": seconds for stage, seconds in world.take_stage_seconds().items()}
     if actor.writer is None:
         return
@@ -150,11 +155,13 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", metavar="F", help="a YAML file; default: configs/default.yaml")
     parser.add_argument("--plan", action="store_true", help="print the roles of every rank and exit")
-    parser.add_argument(
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
         "--eval-only",
         action="store_true",
         help="evaluate the newest checkpoint of run.name, or model.path where there is none: docs/evaluation.md",
     )
+    kinds.add_argument("--dry-run", action="store_true", help="one step, of a model that may have no weights")
     parser.add_argument("--nnodes", type=int, metavar="N", help="with --plan: number of nodes")
     parser.add_argument("--nproc-per-node", type=int, metavar="M", help="with --plan: ranks per node")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config file's")
@@ -171,7 +178,9 @@ def main() -> None:
     with join() as world:
         config = load_config(args.config, args.overrides)
         config = for_evaluation(config) if args.eval_only else config
-        run = open_run(world, config, Path(args.config or DEFAULT_CONFIG).stem)
+        name = Path(args.config or DEFAULT_CONFIG).stem
+        config = for_dry_run(config, name) if args.dry_run else config
+        run = open_run(world, config, name)
         if "actor" in run.roles:
             actor = build_actor(run, trains=not args.eval_only)
             if args.eval_only:
@@ -181,6 +190,8 @@ def main() -> None:
             end_run(run)
         else:
             serve_run(run)
+        if args.dry_run:
+            share_footprints(world, run.placement.leader)
 
 
 if __name__ == "__main__":

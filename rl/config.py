@@ -267,6 +267,11 @@ class DebugConfig:
     share_gpu: bool = key(False, "all ranks of a node on GPU 0, for trying a placement on one card")
     ignore_stop_tokens: bool = key(False, "every response goes on to its token limit, for measuring")
     profile_step: int = key(0, "profile this step on every actor rank, into the folder profile of the run; 0: none")
+    profile_num_steps: int = key(1, "and those after it, so many in all")
+    num_collectives: int = key(2000, "that NCCL's flight recorder keeps of each rank, on GPUs; 0: it is off")
+    dry_run: bool = key(False, "what --dry-run sets: nothing is saved, and a model folder may have no weights")
+    breakpoints: bool = key(False, "ranks wait a day, not transfer_timeout_s, for one that stands at a breakpoint()")
+    post_mortem: bool = key(False, "an exception opens a debugger where it was raised, and the others wait likewise")
     save_rollouts: bool = key(False, "write each step's batch to the run's folder, one safetensors file an actor rank")
 
 
@@ -306,6 +311,7 @@ ADVANTAGES = {  # and whether they compare the rollouts of a prompt
 }
 CORRECTIONS = ("none", "token", "sequence", "token_mask", "sequence_mask")
 PLACEMENT_SIZES = ("num_nodes", "num_gpus_per_node")
+DAY_S = 86_400.0
 
 
 def load_config(path: str | Path | None = None, overrides: list[str] | None = None) -> Config:
@@ -341,6 +347,14 @@ def resolve_path(path: str) -> Path:
     if Path(path).is_absolute() or Path(path).exists():
         return Path(path)
     return ROOT / path if (ROOT / path).exists() else Path(path)
+
+
+def with_patience(config: Config) -> Config:
+    """For a run with debuggers: a collective, or a weight sync, may take as long as a person."""
+    if not (config.debug.breakpoints or config.debug.post_mortem):
+        return config
+    world = dataclasses.replace(config.world, transfer_timeout_s=DAY_S)
+    return dataclasses.replace(config, world=world, sync=dataclasses.replace(config.sync, join_timeout_s=DAY_S))
 
 
 def _names_a_role(override: str) -> bool:
@@ -454,6 +468,7 @@ def validate(config: Config) -> None:
         "world.transfer_timeout_s": config.world.transfer_timeout_s,
         "actor.eps": config.actor.eps,
         "checkpoint.keep_last": config.checkpoint.keep_last,
+        "debug.profile_num_steps": config.debug.profile_num_steps,
     }
     for name, number in positive.items():
         require(0 < number < math.inf, name, number, "it must be greater than 0")
@@ -484,6 +499,8 @@ def validate(config: Config) -> None:
         "checkpoint.keep_every": config.checkpoint.keep_every,
         "metrics.samples_interval": config.metrics.samples_interval,
         "metrics.num_samples": config.metrics.num_samples,
+        "debug.profile_step": config.debug.profile_step,
+        "debug.num_collectives": config.debug.num_collectives,
     }
     for name, number in nonnegative.items():
         require(0 <= number < math.inf, name, number, "it must not be negative")

@@ -1,6 +1,7 @@
 """What a rank does before torch is imported: the first import of every program that joins a world.
 
-Its watchdog is forked while the process is small, and the server of its reward functions is started. And no garbage is
+What copies its output to a log and its watchdog are forked while the process is small, and the server of its reward
+functions is started. And no garbage is
 looked for: imports make a million objects that stay, and looking through them takes a second of every start, and now
 and then a part of it in the loop; so it is looked for when a run is built, among what came later.
 """
@@ -11,10 +12,13 @@ import gc
 import os
 import resource
 import signal
+import socket
+from pathlib import Path
 
 from rl.rewards.launch import Launched, launch
 from rl.watch.fork import start_watchdog
 from rl.watch.lines import Lines
+from rl.watch.tee import start_tee, write_log
 
 PR_SET_PDEATHSIG = 1
 MARK = "ONEWORLD_RANK_PROCESS"
@@ -23,6 +27,7 @@ MARK = "ONEWORLD_RANK_PROCESS"
 if "TORCHELASTIC_RUN_ID" in os.environ:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed agent must not leave orphans that hold GPUs
 _line = None
+_tee: socket.socket | None = None
 _reward_server: Launched | None = None
 if "RANK" in os.environ and MARK not in os.environ:
     os.environ[MARK] = str(os.getpid())  # children that import this again are not ranks
@@ -30,6 +35,7 @@ if "RANK" in os.environ and MARK not in os.environ:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # rank 0 and its watchdog have connections to all
+    _tee = start_tee()  # first: what the watchdog says belongs into the log
     _line = start_watchdog()
     _reward_server = launch()
     # Reached by a process that never joined a world, as when a module cannot be imported; joined ones end otherwise.
@@ -42,6 +48,12 @@ def line_to_watchdog() -> Lines:
     if _line is None:
         _line = start_watchdog()
     return _line
+
+
+def log_to(path: Path) -> None:
+    """The console of a rank that torchrun started, from its first line on; others have a console to themselves."""
+    if _tee is not None:
+        write_log(_tee, path)
 
 
 def reward_server() -> Launched:

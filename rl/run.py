@@ -20,7 +20,7 @@ from rl.checkpoint.resume import Resume, agree_on_resume, restore
 from rl.checkpoint.save import Saver
 from rl.checkpoint.shelf import Shelf
 from rl.checkpoint.write import Record, read_hf_files
-from rl.config import Config, ConfigError
+from rl.config import Config, ConfigError, with_patience
 from rl.critic import Critic
 from rl.data.prompts import PromptStream, Tokenizer, sample_seed
 from rl.data.sources import Data, read_data
@@ -28,7 +28,7 @@ from rl.early import collect_garbage_from_now_on, reward_server
 from rl.evaluation import Evaluation, check_best_metric
 from rl.learner import Learner
 from rl.metrics import MetricsWriter
-from rl.model.load import Compute, find_model, load_model, stop_token_ids
+from rl.model.load import Compute, fill_with_noise, find_model, has_weights, load_model, stop_token_ids
 from rl.placement import Groups, Placement, make_groups, plan
 from rl.rewards.pool import RewardPool
 from rl.rollout.build import build_engine
@@ -69,8 +69,9 @@ class Run:
 
 def open_run(world: World, config: Config, config_name: str) -> Run:
     """Checks everything that can be checked without loading a model, then connects the process groups."""
+    config = with_patience(config)
     folder = Path(config.run.dir) / _run_name(world, config, config_name)
-    world.begin_run(folder, config.world)
+    world.begin_run(folder, config)
     num_nodes, uneven = divmod(world.size, world.num_ranks_per_node)
     if uneven:
         raise ConfigError(
@@ -229,7 +230,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         actor.stream = run.data.stream
         if run.resume is not None and trains:
             _restore_position(run.resume, actor.stream)
-        if trains:
+        if trains and not config.debug.dry_run:
             actor.writer = writer = MetricsWriter(run.folder, config.train.num_steps, step)
             run.world.closers.append(lambda: writer.close(rollouts.engine_name))
     collect_garbage_from_now_on()
@@ -296,7 +297,8 @@ def build_checkpoints(
     record = Record(run.folder.name, dataclasses.asdict(config), tuple(tensors), hf_files)
     saver = Saver(run.world, run.placement, run.shelf, record, config.checkpoint.copies)
     learner.probe_tokens = _probe(run).tokens if saver.is_leader else ()
-    return Checkpoints(saver, learner, config.checkpoint, config.train.num_steps, resume, critic)
+    last_step = 0 if config.debug.dry_run else config.train.num_steps  # which is saved
+    return Checkpoints(saver, learner, config.checkpoint, last_step, resume, critic)
 
 
 def serve_run(run: Run) -> None:
@@ -351,7 +353,12 @@ def _load(
     on_host = config.actor.offload == "always" and "actor" in run.roles
     compute = Compute(compiled, config.actor.recompute, on_host)
     dtype, folder = config.model.dtype, folder or run.model_folder
-    return load_model(folder, mesh, run.world.device, dtype, trainable, filled, compute, as_critic)
+    is_made_up = filled and config.debug.dry_run and not has_weights(folder)
+    filled = filled and not is_made_up
+    model = load_model(folder, mesh, run.world.device, dtype, trainable, filled, compute, as_critic)
+    if is_made_up:
+        fill_with_noise(model, mesh)
+    return model
 
 
 def _build_scorer(run: Run, learner: Learner) -> Scorer:

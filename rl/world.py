@@ -9,6 +9,7 @@ same error at the same step twice) the watchdog of each node's first rank tells 
 run's folder says why.
 """
 
+import bdb
 import ipaddress
 import json
 import os
@@ -33,12 +34,14 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 from torch.profiler import record_function
 
-from rl.config import ConfigError, WorldConfig
-from rl.early import line_to_watchdog
+from rl.config import Config, ConfigError
+from rl.debugger import Debugger
+from rl.early import line_to_watchdog, log_to
 from rl.ends import Memory, Report
 from rl.mail import Mail, Message, PeerLost
 from rl.watch.heart import HEART
 from rl.watch.recorder import keep_collectives
+from rl.watch.tee import next_attempt
 
 HUB = 0
 JOIN_TIMEOUT_S = 600.0
@@ -47,6 +50,7 @@ WATCHDOG_TIMEOUT_S = 10.0  # to open the board's port
 MAX_BACK_OFF_S = 60.0
 MAX_TEXT = 32_768  # characters of an error and of its trace
 STOP_S = 25.0  # for saving after a SIGTERM; torchrun kills its workers 30 s after it
+INTERRUPTS = (KeyboardInterrupt, bdb.BdbQuit)  # the latter is `q` in a debugger
 EXIT_CLEAN, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED = 0, 1, 130, 143
 
 
@@ -86,6 +90,8 @@ class World:
         self._memory: Memory | None = None
         self._arrived: dict[str, int] = {}  # on the hub: ranks that wait at each meeting
         self._watchdog = line_to_watchdog()
+        self._debugger = Debugger(rank, self._say_of_debugger)
+        self._has_post_mortem = False
 
     @property
     def step(self) -> int:
@@ -124,8 +130,9 @@ class World:
         taken, self.stage_seconds = self.stage_seconds, {}
         return taken
 
-    def begin_run(self, folder: Path, limits: WorldConfig) -> None:
-        """Where this node keeps what the next attempt must know, and how long a rank may be silent."""
+    def begin_run(self, folder: Path, config: Config) -> None:
+        """Where this node keeps what the next attempt must know, how long a rank may be silent, and how it is
+        debugged."""
         if self.local_rank == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -135,10 +142,23 @@ class World:
                 ) from None
             self._memory = Memory(folder)
             self._memory.forget_before(launcher_process().create_time())
-        collectives = keep_collectives(folder, self.id) if torch.cuda.is_available() else ""
+        self._begin_log(folder / "logs")
+        limits, count = config.world, config.debug.num_collectives
+        collectives = keep_collectives(folder, self.id, count) if torch.cuda.is_available() else ""
         silence = {"floor_s": limits.silence_floor_s, "cap_s": limits.silence_cap_s}
         self._tell_watchdog("run", folder=str(folder), collectives=collectives, **silence)
         self._back_off(limits.max_fruitless_attempts)
+        self._allow_debuggers(folder, config)
+
+    def _begin_log(self, logs: Path) -> None:
+        """Attempts have the same number on all nodes, whatever each node's disk has seen of them."""
+        if self.rank == HUB:
+            self.store.set("attempt", str(next_attempt(logs)))
+        attempt = int(self.store.get("attempt"))
+        try:
+            log_to(logs / f"attempt_{attempt}" / f"rank_{self.rank}.log")
+        except OSError as error:
+            print(f"oneworld: rank {self.rank} has no log of its own: {error}", file=sys.stderr, flush=True)
 
     def _back_off(self, max_attempts: int) -> None:
         """Where attempts end one after the other at the same step: waits longer each time, and then gives up."""
@@ -158,6 +178,15 @@ class World:
             HEART.wait(f"{wait_s:g} s to pass after {before} failed attempts")
             time.sleep(wait_s)
             HEART.wait("")
+
+    def _allow_debuggers(self, folder: Path, config: Config) -> None:
+        """`breakpoint()` works from the start; from here on in the run's folder, and as the settings say."""
+        self._debugger.folder, self._has_post_mortem = folder, config.debug.post_mortem
+        if not (config.debug.breakpoints or config.debug.post_mortem) and self.size > 1:
+            self._debugger.others_wait_s = config.world.transfer_timeout_s
+
+    def _say_of_debugger(self, text: str) -> None:
+        print(f"oneworld: rank {self.rank} ({self.roles}) on {socket.gethostname()} {text}", flush=True)
 
     def introduce(self, roles: str) -> None:
         """What reports say about this rank."""
@@ -211,13 +240,16 @@ class World:
     def fail(self, error: BaseException) -> int:
         """Reports an exception of this rank, waits for the verdict, and returns the exit code."""
         if not isinstance(error, Aborted):
-            self._report(self._describe(error))
+            report = self._describe(error)
+            if self._has_post_mortem and report.cause == "error":
+                self._debugger.post_mortem(error)
+            self._report(report)
         self._verdict.wait(VERDICT_TIMEOUT_S)
         if self._is_stop:
             time.sleep(1.0)  # an agent that sees a dead worker before it is told to stop begins a restart
         if isinstance(error, Stopped):
             return EXIT_STOPPED
-        return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
+        return EXIT_INTERRUPTED if isinstance(error, INTERRUPTS) else EXIT_FAILED
 
     def fail_in_background(self, error: BaseException, stage: str, step: int) -> None:
         """An error in a thread of this rank: the world ends although the main thread goes on."""
@@ -226,7 +258,7 @@ class World:
 
     def _describe(self, error: BaseException) -> Report:
         trace = ""
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, INTERRUPTS):
             cause = "interrupt"
         elif isinstance(error, Stopped):
             cause = "stopped"
@@ -236,7 +268,7 @@ class World:
             cause = "connection" if _is_connection_error(error) else "error"
             trace = "".join(traceback.format_exception(error))[-MAX_TEXT:]
         text = str(error)
-        if not isinstance(error, ConfigError | Stopped | KeyboardInterrupt):
+        if not isinstance(error, ConfigError | Stopped | KeyboardInterrupt | bdb.BdbQuit):
             text = f"{type(error).__name__}: {error}"
         stage = self._failed_stage or self._stage
         return Report(self.rank, self.roles, socket.gethostname(), stage, self.step, text[:MAX_TEXT], trace, cause)
@@ -380,6 +412,7 @@ def _join() -> World:
     address, token = _own_address(store), store.get("mail/token").decode()
     mail = Mail(rank, address, token)
     world = World(store, mail, rank, local_rank, size)
+    world._debugger.install()
     if rank == HUB:
         world._tell_watchdog("host", address=address, token=token)
         store.set("board", json.dumps([address, world._receive_port()]))

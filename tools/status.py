@@ -60,6 +60,8 @@ def doing(row: dict[str, Any]) -> str:
         return "done"
     if row.get("ended"):
         return "ended"
+    if row.get("debugged"):
+        return "in a debugger: tools/debug.py"
     if row["frozen"]:
         return row["frozen"]
     return f"waits for {row['waits_for']}" if row["waits_for"] else row["item"]

@@ -6,6 +6,7 @@ forward and backward passes run in bfloat16 and gradients are reduced in float32
 
 import itertools
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,21 @@ def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh, own_head:
         start, stop = info.rows(mesh.get_local_rank(shard_axis), mesh.size(shard_axis))
         if start < stop:
             part.data.copy_(source[start:stop])
+
+
+def has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+
+
+def fill_with_noise(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Weights that mean nothing and are as large as trained ones, for trying out a run; replicas get the same."""
+    for part in local_slices(model):
+        if len(part.info.shape) < 2:  # scales of norms; a bias of 1 does no harm
+            part.data.fill_(1.0)
+            continue
+        shard = mesh.get_local_rank(mesh.ndim - 1) if part.info.sharded else 0
+        generator = torch.Generator(part.data.device).manual_seed(zlib.crc32(f"{part.info.name} {shard}".encode()))
+        part.data.normal_(0.0, 0.02, generator=generator)
 
 
 def tensor_files(folder: Path) -> dict[str, str]:

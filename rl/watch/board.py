@@ -158,8 +158,11 @@ class Board:
             self._say("oneworld: fatal, will not be restarted")
 
     def _is_patience_due(self) -> bool:
-        """Whoever is waited for is slow, but not slower than it may be."""
-        culprit = find_culprit([entry.account for entry in self.entries.values() if not entry.is_gone])
+        """Whoever is waited for is slow, but not slower than it may be; or somebody debugs a rank."""
+        present = [entry.account for entry in self.entries.values() if not entry.is_gone]
+        if any(account.debugged for account in present):
+            return True
+        culprit = find_culprit(present)
         return not culprit.waits_for and culprit.silent_s < culprit.limit_s
 
     def _explain(self, report: Report) -> Report:

@@ -21,6 +21,7 @@ class Account:
     stage_s: float  # in this stage
     limit_s: float = 0.0  # so long it may be silent
     frozen: str = ""  # why nothing in the process runs; empty: its I/O thread does
+    debugged: bool = False  # it stands in a debugger, for as long as a person likes
     in_collective: bool = False  # its main thread stands in a call that needs other ranks
     stacks: str = ""  # the file that has them
     collectives: str = ""  # the file that NCCL's flight recorder was asked to write
@@ -36,8 +37,8 @@ def find_culprit(accounts: Sequence[Account]) -> Account:
 
 
 def waits_for_others(account: Account) -> bool:
-    """And not for what its own threads do, such as a checkpoint that is being written."""
-    return bool(account.waits_for) and not account.waits_for.startswith("its ")
+    """And not for what its own threads do, such as a checkpoint that is being written, nor for a person."""
+    return bool(account.waits_for) and not account.waits_for.startswith("its ") and not account.debugged
 
 
 def describe_silence(culprit: Account) -> str:
@@ -51,11 +52,11 @@ def describe_others(accounts: Iterable[Account]) -> list[str]:
     """A line for each kind of rank: who stood where."""
     alike: dict[tuple[str, str, str], list[Account]] = defaultdict(list)
     for account in accounts:
-        alike[account.roles, account.stage, account.waits_for].append(account)
+        doing = f"waiting for {account.waits_for}" if account.waits_for else "working, or in a collective"
+        alike[account.roles, account.stage, "in a debugger" if account.debugged else doing].append(account)
     lines = []
-    for (roles, stage, waits_for), group in sorted(alike.items(), key=lambda pair: pair[1][0].rank):
+    for (roles, stage, doing), group in sorted(alike.items(), key=lambda pair: pair[1][0].rank):
         ranks = show_ranks([account.rank for account in group])
-        doing = f"waiting for {waits_for}" if waits_for else "working, or in a collective"
         seconds = max(account.silent_s for account in group)
         lines.append(f"  {ranks} ({roles}): stage {stage}, {doing}, silent for up to {seconds:.0f} s")
     return lines

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 SIZE = 4096
 HEAD = struct.Struct("=QQddI")  # beats, tokens, times of the beat and of the stage, bytes of text
 HEAD_OFFSET = 8  # after a sequence number, which is odd while something is written
-THREADS = struct.Struct("=dd")  # when the I/O thread and a thread that writes a checkpoint last ran; 0: never
+# Times that any thread may write, 0: never. When the I/O thread and a thread that writes a checkpoint last ran; when a
+# debugger was opened, and when it was closed.
+THREADS = struct.Struct("=dddd")
 THREADS_OFFSET, TEXT_OFFSET = 64, 128
 MAX_ITEM = 200  # characters
 MAX_TRIES = 100
@@ -38,10 +40,21 @@ class Beat:
     item: str  # what is worked on
     waits_for: str  # what it waits for, of other ranks unless it begins with `its`; empty: it works
     is_new: bool = False  # the stage was entered for something that it was never entered for before
+    opened_at: float = 0.0  # when somebody was last asked to debug the rank
+    closed_at: float = 0.0  # when that was over
 
     @property
     def alive_at(self) -> float:
-        return max(self.at, self.io_at)
+        return max(self.at, self.io_at, self.closed_at)
+
+    @property
+    def worked_at(self) -> float:
+        """Since then it may have done nothing; what a person did in a debugger is not its silence."""
+        return max(self.at, self.closed_at)
+
+    @property
+    def is_debugged(self) -> bool:
+        return self.opened_at > self.closed_at
 
 
 class Heart:
@@ -92,6 +105,12 @@ class Heart:
     def touch_background(self) -> None:
         self._touch(1)
 
+    def open_debugger(self) -> None:
+        self._touch(2)
+
+    def close_debugger(self) -> None:
+        self._touch(3)
+
     def _touch(self, thread: int) -> None:
         (bits,) = struct.unpack("=Q", struct.pack("=d", time.monotonic()))
         self._numbers[THREADS_OFFSET // 8 + thread] = bits  # at once: `pack_into` would clear it first
@@ -113,10 +132,10 @@ class Heart:
             sequence = self._numbers[0]
             beats, tokens, at, stage_at, size = HEAD.unpack_from(self._memory, HEAD_OFFSET)
             text = bytes(self._memory[TEXT_OFFSET : TEXT_OFFSET + size])
-            times = THREADS.unpack_from(self._memory, THREADS_OFFSET)
+            io_at, background_at, *debugger = THREADS.unpack_from(self._memory, THREADS_OFFSET)
             if sequence % 2 == 0 and self._numbers[0] == sequence:
                 with suppress(ValueError):  # torn all the same
-                    return Beat(beats, tokens, at, stage_at, *times, *json.loads(text))
+                    return Beat(beats, tokens, at, stage_at, io_at, background_at, *json.loads(text), *debugger)
         return None
 
 

@@ -8,24 +8,26 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-NUM_COLLECTIVES = "2000"
 PIPES = Path("/dev/shm")  # a run folder may lie on a file system without pipes; segments of a world go with its ranks
 
 
-def keep_collectives(folder: Path, world: str) -> str:
-    """In the rank, before the first group of GPUs is made. Returns the path of the files to come, less the rank; what
-    the user has set wins."""
+def keep_collectives(folder: Path, world: str, count: int) -> str:
+    """In the rank, before the first group of GPUs is made: the last `count`. Returns the path of the files to come,
+    less the rank, or nothing where none are wanted; what the user has set wins."""
+    _set(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(count))
+    if not count:
+        return ""
     target = folder.resolve() / "stacks" / world / "nccl_rank_"  # torchfrtrace takes all files of a folder for one time
     target.parent.mkdir(parents=True, exist_ok=True)
-    wanted = {
-        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): NUM_COLLECTIVES,
-        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(target),
-        ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE",): str(_pipe(world, "")),
-    }
-    for names, value in wanted.items():  # newer and older versions of torch
-        if not any(name in os.environ for name in names):
-            os.environ |= dict.fromkeys(names, value)
+    _set(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(target))
+    _set(("TORCH_NCCL_DEBUG_INFO_PIPE_FILE",), str(_pipe(world, "")))
     return os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+
+
+def _set(names: tuple[str, ...], value: str) -> None:
+    """For newer and older versions of torch."""
+    if not any(name in os.environ for name in names):
+        os.environ |= dict.fromkeys(names, value)
 
 
 def ask_for_collectives(world: str, rank: int) -> bool:

@@ -31,7 +31,7 @@ class Watch:
         if last is None or beat.beats == last.beats:
             return
         if not last.waits_for:
-            self._in_visit = max(self._in_visit, beat.at - last.at)
+            self._in_visit = max(self._in_visit, beat.at - max(last.at, beat.closed_at))
         if beat.stage != last.stage:
             self._longest[last.stage] = max(self._longest.get(last.stage, 0.0), self._in_visit)
             self._in_visit = 0.0
@@ -48,11 +48,13 @@ class Watch:
         Without an I/O thread nothing shows that the interpreter runs."""
         if state in ("T", "t"):
             return STOPPED
-        is_stuck = state and beat.io_at and now - beat.alive_at > self.limits.floor_s
+        is_stuck = state and beat.io_at and not beat.is_debugged and now - beat.alive_at > self.limits.floor_s
         return "its interpreter is frozen" if is_stuck else ""
 
     def is_silent(self, beat: Beat, now: float, frozen: str) -> bool:
-        """A rank that waits is not: what it waits for is."""
+        """A rank that waits is not: what it waits for is. One in a debugger waits for a person."""
+        if beat.is_debugged:
+            return False
         if frozen:
             return now - beat.alive_at > self.limits.floor_s
-        return not beat.waits_for and now - beat.at > self.limit_s(beat)
+        return not beat.waits_for and now - beat.worked_at > self.limit_s(beat)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SIGNAL = signal.SIGUSR2
+MEMORY = "stacks"  # by which tools/stacks.py finds it
 ANSWER_S = 0.5  # for a rank to write them
 WRITE_S = 1.0  # for a disk to take them
 # In paths: calls that need other ranks, or wait for a device that does.
@@ -22,7 +23,7 @@ class Stacks:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._file = os.fdopen(os.memfd_create("stacks", 0), "w")
+        self._file = os.fdopen(os.memfd_create(MEMORY, 0), "w")
         faulthandler.register(SIGNAL, self._file, all_threads=True)
 
     def ask(self, is_stopped: bool) -> None:

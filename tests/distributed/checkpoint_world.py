@@ -88,7 +88,7 @@ def open_run(world: World, job: Job) -> Run:
     placement = plan(job.placement, world.size, 1, num_replicas=job.num_replicas)
     world.introduce(",".join(placement.roles[world.rank]))
     folder = Path(job.folders[world.rank])
-    world.begin_run(folder, config.world)
+    world.begin_run(folder, config)
     world.connect(share_gpu=False, timeout_s=60)
     groups = make_groups(placement, world.rank, "cpu", timeout_s=60)
     path = config.checkpoint.resume

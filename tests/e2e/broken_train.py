@@ -49,6 +49,7 @@ def from_version_2(fill: Callable, action: Callable[[], None]) -> Callable:
 
 
 def fail() -> None:
+    reason = "a planted one"  # noqa: F841  for a debugger to look at
     raise ZeroDivisionError("planted")
 
 
@@ -76,6 +77,12 @@ def stop() -> None:
 def freeze() -> None:
     """A C call that never gives the interpreter back."""
     re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def stop_here() -> None:
+    answer = 41 + 1
+    breakpoint()
+    print(f"went on with {answer}", flush=True)
 
 
 def kill() -> None:
@@ -124,6 +131,8 @@ def break_(what: str, culprit: int) -> None:
     is_first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if (what == "update" and is_culprit) or (what == "update, once" and is_culprit and is_first_attempt):
         Learner.update = broken(Learner.update, fail)
+    elif what == "breakpoint" and is_culprit:
+        Learner.update = broken(Learner.update, stop_here)
     elif what == "update, others hang":
         Learner.update = broken(Learner.update, fail if is_culprit else hang)
     elif what == "all hang":

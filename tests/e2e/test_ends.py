@@ -173,6 +173,9 @@ def test_an_exception_that_does_not_come_back_is_survived(tmp_path: Path) -> Non
     assert "in 3 steps" in output
     assert not (tmp_path / "run" / "FATAL").exists()
     assert not (tmp_path / "run" / "last_error.json").exists()
+    logs = [tmp_path / "run" / "logs" / f"attempt_{attempt}" / "rank_0.log" for attempt in (1, 2)]
+    assert ["ZeroDivisionError: planted" in log.read_text() for log in logs] == [True, False]
+    assert "in 3 steps" in logs[1].read_text()
 
 
 @pytest.mark.slow

@@ -1,11 +1,17 @@
 """The table of a profile: what lies in which stage."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import pytest
 import torch
 from torch.profiler import record_function
 
+import train
+from rl.config import load_config
 from rl.profile import profiled, table
+from rl.world import World
 
 
 def span(name: str, category: str, start_ms: float, ms: float) -> dict[str, object]:
@@ -44,3 +50,12 @@ def test_a_profile_is_written(tmp_path: Path) -> None:
 def test_without_a_target_nothing_is_profiled() -> None:
     with profiled(None):
         assert not torch.autograd._profiler_enabled()
+
+
+@pytest.mark.parametrize(("settings", "steps"), [([], []), (["first"], [3]), (["first", "two"], [3, 4])])
+def test_a_window_of_steps(settings: list[str], steps: list[int], tmp_path: Path) -> None:
+    texts = {"first": "debug.profile_step=3", "two": "debug.profile_num_steps=2"}
+    config = load_config(None, [texts[name] for name in settings])
+    worlds = [SimpleNamespace(step=step, rank=5) for step in range(6)]
+    targets = [train.profile_target(cast(World, world), config, tmp_path) for world in worlds]
+    assert [target for target in targets if target] == [tmp_path / "profile" / f"step_{step}.rank_5" for step in steps]

@@ -15,11 +15,11 @@ from rl.config import ROOT
 
 LAYERS = [
     ("config", "ends", "watch", "rewards", "early"),
-    ("mail", "placement", "world", "shards", "metrics", "profile", "serve"),
+    ("debugger", "mail", "placement", "world", "shards", "metrics", "profile", "serve"),
     ("data", "model", "algo", "estimates"),
     ("trainee", "learner", "critic", "credit", "scoring", "sync", "checkpoint"),
     ("rollout", "merge"),
-    ("evaluation", "actor", "run"),
+    ("evaluation", "actor", "run", "dry_run"),
     ("train",),
 ]
 LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,19 @@ class TestSilence:
         assert not watch.is_silent(beat(20, 2, waits_for="group"), now=5000, frozen="")
         visit(watch, 50)
         assert watch.limit_s(beat(510, 51)) == STRETCH
+
+    def test_one_in_a_debugger_is_not_silent_and_what_a_person_took_teaches_nothing(self) -> None:
+        watch = Watch(Limits(floor_s=2, cap_s=1000))
+        visit(watch, 0.1, 1.0)
+        debugged = replace(beat(20, at=2.0), opened_at=2.5)
+        watch.see(debugged)
+        assert not watch.frozen(debugged, now=500, state="S") and not watch.is_silent(debugged, now=500, frozen="")
+        released = replace(debugged, closed_at=500.0)
+        assert not watch.is_silent(released, now=501.0, frozen="")
+        assert watch.is_silent(released, now=500 + STRETCH * 0.9 + 0.1, frozen="")
+        watch.see(replace(beat(21, at=500.5), opened_at=2.5, closed_at=500.0))
+        watch.see(beat(22, at=500.6, stage="between"))
+        assert watch.limit_s(beat(23, 501)) == STRETCH * 0.9
 
     def test_a_frozen_one_is_silent_after_the_floor_also_when_it_waits(self) -> None:
         watch = Watch(Limits(floor_s=2, cap_s=100))
@@ -241,6 +255,19 @@ class TestBoard:
         world.send(3, "account", account=vars(account(3, silent_s=101.0, limit_s=100.0)))
         world.wait(0.1)
         assert world.said[0].startswith("oneworld: rank 3 ")
+
+    def test_nobody_is_blamed_while_a_rank_is_debugged(self, world: FakeWorld) -> None:
+        world.send(1, "silent")
+        for rank in (0, 1, 2):
+            world.send(rank, "account", account=vars(account(rank, silent_s=90.0, limit_s=10.0)))
+        world.send(3, "account", account=vars(account(3, silent_s=9000.0, limit_s=10.0, debugged=True)))
+        world.wait(0.1)
+        assert not world.said and world.told[-1][1] == "patience"
+        for rank in range(4):
+            world.beat(rank, waits_for="group", silent_s=DEADLOCK_S + 1, debugged=rank == 2)
+        world.wait(0.1)
+        world.wait(3)
+        assert not world.said
 
     def test_broken_connections_wait_for_who_broke_them(self, world: FakeWorld) -> None:
         world.send(1, "report", report=report(1, "connection", "broken"))
@@ -407,9 +434,9 @@ class TestRecorder:
         for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(os, "environ", dict(os.environ))
-        stem = recorder.keep_collectives(tmp_path / "run", "0123")
+        stem = recorder.keep_collectives(tmp_path / "run", "0123", 500)
         assert Path(stem).parent.is_dir()
-        assert int(os.environ["TORCH_FR_BUFFER_SIZE"]) == int(os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
+        assert int(os.environ["TORCH_FR_BUFFER_SIZE"]) == int(os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"]) == 500
         assert not recorder.ask_for_collectives("0123", 7), "nobody listens"
         pipe = f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}7.pipe"  # as torch names it
         os.mkfifo(pipe)
@@ -418,7 +445,12 @@ class TestRecorder:
         assert recorder.ask_for_collectives("0123", 7)
         assert os.read(listener, 10) == b"1"
 
+    def test_it_may_be_off(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "environ", {})
+        assert recorder.keep_collectives(tmp_path, "0123", 0) == ""
+        assert os.environ == {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
+
     def test_what_the_user_has_set_wins(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "environ", os.environ | {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine/trace_"})
-        assert recorder.keep_collectives(tmp_path, "0123") == "/mine/trace_"
+        assert recorder.keep_collectives(tmp_path, "0123", 500) == "/mine/trace_"
         assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ

@@ -1,0 +1,233 @@
+"""`breakpoint()` on a rank: pdb on a socket in the run's folder, to which a person attaches by rank (tools/debug.py).
+
+Ranks have no terminal of their own: torchrun's is shared by all, and theirs may be on another host. While a debugger is
+open the heart says so: nobody takes the silence of this rank, or of those that wait for it, for a failure.
+"""
+
+import io
+import json
+import os
+import pdb
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any, cast
+
+from rl.watch.heart import HEART
+
+MAX_PATH = 100  # bytes; the kernel takes 107 for a socket
+MAX_UNSEEN = 1 << 16  # characters that whoever attaches is shown of what was said before
+ASKS = "\x05"  # sent where a line is read: what stands before it is the prompt
+
+
+class Debugger:
+    """Of one rank. `folder` is the run's, once it is known."""
+
+    def __init__(self, rank: int, say: Callable[[str], None]):
+        self.folder: Path | None = None
+        self.others_wait_s: float | None = None  # before their collectives fail
+        self._rank, self._say = rank, say
+        self._terminal: Terminal | None = None
+        self._lock = threading.Lock()
+
+    def install(self) -> None:
+        sys.breakpointhook = self._break
+
+    def _break(self, *args: Any, **kwargs: Any) -> None:
+        _RemotePdb(self).set_trace(sys._getframe(1))
+
+    def post_mortem(self, error: BaseException) -> None:
+        debugger = _RemotePdb(self)
+        debugger.message(f"{type(error).__name__}: {error}")
+        debugger.reset()
+        with suppress(BaseException):  # whatever is typed there, the error is what is reported
+            debugger.interaction(None, error.__traceback__)
+        self.close()
+
+    def terminal(self, place: str) -> "Terminal":
+        """Opened where there is none; `place` is where the rank stands."""
+        with self._lock:
+            if self._terminal is None:
+                self._terminal = Terminal(self.folder, self._rank, place)
+                text = f"stands at {place}; to debug it type there: {self._terminal.command}"
+                if self.others_wait_s is not None:
+                    text += (
+                        f" (who waits for it gives up after {self.others_wait_s:g} s, unless debug.breakpoints=true)"
+                    )
+                self._say(text)
+            return self._terminal
+
+    def close(self) -> None:
+        with self._lock:
+            if self._terminal is not None:
+                self._terminal.close()
+                self._terminal = None
+
+
+class _RemotePdb(pdb.Pdb):
+    """Whose terminal is opened when it first has something to say."""
+
+    def __init__(self, owner: Debugger):
+        self._owner = owner
+        self._output = _Output()
+        stream = cast(IO[str], self._output)
+        super().__init__(stdin=stream, stdout=stream, nosigint=True)  # SIGINT is the world's
+
+    def interaction(self, frame: FrameType | None, traceback: TracebackType | None) -> None:  # type: ignore[override]
+        HEART.open_debugger()
+        try:
+            self._output.connect(self._owner.terminal(_place(frame, traceback)))
+            super().interaction(frame, traceback)
+        finally:
+            HEART.close_debugger()
+
+    def set_continue(self) -> None:
+        super().set_continue()
+        if not self.breaks:  # nothing will bring this debugger back
+            self._end()
+
+    def set_quit(self) -> None:
+        super().set_quit()
+        self._end()
+
+    def _end(self) -> None:
+        self._owner.close()
+        self._output = _Output()
+        self.stdin = self.stdout = cast(IO[str], self._output)
+
+    def do_interact(self, arg: str) -> None:
+        self.error("interact needs a terminal of its own; type statements here, with ! before names that are commands")
+
+
+def _place(frame: FrameType | None, traceback: TracebackType | None) -> str:
+    line = 0
+    while traceback is not None:
+        frame, line, traceback = traceback.tb_frame, traceback.tb_lineno, traceback.tb_next
+    assert frame is not None
+    return f"{frame.f_code.co_filename}:{line or frame.f_lineno}"
+
+
+class _Output(io.TextIOBase):
+    """What pdb reads and writes, before there is a terminal and after."""
+
+    def __init__(self) -> None:
+        self.terminal: Terminal | None = None
+        self._early = ""
+
+    def connect(self, terminal: "Terminal") -> None:
+        self.terminal = terminal
+        terminal.write(self._early)
+        self._early = ""
+
+    def write(self, text: str) -> int:
+        if self.terminal is None:
+            self._early += text
+        else:
+            self.terminal.write(text)
+        return len(text)
+
+    def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
+        assert self.terminal is not None
+        return self.terminal.readline()
+
+
+class Terminal:
+    """One person at a time. Who hangs up leaves the rank where it stands; the next is shown what was said last."""
+
+    def __init__(self, folder: Path | None, rank: int, place: str):
+        self._folder = None if folder is None else folder.resolve() / "debug"
+        self._listener, self._path = _listen(self._folder, f"rank_{rank}.sock")
+        self._sign: Path | None = None
+        self.command = f"python tools/debug.py {self._path}"
+        if self._folder is not None:
+            self.command = f"python tools/debug.py {folder} --rank {rank}"
+            self._sign = self._folder / f"rank_{rank}.json"
+            sign = {"host": socket.gethostname(), "pid": os.getpid(), "socket": str(self._path), "place": place}
+            part = self._sign.with_suffix(".part")
+            part.write_text(json.dumps(sign))
+            part.replace(self._sign)
+        self._connection: socket.socket | None = None
+        self._unread, self._unseen = b"", ""
+
+    def write(self, text: str) -> None:
+        self._unseen = (self._unseen + text)[-MAX_UNSEEN:]
+        self._send(text)
+
+    def readline(self) -> str:
+        """Waits for somebody to attach, and to type."""
+        while True:
+            if self._connection is None:
+                self._connection, _ = self._listener.accept()
+                self._send(self._unseen)
+            self._send(ASKS)
+            if line := self._receive():
+                self._unseen = ""
+                return line
+
+    def _send(self, text: str) -> None:
+        try:
+            if self._connection is not None:
+                self._connection.sendall(text.encode(errors="replace"))
+        except OSError:
+            self._hang_up()
+
+    def _receive(self) -> str:
+        """A line; empty where there is nobody any more."""
+        while b"\n" not in self._unread:
+            try:
+                part = self._connection.recv(1 << 16) if self._connection is not None else b""
+            except OSError:
+                part = b""
+            if not part:
+                self._hang_up()
+                return ""
+            self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode(errors="replace") + "\n"
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection, self._unread = None, b""
+
+    def close(self) -> None:
+        self._hang_up()
+        self._listener.close()
+        with suppress(OSError):
+            self._path.unlink()
+            if self._path.parent != self._folder:
+                self._path.parent.rmdir()
+        if self._sign is not None:
+            self._sign.unlink(missing_ok=True)
+
+
+def _listen(folder: Path | None, name: str) -> tuple[socket.socket, Path]:
+    """In the run's folder, or in one of its own where that has too long a path or takes no sockets. Only its owner can
+    enter either: who attaches can do what the run can."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        path = folder / name
+        if len(os.fsencode(path)) <= MAX_PATH:
+            with suppress(OSError):
+                return _bind(path), path
+    path = Path(tempfile.mkdtemp(prefix="oneworld-")) / name
+    return _bind(path), path
+
+
+def _bind(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)  # of a process that was killed
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(1)
+    except OSError:
+        listener.close()
+        raise
+    return listener

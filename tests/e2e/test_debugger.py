@@ -1,0 +1,97 @@
+"""A person debugs a rank from a terminal while the others wait for it."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_ends import launch
+from tests.launcher import ROOT, finish
+from tools.debug import find
+
+pytestmark = pytest.mark.timeout(120)
+TWO = ["train.num_steps=2", "placement.actor,rollout=all"]
+
+
+def attach(run: Path, rank: int, *lines: str) -> str:
+    """What somebody sees who types these lines."""
+    command = [sys.executable, str(ROOT / "tools" / "debug.py"), str(run), "--rank", str(rank)]
+    done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def wait_for_debugger(run: Path, rank: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 60
+    while not (run / "debug" / f"rank_{rank}.json").exists():
+        assert process.poll() is None and time.monotonic() < deadline, "no debugger was opened"
+        time.sleep(0.1)
+
+
+def check_stacks(run: Path) -> None:
+    """Of a rank in a collective, and of one in a debugger, while nobody is disturbed."""
+    command = [sys.executable, str(ROOT / "tools" / "stacks.py"), str(run)]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+    first, second = shown.split("rank 1 (rollout,actor), process ")
+    assert first.startswith("rank 0 (rollout,actor), process ") and ": stage update, step 2, " in first
+    assert "Current thread " in first and "torch/distributed/" in first and "in train\n" in first, first
+    assert ": stage update, step 2, " in second and "in a debugger: tools/debug.py\n" in second
+    assert "broken_train.py" in second and "in readline\n" in second, second
+
+
+def test_a_breakpoint_is_attached_to_by_rank_and_nobody_is_blamed(tmp_path: Path) -> None:
+    """The other rank stands in a collective for longer than it may be silent, and than a transfer may take."""
+    limits = ["world.silence_floor_s=2", "world.transfer_timeout_s=3", "debug.breakpoints=true"]
+    process, run = launch(tmp_path, 2, "breakpoint", 1, *limits, *TWO), tmp_path / "run"
+    wait_for_debugger(run, 1, process)
+    assert find(run, None).stat().st_mode & 0o777 == 0o600
+    time.sleep(5)
+    seen = attach(run, 1, "p answer")
+    assert "broken_train.py" in seen and "stop_here()" in seen and "(Pdb) 42\n" in seen, seen
+    assert "left; the rank waits" in seen
+    rows = json.loads((run / "status" / "board.json").read_text())["ranks"]
+    assert [row["debugged"] for row in rows] == [False, True]
+    check_stacks(run)
+    seen = attach(run, 1, "answer = 43", "c", "p never typed")
+    assert "the debugger is closed" in seen, seen
+    output = finish(process, 60)
+    assert process.returncode == 0, output
+    assert "went on with 43" in output and "in 2 steps" in output
+    (said,) = [line for line in output.splitlines() if line.startswith("oneworld: rank ")]
+    assert said.startswith(f"oneworld: rank 1 (rollout,actor) on {socket.gethostname()} stands at ")
+    assert said.endswith(f"; to debug it type there: python tools/debug.py {run} --rank 1")
+    assert not any((run / "debug").iterdir())
+    logs = {rank: (run / "logs" / "attempt_1" / f"rank_{rank}.log").read_text() for rank in range(2)}
+    assert said in logs[1] and "went on with 43" in logs[1] and "in 2 steps" not in logs[1]
+    assert "2 engines; loading" in logs[0] and "in 2 steps" in logs[0] and "went on" not in logs[0]
+
+
+def test_post_mortem_and_a_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 25)
+    process, run = launch(folder, 2, "update", 1, "world.silence_floor_s=2", "debug.post_mortem=true", *TWO), folder
+    wait_for_debugger(run / "run", 1, process)
+    path = find(run / "run", 1)
+    assert path.is_socket() and path.parent.stat().st_mode & 0o777 == 0o700
+    time.sleep(3)
+    seen = attach(run / "run", 1, "p reason", "up", "q")
+    assert "ZeroDivisionError: planted" in seen and "'a planted one'" in seen and "-> action()" in seen, seen
+    output = finish(process, 60)
+    assert process.returncode != 0
+    assert "stage update, step 2: ZeroDivisionError: planted" in output, output
+    assert output.count("oneworld: rank ") == 2, output
+    assert not path.parent.exists()
+
+
+@pytest.mark.slow
+def test_quitting_ends_the_run_as_an_interrupt_does(tmp_path: Path) -> None:
+    process, run = launch(tmp_path, 2, "breakpoint", 0, *TWO, restarts=True), tmp_path / "run"
+    wait_for_debugger(run, 0, process)
+    assert "the debugger is closed" in attach(run, 0, "q")
+    output = finish(process, 60)
+    assert "oneworld: interrupted at step 2, stage update" in output, output
+    assert "(who waits for it gives up after 300 s, unless debug.breakpoints=true)" in output
+    assert not (run / "FATAL").exists()

@@ -1,0 +1,110 @@
+"""tools/debug.py and rl/debugger.py in one process: two threads, a socket."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.debugger import Debugger
+from rl.watch.heart import HEART
+from tools import debug
+
+
+@pytest.fixture
+def people(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What they will type; `^C` and `^D` are keys."""
+    typed: list[str] = []
+
+    def read(prompt: str) -> str:
+        print(prompt, end="")
+        key = typed.pop(0)
+        if key in ("^C", "^D"):
+            raise KeyboardInterrupt if key == "^C" else EOFError
+        return key
+
+    monkeypatch.setattr("builtins.input", read)
+    return typed
+
+
+def work(debugger: Debugger, seen: list[Any]) -> None:
+    number = 1
+    for number in range(2):
+        debugger._break()
+        seen.append(number)
+    beat = HEART.read()
+    assert beat is not None
+    seen.append(beat.is_debugged)
+
+
+def in_thread(target: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_person_may_leave_and_come_back(
+    tmp_path: Path, people: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    opened = threading.Event()
+    debugger = Debugger(3, lambda text: (said.append(text), opened.set())[1])  # type: ignore[func-returns-value]
+    debugger.folder = tmp_path
+    seen: list[Any] = []
+    thread = in_thread(work, debugger, seen)
+    assert opened.wait(10)
+    beat = HEART.read()
+    assert beat is not None and beat.is_debugged
+    people += ["garbage", "^C", "p number", "^D"]
+    debug.main([str(tmp_path)])
+    shown = capsys.readouterr()
+    assert "in work()" not in shown.out and "test_debug.py" in shown.out and "(Pdb) 0\n" in shown.out
+    assert "NameError: name 'garbage' is not defined" in shown.out
+    assert "waits for the next to attach" in shown.err
+    opened.clear()
+    people += ["number = 7", "interact", "c"]
+    debug.main([str(tmp_path), "--rank", "3"])
+    assert "interact needs a terminal of its own" in capsys.readouterr().out
+    assert opened.wait(10)
+    people += ["c"]
+    debug.main([str(tmp_path)])
+    thread.join(10)
+    assert seen == [7, 1, False]
+    assert len(said) == 2 and said[0].endswith(f"; to debug it type there: python tools/debug.py {tmp_path} --rank 3")
+    assert not any((tmp_path / "debug").iterdir())
+
+
+def test_before_a_run_has_a_folder_the_socket_itself_is_named(people: list[str]) -> None:
+    said: list[str] = []
+    opened = threading.Event()
+    debugger = Debugger(0, lambda text: (said.append(text), opened.set())[1])  # type: ignore[func-returns-value]
+    thread = in_thread(work, debugger, [])
+    for _ in range(2):
+        assert opened.wait(10)
+        opened.clear()
+        people.append("c")
+        debug.main([said[-1].rpartition(" ")[2]])
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_what_cannot_be_attached_to_says_why(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="there is no folder nowhere; give the folder of a run"):
+        debug.main(["nowhere"])
+    with pytest.raises(SystemExit, match=r"no debugger is open in .*; breakpoint\(\) in the code opens one"):
+        debug.main([str(tmp_path)])
+    (tmp_path / "debug").mkdir()
+    for rank, host in ((1, "elsewhere"), (2, socket.gethostname())):
+        sign = {"host": host, "place": "train.py:1", "socket": str(tmp_path / "gone")}
+        (tmp_path / "debug" / f"rank_{rank}.json").write_text(json.dumps(sign))
+    with pytest.raises(SystemExit, match=r"give --rank in .*\n  --rank 1: train.py:1, on elsewhere\n  --rank 2: "):
+        debug.main([str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"rank 1 is on elsewhere, this is .*: type the same there"):
+        debug.main([str(tmp_path), "--rank", "1"])
+    with pytest.raises(SystemExit, match=r"nobody listens at .*: that process has ended"):
+        debug.main([str(tmp_path), "--rank", "2"])
+    with pytest.raises(SystemExit, match="rank 5 has no debugger open"):
+        debug.main([str(tmp_path), "--rank", "5"])

@@ -1,0 +1,68 @@
+"""tools/stacks.py on processes that stand somewhere."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools import stacks
+
+PROGRAM = """
+import time
+from rl.watch.stacks import Stacks
+stacks = Stacks()
+def somewhere():
+    print("ready", flush=True)
+    time.sleep(60)
+somewhere()
+"""
+
+
+def write(run: Path, rank: int, pid: int, host: str = "") -> None:
+    fields = {"rank": rank, "host": host or socket.gethostname(), "roles": "actor", "stage": "update", "step": 3}
+    fields |= {"item": "micro-batch 1", "waits_for": "", "frozen": "", "stage_s": 1.5, "pid": pid}
+    (run / "status").mkdir(exist_ok=True)
+    stamp = {"done": False, "world": "a", "at": time.time()}
+    (run / "status" / f"rank_{rank}.json").write_text(json.dumps(fields | stamp))
+
+
+def test_live_and_stopped_and_ended_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    write(tmp_path, 0, process.pid)
+    write(tmp_path, 1, os.getpid())  # a number that has gone to another program: it must get no signal
+    try:
+        for _ in range(2):
+            stacks.main([str(tmp_path)])
+            first, second = capsys.readouterr().out.split("\n\n")[:2]
+            head, current, *lines = first.splitlines()
+            assert head == f"rank 0 (actor), process {process.pid}: stage update, step 3, 1.5 s in it, micro-batch 1"
+            assert current.startswith("Current thread ")
+            assert [line.split()[-1] for line in lines] == ["somewhere", "<module>"], "each time only the new ones"
+            assert second.splitlines()[1] == stacks.GONE
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        stacks.main([str(tmp_path), "--rank", "0"])
+        assert "in somewhere" in capsys.readouterr().out
+        assert stacks.state_of(process.pid) == "T"
+    finally:
+        process.kill()
+        process.wait()
+    stacks.main([str(tmp_path), "--rank", "0"])
+    assert capsys.readouterr().out.splitlines()[1] == stacks.GONE
+
+
+def test_ranks_that_are_not_here(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1, host="elsewhere")
+    with pytest.raises(SystemExit, match=r"rank 0 is on elsewhere, this is .*: type the same there"):
+        stacks.main([str(tmp_path), "--rank", "0"])
+    with pytest.raises(SystemExit, match=r"has no rank 7 on .*; its ranks: 0"):
+        stacks.main([str(tmp_path), "--rank", "7"])
+    with pytest.raises(SystemExit, match="there is no folder nowhere"):
+        stacks.main(["nowhere"])

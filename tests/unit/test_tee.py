@@ -1,0 +1,87 @@
+"""rl/watch/tee.py: the console and the log of a process, which may be killed."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+from rl.watch.tee import next_attempt
+
+PROGRAM = """
+import ctypes, os, signal, subprocess, sys, time
+from pathlib import Path
+from rl.watch.tee import start_tee, write_log
+line = start_tee()
+print("early", sys.stdout.isatty(), flush=True)
+write_log(line, Path(sys.argv[1]))
+print("python", flush=True)
+print("error", file=sys.stderr, flush=True)
+ctypes.CDLL(None).dprintf(2, b"C++\\n")
+subprocess.run(["echo", "child"])
+if sys.stdout.isatty():
+    print("\\rstep 1", os.get_terminal_size().columns, end="", flush=True)
+    print("\\rstep 2", end="", flush=True)
+os.write(1, b"last " * 10_000)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+LINES = b"python\nerror\nC++\nchild\n"
+LAST = b"last " * 10_000
+
+
+def test_a_killed_process_has_said_everything_on_the_console_and_in_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "rank_0.log"
+    command = [sys.executable, "-c", PROGRAM, str(log)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=30)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == b"early False\n" + LINES + LAST
+    assert log.read_bytes() == done.stdout
+
+
+def test_two_consoles_stay_two(tmp_path: Path) -> None:
+    log = tmp_path / "rank_0.log"
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(log)], capture_output=True, timeout=30)
+    assert done.stdout == b"early False\npython\nchild\n" + LAST
+    assert done.stderr == b"error\nC++\n"
+    assert sorted(log.read_bytes()) == sorted(done.stdout + done.stderr)
+
+
+def test_a_terminal_stays_one(tmp_path: Path) -> None:
+    log = tmp_path / "rank_0.log"
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 77))
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(log)], stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    except OSError:  # the end of a pseudo-terminal
+        pass
+    assert process.wait(10) == -signal.SIGKILL
+    said = b"early True\n" + LINES + b"\rstep 1 77\rstep 2" + LAST
+    assert log.read_bytes() == said
+    assert shown == said.replace(b"\n", b"\r\n"), "which the terminal itself makes of it, once"
+
+
+def test_the_log_goes_on_when_the_console_is_gone(tmp_path: Path) -> None:
+    log = tmp_path / "rank_0.log"
+    reader, writer = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(log)], stdout=writer, stderr=writer)
+    os.close(reader)
+    os.close(writer)
+    assert process.wait(30) == -signal.SIGKILL, "printing to nobody is no error"
+    for _ in range(100):
+        if log.stat().st_size == len(b"early False\n" + LINES + LAST):
+            break
+        subprocess.run(["sleep", "0.05"])
+    assert log.read_bytes() == b"early False\n" + LINES + LAST
+
+
+def test_attempts_are_counted(tmp_path: Path) -> None:
+    assert next_attempt(tmp_path / "logs") == 1
+    for name in ("attempt_1", "attempt_10", "attempt_9", "attempt_x"):
+        (tmp_path / "logs" / name).mkdir(parents=True)
+    assert next_attempt(tmp_path / "logs") == 11
