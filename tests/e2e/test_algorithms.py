@@ -77,9 +77,8 @@ def test_a_run_with_a_critic_resumes_with_the_same_numbers(ppo: Result, tmp_path
     assert manifest_of(ppo, 4).state["kl_coef"] == coefficients[-1]
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "placement"), [(1, []), pytest.param(3, APART, marks=pytest.mark.slow)], ids=["1 rank", "apart"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "placement"), [(1, []), (3, APART)], ids=["1 rank", "apart"])
 def test_and_in_another_placement(num_ranks: int, placement: list[str], ppo: Result, tmp_path: Path) -> None:
     """2 collocated ranks, then another world: the same tokens, values and losses."""
     other = train(killed_after(2, ppo, tmp_path / "run"), num_ranks, *PPO, "train.num_steps=4", *placement)
@@ -168,6 +167,7 @@ def test_dynamic_sampling_resumes_in_another_placement(dynamic: Result, tmp_path
         assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_had_no_critic_goes_on_with_a_fresh_one(dynamic: Result, tmp_path: Path) -> None:
     """Also: only one round is allowed, so the batch has fewer groups than there are mini-batches."""
     settings = ["algo.advantage=gae", "algo.max_sampling_rounds=1", "algo.num_mini_batches=6"]

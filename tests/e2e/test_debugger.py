@@ -70,6 +70,7 @@ def test_a_breakpoint_is_attached_to_by_rank_and_nobody_is_blamed(tmp_path: Path
     assert "2 engines; loading" in logs[0] and "in 2 steps" in logs[0] and "went on" not in logs[0]
 
 
+@pytest.mark.slow
 def test_post_mortem_and_a_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 25)
     process, run = launch(folder, 2, "update", 1, "world.silence_floor_s=2", "debug.post_mortem=true", *TWO), folder

@@ -12,6 +12,7 @@ from rl.dry_run import describe, for_dry_run
 from tests.launcher import finish, start
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_one_step_without_weights_saves_nothing(tmp_path: Path) -> None:
     """The checkpoints of a run with that name stay as they are, and are not gone on from."""

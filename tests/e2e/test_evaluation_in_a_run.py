@@ -233,7 +233,8 @@ def test_signals_during_an_evaluation(tmp_path: Path) -> None:
     assert sorted(steps) == ["step_2", "step_3"]  # of which the first was asked for; two are kept
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the demo evaluates on real engines too
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_real_engines_repeat_an_evaluation_from_the_checkpoint(num_ranks: int, tmp_path: Path) -> None:
     """One vLLM engine on all ranks, which also train: sampled responses after two updates, and again from what was
     saved."""

@@ -15,7 +15,7 @@ from tests.e2e.test_ends import SETTINGS
 from tests.launcher import MARK, ROOT
 from tools import jobs
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def jobs_tool(runs: Path, *arguments: str, **environment: str) -> str:

@@ -24,7 +24,8 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().splitlines()][1:] if file.exists() else []
 
 
-@pytest.mark.parametrize("victim", ["agent", pytest.param("worker", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the loop itself is tested in milliseconds: tests/unit/test_launchers.py
+@pytest.mark.parametrize("victim", ["agent", "worker"])
 def test_what_is_killed_is_started_again_and_goes_on(victim: str, tmp_path: Path) -> None:
     command = [str(ROOT / "launch" / "local.sh"), "--nproc", "1", *SETTINGS, *SAVING, f"run.dir={tmp_path}"]
     process = spawn(["bash", *command], activated_environment(ONEWORLD_BACK_OFF_S="0"))
