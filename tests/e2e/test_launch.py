@@ -3,6 +3,7 @@
 import json
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -56,23 +57,51 @@ def test_ranks_that_refuse_their_settings_are_not_started_again(tmp_path: Path) 
     assert f"oneworld: not started again, see {tmp_path}/x/FATAL" in output, output[-4000:]
 
 
-@pytest.mark.slow
-def test_a_head_and_a_worker_over_a_shared_folder(tmp_path: Path) -> None:
-    """Both nodes are this machine. The head's agent is killed: the head is found again, and the run goes on."""
+def start_two_nodes(folder: Path, *settings: str) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+    """A head and a worker, both on this machine, that meet over a shared folder; the worker comes first."""
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
     environment = activated_environment(ONEWORLD_BACK_OFF_S="1")
-    local, place = ["bash", str(ROOT / "launch" / "local.sh")], ["--shared", str(tmp_path / "shared"), "--nproc", "1"]
-    settings = [*SETTINGS, *SAVING, f"run.dir={tmp_path}"]
-    worker = spawn([*local, "--worker", "1", *place, *settings], environment)
-    head = spawn([*local, "--master", "--nnodes", "2", "--port", str(port), *place, *settings], environment)
+    local, place = ["bash", str(ROOT / "launch" / "local.sh")], ["--shared", str(folder / "shared"), "--nproc", "1"]
+    arguments = [*SETTINGS, *SAVING, f"run.dir={folder}", *settings]
+    worker = spawn([*local, "--worker", "1", *place, *arguments], environment)
+    head = spawn([*local, "--master", "--nnodes", "2", "--port", str(port), *place, *arguments], environment)
+    return head, worker
+
+
+def wait_for(file: Path, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 100
-    while not (tmp_path / "x" / "checkpoints" / "step_1").exists():
-        assert head.poll() is None and time.monotonic() < deadline, "the run did not get to step 1"
+    while not file.exists():
+        assert process.poll() is None and time.monotonic() < deadline, f"no {file}"
         time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_killed_head_is_met_again(tmp_path: Path) -> None:
+    head, worker = start_two_nodes(tmp_path)
+    wait_for(tmp_path / "x" / "checkpoints" / "step_1", head)
     agents = [one for one in members(head.pid) if any(part.endswith("torchrun") for part in one.cmdline())]
     (agent,) = [one for one in agents if one.ppid() == head.pid]
     agent.send_signal(signal.SIGKILL)
     outputs = [finish(process, 120) for process in (head, worker)]
     assert [head.returncode, worker.returncode] == [0, 0], "\n".join(outputs)[-6000:]
     assert steps(tmp_path) == list(range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.slow
+def test_signals_to_one_launcher_reach_the_world(tmp_path: Path) -> None:
+    """SIGUSR1 saves, and SIGINT on one node ends the loops of both."""
+    head, worker = start_two_nodes(tmp_path, "train.num_steps=2000", "checkpoint.save_interval=0")
+    wait_for(tmp_path / "x" / "metrics.jsonl", head)
+    while len(steps(tmp_path)) < 2:
+        time.sleep(0.05)
+    assert not list((tmp_path / "x" / "checkpoints").glob("step_*"))
+    worker.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + 30
+    while not list((tmp_path / "x" / "checkpoints").glob("step_*[0-9]")):
+        assert time.monotonic() < deadline, "nothing was saved"
+        time.sleep(0.05)
+    worker.send_signal(signal.SIGINT)
+    outputs = [finish(process, 45) for process in (head, worker)]
+    assert [head.returncode, worker.returncode] == [1, 130], "\n".join(outputs)[-6000:]
+    assert "not started again: the ranks told torchrun to stop" in outputs[0]

@@ -210,8 +210,8 @@ def test_a_signal_ends_the_back_off(machine: Machine) -> None:
 
 def test_usr1_reaches_only_ranks_that_are_ready_for_it(machine: Machine) -> None:
     """torchrun itself and a rank that is still importing would die of it."""
-    ready = "trap 'echo saved' USR1; echo up; for i in {1..40}; do sleep 0.05; done"
-    machine.script(f'bash -c "{ready}" & sleep 2 & wait $!; code=$?; wait; exit $code')
+    ready = "trap 'echo saved' USR1; echo up; for i in {1..20}; do sleep 0.05; done"
+    machine.script(f'bash -c "{ready}" & sleep 1 & wait $!; code=$?; wait; exit $code')
     process = machine.start("local.sh")
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGUSR1)
@@ -464,6 +464,8 @@ def test_ssh_shows_the_line(machine: Machine) -> None:
     assert shlex.split(other)[6] != line[6]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(60)
 def test_ssh_starts_follows_and_stops_clusters_side_by_side(machine: Machine) -> None:
     """Over a real sshd; both nodes are this machine."""
     (machine.folder / "ssh").mkdir()
