@@ -37,5 +37,5 @@ def test_a_silent_rank_is_named(what: str, rank: int, said: str, tmp_path: Path)
     assert "broken_train.py" in stacks.read_text()
     others = ", ".join(str(other) for other in range(3) if other != rank).replace("0, 1", "0-1").replace("1, 2", "1-2")
     assert block[2].startswith(f"  ranks {others} (rollout,actor): stage update, ")
-    assert output.count("oneworld: ") == 1, output
+    assert output.count("oneworld: rank ") == 1, output
     assert time.monotonic() - started < FLOOR_S + MAX_NAMED_S + 10.0  # to the end of the launcher
