@@ -1,0 +1,27 @@
+"""docs/configuration.md is current."""
+
+import dataclasses
+
+import pytest
+
+from rl.config import Config
+from tools import config_reference
+
+
+def test_the_page_is_current() -> None:
+    assert config_reference.main(["--check"]) == 0, "run python tools/config_reference.py"
+
+
+def test_every_key_is_on_it_with_its_default() -> None:
+    page = config_reference.render()
+    for section in dataclasses.fields(Config):
+        keys = dataclasses.fields(section.type) if dataclasses.is_dataclass(section.type) else ()
+        assert all(f"| `{section.name}.{key.name}` |" in page for key in keys)
+    assert "| `actor.lr` | `1e-06` |" in page and "| `algo.mask_truncated` | `false` |" in page
+    assert "## placement" in page
+
+
+def test_a_stale_page_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(config_reference, "HEAD", "# Another\n")
+    assert config_reference.main(["--check"]) == 1
+    assert "python tools/config_reference.py" in capsys.readouterr().out
