@@ -17,7 +17,8 @@ from pathlib import Path
 import rl.early  # noqa: F401  before torch
 from rl.actor import Actor
 from rl.algo.mismatch import check_mismatch
-from rl.config import DEFAULT_CONFIG, Config, ConfigError, load_config, resolve_path
+from rl.config import DEFAULT_CONFIG, Config, ConfigError, resolve_path
+from rl.config_file import load_config
 from rl.data.batch import Batch
 from rl.data.describe import describe, show
 from rl.dry_run import for_dry_run, share_footprints

@@ -40,7 +40,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.manifest import step_folder
 from rl.checkpoint.shelf import Shelf
-from rl.config import Config, load_config
+from rl.config import Config
+from rl.config_file import load_config
 from rl.data.batch import Batch
 from rl.learner import Learner
 from rl.metrics import Measures

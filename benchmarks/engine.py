@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from step import arguments, settings_of, write_inputs
 
-from rl.config import ROOT, RolloutConfig, load_config
+from rl.config import ROOT, RolloutConfig
+from rl.config_file import load_config
 from rl.run import build_actor, end_run, open_run
 from rl.world import join
 

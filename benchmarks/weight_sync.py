@@ -28,7 +28,8 @@ import torch.distributed as dist
 from random_model import SHAPES, save_random_model
 from torch import nn
 
-from rl.config import Config, load_config
+from rl.config import Config
+from rl.config_file import load_config
 from rl.model.load import load_model
 from rl.placement import make_groups, plan
 from rl.rollout.build import build_engine

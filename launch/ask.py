@@ -14,7 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.config import DEFAULT_CONFIG, ConfigError, load_config
+from rl.config import DEFAULT_CONFIG, ConfigError
+from rl.config_file import load_config
 
 
 def ask_run(launch: str, arguments: list[str]) -> list[str]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from rl.checkpoint.resume import agree_on_resume, restore
 from rl.checkpoint.shelf import Shelf
-from rl.config import load_config
+from rl.config_file import load_config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, PromptStream
 from rl.learner import Learner

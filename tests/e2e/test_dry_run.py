@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import ROOT, load_config
+from rl.config import ROOT
+from rl.config_file import load_config
 from rl.dry_run import describe, for_dry_run
 from tests.launcher import finish, start
 

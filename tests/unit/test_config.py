@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import DEFAULT_CONFIG, ROOT, Config, ConfigError, DataConfig, load_config
+from rl.config import DEFAULT_CONFIG, ROOT, Config, ConfigError, DataConfig
+from rl.config_file import load_config
 
 Write = Callable[[str], Path]
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import ROOT, ConfigError, load_config
+from rl.config import ROOT, ConfigError
+from rl.config_file import load_config
 from rl.data.prompts import Prompt
 from rl.evaluation import (
     Answered,

@@ -13,7 +13,8 @@ import yaml
 from PIL import Image
 
 from rl.checkpoint.manifest import File, Manifest
-from rl.config import ROOT, Config, load_config
+from rl.config import ROOT, Config
+from rl.config_file import load_config
 from rl.merge.card import model_card
 from rl.merge.curve import BOTTOM, LEFT, RIGHT, TOP, _moving_mean, _ticks, draw_curve
 

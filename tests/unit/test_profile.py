@@ -9,7 +9,7 @@ import torch
 from torch.profiler import record_function
 
 import train
-from rl.config import load_config
+from rl.config_file import load_config
 from rl.profile import profiled, table
 from rl.world import World
 

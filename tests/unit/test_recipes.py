@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 from omegaconf import OmegaConf
 
-from rl.config import ROOT, Config, load_config
+from rl.config import ROOT, Config
+from rl.config_file import load_config
 from rl.evaluation import check_best_metric, for_evaluation
 from rl.placement import Placement, plan
 from rl.rewards.find import check_rewards

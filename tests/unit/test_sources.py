@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rl.config import Config, ConfigError, DataConfig, EvalConfig, load_config
+from rl.config import Config, ConfigError, DataConfig, EvalConfig
+from rl.config_file import load_config
 from rl.data.prompts import Prompt
 from rl.data.sources import Counts, Data, read_data, read_prompts
 

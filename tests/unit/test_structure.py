@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rl.config import ROOT
 
 LAYERS = [
-    ("config", "ends", "watch", "rewards", "early"),
+    ("config", "config_rules", "config_file", "ends", "watch", "rewards", "early"),
     ("debugger", "mail", "placement", "world", "shards", "metrics", "profile", "serve"),
     ("data", "model", "algo", "estimates"),
     ("trainee", "learner", "critic", "credit", "scoring", "sync", "checkpoint"),
