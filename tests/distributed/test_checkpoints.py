@@ -132,7 +132,8 @@ def test_a_step_is_saved_while_the_learner_lies_in_host_memory(models: Path, tmp
         assert (tmp_path / "b" / step / name).stat().st_size == (tmp_path / "a" / step / name).stat().st_size
 
 
-@pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [1, 2])
 def test_private_disks(copies: int, models: Path, tmp_path: Path) -> None:
     """Three nodes; the same in another order; one of them gone, with 1 copy (an error) and with 2 (it goes on)."""
     model, log = str(models / "llama"), str(tmp_path / "log")
@@ -252,6 +253,7 @@ def kill(models: Path, folder: Path, num_kills: int, how: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_killed_saver_leaves_the_last_step_usable(models: Path, tmp_path: Path) -> None:
     assert kill(models, tmp_path, 8, "private")["kills"] == 8
 

@@ -28,7 +28,7 @@ PLACEMENTS = {
     "tensor parallel 2, 2 replicas": ("rollout.tensor_parallel_size=2", "actor.num_replicas=2"),
     "hybrid, inference 2": ("placement.inference=0-1", "placement.rollout=2", "placement.actor,rollout=3"),
 }
-SLOW = ("rollout 2, actor 2", "hybrid, inference 2")
+SLOW = ("rollout 2, actor 2", "tensor parallel 2, 2 replicas", "hybrid, inference 2")
 
 
 @pytest.fixture(scope="module")

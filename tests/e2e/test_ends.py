@@ -137,6 +137,7 @@ def test_ctrl_c(what: str, restarts: bool, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "FATAL").exists()
 
 
+@pytest.mark.slow
 def test_interrupt_of_one_rank_stops_all_with_restarts_on(tmp_path: Path) -> None:
     """As when Ctrl-C is typed on one node of several: the others must not wait for it to come back."""
     process = launch(tmp_path, 2, "nothing", 0, "train.num_steps=100000", "eval.interval=0", restarts=True)
@@ -227,6 +228,7 @@ def test_bad_data_is_fatal_and_leaves_the_reason_in_the_run_folder(tmp_path: Pat
     assert "line 2 has no column" in (tmp_path / "run" / "FATAL").read_text()
 
 
+@pytest.mark.slow
 def test_two_runs_side_by_side_never_meet(tmp_path: Path) -> None:
     """No endpoint on the command line, the same host, the same moment."""
     settings = [*SETTINGS, f"run.dir={tmp_path}"]

@@ -63,6 +63,7 @@ def test_packed_copy_of_a_tied_head_is_caught_by_the_probe(tmp_path: Path) -> No
     assert "step 0/3" not in output
 
 
+@pytest.mark.slow
 def test_repacking_engine_is_fed_through_its_loader(tmp_path: Path) -> None:
     """The same packed layers with a head of its own, which a reload packs again."""
     options = [f"model.path={make_qwen3(tmp_path, tied=False)}", "sync.probe_interval=1"]

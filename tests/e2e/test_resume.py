@@ -80,6 +80,7 @@ def test_four_ranks_two_disaggregated_three(tmp_path: Path) -> None:
         assert result.rollouts(step).versions.tolist() == whole.rollouts(step).versions.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_on_real_engines(tmp_path: Path) -> None:
     """Two ranks: 4 steps equal 2, a resume and 2, bit for bit."""
@@ -283,6 +284,7 @@ def test_a_damaged_checkpoint_is_a_clear_error_and_nothing_is_deleted(damage, tw
     assert snapshot(folder / "checkpoints") == before
 
 
+@pytest.mark.slow
 def test_a_fork_goes_on_in_its_own_folder(two_steps: Path, tmp_path: Path) -> None:
     before = snapshot(two_steps)
     fork = run(tmp_path / "fork", 1, "train.num_steps=3", f"checkpoint.resume={two_steps}", "actor.lr=1e-5")

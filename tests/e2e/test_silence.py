@@ -19,7 +19,7 @@ MAX_NAMED_S = 5.0  # after the floor
         ("stopped", 0, "its process was stopped by a signal; silent for "),
         pytest.param("stopped", 1, "its process was stopped by a signal; silent for ", marks=pytest.mark.slow),
         pytest.param("frozen", 1, "its interpreter is frozen; silent for ", marks=pytest.mark.slow),
-        ("sleeping", 2, "silent for "),
+        pytest.param("sleeping", 2, "silent for ", marks=pytest.mark.slow),
     ],
 )
 def test_a_silent_rank_is_named(what: str, rank: int, said: str, tmp_path: Path) -> None:
