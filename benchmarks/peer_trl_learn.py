@@ -2,13 +2,14 @@
 
     python benchmarks/peer_trl_learn.py MODEL_FOLDER [--steps 100]
 
-The same sums, samples, learning rate and number of steps; greedy accuracy by transformers before and after. Needs trl,
-which is no requirement of the project.
+The same sums, samples, learning rate and number of steps; greedy accuracy by transformers before and after, which
+`seconds` does not count. Needs trl, which is no requirement of the project.
 """
 
 import argparse
 import json
 import re
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from learn import SETTINGS, arguments, write_sums
+from peer_trl import Clock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -76,6 +78,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         report_to="none",
     )
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in train]
+    clock = Clock()
     started = time.perf_counter()
     trainer = GRPOTrainer(
         model=args.model,
@@ -83,6 +86,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
+        callbacks=[clock],
     )
     trainer.train()
     seconds = time.perf_counter() - started
@@ -94,6 +98,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "before": before,
         "after": accuracy(trainer.model.eval(), tokenizer, test),
         "seconds": round(seconds, 1),
+        "seconds_per_step": round(statistics.median(clock.seconds), 3),
     }
 
 
