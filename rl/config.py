@@ -86,6 +86,7 @@ class RolloutConfig:
     )
     enforce_eager: bool = key(False, "no CUDA graphs: starts faster, decodes slower")
     max_mismatch_kl: float = key(0.0, "end the run when engine and learner disagree by more than this KL; 0: never")
+    engine_options: dict[str, Any] = key({}, "further arguments of vllm.LLM, such as {block_size: 64}, as they are")
 
 
 @dataclass(frozen=True)

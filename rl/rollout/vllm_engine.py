@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,12 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # it w
 import vllm  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed.parallel_state import get_tp_group  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
+from vllm.v1.engine import FinishReason  # noqa: E402
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # noqa: E402
 
 FIRST_PRIVATE_GROUP_NUMBER = 1_000_000  # far from the names of the trainer's groups
@@ -130,26 +133,31 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: "VllmEng
         if kv_cache_mb
         else {"gpu_memory_utilization": rollout.gpu_memory_fraction}
     )
+    options: dict[str, Any] = {
+        "model": str(model_folder),
+        "skip_tokenizer_init": True,
+        "dtype": config.model.dtype,
+        "load_format": "dummy",
+        "max_model_len": max(3, config.max_sequence_tokens),  # the shortest probe
+        "max_num_seqs": rollout.max_num_seqs,
+        "tensor_parallel_size": seat.tp_size,
+        "distributed_executor_backend": _executor(seat),
+        "disable_custom_all_reduce": config.debug.share_gpu,
+        "enforce_eager": rollout.enforce_eager or seat.device.type == "cpu",
+        "enable_sleep_mode": seat.shares_device and seat.device.type == "cuda",
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature; vLLM's default ignores it
+        # Its order of calls depends on timing, which the ranks of one engine must not let differ.
+        "async_scheduling": seat.tp_size == 1 and seat.device.type == "cuda",
+        "seed": 0,
+        **memory,
+    }
+    if ours := sorted(options.keys() & rollout.engine_options.keys()):
+        raise ConfigError(f"rollout.engine_options: {', '.join(ours)} follow from other settings; take them out")
+    if unknown := sorted(rollout.engine_options.keys() - {option.name for option in fields(EngineArgs)}):
+        raise ConfigError(f"rollout.engine_options: vLLM {vllm.__version__} knows no {', '.join(unknown)}")
     with _untouched_rng(), group.entered():
         try:
-            llm = vllm.LLM(
-                model=str(model_folder),
-                skip_tokenizer_init=True,
-                dtype=config.model.dtype,
-                load_format="dummy",
-                max_model_len=max(3, config.max_sequence_tokens),  # the shortest probe
-                max_num_seqs=rollout.max_num_seqs,
-                tensor_parallel_size=seat.tp_size,
-                distributed_executor_backend=_executor(seat),
-                disable_custom_all_reduce=config.debug.share_gpu,
-                enforce_eager=rollout.enforce_eager or seat.device.type == "cpu",
-                enable_sleep_mode=seat.shares_device and seat.device.type == "cuda",
-                logprobs_mode="processed_logprobs",  # at the sampling temperature; vLLM's default ignores it
-                # Its order of calls depends on timing, which the ranks of one engine must not let differ.
-                async_scheduling=seat.tp_size == 1 and seat.device.type == "cuda",
-                seed=0,
-                **memory,
-            )
+            llm = vllm.LLM(**options, **rollout.engine_options)
         except ValidationError as error:  # of settings; other errors, such as too little free memory, may pass
             raise ConfigError(f"vLLM refuses these settings: {error}") from error
         c10d.barrier()  # of the engine's ranks: this default group is the private one
@@ -187,6 +195,13 @@ def _keeps_other_copies(model: nn.Module) -> str:
     return ""
 
 
+@dataclass
+class _Response:
+    id: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
 class VllmEngine:
     def __init__(self, llm: vllm.LLM, group: PrivateDefaultGroup, seat: EngineSeat):
         self.name = f"vllm {vllm.__version__}"
@@ -195,14 +210,18 @@ class VllmEngine:
         self._llm, self._group, self._stop_token_ids = llm, group, seat.stop_token_ids
         self._can_sleep = seat.shares_device and seat.device.type == "cuda"
         self._asleep: set[str] = set()
+        self._unfinished: dict[str, _Response] = {}  # by vLLM's own id
         self._device = seat.device
         self._num_probes = 0
 
     @property
     def num_unfinished(self) -> int:
-        return self._engine.get_num_unfinished_requests()
+        return len(self._unfinished)
 
     def add(self, requests: Sequence[Request]) -> None:
+        """Past vLLM's output processor, which makes objects for a server of every token: while sequences are short, the
+        GPU waits for what Python does in a step, and this was a quarter of that."""
+        engine, inputs = self._engine, self._engine.input_processor
         assert self.version > 0 and "weights" not in self._asleep, "sampling without weights"
         self._wake("kv_cache")
         with self._group.entered():
@@ -214,30 +233,32 @@ class VllmEngine:
                     max_tokens=request.max_new_tokens,
                     seed=request.seed,
                     logprobs=0,
-                    flat_logprobs=True,
                     detokenize=False,
                     stop_token_ids=self._stop_token_ids,
                     ignore_eos=not self._stop_token_ids,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
                 )
                 # The salt keeps KV blocks of older weights from being reused.
                 prompt = TokensPrompt(prompt_token_ids=request.tokens, cache_salt=str(self.version))
-                self._engine.add_request(request.id, prompt, params)
+                sent = inputs.process_inputs(request.id, prompt, params, supported_tasks=engine.get_supported_tasks())
+                inputs.assign_request_id(sent)
+                self._unfinished[sent.request_id] = _Response(request.id)
+                engine.engine_core.add_request(sent)
 
     def step(self) -> list[Completion]:
         with self._group.entered():
-            outputs = self._engine.step()
+            outputs = self._engine.engine_core.get_output().outputs
         ended = []
         for output in outputs:
-            answer = output.outputs[0]
-            ended.append(
-                Completion(
-                    output.request_id,
-                    list(answer.token_ids),
-                    list(answer.logprobs.logprobs),
-                    answer.finish_reason == "length",
-                )
-            )
+            response = self._unfinished[output.request_id]
+            response.tokens += output.new_token_ids
+            response.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            reason = output.finish_reason
+            if reason is None:
+                continue
+            if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                raise RuntimeError(f"vLLM gave response {response.id} up after {len(response.tokens)} tokens: {reason}")
+            del self._unfinished[output.request_id]
+            ended.append(Completion(response.id, response.tokens, response.logprobs, reason == FinishReason.LENGTH))
         return ended
 
     def landings(self, tensors: Sequence[TensorInfo]) -> Landings | Opaque:
@@ -286,7 +307,7 @@ class VllmEngine:
         core = self._engine.engine_core.engine_core
         with self._group.entered():
             while core.batch_queue:
-                self._engine.step()
+                self._engine.engine_core.get_output()
 
     def sleep(self) -> None:
         if self._can_sleep and not self._asleep:
