@@ -20,6 +20,7 @@ PROGRAM = re.compile(
     r"(?:[A-Z]+='[^']*' )?(?:python3?|torchrun|accelerate|make|pytest|sbatch|scancel|sky|dstack|docker|p?kill|hf|printf"
     r"|source|tensorboard|\.venv/bin/\w+|launch/[\w.]+|tools/[\w.]+)(?= )"
 )
+SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")  # may go on in the next line
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 # What is written for a reader to replace, and what stands for it here.
@@ -116,10 +117,10 @@ def _of_page(page: Path) -> Iterator[Command]:
     for number, line in enumerate(blank.splitlines(), 1):
         if line.startswith("    ") and PROGRAM.match(line.strip()):
             yield Command(*_lines(line.strip()), f"{page.relative_to(ROOT)}:{number}")
-            continue
-        for span in re.findall(r"`([^`]+)`", line):
-            if PROGRAM.match(span):
-                yield Command(span, f"{page.relative_to(ROOT)}:{number}")
+    spans = re.sub(r"^    .*", "", blank, flags=re.MULTILINE)
+    for span in SPAN.finditer(spans):
+        if PROGRAM.match(span[1].replace("\n", " ")):
+            yield Command(span[1].replace("\n", " "), _place(page, spans, span.start()))
 
 
 def _of_head(file: Path) -> Iterator[Command]:

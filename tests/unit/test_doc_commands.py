@@ -54,8 +54,8 @@ def test_somebody_runs_it(command: Command) -> None:
     found = classes(command.text)
     assert len(found) == 1, (
         f"{command.place}: `{command.text}` is run by {' and '.join(found) or 'nobody'}; run it in "
-        "tests/unit/test_doc_commands.py or tests/e2e/test_doc_runs.py, or say in tests/doc_commands.py who does, or what "
-        "it needs"
+        "tests/unit/test_doc_commands.py or tests/e2e/test_doc_runs.py, or say in tests/doc_commands.py who does, or "
+        "what it needs"
     )
 
 
@@ -63,7 +63,7 @@ def test_an_unknown_command_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("tests.doc_commands.ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text(
-        "Type `python tools/novelty.py --all`, see `tools/novelty.py`.\n\n"
+        "Type `python tools/novelty.py\n--all`, see `tools/novelty.py`.\n\n"
         "```bash\n# first\nmake novelty  # now\nsome \\\n  program\n```\n\n```text\nnot a command\n```\n\n"
         "    torchrun train.py novelty=1    # then\n    a listing\n"
     )
@@ -71,10 +71,10 @@ def test_an_unknown_command_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("tests.doc_commands.HEADS", [])
     found = {command.text: command.place for command in commands()}
     assert found == {
-        "make novelty": "page.md:3",
-        "some    program": "page.md:3",
+        "make novelty": "page.md:4",
+        "some    program": "page.md:4",
         "python tools/novelty.py --all": "page.md:1",
-        "torchrun train.py novelty=1": "page.md:14",
+        "torchrun train.py novelty=1": "page.md:15",
     }
     assert [text for text in found if classes(text)] == []
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rl.config import Config
-from tests.doc_commands import FENCE, PAGES
+from tests.doc_commands import FENCE, PAGES, SPAN
 from tests.launcher import ROOT
 from tests.unit.peers import source
 
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.timeout(30)
 MARKDOWN = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md"]
 every_page = pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-SPAN = re.compile(r"`([^`\n]+)`")
 FOLDERS = "rl|tests|tools|launch|configs|docs|benchmarks"
 LATER = {"launch/preflight.py"}  # docs/multi_node.md: run where it exists
 SECTIONS = {field.name for field in dataclasses.fields(Config)}
