@@ -49,6 +49,11 @@ JOBS = [
     "python tools/jobs.py logs -f x",
     "python tools/jobs.py submit mine --config my/run.yaml",
 ]
+BENCHMARKS = {  # and what makes each shorter
+    "python benchmarks/rewards.py": "--calls 500",
+    "python benchmarks/soak.py": "--steps 16 --seed 7",
+    "python benchmarks/recovery.py": "--faults 1",
+}
 # Another test runs it: the file, and what in it does.
 ELSEWHERE = {
     "make demo": ("tests/e2e/test_demo.py", '"make", "demo"'),
@@ -70,13 +75,16 @@ ELSEWHERE = {
         "tests/e2e/test_launch_slurm.py",
         "slurm.sbatch",
     ),
+    "sbatch --nodes 4 --gpus-per-node 8 launch/slurm_amd.sbatch --config my.yaml": (
+        "tests/unit/test_launchers.py",  # its line; AMD GPUs nobody has here
+        '"slurm_amd.sbatch", "--print"',
+    ),
 }
 # Nobody runs it here: what it needs. Settings after train.py are checked all the same.
 NEEDS = {
     "make test-all": "hours; it runs this test",
     "pytest -m gpu tests/gpu": "a GPU",
     "hf auth login": "a person with an account",
-    "sbatch --nodes 4 --gpus-per-node 8 launch/slurm_amd.sbatch --config my.yaml": "AMD GPUs",
     "docker build --file launch/Dockerfile.cuda --tag oneworld-cuda .": "docker, and an image of gigabytes",
     "python3 -m verl.trainer.main_ppo k=v": "it is verl's",
     "python -m verl.model_merger": "it is verl's",
@@ -89,7 +97,6 @@ NEEDS_BY_PROGRAM = {
     "sky ": "a cloud account",
     "dstack ": "a cloud account",
     "ARGS='--config my.yaml": "a cloud account",
-    "python benchmarks/": "minutes, and a machine of its own; benchmarks/RESULTS.md has what it gave",
 }
 
 
@@ -116,7 +123,7 @@ def _of_page(page: Path) -> Iterator[Command]:
     blank = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
     for number, line in enumerate(blank.splitlines(), 1):
         if line.startswith("    ") and PROGRAM.match(line.strip()):
-            yield Command(*_lines(line.strip()), f"{page.relative_to(ROOT)}:{number}")
+            yield Command(_lines(line)[0], f"{page.relative_to(ROOT)}:{number}")
     spans = re.sub(r"^    .*", "", blank, flags=re.MULTILINE)
     for span in SPAN.finditer(spans):
         if PROGRAM.match(span[1].replace("\n", " ")):
@@ -174,7 +181,7 @@ def classes(text: str) -> list[str]:
         "plan": is_plan(text),
         "quick": is_quick(text),
         "pytest": is_pytest(text),
-        "slow": text in FIRST_RUN + JOBS,
+        "slow": text in [*FIRST_RUN, *JOBS, *BENCHMARKS],
         "elsewhere": text in ELSEWHERE,
         "needs": bool(needs(text)),
     }

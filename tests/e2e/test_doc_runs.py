@@ -1,4 +1,5 @@
-"""The commands of docs/first_run.md and of the jobs in docs/debugging.md, as a reader types them, on real vLLM."""
+"""The commands of docs/first_run.md and of the jobs in docs/debugging.md, as a reader types them, on real vLLM; and the
+benchmarks that pages name."""
 
 import json
 import os
@@ -14,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.doc_commands import FIRST_RUN, JOBS, PLACEHOLDERS, copy_repository, shorter
-from tests.launcher import MARK, activated_environment
+from tests.doc_commands import BENCHMARKS, FIRST_RUN, JOBS, PLACEHOLDERS, copy_repository, shorter
+from tests.launcher import MARK, activated_environment, finish, spawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -30,8 +31,14 @@ class Reader:
 
     def start(self, text: str) -> subprocess.Popen[str]:
         words = [PLACEHOLDERS.get(word, word) for word in shlex.split(shorter(text))]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(words, cwd=self.root, env=self._environment, text=True, **pipes)
+        return subprocess.Popen(
+            words,
+            cwd=self.root,
+            env=self._environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     def type(self, text: str, timeout_s: float = 120) -> str:
         process = self.start(text)
@@ -126,3 +133,15 @@ def test_jobs(reader: Reader) -> None:
     assert "runs/mine: submitted" in reader.type(submit_mine)
     reader.type(logs.replace(" x", " mine"))  # until its end
     assert [line.split()[:2] for line in reader.type(listing).splitlines()[1:]] == [["x", "stopped"], ["mine", "done"]]
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("text", BENCHMARKS)
+def test_benchmarks(text: str) -> None:
+    """They end well and print what they measured; they check results themselves."""
+    process = spawn(shlex.split(f"{text} {BENCHMARKS[text]}"), activated_environment())
+    output = finish(process, 680)
+    assert process.returncode == 0, output[-4000:]
+    row = json.loads(output.splitlines()[-1])
+    assert row["benchmark"] == Path(text.split()[1]).stem
+    assert row.get("leaked", 0) == 0 and row.get("faults", True)

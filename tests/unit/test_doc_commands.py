@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.doc_commands import (
+    BENCHMARKS,
     ELSEWHERE,
     FIRST_RUN,
     JOBS,
@@ -80,7 +81,7 @@ def test_an_unknown_command_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_no_entry_is_left_over() -> None:
-    named = [*FIRST_RUN, *JOBS, *ELSEWHERE, *NEEDS]
+    named = [*FIRST_RUN, *JOBS, *BENCHMARKS, *ELSEWHERE, *NEEDS]
     assert [text for text in named if text not in TEXTS] == []
     assert [start for start in NEEDS_BY_PROGRAM if not any(text.startswith(start) for text in TEXTS)] == []
 

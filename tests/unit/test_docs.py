@@ -5,6 +5,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -56,6 +57,17 @@ def test_a_broken_link_is_seen(tmp_path: Path) -> None:
     )
     assert anchors(page) == {"a-head-x-2"}
     assert list(links(page)) == [(page, "a-head-x-2"), (tmp_path / "gone.md", ""), (page, "gone")]
+
+
+@every_page
+def test_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
+    """A bar inside of a span counts too, unless it is escaped: what follows would not be shown."""
+    width, uneven = 0, []
+    for line in prose(page).splitlines():
+        cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        width = (width or cells) if cells else 0
+        uneven += [line] if cells != width else []
+    assert uneven == []
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
@@ -129,9 +141,9 @@ def test_keys_of_verl_exist() -> None:
     others = {"reward_model.ground_truth", "python -m verl.model_merger"}  # a column of its rows; a program
     keys = [key for key in peer_keys("verl") if key not in others]
     assert len(keys) > 70
-    missing = []
+    missing: list[str] = []
     for key in keys:
-        value = config
+        value: Any = config
         for part in key.split("."):
             value = value.get(part, missing) if isinstance(value, dict) else missing
         missing += [key] if value is missing else []
