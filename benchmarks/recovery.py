@@ -1,15 +1,16 @@
 """Seconds to name the culprit of each fault, and until training goes on. Prints one JSON line last.
 
-    python benchmarks/recovery.py
+    python benchmarks/recovery.py [--faults N]
 
 Four nodes with two ranks each, as network namespaces of this machine, with the fake engine: see tests/chaos. Needs root
 and iproute2. Faults come one after the other in one run, whose clean start was measured first: from the start of the
 agents to the end of the first step. A recovery lasts from the fault, the head's from its return, to the end of the
 first step after it; its overhead is what it takes longer than the clean start. `worst_named_s` is after the deadline of
 silence (4 s for a process, 10 s for a host), where there is one. The last fault, in a run of its own with --nnodes 3:4
-and two copies of each file, is a node that does not come back.
+and two copies of each file, is a node that does not come back. --faults: only the first so many of those before it.
 """
 
+import argparse
 import json
 import os
 import tempfile
@@ -60,7 +61,9 @@ def measure(faults: list[Fault], *settings: str, **options: Any) -> tuple[float,
 
 
 def main() -> None:
-    clean_s, rows = measure(FAULTS)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--faults", type=int, default=len(FAULTS))
+    clean_s, rows = measure(FAULTS[: parser.parse_args().faults])
     _, last = measure([lose_node(3)], "checkpoint.copies=2", nnodes="3:4")
     rows += last
     result = {

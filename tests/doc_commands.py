@@ -1,0 +1,225 @@
+"""The commands that README, docs/, CONTRIBUTING and the heads of configs and launchers name, and who runs each.
+
+A command is a line of a bash block, an indented line that begins with a program, or such a span in the text. Each is
+run by tests/unit/test_doc_commands.py or, where it takes long, by tests/e2e/test_doc_runs.py, unless a table below says
+who else runs it, or why nobody can. One of which nothing is known fails a test.
+"""
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.launcher import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+HEADS = [*sorted((ROOT / "configs").glob("*.yaml")), *sorted((ROOT / "launch").glob("*.y*ml"))]
+PROGRAM = re.compile(
+    r"(?:[A-Z]+='[^']*' )?(?:python3?|torchrun|accelerate|make|pytest|sbatch|scancel|sky|dstack|docker|p?kill|hf|printf"
+    r"|source|tensorboard|\.venv/bin/\w+|launch/[\w.]+|tools/[\w.]+)(?= )"
+)
+SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")  # may go on in the next line
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+
+# What is written for a reader to replace, and what stands for it here.
+PLACEHOLDERS = {"DOWNLOADED": "gsm8k", "~/Downloads/gsm8k/main": "gsm8k", "~/Downloads/math": "math"}
+PLACEHOLDERS |= {"RUN": "runs/mine", "runs/demo": "runs/mine"}
+# Only these are changed in what is run, to save time.
+SHORTER = {"num_steps: 40": "num_steps: 2", "train.num_steps=60": "train.num_steps=3"}
+
+# Minutes: tests/e2e/test_doc_runs.py, in this order, in one copy of the repository.
+FIRST_RUN = [
+    "torchrun --nproc-per-node 1 train.py --dry-run --config my/run.yaml",
+    "torchrun --nproc-per-node 1 train.py --config my/run.yaml run.name=mine",
+    "torchrun --nproc-per-node 1 train.py --config my/run.yaml run.name=mine train.num_steps=60",
+    "python tools/status.py runs/demo",
+    "python tools/status.py RUN",
+    "python tools/merge_checkpoint.py runs/demo",
+    "python tools/merge_checkpoint.py runs/x",
+    "tensorboard --logdir runs",
+]
+JOBS = [
+    "python tools/jobs.py submit x --config my.yaml actor.lr=2e-6",
+    "python tools/jobs.py list",
+    "python tools/jobs.py status x",
+    "python tools/stacks.py runs/x --rank 5",
+    "python tools/jobs.py stop x",
+    "python tools/jobs.py logs -f x",
+    "python tools/jobs.py submit mine --config my/run.yaml",
+]
+BENCHMARKS = {  # and what makes each shorter
+    "python benchmarks/rewards.py": "--calls 500",
+    "python benchmarks/soak.py": "--steps 16 --seed 7",
+    "python benchmarks/recovery.py": "--faults 1",
+}
+# Another test runs it: the file, and what in it does.
+ELSEWHERE = {
+    "make demo": ("tests/e2e/test_demo.py", '"make", "demo"'),
+    "make test": (".ci/run", "exec make test"),
+    "make setup": ("Makefile", "test: setup lint"),
+    "make lint": ("Makefile", "test: setup lint"),
+    ". .venv/bin/activate": ("Makefile", "demo: setup\n\t@$(ACTIVATE) &&"),
+    "pkill -USR1 -P TORCHRUN": ("tests/e2e/test_resume.py", "def test_sigusr1_saves_now_and_training_goes_on"),
+    "kill -TERM TORCHRUN": ("tests/e2e/test_resume.py", "def test_sigterm_saves_and_stops"),
+    "printf 'p batch.num_sequences\\nc\\n' | python tools/debug.py runs/x --rank 5": (
+        "tests/e2e/test_debugger.py",
+        "debug.py",
+    ),
+    "python tools/merge_checkpoint.py --upload": ("tests/distributed/test_merge_upload.py", "--upload"),
+    "python tools/merge_checkpoint.py runs/x --step 200 --nodes node1:/data/runs/x,node2:/data/runs/x --upload "
+    "org/name": ("tests/distributed/test_merge_gather.py", "--nodes"),
+    "launch/local.sh --worker R --shared /shared/a --config my.yaml": ("tests/unit/test_launchers.py", '"--worker"'),
+    "sbatch --nodes 4 --gpus-per-node 8 launch/slurm.sbatch --config my.yaml": (
+        "tests/e2e/test_launch_slurm.py",
+        "slurm.sbatch",
+    ),
+    "sbatch --nodes 4 --gpus-per-node 8 launch/slurm_amd.sbatch --config my.yaml": (
+        "tests/unit/test_launchers.py",  # its line; AMD GPUs nobody has here
+        '"slurm_amd.sbatch", "--print"',
+    ),
+}
+# Nobody runs it here: what it needs. Settings after train.py are checked all the same.
+NEEDS = {
+    "make test-all": "hours; it runs this test",
+    "pytest -m gpu tests/gpu": "a GPU",
+    "hf auth login": "a person with an account",
+    "docker build --file launch/Dockerfile.cuda --tag oneworld-cuda .": "docker, and an image of gigabytes",
+    "python3 -m verl.trainer.main_ppo k=v": "it is verl's",
+    "python -m verl.model_merger": "it is verl's",
+    "accelerate launch": "it is TRL's way to start",
+}
+NEEDS_BY_PROGRAM = {
+    "torchrun --nnodes ": "a cluster",
+    "torchrun --nproc-per-node 8 train.py ": "8 GPUs",
+    "torchrun --nproc-per-node 1 train.py --config configs/gsm8k_": "a GPU and a model from the hub",
+    "sky ": "a cloud account",
+    "dstack ": "a cloud account",
+    "ARGS='--config my.yaml": "a cloud account",
+}
+
+
+class Command(NamedTuple):
+    text: str
+    place: str
+    output: str | None = None  # of the block that follows its block, where that holds it alone
+
+
+def commands() -> list[Command]:
+    found = [command for page in PAGES for command in _of_page(page)]
+    return found + [command for head in HEADS for command in _of_head(head)]
+
+
+def _of_page(page: Path) -> Iterator[Command]:
+    text = page.read_text()
+    fences = list(FENCE.finditer(text))
+    for fence, following in zip(fences, [*fences[1:], None]):
+        lines = [] if fence[1] != "bash" else _lines(fence[2])
+        is_answered = following and following[1] == "text" and not text[fence.end() : following.start()].strip()
+        output = following[2] if len(lines) == 1 and following and is_answered else None
+        for line in lines:
+            yield Command(line, _place(page, text, fence.start()), output)
+    blank = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
+    for number, line in enumerate(blank.splitlines(), 1):
+        if line.startswith("    ") and PROGRAM.match(line.strip()):
+            yield Command(_lines(line)[0], f"{page.relative_to(ROOT)}:{number}")
+    spans = re.sub(r"^    .*", "", blank, flags=re.MULTILINE)
+    for span in SPAN.finditer(spans):
+        if PROGRAM.match(span[1].replace("\n", " ")):
+            yield Command(span[1].replace("\n", " "), _place(page, spans, span.start()))
+
+
+def _of_head(file: Path) -> Iterator[Command]:
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        line = line.removeprefix("#").strip().removeprefix("Data: ") if line.startswith("#") else ""
+        for part in line.split("; ") if PROGRAM.match(line) else ():
+            yield Command(part, f"{file.relative_to(ROOT)}:{number}")
+
+
+def _lines(block: str) -> list[str]:
+    """Without comments; a line that goes on is one."""
+    joined = block.replace("\\\n", " ")
+    return [line for line in (re.sub(r"(^|\s+)#.*", "", line).strip() for line in joined.splitlines()) if line]
+
+
+def _place(page: Path, text: str, at: int) -> str:
+    return f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, at) + 1}"
+
+
+def is_form(text: str) -> bool:
+    """A sentence about commands rather than one: words are left out."""
+    return "..." in text
+
+
+def is_plan(text: str) -> bool:
+    return text.startswith("python train.py --plan")
+
+
+def is_quick(text: str) -> bool:
+    """Run in seconds, by tests/unit/test_doc_commands.py; launchers show their line."""
+    beginnings = ("python tools/prepare_data.py ", "python tools/config_reference.py", "launch/", "make clean")
+    return text.startswith(beginnings) and text not in ELSEWHERE
+
+
+def is_pytest(text: str) -> bool:
+    """`make test` and `make test-all` run all tests; that the named ones exist is checked."""
+    return text.startswith("pytest tests/")
+
+
+def needs(text: str) -> str:
+    """Why nobody runs it; empty where somebody can."""
+    if is_form(text):
+        return ""
+    return NEEDS.get(text) or next((why for start, why in NEEDS_BY_PROGRAM.items() if text.startswith(start)), "")
+
+
+def classes(text: str) -> list[str]:
+    """Who takes care of it: one, or a test fails."""
+    by = {
+        "form": is_form(text),
+        "plan": is_plan(text),
+        "quick": is_quick(text),
+        "pytest": is_pytest(text),
+        "slow": text in [*FIRST_RUN, *JOBS, *BENCHMARKS],
+        "elsewhere": text in ELSEWHERE,
+        "needs": bool(needs(text)),
+    }
+    return [name for name, holds in by.items() if holds]
+
+
+def settings(text: str) -> list[str]:
+    """What a torchrun line, or a launcher's, gives to train.py, as arguments of --plan."""
+    words = shlex.split(text)
+    if "train.py" not in words:
+        return []
+    at = words.index("train.py")
+    world = [word for word in words[1:at] if word.startswith(("--nnodes", "--nproc-per-node")) or word.isdecimal()]
+    one_node = [] if "--nnodes" in world else ["--nnodes", "1"]
+    return ["--plan", *one_node, *world, *words[at + 1 :]]
+
+
+def copy_repository(folder: Path) -> Path:
+    """To run commands in: what they leave, or clean away, is there."""
+    copy = folder / "repository"
+    for name in ("rl", "tools", "launch", "configs", "docs"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("train.py", "Makefile"):
+        shutil.copy2(ROOT / name, copy / name)
+    for name, text in tutorial().items():
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text(shorter(text))
+    (copy / "my.yaml").write_text(shorter(tutorial()["my/run.yaml"]))
+    return copy
+
+
+def shorter(text: str) -> str:
+    for long, short in SHORTER.items():
+        text = text.replace(long, short)
+    return text
+
+
+def tutorial() -> dict[str, str]:
+    """The files that docs/first_run.md has its reader write, by path."""
+    page = (ROOT / "docs" / "first_run.md").read_text()
+    return dict(re.findall(r"^`(my/[\w.]+)`,[^\n]*\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL))

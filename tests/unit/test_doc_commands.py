@@ -1,0 +1,180 @@
+"""Every command in the docs is run by somebody, or it is said why it cannot be; the quick ones here.
+tests/doc_commands.py has the tables."""
+
+import json
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.doc_commands import (
+    BENCHMARKS,
+    ELSEWHERE,
+    FIRST_RUN,
+    JOBS,
+    NEEDS,
+    NEEDS_BY_PROGRAM,
+    PLACEHOLDERS,
+    Command,
+    classes,
+    commands,
+    copy_repository,
+    is_plan,
+    is_quick,
+    needs,
+    settings,
+    tutorial,
+)
+from tests.launcher import ROOT, activated_environment
+from tests.unit.test_plan_command import RUN_SHARED
+
+pytestmark = pytest.mark.timeout(60)
+COMMANDS = commands()
+TEXTS = list(dict.fromkeys(command.text for command in COMMANDS))
+QUICK = [text for text in TEXTS if is_quick(text)]
+PLANS = [text for text in TEXTS if is_plan(text)]
+PLANNED = [text for text in TEXTS if needs(text) and settings(text)]
+ROWS = {
+    "gsm8k": {"question": "Ducks?", "answer": "16 - 3 = 13\n#### 13"},
+    "math": {"problem": "Half?", "solution": r"\boxed{\frac{1}{2}}"},
+}
+
+
+class Answer(NamedTuple):
+    code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.place}-{command.text[:40]}")
+def test_somebody_runs_it(command: Command) -> None:
+    found = classes(command.text)
+    assert len(found) == 1, (
+        f"{command.place}: `{command.text}` is run by {' and '.join(found) or 'nobody'}; run it in "
+        "tests/unit/test_doc_commands.py or tests/e2e/test_doc_runs.py, or say in tests/doc_commands.py who does, or "
+        "what it needs"
+    )
+
+
+def test_an_unknown_command_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.doc_commands.ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Type `python tools/novelty.py\n--all`, see `tools/novelty.py`.\n\n"
+        "```bash\n# first\nmake novelty  # now\nsome \\\n  program\n```\n\n```text\nnot a command\n```\n\n"
+        "    torchrun train.py novelty=1    # then\n    a listing\n"
+    )
+    monkeypatch.setattr("tests.doc_commands.PAGES", [page])
+    monkeypatch.setattr("tests.doc_commands.HEADS", [])
+    found = {command.text: command.place for command in commands()}
+    assert found == {
+        "make novelty": "page.md:4",
+        "some    program": "page.md:4",
+        "python tools/novelty.py --all": "page.md:1",
+        "torchrun train.py novelty=1": "page.md:15",
+    }
+    assert [text for text in found if classes(text)] == []
+
+
+def test_no_entry_is_left_over() -> None:
+    named = [*FIRST_RUN, *JOBS, *BENCHMARKS, *ELSEWHERE, *NEEDS]
+    assert [text for text in named if text not in TEXTS] == []
+    assert [start for start in NEEDS_BY_PROGRAM if not any(text.startswith(start) for text in TEXTS)] == []
+
+
+@pytest.mark.parametrize("text", ELSEWHERE)
+def test_elsewhere_is_where_it_is_said_to_be(text: str) -> None:
+    file, part = ELSEWHERE[text]
+    assert part in (ROOT / file).read_text()
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = copy_repository(tmp_path_factory.mktemp("docs"))
+    for task, row in ROWS.items():
+        (copy / task).mkdir()
+        for split in ("train", "test"):
+            (copy / task / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    (copy / "hosts.txt").write_text("node1\nnode2\n")
+    (copy / "runs").mkdir()
+    return copy
+
+
+def run(repository: Path, *command: str, code: Path | None = None) -> Answer:
+    environment = activated_environment(PYTHONPATH=str(code or repository), CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(
+        command, cwd=repository, env=environment, capture_output=True, text=True, check=False, timeout=50
+    )
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def runnable(text: str) -> list[str]:
+    """With what a reader would put in; launchers only show their line."""
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(text)]
+    words = [words[2] if word == "FOLDER" else word for word in words]  # of the same task
+    if words[0].startswith("launch/"):
+        words.insert(words.index("--config"), "--print")
+    if "--output" in words:
+        words.append("--force")  # several heads name the same folder
+    return [sys.executable if word == "python" else word for word in words]
+
+
+@pytest.fixture(scope="module")
+def answers(repository: Path) -> dict[str, Answer]:
+    """Plans share a process, and this repository's compiled files, since nearly all of a command's seconds are
+    imports."""
+    arguments = [shlex.split(text)[2:] for text in PLANS] + [settings(text) for text in PLANNED]
+    with ThreadPoolExecutor(2) as pool:
+        shared = pool.submit(run, repository, sys.executable, "-c", RUN_SHARED, json.dumps(arguments), code=ROOT)
+        quick = {text: run(repository, *runnable(text)) for text in QUICK if text != "make clean"}
+        assert shared.result().code == 0, shared.result().stderr
+    quick["make clean"] = run(repository, "make", "clean")
+    rows = [Answer(*row) for row in json.loads(shared.result().stdout)]
+    return quick | dict(zip(PLANS + PLANNED, rows, strict=True))
+
+
+@pytest.mark.parametrize("text", QUICK)
+def test_it_runs(answers: dict[str, Answer], text: str) -> None:
+    answer = answers[text]
+    assert answer.code == 0, answer.stderr
+    if text.startswith("launch/"):
+        assert answer.stdout.startswith("torchrun --nnodes ") and " train.py --config my.yaml" in answer.stdout
+
+
+def test_clean_cleans(answers: dict[str, Answer], repository: Path) -> None:
+    assert "make clean" in answers and not (repository / "runs").exists()
+
+
+def test_data_is_written(answers: dict[str, Answer], repository: Path) -> None:
+    assert answers
+    for task, answer in (("gsm8k", "13"), ("math", r"\frac{1}{2}")):
+        row = json.loads((repository / "data" / task / "train.jsonl").read_text())
+        assert row["answer"] == answer
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if is_plan(command.text)], ids=lambda c: c.place)
+def test_it_plans_as_it_says(answers: dict[str, Answer], command: Command) -> None:
+    answer = answers[command.text]
+    if command.output is not None:
+        assert answer.stdout + answer.stderr == command.output
+    else:
+        assert answer.code == 0, answer.stderr
+
+
+@pytest.mark.parametrize("text", PLANNED)
+def test_what_needs_a_cluster_has_valid_settings(answers: dict[str, Answer], text: str) -> None:
+    assert answers[text].code == 0, answers[text].stderr
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if text.startswith("pytest ")])
+def test_named_tests_exist(text: str) -> None:
+    paths = [word for word in text.split() if word.startswith("tests/")]
+    assert paths and all((ROOT / path).exists() for path in paths)
+
+
+def test_the_tutorial_has_all_of_its_files() -> None:
+    assert list(tutorial()) == ["my/sums.jsonl", "my/rewards.py", "my/run.yaml"]

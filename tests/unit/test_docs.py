@@ -1,0 +1,187 @@
+"""README and docs/: links and anchors lead somewhere, every page is reached, and what is named exists."""
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rl.config import Config
+from tests.doc_commands import FENCE, PAGES, SPAN
+from tests.launcher import ROOT
+from tests.unit.peers import source
+
+pytestmark = pytest.mark.timeout(30)
+MARKDOWN = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md"]
+every_page = pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FOLDERS = "rl|tests|tools|launch|configs|docs|benchmarks"
+LATER = {"launch/preflight.py"}  # docs/multi_node.md: run where it exists
+SECTIONS = {field.name for field in dataclasses.fields(Config)}
+METRIC = re.compile(r"(?:reward|loss|policy|rollout|optim|critic|perf|time)/[a-z_]+")
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    heads = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def links(page: Path) -> Iterator[tuple[Path, str]]:
+    """To files of this repository: the file, and the anchor in it."""
+    for target in LINK.findall(prose(page)):
+        if "://" not in target:
+            path, _, anchor = target.partition("#")
+            yield (page.parent / path).resolve() if path else page, anchor
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = [f"{path}#{anchor}" for path, anchor in links(page) if not path.exists()]
+    broken += [f"{path}#{anchor}" for path, anchor in links(page) if anchor and anchor not in anchors(path)]
+    assert broken == []
+
+
+def test_a_broken_link_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A head: `x`, 2\n\n[one](#a-head-x-2) [two](gone.md) ![three](page.md#gone)\n```\n[no](link.md)\n```\n"
+    )
+    assert anchors(page) == {"a-head-x-2"}
+    assert list(links(page)) == [(page, "a-head-x-2"), (tmp_path / "gone.md", ""), (page, "gone")]
+
+
+@every_page
+def test_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
+    """A bar inside of a span counts too, unless it is escaped: what follows would not be shown."""
+    width, uneven = 0, []
+    for line in prose(page).splitlines():
+        cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        width = (width or cells) if cells else 0
+        uneven += [line] if cells != width else []
+    assert uneven == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        reached.add(page)
+        ahead += [path for path, _ in links(page) if path.suffix == ".md" and path not in reached]
+    assert [page.name for page in MARKDOWN if page not in reached] == []
+    from_readme = {path for path, _ in links(ROOT / "README.md")}
+    assert [page.name for page in sorted((ROOT / "docs").glob("*")) if page not in from_readme] == []
+
+
+@every_page
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = {path for span in SPAN.findall(prose(page)) for path in re.findall(rf"\b(?:{FOLDERS})/[\w/.-]*\w", span)}
+    files = [path for path in named - LATER if re.search(r"\.\w+$", path) and not path.endswith("/FILE.yaml")]
+    assert [path for path in files if not (ROOT / path).exists()] == []
+
+
+def test_every_part_has_a_line_in_the_file_map() -> None:
+    text = (ROOT / "README.md").read_text()
+    lines = text[text.index("## Where to put things") :]
+    parts = [f"rl/{path.name}" for path in (ROOT / "rl").glob("*.py") if path.name != "__init__.py"]
+    parts += [f"rl/{path.parent.name}/" for path in (ROOT / "rl").glob("*/__init__.py")]
+    parts += [f" {path.name}" for path in (ROOT / "tools").glob("*.py")]
+    assert [part for part in parts if part not in lines] == []
+
+
+# Settings
+
+
+@every_page
+def test_settings_that_are_named_exist(page: Path) -> None:
+    """In every span of every page; in docs/coming_from.md those in the column of ours."""
+    text = prose(page)
+    if page.name == "coming_from.md":
+        text = "\n".join(line.split(" | ")[1] for line in text.splitlines() if line.count(" | ") == 2)
+        assert text.count("`") > 200
+    words = [
+        word for span in SPAN.findall(text) for word in re.findall(r"(?<![\w/.])[a-z]+\.[a-z_\d]+(?![\w./(])", span)
+    ]
+    settings = [word for word in words if word.split(".")[0] in SECTIONS and not word.endswith((".py", ".jsonl"))]
+    assert [word for word in settings if not is_setting(word)] == []
+
+
+def is_setting(word: str) -> bool:
+    section, name = word.split(".")
+    if section == "placement":
+        return name in ("rollout", "inference", "actor", "num_nodes", "num_gpus_per_node")
+    return any(field.name == name for field in dataclasses.fields(getattr(Config(), section)))
+
+
+def peer_keys(title: str) -> list[str]:
+    """The first column of a table in docs/coming_from.md. A name without a dot follows the last one that has some."""
+    section = (ROOT / "docs" / "coming_from.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    keys: list[str] = []
+    for row in [line for line in section.splitlines() if line.startswith("| ")][2:]:
+        prefix = ""
+        for span in SPAN.findall(row.split(" | ")[0]):
+            span = re.sub(r"^A\.", "actor_rollout_ref.", span.split("=")[0])
+            keys.append(f"{prefix}{span}" if "." not in span else span)
+            prefix = f"{keys[-1].rpartition('.')[0]}." if "." in keys[-1] else ""
+    return keys
+
+
+@pytest.mark.slow  # downloads 3 MB
+@pytest.mark.timeout(120)
+def test_keys_of_verl_exist() -> None:
+    config = yaml.safe_load(source("verl-0.9.1", "verl/trainer/config/_generated_ppo_trainer.yaml"))
+    others = {"reward_model.ground_truth", "python -m verl.model_merger"}  # a column of its rows; a program
+    keys = [key for key in peer_keys("verl") if key not in others]
+    assert len(keys) > 70
+    missing: list[str] = []
+    for key in keys:
+        value: Any = config
+        for part in key.split("."):
+            value = value.get(part, missing) if isinstance(value, dict) else missing
+        missing += [key] if value is missing else []
+    assert missing == []
+
+
+@pytest.mark.slow  # downloads 3 MB
+@pytest.mark.timeout(120)
+def test_arguments_of_trl_exist() -> None:
+    from transformers import TrainingArguments
+
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    for file in ("grpo_config", "grpo_trainer"):
+        for node in ast.walk(ast.parse(source("trl-1.16.0", f"trl/trainer/{file}.py"))):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                names |= {argument.arg for argument in node.args.args}
+    keys = peer_keys("TRL")
+    assert len(keys) > 50
+    assert [key for key in keys if key not in names] == []
+
+
+# Metrics
+
+
+def test_every_metric_is_explained() -> None:
+    """docs/performance.md has each name that a run writes, stages included."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    explained = set(METRIC.findall(page)) | set(re.findall(r"time/[a-z ]+", page))
+    files = [ROOT / "train.py", *(ROOT / "rl").rglob("*.py")]
+    text = "\n".join(file.read_text() for file in files if "merge" not in file.parts)
+    written = set(re.findall(rf'"({METRIC.pattern})"', text)) - {"rollout/samples"}  # a text
+    for file in ("train.py", "rl/run.py"):
+        stages = re.findall(r'\.stage\("([^"]+)"\)', (ROOT / file).read_text())
+        written |= {f"time/{stage}" for stage in stages if stage != "serve"}  # which no leader does
+    assert len(written) > 35
+    assert sorted(written - explained) == []
+    assert sorted(name for name in explained if not name.startswith("time/") and name not in written) == [
+        *("critic/grad_norm", "critic/lr", "optim/grad_norm", "optim/lr")  # written under the trainee's prefix
+    ]
