@@ -54,6 +54,8 @@ def accuracy(model: Any, tokenizer: Any, rows: list[dict[str, str]]) -> list[flo
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     train, test = ([json.loads(line) for line in file.read_text().splitlines()] for file in write_sums(folder))
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).cuda()
     before = accuracy(model, tokenizer, test)
     del model

@@ -111,7 +111,7 @@ def vary_rewards() -> None:
 
 
 def engine_class() -> type:
-    if "rollout.engine=fake" in sys.argv:
+    if [setting for setting in sys.argv if setting.startswith("rollout.engine=")][-1:] == ["rollout.engine=fake"]:
         return FakeEngine
     from rl.rollout.vllm_engine import VllmEngine
 

@@ -33,7 +33,8 @@ def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
     metrics = folder / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 100
     while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, "the world did not start training"
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"no step {step}: {finish(process, 5)[-4000:]}")
         time.sleep(0.1)
 
 

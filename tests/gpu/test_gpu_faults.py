@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 def test_the_last_collectives_of_a_silent_rank_are_kept(tmp_path: Path) -> None:
-    process = launch(tmp_path, 2, "sleeping", 1, "world.silence_floor_s=4", "debug.share_gpu=true")
+    process = launch(tmp_path, 2, "sleeping", 1, "world.silence_floor_s=15", "debug.share_gpu=true")
     wait_for_step(tmp_path, process, 1)
     output = finish(process, 100)
     path = Path(output.partition("NCCL's last collectives: ")[2].splitlines()[0])
