@@ -98,9 +98,11 @@ case $command in
     ;;
   run)
     only=()
-    if [ "${1:-}" = --node ] && [ $# -gt 1 ]; then only=("$2") && shift 2; fi
+    if [ "${1:-}" = --node ] && [ $# -gt 1 ]; then
+      [[ $2 =~ ^[0-9]+$ && -n ${hosts[$2]:-} ]] || fail "--node $2: $name has nodes 0 to $((${#hosts[@]} - 1))"
+      only=("$2") && shift 2
+    fi
     [ $# -gt 0 ] || fail "run needs a command, such as: launch/ssh.sh run $name nvidia-smi"
-    [ ${#only[@]} = 0 ] || [ -n "${hosts[${only[0]}]:-}" ] || fail "--node ${only[0]}: $name has nodes 0 to $((${#hosts[@]} - 1))"
     on_all "$*" ${only[@]+"${only[@]}"}
     exit
     ;;
@@ -164,6 +166,7 @@ echo "$dir" >"$here/dir"
 # shellcheck source=launch/forward.sh
 . "$root/launch/forward.sh"
 mapfile -t variables < <(forwarded_names | grep -Ev '_VISIBLE_DEVICES$|^PET_LOCAL_ADDR$') # those are this machine's
+trap '"${BASH_SOURCE[0]}" stop "$name" >&2; exit 130' INT
 for k in "${!hosts[@]}"; do
   {
     for variable in ${variables[@]+"${variables[@]}"}; do printf 'export %s=%q\n' "$variable" "${!variable}"; done

@@ -175,10 +175,11 @@ class Slurm(OnDisk):
         return {"slurm_id": call(command, self.REMEDY).strip().split(";")[0], "command": command}
 
     def look(self, run: Path, job: dict[str, Any]) -> Look:
-        """As squeue tells it, which soon forgets jobs that have ended."""
-        state = ""
-        with suppress(SystemExit):
+        """As squeue tells it, which soon forgets jobs that have ended; while it tells nothing the job may run."""
+        try:
             state = call(["squeue", "-h", "-o", "%T", "-j", job["slurm_id"]], self.REMEDY).strip().lower()
+        except SystemExit as error:
+            state = "" if "Invalid job id" in str(error) else f"unknown ({error})"
         return self.read_files(run, Look(active="" if state in ENDED else state))
 
     def stop(self, run: Path, job: dict[str, Any], now: bool) -> None:

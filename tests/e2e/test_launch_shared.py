@@ -2,24 +2,16 @@
 
 import json
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.cluster import cluster, end
+from tests.launcher import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 SETTINGS = "rollout.engine=fake train.num_steps=3 train.num_prompts_per_step=6 eval.interval=0 run.name=x"
-
-
-def until(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
-        time.sleep(0.05)
 
 
 def has_torchrun(launcher: subprocess.Popen[bytes]) -> bool:

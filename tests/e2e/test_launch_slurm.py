@@ -8,14 +8,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.launcher import ROOT, activated_environment
+from tests.launcher import ROOT, activated_environment, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_STEPS = 25
@@ -47,13 +46,6 @@ NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus
 NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} State=UNKNOWN
 PartitionName=all Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 """
-
-
-def until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
-        time.sleep(0.1)
 
 
 class Slurm:
@@ -147,6 +139,9 @@ def test_the_demo_as_a_job(slurm: Slurm) -> None:
     assert "2 ranks on 2 nodes" in output and "engine vllm" in output, output[-4000:]
     assert slurm.jobs("list").splitlines()[1].split()[:3] == ["demo", "done", "3"]
     assert slurm.jobs("stop", "demo") == "demo: done already\n"
+    file = slurm.folder / "demo" / "job.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"slurm_id": "4711"}))  # as when Slurm has forgotten it
+    assert slurm.jobs("list").splitlines()[1].split()[:3] == ["demo", "done", "3"]
 
 
 def test_a_job_whose_time_is_over_is_requeued_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:

@@ -3,26 +3,17 @@
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launcher import activated_environment
+from tests.launcher import activated_environment, until
 from tests.ssh_cluster import SshCluster, copy_repository, ssh_cluster
 from tests.sshd import ssh_server
 from tests.terminal import CTRL_C, leave, terminal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SETTINGS = ["rollout.engine=fake", "train.num_prompts_per_step=4", "eval.interval=0", "train.num_steps=100000"]
-
-
-def until(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
-        time.sleep(0.1)
 
 
 def saved_step(run: Path) -> int:
@@ -71,6 +62,10 @@ def test_two_clusters_side_by_side_with_disks_of_their_own(tmp_path: Path) -> No
         log = jobs(nodes, "logs", "--rank", "0", "one")
         assert log.count("] step 1/100000") == 1 and len({line.split("]")[0] for line in log.splitlines()}) == 1, log
         assert "no node of one has a log of rank 2 yet" in jobs(nodes, "logs", "--rank", "2", "one")
+        launcher = nodes.at_desk("launch/ssh.sh", "save", "one")
+        said = subprocess.run(launcher, env=activated_environment(), capture_output=True, text=True, timeout=60).stdout
+        assert sorted(said.splitlines()) == ["[0 node0] saves", "[1 node1] saves"]
+        until(lambda: all(saved_step(disk / "one") for disk in nodes.disks), "a checkpoint on every node")
         follower = terminal(
             nodes.at_desk(sys.executable, "tools/jobs.py", "--runs", nodes.runs, "logs", "-f", "one"),
             **activated_environment(),

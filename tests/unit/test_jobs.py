@@ -24,7 +24,7 @@ def write_job(run: Path, **fields: object) -> None:
     jobs.write(run, {"pid": os.getpid(), "started_at": 1.0, "command": ["x"], "submitted_at": 0.0} | fields)
 
 
-def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "a"
     write_job(run)  # a process of that number lives, but it is another one
     assert jobs.state(run) == "ended" and not jobs.look_at(run).active
@@ -38,7 +38,14 @@ def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "status").mkdir()
     row = {"rank": 0, "done": True, "world": "w", "at": 5.0}
     (run / "status" / "rank_0.json").write_text(json.dumps(row))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "squeue").write_text(
+        "#!/bin/sh\necho slurm_load_jobs error: Unable to contact controller >&2; exit 1\n"
+    )
+    (tmp_path / "squeue").chmod(0o755)
     write_job(run, slurm_id="7")
+    assert jobs.state(run).startswith("unknown (squeue") and jobs.look_at(run).active, "it may well run"
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2; exit 1\n")
     assert jobs.state(run) == "done", "Slurm has forgotten it, its ranks have not"
     write_job(run, slurm_id="7", submitted_at=6.0)
     assert jobs.state(run) == "ended", "what is done is an earlier submission"
