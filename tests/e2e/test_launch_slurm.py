@@ -89,7 +89,7 @@ class Slurm:
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[Slurm]:
     if os.getuid() or not (shutil.which("slurmctld") and shutil.which("slurmd")):
-        pytest.skip("needs root, slurmctld and slurmd")
+        pytest.skip("needs root, and slurmctld and slurmd, which Debian's packages of these names have")
     with ExitStack() as stack:
         ports = [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(3)]
     host = socket.gethostname().split(".")[0]

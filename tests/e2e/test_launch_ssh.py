@@ -17,8 +17,8 @@ SETTINGS = ["rollout.engine=fake", "train.num_prompts_per_step=4", "eval.interva
 
 
 def saved_step(run: Path) -> int:
-    steps = [int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_*[0-9]")]
-    return max(steps, default=0)
+    names = [path.name.removeprefix("step_") for path in run.glob("checkpoints/step_*")]
+    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def jobs(nodes: SshCluster, *arguments: str | Path) -> str:
@@ -74,6 +74,7 @@ def test_two_clusters_side_by_side_with_disks_of_their_own(tmp_path: Path) -> No
         follower.send(CTRL_C)
         follower.expect("the nodes go on; launch/ssh.sh stop one stops them")
         assert leave(follower) == 130
+        until(lambda: not nodes.desk.pids(), "the end of what followed them", 10)
         assert all(len(alone) < len(both) for alone, both in zip(nodes.processes(), busy, strict=True))
         assert jobs(nodes, "stop", "one") == "one: stopped\n"
         until(lambda: nodes.processes() == [[], []], "the end of every process on the nodes", 10)
