@@ -96,15 +96,17 @@ class OnDisk:
     def show_logs(self: "Local | Slurm", run: Path, job: dict[str, Any], rank: int | None, follow: bool) -> None:
         if not follow and not log_of(run, rank).is_file():
             raise SystemExit(f"{run} has no log{'' if rank is None else f' of rank {rank}'} yet")
-        is_over = False
+        is_over, look_at = False, 0.0
         with suppress(KeyboardInterrupt):
             for part in new_lines(run, rank):
                 sys.stdout.buffer.write(part)
                 sys.stdout.flush()
                 if not part and (is_over or not follow):
                     return
-                if not part:
+                if not part and time.monotonic() >= look_at:
                     is_over = not self.look(run, job).active  # and then once more: it may have written since
+                    look_at = time.monotonic() + self.LOOK_S
+                if not part and not is_over:
                     time.sleep(POLL_S)
 
 
@@ -132,6 +134,8 @@ def new_lines(run: Path, rank: int | None) -> Iterator[bytes]:
 
 
 class Local(OnDisk):
+    LOOK_S = POLL_S
+
     def submit(self, run: Path, arguments: list[str]) -> dict[str, Any]:
         command = ["bash", str(LAUNCH / "local.sh"), *arguments, f"run.dir={run.parent.resolve()}"]
         command.append(f"run.name={run.name}")
@@ -163,6 +167,7 @@ class Local(OnDisk):
 
 
 class Slurm(OnDisk):
+    LOOK_S = 3.0  # between questions to a controller that many ask
     REMEDY = "submit without --slurm, or on a login node"
 
     def __init__(self, options: str = "", launcher: str = "slurm.sbatch"):

@@ -37,6 +37,8 @@ def submit(runs: Path, args: argparse.Namespace) -> None:
         raise SystemExit(f"got {own[0]}, which follows from the job's name and --runs; leave it out")
     if other := [word for word in args.arguments if word in NOT_HERE]:
         raise SystemExit(f"got {other[0]}, which is for a terminal: give it to the launcher itself, in launch/")
+    if args.amd and args.slurm is None:
+        raise SystemExit('got --amd without --slurm="...", whose launcher it chooses; give both')
     if args.hosts and not args.hosts.is_file():
         raise SystemExit(f"--hosts {args.hosts}: there is no such file; it has a host or user@host in each line")
     if (run / "job.json").exists() and look_at(run).active:

@@ -66,6 +66,7 @@ def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
         (["submit", "a", "run.name=b"], "got run.name=b, which follows from the job's name"),
         (["status", "b"], "there is no job b in .*; tools/jobs.py list shows those that are"),
         (["submit", "--slurm", "", "a"], "there is no sbatch on this machine; submit without --slurm"),
+        (["submit", "--amd", "a"], "got --amd without --slurm"),
         (["submit", "--hosts", "none", "a"], "--hosts none: there is no such file; it has a host or user@host in each"),
         (["submit", "a", "--nproc", "2", "--print"], "got --print, which is for a terminal: give it to the launcher"),
     ],
