@@ -137,11 +137,9 @@ run_child() { # COMMAND: its exit status into `status`
   child=$!
   set +m
   [ -z "$signal" ] || kill -s "$signal" "$child" 2>/dev/null || true
-  while :; do # a signal ends the wait, not the child
-    status=0
-    wait "$child" || status=$?
-    kill -s 0 "$child" 2>/dev/null || break
-  done
+  while kill -s 0 "$child" 2>/dev/null; do wait "$child" || true; done # a signal ends the wait, not the child
+  status=0
+  wait "$child" || status=$?
   child=''
 }
 

@@ -6,6 +6,7 @@
 #   launch/ssh.sh status NAME      which nodes run, and how the others ended
 #   launch/ssh.sh save NAME        saves now and goes on
 #   launch/ssh.sh stop NAME        saves and stops; what has not ended after ONEWORLD_STOP_S seconds (60) is killed
+#   launch/ssh.sh run NAME COMMAND a command of the shell in the repository of every node; with --node K only on that one
 #   launch/ssh.sh list             the names
 #
 #   --hosts FILE   a host or user@host in each line, the head first; empty lines and # comments are skipped
@@ -13,6 +14,7 @@
 #   --head A       the head's address for the other nodes (default: its name in the hosts file)
 #   --port P       of the rendezvous there (default: from the cluster's name)
 #   --nproc M      ranks per node (default: its GPUs)
+#   --follow       then show the output of all nodes, as `follow` does; Ctrl-C saves and stops
 #   --print        show the torchrun line and end
 #
 # Nodes go on when this machine is gone; their output is in runs/.clusters/NAME. Variables that matter (HF_TOKEN, HF_HOME, NCCL_*:
@@ -31,8 +33,8 @@ clusters=$root/runs/.clusters
 case $command in
   --help) usage && exit ;;
   list) ls "$clusters" 2>/dev/null || true && exit ;;
-  start | follow | status | save | stop) ;;
-  *) fail "$command: give start, follow, status, save, stop or list" ;;
+  start | follow | status | save | stop | run) ;;
+  *) fail "$command: give start, follow, status, save, stop, run or list" ;;
 esac
 [[ $name =~ ^[A-Za-z0-9._-]+$ && $name != -* ]] || fail "$command needs the cluster's name: letters, digits, . _ -"
 shift 2
@@ -53,16 +55,33 @@ REMOTE
 on() { # NODE, what to do there from stdin
   { prelude "$1" && cat; } | "${ssh[@]}" "${hosts[$1]}" bash -s
 }
-on_all() { # SCRIPT: on every node at once, each line marked with its node; the worst status
-  local node status=0 pids=()
-  for node in "${!hosts[@]}"; do
-    on "$node" <<<"$1" > >(exec sed -u "s/^/[$node ${hosts[$node]}] /") 2>&1 &
+on_all() { # SCRIPT [NODE ...]: on these nodes at once, or on all, each line marked with its node; the worst status
+  local script=$1 node status=0 nodes=("${@:2}")
+  [ ${#nodes[@]} -gt 0 ] || nodes=("${!hosts[@]}")
+  pids=()
+  set -m # a process group each, that Ctrl-C does not reach: what it means is decided here
+  for node in "${nodes[@]}"; do
+    { on "$node" <<<"$script" 2>&1 | sed -u "s/^/[$node ${hosts[$node]}] /"; } &
     pids+=($!)
   done
+  set +m
   for node in "${!pids[@]}"; do
-    wait "${pids[$node]}" || { status=$?; [ "$status" != 255 ] || echo "[$node ${hosts[$node]}] cannot be reached"; }
+    wait "${pids[$node]}" && continue
+    status=$? node=${nodes[$node]}
+    [ "$status" != 255 ] || echo "[$node ${hosts[$node]}] cannot be reached"
   done
   return "$status"
+}
+hang_up() {
+  local pid
+  for pid in ${pids[@]+"${pids[@]}"}; do kill -s TERM -- "-$pid" 2>/dev/null || true; done
+}
+trap 'hang_up; exit 130' INT
+# shellcheck disable=SC2016 # expanded on the nodes
+follow() {
+  on_all 'read -r pid start <"$node.pid" || { echo "was never started"; exit 1; }
+    if lives; then tail -n +1 --pid "$pid" -F "$node.log" 2>/dev/null; else cat "$node.log"; fi
+    end; exit "$(cat "$node.exit" 2>/dev/null || echo 1)"'
 }
 
 if [ "$command" != start ]; then
@@ -73,14 +92,28 @@ fi
 # shellcheck disable=SC2016 # expanded on the nodes
 case $command in
   follow)
-    trap 'echo; echo "oneworld: the nodes go on; launch/ssh.sh stop '"$name"' stops them" >&2; exit 130' INT
-    on_all 'read -r pid start <"$node.pid" || { echo "was never started"; exit 1; }
-      if lives; then tail -n +1 --pid "$pid" -F "$node.log" 2>/dev/null; else cat "$node.log"; fi
-      end; exit "$(cat "$node.exit" 2>/dev/null || echo 1)"'
+    trap 'hang_up; echo; echo "oneworld: the nodes go on; launch/ssh.sh stop $name stops them" >&2; exit 130' INT
+    follow
     exit
     ;;
-  status) on_all 'if lives; then echo "runs, process $pid"; else end; fi' && exit ;;
-  save) on_all 'if lives; then kill -s USR1 -- "-$pid"; echo "saves"; else end; fi' && exit ;;
+  run)
+    only=()
+    if [ "${1:-}" = --node ] && [ $# -gt 1 ]; then
+      [[ $2 =~ ^[0-9]+$ && -n ${hosts[$2]:-} ]] || fail "--node $2: $name has nodes 0 to $((${#hosts[@]} - 1))"
+      only=("$2") && shift 2
+    fi
+    [ $# -gt 0 ] || fail "run needs a command, such as: launch/ssh.sh run $name nvidia-smi"
+    on_all "$*" ${only[@]+"${only[@]}"}
+    exit
+    ;;
+  status)
+    on_all 'if lives; then echo "runs, process $pid"; else end; fi'
+    exit
+    ;;
+  save)
+    on_all 'if lives; then kill -s USR1 -- "-$pid"; echo "saves"; else end; fi'
+    exit
+    ;;
   stop)
     on_all 'lives || { end; exit 0; }
       kill -s TERM -- "-$pid"
@@ -91,10 +124,11 @@ case $command in
     ;;
 esac
 
-file='' dir=$root head='' port='' print='' options=()
+file='' dir=$root head='' port='' print='' follow='' options=()
 while [ $# -gt 0 ]; do
   case $1 in
     --print) print=1 && shift ;;
+    --follow) follow=1 && shift ;;
     --hosts | --dir | --head | --port | --nproc)
       [ $# -gt 1 ] || fail "$1 needs a value"
       case $1 in
@@ -132,6 +166,7 @@ echo "$dir" >"$here/dir"
 # shellcheck source=launch/forward.sh
 . "$root/launch/forward.sh"
 mapfile -t variables < <(forwarded_names | grep -Ev '_VISIBLE_DEVICES$|^PET_LOCAL_ADDR$') # those are this machine's
+trap '"${BASH_SOURCE[0]}" stop "$name" >&2; exit 130' INT
 for k in "${!hosts[@]}"; do
   {
     for variable in ${variables[@]+"${variables[@]}"}; do printf 'export %s=%q\n' "$variable" "${!variable}"; done
@@ -153,4 +188,10 @@ REMOTE
     exit 1
   }
 done
-echo "oneworld: $name runs on ${#hosts[@]} nodes; launch/ssh.sh follow $name"
+if [ -z "$follow" ]; then
+  echo "oneworld: $name runs on ${#hosts[@]} nodes; launch/ssh.sh follow $name"
+  exit
+fi
+echo "oneworld: $name runs on ${#hosts[@]} nodes; Ctrl-C saves and stops"
+trap 'trap "" INT; "${BASH_SOURCE[0]}" stop "$name" || hang_up' INT # what the nodes say meanwhile is still followed
+follow

@@ -85,7 +85,8 @@ def _typed(values: dict) -> Config:
             size = placement.get(name)
             if size is not None and (type(size) is not int or size < 1):
                 raise ConfigError(f"placement.{name}: got {size!r}; it is a whole number from 1, such as {name}: 8")
-        config = dataclasses.replace(config, placement={str(name): value for name, value in placement.items()})
+        roles = {} if set(placement) - set(PLACEMENT_SIZES) else config.placement  # sizes alone leave who does what
+        config = dataclasses.replace(config, placement=roles | {str(name): value for name, value in placement.items()})
     return config
 
 

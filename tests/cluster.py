@@ -28,11 +28,15 @@ class Node:
         self._namespace, self._switch, self._port = namespace, switch, f"port{index}"
         self.log = tempfile.NamedTemporaryFile("a+", suffix=f".{self.name}.log")  # noqa: SIM115
 
-    def start(self, command: str) -> subprocess.Popen[bytes]:
-        """Runs a shell command on this node, in the activated environment, with its output to a file."""
+    def enter(self, command: str) -> list[str]:
+        """What runs a shell command on this node."""
         inside = f"mount --bind {self.shared_memory} /dev/shm && hostname {self.name} && exec {command}"
+        return ["ip", "netns", "exec", self._namespace, "unshare", "--uts", "bash", "-c", inside]
+
+    def start(self, command: str) -> subprocess.Popen[bytes]:
+        """Runs it in the activated environment, with its output to a file."""
         return subprocess.Popen(
-            ["ip", "netns", "exec", self._namespace, "unshare", "--uts", "bash", "-c", inside],
+            self.enter(command),
             cwd=ROOT,
             env=activated_environment(),
             stdout=self.log,
@@ -51,12 +55,18 @@ class Node:
     def connect(self) -> None:
         _ip("-n", self._switch, "link", "set", self._port, "up")
 
+    def pids(self) -> list[int]:
+        """Of all its processes."""
+        return [
+            int(pid) for pid in subprocess.check_output(["ip", "netns", "pids", self._namespace], text=True).split()
+        ]
+
     def kill(self) -> None:
         """All of its processes, and what it had in memory."""
-        while pids := subprocess.check_output(["ip", "netns", "pids", self._namespace], text=True).split():
+        while pids := self.pids():
             for pid in pids:
                 with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
         for path in self.shared_memory.iterdir():
             path.unlink()
 

@@ -6,6 +6,8 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +83,13 @@ def members(launcher: int) -> list[psutil.Process]:
         except (ProcessLookupError, psutil.Error):
             continue
     return alive
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.05)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ CHUNK = 1 << 16
 NAMESPACES = ["unshare", "--mount", "--propagation=private", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 SSHD_CONFIG = """
-ListenAddress {localhost}:{port}
+ListenAddress {address}:{port}
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/authorized_keys
 PidFile {folder}/sshd.pid
@@ -50,9 +50,11 @@ Compression no
 Subsystem sftp internal-sftp
 """
 
-SSH_CONFIG = """
+ALIASES = """
 Host node?
     HostName {localhost}
+"""
+SSH_CONFIG = """
 Host *
     Port {port}
     HostKeyAlias oneworld
@@ -65,7 +67,7 @@ Host *
 """
 
 
-def _libraries(root: Path) -> dict[str, str]:
+def libraries(root: Path) -> dict[str, str]:
     folders = {str(file.parent) for file in root.rglob("*.so.*")}
     return {"LD_LIBRARY_PATH": os.pathsep.join(sorted(folders))} if folders else {}
 
@@ -73,7 +75,7 @@ def _libraries(root: Path) -> dict[str, str]:
 def _missing_packages(root: Path) -> list[str]:
     """Packages of the libraries that sshd lacks, by Debian's rule: libwrap.so.0 is in libwrap0, libkrb5.so.3 in
     libkrb5-3."""
-    output = run("env", *("=".join(item) for item in _libraries(root).items()), "ldd", root / "usr/sbin/sshd")
+    output = run("env", *("=".join(item) for item in libraries(root).items()), "ldd", root / "usr/sbin/sshd")
     packages = []
     for name, version in re.findall(r"(\S+)\.so\.(\d+) => not found", output):
         stem = name.replace("_", "-")
@@ -104,7 +106,7 @@ def _fill_cache() -> None:
 
 
 @functools.cache
-def _find_sshd() -> tuple[Path | None, str]:
+def find_sshd() -> tuple[Path | None, str]:
     """sshd, or why there is none: a failed download is not repeated for every test."""
     if absent := [program for program in ("ssh", "ssh-keygen", "setpriv", "unshare") if not shutil.which(program)]:
         return None, f"{' and '.join(absent)} not found: install openssh-client and util-linux"
@@ -216,6 +218,29 @@ class _Proxy:
             upward.join()
 
 
+def write_files(folder: Path, address: str, sshd_port: int, port: int, aliases: str = "") -> None:
+    """Keys and configs of a server that listens at `address` and of its clients, and the users that it sees."""
+    for name in ("host_key", "identity", "other_identity"):
+        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", folder / name)
+    (folder / "authorized_keys").write_text((folder / "identity.pub").read_text())
+    (folder / "known_hosts").write_text(f"oneworld {(folder / 'host_key.pub').read_text()}")
+    (folder / "sshd_config").write_text(SSHD_CONFIG.format(address=address, port=sshd_port, folder=folder))
+    (folder / "ssh_config").write_text(aliases + SSH_CONFIG.format(port=port, folder=folder))
+    users = Path("/etc/passwd").read_text()
+    if not re.search("^sshd:", users, re.MULTILINE):
+        users = f"{users.rstrip()}\nsshd:x:65534:65534::/run/sshd:/usr/sbin/nologin\n"
+    (folder / "passwd").write_text(users)
+
+
+def sshd_script(folder: Path) -> str:
+    """For root's shell in a mount namespace of its own: sshd's view of the system, then the command."""
+    return (
+        f"set -e; mount --bind {folder}/passwd /etc/passwd; "
+        "[ -d /run/sshd ] || { mount -t tmpfs -o mode=755 tmpfs /run; mkdir -m 755 /run/sshd; }; "
+        'exec "$@"'
+    )
+
+
 class SshServer:
     """`command` is the client's start: it knows the port and the host key for node0 to node9 and 127.0.0.1, and lacks
     `-i IDENTITY`, options, user and host."""
@@ -227,32 +252,14 @@ class SshServer:
         self._folder, self._sshd, self._log = folder, sshd, folder / "sshd.log"
         self._proxy = _Proxy(port, sshd_port)
         self._process: psutil.Popen | None = None
-        self._write_files(sshd_port)
-
-    def _write_files(self, sshd_port: int) -> None:
-        folder = self._folder
-        for name in ("host_key", "identity", "other_identity"):
-            run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", folder / name)
-        (folder / "authorized_keys").write_text((folder / "identity.pub").read_text())
-        (folder / "known_hosts").write_text(f"oneworld {(folder / 'host_key.pub').read_text()}")
-        (folder / "sshd_config").write_text(SSHD_CONFIG.format(localhost=LOCALHOST, port=sshd_port, folder=folder))
-        (folder / "ssh_config").write_text(SSH_CONFIG.format(localhost=LOCALHOST, port=self.port, folder=folder))
-        users = Path("/etc/passwd").read_text()
-        if not re.search("^sshd:", users, re.MULTILINE):
-            users = f"{users.rstrip()}\nsshd:x:65534:65534::/run/sshd:/usr/sbin/nologin\n"
-        (folder / "passwd").write_text(users)
+        write_files(folder, LOCALHOST, sshd_port, port, ALIASES.format(localhost=LOCALHOST))
 
     def start(self) -> None:
         assert self._process is None, "already started"
         command = [str(self._sshd), "-D", "-e", "-f", f"{self._folder}/sshd_config"]
         if os.getuid() == 0:
-            script = (
-                f"set -e; mount --bind {self._folder}/passwd /etc/passwd; "
-                "[ -d /run/sshd ] || { mount -t tmpfs -o mode=755 tmpfs /run; mkdir -m 755 /run/sshd; }; "
-                'exec "$@"'
-            )
-            command = [*NAMESPACES, "sh", "-c", script, "sh", *command]
-        environment = os.environ | (_libraries(CACHE) if self._sshd.is_relative_to(CACHE) else {})
+            command = [*NAMESPACES, "sh", "-c", sshd_script(self._folder), "sh", *command]
+        environment = os.environ | (libraries(CACHE) if self._sshd.is_relative_to(CACHE) else {})
         with self._log.open("a") as log:
             num_characters = len(self.log())
             self._process = psutil.Popen(
@@ -311,7 +318,7 @@ class SshServer:
 @contextmanager
 def ssh_server(folder: Path) -> Iterator[SshServer]:
     """Skips the test, with the reason, where no sshd can be had."""
-    sshd, reason = _find_sshd()
+    sshd, reason = find_sshd()
     if sshd is None:
         pytest.skip(reason)
     with ExitStack() as stack:

@@ -39,10 +39,15 @@ def newest_run(folder: Path) -> Path:
 
 def read(run: Path) -> tuple[list[dict[str, Any]], float]:
     """A row for each rank, and when they were written."""
+    return merge([path.read_text() for path in sorted(run.glob("status/*.json"))])
+
+
+def merge(texts: list[str]) -> tuple[list[dict[str, Any]], float]:
+    """Likewise, of the texts of the files, which may come from several nodes."""
     values = []
-    for path in sorted(run.glob("status/*.json")):
+    for text in texts:
         with suppress(ValueError):  # torn by a full disk
-            values.append(json.loads(path.read_text()))
+            values.append(json.loads(text))
     newest = max(values, key=lambda value: value["at"], default={"at": 0.0, "world": ""})
     rows: dict[int, dict[str, Any]] = {}
     for value in values:
@@ -75,15 +80,18 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def show(run: Path) -> str:
-    rows, at = read(run)
+    fatal = run / "FATAL"
+    return describe(run, *read(run), fatal.read_text() if fatal.exists() else "")
+
+
+def describe(run: Path, rows: list[dict[str, Any]], at: float, fatal: str) -> str:
     if not rows:
         return f"{run}: no rank has said anything yet"
     age = time.time() - at
     state = "running" if age < STALE_S else f"last heard of {age:.0f} s ago"
     if all(row["done"] for row in rows):
         state = "done"
-    fatal = run / "FATAL"
-    reason = f"\n{fatal}: {fatal.read_text().splitlines()[0]}" if fatal.exists() else ""
+    reason = f"\n{run / 'FATAL'}: {fatal.splitlines()[0]}" if fatal else ""
     return f"{run}: {state}, step {max(row['step'] for row in rows)}, {len(rows)} ranks{reason}\n{table(rows)}"
 
 

@@ -1,29 +1,17 @@
-"""tools/jobs.py with a real run in the background."""
+"""tools/jobs.py in a terminal, with a real run in the background."""
 
 import json
-import os
 import secrets
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.e2e.test_ends import SETTINGS
-from tests.launcher import MARK, ROOT
-from tools import jobs
+from tests.launcher import MARK
+from tests.terminal import CTRL_C, leave, tool
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-
-
-def jobs_tool(runs: Path, *arguments: str, **environment: str) -> str:
-    command = [sys.executable, str(ROOT / "tools" / "jobs.py"), "--runs", str(runs), *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=90, cwd=ROOT, env=os.environ | environment, check=False
-    )
-    return done.stdout + done.stderr
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
 
 def left_over(mark: str) -> list[psutil.Process]:
@@ -37,47 +25,49 @@ def left_over(mark: str) -> list[psutil.Process]:
     return found
 
 
-def test_a_job_runs_in_the_background_and_saves_when_it_is_stopped(tmp_path: Path) -> None:
+def test_a_job_is_submitted_followed_and_stopped_from_a_terminal(tmp_path: Path) -> None:
+    """The terminal in which it was submitted is closed at once; who follows it and leaves does not end it."""
     mark, run = secrets.token_hex(8), tmp_path / "a"
-    settings = [*SETTINGS, "eval.interval=0", "train.num_steps=100000"]
+    settings = ["--nproc", "2", *SETTINGS, "eval.interval=0", "train.num_steps=100000"]
+
+    def jobs(*arguments: str) -> str:
+        """What it shows until it ends."""
+        child = tool("jobs.py", "--runs", tmp_path, *arguments, timeout_s=90, **environment)
+        leave(child)
+        return child.before.replace("\r\n", "\n")
+
+    environment = {MARK: mark, "ONEWORLD_PREFLIGHT": "0"}
     try:
-        said = jobs_tool(tmp_path, "submit", "--nproc-per-node", "2", "a", *settings, **{MARK: mark})
+        said = jobs("submit", "a", *settings)
         assert said == f"{run}: submitted; follow it with: python tools/jobs.py logs -f a\n"
-        assert "is running; stop it first, or give another name" in jobs_tool(tmp_path, "submit", "a")
-        deadline = time.monotonic() + 60
-        while jobs.last_metrics(run).get("step", 0) < 2:
-            assert time.monotonic() < deadline, (run / "console.log").read_text()
-            time.sleep(0.2)
-        name, state, step, *_ = jobs_tool(tmp_path, "list").splitlines()[1].split()
+        assert "is running; stop it first, or give another name" in jobs("submit", "a")
+        follower = tool("jobs.py", "--runs", tmp_path, "logs", "-f", "a", timeout_s=90, **environment)
+        follower.expect("2 engines; loading")
+        follower.expect(r"step 2/100000")
+        follower.send(CTRL_C)
+        assert leave(follower) == 0
+        name, state, step, *_ = jobs("list").splitlines()[1].split()
         assert (name, state) == ("a", "running") and int(step) >= 2
-        shown = jobs_tool(tmp_path, "status", "a")
+        shown = jobs("status", "a")
         assert shown.startswith("a: running\n") and "train.num_steps=100000" in shown and "rollout,actor" in shown
-        assert "2 engines; loading" in jobs_tool(tmp_path, "logs", "a")
-        assert "has no log of rank 7 yet" in jobs_tool(tmp_path, "logs", "--rank", "7", "a")
-        follower = subprocess.Popen(
-            [
-                sys.executable,
-                str(ROOT / "tools" / "jobs.py"),
-                "--runs",
-                str(tmp_path),
-                "logs",
-                "-f",
-                "--rank",
-                "0",
-                "a",
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert jobs_tool(tmp_path, "stop", "a") == "a: stopped\n"
-        followed, _ = follower.communicate(timeout=20)
-        assert "step 1/100000" in followed and " is saved" in followed, "it ends with the job"
-        assert jobs_tool(tmp_path, "stop", "a") == "a: stopped already\n"
+        assert "has no log of rank 7 yet" in jobs("logs", "--rank", "7", "a")
+        follower = tool("jobs.py", "--runs", tmp_path, "logs", "-f", "--rank", "0", "a", **environment)
+        follower.expect("step 1/100000")
+        assert jobs("stop", "a") == "a: stopped\n"
+        follower.expect(" is saved")
+        assert leave(follower) == 0, "it ends with the job"
+        assert jobs("stop", "a") == "a: stopped already\n"
+        last = jobs("list").splitlines()[1].split()[2]
+        settings[-1] = f"train.num_steps={int(last) + 1}"
+        jobs("submit", "a", *settings)
+        follower = tool("jobs.py", "--runs", tmp_path, "logs", "-f", "a", timeout_s=90, **environment)
+        follower.expect(f"goes on after step {last}")
+        assert leave(follower) == 0
+        assert jobs("list").splitlines()[1].split()[1:3] == ["done", str(int(last) + 1)]
     finally:
         left = left_over(mark)
         for process in left:
             process.kill()
     assert not left
-    saved = max(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))
-    assert saved >= 1
-    assert json.loads((run / "job.json").read_text())["command"][-1] == "run.name=a"
+    command = json.loads((run / "job.json").read_text())["command"]
+    assert command[1].endswith("launch/local.sh") and command[-1] == "run.name=a"

@@ -1,4 +1,5 @@
-"""launch/slurm.sbatch on a real Slurm: a controller and two nodes on this machine. Needs slurmctld, slurmd and root."""
+"""launch/slurm.sbatch and tools/jobs.py on a real Slurm: a controller and two nodes on this machine. Needs slurmctld,
+slurmd and root."""
 
 import json
 import os
@@ -6,14 +7,14 @@ import re
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.launcher import ROOT, activated_environment
+from tests.launcher import ROOT, activated_environment, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_STEPS = 25
@@ -25,6 +26,8 @@ ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 AuthType=auth/none
+# A requeued job waits until its credentials have expired.
+AuthInfo=cred_expire=10
 CredType=cred/none
 SlurmUser=root
 SlurmdUser=root
@@ -45,17 +48,10 @@ PartitionName=all Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
-        time.sleep(0.1)
-
-
 class Slurm:
     def __init__(self, folder: Path):
         self.folder = folder
-        self.environment = activated_environment(SLURM_CONF=str(folder / "slurm.conf"))
+        self.environment = activated_environment(SLURM_CONF=str(folder / "slurm.conf"), ONEWORLD_PREFLIGHT="0")
 
     def ask(self, *command: str) -> str:
         return subprocess.run(
@@ -66,6 +62,17 @@ class Slurm:
         output = f"{self.folder}/out-%j"
         answer = self.ask("sbatch", "--nodes", "2", "--output", output, "launch/slurm.sbatch", *arguments)
         return answer.split()[-1]
+
+    def jobs(self, *arguments: str) -> str:
+        """tools/jobs.py, which must have no error."""
+        command = [sys.executable, "tools/jobs.py", "--runs", str(self.folder), *arguments]
+        done = subprocess.run(command, env=self.environment, cwd=ROOT, text=True, capture_output=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def address(self) -> str:
+        """Of the first node, whose name nobody knows."""
+        return self.ask(sys.executable, "launch/head.py", "address").strip()
 
     def output(self, job: str) -> str:
         file = self.folder / f"out-{job}"
@@ -82,7 +89,7 @@ class Slurm:
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[Slurm]:
     if os.getuid() or not (shutil.which("slurmctld") and shutil.which("slurmd")):
-        pytest.skip("needs root, slurmctld and slurmd")
+        pytest.skip("needs root, and slurmctld and slurmd, which Debian's packages of these names have")
     with ExitStack() as stack:
         ports = [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(3)]
     host = socket.gethostname().split(".")[0]
@@ -107,8 +114,7 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 def test_a_cancelled_job_has_saved_and_the_next_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     metrics, run = tmp_path / "x" / "metrics.jsonl", tmp_path / "x"
-    address = slurm.ask("python", "launch/head.py", "address").strip()
-    arguments = ["--head", address, *SETTINGS, f"run.dir={tmp_path}"]
+    arguments = ["--head", slurm.address(), *SETTINGS, f"run.dir={tmp_path}"]
     job = slurm.submit(*arguments)
     until(lambda: metrics.exists() and '"step": 3,' in metrics.read_text(), "step 3", 120)
     slurm.ask("scancel", job)
@@ -122,3 +128,38 @@ def test_a_cancelled_job_has_saved_and_the_next_goes_on(slurm: Slurm, tmp_path: 
     assert slurm.state(job) == "COMPLETED", slurm.output(job)
     assert "2 ranks on 2 nodes" in slurm.output(job)
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][1:] == list(range(1, NUM_STEPS + 1))
+
+
+def test_the_demo_as_a_job(slurm: Slurm) -> None:
+    """The embedded default on vLLM, submitted and followed to its end by tools/jobs.py."""
+    settings = ["train.num_steps=3", "eval.interval=0", "placement.num_gpus_per_node=1"]
+    said = slurm.jobs("submit", "--slurm=--nodes 2", "demo", "--head", slurm.address(), *settings)
+    assert "demo: submitted" in said
+    output = slurm.jobs("logs", "-f", "demo")
+    assert "2 ranks on 2 nodes" in output and "engine vllm" in output, output[-4000:]
+    assert slurm.jobs("list").splitlines()[1].split()[:3] == ["demo", "done", "3"]
+    assert slurm.jobs("stop", "demo") == "demo: done already\n"
+    file = slurm.folder / "demo" / "job.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"slurm_id": "4711"}))  # as when Slurm has forgotten it
+    assert slurm.jobs("list").splitlines()[1].split()[:3] == ["demo", "done", "3"]
+
+
+def test_a_job_whose_time_is_over_is_requeued_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+    """Slurm gives notice before its time limit, up to a minute earlier than it is asked to."""
+    metrics, console = tmp_path / "x" / "metrics.jsonl", tmp_path / "x" / "console.log"
+    settings = [setting for setting in SETTINGS if not setting.startswith(("run.name", "train.num_steps"))]
+    settings += ["train.num_steps=100000", "checkpoint.resume=never"]
+    slurm.jobs("submit", "--slurm=--nodes 2 --time 2 --signal=B:USR1@30", "x", "--head", slurm.address(), *settings)
+    until(lambda: metrics.exists() and '"step": 3,' in metrics.read_text(), "step 3", 60)
+    assert slurm.jobs("list").splitlines()[1].split()[:2] == ["x", "running"]
+    until(lambda: "is requeued" in console.read_text(), "the end of its time", 120)
+    job = json.loads((tmp_path / "x" / "job.json").read_text())["slurm_id"]
+    output = console.read_text()
+    assert f"the time of job {job} is almost over" in output and "oneworld: stopped at step " in output
+    saved = max(int(folder.name.removeprefix("step_")) for folder in (tmp_path / "x/checkpoints").glob("step_*"))
+    until(lambda: f"goes on after step {saved}" in console.read_text(), "its second start", 120)
+    until(lambda: f'"step": {saved + 2},' in metrics.read_text(), "what follows", 60)
+    assert slurm.jobs("stop", "x") == "x: stopped\n"
+    assert slurm.state(job) == "CANCELLED" and slurm.ask("scontrol", "show", "job", job).count("Restarts=1") == 1
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()][1:]
+    assert steps == list(range(1, len(steps) + 1)), "no step was lost or done twice"

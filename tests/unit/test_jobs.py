@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import jobs
+from tests.launcher import ROOT
+from tools import job_kinds, jobs
 
 SLURM = """#!/bin/bash
 printf '%s\\n' "$(basename "$0")" "$@" > "$CALLS/$(basename "$0")"
@@ -23,21 +24,32 @@ def write_job(run: Path, **fields: object) -> None:
     jobs.write(run, {"pid": os.getpid(), "started_at": 1.0, "command": ["x"], "submitted_at": 0.0} | fields)
 
 
-def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "a"
     write_job(run)  # a process of that number lives, but it is another one
-    assert jobs.state(run) == "ended" and not jobs.is_active(run)
+    assert jobs.state(run) == "ended" and not jobs.look_at(run).active
     (run / "exit_code").write_text("1\n")
     assert jobs.state(run) == "failed (1)"
     write_job(run, stopped_at=1.0)
     assert jobs.state(run) == "stopped"
+    (run / "exit_code").write_text("0\n")
+    assert jobs.state(run) == "done"
+    (run / "exit_code").unlink()
     (run / "status").mkdir()
     row = {"rank": 0, "done": True, "world": "w", "at": 5.0}
     (run / "status" / "rank_0.json").write_text(json.dumps(row))
-    assert jobs.state(run) == "done"
-    write_job(run, submitted_at=6.0)
-    assert jobs.state(run) == "failed (1)", "what is done is an earlier submission"
-    (run / "FATAL").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "squeue").write_text(
+        "#!/bin/sh\necho slurm_load_jobs error: Unable to contact controller >&2; exit 1\n"
+    )
+    (tmp_path / "squeue").chmod(0o755)
+    write_job(run, slurm_id="7")
+    assert jobs.state(run).startswith("unknown (squeue") and jobs.look_at(run).active, "it may well run"
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2; exit 1\n")
+    assert jobs.state(run) == "done", "Slurm has forgotten it, its ranks have not"
+    write_job(run, slurm_id="7", submitted_at=6.0)
+    assert jobs.state(run) == "ended", "what is done is an earlier submission"
+    (run / "FATAL").write_text("bad data\n")
     assert jobs.state(run) == "fatal"
     rows = [{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.25}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,6 +66,9 @@ def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["submit", "a", "run.name=b"], "got run.name=b, which follows from the job's name"),
         (["status", "b"], "there is no job b in .*; tools/jobs.py list shows those that are"),
         (["submit", "--slurm", "", "a"], "there is no sbatch on this machine; submit without --slurm"),
+        (["submit", "--amd", "a"], "got --amd without --slurm"),
+        (["submit", "--hosts", "none", "a"], "--hosts none: there is no such file; it has a host or user@host in each"),
+        (["submit", "a", "--nproc", "2", "--print"], "got --print, which is for a terminal: give it to the launcher"),
     ],
 )
 def test_mistakes(arguments: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +81,7 @@ def test_the_newest_attempt_is_followed(tmp_path: Path) -> None:
     for attempt in (9, 10):
         (tmp_path / "logs" / f"attempt_{attempt}").mkdir(parents=True)
         (tmp_path / "logs" / f"attempt_{attempt}" / "rank_1.log").write_text(f"attempt {attempt}\n")
-    lines = jobs.new_lines(tmp_path, 1)
+    lines = job_kinds.new_lines(tmp_path, 1)
     assert [next(lines), next(lines)] == [b"attempt 10\n", b""]
     (tmp_path / "logs" / "attempt_11").mkdir()
     (tmp_path / "logs" / "attempt_11" / "rank_1.log").write_text("again\n")
@@ -89,11 +104,70 @@ def test_slurm_is_passed_through_to(
     )
     asked = (tmp_path / "calls" / "sbatch").read_text().splitlines()
     assert asked[1:6] == ["--parsable", "--job-name", "x", "--output", str(runs.resolve() / "x" / "console.log")]
-    assert asked[8:12] == ["--nodes", "4", "-p", "gpu"]
-    assert asked[-1].startswith("srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c ")
-    assert "train.py --config my.yaml actor.lr=1e-6 run.dir=" in asked[-1] and '--nnodes "$SLURM_NNODES"' in asked[-1]
+    assert asked[6:11] == ["--nodes", "4", "-p", "gpu", str(ROOT / "launch" / "slurm.sbatch")]
+    assert asked[11:] == ["--config", "my.yaml", "actor.lr=1e-6", f"run.dir={runs.resolve()}", "run.name=x"]
     assert jobs.state(runs / "x") == "pending"
     jobs.main(["--runs", str(runs), "stop", "x"])
     assert (tmp_path / "calls" / "scancel").read_text().splitlines() == ["scancel", "77"]
     assert (tmp_path / "calls" / "squeue").read_text().splitlines() == ["squeue", "-h", "-o", "%T", "-j", "77"]
     assert capsys.readouterr().out.splitlines()[-1] == "x: stopped"
+
+
+# Stands for ssh: what a host is told is done here, unless it is the one that is away.
+SSH = """#!/bin/bash
+while [ "$1" = -o ]; do shift 2; done
+[ "$1" != "$(cat "$CALLS/away" 2>/dev/null)" ] || exit 255
+exec bash -s
+"""
+
+
+def test_nodes_over_ssh_are_all_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What each knows is put together; when all have ended it is kept, and nobody is asked again."""
+    root, runs = tmp_path / "repository", tmp_path / "runs"
+    (root / "launch").mkdir(parents=True)
+    for name in ("ssh.sh", "forward.sh"):
+        (root / "launch" / name).write_bytes((ROOT / "launch" / name).read_bytes())
+    (root / "launch" / "run_node.sh").write_text('#!/bin/bash\nsleep 20 & trap "kill $!; exit 143" TERM; wait\n')
+    (root / "launch" / "run_node.sh").chmod(0o755)
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setattr(job_kinds, "LAUNCH", root / "launch")
+    monkeypatch.setenv("ONEWORLD_SSH", str(tmp_path / "ssh"))
+    monkeypatch.setenv("CALLS", str(tmp_path))
+    (tmp_path / "hosts").write_text("alpha\nbeta\n")
+    arguments = ["--runs", str(runs)]
+    jobs.main([*arguments, "submit", "--hosts", str(tmp_path / "hosts"), "x", "--nproc", "2", "actor.lr=1e-6"])
+    run = runs / "x"
+    command = json.loads((run / "job.json").read_text())["command"]
+    assert command[1:5] == [str(root / "launch" / "ssh.sh"), "start", "x", "--hosts"]
+    assert command[6:] == ["--nproc", "2", "actor.lr=1e-6", f"run.dir={runs}", "run.name=x"]
+    (run / "status").mkdir()
+    for rank in range(2):
+        row = {
+            "rank": rank,
+            "done": False,
+            "world": "w",
+            "at": 5.0,
+            "step": 3,
+            "waits_for": "",
+            "item": "",
+            "frozen": "",
+        }
+        (run / "status" / f"rank_{rank}.json").write_text(json.dumps(row))
+    (run / "metrics.jsonl").write_text('{"step": 3, "reward/mean": 0.5}\n')
+    assert jobs.state(run) == "running"
+    with pytest.raises(SystemExit, match="is running; stop it first"):
+        jobs.main([*arguments, "submit", "x"])
+    (tmp_path / "away").write_text("beta")
+    assert jobs.state(run) == "running on 1 of 2"
+    (tmp_path / "away").unlink()
+    capsys.readouterr()
+    jobs.main([*arguments, "status", "x"])
+    assert "step 3, 2 ranks" in capsys.readouterr().out
+    jobs.main([*arguments, "stop", "x"])
+    assert capsys.readouterr().out == "x: stopped\n"
+    monkeypatch.setenv("ONEWORLD_SSH", "false")
+    jobs.main([*arguments, "list"])
+    assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["x", "stopped", "3", "0.500"]

@@ -1,0 +1,58 @@
+"""launch/local.sh --master and --worker over a shared folder, with real training on three nodes."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster import cluster, end
+from tests.launcher import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+SETTINGS = "rollout.engine=fake train.num_steps=3 train.num_prompts_per_step=6 eval.interval=0 run.name=x"
+
+
+def has_torchrun(launcher: subprocess.Popen[bytes]) -> bool:
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    return any("--rdzv-id" in child.cmdline() for child in children)
+
+
+def test_an_early_worker_a_late_one_and_what_an_older_run_left(tmp_path: Path) -> None:
+    """A worker waits before there is a head, beside the file of one that was killed; the other comes when head and
+    worker already meet. Run folders are private to the nodes."""
+    shared = tmp_path / "shared"
+    file = shared / "head.json"
+    with cluster(3) as nodes:
+        launchers = []
+
+        def launch(index: int, role: str) -> subprocess.Popen[bytes]:
+            command = f"env ONEWORLD_PREFLIGHT=0 bash launch/local.sh {role} --shared {shared} --nproc 1 {SETTINGS}"
+            launchers.append(nodes[index].start(f"{command} run.dir={tmp_path / nodes[index].name}"))
+            return launchers[-1]
+
+        try:
+            older = launch(0, "--master --nnodes 3")
+            until(lambda: has_torchrun(older), "the older run")
+            nodes[0].kill()
+            older.wait(timeout=10)
+            assert file.exists(), "it was killed, and has left its file"
+
+            early = launch(1, "--worker 1 --wait 60")
+            until(lambda: f"oneworld: ignoring {file}" in nodes[1].output, "the early worker")
+            assert "10.77.0.1" in nodes[1].output and not has_torchrun(early)
+            head = launch(0, "--master --nnodes 3")
+            until(lambda: has_torchrun(head) and has_torchrun(early), "the meeting of head and early worker")
+            late = launch(2, "--worker 2 --wait 60")
+            codes = [launcher.wait(timeout=100) for launcher in (head, early, late)]
+            outputs = [node.output for node in nodes]
+        finally:
+            end(launchers)
+    assert codes == [0, 0, 0], "\n".join(outputs)[-6000:]
+    assert sum("3 ranks on 3 nodes" in output for output in outputs) == 1
+    assert "ignoring" not in outputs[2], "the late worker meets the new head's file only"
+    assert not file.exists()
+    (metrics,) = tmp_path.glob("node*/x/metrics.jsonl")
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][1:] == [1, 2, 3]
+    assert len(list(tmp_path.glob("node*/x/checkpoints/step_3/model-*"))) == 3

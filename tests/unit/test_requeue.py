@@ -1,0 +1,66 @@
+"""A Slurm job whose time is over, with programs in Slurm's place; tests/e2e/test_launch_slurm.py has real ones."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_launchers import SLURM, Machine, until
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Machine]:
+    """srun ends with the status in `end`, once that is there; scancel puts it there."""
+    machine = Machine(tmp_path)
+    end = tmp_path / "end"
+    machine.program(
+        "srun",
+        f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/srun\nuntil read -r c <{end}; do sleep 0.02; done; exit $c\n',
+    )
+    machine.program("scancel", f'#!/bin/bash\necho "$@" >{tmp_path}/scancel; cp {tmp_path}/code {end}\n')
+    machine.program("scontrol", f'#!/bin/bash\necho "$@" >>{tmp_path}/scontrol\n')
+    (tmp_path / "code").write_text("143\n")
+    machine.environment |= SLURM | {"SLURM_SUBMIT_DIR": str(machine.root)}
+    yield machine
+    machine.end()
+
+
+def run_until_notice(job: Machine, launcher: str, **extra: str) -> tuple[int, str, str]:
+    """The status, what was said, and what scontrol was asked."""
+    process = job.start(launcher, "--head", "n1", "checkpoint.resume=never", **extra)
+    until((job.folder / "srun").exists)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=10)
+    assert (job.folder / "scancel").read_text() == "--signal=TERM 4711\n"
+    asked = job.folder / "scontrol"
+    return process.returncode, output, asked.read_text() if asked.exists() else ""
+
+
+@pytest.mark.parametrize("launcher", ["slurm.sbatch", "slurm_amd.sbatch"])
+def test_it_saves_and_is_requeued(job: Machine, launcher: str) -> None:
+    code, output, asked = run_until_notice(job, launcher)
+    assert (code, asked) == (143, "requeue 4711\n")
+    assert "it saves and stops" in output and "is requeued" in output
+
+
+def test_a_run_that_has_come_to_its_end_is_not(job: Machine) -> None:
+    (job.folder / "code").write_text("0\n")
+    code, _, asked = run_until_notice(job, "slurm.sbatch")
+    assert (code, asked) == (0, "")
+
+
+def test_there_is_a_limit(job: Machine) -> None:
+    limits = {"SLURM_RESTART_COUNT": "3", "ONEWORLD_MAX_REQUEUES": "3"}
+    code, output, asked = run_until_notice(job, "slurm.sbatch", **limits)
+    assert (code, asked) == (143, "") and "not requeued after 3 times (ONEWORLD_MAX_REQUEUES)" in output
+
+
+def test_a_requeued_job_does_not_begin_anew(job: Machine) -> None:
+    (job.folder / "end").write_text("0\n")
+    job.run("slurm.sbatch", "--head", "n1", "checkpoint.resume=never")
+    assert (job.folder / "srun").read_text().splitlines()[-1] == "checkpoint.resume=never"
+    job.run("slurm.sbatch", "--head", "n1", "checkpoint.resume=never", SLURM_RESTART_COUNT="1")
+    assert (job.folder / "srun").read_text().splitlines()[-2:] == ["checkpoint.resume=never", "checkpoint.resume=auto"]

@@ -1,0 +1,66 @@
+"""launch/ssh.sh with a program in ssh's place: nodes that are away, Ctrl-C. With sshd: tests/e2e/test_launch_ssh.py"""
+
+import os
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_launchers import Machine, until
+
+pytestmark = pytest.mark.timeout(30)
+
+# What a host is told is done here; FOLDER/HOST says what it does instead, once.
+SSH = """#!/bin/bash
+while [ "$1" = -o ]; do shift 2; done
+if [ -e {folder}/$1 ]; then script=$(cat {folder}/$1); rm {folder}/$1; eval "$script"; fi
+exec bash -s
+"""
+WORK = "trap 'exit 1' TERM; while :; do sleep 0.05; done"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(tmp_path)
+    machine.program("fake-ssh", SSH.format(folder=tmp_path))
+    machine.environment |= {"ONEWORLD_SSH": str(machine.bin / "fake-ssh")}
+    (tmp_path / "hosts").write_text("alpha\nbeta\n")
+    yield machine
+    machine.run("ssh.sh", "stop", "one", ONEWORLD_STOP_S="0")
+    machine.end()
+
+
+def start(nodes: Machine) -> list[str]:
+    return ["start", "one", "--hosts", str(nodes.folder / "hosts"), "--nproc", "1", "run.name=x"]
+
+
+def test_a_node_that_is_away_is_named_and_the_others_are_asked(nodes: Machine) -> None:
+    nodes.script(WORK, WORK)
+    nodes.run("ssh.sh", *start(nodes))
+    (nodes.folder / "beta").write_text("exit 255")
+    said = nodes.run("ssh.sh", "status", "one", code=255).splitlines()
+    assert len(said) == 2 and said[0].startswith("[0 alpha] runs, process ") and said[1] == "[1 beta] cannot be reached"
+
+
+def test_a_command_on_every_node_or_on_one(nodes: Machine) -> None:
+    nodes.run("ssh.sh", *start(nodes))
+    said = nodes.run("ssh.sh", "run", "one", "basename $PWD").splitlines()
+    assert sorted(said) == ["[0 alpha] repository", "[1 beta] repository"]
+    assert nodes.run("ssh.sh", "run", "one", "--node", "1", "exit 7", code=7) == ""
+    assert "--node 2: one has nodes 0 to 1" in nodes.run("ssh.sh", "run", "one", "--node", "2", "true", code=2)
+    assert "run needs a command" in nodes.run("ssh.sh", "run", "one", code=2)
+
+
+def test_ctrl_c_while_nodes_are_started_stops_those_that_were(nodes: Machine) -> None:
+    nodes.script(WORK)
+    reached = nodes.folder / "reached"
+    (nodes.folder / "beta").write_text(f"touch {shlex.quote(str(reached))}; exec sleep 20")
+    process = nodes.start("ssh.sh", *start(nodes))
+    until(reached.exists)
+    until(lambda: nodes.num_calls == 1)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=15)
+    assert process.returncode == 130, output
+    assert "[0 alpha] ended with status 143" in output and "[1 beta] was lost" in output
