@@ -67,6 +67,13 @@ ELSEWHERE = {
         "tests/e2e/test_debugger.py",
         "debug.py",
     ),
+    "python tools/jobs.py submit --hosts hosts.txt x --config my.yaml": ("tests/e2e/test_launch_ssh.py", "--hosts"),
+    'python tools/jobs.py submit --slurm="--nodes 4 --gpus-per-node 8" x --config my.yaml': (
+        "tests/e2e/test_launch_slurm.py",
+        "--slurm=",
+    ),
+    "scancel JOB": ("tests/e2e/test_launch_slurm.py", "scancel"),
+    "scancel --signal=USR1 JOB": ("tests/e2e/test_launch_slurm.py", "--signal"),
     "python tools/merge_checkpoint.py --upload": ("tests/distributed/test_merge_upload.py", "--upload"),
     "python tools/merge_checkpoint.py runs/x --step 200 --nodes node1:/data/runs/x,node2:/data/runs/x --upload "
     "org/name": ("tests/distributed/test_merge_gather.py", "--nodes"),
