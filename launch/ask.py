@@ -23,6 +23,7 @@ def ask_run(launch: str, arguments: list[str]) -> list[str]:
     parser = argparse.ArgumentParser(prog="train.py")
     parser.add_argument("--config")
     parser.add_argument("--eval-only", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(arguments)
     config = load_config(args.config, args.overrides)

@@ -1,9 +1,9 @@
 """What a rank does before torch is imported: the first import of every program that joins a world.
 
 What copies its output to a log and its watchdog are forked while the process is small, and the server of its reward
-functions is started. And no garbage is
-looked for: imports make a million objects that stay, and looking through them takes a second of every start, and now
-and then a part of it in the loop; so it is looked for when a run is built, among what came later.
+functions is started. And no garbage is looked for: imports make a million objects that stay, and looking through them
+takes a second of every start, and now and then a part of it in the loop; so it is looked for when a run is built, among
+what came later.
 """
 
 import atexit

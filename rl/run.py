@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from rl.actor import Actor
+from rl.attempt import launcher_process
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.resume import Resume, agree_on_resume, restore
 from rl.checkpoint.save import Saver
@@ -42,7 +43,7 @@ from rl.shards import TensorInfo
 from rl.sync.plan import make_plan
 from rl.sync.probe import LIMITS, Probe, make_probe
 from rl.sync.weights import Receiver, SyncService, WeightSync, share_tensors
-from rl.world import World, launcher_process
+from rl.world import World
 
 MAX_REWARD_WORKERS = 8
 

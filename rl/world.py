@@ -10,12 +10,10 @@ run's folder says why.
 """
 
 import bdb
-import ipaddress
 import json
 import os
 import secrets
 import select
-import signal
 import socket
 import sys
 import threading
@@ -28,28 +26,27 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 from torch.profiler import record_function
 
+from rl.address import own_address
+from rl.attempt import Attempt
 from rl.config import Config, ConfigError
 from rl.debugger import Debugger
-from rl.early import line_to_watchdog, log_to
-from rl.ends import Memory, Report
+from rl.early import line_to_watchdog
+from rl.ends import Report
 from rl.mail import Mail, Message, PeerLost
+from rl.signals import Signals
 from rl.watch.heart import HEART
 from rl.watch.recorder import keep_collectives
-from rl.watch.tee import next_attempt
 
 HUB = 0
 JOIN_TIMEOUT_S = 600.0
 VERDICT_TIMEOUT_S = 5.0
 WATCHDOG_TIMEOUT_S = 10.0  # to open the board's port
-MAX_BACK_OFF_S = 60.0
 MAX_TEXT = 32_768  # characters of an error and of its trace
-STOP_S = 25.0  # for saving after a SIGTERM; torchrun kills its workers 30 s after it
 INTERRUPTS = (KeyboardInterrupt, bdb.BdbQuit)  # the latter is `q` in a debugger
 EXIT_CLEAN, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED = 0, 1, 130, 143
 
@@ -73,10 +70,7 @@ class World:
         self.num_ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         self.device = torch.device("cpu")
         self.roles = "no role yet"
-        self._step = self._first_step = 0
-        self._furthest_step = 0  # at which attempts before this one ended
-        self._has_got_further = False
-        self._order_taker: int | None = None  # the rank that is told what a signal wants; None: nobody can do it yet
+        self._step = 0
         self.closers: list[Callable[[], None]] = []  # run at the clean end, when no rank needs another any more
         self.stage_seconds: dict[str, float] = {}
         self._stage = "start"
@@ -85,9 +79,10 @@ class World:
         self._all_finished = threading.Event()
         self._verdict = threading.Event()
         self._is_stop = False  # the verdict: the launcher is to stop too
-        self._is_interrupted = self._is_finished = False
+        self._is_finished = False
         self._lock = threading.Lock()
-        self._memory: Memory | None = None
+        self._attempt = Attempt(rank, local_rank)
+        self._signals = Signals(mail, self._end_for, self._say_interrupted)
         self._arrived: dict[str, int] = {}  # on the hub: ranks that wait at each meeting
         self._watchdog = line_to_watchdog()
         self._debugger = Debugger(rank, self._say_of_debugger)
@@ -99,10 +94,7 @@ class World:
 
     @step.setter
     def step(self, step: int) -> None:
-        self._first_step = self._first_step or step
-        if step > max(self._first_step, self._furthest_step) and not self._has_got_further and self._memory is not None:
-            self._has_got_further = True
-            self._memory.forget_attempts()
+        self._attempt.reach(step)
         self._step = step
         HEART.describe(step=step)
 
@@ -133,51 +125,14 @@ class World:
     def begin_run(self, folder: Path, config: Config) -> None:
         """Where this node keeps what the next attempt must know, how long a rank may be silent, and how it is
         debugged."""
-        if self.local_rank == 0:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"run.dir: cannot make {folder}: {error}; give a folder that can be written"
-                ) from None
-            self._memory = Memory(folder)
-            self._memory.forget_before(launcher_process().create_time())
-        self._begin_log(folder / "logs")
+        self._attempt.remember(folder)
+        self._attempt.open_log(folder / "logs", self.store)
         limits, count = config.world, config.debug.num_collectives
         collectives = keep_collectives(folder, self.id, count) if torch.cuda.is_available() else ""
         silence = {"floor_s": limits.silence_floor_s, "cap_s": limits.silence_cap_s}
         self._tell_watchdog("run", folder=str(folder), collectives=collectives, **silence)
-        self._back_off(limits.max_fruitless_attempts)
+        self._attempt.back_off(limits.max_fruitless_attempts)
         self._allow_debuggers(folder, config)
-
-    def _begin_log(self, logs: Path) -> None:
-        """Attempts have the same number on all nodes, whatever each node's disk has seen of them."""
-        if self.rank == HUB:
-            self.store.set("attempt", str(next_attempt(logs)))
-        attempt = int(self.store.get("attempt"))
-        try:
-            log_to(logs / f"attempt_{attempt}" / f"rank_{self.rank}.log")
-        except OSError as error:
-            print(f"oneworld: rank {self.rank} has no log of its own: {error}", file=sys.stderr, flush=True)
-
-    def _back_off(self, max_attempts: int) -> None:
-        """Where attempts end one after the other at the same step: waits longer each time, and then gives up."""
-        if self.rank != HUB:  # nodes may share the folder; the others wait for the hub where all meet
-            return
-        assert self._memory is not None
-        count, self._furthest_step = self._memory.count_attempt()
-        before = count - 1
-        if before >= max_attempts:
-            raise ConfigError(
-                f"{before} attempts in a row got no further than those before (world.max_fruitless_attempts); what "
-                "ended them is above and in the logs of the other nodes: mend that and start again"
-            )
-        if before >= 2:
-            wait_s = min(MAX_BACK_OFF_S, 2.0 ** (before - 2))
-            print(f"oneworld: {before} attempts in a row got no further than those before; the next in {wait_s:g} s")
-            HEART.wait(f"{wait_s:g} s to pass after {before} failed attempts")
-            time.sleep(wait_s)
-            HEART.wait("")
 
     def _allow_debuggers(self, folder: Path, config: Config) -> None:
         """`breakpoint()` works from the start; from here on in the run's folder, and as the settings say."""
@@ -195,7 +150,7 @@ class World:
 
     def take_orders_to(self, rank: int) -> None:
         """From now on signals are orders, "save" (SIGUSR1) or "stop" (SIGTERM), that go to this rank by mail."""
-        self._order_taker = rank
+        self._signals.order_taker = rank
 
     def meet(self, name: str) -> None:
         """Waits for all ranks, however long each needs, outside any c10d call."""
@@ -228,8 +183,7 @@ class World:
         while not self._all_finished.wait(0.2):
             self.mail.receive(timeout_s=0)  # raises when another rank fails at the last moment
         self._tell_watchdog("done")
-        if self._memory is not None:
-            self._memory.forget()
+        self._attempt.end_well()
         self.mail.close()
         for closer in self.closers:
             try:
@@ -299,6 +253,7 @@ class World:
             assert message["kind"] == "abort", message
             self._is_stop = message["stop"]
             self._verdict.set()
+            self._signals.is_over = True
             self.mail.fail(Aborted("another rank failed"))
         if not self._watchdog.is_open:
             with suppress(OSError):
@@ -308,8 +263,14 @@ class World:
     def _lost(self, rank: int) -> None:
         """A peer's connection ended; if its process did too, its watchdog has said so. At the end all do."""
         if not self._is_finished:
-            place = (self.rank, self.roles, socket.gethostname(), self._stage, self.step)
-            self._report(Report(*place, f"its connection to rank {rank} broke", "", "connection"))
+            self._end_for("connection", f"its connection to rank {rank} broke")
+
+    def _end_for(self, cause: str, text: str) -> None:
+        place = (self.rank, self.roles, socket.gethostname(), self._stage, self.step)
+        self._report(Report(*place, text, "", cause))
+
+    def _say_interrupted(self) -> None:
+        self._tell_watchdog("interrupting", **asdict(self._describe(KeyboardInterrupt())))
 
     def _on_arrived(self, message: Message) -> None:
         name = message.meta["name"]
@@ -329,43 +290,6 @@ class World:
     def _on_all_finished(self, message: Message) -> None:
         self._all_finished.set()
 
-    def _on_signal(self, source: socket.socket) -> None:
-        """In the I/O thread: the main thread may be inside a C call that does not return."""
-        received = source.recv(64)
-        if self._verdict.is_set():
-            return
-        is_interrupt, is_end = signal.SIGINT in received, signal.SIGTERM in received
-        if (self._is_interrupted and (is_interrupt or is_end)) or (is_interrupt and self._order_taker is None):
-            self._report(self._describe(KeyboardInterrupt()))  # of a second Ctrl-C torchrun makes a SIGTERM
-        elif is_interrupt:
-            self._is_interrupted = True
-            self._tell_watchdog("interrupting", **asdict(self._describe(KeyboardInterrupt())))
-            self._order_stop("SIGINT")
-        elif is_end:
-            if self._order_taker is None:
-                self._end_by_signal("told to end by SIGTERM")
-            else:
-                self._order_stop("SIGTERM")
-        elif signal.SIGUSR1 in received and self._order_taker is not None:
-            threading.Thread(target=self._order, args=["save"], daemon=True).start()
-
-    def _order_stop(self, name: str) -> None:
-        late = f"told to end by {name}, and the checkpoint was not committed within {STOP_S:g} s"
-        timer = threading.Timer(STOP_S, self._end_by_signal, [late])
-        timer.daemon = True
-        timer.start()
-        threading.Thread(target=self._order, args=["stop"], daemon=True).start()
-
-    def _order(self, order: str) -> None:
-        """In a thread of its own: the connection may be busy with a checkpoint, and the I/O thread must drain."""
-        assert self._order_taker is not None
-        with suppress(PeerLost):  # which its watchdog reports
-            self.mail.send(self._order_taker, "order", {"order": order})
-
-    def _end_by_signal(self, text: str) -> None:
-        place = (self.rank, self.roles, socket.gethostname(), self._stage, self.step)
-        self._report(Report(*place, text, "", "terminated"))
-
     def _listen(self) -> None:
         mail = self.mail
         mail.on("arrived", self._on_arrived)
@@ -373,13 +297,7 @@ class World:
         mail.on("all_finished", self._on_all_finished)
         mail.on_lost(self._lost)
         mail.watch(self._watchdog.connection, self._on_watchdog)
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, lambda number, frame: None)  # `_on_signal` does what they ask for
-            reader, writer = socket.socketpair()
-            writer.setblocking(False)
-            signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
-            mail.watch(reader, self._on_signal)
+        self._signals.listen()
 
 
 @contextmanager
@@ -409,7 +327,7 @@ def _join() -> World:
     store, _, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_TIMEOUT_S)))
     if rank == HUB:
         store.set("mail/token", secrets.token_hex(16))
-    address, token = _own_address(store), store.get("mail/token").decode()
+    address, token = own_address(store), store.get("mail/token").decode()
     mail = Mail(rank, address, token)
     world = World(store, mail, rank, local_rank, size)
     world._debugger.install()
@@ -423,50 +341,6 @@ def _join() -> World:
     addresses = store.multi_get([f"mail/{peer}" for peer in range(size)])
     mail.learn({peer: tuple(json.loads(address)) for peer, address in enumerate(addresses)})
     return world
-
-
-def launcher_process() -> psutil.Process:
-    """The loop of launch/run_node.sh, which lives through all attempts of a launch, or torchrun's agent, which lives
-    through restarts; this process where there is neither."""
-    if (loop := int(os.environ.get("ONEWORLD_LAUNCHER", 0))) and psutil.pid_exists(loop):
-        return psutil.Process(loop)
-    return psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
-
-
-def _own_address(store: dist.Store) -> str:
-    """The address at which the other nodes reach this one.
-
-    It is the one on the way to the rendezvous host; nothing is sent to find it. On that host itself its name may mean
-    the loopback (Debian's 127.0.1.1), which is of no use to other nodes; then it is the one on the way to another
-    node, if there is one: all "nodes" may be one host. gloo would take the host name's address as well, so it is told
-    the interface.
-    """
-    master = os.environ["MASTER_ADDR"]
-    address = _address_towards(master)
-    if os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE", "1"):
-        return address
-    store.set(f"mail/way/{os.environ['RANK']}", json.dumps([address, socket.gethostname()]))
-    ways = [json.loads(way) for way in store.multi_get([f"mail/way/{k}" for k in range(int(os.environ["WORLD_SIZE"]))])]
-    outside = [way for way, _ in ways if not ipaddress.ip_address(way).is_loopback]
-    hosts = sorted({host for _, host in ways})
-    if not outside and len(hosts) > 1:
-        raise ConfigError(
-            f"every node reaches the head, {master}, through its own loopback, so none has an address for the others "
-            f"({', '.join(hosts)}): give one that they can reach, --rdzv-endpoint ADDRESS:PORT, or --head of a launcher"
-        )
-    if outside and ipaddress.ip_address(address).is_loopback:
-        address = _address_towards(outside[0])
-    for interface, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    return address
-
-
-def _address_towards(host: str) -> str:
-    family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
 
 
 def _is_connection_error(error: BaseException) -> bool:

@@ -22,10 +22,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rl.attempt import launcher_process
 from rl.checkpoint.manifest import COMMITTED, MANIFEST, STEP_FOLDER, CheckpointError, Manifest, step_folder
 from rl.checkpoint.shard_file import NewFile, cannot_write, read_bytes, sync_folder, write_whole
 from rl.mail import Mail, Message, waiting
-from rl.world import launcher_process
 
 POLL_S = 0.2
 RUN_ID = "run_id"

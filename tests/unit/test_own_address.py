@@ -6,7 +6,7 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from rl import world
+from rl import address as addresses
 from rl.config import ConfigError
 
 OTHER, OWN = "192.0.2.7", "192.0.2.1"
@@ -15,13 +15,13 @@ OTHER, OWN = "192.0.2.7", "192.0.2.1"
 def address(monkeypatch: pytest.MonkeyPatch, way: str, others_way: str, others_host: str) -> str:
     """Of rank 0 of two nodes, whose way to the head is `way`."""
     ways = {"head": way, OTHER: OWN}
-    monkeypatch.setattr(world, "_address_towards", ways.__getitem__)
+    monkeypatch.setattr(addresses, "_address_towards", ways.__getitem__)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "theirs")
     for name, value in {"MASTER_ADDR": "head", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     store = dist.HashStore()
     store.set("mail/way/1", json.dumps([others_way, others_host]))
-    found = world._own_address(store)
+    found = addresses.own_address(store)
     assert json.loads(store.get("mail/way/0")) == [way, socket.gethostname()]
     return found
 

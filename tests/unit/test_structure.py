@@ -15,7 +15,19 @@ from rl.config import ROOT
 
 LAYERS = [
     ("config", "config_rules", "config_file", "ends", "watch", "rewards", "early"),
-    ("debugger", "mail", "placement", "world", "shards", "metrics", "profile", "serve"),
+    (
+        "debugger",
+        "mail",
+        "address",
+        "attempt",
+        "signals",
+        "placement",
+        "world",
+        "shards",
+        "metrics",
+        "profile",
+        "serve",
+    ),
     ("data", "model", "algo", "estimates"),
     ("trainee", "learner", "critic", "credit", "scoring", "sync", "checkpoint"),
     ("rollout", "merge"),
