@@ -16,10 +16,10 @@ from rl.config import ROOT
 LAYERS = [
     ("config", "config_rules", "config_file", "ends", "watch", "rewards", "early"),
     ("debugger", "mail", "placement", "world", "shards", "metrics", "profile", "serve"),
-    ("data", "model", "algo", "estimates"),
+    ("data", "model", "algo", "estimates", "estimate_memory"),
     ("trainee", "learner", "critic", "credit", "scoring", "sync", "checkpoint"),
     ("rollout", "merge"),
-    ("evaluation", "actor", "run", "dry_run"),
+    ("evaluation", "actor", "run", "dry_run", "preflight"),
     ("train",),
 ]
 LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}

@@ -1,0 +1,101 @@
+"""GPUs of a rank and how fast they are with each other. torch is imported where there are such devices, not before."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
+BUFFER_BYTES = 64 << 20
+NUM_REPEATS = 4
+NCCL_TIMEOUT_S = 20.0
+
+
+def has_devices() -> bool:
+    return any(Path(path).exists() for path in DEVICES)
+
+
+def describe(local_rank: int, share_gpu: bool) -> dict[str, Any]:
+    """This rank's device: memory of it all and free, counted before anything of ours lies there but a context."""
+    if not has_devices():
+        return {}
+    import torch
+
+    if not torch.cuda.is_available():
+        hidden = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if os.environ.get(name) == ""]
+        reason = f"{hidden[0]} is empty" if hidden else f"torch {torch.__version__} cannot use them"
+        return {"count": 0, "hidden": reason}
+    count, index = torch.cuda.device_count(), 0 if share_gpu else local_rank
+    found: dict[str, Any] = {"count": count, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    if torch.version.hip:
+        found["hip"] = torch.version.hip
+    if index < count:
+        properties = torch.cuda.get_device_properties(index)
+        torch.cuda.set_device(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found |= {"name": properties.name, "free": free, "total": total, "index": index}
+    return found
+
+
+def users() -> list[str]:
+    """Processes on this node's NVIDIA GPUs, where its tool tells."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=5).stdout
+        return [line.strip() for line in output.splitlines() if line.strip()]
+    return []
+
+
+def measure(
+    rank: int,
+    size: int,
+    index: int,
+    store: tuple[str, int],
+    partners: Sequence[int | None],
+    note: Callable[[str], None],
+) -> list[float | None]:
+    """Bytes a second, to and from the partner at once, of each round; None where this rank had no partner. All ranks
+    make the same calls in the same order, with the same number of rounds."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    timeout = timedelta(seconds=NCCL_TIMEOUT_S)
+    note("NCCL's start")
+    host, port = store
+    shared = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    dist.init_process_group("nccl", store=shared, rank=rank, world_size=size, timeout=timeout, device_id=device)
+    pg = dist.group.WORLD
+    assert pg is not None
+    outgoing, incoming = (torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    dist.all_reduce(outgoing[:1024], group=pg)
+    torch.cuda.synchronize(device)
+    rates: list[float | None] = []
+    for number, partner in enumerate(partners):
+        if partner is None:
+            rates.append(None)
+            continue
+        note(f"round {number} with rank {partner}")
+
+        def swap(count: int, partner: int = partner) -> None:
+            for work in dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, outgoing[:count], group=pg, group_peer=partner),
+                    dist.P2POp(dist.irecv, incoming[:count], group=pg, group_peer=partner),
+                ]
+            ):
+                work.wait()
+
+        swap(1024)  # connects
+        torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        for _ in range(NUM_REPEATS):
+            swap(BUFFER_BYTES)
+        torch.cuda.synchronize(device)
+        rates.append(NUM_REPEATS * BUFFER_BYTES / (time.perf_counter() - begun))
+    return rates
