@@ -176,7 +176,9 @@ if [ "$preflight" != 0 ]; then
   torchrun_line $((port + 1)) "$run-preflight" launch/preflight.py "$@" "run.name=$run"
   export ONEWORLD_PREFLIGHT_CODE="$state/preflight" # where the ranks leave it, so that torchrun has no failure to explain
   [ "$nnodes" = 1 ] || export ONEWORLD_HEAD=$head ONEWORLD_PORT=$port ONEWORLD_NODE_RANK=$node_rank
-  PET_MAX_RESTARTS=0 PET_RDZV_CONF="$PET_RDZV_CONF,join_timeout=60" run_child "${dies_with_us[@]}" "${line[@]}"
+  # An agent that ends a moment before the others makes theirs complain (LOGLEVEL); what matters they raise.
+  LOGLEVEL=CRITICAL PET_MAX_RESTARTS=0 PET_RDZV_CONF="$PET_RDZV_CONF,join_timeout=60" \
+    run_child "${dies_with_us[@]}" "${line[@]}"
   if [ "$status" = 0 ] && [ -e "$state/preflight" ]; then status=$(cat "$state/preflight"); fi
   end_unless_passed
 fi

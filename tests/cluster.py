@@ -25,14 +25,14 @@ class Node:
 
     def __init__(self, index: int, namespace: str, switch: str, shared_memory: Path):
         self.name, self.shared_memory = f"node{index}", shared_memory
-        self._namespace, self._switch, self._port = namespace, switch, f"port{index}"
+        self.namespace, self._switch, self._port = namespace, switch, f"port{index}"
         self.log = tempfile.NamedTemporaryFile("a+", suffix=f".{self.name}.log")  # noqa: SIM115
 
     def start(self, command: str) -> subprocess.Popen[bytes]:
         """Runs a shell command on this node, in the activated environment, with its output to a file."""
         inside = f"mount --bind {self.shared_memory} /dev/shm && hostname {self.name} && exec {command}"
         return subprocess.Popen(
-            ["ip", "netns", "exec", self._namespace, "unshare", "--uts", "bash", "-c", inside],
+            ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "bash", "-c", inside],
             cwd=ROOT,
             env=activated_environment(),
             stdout=self.log,
@@ -53,7 +53,7 @@ class Node:
 
     def kill(self) -> None:
         """All of its processes, and what it had in memory."""
-        while pids := subprocess.check_output(["ip", "netns", "pids", self._namespace], text=True).split():
+        while pids := subprocess.check_output(["ip", "netns", "pids", self.namespace], text=True).split():
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
