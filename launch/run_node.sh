@@ -174,11 +174,12 @@ if [ "$preflight" != 0 ] && [ "$nnodes" != 1 ]; then
 fi
 if [ "$preflight" != 0 ]; then
   torchrun_line $((port + 1)) "$run-preflight" launch/preflight.py "$@" "run.name=$run"
-  export ONEWORLD_PREFLIGHT_CODE="$state/preflight" # where the ranks leave it, so that torchrun has no failure to explain
-  [ "$nnodes" = 1 ] || export ONEWORLD_HEAD=$head ONEWORLD_PORT=$port ONEWORLD_NODE_RANK=$node_rank
-  # An agent that ends a moment before the others makes theirs complain (LOGLEVEL); what matters they raise.
-  LOGLEVEL=CRITICAL PET_MAX_RESTARTS=0 PET_RDZV_CONF="$PET_RDZV_CONF,join_timeout=60" \
-    run_child "${dies_with_us[@]}" "${line[@]}"
+  # The ranks leave their verdict in a file, so that torchrun has no failure to explain. An agent that ends a moment
+  # before the others makes theirs complain (LOGLEVEL); what matters they raise.
+  variables=(LOGLEVEL=CRITICAL PET_MAX_RESTARTS=0 "PET_RDZV_CONF=$PET_RDZV_CONF,join_timeout=60"
+    "ONEWORLD_PREFLIGHT_CODE=$state/preflight")
+  [ -z "$head" ] || variables+=("ONEWORLD_HEAD=$head" "ONEWORLD_PORT=$port" "ONEWORLD_NODE_RANK=$node_rank")
+  run_child "${dies_with_us[@]}" env "${variables[@]}" "${line[@]}"
   if [ "$status" = 0 ] && [ -e "$state/preflight" ]; then status=$(cat "$state/preflight"); fi
   end_unless_passed
 fi

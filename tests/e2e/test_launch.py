@@ -29,7 +29,7 @@ def steps(folder: Path) -> list[int]:
 @pytest.mark.parametrize("victim", ["agent", "worker"])
 def test_what_is_killed_is_started_again_and_goes_on(victim: str, tmp_path: Path) -> None:
     command = [str(ROOT / "launch" / "local.sh"), "--nproc", "1", *SETTINGS, *SAVING, f"run.dir={tmp_path}"]
-    process = spawn(["bash", *command], activated_environment(ONEWORLD_BACK_OFF_S="0"))
+    process = spawn(["bash", *command], activated_environment(ONEWORLD_BACK_OFF_S="0", ONEWORLD_PREFLIGHT="0"))
     deadline = time.monotonic() + 60
     while not (tmp_path / "x" / "checkpoints" / "step_1").exists():
         assert process.poll() is None and time.monotonic() < deadline, "the run did not get to step 1"
@@ -49,9 +49,9 @@ def test_what_is_killed_is_started_again_and_goes_on(victim: str, tmp_path: Path
 
 @pytest.mark.slow
 def test_ranks_that_refuse_their_settings_are_not_started_again(tmp_path: Path) -> None:
-    """A mistake that only the ranks can see."""
+    """A mistake that only the ranks can see, and preflight, which is left out."""
     command = [str(ROOT / "launch" / "local.sh"), "--nproc", "1", *SETTINGS, *SAVING, "placement.actor,rollout=0-1"]
-    process = spawn(["bash", *command, f"run.dir={tmp_path}"], activated_environment())
+    process = spawn(["bash", *command, f"run.dir={tmp_path}"], activated_environment(ONEWORLD_PREFLIGHT="0"))
     output = finish(process, 60)
     assert process.returncode == 1
     assert f"oneworld: not started again, see {tmp_path}/x/FATAL" in output, output[-4000:]
