@@ -23,13 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.config import ConfigError
 from rl.config_file import load_config
+from rl.preflight import gpus
 from rl.preflight.control import Hub, Member, Unanswered, finish, reach
 from rl.preflight.net import listen
-from rl.preflight.node import Answers
+from rl.preflight.node import Answers, is_head
 from rl.preflight.table import FAILED, table, verdict
 
 PR_SET_PDEATHSIG = 1
-JOIN_S = 60.0  # from the first rank to the last
+JOIN_S = 120.0  # from the first rank to the last, which may have to read torch from a slow disk
 END_S = 10.0  # for the ranks to be told
 DEFAULT_LIMIT_S = 30.0
 
@@ -64,7 +65,7 @@ def survey(hub: Hub, args: argparse.Namespace, began: float, limit_s: float) -> 
     """On rank 0: asks, prints, and ends every rank."""
     from rl.preflight.survey import Survey  # imports torch, for the placement
 
-    speaker, code = 0, 1
+    code = 1
     try:
         config = load_config(args.config, args.overrides)
         hub.gather(JOIN_S)
@@ -77,9 +78,8 @@ def survey(hub: Hub, args: argparse.Namespace, began: float, limit_s: float) -> 
                 f"got {num_ranks} ranks, {num_local} of them on the node of rank 0; all nodes need equally many: give "
                 "the same --nproc-per-node on each"
             )
-        asked = Survey(hub, num_nodes, num_local, config, saves=not (args.dry_run or args.eval_only))
-        rows = asked.rows()
-        speaker, code = asked.speaker, int(any(row.state == FAILED for row in rows))
+        rows = Survey(hub, num_nodes, num_local, config, saves=not (args.dry_run or args.eval_only)).rows()
+        code = int(any(row.state == FAILED for row in rows))
         text = f"{table(rows)}\n{verdict(rows, num_nodes, num_ranks, time.monotonic() - began)}"
     except ConfigError as error:
         text = f"oneworld: {error}"
@@ -87,7 +87,7 @@ def survey(hub: Hub, args: argparse.Namespace, began: float, limit_s: float) -> 
         text = f"preflight: 1 problem: {error}"
     except Exception as error:
         text = f"preflight: 1 problem: {type(error).__name__}: {error}"
-    hub.end(code, speaker, text)
+    hub.end(code, text)
     finish(code)
 
 
@@ -98,19 +98,20 @@ def main() -> None:
     args = parse_args()
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     limit_s = float(os.environ.get("ONEWORLD_PREFLIGHT_S", DEFAULT_LIMIT_S))
-    late = threading.Timer(
-        JOIN_S + limit_s + END_S, finish, [1, f"oneworld: preflight: rank {rank} heard nothing of rank 0", sys.stderr]
-    )
+    nothing = f"preflight: 1 problem: rank {rank} on {socket.gethostname()} heard nothing of rank 0"
+    late = threading.Timer(JOIN_S + limit_s + END_S, finish, [1, nothing])
     late.daemon = True
     late.start()
     answers = Answers(rank, local_rank, lambda: load_config(args.config, args.overrides))
+    if gpus.has_devices():
+        import torch  # noqa: F401  before the others wait for an answer
     host, port, server = meeting_point(rank)
     try:
         connection = reach("127.0.0.1" if server is not None else host, port, JOIN_S)
     except Unanswered as error:
-        finish(1, f"oneworld: preflight: {error}", sys.stderr)
+        finish(1, f"preflight: 1 problem: {error}")
         return
-    member = Member(rank, connection, answers.calls())
+    member = Member(rank, connection, answers.calls(), speaks=local_rank == 0 and is_head())
     answers.note = lambda text: member.send("note", text=text)
     if server is None:
         member.serve()

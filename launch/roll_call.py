@@ -228,16 +228,21 @@ def main(head: str, port: int, nnodes: str, rank_text: str, run: str, training_p
     wait_s = float(os.environ.get("ONEWORLD_PREFLIGHT_WAIT_S", DEFAULT_WAIT_S))
     names = os.environ.get("ONEWORLD_NODES", "").split()
     rank = int(rank_text) if rank_text else None
-    own = socket.gethostname()
+    own = socket.gethostname() if rank_text else f"{socket.gethostname()} (process {os.getpid()})"
     roll = Roll(*parse_nnodes(nnodes), names)
     if rank == 0 or (rank is None and is_own(head)):
         try:
             with listen(port) as server:
                 roll.enter(rank, own)
                 return Caller(server, roll, run).call(wait_s)
-        except OSError as error:
+        except OSError:
             if rank is not None:
-                say(f"preflight: port {port} of the head: {reason(error)}; give another --port, which this is next to")
+                from rl.preflight.facts import holder
+
+                say(
+                    f"preflight: port {port} of the head is held by {holder(port)}; end it, or give another --port "
+                    f"than {training_port}, which this is next to"
+                )
                 return NOT_READY
     return answer(head, port, training_port, {"run": run, "node": rank, "name": own}, wait_s)
 

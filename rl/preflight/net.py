@@ -1,5 +1,6 @@
 """Sockets, before torch is there."""
 
+import os
 import socket
 from contextlib import suppress
 
@@ -24,4 +25,6 @@ def is_own(host: str) -> bool:
 
 
 def reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno and error.errno > 0:  # those of unknown names are negative
+        return os.strerror(error.errno)
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

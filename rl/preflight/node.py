@@ -51,11 +51,11 @@ class Answers:
             return found
         versions = facts.versions()
         versions |= {name: self._gpu[name] for name in ("nccl", "hip") if name in self._gpu}
-        head, number = os.environ.get("ONEWORLD_HEAD", ""), os.environ.get("ONEWORLD_NODE_RANK", "")
+        number = os.environ.get("ONEWORLD_NODE_RANK", "")
         return found | {
             "number": int(number) if number else None,
-            "is_head": number == "0" if number else bool(head) and is_own(head),
-            "head": head,
+            "is_head": is_head(),
+            "head": os.environ.get("ONEWORLD_HEAD", ""),
             "port": int(os.environ.get("ONEWORLD_PORT") or 0),
             "folder": config.run.dir,
             "settings": settings_digest(config),
@@ -82,6 +82,12 @@ class Answers:
     def measure_gpus(self, size: int, store: Sequence[Any], partners: Sequence[int | None]) -> list[float | None]:
         place = (str(store[0]), int(store[1]))
         return gpus.measure(self._rank, size, self._gpu["index"], place, partners, self.note)
+
+
+def is_head() -> bool:
+    """As launch/run_node.sh says, or by its address; without a launcher nobody is."""
+    head, number = os.environ.get("ONEWORLD_HEAD", ""), os.environ.get("ONEWORLD_NODE_RANK", "")
+    return bool(head) and (number == "0" if number else is_own(head))
 
 
 def settings_digest(config: Config) -> str:

@@ -27,7 +27,6 @@ class Survey:
         self._num_nodes, self._num_local = num_nodes, num_local
         self._leads = [node * num_local for node in range(num_nodes)]
         self._ranks = range(num_nodes * num_local)
-        self.speaker = 0
 
     def rows(self) -> list[Row]:
         told = self._hub.ask("describe", every(self._ranks), DESCRIBE_S)
@@ -41,7 +40,6 @@ class Survey:
         self._rank_names = Names([told[rank]["host"] for rank in self._ranks], word="rank")
         heads = [node for node, about in enumerate(self._about) if about["is_head"]]
         self._head = heads[0] if heads else 0
-        self.speaker = self._leads[self._head]
         gpus = [told[rank]["gpu"] for rank in self._ranks]
         has_gpus = all("total" in gpu for gpu in gpus)
         placement, needs = check_placement(self._config, self._num_nodes, self._num_local, gpus)
@@ -50,8 +48,8 @@ class Survey:
             checks.check_versions(self._about, self._names),
             self._check_gpus(gpus),
         ]
-        rows += self._check_network(told) + self._check_ports() if self._num_nodes > 1 else []
-        rows += self._check_inside(told)
+        rows += self._check_network(told) if self._num_nodes > 1 else []
+        rows += self._check_port() + self._check_inside(told)
         if has_gpus and not self._config.debug.share_gpu and len(gpus) > 1:
             rows += self._check_nccl()
         return [*rows, self._check_folder(needs), self._check_memory(needs, has_gpus), placement]
@@ -115,7 +113,7 @@ class Survey:
             offsets[node] = min(trips)[1]
         return offsets
 
-    def _check_ports(self) -> list[Row]:
+    def _check_port(self) -> list[Row]:
         head, port = self._about[self._head]["head"], self._about[self._head]["port"]
         if not port:  # no launcher: the rendezvous that brought the ranks here is the one of the training
             return []
