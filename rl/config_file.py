@@ -85,7 +85,9 @@ def _typed(values: dict) -> Config:
             size = placement.get(name)
             if size is not None and (type(size) is not int or size < 1):
                 raise ConfigError(f"placement.{name}: got {size!r}; it is a whole number from 1, such as {name}: 8")
-        config = dataclasses.replace(config, placement={str(name): value for name, value in placement.items()})
+        given = {str(name): value for name, value in placement.items()}
+        has_roles = any(name not in PLACEMENT_SIZES for name in given)
+        config = dataclasses.replace(config, placement=given if has_roles else config.placement | given)
     return config
 
 

@@ -156,6 +156,11 @@ def test_bad_files(write: Write, text: str, parts: list[str]) -> None:
     assert [part for part in parts if part not in message] == [], message
 
 
+def test_sizes_alone_leave_the_default_roles() -> None:
+    placement = load_config(overrides=["placement.num_gpus_per_node=1"]).placement
+    assert placement == {"actor,rollout": "all", "num_gpus_per_node": 1}
+
+
 def test_a_placement_that_is_no_mapping_stays_an_error_beside_an_override(write: Write) -> None:
     assert "placement" in failure(write("placement: all"), "placement.actor=0")
 
