@@ -33,18 +33,18 @@ def check_versions(facts: Sequence[Mapping[str, Any]], names: Names) -> Row:
     things = list(dict.fromkeys(thing for fact in facts for thing in fact["versions"]))
     rows = {thing: [fact["versions"].get(thing, "absent") for fact in facts] for thing in things}
     rows |= {thing: [fact[thing] for fact in facts] for thing in ("code", "settings")}
-    found, shown = Findings(), []
+    commits = sorted({fact["commit"] or "unknown" for fact in facts})
+    is_clean = not any("+" in commit or commit == "unknown" for commit in commits)
+    found, shown = Findings(), [f"commit {', '.join(commits)}"]
     for thing, values in rows.items():
         majority, others = odd_ones(dict(enumerate(values)))
         if not others:
-            shown.append("" if thing in ("code", "settings") else f"{thing} {majority}")
+            shown.append("" if thing == "settings" or (thing == "code" and is_clean) else f"{thing} {majority}")
             continue
         texts = [f"{value} on {names.many(nodes)}" for value, nodes in others.items()]
         rest = "" if majority is None else f", {majority} on the others"
         remedy = _REMEDIES.get(thing, "; install the same on all nodes")
         found.add(WARNING if thing in HARMLESS else FAILED, f"{thing}: {', '.join(texts)}{rest}{remedy}")
-    commits = sorted({fact["commit"] or "unknown" for fact in facts})
-    shown.append(f"commit {', '.join(commits)}")
     return found.row("versions", ", ".join(filter(None, shown)))
 
 

@@ -35,7 +35,9 @@ def facts(**versions: str) -> dict[str, Any]:
 
 def test_versions() -> None:
     row = checks.check_versions([facts()] * 4, NAMES)
-    assert row == Row("versions", OK, "python 3.11, torch 2.13, vllm 0.32, commit abc")
+    assert row == Row("versions", OK, "commit abc, python 3.11, torch 2.13, vllm 0.32")
+    changed = checks.check_versions([facts() | {"commit": "abc+changes"}] * 4, NAMES)
+    assert changed.result == "commit abc+changes, python 3.11, torch 2.13, vllm 0.32, code c0de"
     row = checks.check_versions([facts(), facts(vllm="0.31"), facts(), facts(driver="570")], NAMES)
     assert (row.state, row.result) == (
         FAILED,
