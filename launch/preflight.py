@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -61,15 +62,15 @@ def meeting_point(rank: int) -> tuple[str, int, socket.socket | None]:
     return host, int(store.get("preflight")), None
 
 
-def survey(hub: Hub, args: argparse.Namespace, began: float, limit_s: float) -> None:
+def lead(hub: Hub, args: argparse.Namespace, began: float, limit_s: float) -> None:
     """On rank 0: asks, prints, and ends every rank."""
     from rl.preflight.survey import Survey  # imports torch, for the placement
 
-    code = 1
+    code, is_whole = 1, True
     try:
-        config = load_config(args.config, args.overrides)
         hub.gather(JOIN_S)
         hub.deadline = time.monotonic() + limit_s
+        config = load_config(args.config, args.overrides)
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         num_ranks = int(os.environ.get("WORLD_SIZE", 1))
         num_nodes, uneven = divmod(num_ranks, num_local)
@@ -78,17 +79,18 @@ def survey(hub: Hub, args: argparse.Namespace, began: float, limit_s: float) -> 
                 f"got {num_ranks} ranks, {num_local} of them on the node of rank 0; all nodes need equally many: give "
                 "the same --nproc-per-node on each"
             )
-        rows = Survey(hub, num_nodes, num_local, config, saves=not (args.dry_run or args.eval_only)).rows()
+        survey = Survey(hub, num_nodes, num_local, config, saves=not (args.dry_run or args.eval_only))
+        rows, is_whole = survey.rows(), survey.is_whole
         code = int(any(row.state == FAILED for row in rows))
         text = f"{table(rows)}\n{verdict(rows, num_nodes, num_ranks, time.monotonic() - began)}"
     except ConfigError as error:
         text = f"oneworld: {error}"
     except Unanswered as error:
-        text = f"preflight: 1 problem: {error}"
-    except Exception as error:
-        text = f"preflight: 1 problem: {type(error).__name__}: {error}"
-    hub.end(code, text)
-    finish(code)
+        text, is_whole = f"preflight: 1 problem: {error}", False
+    except Exception:  # a mistake of ours, which must not leave the others waiting
+        text, is_whole = traceback.format_exc(), False
+    hub.end(code, text, is_whole)
+    finish(code, "", is_whole)
 
 
 def main() -> None:
@@ -99,7 +101,7 @@ def main() -> None:
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     limit_s = float(os.environ.get("ONEWORLD_PREFLIGHT_S", DEFAULT_LIMIT_S))
     nothing = f"preflight: 1 problem: rank {rank} on {socket.gethostname()} heard nothing of rank 0"
-    late = threading.Timer(JOIN_S + limit_s + END_S, finish, [1, nothing])
+    late = threading.Timer(JOIN_S + limit_s + END_S, finish, [1, nothing, False])
     late.daemon = True
     late.start()
     answers = Answers(rank, local_rank, lambda: load_config(args.config, args.overrides))
@@ -109,7 +111,7 @@ def main() -> None:
     try:
         connection = reach("127.0.0.1" if server is not None else host, port, JOIN_S)
     except Unanswered as error:
-        finish(1, f"preflight: 1 problem: {error}")
+        finish(1, f"preflight: 1 problem: {error}", is_whole=False)
         return
     member = Member(rank, connection, answers.calls(), speaks=local_rank == 0 and is_head())
     answers.note = lambda text: member.send("note", text=text)
@@ -117,7 +119,7 @@ def main() -> None:
         member.serve()
     else:
         threading.Thread(target=member.serve, daemon=True).start()
-        survey(Hub(server, int(os.environ.get("WORLD_SIZE", 1))), args, began, limit_s)
+        lead(Hub(server, int(os.environ.get("WORLD_SIZE", 1))), args, began, limit_s)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,9 @@ def check_gpus(
         elif count > num_local and not share_gpu:
             found.add(WARNING, f"{name} shows {count} to {num_local} ranks: {count - num_local} stay idle")
     for rank, gpu in enumerate(gpus):
+        if "error" in gpu:
+            where = f"GPU {gpu['index']} of {names.one(rank // num_local)}"
+            found.add(FAILED, f"{where} cannot be used: {gpu['error']}; reset it, or leave out its node")
         used = gpu["total"] - gpu["free"] if "total" in gpu and not share_gpu else 0
         if used and used > CONTEXT_BYTES + BUSY_GPU * gpu["total"]:
             node = rank // num_local
@@ -101,11 +104,11 @@ def check_clocks(offsets: Mapping[int, float], names: Names) -> Row:
     return found.row("clocks", f"within {max(abs(offset) for offset in offsets.values()) * 1000:.0f} ms")
 
 
-def check_rates(name: str, rates: Mapping[Link, float], floor: float, names: Names) -> Row:
-    """Of pairs of nodes or ranks, after suspicious ones were measured again."""
+def check_rates(name: str, rates: Mapping[Link, float], floor: float, names: Names, state: str = FAILED) -> Row:
+    """Of pairs of nodes or ranks, after suspicious ones were measured again; `state`: of what is slow."""
     found, usual = Findings(), usual_rate(rates)
     for line in describe_slow(slow_links(rates, floor), rates, names):
-        found.add(FAILED, f"{line}, where {show_rate(usual)} is usual; look at cable, port and interface there")
+        found.add(state, f"{line}, where {show_rate(usual)} is usual; look at cable, port and interface there")
     return found.row(name, f"{show_rate(min(rates.values()))} to {show_rate(max(rates.values()))}, {len(rates)} links")
 
 

@@ -104,11 +104,11 @@ class Hub:
         last = {self._notes[rank] for rank in ranks if rank in self._notes}
         return f"{show_ranks(ranks)} on {hosts}" + (f", last at {', '.join(sorted(last))}," if last else "")
 
-    def end(self, code: int, text: str) -> None:
+    def end(self, code: int, text: str, is_whole: bool) -> None:
         """Every other rank ends. One prints: that of the head which said that it would, where it lives, else this."""
         speaker = self._speaker if self._speaker in self._lines and self._lines[self._speaker].is_open else 0
         for rank, lines in self._lines.items():
-            lines.send("end", code=code, text=text if rank == speaker else "")
+            lines.send("end", code=code, text=text if rank == speaker else "", is_whole=is_whole)
             lines.flush_within(1.0)
         if speaker == 0:
             print(text, flush=True)
@@ -156,21 +156,22 @@ class Member:
                 elif message["kind"] == "call":
                     self._todo.put(message)
                 elif self._rank:
-                    finish(message["code"], message["text"])
+                    finish(message["code"], message["text"], message["is_whole"])
                 else:
                     return
         if self._rank:
             lost = f"rank {self._rank} on {socket.gethostname()} has lost rank 0 on {self._hub_host}"
-            finish(1, f"preflight: 1 problem: {lost}; what that printed says why")
+            finish(1, f"preflight: 1 problem: {lost}; what that printed says why", is_whole=False)
 
 
-def finish(code: int, text: str = "") -> None:
+def finish(code: int, text: str, is_whole: bool) -> None:
     """Ends the process, whatever its threads do. A launcher that names a file for the code is told there, and torchrun
-    is not made to print where each rank ended."""
+    is not made to print where each rank ended; but where the world is not whole, torchrun would wait minutes for the
+    node that has failed, unless this one fails too."""
     if text:
         print(text, flush=True)
-    if file := os.environ.get("ONEWORLD_PREFLIGHT_CODE"):
-        if code or os.environ.get("LOCAL_RANK", "0") == "0":
+    if (file := os.environ.get("ONEWORLD_PREFLIGHT_CODE")) and is_whole:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             Path(file).write_text(str(code))
         code = 0
     os._exit(code)

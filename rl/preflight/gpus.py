@@ -34,10 +34,13 @@ def describe(local_rank: int, share_gpu: bool) -> dict[str, Any]:
     if torch.version.hip:
         found["hip"] = torch.version.hip
     if index < count:
-        properties = torch.cuda.get_device_properties(index)
-        torch.cuda.set_device(index)
-        free, total = torch.cuda.mem_get_info(index)
-        found |= {"name": properties.name, "free": free, "total": total, "index": index}
+        try:
+            torch.cuda.set_device(index)
+            free, total = torch.cuda.mem_get_info(index)
+            name = torch.cuda.get_device_properties(index).name
+        except RuntimeError as error:  # a card that has failed
+            return found | {"index": index, "error": str(error).splitlines()[0]}
+        found |= {"name": name, "free": free, "total": total, "index": index}
     return found
 
 
@@ -58,8 +61,8 @@ def measure(
     partners: Sequence[int | None],
     note: Callable[[str], None],
 ) -> list[float | None]:
-    """Bytes a second, to and from the partner at once, of each round; None where this rank had no partner. All ranks
-    make the same calls in the same order, with the same number of rounds."""
+    """Bytes a second, to and from the partner at once, of each round, at best; None where this rank had no partner. All
+    ranks make the same calls in the same order, with the same number of rounds."""
     import torch
     import torch.distributed as dist
 
@@ -92,10 +95,12 @@ def measure(
                 work.wait()
 
         swap(1024)  # connects
-        torch.cuda.synchronize(device)
-        begun = time.perf_counter()
+        seconds = []
         for _ in range(NUM_REPEATS):
+            torch.cuda.synchronize(device)
+            begun = time.perf_counter()
             swap(BUFFER_BYTES)
-        torch.cuda.synchronize(device)
-        rates.append(NUM_REPEATS * BUFFER_BYTES / (time.perf_counter() - begun))
+            torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - begun)
+        rates.append(BUFFER_BYTES / min(seconds))
     return rates

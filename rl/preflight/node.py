@@ -44,7 +44,7 @@ class Answers:
         try:
             config = self._load()
         except ConfigError as error:
-            return {"config_error": str(error)}
+            return {"config_error": str(error), "host": socket.gethostname()}
         self._gpu = gpus.describe(self._local_rank, config.debug.share_gpu)
         found = {"gpu": self._gpu, "host": socket.gethostname(), "sink": self._sink.port}
         if self._local_rank:

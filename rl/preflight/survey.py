@@ -8,10 +8,10 @@ from typing import Any
 
 from rl.config import Config, ConfigError
 from rl.preflight import checks
-from rl.preflight.control import Hub, every
+from rl.preflight.control import Hub, Unanswered, every
 from rl.preflight.links import Link, rounds, slow_links
 from rl.preflight.needs import Needs, check_placement
-from rl.preflight.table import OK, Names, Row, count_of
+from rl.preflight.table import FAILED, OK, WARNING, Names, Row, count_of
 
 DESCRIBE_S = 25.0  # torch is imported for it where there are GPUs
 ANSWER_S = 8.0
@@ -27,12 +27,13 @@ class Survey:
         self._num_nodes, self._num_local = num_nodes, num_local
         self._leads = [node * num_local for node in range(num_nodes)]
         self._ranks = range(num_nodes * num_local)
+        self.is_whole = True
 
     def rows(self) -> list[Row]:
         told = self._hub.ask("describe", every(self._ranks), DESCRIBE_S)
-        errors = {rank: about["config_error"] for rank, about in told.items() if "config_error" in about}
+        errors = [f"{about['host']}: {about['config_error']}" for about in told.values() if "config_error" in about]
         if errors:
-            raise ConfigError(errors[min(errors)])
+            raise ConfigError(errors[0])
         self._about = [told[lead] for lead in self._leads]
         numbers = [about["number"] for about in self._about]
         is_known = None not in numbers and len({*numbers}) == len(numbers)
@@ -50,9 +51,10 @@ class Survey:
         ]
         rows += self._check_network(told) if self._num_nodes > 1 else []
         rows += self._check_port() + self._check_inside(told)
+        rows += [self._check_folder(needs), self._check_memory(needs, has_gpus), placement]
         if has_gpus and not self._config.debug.share_gpu and len(gpus) > 1:
-            rows += self._check_nccl()
-        return [*rows, self._check_folder(needs), self._check_memory(needs, has_gpus), placement]
+            rows += self._check_nccl()  # last: ranks that hang in it answer nothing more
+        return rows
 
     def _check_gpus(self, gpus: Sequence[Mapping[str, Any]]) -> Row:
         users = [about["gpu_users"] for about in self._about]
@@ -142,15 +144,22 @@ class Survey:
             rank: {"size": len(self._ranks), "store": store, "partners": [of.get(rank) for of in partner]}
             for rank in self._ranks
         }
-        answers = self._hub.ask("measure_gpus", arguments, DESCRIBE_S)
+        try:
+            answers = self._hub.ask("measure_gpus", arguments, DESCRIBE_S)
+        except Unanswered as error:
+            self.is_whole = False
+            return [Row("GPUs over NCCL", FAILED, f"{error}; NCCL_DEBUG=INFO says more")]
         between: dict[Link, float] = {}
         inside: dict[Link, float] = {}
         for rank, rates in answers.items():
             for of, rate in zip(partner, rates, strict=True):
                 if rate is not None:
                     (inside if of[rank] // local == rank // local else between)[rank, of[rank]] = rate
-        kinds = [("GPUs between nodes", between), ("GPUs inside nodes", inside)]
-        return [checks.check_rates(name, rates, NO_FLOOR, self._rank_names) for name, rates in kinds if rates]
+        # Inside a node a pair may be slower for the way that its slots are wired.
+        kinds = [("GPUs between nodes", between, FAILED), ("GPUs inside nodes", inside, WARNING)]
+        return [
+            checks.check_rates(name, rates, NO_FLOOR, self._rank_names, state) for name, rates, state in kinds if rates
+        ]
 
     def _check_folder(self, needs: Needs | None) -> Row:
         word = secrets.token_hex(6)

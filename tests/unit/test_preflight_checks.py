@@ -118,6 +118,8 @@ def test_gpus() -> None:
     row = check([good[0], gpu(30, index=1), *good])
     text = "GPU 1 of node 0 (a) has 50.00 GB of 80.00 GB in use by 77, python, 40000 MiB; end what uses it"
     assert (row.state, row.result) == (FAILED, text)
+    row = check([*good, good[0], {"count": 2, "index": 1, "error": "CUDA error: uncorrectable ECC error"}])
+    assert (row.state, row.result[:55]) == (FAILED, "GPU 1 of node 1 (b) cannot be used: CUDA error: uncorre")
     row = check([*good, gpu(count=1), {"count": 1}])
     assert (row.state, row.result[:36]) == (FAILED, "node 1 (b) shows 1 to 2 ranks; give ")
     assert check([*good, gpu(count=1), gpu(count=1)], share=True).state == OK
