@@ -84,7 +84,7 @@ def check_gpus(
         used = gpu["total"] - gpu["free"] if "total" in gpu and not share_gpu else 0
         if used and used > CONTEXT_BYTES + BUSY_GPU * gpu["total"]:
             node = rank // num_local
-            by = f" by {'; '.join(users[node])}" if users[node] else ""
+            by = f" (processes there: {'; '.join(users[node])})" if users[node] else ""
             text = f"GPU {gpu['index']} of {names.one(node)} has {size_text(used)} of {size_text(gpu['total'])} in use"
             found.add(FAILED, f"{text}{by}; end what uses it")
     majority, odd = odd_ones({node: lead.get("name", "none") for node, lead in enumerate(leads)})

@@ -353,6 +353,8 @@ def test_slurm(slurm: Machine) -> None:
     slurm.run("slurm.sbatch", *ARGUMENTS)
     assert (slurm.folder / "srun").read_text().splitlines() == step[1:]
     assert slurm.num_calls == 0
+    slurm.program("srun", '#!/bin/bash\necho "$ONEWORLD_NODES"\n')
+    assert slurm.run("slurm.sbatch") == "n1 n2 n3 n4\n", "for preflight"
 
 
 @pytest.mark.parametrize(
@@ -388,6 +390,7 @@ def test_slurm_amd(slurm: Machine) -> None:
         "--env CUDA_VISIBLE_DEVICES",
         "--env RCCL_MSCCL_ENABLE",
         "--env NCCL_IB_GID_INDEX",
+        "--env ONEWORLD_NODES",
         "--env HF_TOKEN",
         f"--workdir {slurm.root} oneworld-rocm launch/run_node.sh",
     ):
@@ -496,6 +499,7 @@ def test_ssh_starts_follows_and_stops_clusters_side_by_side(machine: Machine) ->
         assert "one runs on 2 nodes" in machine.run("ssh.sh", "start", "one", *start, "run.name=x")
         until(lambda: machine.num_calls == 2)
         assert machine.call(1) == machine.call(2)
+        assert machine.seen()["ONEWORLD_NODES"] == "node0 node1"
         assert "cluster one is not free" in machine.run("ssh.sh", "start", "one", *start, code=2)
         machine.run("ssh.sh", "start", "two", *start)
         output = machine.run("ssh.sh", "follow", "two").splitlines()

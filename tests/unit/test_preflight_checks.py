@@ -116,7 +116,9 @@ def test_gpus() -> None:
     assert check([{}] * 4) == Row("GPUs", OK, "none: all ranks run on CPUs")
     assert check(good * 2) == Row("GPUs", OK, "2 x H100 on every node, free")
     row = check([good[0], gpu(30, index=1), *good])
-    text = "GPU 1 of node 0 (a) has 50.00 GB of 80.00 GB in use by 77, python, 40000 MiB; end what uses it"
+    text = (
+        "GPU 1 of node 0 (a) has 50.00 GB of 80.00 GB in use (processes there: 77, python, 40000 MiB); end what uses it"
+    )
     assert (row.state, row.result) == (FAILED, text)
     row = check([*good, good[0], {"count": 2, "index": 1, "error": "CUDA error: uncorrectable ECC error"}])
     assert (row.state, row.result[:55]) == (FAILED, "GPU 1 of node 1 (b) cannot be used: CUDA error: uncorre")
