@@ -56,28 +56,30 @@ def users() -> list[str]:
 def measure(
     rank: int,
     size: int,
-    index: int,
+    device_name: str,
     store: tuple[str, int],
     partners: Sequence[int | None],
     note: Callable[[str], None],
 ) -> list[float | None]:
-    """Bytes a second, to and from the partner at once, of each round, at best; None where this rank had no partner. All
-    ranks make the same calls in the same order, with the same number of rounds."""
+    """Bytes a second, to and from the partner at once, of each round, at best; None where this rank had no partner. On
+    CPUs over gloo, which only tests ask for."""
     import torch
     import torch.distributed as dist
 
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+    device = torch.device(device_name)
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        torch.cuda.set_device(device)
     timeout = timedelta(seconds=NCCL_TIMEOUT_S)
     note("NCCL's start")
     host, port = store
     shared = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
-    dist.init_process_group("nccl", store=shared, rank=rank, world_size=size, timeout=timeout, device_id=device)
+    options = {"backend": "nccl", "device_id": device} if is_gpu else {"backend": "gloo"}
+    dist.init_process_group(store=shared, rank=rank, world_size=size, timeout=timeout, **options)
     pg = dist.group.WORLD
     assert pg is not None
     outgoing, incoming = (torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    dist.all_reduce(outgoing[:1024], group=pg)
-    torch.cuda.synchronize(device)
+    dist.all_reduce(outgoing[:1024], group=pg)  # one communicator of all, which every pair then uses
     rates: list[float | None] = []
     for number, partner in enumerate(partners):
         if partner is None:
@@ -97,10 +99,12 @@ def measure(
         swap(1024)  # connects
         seconds = []
         for _ in range(NUM_REPEATS):
-            torch.cuda.synchronize(device)
+            if is_gpu:
+                torch.cuda.synchronize(device)
             begun = time.perf_counter()
             swap(BUFFER_BYTES)
-            torch.cuda.synchronize(device)
+            if is_gpu:
+                torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - begun)
         rates.append(BUFFER_BYTES / min(seconds))
     return rates

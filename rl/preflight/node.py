@@ -81,7 +81,7 @@ class Answers:
 
     def measure_gpus(self, size: int, store: Sequence[Any], partners: Sequence[int | None]) -> list[float | None]:
         place = (str(store[0]), int(store[1]))
-        return gpus.measure(self._rank, size, self._gpu["index"], place, partners, self.note)
+        return gpus.measure(self._rank, size, f"cuda:{self._gpu['index']}", place, partners, self.note)
 
 
 def is_head() -> bool:

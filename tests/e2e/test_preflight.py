@@ -200,3 +200,39 @@ def test_a_rank_that_hangs_or_dies_is_named_and_ends_all(fault: str, planted: in
             ONEWORLD_PREFLIGHT_S="5",
         )
         assert text in nodes[0].output, nodes[0].output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_fewer_nodes_may_begin_and_a_late_one_joins_them_at_work(tmp_path: Path) -> None:
+    """--nnodes 2:3: the head says whom it begins without; who comes later goes to where the others train."""
+    settings = [*SETTINGS, "train.num_steps=5000", "train.num_prompts_per_step=3", "eval.interval=0"]
+    node = f"bash launch/run_node.sh --nnodes 2:3 --nproc 1 --head head --node-rank %N {' '.join(settings)}"
+    launchers = []
+
+    def wait_for(text: str, node: Node, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in node.output:
+            assert time.monotonic() < deadline and launchers[-1].poll() is None, node.output
+            time.sleep(0.1)
+
+    with cluster(3) as nodes:
+
+        def begin(number: int) -> None:
+            launchers.append(nodes[number].start(f"{node.replace('%N', str(number))} run.dir={tmp_path}/{number}"))
+
+        try:
+            begin(0)
+            begin(1)
+            wait_for("begins without 1 of 3 nodes: node 2", nodes[0])
+            wait_for("preflight: ready, 2 nodes, 2 ranks", nodes[0])
+            while not any("step 2/" in node.output for node in nodes):
+                time.sleep(0.1)
+            begin(2)
+            wait_for("head:29500 answers: joins the others without preflight", nodes[2])
+            while not any("3 ranks on 3 nodes" in node.output for node in nodes):
+                time.sleep(0.1)
+        finally:
+            end(launchers)
+            for one in nodes:
+                one.kill()
