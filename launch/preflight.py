@@ -73,16 +73,10 @@ def lead(hub: Hub, args: argparse.Namespace, began: float, limit_s: float) -> No
         config = load_config(args.config, args.overrides)
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         num_ranks = int(os.environ.get("WORLD_SIZE", 1))
-        num_nodes, uneven = divmod(num_ranks, num_local)
-        if uneven:
-            raise ConfigError(
-                f"got {num_ranks} ranks, {num_local} of them on the node of rank 0; all nodes need equally many: give "
-                "the same --nproc-per-node on each"
-            )
-        survey = Survey(hub, num_nodes, num_local, config, saves=not (args.dry_run or args.eval_only))
+        survey = Survey(hub, num_ranks, num_local, config, saves=not (args.dry_run or args.eval_only))
         rows, is_whole = survey.rows(), survey.is_whole
         code = int(any(row.state == FAILED for row in rows))
-        text = f"{table(rows)}\n{verdict(rows, num_nodes, num_ranks, time.monotonic() - began)}"
+        text = f"{table(rows)}\n{verdict(rows, num_ranks // num_local, num_ranks, time.monotonic() - began)}"
     except ConfigError as error:
         text = f"oneworld: {error}"
     except Unanswered as error:

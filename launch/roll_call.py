@@ -117,7 +117,7 @@ class Caller:
             if now > next_beat:
                 self._tell(wait=True)
                 next_beat = now + BEAT_S
-            self._step(min(0.5, BEAT_S))
+            self._step(timeout_s=0.5)
         self._tell(end=READY, text="")
         return READY
 

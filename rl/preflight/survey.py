@@ -22,11 +22,11 @@ NUM_AGAIN = 3
 
 
 class Survey:
-    def __init__(self, hub: Hub, num_nodes: int, num_local: int, config: Config, saves: bool):
+    def __init__(self, hub: Hub, num_ranks: int, num_local: int, config: Config, saves: bool):
         self._hub, self._config, self._saves = hub, config, saves
-        self._num_nodes, self._num_local = num_nodes, num_local
-        self._leads = [node * num_local for node in range(num_nodes)]
-        self._ranks = range(num_nodes * num_local)
+        self._num_nodes, self._num_local = num_ranks // num_local, num_local
+        self._ranks = range(num_ranks)
+        self._leads = list(range(0, num_ranks, num_local))
         self.is_whole = True
 
     def rows(self) -> list[Row]:
@@ -34,6 +34,11 @@ class Survey:
         errors = [f"{about['host']}: {about['config_error']}" for about in told.values() if "config_error" in about]
         if errors:
             raise ConfigError(errors[0])
+        if [rank for rank, about in sorted(told.items()) if "versions" in about] != self._leads:
+            raise ConfigError(
+                f"got {len(told)} ranks, {self._num_local} of them on the node of rank 0; all nodes need equally many: "
+                "give the same --nproc-per-node on each"
+            )
         self._about = [told[lead] for lead in self._leads]
         numbers = [about["number"] for about in self._about]
         is_known = None not in numbers and len({*numbers}) == len(numbers)

@@ -42,8 +42,9 @@ class FakeHub:
         memory = {"total": 900 * GB, "available": 800 * GB}
         about = {"gpu": gpu, "host": HOSTS[node], "sink": 1000 + rank, "number": 2 - node, "is_head": node == 2}
         about |= {"head": "c", "port": 29500, "folder": "runs", "settings": "5e7", "code": "c0de", "commit": "abc"}
-        about |= {"versions": {"torch": "2.13"}, "memory": memory, "gpu_users": []}
-        return about | {"shared_memory": {"total": 60 * GB, "free": 60 * GB, "error": ""}}
+        about |= {"memory": memory, "gpu_users": []}
+        about |= {"shared_memory": {"total": 60 * GB, "free": 60 * GB, "error": ""}}
+        return about | ({} if local else {"versions": {"torch": "2.13"}})
 
     def clock(self, rank: int) -> float:
         return time.time()
@@ -81,7 +82,7 @@ class FakeHub:
 
 
 def survey(hub: FakeHub, *settings: str) -> tuple[dict[str, Row], Survey]:
-    asked = Survey(cast(Hub, hub), 3, NUM_LOCAL, load_config(overrides=[*settings]), saves=True)
+    asked = Survey(cast(Hub, hub), 6, NUM_LOCAL, load_config(overrides=[*settings]), saves=True)
     return {row.name: row for row in asked.rows()}, asked
 
 
@@ -126,4 +127,14 @@ def test_shared_gpus_are_not_measured_and_settings_that_one_node_refuses_end_it(
     assert "measure_gpus" not in hub.asked and list(rows) == CHECKS[:-2]
     hub.describe = lambda rank: {"config_error": "no file", "host": "b"}  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="b: no file"):
+        survey(hub)
+
+
+def test_nodes_with_unequal_numbers_of_ranks_are_refused() -> None:
+    """1, 2 and 3 ranks on three nodes are 6 too."""
+    hub = FakeHub()
+    plain = hub.describe
+    leads = {0: 0, 1: 2, 3: 4}
+    hub.describe = lambda rank: plain(leads.get(rank, 1))  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="got 6 ranks, 2 of them on the node of rank 0; all nodes need equally many"):
         survey(hub)
