@@ -19,7 +19,14 @@
 #
 #   ONEWORLD_MAX_ATTEMPTS  attempts in a row that ended within ONEWORLD_LASTED_S seconds (10 within 300), then it gives up
 #   ONEWORLD_BACK_OFF_S    before the second attempt (1), doubled for each that follows, at most 60
-#   ONEWORLD_PREFLIGHT     0: without preflight
+#
+# Preflight (launch/preflight.py) is a world of its own before the first attempt. Before that the nodes call a roll
+# (launch/roll_call.py), since torchrun waits for missing ones without a word. If either fails nothing is started.
+#
+#   ONEWORLD_PREFLIGHT         0: without preflight
+#   ONEWORLD_PREFLIGHT_WAIT_S  for all nodes to come (300)
+#   ONEWORLD_PREFLIGHT_S       for the checks, once all ranks have met (30)
+#   ONEWORLD_NODES             names of the nodes, in the order of their ranks; launchers that know them set it
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -147,14 +154,32 @@ exit_after_signal() {
   if [ "$signal" ]; then exit $((128 + $(kill -l "$signal"))); fi
 }
 
-if [ -e launch/preflight.py ] && [ "${ONEWORLD_PREFLIGHT:-1}" != 0 ]; then
-  torchrun_line $((port + 1)) "$run-preflight" launch/preflight.py "$@" "run.name=$run"
-  PET_MAX_RESTARTS=0 run_child "${dies_with_us[@]}" "${line[@]}"
+end_unless_passed() {
   exit_after_signal
   if [ "$status" != 0 ]; then
     echo "oneworld: preflight failed, so nothing was started (ONEWORLD_PREFLIGHT=0 starts without it)" >&2
     exit "$status"
   fi
+}
+preflight=${ONEWORLD_PREFLIGHT:-1}
+[ -e launch/preflight.py ] || preflight=0
+if [ "$preflight" != 0 ] && [ "$nnodes" != 1 ]; then
+  run_child "${dies_with_us[@]}" python launch/roll_call.py "$head" $((port + 1)) "$nnodes" "$node_rank" "$run" "$port"
+  if [ "$status" = 3 ]; then # the others are past it
+    status=0 preflight=0
+  fi
+  end_unless_passed
+fi
+if [ "$preflight" != 0 ]; then
+  torchrun_line $((port + 1)) "$run-preflight" launch/preflight.py "$@" "run.name=$run"
+  # The ranks leave their verdict in a file, so that torchrun has no failure to explain. An agent that ends a moment
+  # before the others makes theirs complain (LOGLEVEL); what matters they raise.
+  variables=(LOGLEVEL=CRITICAL PET_MAX_RESTARTS=0 "PET_RDZV_CONF=$PET_RDZV_CONF,join_timeout=60"
+    "ONEWORLD_PREFLIGHT_CODE=$state/preflight")
+  [ -z "$head" ] || variables+=("ONEWORLD_HEAD=$head" "ONEWORLD_PORT=$port" "ONEWORLD_NODE_RANK=$node_rank")
+  run_child "${dies_with_us[@]}" env "${variables[@]}" "${line[@]}"
+  if [ "$status" = 0 ] && [ -e "$state/preflight" ]; then status=$(cat "$state/preflight"); fi
+  end_unless_passed
 fi
 
 max_attempts=${ONEWORLD_MAX_ATTEMPTS:-10} lasted_s=${ONEWORLD_LASTED_S:-300} back_off_s=${ONEWORLD_BACK_OFF_S:-1}

@@ -163,6 +163,7 @@ fi
 mkdir -p "$here"
 printf '%s\n' "${hosts[@]}" >"$here/hosts"
 echo "$dir" >"$here/dir"
+export ONEWORLD_NODES="${hosts[*]##*@}" # for preflight, to name who is missing
 # shellcheck source=launch/forward.sh
 . "$root/launch/forward.sh"
 mapfile -t variables < <(forwarded_names | grep -Ev '_VISIBLE_DEVICES$|^PET_LOCAL_ADDR$') # those are this machine's

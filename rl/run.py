@@ -2,7 +2,6 @@
 loads no trainable model, a rank that only trains does not import vLLM."""
 
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from rl.evaluation import Evaluation, check_best_metric
 from rl.learner import Learner
 from rl.metrics import MetricsWriter
 from rl.model.load import Compute, fill_with_noise, find_model, has_weights, load_model, stop_token_ids
+from rl.model.shape import check_model
 from rl.placement import Groups, Placement, make_groups, plan
 from rl.rewards.pool import RewardPool
 from rl.rollout.build import build_engine
@@ -153,25 +153,6 @@ def _start_rewards(world: World, config: Config, placement: Placement) -> Reward
     pool = RewardPool(config.reward, num_workers, deliver, world.mail.fail)
     world.closers.append(pool.close)
     return pool
-
-
-def check_model(config: Config, model_folder: Path) -> None:
-    """What config.json says against the settings, before anything is loaded."""
-    shape = json.loads((model_folder / "config.json").read_text())
-    heads, tp = shape.get("num_attention_heads", 0), config.rollout.tensor_parallel_size
-    if heads % tp:
-        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise ConfigError(
-            f"rollout.tensor_parallel_size: got {tp}, but {model_folder} has {heads} attention heads; choose one of "
-            f"{', '.join(map(str, divisors))}"
-        )
-    longest, positions = config.max_sequence_tokens, shape.get("max_position_embeddings")
-    if positions and longest > positions:
-        raise ConfigError(
-            f"data.max_prompt_tokens + rollout.max_new_tokens: got {longest}, but {model_folder} has {positions} "
-            "positions; lower one of them, for example "
-            f"data.max_prompt_tokens={max(1, positions - longest + config.data.max_prompt_tokens)}"
-        )
 
 
 def _run_name(world: World, config: Config, config_name: str) -> str:

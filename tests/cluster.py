@@ -25,13 +25,13 @@ class Node:
 
     def __init__(self, index: int, namespace: str, switch: str, shared_memory: Path):
         self.name, self.shared_memory = f"node{index}", shared_memory
-        self._namespace, self._switch, self._port = namespace, switch, f"port{index}"
+        self.namespace, self._switch, self._port = namespace, switch, f"port{index}"
         self.log = tempfile.NamedTemporaryFile("a+", suffix=f".{self.name}.log")  # noqa: SIM115
 
     def enter(self, command: str) -> list[str]:
         """What runs a shell command on this node."""
         inside = f"mount --bind {self.shared_memory} /dev/shm && hostname {self.name} && exec {command}"
-        return ["ip", "netns", "exec", self._namespace, "unshare", "--uts", "bash", "-c", inside]
+        return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "bash", "-c", inside]
 
     def start(self, command: str) -> subprocess.Popen[bytes]:
         """Runs it in the activated environment, with its output to a file."""
@@ -57,9 +57,7 @@ class Node:
 
     def pids(self) -> list[int]:
         """Of all its processes."""
-        return [
-            int(pid) for pid in subprocess.check_output(["ip", "netns", "pids", self._namespace], text=True).split()
-        ]
+        return [int(pid) for pid in subprocess.check_output(["ip", "netns", "pids", self.namespace], text=True).split()]
 
     def kill(self) -> None:
         """All of its processes, and what it had in memory."""

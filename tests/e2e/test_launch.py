@@ -49,7 +49,7 @@ def test_what_is_killed_is_started_again_and_goes_on(victim: str, tmp_path: Path
 
 @pytest.mark.slow
 def test_ranks_that_refuse_their_settings_are_not_started_again(tmp_path: Path) -> None:
-    """A mistake that only the ranks can see."""
+    """A mistake that only the ranks can see, and preflight, which is left out."""
     command = [str(ROOT / "launch" / "local.sh"), "--nproc", "1", *SETTINGS, *SAVING, "placement.actor,rollout=0-1"]
     process = spawn(["bash", *command, f"run.dir={tmp_path}"], activated_environment(ONEWORLD_PREFLIGHT="0"))
     output = finish(process, 60)

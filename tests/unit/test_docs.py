@@ -20,7 +20,6 @@ MARKDOWN = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md"]
 every_page = pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FOLDERS = "rl|tests|tools|launch|configs|docs|benchmarks"
-LATER = {"launch/preflight.py"}  # docs/multi_node.md: run where it exists
 SECTIONS = {field.name for field in dataclasses.fields(Config)}
 METRIC = re.compile(r"(?:reward|loss|policy|rollout|optim|critic|perf|time)/[a-z_]+")
 
@@ -84,7 +83,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 @every_page
 def test_files_that_are_named_exist(page: Path) -> None:
     named = {path for span in SPAN.findall(prose(page)) for path in re.findall(rf"\b(?:{FOLDERS})/[\w/.-]*\w", span)}
-    files = [path for path in named - LATER if re.search(r"\.\w+$", path) and not path.endswith("/FILE.yaml")]
+    files = [path for path in named if re.search(r"\.\w+$", path) and not path.endswith("/FILE.yaml")]
     assert [path for path in files if not (ROOT / path).exists()] == []
 
 

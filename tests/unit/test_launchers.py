@@ -230,23 +230,35 @@ def test_a_killed_launcher_takes_torchrun_along(machine: Machine) -> None:
 
 def test_preflight_comes_first(machine: Machine) -> None:
     (machine.root / "launch" / "preflight.py").touch()
-    machine.script("exit 0", "exit 0", "exit 9", "exit 0")
-    nodes = ["--nnodes", "2", "--nproc", "8", "--head", "h", "--launch", "7"]
+    machine.script("exit 0", "exit 0", "exit 9", 'echo 1 > "$ONEWORLD_PREFLIGHT_CODE"', "exit 0")
+    nodes = ["--nproc", "8", "--head", "h", "--launch", "7"]
     machine.run("run_node.sh", *nodes, "train.num_steps=3")
     settings = ["train.num_steps=3", "run.name=default-7"]
-    assert machine.call(1)[-7:] == [
-        "--rdzv-endpoint",
-        "h:29501",
-        "--rdzv-id",
-        "default-7-preflight",
-        "launch/preflight.py",
-        *settings,
-    ]
+    rendezvous = ["--rdzv-endpoint", "h:29501", "--rdzv-id", "default-7-preflight", "launch/preflight.py"]
+    assert machine.call(1)[-7:] == [*rendezvous, *settings]
     assert machine.call(2)[-7:] == ["--rdzv-endpoint", "h:29500", "--rdzv-id", "default-7", "train.py", *settings]
     assert "preflight failed" in machine.run("run_node.sh", *nodes, code=9)
-    assert machine.num_calls == 3
+    assert "preflight failed" in machine.run("run_node.sh", *nodes, code=1), "by what the ranks left in a file"
+    assert machine.num_calls == 4
     machine.run("run_node.sh", *nodes, ONEWORLD_PREFLIGHT="0")
-    assert "train.py" in machine.call(4)
+    assert "train.py" in machine.call(5)
+
+
+def test_several_nodes_call_the_roll_before_preflight(machine: Machine) -> None:
+    (machine.root / "launch" / "preflight.py").touch()
+    nodes = ["--nnodes", "2", "--nproc", "8", "--head", "127.0.0.1", "--port", free_port()]
+    wait = {"ONEWORLD_PREFLIGHT_WAIT_S": "0.2", "ONEWORLD_NODES": "alpha beta"}
+    assert "on 1 of 2 nodes: node 1 (beta)" in machine.run(
+        "run_node.sh", *nodes, "--node-rank", "0", "run.name=x", code=1, **wait
+    )
+    output = machine.run("run_node.sh", *nodes, "--node-rank", "1", "run.name=x", code=1, **wait)
+    assert "could not reach the head at 127.0.0.1:" in output and "so nothing was started" in output
+    assert machine.num_calls == 0
+    processes = [machine.start("run_node.sh", *nodes, "--node-rank", rank, "run.name=x") for rank in "10"]
+    outputs = [process.communicate(timeout=15)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    programs = [part for number in range(1, 5) for part in machine.call(number) if part.endswith(".py")]
+    assert programs.count("launch/preflight.py") == programs.count("train.py") == 2
 
 
 def test_what_differs_between_nodes_is_in_the_environment(machine: Machine) -> None:
@@ -341,6 +353,8 @@ def test_slurm(slurm: Machine) -> None:
     slurm.run("slurm.sbatch", *ARGUMENTS)
     assert (slurm.folder / "srun").read_text().splitlines() == step[1:]
     assert slurm.num_calls == 0
+    slurm.program("srun", '#!/bin/bash\necho "$ONEWORLD_NODES"\n')
+    assert slurm.run("slurm.sbatch") == "n1 n2 n3 n4\n", "for preflight"
 
 
 @pytest.mark.parametrize(
@@ -376,6 +390,7 @@ def test_slurm_amd(slurm: Machine) -> None:
         "--env CUDA_VISIBLE_DEVICES",
         "--env RCCL_MSCCL_ENABLE",
         "--env NCCL_IB_GID_INDEX",
+        "--env ONEWORLD_NODES",
         "--env HF_TOKEN",
         f"--workdir {slurm.root} oneworld-rocm launch/run_node.sh",
     ):
@@ -484,6 +499,7 @@ def test_ssh_starts_follows_and_stops_clusters_side_by_side(machine: Machine) ->
         assert "one runs on 2 nodes" in machine.run("ssh.sh", "start", "one", *start, "run.name=x")
         until(lambda: machine.num_calls == 2)
         assert machine.call(1) == machine.call(2)
+        assert machine.seen()["ONEWORLD_NODES"] == "node0 node1"
         assert "cluster one is not free" in machine.run("ssh.sh", "start", "one", *start, code=2)
         machine.run("ssh.sh", "start", "two", *start)
         output = machine.run("ssh.sh", "follow", "two").splitlines()

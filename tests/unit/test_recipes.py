@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from rl.config import ROOT, Config
 from rl.config_file import load_config
 from rl.evaluation import check_best_metric, for_evaluation
+from rl.model.shape import check_model
 from rl.placement import Placement, plan
 from rl.rewards.find import check_rewards
-from rl.run import check_model
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
 RECIPES = [file for file in FILES if file.stem != "default"]

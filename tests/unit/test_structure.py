@@ -28,10 +28,10 @@ LAYERS = [
         "profile",
         "serve",
     ),
-    ("data", "model", "algo", "estimates"),
+    ("data", "model", "algo", "estimates", "estimate_memory"),
     ("trainee", "learner", "critic", "credit", "scoring", "sync", "checkpoint"),
     ("rollout", "merge"),
-    ("evaluation", "actor", "run", "dry_run"),
+    ("evaluation", "actor", "run", "dry_run", "preflight"),
     ("train",),
 ]
 LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}

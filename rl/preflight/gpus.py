@@ -1,0 +1,110 @@
+"""GPUs of a rank and how fast they are with each other. torch is imported where there are such devices, not before."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
+BUFFER_BYTES = 64 << 20
+NUM_REPEATS = 4
+NCCL_TIMEOUT_S = 20.0
+
+
+def has_devices() -> bool:
+    return any(Path(path).exists() for path in DEVICES)
+
+
+def describe(local_rank: int, share_gpu: bool) -> dict[str, Any]:
+    """This rank's device: memory of it all and free, counted before anything of ours lies there but a context."""
+    if not has_devices():
+        return {}
+    import torch
+
+    if not torch.cuda.is_available():
+        hidden = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if os.environ.get(name) == ""]
+        reason = f"{hidden[0]} is empty" if hidden else f"torch {torch.__version__} cannot use them"
+        return {"count": 0, "hidden": reason}
+    count, index = torch.cuda.device_count(), 0 if share_gpu else local_rank
+    found: dict[str, Any] = {"count": count, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    if torch.version.hip:
+        found["hip"] = torch.version.hip
+    if index < count:
+        try:
+            torch.cuda.set_device(index)
+            free, total = torch.cuda.mem_get_info(index)
+            name = torch.cuda.get_device_properties(index).name
+        except RuntimeError as error:  # a card that has failed
+            return found | {"index": index, "error": str(error).splitlines()[0]}
+        found |= {"name": name, "free": free, "total": total, "index": index}
+    return found
+
+
+def users() -> list[str]:
+    """Processes on this node's NVIDIA GPUs, where its tool tells."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=5).stdout
+        return [line.strip() for line in output.splitlines() if line.strip()]
+    return []
+
+
+def measure(
+    rank: int,
+    size: int,
+    device_name: str,
+    store: tuple[str, int],
+    partners: Sequence[int | None],
+    note: Callable[[str], None],
+) -> list[float | None]:
+    """Bytes a second, to and from the partner at once, of each round, at best; None where this rank had no partner. On
+    CPUs over gloo, which only tests ask for."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device(device_name)
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=NCCL_TIMEOUT_S)
+    note("NCCL's start")
+    host, port = store
+    shared = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    options = {"backend": "nccl", "device_id": device} if is_gpu else {"backend": "gloo"}
+    dist.init_process_group(store=shared, rank=rank, world_size=size, timeout=timeout, **options)
+    pg = dist.group.WORLD
+    assert pg is not None
+    outgoing, incoming = (torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    dist.all_reduce(outgoing[:1024], group=pg)  # one communicator of all, which every pair then uses
+    rates: list[float | None] = []
+    for number, partner in enumerate(partners):
+        if partner is None:
+            rates.append(None)
+            continue
+        note(f"round {number} with rank {partner}")
+
+        def swap(count: int, partner: int = partner) -> None:
+            for work in dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, outgoing[:count], group=pg, group_peer=partner),
+                    dist.P2POp(dist.irecv, incoming[:count], group=pg, group_peer=partner),
+                ]
+            ):
+                work.wait()
+
+        swap(1024)  # connects
+        seconds = []
+        for _ in range(NUM_REPEATS):
+            if is_gpu:
+                torch.cuda.synchronize(device)
+            begun = time.perf_counter()
+            swap(BUFFER_BYTES)
+            if is_gpu:
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - begun)
+        rates.append(BUFFER_BYTES / min(seconds))
+    return rates

@@ -1,0 +1,30 @@
+"""Sockets, before torch is there."""
+
+import os
+import socket
+from contextlib import suppress
+
+CONNECT_S = 3.0
+
+
+def listen(port: int) -> socket.socket:
+    """At all addresses, of both families where there are both."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=256)
+    return socket.create_server(("", port), backlog=256)
+
+
+def is_own(host: str) -> bool:
+    """Only an own address can be bound."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
+def reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno and error.errno > 0:  # those of unknown names are negative
+        return os.strerror(error.errno)
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,0 +1,126 @@
+"""What ranks of each role need, by hand, and the size of a model from the heads of its files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rl.config import ROOT, Config
+from rl.config_file import load_config
+from rl.estimate_memory import LIBRARIES, checkpoint_bytes, estimate, num_kept, on_cpu
+from rl.model.shape import count_parameters, local_folder
+from rl.placement import Placement, plan
+from rl.preflight.needs import Needs, check_placement
+from rl.preflight.table import FAILED, OK, WARNING
+
+BILLION = 10**9
+
+
+def planned(config: Config, num_nodes: int, num_local: int) -> Placement:
+    sizes = (config.rollout.tensor_parallel_size, config.actor.num_replicas)
+    return plan(config.placement, num_nodes, num_local, *sizes)
+
+
+def test_a_collocated_recipe() -> None:
+    """rloo.yaml: 7.616 billion parameters on 8 ranks, with a reference, swapped out while the engine works. Its head
+    says 15.2 GB of state, 3.8 GB of the reference, 15.2 GB of weights."""
+    config = load_config("configs/rloo.yaml")
+    (need,) = estimate(config, planned(config, 1, 8), 7_616_000_000, 0)
+    assert need.ranks == tuple(range(8)) and need.is_swapped
+    assert need.learner == 16 * 952_000_000 + 4 * 952_000_000
+    assert need.engine == 2 * 7_616_000_000
+    assert need.host == LIBRARIES + need.learner + 12 * 952_000_000
+    assert need.on_device(56 * BILLION) == 56 * BILLION
+    assert checkpoint_bytes(config, BILLION, 0) == 14 * BILLION
+
+
+def test_disaggregated_roles_need_different_things() -> None:
+    """1.6 billion parameters: 20 ranks with an engine each, 4 that hold a float32 copy, 8 with 16 bytes a parameter."""
+    config = load_config("configs/math_r1_distill_1.5b_disaggregated.yaml")
+    needs = estimate(config, planned(config, 4, 8), 1_600_000_000, 0)
+    assert {need.roles: (need.learner, need.engine) for need in needs} == {
+        ("rollout",): (0, 3_200_000_000),
+        ("inference",): (1_600_000_000, 0),
+        ("actor",): (3_200_000_000, 0),
+    }
+    assert [need.host - LIBRARIES for need in needs] == [0, 0, 12 * 200_000_000]
+    assert not any(need.is_swapped for need in needs)
+
+
+def test_a_critic_replicas_and_a_cpu() -> None:
+    """4 actors in 2 replicas: each shard is half of policy and critic. On a CPU engine and learner share one memory."""
+    settings = ["algo.advantage=gae", "actor.num_replicas=2", "rollout.kv_cache_mb=100"]
+    config = load_config(overrides=settings)
+    (need,) = estimate(config, planned(config, 2, 2), 1000, 600)
+    assert (need.learner, need.engine, need.host) == (16 * 800, 4 * 1000, LIBRARIES + 12 * 800)
+    assert on_cpu(need, config) == LIBRARIES + 12 * 800 + 16 * 800 + 4000 + (100 << 20)
+    assert checkpoint_bytes(config, 1000, 600) == 12 * 1600
+    swapped = load_config(overrides=[*settings, "actor.offload=rollout"])
+    (other,) = estimate(swapped, planned(swapped, 2, 2), 1000, 600)
+    assert other.host > need.host and on_cpu(other, swapped) == on_cpu(need, config)
+
+
+def test_checkpoints_that_lie_on_disk_at_once() -> None:
+    keep = ["checkpoint.keep_last=3", "checkpoint.keep_every=10", "train.num_steps=45"]
+    assert num_kept(load_config(overrides=keep[:1])) == 4
+    assert num_kept(load_config(overrides=keep)) == 8
+    best = ["checkpoint.best_metric=eval/accuracy", "eval.interval=5"]
+    assert num_kept(load_config(overrides=[*keep, *best])) == 9
+
+
+@pytest.mark.parametrize(
+    ("private", "copies", "wanted"), [(True, 1, [0, 75, 25]), (True, 2, [0, 150, 50]), (False, 2, [0, 75, 25])]
+)
+def test_each_node_writes_what_its_actors_hold(private: bool, copies: int, wanted: list[int]) -> None:
+    settings = ["placement.rollout=0-4,8-10", "placement.actor=5-7,11", f"checkpoint.copies={copies}"]
+    config = load_config(overrides=settings)
+    needs = Needs(config, planned(config, 3, 4), [], 100)
+    assert list(needs.checkpoint_by_node(private).values()) == wanted
+
+
+def test_parameters_are_counted_from_the_heads_of_files(tmp_path: Path) -> None:
+    assert count_parameters(ROOT / "configs/tiny") == 307_840
+    assert count_parameters(tmp_path) is None and local_folder(str(tmp_path)) is None
+    for number in (1, 2):
+        save_file({f"t{number}": torch.zeros(3, number)}, tmp_path / f"part{number}.safetensors", metadata={"a": "b"})
+    index = {"weight_map": {"t1": "part1.safetensors", "t2": "part2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert count_parameters(tmp_path) == 9
+    (tmp_path / "part2.safetensors").write_bytes(b"torn")
+    assert count_parameters(tmp_path) is None
+    (tmp_path / "config.json").write_text("{}")
+    assert local_folder(str(tmp_path)) == tmp_path
+    assert local_folder("nobody/no-such-model") is None
+
+
+def test_placement_row() -> None:
+    gpus = [{"total": 80 * BILLION}] * 2
+    config = load_config()
+    row, needs = check_placement(config, 1, 2, [{}] * 2)
+    assert row.state == OK and needs is not None and "2 ranks on 1 nodes" in row.result
+    assert row.details[0].startswith("rollout,actor (ranks 0-1): each at least 1.")
+    assert check_placement(config, 1, 2, gpus)[0].state == OK
+    row, needs = check_placement(load_config(overrides=["model.path=nobody/no-such-model"]), 1, 2, gpus)
+    assert (row.state, needs) == (WARNING, None)
+    assert "nobody/no-such-model cannot be read here yet, so memory and disk were not estimated" in row.result
+    row, needs = check_placement(load_config(overrides=["placement.actor,rollout=0-3"]), 1, 2, gpus)
+    assert (row.state, needs) == (FAILED, None) and "got rank 3 in a world of 2 ranks" in row.result
+    row, _ = check_placement(load_config(overrides=["data.max_prompt_tokens=500"]), 1, 2, gpus)
+    assert row.state == FAILED and "has 128 positions" in row.result
+
+
+@pytest.mark.parametrize(
+    ("card", "settings", "state", "text"),
+    [
+        (10_000_000, [], FAILED, "would be in use at once; lower rollout.gpu_memory_fraction"),
+        (10_000_000, ["actor.offload=rollout"], OK, "each 2.46 MB learner, 1.23 MB engine's weights"),
+        (20_000_000, [], WARNING, "little is left for activations"),
+        (1_000_000, [], FAILED, "of which the engine may fill 850.00 kB; raise rollout.tensor_parallel_size"),
+    ],
+)
+def test_a_model_against_its_gpus(card: int, settings: list[str], state: str, text: str) -> None:
+    """The shipped model on 2 ranks: 16 * 307,840 / 2 = 2.46 MB of state; an engine may fill 85 % of the card."""
+    row, _ = check_placement(load_config(overrides=settings), 1, 2, [{"total": card}] * 2)
+    assert row.state == state and any(text in line for line in [row.result, *row.details]), row

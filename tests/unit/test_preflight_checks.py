@@ -1,0 +1,225 @@
+"""Preflight's judgement on made-up clusters: the odd one out, the slow pair, the full disk, the busy GPU; the table."""
+
+from itertools import combinations, permutations
+from typing import Any
+
+import pytest
+
+from rl.preflight import checks
+from rl.preflight.links import Link, describe_slow, rounds, slow_links, usual_rate
+from rl.preflight.table import FAILED, OK, WARNING, Findings, Names, Row, table, verdict
+
+NAMES = Names(["a", "b", "c", "d"])
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("values", "majority", "others"),
+    [
+        (["1", "1", "1"], "1", {}),
+        (["1", "2", "1"], "1", {"2": [1]}),
+        (["3", "1", "1", "2", "1"], "1", {"3": [0], "2": [3]}),
+        (["1", "2"], None, {"1": [0], "2": [1]}),
+        (["1", "1", "2", "2"], None, {"1": [0, 1], "2": [2, 3]}),
+        (["1"], "1", {}),
+    ],
+)
+def test_odd_ones(values: list[str], majority: str | None, others: dict[str, list[int]]) -> None:
+    assert checks.odd_ones(dict(enumerate(values))) == (majority, others)
+
+
+def facts(**versions: str) -> dict[str, Any]:
+    named = {"python": "3.11", "torch": "2.13", "vllm": "0.32"} | versions
+    return {"versions": named, "code": "c0de", "commit": "abc", "settings": "5e7"}
+
+
+def test_versions() -> None:
+    row = checks.check_versions([facts()] * 4, NAMES)
+    assert row == Row("versions", OK, "commit abc, python 3.11, torch 2.13, vllm 0.32")
+    changed = checks.check_versions([facts() | {"commit": "abc+changes"}] * 4, NAMES)
+    assert changed.result == "commit abc+changes, python 3.11, torch 2.13, vllm 0.32, code c0de"
+    row = checks.check_versions([facts(), facts(vllm="0.31"), facts(), facts(driver="570")], NAMES)
+    assert (row.state, row.result) == (
+        FAILED,
+        "vllm: 0.31 on node 1 (b), 0.32 on the others; install the same on all nodes",
+    )
+    assert row.details == ["driver: 570 on node 3 (d), absent on the others; mixed drivers may work"]
+    row = checks.check_versions([facts(python="3.12"), facts()], Names(["a", "b"]))
+    assert (row.state, row.result[:48]) == (WARNING, "python: 3.12 on node 0 (a), 3.11 on node 1 (b); ")
+    changed = facts() | {"code": "d1ff"}
+    assert checks.check_versions([facts(), facts(), changed], Names(["a", "b", "c"])).result.startswith(
+        "code: d1ff on node 2 (c), c0de on the others (a digest of the project's files); bring all nodes to the same"
+    )
+
+
+@pytest.mark.parametrize("count", range(2, 10))
+def test_rounds_meet_every_pair_once_and_nobody_twice_at_a_time(count: int) -> None:
+    found = rounds(count)
+    assert sorted(pair for pairs in found for pair in pairs) == sorted(combinations(range(count), 2))
+    assert all(len({*sum(pairs, ())}) == 2 * len(pairs) for pairs in found)
+    assert len(found) == count - 1 + count % 2
+
+
+def rates(count: int, usual: float, **slow: float) -> dict[Link, float]:
+    """All directed links at `usual`, but `from_to`."""
+    given = {(int(name[1]), int(name[3])): rate for name, rate in slow.items()}
+    return dict.fromkeys(permutations(range(count), 2), usual) | given
+
+
+@pytest.mark.parametrize(
+    ("found", "lines"),
+    [
+        (rates(4, 1.0 * GB), []),
+        (rates(4, 1.0 * GB, _1_2=0.01 * GB), ["node 1 (b) to node 2 (c): 10 MB/s"]),
+        (rates(4, 1.0 * GB, _1_2=0.2 * GB, _2_1=0.1 * GB), ["node 1 (b) and node 2 (c): 0.10 GB/s"]),
+        (rates(4, 1.0 * GB, _1_0=1e7, _1_2=2e7, _1_3=1e7), ["node 1 (b) sends slowly to all: 20 MB/s at best"]),
+        (rates(3, 1.0 * GB, _0_2=1e7, _1_2=2e7), ["node 2 (c) gets slowly from all: 20 MB/s at best"]),
+        (
+            rates(3, 1.0 * GB, _0_2=1e7, _1_2=2e7, _2_0=1e7, _2_1=1e7),
+            ["node 2 (c) is slow with all others: 20 MB/s at best"],
+        ),
+        (rates(2, 1.0 * GB, _1_0=1e7), ["node 1 (b) to node 0 (a): 10 MB/s"]),
+        (rates(4, 1.0 * GB, _1_2=0.31 * GB), []),  # above the floor
+        (rates(4, 0.2 * GB, _1_2=0.11 * GB), []),  # not below half of the others
+        (rates(2, 0.0), ["node 0 (a) and node 1 (b): 0 MB/s"]),  # nothing gets through
+    ],
+)
+def test_slow_pairs(found: dict[Link, float], lines: list[str]) -> None:
+    assert describe_slow(slow_links(found, 0.3 * GB), found, NAMES) == lines
+
+
+def test_what_is_usual_is_not_what_a_slow_third_node_makes_of_it() -> None:
+    """4 of the 6 links are slow; the nodes reach at best 1, 1 and 0.01 GB/s."""
+    assert usual_rate(rates(3, 1.0 * GB, _0_2=1e7, _1_2=1e7, _2_0=1e7, _2_1=1e7)) == 1.0 * GB
+
+
+def test_rates_row() -> None:
+    row = checks.check_rates("between nodes", rates(4, 2.0 * GB, _1_2=0.01 * GB), 0.3 * GB, NAMES)
+    assert row.state == FAILED and row.result.startswith(
+        "node 1 (b) to node 2 (c): 10 MB/s, where 2.00 GB/s is usual; "
+    )
+    row = checks.check_rates("between nodes", rates(3, 2.0 * GB, _1_2=1.5 * GB), 0.3 * GB, NAMES)
+    assert row == Row("between nodes", OK, "1.50 GB/s to 2.00 GB/s, 6 links")
+
+
+def gpu(free_gb: float = 79.0, count: int = 2, index: int = 0) -> dict[str, Any]:
+    return {"count": count, "name": "H100", "free": int(free_gb * GB), "total": 80 * GB, "index": index}
+
+
+def test_gpus() -> None:
+    two = Names(["a", "b"])
+
+    def check(gpus: list[dict[str, Any]], share: bool = False) -> Row:
+        return checks.check_gpus(gpus, 2, share, [["77, python, 40000 MiB"], []], two)
+
+    good = [gpu(index=index) for index in (0, 1)]
+    assert check([{}] * 4) == Row("GPUs", OK, "none: all ranks run on CPUs")
+    assert check(good * 2) == Row("GPUs", OK, "2 x H100 on every node, free")
+    row = check([good[0], gpu(30, index=1), *good])
+    text = (
+        "GPU 1 of node 0 (a) has 50.00 GB of 80.00 GB in use (processes there: 77, python, 40000 MiB); end what uses it"
+    )
+    assert (row.state, row.result) == (FAILED, text)
+    row = check([*good, good[0], {"count": 2, "index": 1, "error": "CUDA error: uncorrectable ECC error"}])
+    assert (row.state, row.result[:55]) == (FAILED, "GPU 1 of node 1 (b) cannot be used: CUDA error: uncorre")
+    row = check([*good, gpu(count=1), {"count": 1}])
+    assert (row.state, row.result[:36]) == (FAILED, "node 1 (b) shows 1 to 2 ranks; give ")
+    assert check([*good, gpu(count=1), gpu(count=1)], share=True).state == OK
+    assert check([gpu(count=8)] * 4).state == WARNING
+    row = check([*good, {}, {}])
+    assert row.state == FAILED and "node 1 (b) has none that torch can use" in row.result
+    hidden = {"count": 0, "hidden": "CUDA_VISIBLE_DEVICES is empty"}
+    assert check([hidden] * 4).result == "there are GPUs, but CUDA_VISIBLE_DEVICES is empty: all ranks run on CPUs"
+
+
+def test_clocks_reach_and_port() -> None:
+    assert checks.check_clocks({0: 0.0, 1: 0.02, 2: -0.4}, NAMES) == Row("clocks", OK, "within 400 ms")
+    row = checks.check_clocks({0: 0.0, 1: -3.25}, NAMES)
+    assert (row.state, row.result[:25]) == (WARNING, "node 1 (b) is -3.2 s off;")
+    row = checks.check_reach({(0, 2): "timed out", (1, 2): "timed out"}, 12, NAMES)
+    assert row.state == FAILED and row.result.startswith("node 0 (a) cannot reach node 2 (c): timed out; open all TCP")
+    assert len(row.details) == 1
+    assert checks.check_port(29500, "", {}, "node 0 (a)", NAMES).state == OK
+    row = checks.check_port(29500, "process 7 (x)", {}, "node 0 (a)", NAMES)
+    assert row.result == "port 29500 of node 0 (a) is held by process 7 (x); end it, or give another --port"
+    row = checks.check_port(29500, "", {2: "No route to host"}, "node 0 (a)", NAMES)
+    assert (row.state, row.result[:65]) == (FAILED, "node 2 (c) cannot reach port 29500 of node 0 (a): No route to hos")
+
+
+def test_who_shares_a_folder() -> None:
+    assert checks.sharing([[0, 1, 2]] * 3) == [[0, 1, 2]]
+    assert checks.sharing([[0], [1], [2]]) == [[0], [1], [2]]
+    assert checks.sharing([[0, 1], [0, 1], [2]]) == [[0, 1], [2]]
+    assert checks.sharing([[], [1]]) == [[0], [1]], "a node that could not leave a mark sees none"
+
+
+def folder(free_gb: float, error: str = "") -> dict[str, Any]:
+    return {"path": "runs", "free": int(free_gb * GB), "error": error}
+
+
+def test_room_for_checkpoints() -> None:
+    """Each of 4 nodes writes 1 GB of a checkpoint; 3 are kept."""
+    share = dict.fromkeys(range(4), GB)
+    apart, together = [[node] for node in range(4)], [[0, 1, 2, 3]]
+    row = checks.check_folder([folder(3.5)] * 4, apart, share, 3, NAMES)
+    assert row == Row("run folder", OK, "private to each node, 3.50 GB free, a checkpoint takes 4.00 GB")
+    row = checks.check_folder([folder(3.5)] * 4, together, share, 3, NAMES)
+    assert (row.state, row.result[:57]) == (FAILED, "runs on all 4 nodes has 3.50 GB left, and a checkpoint an")
+    row = checks.check_folder([folder(5)] * 4, together, share, 3, NAMES)
+    assert (row.state, row.result[:70]) == (
+        WARNING,
+        "runs on all 4 nodes has 5.00 GB left, and 3 checkpoints take 12.00 GB;",
+    )
+    row = checks.check_folder([folder(9), folder(9), folder(0.5), folder(9)], apart, share, 3, NAMES)
+    assert row.state == FAILED and row.result.startswith("runs on node 2 (c) has 500.00 MB left, and a checkpoint and")
+    row = checks.check_folder([folder(9, "Read-only file system: runs"), *[folder(9)] * 3], apart, None, 3, NAMES)
+    assert row.state == FAILED and row.result.startswith("runs on node 0 (a) cannot be written to: Read-only file")
+    row = checks.check_folder([folder(9)] * 4, [[0, 1], [2], [3]], None, 3, NAMES)
+    assert row.state == WARNING and "node 0 (a), node 1 (b); node 2 (c); node 3 (d)" in row.result
+
+
+def test_host_memory() -> None:
+    def node(available_gb: int, shm_gb: float = 60, error: str = "") -> dict[str, Any]:
+        shared = {"total": int(shm_gb * GB), "free": int(shm_gb * GB), "error": error}
+        return {"memory": {"total": 100 * GB, "available": available_gb * GB}, "shared_memory": shared}
+
+    two = Names(["a", "b"])
+    row = checks.check_memory([node(90), node(80)], [50 * GB, 40 * GB], True, two)
+    text = "80.00 GB available, /dev/shm 60.00 GB free; the ranks of a node take at least 50.00 GB"
+    assert row == Row("host memory", OK, text)
+    assert checks.check_memory([node(90), node(30)], [50 * GB, 40 * GB], True, two).state == WARNING
+    row = checks.check_memory([node(90), node(30)], [50 * GB, 101 * GB], True, two)
+    assert row.state == FAILED and row.result.startswith(
+        "node 1 (b) has 30.00 GB of 100.00 GB available, and its ranks"
+    )
+    small = [node(90), node(90, 0.064)]
+    assert checks.check_memory(small, None, True, two).result.startswith("node 1 (b) has 64.00 MB of /dev/shm")
+    assert checks.check_memory(small, None, False, two).state == OK
+    assert checks.check_memory([node(90), node(90, 0, "/dev/shm: none")], None, False, two).state == FAILED
+
+
+def test_table_and_verdict() -> None:
+    found = Findings()
+    found.add(WARNING, "a driver")
+    found.add(FAILED, "a version")
+    rows = [Row("nodes", OK, "2 nodes"), found.row("versions", "equal")]
+    assert rows[1] == Row("versions", FAILED, "a version", ["a driver"])
+    assert table(rows).splitlines() == [
+        "check     state   result",
+        "nodes     ok      2 nodes",
+        "versions  FAILED  a version",
+        "                  a driver",
+    ]
+    assert verdict(rows, 2, 16, 3.21) == "preflight: 1 problem: versions: a version"
+    both = [*rows, Row("port", FAILED, "busy")]
+    assert verdict(both, 2, 16, 3.21) == "preflight: 2 problems: versions: a version; port: busy"
+    assert verdict(rows[:1], 4, 32, 12.34) == "preflight: ready, 4 nodes, 32 ranks, 12.3 s"
+    warned = [Row("clocks", WARNING, "late")]
+    assert verdict(warned, 1, 1, 1.0) == "preflight: ready, 1 node, 1 rank, 1.0 s, 1 warning"
+
+
+def test_names() -> None:
+    assert Names(["a", "b"], [1, 0]).one(0) == "node 1 (a)"
+    assert Names(["a", "b", "c"], [2, 0, 1]).many([0, 1]) == "node 0 (b), node 2 (a)"
+    many = Names([f"n{number}" for number in range(9)])
+    assert many.many(range(8)).endswith("node 5 (n5) and 2 more") and many.many(range(9)) == "all 9 nodes"

@@ -1,0 +1,142 @@
+"""Rank 0 and the others over real connections, and what a node finds out about itself."""
+
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.preflight import facts
+from rl.preflight.control import Hub, Member, Unanswered, every, reach
+from rl.preflight.links import Sink, send_to, unreachable
+from rl.preflight.net import listen
+
+pytestmark = pytest.mark.timeout(30)
+Calls = dict[str, Callable[..., Any]]
+
+
+@contextmanager
+def world(*members: Calls) -> Iterator[tuple[Hub, list[socket.socket]]]:
+    """A hub and these ranks, all of number 0 to themselves, so that none ends the process that they share."""
+    with listen(0) as server:
+        connections = []
+        for rank, calls in enumerate(members):
+            connection = reach("127.0.0.1", server.getsockname()[1], 5)
+            connections.append(connection)
+            member = Member(rank, connection, calls)
+            member._rank = 0
+            threading.Thread(target=member.serve, daemon=True).start()
+        hub = Hub(server, len(members))
+        hub.gather(5)
+        yield hub, connections
+        for connection in connections:
+            connection.close()
+
+
+def test_all_answer() -> None:
+    double: Calls = {"double": lambda number: 2 * number}
+    with world(double, double) as (hub, _):
+        assert hub.ask("double", {0: {"number": 2}, 1: {"number": 3}}, 5) == {0: 4, 1: 6}
+        assert hub.ask("double", every([1], number=4), 5) == {1: 8}
+        assert hub.addresses() == {0: "127.0.0.1", 1: "127.0.0.1"}
+
+
+def test_who_hangs_is_named_in_time() -> None:
+    never = threading.Event()
+    with world({"work": lambda: 1}, {"work": never.wait}) as (hub, _):
+        began = time.monotonic()
+        with pytest.raises(Unanswered, match=rf"rank 1 on {socket.gethostname()} did not answer in time \(work\)"):
+            hub.ask("work", every([0, 1]), 0.3)
+        hub.deadline = time.monotonic() + 0.2
+        with pytest.raises(Unanswered, match="rank 1"):
+            hub.ask("work", every([1]), 20)
+        assert time.monotonic() - began < 3
+        never.set()
+
+
+def test_who_ends_is_named_at_once() -> None:
+    never = threading.Event()
+    with world({"work": lambda: 1}, {"work": never.wait}) as (hub, connections):
+        threading.Timer(0.2, connections[1].shutdown, [socket.SHUT_RDWR]).start()
+        began = time.monotonic()
+        with pytest.raises(Unanswered, match=r"rank 1 on .* ended \(work\)"):
+            hub.ask("work", every([0, 1]), 20)
+        assert time.monotonic() - began < 3
+        never.set()
+
+
+def test_who_fails_is_named_with_the_reason() -> None:
+    reason = r"rank 1 on .*: work: ZeroDivisionError: division by zero"
+    with world({"work": lambda: 1}, {"work": lambda: 1 / 0}) as (hub, _), pytest.raises(Unanswered, match=reason):
+        hub.ask("work", every([0, 1]), 5)
+
+
+def test_who_never_comes_is_named() -> None:
+    with listen(0) as server:
+        hub = Hub(server, 3)
+        Member(1, reach("127.0.0.1", server.getsockname()[1], 5), {})
+        with pytest.raises(Unanswered, match=r"ranks 0, 2 did not reach rank 0 on .* within 0.2 s"):
+            hub.gather(0.2)
+        address = server.getsockname()
+    with pytest.raises(Unanswered, match=rf"cannot reach rank 0 at 127.0.0.1:{address[1]}: .*Connection refused"):
+        reach("127.0.0.1", address[1], 0.1)
+
+
+def test_rates_and_reach() -> None:
+    sink = Sink()
+    assert send_to("127.0.0.1", sink.port, 0.1)["rate"] > 10e6
+    with listen(0) as server:
+        port = server.getsockname()[1]
+    assert send_to("127.0.0.1", port, 0.1) == {"error": "Connection refused"}
+    places = {"here": ("127.0.0.1", sink.port), "gone": ("127.0.0.1", port)}
+    assert unreachable(places) == {"gone": "Connection refused"}
+
+
+def test_holder_of_a_port() -> None:
+    with listen(0) as server:
+        port = server.getsockname()[1]
+        assert facts.holder(port).startswith(f"process {os.getpid()} (")
+    assert facts.holder(port) == ""
+
+
+def test_marks(tmp_path: Path) -> None:
+    folder = str(tmp_path / "new" / "runs")
+    found = facts.leave_mark(folder, "one")
+    assert found["error"] == "" and found["free"] > 0
+    assert facts.seen_marks(folder, ["one", "two"]) == ["one"]
+    facts.remove_mark(folder, "one")
+    facts.remove_mark(folder, "one")
+    assert facts.seen_marks(folder, ["one", "two"]) == []
+    (tmp_path / "file").touch()
+    assert facts.leave_mark(str(tmp_path / "file" / "runs"), "one")["error"].startswith("Not a directory: ")
+
+
+def test_code_and_commit(tmp_path: Path) -> None:
+    (tmp_path / "rl").mkdir()
+    (tmp_path / "train.py").write_text("x = 1\n")
+    (tmp_path / "rl" / "a.py").write_text("y = 1\n")
+    before = facts.code_digest(tmp_path)
+    (tmp_path / "notes.md").write_text("of no account\n")
+    assert facts.code_digest(tmp_path) == before and facts.commit(tmp_path) == ""
+    (tmp_path / "rl" / "a.py").write_text("y = 2\n")
+    assert facts.code_digest(tmp_path) != before
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@localhost"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *command], check=True)
+    name = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    assert facts.commit(tmp_path) == name[:12]
+    (tmp_path / "train.py").write_text("x = 2\n")
+    assert facts.commit(tmp_path) == f"{name[:12]}+changes"
+
+
+def test_versions_are_those_of_the_packages() -> None:
+    import torch
+
+    found = facts.versions()
+    assert found["torch"] == torch.__version__ and found["transformers"] != "absent"

@@ -1,0 +1,127 @@
+"""launch/roll_call.py on the loopback: who is missing, who is wrong, and who finds the others at work."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from launch import roll_call
+from launch.roll_call import NOT_READY, READY, UNDER_WAY, Caller, Roll, answer, parse_nnodes
+from rl.preflight.net import is_own, listen
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.mark.parametrize(
+    ("here", "names", "text"),
+    [
+        ([(0, "a"), (1, "b"), (3, "d")], ["a", "b", "c", "d"], "1 of 4 nodes: node 2 (c)"),
+        ([(0, "a"), (3, "d")], [], "2 of 4 nodes: node 1, node 2"),
+        ([(0, "a")], ["a", "b"], "3 of 4 nodes: node 1 (b), node 2, node 3"),
+        ([(None, "d"), (None, "a")], [], "2 of 4 nodes; here: a, d"),
+    ],
+)
+def test_who_is_missing(here: list[tuple[int | None, str]], names: list[str], text: str) -> None:
+    roll = Roll(4, 4, names)
+    assert [roll.enter(rank, name) for rank, name in here] == [""] * len(here)
+    assert roll.missing() == text
+
+
+def test_many_missing_nodes_are_counted() -> None:
+    roll = Roll(40, 40)
+    roll.enter(0, "a")
+    assert roll.missing().endswith("node 7, node 8 and 31 more")
+
+
+def test_a_rank_is_one_nodes() -> None:
+    roll = Roll(2, 2)
+    assert roll.enter(1, "b") == "" == roll.enter(1, "b"), "a node that comes again"
+    assert roll.enter(1, "c") == "node 1 is b already, and so says c; give each a rank of its own"
+    assert "got node rank 2 in a launch of 2 nodes" in roll.enter(2, "c")
+    roll.leave(1, "b")
+    assert roll.enter(1, "c") == ""
+
+
+def test_sizes() -> None:
+    assert (parse_nnodes("4"), parse_nnodes("3:4")) == ((4, 4), (3, 4))
+    assert is_own("127.0.0.1") and is_own("localhost") and not is_own("192.0.2.1")
+
+
+def call(roll: Roll, wait_s: float, *hellos: dict[str, object]) -> tuple[int, list[int]]:
+    """A head and these others; what each ends with."""
+    codes: dict[int, int] = {}
+    roll.enter(0, "head")
+    with listen(0) as server:
+        port = server.getsockname()[1]
+
+        def other(number: int) -> None:
+            codes[number] = answer("127.0.0.1", port, 1, {"run": "x"} | hellos[number], wait_s)
+
+        threads = [threading.Thread(target=other, args=[number]) for number in range(len(hellos))]
+        for thread in threads:
+            thread.start()
+        code = Caller(server, roll, "x").call(wait_s)
+        for thread in threads:
+            thread.join()
+    return code, [codes[number] for number in range(len(hellos))]
+
+
+def test_all_are_there() -> None:
+    assert call(Roll(3, 3), 10, {"node": 2, "name": "c"}, {"node": 1, "name": "b"}) == (READY, [READY, READY])
+
+
+def test_a_missing_one_ends_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(Roll(3, 3, ["head", "b", "c"]), 0.5, {"node": 1, "name": "b"}) == (NOT_READY, [NOT_READY])
+    assert (
+        capsys.readouterr().err.count("gave up after 0.5 s (ONEWORLD_PREFLIGHT_WAIT_S) on 1 of 3 nodes: node 2 (c)")
+        == 2
+    )
+
+
+def test_the_most_are_waited_for_a_little(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(roll_call, "EXTRA_S", 0.3)
+    assert call(Roll(2, 3), 10, {"node": 1, "name": "b"}) == (READY, [READY])
+    assert "begins without 1 of 3 nodes: node 2" in capsys.readouterr().err
+
+
+def test_nodes_of_another_run_are_sent_away(capsys: pytest.CaptureFixture[str]) -> None:
+    code, codes = call(Roll(2, 2), 1.0, {"run": "y", "node": 1, "name": "b"})
+    assert (code, codes) == (NOT_READY, [NOT_READY])
+    assert "got b of the run y, but here the roll of x is called; give one another --port" in capsys.readouterr().err
+
+
+def test_who_leaves_is_missing_again_and_strangers_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    roll = Roll(3, 3)
+    roll.enter(0, "head")
+    with listen(0) as server:
+        place = ("127.0.0.1", server.getsockname()[1])
+        for text in (b'{"run": "x", "node": 1, "name": "b"}\n', b"GET / HTTP/1.1\r\n\r\n"):
+            with socket.create_connection(place) as connection:
+                connection.sendall(text)
+        assert Caller(server, roll, "x").call(0.5) == NOT_READY
+    assert "on 2 of 3 nodes: node 1, node 2" in capsys.readouterr().err
+
+
+def test_a_node_that_finds_the_others_at_work_joins_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "UNDER_WAY_S", 0.2)
+    with listen(0) as training, listen(0) as unused:
+        ports = [one.getsockname()[1] for one in (training, unused)]
+        unused.close()
+        assert answer("127.0.0.1", ports[1], ports[0], {"run": "x", "node": 1, "name": "b"}, 10) == UNDER_WAY
+
+
+def test_a_busy_port_ends_the_head_and_not_a_node_that_shares_its_address() -> None:
+    """Without ranks, two nodes on one machine are both at home at the head's address; the second to come is no head."""
+    with listen(0) as server:
+        port = str(server.getsockname()[1])
+        command = [sys.executable, roll_call.__file__, "127.0.0.1", port, "2", "0", "x", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        assert (done.returncode, done.stdout) == (NOT_READY, "")
+        assert f"port {port} of the head is held by process {os.getpid()} (" in done.stderr
+        assert "or give another --port than 1, which this is next to" in done.stderr
+    command[-3] = ""
+    one, two = (subprocess.Popen(command, env=os.environ | {"ONEWORLD_PREFLIGHT_WAIT_S": "15"}) for _ in range(2))
+    assert (one.wait(timeout=20), two.wait(timeout=20)) == (READY, READY)
