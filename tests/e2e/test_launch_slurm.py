@@ -112,11 +112,13 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
             daemon.wait(timeout=20)
 
 
-def test_a_cancelled_job_has_saved_and_the_next_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_saves_when_asked_to_and_when_cancelled_and_the_next_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     metrics, run = tmp_path / "x" / "metrics.jsonl", tmp_path / "x"
     arguments = ["--head", slurm.address(), *SETTINGS, f"run.dir={tmp_path}"]
     job = slurm.submit(*arguments)
     until(lambda: metrics.exists() and '"step": 3,' in metrics.read_text(), "step 3", 120)
+    slurm.ask("scancel", "--signal=USR1", job)
+    until(lambda: list((run / "checkpoints").glob("step_*")), "the checkpoint that was asked for", 30)
     slurm.ask("scancel", job)
     until(lambda: slurm.has_ended(job), "the end of the job", 60)
     output = slurm.output(job)

@@ -21,7 +21,7 @@ def job(tmp_path: Path) -> Iterator[Machine]:
         f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/srun\nuntil read -r c <{end}; do sleep 0.02; done; exit $c\n',
     )
     machine.program("scancel", f'#!/bin/bash\necho "$@" >{tmp_path}/scancel; cp {tmp_path}/code {end}\n')
-    machine.program("scontrol", f'#!/bin/bash\necho "$@" >>{tmp_path}/scontrol\n')
+    machine.program("scontrol", f'#!/bin/bash\n[ "$1" = show ] && echo n1 && exit\necho "$@" >>{tmp_path}/scontrol\n')
     (tmp_path / "code").write_text("143\n")
     machine.environment |= SLURM | {"SLURM_SUBMIT_DIR": str(machine.root)}
     yield machine
