@@ -121,15 +121,11 @@ end_by() {
   signal=$1
   [ -z "$child" ] || kill -s "$1" "$child" 2>/dev/null || true
 }
-save() { # the agent knows no SIGUSR1 and would die of it, as would a rank that is not yet ready for it
-  local ranks pid mask
+save() {
+  local ranks
   [ "$is_torchrun" ] || return 0
   read -r -d '' -a ranks < <(cat "/proc/$child/task/"*/children 2>/dev/null) || true
-  for pid in ${ranks[@]+"${ranks[@]}"}; do
-    while read -r mask; do
-      if ((16#${mask: -8} & 0x200)); then kill -s USR1 "$pid" 2>/dev/null || true; fi
-    done < <(sed -n 's/^Sig\(Cgt\|Ign\):\t*//p' "/proc/$pid/status" 2>/dev/null)
-  done
+  [ ${#ranks[@]} = 0 ] || kill -s USR1 "${ranks[@]}" 2>/dev/null || true
 }
 trap 'end_by TERM' TERM
 trap 'end_by INT' INT
@@ -140,7 +136,8 @@ if command -v setpriv >/dev/null; then dies_with_us=(setpriv --pdeathsig KILL); 
 
 run_child() { # COMMAND: its exit status into `status`
   set -m # a process group of its own: Ctrl-C in a terminal reaches it once, through here
-  "$@" </dev/null &
+  # Torchrun, and a rank that is not yet ready to save, would die of SIGUSR1, which Slurm sends to every process of a step.
+  (trap '' USR1 && exec "$@") </dev/null &
   child=$!
   set +m
   [ -z "$signal" ] || kill -s "$signal" "$child" 2>/dev/null || true

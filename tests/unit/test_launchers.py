@@ -208,13 +208,18 @@ def test_a_signal_ends_the_back_off(machine: Machine) -> None:
     assert process.wait(timeout=5) == 143
 
 
-def test_usr1_reaches_only_ranks_that_are_ready_for_it(machine: Machine) -> None:
-    """torchrun itself and a rank that is still importing would die of it."""
-    ready = "trap 'echo saved' USR1; echo up; for i in {1..20}; do sleep 0.05; done"
-    machine.script(f'bash -c "{ready}" & sleep 1 & wait $!; code=$?; wait; exit $code')
+def test_usr1_is_for_ranks_that_are_ready_for_it(machine: Machine) -> None:
+    """torchrun itself and a rank that is still importing would die of it; Slurm sends it to all of them."""
+    ready = "import signal, time; signal.signal(signal.SIGUSR1, lambda *a: print('saved', flush=True)); "
+    ready += "print('up', flush=True); time.sleep(1)"
+    machine.script(
+        f'echo $$ >{machine.folder}/pid; "{sys.executable}" -c "{ready}" & sleep 1 & wait $!; code=$?; wait; exit $code'
+    )
     process = machine.start("local.sh")
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "saved\n"
+    os.killpg(int((machine.folder / "pid").read_text()), signal.SIGUSR1)
     output, _ = process.communicate(timeout=10)
     assert (process.returncode, output, machine.num_calls) == (0, "saved\n", 1)
 
