@@ -190,8 +190,8 @@ class ActorConfig:
     )
     offload: str = key(
         "none",
-        "weights and optimizer in host memory: none; rollout, while the engine of the same rank works; always, with "
-        "optimizer steps on the CPU, where memory is short",
+        "weights and optimizer in host memory: none; rollout, while the engine of the same rank works; moments, then "
+        "only the optimizer's, two thirds of it; always, with optimizer steps on the CPU, where memory is short",
     )
     num_replicas: int = key(1, "copies of the policy among the actors (HSDP); each is sharded over its share of them")
 

@@ -32,7 +32,7 @@ def validate(config: Config) -> None:
     one_of("algo.kl_place", config.algo.kl_place, ("loss", "reward"))
     one_of("algo.correction", config.algo.correction, CORRECTIONS)
     one_of("actor.recompute", config.actor.recompute, ("none", "selective", "full"))
-    one_of("actor.offload", config.actor.offload, ("none", "rollout", "always"))
+    one_of("actor.offload", config.actor.offload, ("none", "rollout", "moments", "always"))
     one_of("actor.lr_schedule", config.actor.lr_schedule, ("constant", "linear", "cosine"))
     one_of("data.long_rows", config.data.long_rows, ("skip", "fatal"))
     one_of("data.bad_rows", config.data.bad_rows, ("fatal", "skip"))

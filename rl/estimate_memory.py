@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rl.config import Config
 from rl.placement import Placement
 
-STATE, COPY, HOST_COPY = 16, 4, 12  # bytes a parameter
+STATE, MOMENTS, COPY, HOST_COPY = 16, 8, 4, 12  # bytes a parameter
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 LIBRARIES = 1 << 30  # of host memory a rank
 CPU_KV_CACHE = 256 << 20
@@ -30,13 +30,13 @@ class Need:
     ranks: tuple[int, ...]
     learner: int  # where the learner computes: state, reference, copies for logprobs
     engine: int  # weights alone
-    is_swapped: bool  # the learner's part leaves the device while the engine works
+    resting: int  # of the learner's part: not on the device while the engine works
     host: int  # besides: libraries, copies of checkpoints, what was swapped out
 
     def on_device(self, engine_share: int) -> int:
         """At the worst moment, with an engine that fills its share."""
         engine = engine_share if self.engine else 0
-        return max(self.learner, engine) if self.is_swapped else self.learner + engine
+        return max(self.learner, self.learner - self.resting + engine)
 
 
 def estimate(config: Config, placement: Placement, num_parameters: int, num_critic_parameters: int) -> list[Need]:
@@ -66,23 +66,22 @@ def _need(
     if "rollout" in roles:
         engine = DTYPE_BYTES[config.model.dtype] * policy // config.rollout.tensor_parallel_size
     learner = state + reference + scorer
-    host = LIBRARIES
-    is_swapped = "rollout" in roles and "actor" in roles and config.actor.offload != "none"
-    if is_swapped:
-        host += learner
-    elif config.actor.offload == "always":  # a layer at a time is on the device
+    host, resting = LIBRARIES, 0
+    if config.actor.offload == "always":  # a layer at a time is on the device
         host, learner = host + state + reference, scorer
+    elif "rollout" in roles and "actor" in roles:
+        resting = {"none": 0, "rollout": learner, "moments": state * MOMENTS // STATE}[config.actor.offload]
+        host += resting
     if "actor" in roles:
         host += HOST_COPY * (policy + critic) // len(placement.replicas[0])
-    return Need(roles, tuple(ranks), learner, engine, is_swapped, host)
+    return Need(roles, tuple(ranks), learner, engine, resting, host)
 
 
 def on_cpu(need: Need, config: Config) -> int:
     """Of host memory, where that is the device too."""
     cache = config.rollout.kv_cache_mb << 20 or CPU_KV_CACHE
     engine = need.engine + cache if need.engine and config.rollout.engine == "vllm" else 0
-    swapped = need.learner if need.is_swapped else 0
-    return need.host - swapped + need.learner + engine
+    return need.host - need.resting + need.learner + engine
 
 
 def checkpoint_bytes(config: Config, num_parameters: int, num_critic_parameters: int) -> int:

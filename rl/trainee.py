@@ -89,13 +89,13 @@ class Trainee:
 
     @property
     def offloads(self) -> bool:
-        """Whether it leaves the device to an engine of the same rank."""
-        return self._actor.offload == "rollout"
+        """Whether it, or a part of it, leaves the device to an engine of the same rank."""
+        return self._actor.offload in ("rollout", "moments")
 
     @property
     def is_away(self) -> bool:
-        """In host memory: nothing can be computed."""
-        return any(rest.is_away for rest in self._rests.values())
+        """The weights are in host memory: nothing can be computed."""
+        return self.kind in self._rests and self._rests[self.kind].is_away
 
     def start_leaving(self) -> None:
         """What `release_device` will wait for and no other rank needs; nothing is updated until then."""
@@ -104,13 +104,14 @@ class Trainee:
                 rest.start_leaving()
 
     def release_device(self) -> None:
-        """For an engine of this rank: what only the update needed; with actor.offload=rollout everything."""
+        """For an engine of this rank: what only the update needed, and what actor.offload says."""
         reshard(self.model)  # a probe leaves a part of it gathered
-        if self.offloads and not self.is_away:
-            for kind, tensors in self._state_so_far().items():
-                if kind not in self._rests:
-                    self._rests[kind] = Offload(tensors)
-                self._rests[kind].leave()
+        for kind, tensors in self._state_so_far().items() if self.offloads else ():
+            if kind == self.kind and self._actor.offload == "moments":
+                continue
+            if kind not in self._rests:
+                self._rests[kind] = Offload(tensors)
+            self._rests[kind].leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator keeps what was freed otherwise
 

@@ -91,6 +91,6 @@ def _check_role(need: Need, config: Config, gpus: Sequence[Mapping[str, Any]]) -
             f"{text}, and {size_text(worst_moment)} would be in use at once; lower rollout.gpu_memory_fraction, set "
             "actor.offload=rollout, or give the learner more ranks"
         )
-    if need.learner and need.learner + (0 if need.is_swapped else worst_moment - need.learner) > (1 - ROOM) * card:
+    if need.learner and max(need.learner, worst_moment if need.resting < need.learner else 0) > (1 - ROOM) * card:
         return WARNING, f"{text}: little is left for activations; lower rollout.gpu_memory_fraction, or offload"
     return OK, text

@@ -33,6 +33,7 @@ WAYS = {
     2: [
         {"max_tokens": 25, "recompute": "selective"},
         {"max_tokens": 25, "offload": "rollout"},
+        {"max_tokens": 25, "offload": "moments"},
         {"max_tokens": 25, "offload": "always", "recompute": "selective"},
     ],
     4: [{"max_tokens": 40, "recompute": "full"}, {"max_tokens": 1, "idle": True}],

@@ -56,11 +56,17 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         assert not any(part.data.untyped_storage().nbytes() for part in local_slices(model)), "the reference rests"
         scorer.take_device()
         learner.release_device()
-        assert not any(part.data.untyped_storage().nbytes() for part in local_slices(model)), "the learner rests"
+        on_device = [bool(part.data.untyped_storage().nbytes()) for part in local_slices(model)]
+        assert on_device == [actor.offload == "moments"] * len(on_device), (
+            "the learner rests, or its moments alone will"
+        )
         learner.take_device()
     learner.update(share, num_prompts=job["num_prompts"], measures=measures)
     if learner.offloads:
         learner.release_device()
+        states = learner._optimizer.state.values()
+        moments = [state[of].to_local().untyped_storage() for state in states for of in ("exp_avg", "exp_avg_sq")]
+        assert not any(storage.nbytes() for storage in moments)
         learner.take_device()
     report(pg, folder, job, model, measures)
 

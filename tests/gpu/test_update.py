@@ -25,6 +25,7 @@ WAYS = [
     {"compile": True},
     {"compile": True, "recompute": "full"},
     {"offload": "rollout"},
+    {"offload": "moments"},
     {"offload": "always"},
 ]
 LIMITS = {"float32": (1e-4, 1e-4), "bfloat16": (2e-2, 4e-3)}  # of losses and weights; a step moves a weight by 1e-3

@@ -52,7 +52,7 @@ def check(name: str, result: Result) -> None:
     assert max(mismatch) < MAX_MISMATCH_KL
 
 
-@pytest.mark.parametrize(("offload", "fraction"), [("none", 0.4), ("rollout", 0.93), ("always", 0.4)])
+@pytest.mark.parametrize(("offload", "fraction"), [("none", 0.4), ("rollout", 0.93), ("moments", 0.8), ("always", 0.4)])
 def test_collocated_with_sleep_mode(offload: str, fraction: float, tmp_path: Path) -> None:
     """With a learner that rests an engine can have nearly all of the device: the two are never there together."""
     options = [f"actor.offload={offload}", f"rollout.gpu_memory_fraction={fraction}"]

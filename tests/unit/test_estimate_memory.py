@@ -28,12 +28,19 @@ def test_a_collocated_recipe() -> None:
     says 15.2 GB of state, 3.8 GB of the reference, 15.2 GB of weights."""
     config = load_config("configs/rloo.yaml")
     (need,) = estimate(config, planned(config, 1, 8), 7_616_000_000, 0)
-    assert need.ranks == tuple(range(8)) and need.is_swapped
+    assert need.ranks == tuple(range(8)) and need.resting == need.learner
     assert need.learner == 16 * 952_000_000 + 4 * 952_000_000
     assert need.engine == 2 * 7_616_000_000
     assert need.host == LIBRARIES + need.learner + 12 * 952_000_000
     assert need.on_device(56 * BILLION) == 56 * BILLION
     assert checkpoint_bytes(config, BILLION, 0) == 14 * BILLION
+    part = load_config("configs/rloo.yaml", ["actor.offload=moments"])
+    (need,) = estimate(part, planned(part, 1, 8), 7_616_000_000, 0)
+    assert need.resting == 8 * 952_000_000 and need.host == LIBRARIES + (8 + 12) * 952_000_000
+    assert need.on_device(56 * BILLION) == 56 * BILLION + (8 + 4) * 952_000_000
+    always = load_config("configs/rloo.yaml", ["actor.offload=always"])
+    (need,) = estimate(always, planned(always, 1, 8), 7_616_000_000, 0)
+    assert (need.learner, need.resting, need.host) == (0, 0, LIBRARIES + (16 + 4 + 12) * 952_000_000)
 
 
 def test_disaggregated_roles_need_different_things() -> None:
@@ -46,7 +53,7 @@ def test_disaggregated_roles_need_different_things() -> None:
         ("actor",): (3_200_000_000, 0),
     }
     assert [need.host - LIBRARIES for need in needs] == [0, 0, 12 * 200_000_000]
-    assert not any(need.is_swapped for need in needs)
+    assert not any(need.resting for need in needs)
 
 
 def test_a_critic_replicas_and_a_cpu() -> None:
