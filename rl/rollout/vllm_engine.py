@@ -152,7 +152,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: "VllmEng
         **memory,
     }
     if ours := sorted(options.keys() & rollout.engine_options.keys()):
-        raise ConfigError(f"rollout.engine_options: {', '.join(ours)} follow from other settings; take them out")
+        raise ConfigError(f"rollout.engine_options: other settings decide {', '.join(ours)}; leave that out")
     if unknown := sorted(rollout.engine_options.keys() - {option.name for option in fields(EngineArgs)}):
         raise ConfigError(f"rollout.engine_options: vLLM {vllm.__version__} knows no {', '.join(unknown)}")
     with _untouched_rng(), group.entered():

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 @pytest.mark.parametrize(
     ("options", "answer"),
     [
-        ("{seed: 3}", "rollout.engine_options: seed follow from other settings; take them out"),
+        ("{seed: 3}", "rollout.engine_options: other settings decide seed; leave that out"),
         ("{block_sise: 64}", "knows no block_sise"),
         ("{block_size: -1}", "vLLM refuses these settings: "),
     ],
