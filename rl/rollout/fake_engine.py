@@ -15,10 +15,10 @@ from rl.sync.landing import Landing, Landings, Region
 class FakeEngine:
     name = "fake"
 
-    def __init__(self, max_num_seqs: int, stop_token_id: int):
+    def __init__(self, max_num_seqs: int, stop_token_id: int, device: torch.device | None = None):
         self.version = 0
         self.memory: dict[str, Tensor] = {}  # the weights it was given, which it does not use
-        self._max_num_seqs, self._stop_token_id = max_num_seqs, stop_token_id
+        self._max_num_seqs, self._stop_token_id, self._device = max_num_seqs, stop_token_id, device
         self._running: list[tuple[Request, random.Random, Completion]] = []
 
     @property
@@ -43,7 +43,9 @@ class FakeEngine:
         return ended
 
     def landings(self, tensors: Sequence[TensorInfo]) -> Landings:
-        self.memory = {info.name: torch.zeros(info.shape, dtype=info.torch_dtype) for info in tensors}
+        self.memory = {
+            info.name: torch.zeros(info.shape, dtype=info.torch_dtype, device=self._device) for info in tensors
+        }
         views = [self.memory[info.name].view(1, -1) for info in tensors]
         return Landings(tensors, [Landing(i, Region(0, 1, view.numel(), 0), view) for i, view in enumerate(views)])
 
