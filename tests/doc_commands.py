@@ -65,7 +65,7 @@ ELSEWHERE = {
     "kill -TERM TORCHRUN": ("tests/e2e/test_resume.py", "def test_sigterm_saves_and_stops"),
     "printf 'p batch.num_sequences\\nc\\n' | python tools/debug.py runs/x --rank 5": (
         "tests/e2e/test_debugger.py",
-        "debug.py",
+        'input="p answer\\nq\\n"',
     ),
     "python tools/jobs.py submit --hosts hosts.txt x --config my.yaml": ("tests/e2e/test_launch_ssh.py", "--hosts"),
     'python tools/jobs.py submit --slurm="--nodes 4 --gpus-per-node 8" x --config my.yaml': (

@@ -116,12 +116,12 @@ def test_post_mortem_and_a_path_that_is_too_long_for_a_socket(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_quitting_ends_the_run_as_an_interrupt_does(tmp_path: Path) -> None:
+    """Commands may come through a pipe."""
     process, run = launch(tmp_path, 2, "breakpoint", 0, *TWO, restarts=True), tmp_path / "run"
     wait_for_debugger(run, 0, process)
-    person = attach(run, 0)
-    person.sendline("q")
-    person.expect_exact("the debugger is closed")
-    assert leave(person) == 0
+    command = [sys.executable, str(ROOT / "tools" / "debug.py"), str(run), "--rank", "0"]
+    said = subprocess.run(command, input="p answer\nq\n", check=True, capture_output=True, text=True, timeout=30)
+    assert "42" in said.stdout and "the debugger is closed" in said.stderr
     output = finish(process, 60)
     assert "oneworld: interrupted at step 2, stage update" in output, output
     assert "(who waits for it gives up after 300 s, unless debug.breakpoints=true)" in output
