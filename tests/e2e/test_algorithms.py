@@ -154,6 +154,7 @@ def test_dynamic_sampling_keeps_the_first_informative_groups(dynamic: Result) ->
         assert row["reward/mostly_equal"] != pytest.approx(row["reward/mean"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_resumes_in_another_placement(dynamic: Result, tmp_path: Path) -> None:
     """A rank that does it all, then an engine apart: the same prompts, tokens, rewards and losses."""
     apart = ["placement.rollout=0", "placement.actor=1"]

@@ -52,7 +52,7 @@ def test_clean_end(num_ranks: int, placement: list[str], tmp_path: Path) -> None
     [
         ("update", 2, DISAGGREGATED, "rank 2 (actor)"),
         pytest.param("update", 0, COLLOCATED, "rank 0 (rollout,actor)", marks=pytest.mark.slow),
-        ("rollout", 0, DISAGGREGATED, "rank 0 (rollout)"),
+        pytest.param("rollout", 0, DISAGGREGATED, "rank 0 (rollout)", marks=pytest.mark.slow),
         ("update, others hang", 1, COLLOCATED, "rank 1 (rollout,actor)"),
     ],
 )
@@ -83,6 +83,7 @@ def test_failed_load_ends_the_sync_on_every_rank(tmp_path: Path) -> None:
     assert output.count("oneworld: rank ") == 1, output
 
 
+@pytest.mark.slow
 def test_failed_exchange_ends_every_rank_at_once(tmp_path: Path) -> None:
     """A rank that fails inside the transfer is out of step with the group: no collective may follow there."""
     process = launch(tmp_path, 3, "exchange", 0, *DISAGGREGATED, "sync.bucket_mb=1")

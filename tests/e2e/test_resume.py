@@ -268,10 +268,11 @@ def drop_shard(place: Path) -> str:
     return "was saved on "
 
 
-SLOW = [pytest.param(damage, marks=pytest.mark.slow) for damage in (cut_shard, tear_manifest, make_foreign, drop_shard)]
+DAMAGES = (cut_shard, tear_manifest, make_newer, make_foreign, drop_shard)
+SLOW = [pytest.param(damage, marks=pytest.mark.slow) for damage in DAMAGES]
 
 
-@pytest.mark.parametrize("damage", [flip_byte, make_newer, *SLOW])
+@pytest.mark.parametrize("damage", [flip_byte, *SLOW])
 def test_a_damaged_checkpoint_is_a_clear_error_and_nothing_is_deleted(damage, two_steps: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(two_steps, folder)
