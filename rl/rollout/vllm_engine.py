@@ -220,7 +220,7 @@ class VllmEngine:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Past vLLM's output processor, which makes objects for a server of every token: while sequences are short, the
-        GPU waits for what Python does in a step, and this was a quarter of that."""
+        GPU waits for what Python does in a step, of which that is a good part (benchmarks/RESULTS.md)."""
         engine, inputs = self._engine, self._engine.input_processor
         assert self.version > 0 and "weights" not in self._asleep, "sampling without weights"
         self._wake("kv_cache")
