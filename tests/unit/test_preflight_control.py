@@ -140,3 +140,17 @@ def test_versions_are_those_of_the_packages() -> None:
 
     found = facts.versions()
     assert found["torch"] == torch.__version__ and found["transformers"] != "absent"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 02:19:13 UTC 2025",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (dvs-builder)",
+    ],
+)
+def test_the_driver_is_closed_or_open(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "version"
+    file.write_text(f"{line}\nGCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n")
+    monkeypatch.setattr(facts, "NVIDIA_DRIVER", file)
+    assert facts.driver_version() == facts.versions()["driver"] == "570.124.06"
