@@ -148,19 +148,19 @@ def check_folder(
     num_kept: int,
     names: Names,
 ) -> Row:
-    """`folders`: of each node path, free bytes and what kept it from writing; `groups`: who shares one; `checkpoint`:
+    """`folders`: of each node path, free bytes, if known, and what kept it from writing; `groups`: who shares one; `checkpoint`:
     bytes of one that each node writes, None where its size is not known or none is written."""
     found = Findings()
     for group in groups:
         folder = folders[group[0]]
-        free, where = folder.get("free", 0), f"{folder['path']} on {names.many(group)}"
+        free, where = folder.get("free"), f"{folder['path']} on {names.many(group)}"
         one = sum((checkpoint or {}).get(node, 0) for node in group)
-        if free < one + LOG_BYTES:
+        if free is None or (folder["error"] and free >= one + LOG_BYTES):
+            found.add(FAILED, f"{where} cannot be written to: {folder['error']}; mend it, or give another run.dir")
+        elif free < one + LOG_BYTES:
             what = "a checkpoint and logs take" if one else "logs take"
             text = f"{where} has {size_text(free)} left, and {what} {size_text(one + LOG_BYTES)}"
             found.add(FAILED, f"{text}; make room, or give another run.dir")
-        elif folder["error"]:
-            found.add(FAILED, f"{where} cannot be written to: {folder['error']}; mend it, or give another run.dir")
         elif free < num_kept * one + LOG_BYTES:
             text = f"{where} has {size_text(free)} left, and {num_kept} checkpoints take {size_text(num_kept * one)}"
             found.add(WARNING, f"{text}; make room, or lower checkpoint.keep_last")

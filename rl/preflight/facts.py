@@ -1,5 +1,6 @@
 """What a node tells about itself. torch and vLLM are not imported: their versions are in their packages' metadata."""
 
+import errno
 import hashlib
 import importlib.metadata
 import os
@@ -101,7 +102,8 @@ def shared_memory() -> dict[str, Any]:
 
 
 def leave_mark(folder: str, mark: str) -> dict[str, Any]:
-    """In the folder of the runs: can it be written to, and how much room is there?"""
+    """In the folder of the runs: can it be written to, and how much room is there? Where it cannot, room is told only if
+    it is what is missing."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -109,8 +111,9 @@ def leave_mark(folder: str, mark: str) -> dict[str, Any]:
         (path / mark).touch()
     except OSError as error:
         found: dict[str, Any] = {"error": f"{error.strerror}: {error.filename}"}
-        with suppress(OSError):
-            found["free"] = shutil.disk_usage(path if path.exists() else path.parent).free
+        if error.errno == errno.ENOSPC:
+            with suppress(OSError):
+                found["free"] = shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
         return found
     return {"free": free, "error": ""}
 

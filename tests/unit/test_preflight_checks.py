@@ -174,6 +174,9 @@ def test_room_for_checkpoints() -> None:
     assert row.state == FAILED and row.result.startswith("runs on node 2 (c) has 500.00 MB left, and a checkpoint and")
     row = checks.check_folder([folder(9, "Read-only file system: runs"), *[folder(9)] * 3], apart, None, 3, NAMES)
     assert row.state == FAILED and row.result.startswith("runs on node 0 (a) cannot be written to: Read-only file")
+    unknown = {"path": "runs", "error": "No such file or directory: /proc/runs"}
+    row = checks.check_folder([unknown, *[folder(9)] * 3], apart, share, 3, NAMES)
+    assert row.state == FAILED and row.result.startswith("runs on node 0 (a) cannot be written to: No such file or dir")
     row = checks.check_folder([folder(9)] * 4, [[0, 1], [2], [3]], None, 3, NAMES)
     assert row.state == WARNING and "node 0 (a), node 1 (b); node 2 (c); node 3 (d)" in row.result
 

@@ -1,5 +1,6 @@
 """Rank 0 and the others over real connections, and what a node finds out about itself."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -114,7 +115,17 @@ def test_marks(tmp_path: Path) -> None:
     facts.remove_mark(folder, "one")
     assert facts.seen_marks(folder, ["one", "two"]) == []
     (tmp_path / "file").touch()
-    assert facts.leave_mark(str(tmp_path / "file" / "runs"), "one")["error"].startswith("Not a directory: ")
+    path = tmp_path / "file" / "runs"
+    assert facts.leave_mark(str(path), "one") == {"error": f"Not a directory: {path}"}, "room is not what is missing"
+
+
+def test_a_full_disk_tells_how_much_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    found = facts.leave_mark(str(tmp_path / "new" / "runs"), "one")
+    assert found["free"] > 0 and found["error"] == f"No space left on device: {tmp_path / 'new' / 'runs'}"
 
 
 def test_code_and_commit(tmp_path: Path) -> None:
