@@ -73,7 +73,8 @@ def lead(hub: Hub, args: argparse.Namespace, began: float, limit_s: float) -> No
         config = load_config(args.config, args.overrides)
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         num_ranks = int(os.environ.get("WORLD_SIZE", 1))
-        survey = Survey(hub, num_ranks, num_local, config, saves=not (args.dry_run or args.eval_only))
+        trains, saves = not args.eval_only, not (args.dry_run or args.eval_only)
+        survey = Survey(hub, num_ranks, num_local, config, saves, trains)
         rows, is_whole = survey.rows(), survey.is_whole
         code = int(any(row.state == FAILED for row in rows))
         text = f"{table(rows)}\n{verdict(rows, num_ranks // num_local, num_ranks, time.monotonic() - began)}"

@@ -22,8 +22,8 @@ NUM_AGAIN = 3
 
 
 class Survey:
-    def __init__(self, hub: Hub, num_ranks: int, num_local: int, config: Config, saves: bool):
-        self._hub, self._config, self._saves = hub, config, saves
+    def __init__(self, hub: Hub, num_ranks: int, num_local: int, config: Config, saves: bool, trains: bool):
+        self._hub, self._config, self._saves, self._trains = hub, config, saves, trains
         self._num_nodes, self._num_local = num_ranks // num_local, num_local
         self._ranks = range(num_ranks)
         self._leads = list(range(0, num_ranks, num_local))
@@ -48,7 +48,7 @@ class Survey:
         self._head = heads[0] if heads else 0
         gpus = [told[rank]["gpu"] for rank in self._ranks]
         has_gpus = all("total" in gpu for gpu in gpus)
-        placement, needs = check_placement(self._config, self._num_nodes, self._num_local, gpus)
+        placement, needs = check_placement(self._config, self._num_nodes, self._num_local, gpus, self._trains)
         rows = [
             Row("nodes", OK, f"{count_of(self._num_nodes, 'node')} with {count_of(self._num_local, 'rank')} each"),
             checks.check_versions(self._about, self._names),

@@ -81,8 +81,8 @@ class FakeHub:
         return [None if partner is None else rate(partner) for partner in partners]
 
 
-def survey(hub: FakeHub, *settings: str) -> tuple[dict[str, Row], Survey]:
-    asked = Survey(cast(Hub, hub), 6, NUM_LOCAL, load_config(overrides=[*settings]), saves=True)
+def survey(hub: FakeHub, *settings: str, trains: bool = True) -> tuple[dict[str, Row], Survey]:
+    asked = Survey(cast(Hub, hub), 6, NUM_LOCAL, load_config(overrides=[*settings]), saves=trains, trains=trains)
     return {row.name: row for row in asked.rows()}, asked
 
 
@@ -96,6 +96,13 @@ def test_a_healthy_cluster() -> None:
     assert rows["GPUs between nodes"].result == "40.00 GB/s to 40.00 GB/s, 12 links"  # 3 pairs, 2 GPUs, both ways
     assert rows["GPUs inside nodes"].result == "300.00 GB/s to 300.00 GB/s, 6 links"
     assert not hub.marks and asked.is_whole
+
+
+def test_evaluating_alone_needs_less_than_training() -> None:
+    """The shipped model of 307,840 parameters on 6 ranks: 16 bytes of each, or 4."""
+    (training,), (evaluating,) = (survey(FakeHub(), trains=trains)[0]["placement"].details for trains in (True, False))
+    assert "each 820.91 kB learner" in training and "each 205.23 kB learner" in evaluating
+    assert "checkpoint" not in survey(FakeHub(), trains=False)[0]["run folder"].result
 
 
 def test_a_slow_pair_of_gpus_is_named_by_rank() -> None:
