@@ -137,8 +137,10 @@ class Caller:
             data = b""
         if connection in self._known:
             if not data:
-                self._roll.leave(*self._known.pop(connection))
+                who = self._known.pop(connection)
                 connection.close()
+                if who not in self._known.values():  # else it has come again before this connection ended
+                    self._roll.leave(*who)
             return
         self._parts[connection] += data
         part = self._parts[connection]

@@ -105,6 +105,27 @@ def test_who_leaves_is_missing_again_and_strangers_do_not_count(capsys: pytest.C
     assert "on 2 of 3 nodes: node 1, node 2" in capsys.readouterr().err
 
 
+def test_who_comes_again_before_its_old_connection_ends_stays() -> None:
+    """Both hellos are read before the end of the first connection, as it was sent after them."""
+    roll = Roll(2, 2)
+    with listen(0) as server:
+        caller, place = Caller(server, roll, "x"), ("127.0.0.1", server.getsockname()[1])
+
+        def step_until(count: int) -> None:
+            while len(caller._known) != count:
+                caller._step(timeout_s=5)
+
+        with socket.create_connection(place) as old, socket.create_connection(place) as new:
+            for number, connection in enumerate((old, new)):
+                connection.sendall(b'{"run": "x", "node": 1, "name": "b"}\n')
+                step_until(number + 1)
+            old.close()
+            step_until(1)
+            assert roll.here == {1: "b"}
+        step_until(0)
+        assert roll.here == {}
+
+
 def test_a_node_that_finds_the_others_at_work_joins_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roll_call, "UNDER_WAY_S", 0.2)
     with listen(0) as training, listen(0) as unused:
