@@ -148,8 +148,8 @@ def check_folder(
     num_kept: int,
     names: Names,
 ) -> Row:
-    """`folders`: of each node path, free bytes, if known, and what kept it from writing; `groups`: who shares one; `checkpoint`:
-    bytes of one that each node writes, None where its size is not known or none is written."""
+    """`folders`: of each node path, free bytes where they are known, and what kept it from writing; `groups`: who
+    shares one; `checkpoint`: bytes of one that each node writes, None where its size is not known or none is written."""
     found = Findings()
     for group in groups:
         folder = folders[group[0]]

@@ -102,8 +102,8 @@ def shared_memory() -> dict[str, Any]:
 
 
 def leave_mark(folder: str, mark: str) -> dict[str, Any]:
-    """In the folder of the runs: can it be written to, and how much room is there? Where it cannot, room is told only if
-    it is what is missing."""
+    """In the folder of the runs: can it be written to, and how much room is there? If it cannot, room is told only
+    where that is what is missing."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
