@@ -29,7 +29,7 @@ def odd_ones(values: Mapping[int, str]) -> tuple[str | None, dict[str, list[int]
 
 
 def check_versions(facts: Sequence[Mapping[str, Any]], names: Names) -> Row:
-    """`facts` by node: versions, commit, and digests of the project's files (code) and of the settings."""
+    """`facts` by node: versions, commit, and digests of the programs (code) and of the settings."""
     things = list(dict.fromkeys(thing for fact in facts for thing in fact["versions"]))
     rows = {thing: [fact["versions"].get(thing, "absent") for fact in facts] for thing in things}
     rows |= {thing: [fact[thing] for fact in facts] for thing in ("code", "settings")}
@@ -49,7 +49,8 @@ def check_versions(facts: Sequence[Mapping[str, Any]], names: Names) -> Row:
 
 
 _REMEDIES = {
-    "code": " (a digest of the project's files); bring all nodes to the same commit, without changes of their own",
+    "code": " (a digest of the project's programs and reward.function's files); bring all nodes to the same commit, "
+    "without changes of their own",
     "settings": " (a digest of all but run.dir); give every node the same config file and arguments",
     "nccl": "; install the same torch on all nodes, and set no other NCCL by LD_LIBRARY_PATH or LD_PRELOAD",
     "driver": "; mixed drivers may work",
@@ -148,8 +149,8 @@ def check_folder(
     num_kept: int,
     names: Names,
 ) -> Row:
-    """`folders`: of each node path, free bytes where they are known, and what kept it from writing; `groups`: who
-    shares one; `checkpoint`: bytes of one that each node writes, None where its size is not known or none is written."""
+    """`folders`: of each node path, free bytes where known, and what kept it from writing; `groups`: who shares one;
+    `checkpoint`: bytes of one that each node writes, None where its size is not known or none is written."""
     found = Findings()
     for group in groups:
         folder = folders[group[0]]

