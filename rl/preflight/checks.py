@@ -83,11 +83,13 @@ def check_gpus(
             where = f"GPU {gpu['index']} of {names.one(rank // num_local)}"
             found.add(FAILED, f"{where} cannot be used: {gpu['error']}; reset it, or leave out its node")
         used = gpu["total"] - gpu["free"] if "total" in gpu and not share_gpu else 0
-        if used and used > CONTEXT_BYTES + BUSY_GPU * gpu["total"]:
-            node = rank // num_local
-            by = f" (processes there: {'; '.join(users[node])})" if users[node] else ""
-            text = f"GPU {gpu['index']} of {names.one(node)} has {size_text(used)} of {size_text(gpu['total'])} in use"
-            found.add(FAILED, f"{text}{by}; end what uses it")
+        by = users[rank // num_local]
+        is_busy = used > CONTEXT_BYTES + BUSY_GPU * gpu.get("total", 0)
+        if is_busy or (by and used > CONTEXT_BYTES):
+            where = f"GPU {gpu['index']} of {names.one(rank // num_local)}"
+            text = f"{where} has {size_text(used)} of {size_text(gpu['total'])} in use"
+            text += f" (processes there: {'; '.join(by)})" if by else ""
+            found.add(FAILED if is_busy else WARNING, f"{text}; end what uses it")
     majority, odd = odd_ones({node: lead.get("name", "none") for node, lead in enumerate(leads)})
     for kind, nodes in odd.items():
         found.add(WARNING, f"{kind} on {names.many(nodes)}" + (f", {majority} on the others" if majority else ""))
@@ -105,12 +107,22 @@ def check_clocks(offsets: Mapping[int, float], names: Names) -> Row:
     return found.row("clocks", f"within {max(abs(offset) for offset in offsets.values()) * 1000:.0f} ms")
 
 
-def check_rates(name: str, rates: Mapping[Link, float], floor: float, names: Names, state: str = FAILED) -> Row:
-    """Of pairs of nodes or ranks, after suspicious ones were measured again; `state`: of what is slow."""
-    found, usual = Findings(), usual_rate(rates)
-    for line in describe_slow(slow_links(rates, floor), rates, names):
+def check_rates(
+    name: str, rates: Mapping[Link, float], floor: float, names: Names, state: str = FAILED, least: float = 0.0
+) -> Row:
+    """Of pairs of nodes or ranks, after suspicious ones were measured again; `state`: of what is slow against others;
+    `least`: below it a link is slow whatever the others reach."""
+    found, usual, slow = Findings(), usual_rate(rates), slow_links(rates, floor)
+    shown = f"{show_rate(min(rates.values()))} to {show_rate(max(rates.values()))}"
+    for line in describe_slow(slow, rates, names):
         found.add(state, f"{line}, where {show_rate(usual)} is usual; look at cable, port and interface there")
-    return found.row(name, f"{show_rate(min(rates.values()))} to {show_rate(max(rates.values()))}, {len(rates)} links")
+    weak = [link for link, rate in rates.items() if rate < least and link not in slow]
+    if max(rates.values()) < least:
+        found.add(WARNING, f"all links are slow: {shown}; look at which interface and network the nodes use")
+    else:
+        for line in describe_slow(weak, rates, names):
+            found.add(WARNING, f"{line}, and {show_rate(least)} or more is needed; look at the network there")
+    return found.row(name, f"{shown}, {len(rates)} links")
 
 
 def check_reach(errors: Mapping[Link, str], num_links: int, names: Names) -> Row:

@@ -17,6 +17,7 @@ DESCRIBE_S = 25.0  # torch is imported for it where there are GPUs
 ANSWER_S = 8.0
 TCP_FLOOR = 0.3e9  # bytes a second; faster links are fast enough, however they differ
 NO_FLOOR = float("inf")
+LEAST = 0.1e9  # between nodes, below what one gigabit a second carries
 SEND_S, MIN_SEND_S, ALL_SENDS_S = 0.2, 0.05, 4.0
 NUM_AGAIN = 3
 
@@ -79,7 +80,9 @@ class Survey:
         ]
         lead_rounds = [[(self._leads[a], self._leads[b]) for a, b in pairs] for pairs in schedule]
         rates = {(node_of[a], node_of[b]): rate for (a, b), rate in self._rates(lead_rounds).items()}
-        return [*rows, checks.check_rates("between nodes", rates, TCP_FLOOR, self._names)] if rates else rows
+        if rates:
+            rows.append(checks.check_rates("between nodes", rates, TCP_FLOOR, self._names, least=LEAST))
+        return rows
 
     def _check_inside(self, told: Mapping[int, Mapping[str, Any]]) -> list[Row]:
         """The first two ranks of each node: all of them use the same loopback."""
@@ -161,9 +164,11 @@ class Survey:
                 if rate is not None:
                     (inside if of[rank] // local == rank // local else between)[rank, of[rank]] = rate
         # Inside a node a pair may be slower for the way that its slots are wired.
-        kinds = [("GPUs between nodes", between, FAILED), ("GPUs inside nodes", inside, WARNING)]
+        kinds = [("GPUs between nodes", between, FAILED, LEAST), ("GPUs inside nodes", inside, WARNING, 0.0)]
         return [
-            checks.check_rates(name, rates, NO_FLOOR, self._rank_names, state) for name, rates, state in kinds if rates
+            checks.check_rates(name, rates, NO_FLOOR, self._rank_names, state, least)
+            for name, rates, state, least in kinds
+            if rates
         ]
 
     def _check_folder(self, needs: Needs | None) -> Row:

@@ -16,7 +16,7 @@ import pytest
 
 from rl.config import RewardConfig
 from rl.config_file import load_config
-from rl.preflight import facts
+from rl.preflight import facts, gpus
 from rl.preflight.control import Hub, Member, Unanswered, every, reach
 from rl.preflight.links import Sink, send_to, unreachable
 from rl.preflight.net import listen
@@ -174,6 +174,18 @@ def test_versions_are_those_of_the_packages() -> None:
 
     found = facts.versions()
     assert found["torch"] == torch.__version__ and found["transformers"] != "absent"
+
+
+def test_users_of_gpus_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '1, python, 9000 MiB'\necho '{os.getpid()}, python, 500 MiB'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert gpus.users() == ["1, python, 9000 MiB"]
+    monkeypatch.setattr(os, "getpid", lambda: 2)  # of another rank, which the same agent has started
+    assert len(gpus.users()) == 2
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert gpus.users() == ["1, python, 9000 MiB"]
 
 
 @pytest.mark.parametrize(

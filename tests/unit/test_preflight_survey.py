@@ -10,7 +10,7 @@ from rl.config import ConfigError
 from rl.config_file import load_config
 from rl.preflight.control import Hub, Unanswered
 from rl.preflight.survey import Survey
-from rl.preflight.table import FAILED, OK, Row
+from rl.preflight.table import FAILED, OK, WARNING, Row
 
 GB = 10**9
 HOSTS = ["a", "b", "c"]
@@ -24,6 +24,7 @@ class FakeHub:
 
     def __init__(self, slow: tuple[int, int] | None = None, hanging: int | None = None, held_by: str = ""):
         self.slow, self.hanging, self.held_by = slow, hanging, held_by
+        self.rate = 2.0 * GB
         self.marks: dict[str, str] = {}
         self.asked: list[str] = []
 
@@ -53,7 +54,7 @@ class FakeHub:
         return {}
 
     def send(self, rank: int, address: str, port: int, seconds: float) -> dict[str, float]:
-        return {"rate": 2.0 * GB}
+        return {"rate": self.rate}
 
     def hold_port(self, rank: int, port: int) -> str:
         assert (rank, port) == (4, 29500), "the first rank of the head"
@@ -111,6 +112,14 @@ def test_a_slow_pair_of_gpus_is_named_by_rank() -> None:
     row = rows["GPUs between nodes"]
     assert row.state == FAILED
     assert row.result.startswith("rank 1 (a) and rank 3 (b): 4.00 GB/s, where 40.00 GB/s is usual; look at")
+
+
+def test_a_slow_network_is_told_and_ends_nothing() -> None:
+    hub = FakeHub()
+    hub.rate = 0.05 * GB
+    rows, _ = survey(hub)
+    assert {name: row.state for name, row in rows.items() if row.state != OK} == {"between nodes": WARNING}
+    assert rows["between nodes"].result.startswith("all links are slow: 0.05 GB/s to 0.05 GB/s; ")
 
 
 def test_gpus_that_hang_come_last_and_leave_the_other_rows() -> None:
