@@ -2,13 +2,14 @@
 
 import dataclasses
 import errno
+import json
 import os
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,23 @@ def test_who_never_comes_is_named() -> None:
         address = server.getsockname()
     with pytest.raises(Unanswered, match=rf"cannot reach rank 0 at 127.0.0.1:{address[1]}: .*Connection refused"):
         reach("127.0.0.1", address[1], 0.1)
+
+
+def test_strangers_are_not_taken_for_ranks() -> None:
+    """Without a rank, with one that is none, with one that is here already; and what does not say hello at all."""
+    hellos = [{"host": "a"}, {"rank": 9}, {"rank": "0"}, {"rank": None}, {"rank": [0]}, {"rank": 1}]
+    lines = [{"kind": "hello", "host": "a", "speaks": True} | hello for hello in hellos]
+    with listen(0) as server:
+        place = ("127.0.0.1", server.getsockname()[1])
+        Member(1, reach(*place, 5), {})
+        with ExitStack() as stack:
+            for line in [*lines, {"kind": "answer", "number": 1, "value": 1}, {"kind": "hello", "rank": 0}]:
+                stranger = stack.enter_context(socket.create_connection(place))
+                stranger.sendall(json.dumps(line).encode() + b"\n")
+            hub = Hub(server, 2)
+            with pytest.raises(Unanswered, match="rank 0 did not reach rank 0"):
+                hub.gather(0.3)
+            assert hub.addresses() == {1: "127.0.0.1"} and hub._hosts == {1: socket.gethostname()}
 
 
 def test_rates_and_reach() -> None:
