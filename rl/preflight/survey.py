@@ -4,6 +4,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rl.config import Config, ConfigError
@@ -15,6 +16,7 @@ from rl.preflight.table import FAILED, OK, WARNING, Names, Row, count_of
 
 DESCRIBE_S = 25.0  # torch is imported for it where there are GPUs
 ANSWER_S = 8.0
+UNMARK_S = 1.0
 TCP_FLOOR = 0.3e9  # bytes a second; faster links are fast enough, however they differ
 NO_FLOOR = float("inf")
 LEAST = 0.1e9  # between nodes, below what one gigabit a second carries
@@ -176,10 +178,14 @@ class Survey:
         marks = [f".preflight-{word}-{node}" for node in range(self._num_nodes)]
         paths = [about["folder"] for about in self._about]
         places = {lead: {"folder": path, "mark": mark} for lead, path, mark in zip(self._leads, paths, marks)}
-        left = self._hub.ask("mark", places, ANSWER_S)
         looked = {lead: {"folder": path, "marks": marks} for lead, path in zip(self._leads, paths)}
-        seen = self._hub.ask("seen", looked, ANSWER_S)
-        self._hub.ask("unmark", places, ANSWER_S)
+        try:
+            left = self._hub.ask("mark", places, ANSWER_S)
+            seen = self._hub.ask("seen", looked, ANSWER_S)
+        finally:
+            for lead, place in places.items():  # one by one: those that hang or are gone keep no other from it
+                with suppress(Unanswered):
+                    self._hub.ask("unmark", {lead: place}, UNMARK_S)
         groups = checks.sharing([[marks.index(mark) for mark in seen[lead]] for lead in self._leads])
         folders = [left[lead] | {"path": path} for lead, path in zip(self._leads, paths)]
         need = needs.checkpoint_by_node(len(groups) > 1) if needs and self._saves else None

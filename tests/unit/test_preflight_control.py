@@ -194,6 +194,31 @@ def test_versions_are_those_of_the_packages() -> None:
     assert found["torch"] == torch.__version__ and found["transformers"] != "absent"
 
 
+@pytest.mark.parametrize(
+    ("line", "top", "limit", "used"),
+    [
+        ("0::/slurm/job_7/step_0", "", "memory.max", "memory.current"),
+        ("4:cpu,memory:/slurm/job_7/step_0", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_memory_is_that_of_the_tightest_limit(
+    line: str, top: str, limit: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of 8 MB, 5 of them in use, and in it a step of 6 MB, 1 of them in use: 3 MB are left of at most 6."""
+    groups = {"slurm": ("max", 6), "slurm/job_7": (8 << 20, 5 << 20), "slurm/job_7/step_0": (6 << 20, 1 << 20)}
+    for group, values in groups.items():
+        (tmp_path / top / group).mkdir(parents=True)
+        for name, value in zip((limit, used), values):
+            (tmp_path / top / group / name).write_text(f"{value}\n")
+    own = tmp_path / "own"
+    own.write_text(f"2:pids:/elsewhere\n{line}\n")
+    monkeypatch.setattr(facts, "CGROUPS", tmp_path)
+    monkeypatch.setattr(facts, "OWN_CGROUP", own)
+    assert facts.memory() == {"total": 6 << 20, "available": 3 << 20}
+    own.write_text("0::/../outside\n")
+    assert facts.memory()["total"] > 1 << 30, "no limit that can be seen"
+
+
 def test_users_of_gpus_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\necho '1, python, 9000 MiB'\necho '{os.getpid()}, python, 500 MiB'\n")

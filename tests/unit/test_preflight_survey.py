@@ -130,6 +130,26 @@ def test_gpus_that_hang_come_last_and_leave_the_other_rows() -> None:
     assert not asked.is_whole
 
 
+def test_marks_are_removed_also_when_a_rank_fails() -> None:
+    """The second node, which then does not remove its own either."""
+    hub = FakeHub()
+    remove = hub.unmark
+
+    def fail(rank: int, **values: Any) -> Any:
+        if rank == 2:
+            raise Unanswered("rank 2 on b ended (seen)")
+        return []
+
+    def unmark(rank: int, folder: str, mark: str) -> None:
+        fail(rank)
+        remove(rank, folder, mark)
+
+    hub.seen, hub.unmark = fail, unmark  # type: ignore[method-assign]
+    with pytest.raises(Unanswered, match="rank 2 on b ended"):
+        survey(hub)
+    assert [mark[-1] for mark in hub.marks] == ["1"]
+
+
 def test_a_held_port_is_not_knocked_at() -> None:
     hub = FakeHub(held_by="process 7 (x)")
     rows, _ = survey(hub)
