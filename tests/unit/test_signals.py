@@ -1,13 +1,16 @@
-"""rl/signals.py in this process: no signal is swallowed while handlers are set."""
+"""rl/signals.py in this process: no signal is swallowed while handlers are set; and the signal of a parent's end."""
 
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
+from rl.config import ROOT
 from rl.mail import Mail
 from rl.signals import Signals
 
@@ -42,3 +45,21 @@ def test_a_signal_that_comes_right_after_its_handler_is_heard(monkeypatch: pytes
     mail.source.settimeout(1.0)
     with mail.source:
         assert [*mail.source.recv(64)] == [*numbers]
+
+
+CHILD = """
+import time
+from rl.watch.parent import die_with_parent
+die_with_parent(15)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_ends_with_the_one_that_started_it() -> None:
+    """The parent is killed; the pipe that only its child still holds ends with the child."""
+    parent = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {CHILD!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.kill()
+        assert process.stdout.read() == ""
