@@ -128,11 +128,13 @@ def test_who_comes_again_before_its_old_connection_ends_stays() -> None:
         assert roll.here == {}
 
 
+@pytest.mark.timeout(120)  # torch is imported three times at once
 def test_only_a_node_that_finds_its_own_run_at_work_joins_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At the training port is torchrun's rendezvous of the run x, or a stranger that says nothing."""
     monkeypatch.setattr(roll_call, "UNDER_WAY_S", 0.0)
+    monkeypatch.setattr(roll_call, "STORE_S", 60.0)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     C10dRendezvousBackend(store, "x")
     codes: dict[str, int] = {}
@@ -150,7 +152,7 @@ def test_only_a_node_that_finds_its_own_run_at_work_joins_it(
             thread.start()
         for thread in threads:
             thread.join()
-        assert asks.wait(timeout=20) == -signal.SIGALRM
+        assert asks.wait(timeout=100) == -signal.SIGALRM
     assert codes == {"x": UNDER_WAY, "y": NOT_READY}
     said = capsys.readouterr().err
     assert f"but the rendezvous of x at 127.0.0.1:{store.port} answers: joins the others without preflight" in said
