@@ -9,7 +9,6 @@ the head answers with that word at one of its addresses, which is then the one t
 left is never taken for the head's, whatever the clocks of the nodes say.
 """
 
-import ctypes
 import json
 import secrets
 import signal
@@ -21,7 +20,10 @@ from pathlib import Path
 
 import psutil
 
-PR_SET_PDEATHSIG = 1
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rl.watch.parent import die_with_parent
+
 ASK_TIMEOUT_S = 3.0
 POLL_S = 0.2  # a shared filesystem tells nobody of new files
 FILE = "head.json"
@@ -40,7 +42,7 @@ def own_addresses() -> list[str]:
 
 
 def serve(folder: Path, launch: str, num_nodes: str, port: int, address: str = "") -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # with the launcher, however that ends
+    die_with_parent(signal.SIGTERM)  # with the launcher, however that ends
     try:
         socket.create_server(("", port)).close()
     except OSError as error:

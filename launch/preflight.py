@@ -9,7 +9,6 @@ head where that is known, prints a table and a verdict. Ends with 0 where the cl
 """
 
 import argparse
-import ctypes
 import os
 import signal
 import socket
@@ -29,8 +28,8 @@ from rl.preflight.control import Hub, Member, Unanswered, finish, reach
 from rl.preflight.net import listen
 from rl.preflight.node import Answers, is_head
 from rl.preflight.table import FAILED, table, verdict
+from rl.watch.parent import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 JOIN_S = 120.0  # from the first rank to the last, which may have to read torch from a slow disk
 END_S = 10.0  # for the ranks to be told
 DEFAULT_LIMIT_S = 30.0
@@ -73,7 +72,8 @@ def lead(hub: Hub, args: argparse.Namespace, began: float, limit_s: float) -> No
         config = load_config(args.config, args.overrides)
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         num_ranks = int(os.environ.get("WORLD_SIZE", 1))
-        survey = Survey(hub, num_ranks, num_local, config, saves=not (args.dry_run or args.eval_only))
+        trains, saves = not args.eval_only, not (args.dry_run or args.eval_only)
+        survey = Survey(hub, num_ranks, num_local, config, saves, trains)
         rows, is_whole = survey.rows(), survey.is_whole
         code = int(any(row.state == FAILED for row in rows))
         text = f"{table(rows)}\n{verdict(rows, num_ranks // num_local, num_ranks, time.monotonic() - began)}"
@@ -90,7 +90,7 @@ def lead(hub: Hub, args: argparse.Namespace, began: float, limit_s: float) -> No
 def main() -> None:
     began = time.monotonic()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent(signal.SIGKILL)
     args = parse_args()
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     limit_s = float(os.environ.get("ONEWORLD_PREFLIGHT_S", DEFAULT_LIMIT_S))

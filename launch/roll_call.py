@@ -8,8 +8,12 @@ order of their ranks, where a launcher knows them. NNODES may be MIN:MAX: then t
 first MIN count.
 
 Ends with 0 on every node when all are there, and with 1 on every node when they were not within
-ONEWORLD_PREFLIGHT_WAIT_S seconds (300). With 3 where nobody calls the roll but the head's training port answers: the
-others have been through this and are at work, and this node may join them.
+ONEWORLD_PREFLIGHT_WAIT_S seconds (300). With 3 where nobody calls the roll but torchrun's rendezvous of this run is at
+the head's training port: the others have been through this and are at work, and this node may join them.
+
+    python launch/roll_call.py rendezvous HEAD TRAINING_PORT RUN SECONDS
+
+ends with 0 where that is so. A process of its own: torch's client waits without end for a listener that says nothing.
 """
 
 import json
@@ -17,6 +21,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -34,6 +39,7 @@ FIRST_WORD_S, WORD_S = 3.0, 15.0  # when it is said who is missing
 EXTRA_S = 10.0
 BEAT_S, SILENCE_S = 2.0, 20.0  # of a head that lives, and of one that does not
 UNDER_WAY_S = 8.0  # so long a head may take from one port to the other
+STORE_S = 5.0  # for a store to answer
 MAX_HELLO = 1 << 16
 
 
@@ -137,8 +143,10 @@ class Caller:
             data = b""
         if connection in self._known:
             if not data:
-                self._roll.leave(*self._known.pop(connection))
+                who = self._known.pop(connection)
                 connection.close()
+                if who not in self._known.values():  # else it has come again before this connection ended
+                    self._roll.leave(*who)
             return
         self._parts[connection] += data
         part = self._parts[connection]
@@ -183,7 +191,7 @@ def answer(head: str, port: int, training_port: int, hello: dict[str, object], w
     """Of every other node."""
     who = hello["name"] if hello["node"] is None else f"node {hello['node']} ({hello['name']})"
     begun = time.monotonic()
-    next_word = begun + FIRST_WORD_S
+    next_word, next_look = begun + FIRST_WORD_S, begun + UNDER_WAY_S
     while True:
         trouble = "it ended the connection"
         try:
@@ -199,12 +207,15 @@ def answer(head: str, port: int, training_port: int, hello: dict[str, object], w
         except (OSError, ValueError) as error:
             trouble = reason(error)
         now = time.monotonic()
-        if now > begun + UNDER_WAY_S and _accepts(head, training_port):
-            say(
-                f"{who}: nobody calls the roll at {head}:{port}, but {head}:{training_port} answers: joins the others "
-                "without preflight"
-            )
-            return UNDER_WAY
+        if now > next_look and _accepts(head, training_port):
+            if _is_under_way(head, training_port, str(hello["run"])):
+                say(
+                    f"{who}: nobody calls the roll at {head}:{port}, but the rendezvous of {hello['run']} at "
+                    f"{head}:{training_port} answers: joins the others without preflight"
+                )
+                return UNDER_WAY
+            say(f"{who}: what listens at {head}:{training_port} is not the rendezvous of {hello['run']}")
+            next_look = time.monotonic() + WORD_S
         if now > begun + wait_s:
             say(
                 f"preflight: {who} could not reach the head at {head}:{port} within {wait_s:g} s "
@@ -221,6 +232,20 @@ def _accepts(host: str, port: int) -> bool:
     with suppress(OSError), socket.create_connection((host, port), timeout=CONNECT_S):
         return True
     return False
+
+
+def _is_under_way(head: str, training_port: int, run: str) -> bool:
+    command = [sys.executable, __file__, "rendezvous", head, str(training_port), run, str(STORE_S)]
+    return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+
+
+def has_rendezvous(head: str, training_port: int, run: str, timeout_s: float) -> bool:
+    """Ends the process where nothing is said in time."""
+    from torch.distributed import TCPStore
+
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)  # SIGALRM, which nobody handles, ends it inside of torch too
+    store = TCPStore(head, training_port, is_master=False, wait_for_workers=False)
+    return store.check([f"torch.rendezvous.{run}"])  # as torchrun's c10d backend names it
 
 
 def main(head: str, port: int, nnodes: str, rank_text: str, run: str, training_port: int) -> int:
@@ -248,5 +273,8 @@ def main(head: str, port: int, nnodes: str, rank_text: str, run: str, training_p
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "rendezvous":
+        head, training_port, run, seconds = sys.argv[2:]
+        sys.exit(not has_rendezvous(head, int(training_port), run, float(seconds)))
     head, port, nnodes, rank, run, training_port = sys.argv[1:]
     sys.exit(main(head, int(port), nnodes, rank, run, int(training_port)))

@@ -7,7 +7,6 @@ what came later.
 """
 
 import atexit
-import ctypes
 import gc
 import os
 import resource
@@ -18,14 +17,14 @@ from pathlib import Path
 from rl.rewards.launch import Launched, launch
 from rl.watch.fork import start_watchdog
 from rl.watch.lines import Lines
+from rl.watch.parent import die_with_parent
 from rl.watch.tee import start_tee, write_log
 
-PR_SET_PDEATHSIG = 1
 MARK = "ONEWORLD_RANK_PROCESS"
 
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed agent must not leave orphans that hold GPUs
+    die_with_parent(signal.SIGKILL)  # a killed agent must not leave orphans that hold GPUs
 _line = None
 _tee: socket.socket | None = None
 _reward_server: Launched | None = None

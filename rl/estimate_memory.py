@@ -8,6 +8,9 @@
     a checkpoint     the weights in model.dtype, two moments, and float32 masters where model.dtype is narrower
     its host copy    12 bytes a parameter of the rank's shard
 
+With --eval-only the state is the weights, 4 bytes a parameter, and no host copy is made; a checkpoint that is read then
+brings its two moments along, which are not counted: whether there is one is not known before.
+
 Activations come on top: they depend on kernels and lengths, and `train.py --dry-run` measures them.
 """
 
@@ -39,25 +42,36 @@ class Need:
         return max(self.learner, self.learner - self.resting + engine)
 
 
-def estimate(config: Config, placement: Placement, num_parameters: int, num_critic_parameters: int) -> list[Need]:
+def estimate(
+    config: Config, placement: Placement, num_parameters: int, num_critic_parameters: int, trains: bool = True
+) -> list[Need]:
+    """`trains` False: --eval-only."""
     found: dict[tuple[str, ...], list[int]] = {}
     for rank, roles in enumerate(placement.roles):
         found.setdefault(roles, []).append(rank)
     return [
-        _need(config, placement, roles, ranks, num_parameters, num_critic_parameters) for roles, ranks in found.items()
+        _need(config, placement, roles, ranks, num_parameters, num_critic_parameters, trains)
+        for roles, ranks in found.items()
     ]
 
 
 def _need(
-    config: Config, placement: Placement, roles: tuple[str, ...], ranks: list[int], policy: int, critic: int
+    config: Config,
+    placement: Placement,
+    roles: tuple[str, ...],
+    ranks: list[int],
+    policy: int,
+    critic: int,
+    trains: bool,
 ) -> Need:
     critic = critic if config.algo.has_critic else 0
     has_reference = bool(config.algo.kl_coef)
     is_scored_apart = bool(placement.scorers) and config.algo.kl_estimator != "full"
-    state = reference = scorer = 0
+    state = moments = reference = scorer = 0
     if "actor" in roles:
         num_shards = len(placement.replicas[0])
-        state = STATE * (policy + critic) // num_shards
+        state = (STATE if trains else COPY) * (policy + critic) // num_shards
+        moments = MOMENTS * (policy + critic) // num_shards if trains else 0
         reference = 0 if is_scored_apart or not has_reference else COPY * policy // num_shards
     if "inference" in roles and placement.scorers:
         copies = int(config.algo.has_old_pass or bool(config.algo.certainty_coef)) + int(has_reference)
@@ -70,9 +84,9 @@ def _need(
     if config.actor.offload == "always":  # a layer at a time is on the device
         host, learner = host + state + reference, scorer
     elif "rollout" in roles and "actor" in roles:
-        resting = {"none": 0, "rollout": learner, "moments": state * MOMENTS // STATE}[config.actor.offload]
+        resting = {"none": 0, "rollout": learner, "moments": moments}[config.actor.offload]
         host += resting
-    if "actor" in roles:
+    if "actor" in roles and trains:
         host += HOST_COPY * (policy + critic) // len(placement.replicas[0])
     return Need(roles, tuple(ranks), learner, engine, resting, host)
 

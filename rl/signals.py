@@ -27,11 +27,11 @@ class Signals:
     def listen(self) -> None:
         if threading.current_thread() is not threading.main_thread():  # no other thread may
             return
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, frame: None)
         reader, writer = socket.socketpair()
         writer.setblocking(False)
-        signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)  # before handlers, which would swallow one
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda number, frame: None)
         self._mail.watch(reader, self._read)
 
     def _read(self, source: socket.socket) -> None:

@@ -29,7 +29,7 @@ def odd_ones(values: Mapping[int, str]) -> tuple[str | None, dict[str, list[int]
 
 
 def check_versions(facts: Sequence[Mapping[str, Any]], names: Names) -> Row:
-    """`facts` by node: versions, commit, and digests of the project's files (code) and of the settings."""
+    """`facts` by node: versions, commit, and digests of the programs (code) and of the settings."""
     things = list(dict.fromkeys(thing for fact in facts for thing in fact["versions"]))
     rows = {thing: [fact["versions"].get(thing, "absent") for fact in facts] for thing in things}
     rows |= {thing: [fact[thing] for fact in facts] for thing in ("code", "settings")}
@@ -49,7 +49,8 @@ def check_versions(facts: Sequence[Mapping[str, Any]], names: Names) -> Row:
 
 
 _REMEDIES = {
-    "code": " (a digest of the project's files); bring all nodes to the same commit, without changes of their own",
+    "code": " (a digest of the project's programs and reward.function's files); bring all nodes to the same commit, "
+    "without changes of their own",
     "settings": " (a digest of all but run.dir); give every node the same config file and arguments",
     "nccl": "; install the same torch on all nodes, and set no other NCCL by LD_LIBRARY_PATH or LD_PRELOAD",
     "driver": "; mixed drivers may work",
@@ -82,11 +83,13 @@ def check_gpus(
             where = f"GPU {gpu['index']} of {names.one(rank // num_local)}"
             found.add(FAILED, f"{where} cannot be used: {gpu['error']}; reset it, or leave out its node")
         used = gpu["total"] - gpu["free"] if "total" in gpu and not share_gpu else 0
-        if used and used > CONTEXT_BYTES + BUSY_GPU * gpu["total"]:
-            node = rank // num_local
-            by = f" (processes there: {'; '.join(users[node])})" if users[node] else ""
-            text = f"GPU {gpu['index']} of {names.one(node)} has {size_text(used)} of {size_text(gpu['total'])} in use"
-            found.add(FAILED, f"{text}{by}; end what uses it")
+        by = users[rank // num_local]
+        is_busy = used > CONTEXT_BYTES + BUSY_GPU * gpu.get("total", 0)
+        if is_busy or (by and used > CONTEXT_BYTES):
+            where = f"GPU {gpu['index']} of {names.one(rank // num_local)}"
+            text = f"{where} has {size_text(used)} of {size_text(gpu['total'])} in use"
+            text += f" (processes there: {'; '.join(by)})" if by else ""
+            found.add(FAILED if is_busy else WARNING, f"{text}; end what uses it")
     majority, odd = odd_ones({node: lead.get("name", "none") for node, lead in enumerate(leads)})
     for kind, nodes in odd.items():
         found.add(WARNING, f"{kind} on {names.many(nodes)}" + (f", {majority} on the others" if majority else ""))
@@ -104,12 +107,22 @@ def check_clocks(offsets: Mapping[int, float], names: Names) -> Row:
     return found.row("clocks", f"within {max(abs(offset) for offset in offsets.values()) * 1000:.0f} ms")
 
 
-def check_rates(name: str, rates: Mapping[Link, float], floor: float, names: Names, state: str = FAILED) -> Row:
-    """Of pairs of nodes or ranks, after suspicious ones were measured again; `state`: of what is slow."""
-    found, usual = Findings(), usual_rate(rates)
-    for line in describe_slow(slow_links(rates, floor), rates, names):
+def check_rates(
+    name: str, rates: Mapping[Link, float], floor: float, names: Names, state: str = FAILED, least: float = 0.0
+) -> Row:
+    """Of pairs of nodes or ranks, after suspicious ones were measured again; `state`: of what is slow against others;
+    `least`: below it a link is slow whatever the others reach."""
+    found, usual, slow = Findings(), usual_rate(rates), slow_links(rates, floor)
+    shown = f"{show_rate(min(rates.values()))} to {show_rate(max(rates.values()))}"
+    for line in describe_slow(slow, rates, names):
         found.add(state, f"{line}, where {show_rate(usual)} is usual; look at cable, port and interface there")
-    return found.row(name, f"{show_rate(min(rates.values()))} to {show_rate(max(rates.values()))}, {len(rates)} links")
+    weak = [link for link, rate in rates.items() if rate < least and link not in slow]
+    if max(rates.values()) < least:
+        found.add(WARNING, f"all links are slow: {shown}; look at which interface and network the nodes use")
+    else:
+        for line in describe_slow(weak, rates, names):
+            found.add(WARNING, f"{line}, and {show_rate(least)} or more is needed; look at the network there")
+    return found.row(name, f"{shown}, {len(rates)} links")
 
 
 def check_reach(errors: Mapping[Link, str], num_links: int, names: Names) -> Row:
@@ -148,19 +161,19 @@ def check_folder(
     num_kept: int,
     names: Names,
 ) -> Row:
-    """`folders`: of each node path, free bytes and what kept it from writing; `groups`: who shares one; `checkpoint`:
-    bytes of one that each node writes, None where its size is not known or none is written."""
+    """`folders`: of each node path, free bytes where known, and what kept it from writing; `groups`: who shares one;
+    `checkpoint`: bytes of one that each node writes, None where its size is not known or none is written."""
     found = Findings()
     for group in groups:
         folder = folders[group[0]]
-        free, where = folder.get("free", 0), f"{folder['path']} on {names.many(group)}"
+        free, where = folder.get("free"), f"{folder['path']} on {names.many(group)}"
         one = sum((checkpoint or {}).get(node, 0) for node in group)
-        if free < one + LOG_BYTES:
+        if free is None or (folder["error"] and free >= one + LOG_BYTES):
+            found.add(FAILED, f"{where} cannot be written to: {folder['error']}; mend it, or give another run.dir")
+        elif free < one + LOG_BYTES:
             what = "a checkpoint and logs take" if one else "logs take"
             text = f"{where} has {size_text(free)} left, and {what} {size_text(one + LOG_BYTES)}"
             found.add(FAILED, f"{text}; make room, or give another run.dir")
-        elif folder["error"]:
-            found.add(FAILED, f"{where} cannot be written to: {folder['error']}; mend it, or give another run.dir")
         elif free < num_kept * one + LOG_BYTES:
             text = f"{where} has {size_text(free)} left, and {num_kept} checkpoints take {size_text(num_kept * one)}"
             found.add(WARNING, f"{text}; make room, or lower checkpoint.keep_last")

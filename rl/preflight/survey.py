@@ -4,6 +4,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rl.config import Config, ConfigError
@@ -15,15 +16,17 @@ from rl.preflight.table import FAILED, OK, WARNING, Names, Row, count_of
 
 DESCRIBE_S = 25.0  # torch is imported for it where there are GPUs
 ANSWER_S = 8.0
+UNMARK_S = 1.0
 TCP_FLOOR = 0.3e9  # bytes a second; faster links are fast enough, however they differ
 NO_FLOOR = float("inf")
+LEAST = 0.1e9  # between nodes, below what one gigabit a second carries
 SEND_S, MIN_SEND_S, ALL_SENDS_S = 0.2, 0.05, 4.0
 NUM_AGAIN = 3
 
 
 class Survey:
-    def __init__(self, hub: Hub, num_ranks: int, num_local: int, config: Config, saves: bool):
-        self._hub, self._config, self._saves = hub, config, saves
+    def __init__(self, hub: Hub, num_ranks: int, num_local: int, config: Config, saves: bool, trains: bool):
+        self._hub, self._config, self._saves, self._trains = hub, config, saves, trains
         self._num_nodes, self._num_local = num_ranks // num_local, num_local
         self._ranks = range(num_ranks)
         self._leads = list(range(0, num_ranks, num_local))
@@ -48,7 +51,7 @@ class Survey:
         self._head = heads[0] if heads else 0
         gpus = [told[rank]["gpu"] for rank in self._ranks]
         has_gpus = all("total" in gpu for gpu in gpus)
-        placement, needs = check_placement(self._config, self._num_nodes, self._num_local, gpus)
+        placement, needs = check_placement(self._config, self._num_nodes, self._num_local, gpus, self._trains)
         rows = [
             Row("nodes", OK, f"{count_of(self._num_nodes, 'node')} with {count_of(self._num_local, 'rank')} each"),
             checks.check_versions(self._about, self._names),
@@ -79,7 +82,9 @@ class Survey:
         ]
         lead_rounds = [[(self._leads[a], self._leads[b]) for a, b in pairs] for pairs in schedule]
         rates = {(node_of[a], node_of[b]): rate for (a, b), rate in self._rates(lead_rounds).items()}
-        return [*rows, checks.check_rates("between nodes", rates, TCP_FLOOR, self._names)] if rates else rows
+        if rates:
+            rows.append(checks.check_rates("between nodes", rates, TCP_FLOOR, self._names, least=LEAST))
+        return rows
 
     def _check_inside(self, told: Mapping[int, Mapping[str, Any]]) -> list[Row]:
         """The first two ranks of each node: all of them use the same loopback."""
@@ -161,9 +166,11 @@ class Survey:
                 if rate is not None:
                     (inside if of[rank] // local == rank // local else between)[rank, of[rank]] = rate
         # Inside a node a pair may be slower for the way that its slots are wired.
-        kinds = [("GPUs between nodes", between, FAILED), ("GPUs inside nodes", inside, WARNING)]
+        kinds = [("GPUs between nodes", between, FAILED, LEAST), ("GPUs inside nodes", inside, WARNING, 0.0)]
         return [
-            checks.check_rates(name, rates, NO_FLOOR, self._rank_names, state) for name, rates, state in kinds if rates
+            checks.check_rates(name, rates, NO_FLOOR, self._rank_names, state, least)
+            for name, rates, state, least in kinds
+            if rates
         ]
 
     def _check_folder(self, needs: Needs | None) -> Row:
@@ -171,10 +178,14 @@ class Survey:
         marks = [f".preflight-{word}-{node}" for node in range(self._num_nodes)]
         paths = [about["folder"] for about in self._about]
         places = {lead: {"folder": path, "mark": mark} for lead, path, mark in zip(self._leads, paths, marks)}
-        left = self._hub.ask("mark", places, ANSWER_S)
         looked = {lead: {"folder": path, "marks": marks} for lead, path in zip(self._leads, paths)}
-        seen = self._hub.ask("seen", looked, ANSWER_S)
-        self._hub.ask("unmark", places, ANSWER_S)
+        try:
+            left = self._hub.ask("mark", places, ANSWER_S)
+            seen = self._hub.ask("seen", looked, ANSWER_S)
+        finally:
+            for lead, place in places.items():  # one by one: those that hang or are gone keep no other from it
+                with suppress(Unanswered):
+                    self._hub.ask("unmark", {lead: place}, UNMARK_S)
         groups = checks.sharing([[marks.index(mark) for mark in seen[lead]] for lead in self._leads])
         folders = [left[lead] | {"path": path} for lead, path in zip(self._leads, paths)]
         need = needs.checkpoint_by_node(len(groups) > 1) if needs and self._saves else None

@@ -60,6 +60,12 @@ def read_rules(config: RewardConfig) -> list[Rule]:
     return rules
 
 
+def own_files(config: RewardConfig) -> dict[str, Path]:
+    """Of functions that are not built in, under the names that the config gives them."""
+    names = [rule.spec.rpartition(":")[0] for rule in read_rules(config)]
+    return {name: resolve_path(name) for name in names if name}
+
+
 def load(rule: dict[str, Any]) -> Function:
     """Imports it, and checks that it can be called as it will be."""
     read = Rule(**rule)

@@ -22,7 +22,8 @@ from typing import Any
 
 from rl.rewards import worker
 from rl.rewards.frames import Frames
-from rl.rewards.tree import adopt_orphans, children_of, descendants_of, die_with_parent, end_tree
+from rl.rewards.tree import adopt_orphans, children_of, descendants_of, end_tree
+from rl.watch.parent import die_with_parent
 
 MAX_CALL, MAX_RESULT = (1 << 32) - 1, 1 << 18  # bytes
 MAX_PROCESSES = 64  # below a worker

@@ -6,12 +6,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-def die_with_parent(number: int) -> None:
-    """0: no longer."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:

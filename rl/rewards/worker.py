@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.rewards.frames import HEAD, frame
-from rl.rewards.tree import adopt_orphans, die_with_parent
+from rl.rewards.tree import adopt_orphans
+from rl.watch.parent import die_with_parent
 
 MAX_CALLS = 2000  # of one process; what a function leaves behind goes with it
 MAX_GROWTH = 256 << 20  # bytes of memory that it keeps, likewise

@@ -43,6 +43,17 @@ def test_a_collocated_recipe() -> None:
     assert (need.learner, need.resting, need.host) == (0, 0, LIBRARIES + (16 + 4 + 12) * 952_000_000)
 
 
+@pytest.mark.parametrize(
+    ("offload", "on_device", "resting"), [("none", 8, 0), ("moments", 8, 0), ("rollout", 8, 8), ("always", 0, 0)]
+)
+def test_evaluating_alone_holds_weights_and_saves_nothing(offload: str, on_device: int, resting: int) -> None:
+    """4 bytes a parameter of the policy and 4 of the reference, of a shard of 952 million."""
+    config = load_config("configs/rloo.yaml", [f"actor.offload={offload}"])
+    (need,) = estimate(config, planned(config, 1, 8), 7_616_000_000, 0, trains=False)
+    assert (need.learner, need.resting) == (on_device * 952_000_000, resting * 952_000_000)
+    assert need.host == LIBRARIES + (8 if offload == "always" else resting) * 952_000_000
+
+
 def test_disaggregated_roles_need_different_things() -> None:
     """1.6 billion parameters: 20 ranks with an engine each, 4 that hold a float32 copy, 8 with 16 bytes a parameter."""
     config = load_config("configs/math_r1_distill_1.5b_disaggregated.yaml")
@@ -121,7 +132,16 @@ def test_placement_row() -> None:
 @pytest.mark.parametrize(
     ("card", "settings", "state", "text"),
     [
-        (10_000_000, [], FAILED, "would be in use at once; lower rollout.gpu_memory_fraction"),
+        (
+            10_000_000,
+            [],
+            FAILED,
+            "at once; lower rollout.gpu_memory_fraction, or set actor.offload=rollout, or give the",
+        ),
+        (2_400_000, [], FAILED, "would be in use at once; set actor.offload=always, or give the learner more ranks"),
+        (2_400_000, ["actor.offload=rollout"], FAILED, "2.46 MB would be in use at once; set actor.offload=always, or"),
+        (2_600_000, ["actor.offload=rollout"], WARNING, "for activations; set actor.offload=always, or give the learn"),
+        (2_400_000, ["actor.offload=always"], OK, "each 1.23 MB engine's weights"),
         (10_000_000, ["actor.offload=rollout"], OK, "each 2.46 MB learner, 1.23 MB engine's weights"),
         (20_000_000, [], WARNING, "little is left for activations"),
         (1_000_000, [], FAILED, "of which the engine may fill 850.00 kB; raise rollout.tensor_parallel_size"),
@@ -131,3 +151,19 @@ def test_a_model_against_its_gpus(card: int, settings: list[str], state: str, te
     """The shipped model on 2 ranks: 16 * 307,840 / 2 = 2.46 MB of state; an engine may fill 85 % of the card."""
     row, _ = check_placement(load_config(overrides=settings), 1, 2, [{"total": card}] * 2)
     assert row.state == state and any(text in line for line in [row.result, *row.details]), row
+
+
+def test_a_model_too_large_to_train_may_be_evaluated() -> None:
+    """16 * 307,840 / 2 = 2.46 MB of state beside 85 % of the card; 4 * 307,840 / 2 = 616 kB of weights."""
+    gpus, config = [{"total": 4_200_000}] * 2, load_config()
+    states = [check_placement(config, 1, 2, gpus, trains)[0].state for trains in (True, False)]
+    assert states == [FAILED, WARNING]
+    (line,) = check_placement(config, 1, 2, [{}] * 2, trains=False)[0].details
+    assert "615.68 kB learner" in line
+
+
+def test_a_scorer_beside_an_engine_is_not_told_to_offload_an_actor() -> None:
+    settings = ["placement.actor=0", "placement.rollout,inference=1", "rollout.gpu_memory_fraction=0.9"]
+    row, _ = check_placement(load_config(overrides=settings), 1, 2, [{"total": 9_000_000}] * 2)
+    (line,) = [line for line in [row.result, *row.details] if "rollout,inference" in line and "at once" in line]
+    assert row.state == FAILED and line.endswith("lower rollout.gpu_memory_fraction, or give inference more ranks")

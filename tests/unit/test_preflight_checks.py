@@ -48,7 +48,7 @@ def test_versions() -> None:
     assert (row.state, row.result[:48]) == (WARNING, "python: 3.12 on node 0 (a), 3.11 on node 1 (b); ")
     changed = facts() | {"code": "d1ff"}
     assert checks.check_versions([facts(), facts(), changed], Names(["a", "b", "c"])).result.startswith(
-        "code: d1ff on node 2 (c), c0de on the others (a digest of the project's files); bring all nodes to the same"
+        "code: d1ff on node 2 (c), c0de on the others (a digest of the project's programs and "
     )
 
 
@@ -102,6 +102,23 @@ def test_rates_row() -> None:
     assert row == Row("between nodes", OK, "1.50 GB/s to 2.00 GB/s, 6 links")
 
 
+@pytest.mark.parametrize(
+    ("found", "state", "text"),
+    [
+        (rates(2, 0.11 * GB), OK, "0.11 GB/s to 0.11 GB/s, 2 links"),  # a gigabit a second
+        (rates(2, 0.011 * GB), WARNING, "all links are slow: 11 MB/s to 11 MB/s; look at which interface"),
+        (rates(4, 0.09 * GB, _1_2=0.06 * GB), WARNING, "all links are slow: 0.06 GB/s to 0.09 GB/s; look"),
+        (rates(4, 0.15 * GB, _1_2=0.09 * GB), WARNING, "node 1 (b) to node 2 (c): 0.09 GB/s, and 0.10 GB/s or more is"),
+        (rates(4, 0.09 * GB, _1_2=0.01 * GB), FAILED, "node 1 (b) to node 2 (c): 10 MB/s, where 0.09 GB/s is usual;"),
+    ],
+)
+def test_links_may_be_slow_without_others_to_compare(found: dict[Link, float], state: str, text: str) -> None:
+    row = checks.check_rates("between nodes", found, 0.3 * GB, NAMES, least=0.1 * GB)
+    assert (row.state, row.result[: len(text)]) == (state, text)
+    assert len(row.details) == int(state == FAILED), "all links are slow, in one line"
+    assert checks.check_rates("inside nodes", rates(2, 0.01 * GB), 0.3 * GB, NAMES).state == OK
+
+
 def gpu(free_gb: float = 79.0, count: int = 2, index: int = 0) -> dict[str, Any]:
     return {"count": count, "name": "H100", "free": int(free_gb * GB), "total": 80 * GB, "index": index}
 
@@ -120,6 +137,9 @@ def test_gpus() -> None:
         "GPU 1 of node 0 (a) has 50.00 GB of 80.00 GB in use (processes there: 77, python, 40000 MiB); end what uses it"
     )
     assert (row.state, row.result) == (FAILED, text)
+    row = check([good[0], gpu(71, index=1), *good])
+    assert (row.state, row.result) == (WARNING, text.replace("50.00 GB of", "9.00 GB of"))
+    assert check([*good, good[0], gpu(71, index=1)]).state == OK, "the driver's own, where no process is named"
     row = check([*good, good[0], {"count": 2, "index": 1, "error": "CUDA error: uncorrectable ECC error"}])
     assert (row.state, row.result[:55]) == (FAILED, "GPU 1 of node 1 (b) cannot be used: CUDA error: uncorre")
     row = check([*good, gpu(count=1), {"count": 1}])
@@ -174,6 +194,9 @@ def test_room_for_checkpoints() -> None:
     assert row.state == FAILED and row.result.startswith("runs on node 2 (c) has 500.00 MB left, and a checkpoint and")
     row = checks.check_folder([folder(9, "Read-only file system: runs"), *[folder(9)] * 3], apart, None, 3, NAMES)
     assert row.state == FAILED and row.result.startswith("runs on node 0 (a) cannot be written to: Read-only file")
+    unknown = {"path": "runs", "error": "No such file or directory: /proc/runs"}
+    row = checks.check_folder([unknown, *[folder(9)] * 3], apart, share, 3, NAMES)
+    assert row.state == FAILED and row.result.startswith("runs on node 0 (a) cannot be written to: No such file or dir")
     row = checks.check_folder([folder(9)] * 4, [[0, 1], [2], [3]], None, 3, NAMES)
     assert row.state == WARNING and "node 0 (a), node 1 (b); node 2 (c); node 3 (d)" in row.result
 

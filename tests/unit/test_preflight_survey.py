@@ -10,7 +10,7 @@ from rl.config import ConfigError
 from rl.config_file import load_config
 from rl.preflight.control import Hub, Unanswered
 from rl.preflight.survey import Survey
-from rl.preflight.table import FAILED, OK, Row
+from rl.preflight.table import FAILED, OK, WARNING, Row
 
 GB = 10**9
 HOSTS = ["a", "b", "c"]
@@ -24,6 +24,7 @@ class FakeHub:
 
     def __init__(self, slow: tuple[int, int] | None = None, hanging: int | None = None, held_by: str = ""):
         self.slow, self.hanging, self.held_by = slow, hanging, held_by
+        self.rate = 2.0 * GB
         self.marks: dict[str, str] = {}
         self.asked: list[str] = []
 
@@ -53,7 +54,7 @@ class FakeHub:
         return {}
 
     def send(self, rank: int, address: str, port: int, seconds: float) -> dict[str, float]:
-        return {"rate": 2.0 * GB}
+        return {"rate": self.rate}
 
     def hold_port(self, rank: int, port: int) -> str:
         assert (rank, port) == (4, 29500), "the first rank of the head"
@@ -81,8 +82,8 @@ class FakeHub:
         return [None if partner is None else rate(partner) for partner in partners]
 
 
-def survey(hub: FakeHub, *settings: str) -> tuple[dict[str, Row], Survey]:
-    asked = Survey(cast(Hub, hub), 6, NUM_LOCAL, load_config(overrides=[*settings]), saves=True)
+def survey(hub: FakeHub, *settings: str, trains: bool = True) -> tuple[dict[str, Row], Survey]:
+    asked = Survey(cast(Hub, hub), 6, NUM_LOCAL, load_config(overrides=[*settings]), saves=trains, trains=trains)
     return {row.name: row for row in asked.rows()}, asked
 
 
@@ -98,6 +99,13 @@ def test_a_healthy_cluster() -> None:
     assert not hub.marks and asked.is_whole
 
 
+def test_evaluating_alone_needs_less_than_training() -> None:
+    """The shipped model of 307,840 parameters on 6 ranks: 16 bytes of each, or 4."""
+    (training,), (evaluating,) = (survey(FakeHub(), trains=trains)[0]["placement"].details for trains in (True, False))
+    assert "each 820.91 kB learner" in training and "each 205.23 kB learner" in evaluating
+    assert "checkpoint" not in survey(FakeHub(), trains=False)[0]["run folder"].result
+
+
 def test_a_slow_pair_of_gpus_is_named_by_rank() -> None:
     rows, _ = survey(FakeHub(slow=(1, 3)))
     assert [name for name, row in rows.items() if row.state != OK] == ["GPUs between nodes"]
@@ -106,12 +114,40 @@ def test_a_slow_pair_of_gpus_is_named_by_rank() -> None:
     assert row.result.startswith("rank 1 (a) and rank 3 (b): 4.00 GB/s, where 40.00 GB/s is usual; look at")
 
 
+def test_a_slow_network_is_told_and_ends_nothing() -> None:
+    hub = FakeHub()
+    hub.rate = 0.05 * GB
+    rows, _ = survey(hub)
+    assert {name: row.state for name, row in rows.items() if row.state != OK} == {"between nodes": WARNING}
+    assert rows["between nodes"].result.startswith("all links are slow: 0.05 GB/s to 0.05 GB/s; ")
+
+
 def test_gpus_that_hang_come_last_and_leave_the_other_rows() -> None:
     hub = FakeHub(hanging=3)
     rows, asked = survey(hub)
     assert list(rows) == [*CHECKS[:-2], "GPUs over NCCL"] and hub.asked[-1] == "measure_gpus"
     assert rows["GPUs over NCCL"].result.startswith("rank 3 did not answer in time (measure_gpus)")
     assert not asked.is_whole
+
+
+def test_marks_are_removed_also_when_a_rank_fails() -> None:
+    """The second node, which then does not remove its own either."""
+    hub = FakeHub()
+    remove = hub.unmark
+
+    def fail(rank: int, **values: Any) -> Any:
+        if rank == 2:
+            raise Unanswered("rank 2 on b ended (seen)")
+        return []
+
+    def unmark(rank: int, folder: str, mark: str) -> None:
+        fail(rank)
+        remove(rank, folder, mark)
+
+    hub.seen, hub.unmark = fail, unmark  # type: ignore[method-assign]
+    with pytest.raises(Unanswered, match="rank 2 on b ended"):
+        survey(hub)
+    assert [mark[-1] for mark in hub.marks] == ["1"]
 
 
 def test_a_held_port_is_not_knocked_at() -> None:

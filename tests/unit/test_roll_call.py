@@ -1,12 +1,15 @@
 """launch/roll_call.py on the loopback: who is missing, who is wrong, and who finds the others at work."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 
 import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from launch import roll_call
 from launch.roll_call import NOT_READY, READY, UNDER_WAY, Caller, Roll, answer, parse_nnodes
@@ -105,12 +108,55 @@ def test_who_leaves_is_missing_again_and_strangers_do_not_count(capsys: pytest.C
     assert "on 2 of 3 nodes: node 1, node 2" in capsys.readouterr().err
 
 
-def test_a_node_that_finds_the_others_at_work_joins_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "UNDER_WAY_S", 0.2)
-    with listen(0) as training, listen(0) as unused:
-        ports = [one.getsockname()[1] for one in (training, unused)]
+def test_who_comes_again_before_its_old_connection_ends_stays() -> None:
+    roll = Roll(2, 2)
+    with listen(0) as server:
+        caller, place = Caller(server, roll, "x"), ("127.0.0.1", server.getsockname()[1])
+
+        def step_until(count: int) -> None:
+            while len(caller._known) != count:
+                caller._step(timeout_s=5)
+
+        with socket.create_connection(place) as old, socket.create_connection(place) as new:
+            for number, connection in enumerate((old, new)):
+                connection.sendall(b'{"run": "x", "node": 1, "name": "b"}\n')
+                step_until(number + 1)
+            old.close()
+            step_until(1)
+            assert roll.here == {1: "b"}
+        step_until(0)
+        assert roll.here == {}
+
+
+@pytest.mark.timeout(120)  # torch is imported three times at once
+def test_only_a_node_that_finds_its_own_run_at_work_joins_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the training port is torchrun's rendezvous of the run x, or a stranger that says nothing."""
+    monkeypatch.setattr(roll_call, "UNDER_WAY_S", 0.0)
+    monkeypatch.setattr(roll_call, "STORE_S", 60.0)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    C10dRendezvousBackend(store, "x")
+    codes: dict[str, int] = {}
+
+    def other(run: str, port: int) -> None:
+        codes[run] = answer("127.0.0.1", port, store.port, {"run": run, "node": 1, "name": "b"}, 0.5)
+
+    with listen(0) as silent, listen(0) as unused:
+        port, silent_port = unused.getsockname()[1], silent.getsockname()[1]
         unused.close()
-        assert answer("127.0.0.1", ports[1], ports[0], {"run": "x", "node": 1, "name": "b"}, 10) == UNDER_WAY
+        command = [sys.executable, roll_call.__file__, "rendezvous", "127.0.0.1", str(silent_port), "x", "0.2"]
+        asks = subprocess.Popen(command)
+        threads = [threading.Thread(target=other, args=[run, port]) for run in ("x", "y")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert asks.wait(timeout=100) == -signal.SIGALRM
+    assert codes == {"x": UNDER_WAY, "y": NOT_READY}
+    said = capsys.readouterr().err
+    assert f"but the rendezvous of x at 127.0.0.1:{store.port} answers: joins the others without preflight" in said
+    assert f"node 1 (b): what listens at 127.0.0.1:{store.port} is not the rendezvous of y" in said
 
 
 def test_a_busy_port_ends_the_head_and_not_a_node_that_shares_its_address() -> None:
