@@ -23,7 +23,7 @@ fail() {
 rank='' shared='' wait=600 address='' nnodes=1 port=29500 print='' options=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$here/local.sh" && exit ;;
     --master) rank=0 && shift ;;
     --print) print=1 options+=("$1") && shift ;;
     --worker | --shared | --wait | --address | --nnodes | --port | --nproc)

@@ -115,7 +115,8 @@ def test_slurm_is_passed_through_to(
 
 # Stands for ssh: what a host is told is done here, unless it is the one that is away.
 SSH = """#!/bin/bash
-while [ "$1" = -o ]; do shift 2; done
+while [ "$1" != -- ]; do shift; done
+shift
 [ "$1" != "$(cat "$CALLS/away" 2>/dev/null)" ] || exit 255
 exec bash -s
 """

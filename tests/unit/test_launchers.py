@@ -63,8 +63,11 @@ class Machine:
         (self.folder / "script").write_text("\n".join(lines) + "\n")
 
     def start(self, launcher: str, *arguments: str, **extra: str) -> subprocess.Popen[str]:
+        return self._start(["bash", str(self.root / "launch" / launcher), *arguments], extra)
+
+    def _start(self, command: list[str], extra: dict[str, str]) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            ["bash", str(self.root / "launch" / launcher), *arguments],
+            command,
             env=self.environment | extra,
             cwd=self.folder,
             text=True,
@@ -76,7 +79,12 @@ class Machine:
         return process
 
     def run(self, launcher: str, *arguments: str, code: int = 0, **extra: str) -> str:
-        process = self.start(launcher, *arguments, **extra)
+        return self._end_of(self.start(launcher, *arguments, **extra), code)
+
+    def shell(self, script: str, code: int = 0) -> str:
+        return self._end_of(self._start(["bash", "-c", script], {}), code)
+
+    def _end_of(self, process: subprocess.Popen[str], code: int) -> str:
         output, _ = process.communicate(timeout=20)
         assert process.returncode == code, output
         return output
