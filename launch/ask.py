@@ -2,8 +2,8 @@
 
     python launch/ask.py LAUNCH HEAD [--config F] [key=value ...]
 
-prints, a line each: the run's folder, its name, placement.num_gpus_per_node, and this node's address on the way to the
-head. What is not known is empty, and so may LAUNCH and HEAD be.
+prints, a line each: the run's folder, its name, placement.num_gpus_per_node, checkpoint.resume, and this node's address
+on the way to the head. What is not known is empty, and so may LAUNCH and HEAD be.
 """
 
 import argparse
@@ -29,7 +29,8 @@ def ask_run(launch: str, arguments: list[str]) -> list[str]:
     config = load_config(args.config, args.overrides)
     stem = Path(args.config or DEFAULT_CONFIG).stem
     name = config.run.name or (f"{stem}-{launch}" if launch else "")
-    return [str(Path(config.run.dir) / name), name, str(config.placement.get("num_gpus_per_node") or "")]
+    ranks = str(config.placement.get("num_gpus_per_node") or "")
+    return [str(Path(config.run.dir) / name), name, ranks, config.checkpoint.resume]
 
 
 def ask_address(head: str) -> str:

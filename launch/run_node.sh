@@ -50,6 +50,12 @@ while [ $# -gt 0 ]; do
     *) break ;;
   esac
 done
+# shellcheck source=launch/numbers.sh
+. "$root/launch/numbers.sh"
+check_nodes "$nnodes"
+check_port "$port"
+[ -z "$nproc" ] || check_ranks "$nproc"
+[ -z "$node_rank" ] || check_number --node-rank "$node_rank" 0 999999
 
 trap '' USR1 # nothing to save yet
 cd "$root"
@@ -63,7 +69,7 @@ fi
 count_gpus() {
   local visible=${CUDA_VISIBLE_DEVICES-${HIP_VISIBLE_DEVICES-${ROCR_VISIBLE_DEVICES-unset}}}
   if [ "$visible" != unset ]; then
-    tr ',' '\n' <<<"$visible" | grep -c . || true
+    tr ',' '\n' <<<"$visible" | sed '/^-1$/,$d; /^NoDevFiles$/,$d' | grep -c . || true # those after -1 do not count
   elif command -v nvidia-smi >/dev/null; then
     nvidia-smi -L | grep -c '^GPU' || true
   else
@@ -77,9 +83,11 @@ elif [ -z "$head" ]; then
   fail "--nnodes $nnodes needs --head HOST, the same on every node"
 fi
 settings=$(python launch/ask.py "$launch" "$head" "$@") || exit 2
-wanted_ranks='' address=''
-{ read -r folder && read -r run && read -r wanted_ranks && read -r address; } <<<"$settings" || true
+wanted_ranks='' resume='' address=''
+{ read -r folder && read -r run && read -r wanted_ranks && read -r resume && read -r address; } <<<"$settings" || true
 [ -n "$run" ] || fail "several nodes need one run: give run.name=NAME, or --launch ID, the same on every node"
+# A requeued job goes on: what begins a run anew would do so each time.
+if [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [ "$resume" = never ]; then set -- "$@" checkpoint.resume=auto; fi
 if [ -z "$nproc" ]; then
   nproc=$(count_gpus)
   [ "$nproc" != 0 ] || nproc=${wanted_ranks:-2}
@@ -159,7 +167,6 @@ end_unless_passed() {
   fi
 }
 preflight=${ONEWORLD_PREFLIGHT:-1}
-[ -e launch/preflight.py ] || preflight=0
 if [ "$preflight" != 0 ] && [ "$nnodes" != 1 ]; then
   run_child "${dies_with_us[@]}" python launch/roll_call.py "$head" $((port + 1)) "$nnodes" "$node_rank" "$run" "$port"
   if [ "$status" = 3 ]; then # the others are past it
@@ -175,7 +182,8 @@ if [ "$preflight" != 0 ]; then
     "ONEWORLD_PREFLIGHT_CODE=$state/preflight")
   [ -z "$head" ] || variables+=("ONEWORLD_HEAD=$head" "ONEWORLD_PORT=$port" "ONEWORLD_NODE_RANK=$node_rank")
   run_child "${dies_with_us[@]}" env "${variables[@]}" "${line[@]}"
-  if [ "$status" = 0 ] && [ -e "$state/preflight" ]; then status=$(cat "$state/preflight"); fi
+  # Where they did, torchrun's own status says no more: an agent may fail at its end because another was gone first.
+  if [ -e "$state/preflight" ]; then status=$(cat "$state/preflight"); fi
   end_unless_passed
 fi
 

@@ -134,6 +134,8 @@ case $command in
     ;;
 esac
 
+# shellcheck source=launch/numbers.sh
+. "$root/launch/numbers.sh"
 file='' dir=$root head='' port='' print='' follow='' options=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -146,7 +148,7 @@ while [ $# -gt 0 ]; do
         --dir) dir=$2 ;;
         --head) head=$2 ;;
         --port) port=$2 ;;
-        --nproc) options+=("$1" "$2") ;;
+        --nproc) check_ranks "$2" && options+=("$1" "$2") ;;
       esac
       shift 2
       ;;
@@ -158,6 +160,7 @@ done
 read_hosts "$file"
 [ ${#hosts[@]} -gt 0 ] || fail "$file names no host"
 head=${head:-${hosts[0]##*@}}
+[ -z "$port" ] || check_port "$port"
 port=${port:-$((20000 + $(cksum <<<"$name" | cut -d ' ' -f 1) % 10000))}
 node=(launch/run_node.sh --nnodes "${#hosts[@]}" --head "$head" --port "$port" --launch "$name-$(date +%Y%m%d-%H%M%S)"
   ${options[@]+"${options[@]}"})

@@ -46,13 +46,13 @@ class Machine:
         self.calls = folder / "calls"
         self.calls.mkdir()
         self.bin.mkdir()
-        shutil.copytree(LAUNCH, self.root / "launch", ignore=shutil.ignore_patterns("preflight.py", "__pycache__"))
+        shutil.copytree(LAUNCH, self.root / "launch", ignore=shutil.ignore_patterns("__pycache__"))
         self.program("torchrun", FAKE_TORCHRUN.format(folder=folder))
         self.script("exit 0")
         clean = {k: v for k, v in os.environ.items() if not k.startswith(SCHEDULERS) and k not in DEVICES}
         path = f"{self.bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environment = clean | {"PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0,1"}
-        self.environment |= {"ONEWORLD_BACK_OFF_S": "0"}
+        self.environment |= {"ONEWORLD_BACK_OFF_S": "0", "ONEWORLD_PREFLIGHT": "0"}
         self._processes: list[subprocess.Popen[str]] = []
 
     def program(self, name: str, text: str) -> None:
@@ -242,7 +242,7 @@ def test_a_killed_launcher_takes_torchrun_along(machine: Machine) -> None:
 
 
 def test_preflight_comes_first(machine: Machine) -> None:
-    (machine.root / "launch" / "preflight.py").touch()
+    del machine.environment["ONEWORLD_PREFLIGHT"]
     machine.script("exit 0", "exit 0", "exit 9", 'echo 1 > "$ONEWORLD_PREFLIGHT_CODE"', "exit 0")
     nodes = ["--nproc", "8", "--head", "h", "--launch", "7"]
     machine.run("run_node.sh", *nodes, "train.num_steps=3")
@@ -258,7 +258,7 @@ def test_preflight_comes_first(machine: Machine) -> None:
 
 
 def test_several_nodes_call_the_roll_before_preflight(machine: Machine) -> None:
-    (machine.root / "launch" / "preflight.py").touch()
+    del machine.environment["ONEWORLD_PREFLIGHT"]
     nodes = ["--nnodes", "2", "--nproc", "8", "--head", "127.0.0.1", "--port", free_port()]
     wait = {"ONEWORLD_PREFLIGHT_WAIT_S": "0.2", "ONEWORLD_NODES": "alpha beta"}
     assert "on 1 of 2 nodes: node 1 (beta)" in machine.run(

@@ -1,5 +1,6 @@
 """A Slurm job whose time is over, with programs in Slurm's place; tests/e2e/test_launch_slurm.py has real ones."""
 
+import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,8 +60,27 @@ def test_there_is_a_limit(job: Machine) -> None:
 
 
 def test_a_requeued_job_does_not_begin_anew(job: Machine) -> None:
-    (job.folder / "end").write_text("0\n")
-    job.run("slurm.sbatch", "--head", "n1", "checkpoint.resume=never")
-    assert (job.folder / "srun").read_text().splitlines()[-1] == "checkpoint.resume=never"
-    job.run("slurm.sbatch", "--head", "n1", "checkpoint.resume=never", SLURM_RESTART_COUNT="1")
-    assert (job.folder / "srun").read_text().splitlines()[-2:] == ["checkpoint.resume=never", "checkpoint.resume=auto"]
+    """Whether the file says so or an argument. A run that is forked from another stays so."""
+    never, fork = job.folder / "never.yaml", "checkpoint.resume=runs/other"
+    never.write_text("checkpoint: {resume: never}\n")
+    for times, arguments, added in (
+        ("0", ["--config", str(never)], []),
+        ("1", ["--config", str(never)], ["checkpoint.resume=auto"]),
+        ("1", ["checkpoint.resume=never"], ["checkpoint.resume=auto"]),
+        ("1", ["--config", str(never), fork], []),
+    ):
+        line = shlex.split(job.run("slurm.sbatch", "--print", *arguments, SLURM_RESTART_COUNT=times).splitlines()[1])
+        assert line[line.index("train.py") + 1 : -1] == [*arguments, *added]
+    for runtime in ("enroot", "docker"):
+        launcher = "slurm_amd.sbatch" if runtime == "docker" else "slurm.sbatch"
+        options = ["--runtime", runtime, "--image", "i", "--print"]
+        assert "--env SLURM_RESTART_COUNT" in job.run(launcher, *options, SLURM_RESTART_COUNT="1")
+
+
+def test_a_controller_that_is_away_does_not_end_the_job(job: Machine) -> None:
+    job.program("scancel", f"#!/bin/bash\ncp {job.folder}/code {job.folder}/end; exit 1\n")
+    process = job.start("slurm.sbatch", "--head", "n1")
+    until((job.folder / "srun").exists)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 143 and "is requeued" in output

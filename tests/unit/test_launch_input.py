@@ -1,0 +1,59 @@
+"""What launchers are given: numbers and devices that are none, and the verdict that preflight left."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_launchers import Machine
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(tmp_path)
+    yield machine
+    machine.end()
+
+
+def test_bad_numbers_are_refused(machine: Machine) -> None:
+    hosts = machine.folder / "hosts"
+    hosts.write_text("alpha\n")
+    ssh, shared = ["start", "one", "--hosts", str(hosts)], ["--shared", str(machine.folder)]
+    for launcher, arguments, said in (
+        ("run_node.sh", ["--nproc", "0"], "--nproc: got '0'; it is a whole number from 1 to 1024"),
+        ("run_node.sh", ["--nproc", "abc"], "--nproc: got 'abc'; it is"),
+        ("run_node.sh", ["--nnodes", "x", "--head", "h"], "--nnodes: got 'x'; it is a number of nodes from 1, or MIN:"),
+        ("run_node.sh", ["--nnodes", "4:2", "--head", "h"], "--nnodes: got '4:2'; it is"),
+        ("run_node.sh", ["--nnodes", "0"], "--nnodes: got '0'; it is"),
+        ("run_node.sh", ["--port", "65535"], "--port: got '65535'; it is a whole number from 1 to 65534"),
+        ("run_node.sh", ["--port", "abc"], "--port: got 'abc'; it is"),
+        ("run_node.sh", ["--port", "0123"], "--port: got '0123'; it is"),
+        ("run_node.sh", ["--node-rank", "foo"], "--node-rank: got 'foo'; it is a whole number from 0 to"),
+        ("local.sh", ["--master", "--nnodes", "2", "--port", "abc", *shared], "--port: got 'abc'; it is"),
+        ("local.sh", ["--worker", "0", *shared], "--worker: got '0'; it is a whole number from 1 to"),
+        ("local.sh", ["--worker", "", *shared], "--worker: got ''; it is"),
+        ("local.sh", ["--worker", "1", "--wait", "long", *shared], "--wait: got 'long'; it is a number of seconds"),
+        ("ssh.sh", [*ssh, "--nproc", "0"], "--nproc: got '0'; it is"),
+        ("ssh.sh", [*ssh, "--port", "70000"], "--port: got '70000'; it is"),
+    ):
+        output = machine.run(launcher, *arguments, code=2)
+        assert output.startswith(f"oneworld: {said}") and output.count("\n") == 1, output
+    assert machine.num_calls == 0
+    assert "--nnodes 2:4 " in machine.run("run_node.sh", "--print", "--nnodes", "2:4", "--head", "h", "run.name=x")
+
+
+def test_a_list_of_devices_ends_where_one_is_none(machine: Machine) -> None:
+    wanted = ["--print", "placement.num_gpus_per_node=6"]
+    for visible, num_ranks in (("-1", 6), ("NoDevFiles", 6), ("3,-1,5", 1), ("MIG-1,GPU-2", 2)):
+        output = machine.run("run_node.sh", *wanted, CUDA_VISIBLE_DEVICES=visible)
+        assert f"--nproc-per-node {num_ranks} " in output, visible
+
+
+def test_the_verdict_of_the_ranks_is_preflights(machine: Machine) -> None:
+    """torchrun may fail after they gave it: another node's agent was gone first."""
+    del machine.environment["ONEWORLD_PREFLIGHT"]
+    machine.script('echo 0 > "$ONEWORLD_PREFLIGHT_CODE"; exit 1', "exit 0")
+    machine.run("run_node.sh")
+    assert "train.py" in machine.call(2)
