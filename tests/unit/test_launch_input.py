@@ -1,10 +1,13 @@
 """What launchers are given: numbers and devices that are none, and the verdict that preflight left."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.launcher import ROOT
 from tests.unit.test_launchers import Machine
 
 pytestmark = pytest.mark.timeout(30)
@@ -57,3 +60,32 @@ def test_the_verdict_of_the_ranks_is_preflights(machine: Machine) -> None:
     machine.script('echo 0 > "$ONEWORLD_PREFLIGHT_CODE"; exit 1', "exit 0")
     machine.run("run_node.sh")
     assert "train.py" in machine.call(2)
+
+
+def test_arguments_are_train_pys(machine: Machine) -> None:
+    assert "train.py --dry-run actor.lr=1e-5 --config configs/rloo.yaml " in machine.run(
+        "run_node.sh", "--print", "--", "--dry-run", "actor.lr=1e-5", "--config", "configs/rloo.yaml"
+    )
+    output = machine.run("run_node.sh", "--print", "--", "--dry-run", "--eval-only", code=2)
+    assert "train.py: error: argument --eval-only: not allowed with argument --dry-run" in output
+
+
+# A kernel without IPv6, for the program that follows.
+WITHOUT_IPV6 = """import runpy, socket, sys
+socket.has_dualstack_ipv6 = lambda: False
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_head_without_ipv6_is_found(tmp_path: Path) -> None:
+    """Nothing heavy is imported for that: workers on a slow disk wait for it."""
+    head = str(ROOT / "launch" / "head.py")
+    command = [sys.executable, "-c", WITHOUT_IPV6, head, "serve", str(tmp_path), "7", "2", "0", "127.0.0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline() == "ready\n"
+        find = [sys.executable, "-X", "importtime", head, "find", str(tmp_path), "5"]
+        found = subprocess.run(find, capture_output=True, text=True, timeout=10)
+        server.terminate()
+    assert found.stdout.split() == ["7", "2", "127.0.0.1", "0"]
+    assert "rl.address" in found.stderr and "torch" not in found.stderr
