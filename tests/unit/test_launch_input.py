@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.launcher import ROOT
-from tests.unit.test_launchers import Machine
+from tests.unit.test_launchers import SLURM, Machine
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -85,7 +86,33 @@ def test_a_head_without_ipv6_is_found(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None and server.stdout.readline() == "ready\n"
         find = [sys.executable, "-X", "importtime", head, "find", str(tmp_path), "5"]
-        found = subprocess.run(find, capture_output=True, text=True, timeout=10)
-        server.terminate()
+        try:
+            found = subprocess.run(find, capture_output=True, text=True, timeout=10)
+        finally:
+            server.terminate()
     assert found.stdout.split() == ["7", "2", "127.0.0.1", "0"]
     assert "rl.address" in found.stderr and "torch" not in found.stderr
+
+
+def test_all_nodes_have_the_image_before_any_is_started(machine: Machine) -> None:
+    """The roll call would not wait for a build."""
+    on_nodes = 'while [ "$1" != "--chdir" ]; do shift; done; cd "$2" && shift 2; "$@" && "$@"'
+    machine.program("srun", f"#!/bin/bash\n{on_nodes}\n")
+    machine.program("scontrol", "#!/bin/bash\nprintf 'n%s\\n' 1 2\n")
+    docker = 'echo "docker $1"; case $1 in image) exit 1 ;; build) exit "$(cat code)" ;; esac'
+    machine.program("docker", f"#!/bin/bash\n{docker}\n")
+    machine.environment |= SLURM | {"SLURM_SUBMIT_DIR": str(machine.root)}
+    for code, parts in ((0, ["build", "build", "run", "run"]), (3, ["build"])):
+        (machine.root / "code").write_text(str(code))
+        output = machine.run("slurm_amd.sbatch", "--runtime", "docker", code=code)
+        assert [line.split()[1] for line in output.splitlines() if line.startswith("docker")] == parts
+    assert "image oneworld-rocm was not built on every node, so nothing was started" in output
+
+
+def test_dstacks_nodes_wait_for_the_setup_of_others(machine: Machine) -> None:
+    commands = yaml.safe_load((machine.root / "launch" / "dstack.yml").read_text())["commands"]
+    (machine.root / "Makefile").write_text("setup:\n\t@true\n")
+    (machine.root / "launch" / "run_node.sh").write_text('#!/bin/bash\necho "$ONEWORLD_PREFLIGHT_WAIT_S"\n')
+    script = f"cd {machine.root}; {' && '.join(commands)}"
+    assert machine.shell(script) == "1800\n"
+    assert machine.shell(f"ONEWORLD_PREFLIGHT_WAIT_S=5; {script}") == "5\n"

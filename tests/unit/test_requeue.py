@@ -14,12 +14,14 @@ pytestmark = pytest.mark.timeout(30)
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Machine]:
-    """srun ends with the status in `end`, once that is there; scancel puts it there."""
+    """srun ends with the status in `end`, once that is there; scancel puts it there. An image is there unless `BUILD`
+    is set."""
     machine = Machine(tmp_path)
     end = tmp_path / "end"
     machine.program(
         "srun",
-        f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/srun\nuntil read -r c <{end}; do sleep 0.02; done; exit $c\n',
+        '#!/bin/bash\nif [ -z "$BUILD" ] && [[ $* == *" --build "* ]]; then exit; fi\n'
+        f'printf "%s\\n" "$@" > {tmp_path}/srun\nuntil read -r c <{end}; do sleep 0.02; done; exit $c\n',
     )
     machine.program("scancel", f'#!/bin/bash\necho "$@" >{tmp_path}/scancel; cp {tmp_path}/code {end}\n')
     machine.program("scontrol", f'#!/bin/bash\n[ "$1" = show ] && echo n1 && exit\necho "$@" >>{tmp_path}/scontrol\n')
@@ -45,6 +47,14 @@ def test_it_saves_and_is_requeued(job: Machine, launcher: str) -> None:
     code, output, asked = run_until_notice(job, launcher)
     assert (code, asked) == (143, "requeue 4711\n")
     assert "it saves and stops" in output and "is requeued" in output
+
+
+@pytest.mark.parametrize("code", ["0", "143"])
+def test_time_that_is_over_while_an_image_is_built(job: Machine, code: str) -> None:
+    (job.folder / "code").write_text(f"{code}\n")
+    end, _, asked = run_until_notice(job, "slurm_amd.sbatch", BUILD="1")
+    assert (end, asked) == (143, "requeue 4711\n")
+    assert "--build" in (job.folder / "srun").read_text().splitlines()
 
 
 def test_a_run_that_has_come_to_its_end_is_not(job: Machine) -> None:
