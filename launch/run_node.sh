@@ -7,7 +7,7 @@
 #   --nnodes N       nodes, or MIN:MAX (default: 1)
 #   --nproc M        ranks on this node (default: its GPUs; if it has none, placement.num_gpus_per_node or 2)
 #   --head HOST      name or address of the node that hosts the rendezvous; needed with several nodes
-#   --port P         its port, and for preflight the next one (default: 29500)
+#   --port P         its port, and for preflight the next one: 1 to 65534 (default: 29500)
 #   --node-rank R    0 on the head (default: SLURM_NODEID; else the head knows itself by its address)
 #   --launch ID      the same on every node: names the run where run.name does not (default on one node: the time)
 #   --print          show the torchrun line and end
@@ -15,7 +15,8 @@
 # torchrun itself restarts a world that fails. The loop here starts torchrun again when it ended with an error, as after
 # the loss of the head, but not after a FATAL of this launch in the run's folder, when the ranks told torchrun to stop
 # (bad settings, Ctrl-C on any node), or after a signal: SIGTERM and SIGINT are passed on, so that the run is saved, and
-# SIGUSR1 goes to the ranks, which save and go on.
+# SIGUSR1 goes to the ranks, which save and go on. A requeued Slurm job goes on with what it has saved, also where
+# checkpoint.resume is never.
 #
 #   ONEWORLD_MAX_ATTEMPTS  attempts in a row that ended within ONEWORLD_LASTED_S seconds (10 within 300), then it gives up
 #   ONEWORLD_BACK_OFF_S    before the second attempt (1), doubled for each that follows, at most 60

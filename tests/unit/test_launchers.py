@@ -530,6 +530,7 @@ def test_ssh_starts_follows_and_stops_clusters_side_by_side(machine: Machine) ->
 
 def test_variables_that_matter_are_forwarded() -> None:
     matter = ["HF_TOKEN", "HF_HOME", "NCCL_IB_HCA", "RCCL_MSCCL_ENABLE", "ONEWORLD_MAX_ATTEMPTS", "https_proxy"]
+    matter += ["SLURM_NODEID", "SLURM_RESTART_COUNT"]  # read by launch/run_node.sh in a container
     others = ["HOME", "MY_HF_TOKEN", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "ONEWORLD_LAUNCHER"]
     environment = {"PATH": os.environ["PATH"]} | dict.fromkeys([*matter, *others], "x")
     script = f". {LAUNCH}/forward.sh; forwarded_names"

@@ -81,10 +81,6 @@ def test_a_requeued_job_does_not_begin_anew(job: Machine) -> None:
     ):
         line = shlex.split(job.run("slurm.sbatch", "--print", *arguments, SLURM_RESTART_COUNT=times).splitlines()[1])
         assert line[line.index("train.py") + 1 : -1] == [*arguments, *added]
-    for runtime in ("enroot", "docker"):
-        launcher = "slurm_amd.sbatch" if runtime == "docker" else "slurm.sbatch"
-        options = ["--runtime", runtime, "--image", "i", "--print"]
-        assert "--env SLURM_RESTART_COUNT" in job.run(launcher, *options, SLURM_RESTART_COUNT="1")
 
 
 def test_a_controller_that_is_away_does_not_end_the_job(job: Machine) -> None:
