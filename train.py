@@ -18,7 +18,7 @@ import rl.early  # noqa: F401  before torch
 from rl.actor import Actor
 from rl.algo.mismatch import check_mismatch
 from rl.config import DEFAULT_CONFIG, Config, ConfigError, resolve_path
-from rl.config_file import load_config
+from rl.config_file import add_arguments, load_config
 from rl.data.batch import Batch
 from rl.data.describe import describe, show
 from rl.dry_run import for_dry_run, share_footprints
@@ -154,18 +154,10 @@ def print_plan(args: argparse.Namespace) -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", metavar="F", help="a YAML file; default: configs/default.yaml")
+    add_arguments(parser)
     parser.add_argument("--plan", action="store_true", help="print the roles of every rank and exit")
-    kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument(
-        "--eval-only",
-        action="store_true",
-        help="evaluate the newest checkpoint of run.name, or model.path where there is none: docs/evaluation.md",
-    )
-    kinds.add_argument("--dry-run", action="store_true", help="one step, of a model that may have no weights")
     parser.add_argument("--nnodes", type=int, metavar="N", help="with --plan: number of nodes")
     parser.add_argument("--nproc-per-node", type=int, metavar="M", help="with --plan: ranks per node")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config file's")
     args = parser.parse_intermixed_args()
     if (args.nnodes or args.nproc_per_node) and not args.plan:
         parser.error("--nnodes and --nproc-per-node are torchrun's, before train.py; here they go with --plan")

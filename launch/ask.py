@@ -2,43 +2,38 @@
 
     python launch/ask.py LAUNCH HEAD [--config F] [key=value ...]
 
-prints, a line each: the run's folder, its name, placement.num_gpus_per_node, and this node's address on the way to the
-head. What is not known is empty, and so may LAUNCH and HEAD be.
+prints, a line each: the run's folder, its name, placement.num_gpus_per_node, checkpoint.resume, and this node's address
+on the way to the head. What is not known is empty, and so may LAUNCH and HEAD be.
 """
 
 import argparse
 import ipaddress
-import socket
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from rl.address import address_towards
 from rl.config import DEFAULT_CONFIG, ConfigError
-from rl.config_file import load_config
+from rl.config_file import add_arguments, load_config
 
 
 def ask_run(launch: str, arguments: list[str]) -> list[str]:
     """Every attempt of a launch is the same run: without a name of its own it has the config's and the launch's."""
     parser = argparse.ArgumentParser(prog="train.py")
-    parser.add_argument("--config")
-    parser.add_argument("--eval-only", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    add_arguments(parser)
     args = parser.parse_intermixed_args(arguments)
     config = load_config(args.config, args.overrides)
     stem = Path(args.config or DEFAULT_CONFIG).stem
     name = config.run.name or (f"{stem}-{launch}" if launch else "")
-    return [str(Path(config.run.dir) / name), name, str(config.placement.get("num_gpus_per_node") or "")]
+    ranks = str(config.placement.get("num_gpus_per_node") or "")
+    return [str(Path(config.run.dir) / name), name, ranks, config.checkpoint.resume]
 
 
 def ask_address(head: str) -> str:
-    """Other nodes may not know this one's name. Nothing is sent to find it; the loopback is of no use to them."""
+    """Other nodes may not know this one's name; the loopback is of no use to them."""
     try:
-        family, kind, _, _, target = socket.getaddrinfo(head, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            address = probe.getsockname()[0]
+        address = address_towards(head)
     except OSError:
         return ""
     return "" if ipaddress.ip_address(address).is_loopback else address

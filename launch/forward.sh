@@ -4,6 +4,6 @@
 # caches stay behind, except HF_HOME: elsewhere they may not be there.
 forwarded_names() {
   local prefixes='HF_|HUGGING_FACE_|NCCL_|RCCL_|GLOO_|UCX_|FI_|TORCH|PYTORCH_|PET_|VLLM_|ONEWORLD_|CUDA_|HIP_|ROCR_|HSA_|WANDB_'
-  local names='GPU_MAX_HW_QUEUES|OMP_NUM_THREADS|TOKENIZERS_PARALLELISM|SLURM_NODEID|(http|https|no|HTTP|HTTPS|NO)_(proxy|PROXY)'
+  local names='GPU_MAX_HW_QUEUES|OMP_NUM_THREADS|TOKENIZERS_PARALLELISM|SLURM_NODEID|SLURM_RESTART_COUNT|(http|https|no|HTTP|HTTPS|NO)_(proxy|PROXY)'
   compgen -e | grep -E "^(($prefixes).*|$names)\$" | grep -Ev '_CACHE_(DIR|ROOT)$|^ONEWORLD_(LAUNCHER|STOP_FILE)$' || true
 }

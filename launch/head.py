@@ -22,6 +22,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from rl.address import address_towards
+from rl.preflight.net import listen
 from rl.watch.parent import die_with_parent
 
 ASK_TIMEOUT_S = 3.0
@@ -35,9 +37,8 @@ def own_addresses() -> list[str]:
     entries = [entry for addresses in psutil.net_if_addrs().values() for entry in addresses]
     found = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
     found = [address for address in found if not address.startswith(("127.", "::1", "fe80:", "169.254."))]
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((ELSEWHERE, 1))  # sends nothing
-        found.insert(0, probe.getsockname()[0])
+    with suppress(OSError):
+        found.insert(0, address_towards(ELSEWHERE))
     return list(dict.fromkeys([*found, socket.gethostname()]))
 
 
@@ -48,7 +49,7 @@ def serve(folder: Path, launch: str, num_nodes: str, port: int, address: str = "
     except OSError as error:
         sys.exit(f"oneworld: port {port}: {error.strerror}; give another one with --port")
     word = secrets.token_hex(8)
-    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
+    with listen(0) as server:
         answer_port = server.getsockname()[1]
         addresses = [address] if address else own_addresses()
         record = {"launch": launch, "nnodes": num_nodes, "addresses": addresses, "port": port}

@@ -20,16 +20,18 @@ fail() {
   exit 2
 }
 
+# shellcheck source=launch/numbers.sh
+. "$here/numbers.sh"
 rank='' shared='' wait=600 address='' nnodes=1 port=29500 print='' options=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$here/local.sh" && exit ;;
     --master) rank=0 && shift ;;
     --print) print=1 options+=("$1") && shift ;;
     --worker | --shared | --wait | --address | --nnodes | --port | --nproc)
       [ $# -gt 1 ] || fail "$1 needs a value"
       case $1 in
-        --worker) rank=$2 ;;
+        --worker) check_number "$1" "$2" 1 999999 && rank=$2 ;;
         --shared) shared=$2 ;;
         --wait) wait=$2 ;;
         --address) address=$2 ;;
@@ -43,10 +45,13 @@ while [ $# -gt 0 ]; do
     *) break ;;
   esac
 done
+check_nodes "$nnodes"
+check_port "$port"
 if [ -z "$rank" ]; then
   [ "$nnodes" = 1 ] || fail "--nnodes $nnodes needs --master on one node and --worker R on the others"
   exec "$here/run_node.sh" ${options[@]+"${options[@]}"} -- "$@"
 fi
+[[ $wait =~ ^[0-9]+([.][0-9]+)?$ ]] || fail "--wait: got '$wait'; it is a number of seconds"
 [ -n "$shared" ] || fail "--master and --worker need --shared FOLDER, which all nodes see"
 if ! command -v torchrun >/dev/null && [ -e .venv/bin/activate ]; then
   # shellcheck source=/dev/null

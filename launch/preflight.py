@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.config import ConfigError
-from rl.config_file import load_config
+from rl.config_file import add_arguments, load_config
 from rl.preflight import gpus
 from rl.preflight.control import Hub, Member, Unanswered, finish, reach
 from rl.preflight.net import listen
@@ -37,10 +37,7 @@ DEFAULT_LIMIT_S = 30.0
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", metavar="F")
-    parser.add_argument("--eval-only", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    add_arguments(parser)
     return parser.parse_intermixed_args()
 
 

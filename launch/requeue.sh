@@ -1,18 +1,10 @@
 # shellcheck shell=bash
 # Before the time of a Slurm job is over, its batch script is told (#SBATCH --signal=B:USR1@90). The step is then told to save
-# and end, and the job goes back into the queue, where it is the same run.
-
-# go_on ARGUMENTS: train.py's into `arguments`; what begins a run anew would do so each time.
-go_on() {
-  arguments=("$@")
-  if [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [[ " $* " == *" checkpoint.resume=never "* ]]; then
-    arguments+=(checkpoint.resume=auto)
-  fi
-}
+# and end, and the job goes back into the queue, where it is the same run (launch/run_node.sh: also with checkpoint.resume=never).
 
 stop_step() { # of a SIGTERM srun itself would make a SIGKILL
   echo "oneworld: the time of job $SLURM_JOB_ID is almost over: it saves and stops" >&2
-  scancel --signal=TERM "$SLURM_JOB_ID"
+  scancel --signal=TERM "$SLURM_JOB_ID" || true # in a trap a failure would end the script, and with it the job
 }
 
 # run_step COMMAND: the job's step, its exit status into `step_status`.

@@ -7,7 +7,7 @@
 #   --nnodes N       nodes, or MIN:MAX (default: 1)
 #   --nproc M        ranks on this node (default: its GPUs; if it has none, placement.num_gpus_per_node or 2)
 #   --head HOST      name or address of the node that hosts the rendezvous; needed with several nodes
-#   --port P         its port, and for preflight the next one (default: 29500)
+#   --port P         its port, and for preflight the next one: 1 to 65534 (default: 29500)
 #   --node-rank R    0 on the head (default: SLURM_NODEID; else the head knows itself by its address)
 #   --launch ID      the same on every node: names the run where run.name does not (default on one node: the time)
 #   --print          show the torchrun line and end
@@ -15,7 +15,8 @@
 # torchrun itself restarts a world that fails. The loop here starts torchrun again when it ended with an error, as after
 # the loss of the head, but not after a FATAL of this launch in the run's folder, when the ranks told torchrun to stop
 # (bad settings, Ctrl-C on any node), or after a signal: SIGTERM and SIGINT are passed on, so that the run is saved, and
-# SIGUSR1 goes to the ranks, which save and go on.
+# SIGUSR1 goes to the ranks, which save and go on. A requeued Slurm job goes on with what it has saved, also where
+# checkpoint.resume is never.
 #
 #   ONEWORLD_MAX_ATTEMPTS  attempts in a row that ended within ONEWORLD_LASTED_S seconds (10 within 300), then it gives up
 #   ONEWORLD_BACK_OFF_S    before the second attempt (1), doubled for each that follows, at most 60
@@ -50,6 +51,12 @@ while [ $# -gt 0 ]; do
     *) break ;;
   esac
 done
+# shellcheck source=launch/numbers.sh
+. "$root/launch/numbers.sh"
+check_nodes "$nnodes"
+check_port "$port"
+[ -z "$nproc" ] || check_ranks "$nproc"
+[ -z "$node_rank" ] || check_number --node-rank "$node_rank" 0 999999
 
 trap '' USR1 # nothing to save yet
 cd "$root"
@@ -63,7 +70,7 @@ fi
 count_gpus() {
   local visible=${CUDA_VISIBLE_DEVICES-${HIP_VISIBLE_DEVICES-${ROCR_VISIBLE_DEVICES-unset}}}
   if [ "$visible" != unset ]; then
-    tr ',' '\n' <<<"$visible" | grep -c . || true
+    tr ',' '\n' <<<"$visible" | sed '/^-1$/,$d; /^NoDevFiles$/,$d' | grep -c . || true # those after -1 do not count
   elif command -v nvidia-smi >/dev/null; then
     nvidia-smi -L | grep -c '^GPU' || true
   else
@@ -77,9 +84,11 @@ elif [ -z "$head" ]; then
   fail "--nnodes $nnodes needs --head HOST, the same on every node"
 fi
 settings=$(python launch/ask.py "$launch" "$head" "$@") || exit 2
-wanted_ranks='' address=''
-{ read -r folder && read -r run && read -r wanted_ranks && read -r address; } <<<"$settings" || true
+wanted_ranks='' resume='' address=''
+{ read -r folder && read -r run && read -r wanted_ranks && read -r resume && read -r address; } <<<"$settings" || true
 [ -n "$run" ] || fail "several nodes need one run: give run.name=NAME, or --launch ID, the same on every node"
+# A requeued job goes on: what begins a run anew would do so each time.
+if [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [ "$resume" = never ]; then set -- "$@" checkpoint.resume=auto; fi
 if [ -z "$nproc" ]; then
   nproc=$(count_gpus)
   [ "$nproc" != 0 ] || nproc=${wanted_ranks:-2}
@@ -159,7 +168,6 @@ end_unless_passed() {
   fi
 }
 preflight=${ONEWORLD_PREFLIGHT:-1}
-[ -e launch/preflight.py ] || preflight=0
 if [ "$preflight" != 0 ] && [ "$nnodes" != 1 ]; then
   run_child "${dies_with_us[@]}" python launch/roll_call.py "$head" $((port + 1)) "$nnodes" "$node_rank" "$run" "$port"
   if [ "$status" = 3 ]; then # the others are past it
@@ -175,7 +183,8 @@ if [ "$preflight" != 0 ]; then
     "ONEWORLD_PREFLIGHT_CODE=$state/preflight")
   [ -z "$head" ] || variables+=("ONEWORLD_HEAD=$head" "ONEWORLD_PORT=$port" "ONEWORLD_NODE_RANK=$node_rank")
   run_child "${dies_with_us[@]}" env "${variables[@]}" "${line[@]}"
-  if [ "$status" = 0 ] && [ -e "$state/preflight" ]; then status=$(cat "$state/preflight"); fi
+  # Where they did, torchrun's own status says no more: an agent may fail at its end because another was gone first.
+  if [ -e "$state/preflight" ]; then status=$(cat "$state/preflight"); fi
   end_unless_passed
 fi
 

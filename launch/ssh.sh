@@ -41,7 +41,17 @@ shift 2
 read -r -a ssh <<<"${ONEWORLD_SSH:-ssh} -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
 here=$clusters/$name
 
-read_hosts() { mapfile -t hosts < <(sed 's/#.*//; s/[[:space:]]//g; /^$/d' "$1"); }
+read_hosts() { # FILE: into `hosts`
+  local lines number valid='^([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9][A-Za-z0-9_.:-]*$'
+  mapfile -t lines < <(sed 's/#.*//; s/^[[:space:]]*//; s/[[:space:]]*$//' "$1")
+  hosts=()
+  for number in "${!lines[@]}"; do
+    [ -n "${lines[$number]}" ] || continue
+    [[ ${lines[$number]} =~ $valid ]] ||
+      fail "$1, line $((number + 1)): '${lines[$number]}' is no host; give HOST or user@HOST alone (--nproc: ranks per node)"
+    hosts+=("${lines[$number]}")
+  done
+}
 
 # On every node, before what it is told: its files, and whether its process lives. A number alone may by now be another's.
 prelude() { # NODE
@@ -53,7 +63,7 @@ end() { if [ -e "$node.exit" ]; then echo "ended with status $(cat "$node.exit")
 REMOTE
 }
 on() { # NODE, what to do there from stdin
-  { prelude "$1" && cat; } | "${ssh[@]}" "${hosts[$1]}" bash -s
+  { prelude "$1" && cat; } | "${ssh[@]}" -- "${hosts[$1]}" bash -s
 }
 on_all() { # SCRIPT [NODE ...]: on these nodes at once, or on all, each line marked with its node; the worst status
   local script=$1 node status=0 nodes=("${@:2}")
@@ -124,6 +134,8 @@ case $command in
     ;;
 esac
 
+# shellcheck source=launch/numbers.sh
+. "$root/launch/numbers.sh"
 file='' dir=$root head='' port='' print='' follow='' options=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -136,7 +148,7 @@ while [ $# -gt 0 ]; do
         --dir) dir=$2 ;;
         --head) head=$2 ;;
         --port) port=$2 ;;
-        --nproc) options+=("$1" "$2") ;;
+        --nproc) check_ranks "$2" && options+=("$1" "$2") ;;
       esac
       shift 2
       ;;
@@ -148,6 +160,7 @@ done
 read_hosts "$file"
 [ ${#hosts[@]} -gt 0 ] || fail "$file names no host"
 head=${head:-${hosts[0]##*@}}
+[ -z "$port" ] || check_port "$port"
 port=${port:-$((20000 + $(cksum <<<"$name" | cut -d ' ' -f 1) % 10000))}
 node=(launch/run_node.sh --nnodes "${#hosts[@]}" --head "$head" --port "$port" --launch "$name-$(date +%Y%m%d-%H%M%S)"
   ${options[@]+"${options[@]}"})
@@ -167,25 +180,32 @@ export ONEWORLD_NODES="${hosts[*]##*@}" # for preflight, to name who is missing
 # shellcheck source=launch/forward.sh
 . "$root/launch/forward.sh"
 mapfile -t variables < <(forwarded_names | grep -Ev '_VISIBLE_DEVICES$|^PET_LOCAL_ADDR$') # those are this machine's
-trap '"${BASH_SOURCE[0]}" stop "$name" >&2; exit 130' INT
+trap '"$root/launch/ssh.sh" stop "$name" >&2; exit 130' INT
 for k in "${!hosts[@]}"; do
   {
     for variable in ${variables[@]+"${variables[@]}"}; do printf 'export %s=%q\n' "$variable" "${!variable}"; done
     printf 'set -- %s\n' "$(printf '%q ' "${node[@]}" --node-rank "$k" -- "$@")"
     cat <<'REMOTE'
 [ -e launch/run_node.sh ] || { echo "oneworld: no repository in $PWD; give --dir" >&2; exit 2; }
-mkdir -p "${node%/*}" && rm -f "$node.exit" "$node.pid"
+unwritable() {
+  echo "oneworld: cannot write in $PWD/${node%/*}; make room and give write access there, or give another repository with --dir" >&2
+  exit 2
+}
+{ mkdir -p "${node%/*}" && rm -f "$node.exit" "$node.pid"; } || unwritable
 # A session of its own, without this connection. Signals go to its process group, of which torchrun is not a part.
 setsid bash -c 'node=$1; shift
   trap : TERM INT HUP USR1
-  echo "$$ $(sed "s/.*) //" "/proc/$$/stat" | cut -d " " -f 20)" >"$node.new" && mv "$node.new" "$node.pid"
+  echo "$$ $(sed "s/.*) //" "/proc/$$/stat" | cut -d " " -f 20)" >"$node.new" && mv "$node.new" "$node.pid" || exit
   "$@"
   echo $? >"$node.exit"' bash "$node" "$@" >"$node.log" 2>&1 </dev/null &
-until [ -e "$node.pid" ]; do sleep 0.05; done
+until [ -e "$node.pid" ]; do
+  kill -s 0 $! 2>/dev/null || [ -e "$node.pid" ] || unwritable
+  sleep 0.05
+done
 REMOTE
   } | on "$k" || {
     echo "oneworld: node $k (${hosts[$k]}) was not started; stopping the others" >&2
-    "${BASH_SOURCE[0]}" stop "$name" >&2 || true
+    "$root/launch/ssh.sh" stop "$name" >&2 || true
     exit 1
   }
 done
@@ -194,5 +214,5 @@ if [ -z "$follow" ]; then
   exit
 fi
 echo "oneworld: $name runs on ${#hosts[@]} nodes; Ctrl-C saves and stops"
-trap 'trap "" INT; "${BASH_SOURCE[0]}" stop "$name" || hang_up' INT # what the nodes say meanwhile is still followed
+trap 'trap "" INT; "$root/launch/ssh.sh" stop "$name" || hang_up' INT # what the nodes say meanwhile is still followed
 follow

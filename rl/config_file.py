@@ -1,6 +1,7 @@
 """From a YAML file and `key=value` overrides, through OmegaConf, to settings. Unknown keys are errors that name the
 nearest known key."""
 
+import argparse
 import dataclasses
 import difflib
 from pathlib import Path
@@ -10,6 +11,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl.config import DEFAULT_CONFIG, PLACEMENT_SIZES, Config, ConfigError, resolve_path
 from rl.config_rules import validate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of train.py that every program takes that is started with its arguments."""
+    parser.add_argument("--config", metavar="F", help="a YAML file; default: configs/default.yaml")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--eval-only",
+        action="store_true",
+        help="evaluate the newest checkpoint of run.name, or model.path where there is none: docs/evaluation.md",
+    )
+    kinds.add_argument("--dry-run", action="store_true", help="one step, of a model that may have no weights")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config file's")
 
 
 def load_config(path: str | Path | None = None, overrides: list[str] | None = None) -> Config:

@@ -24,7 +24,17 @@ STOP_S = 60.0  # torchrun kills ranks 30 s after it has been told to end
 POLL_S = 0.2
 # The launcher passes a signal on; this shell stays to write down how that ended.
 LOCAL = 'trap : TERM INT HUP; "$@"; echo $? > "$EXIT_FILE"'
-ENDED = ("completed", "cancelled", "failed", "timeout", "node_fail", "out_of_memory", "boot_fail", "deadline")
+ENDED = (
+    "completed",
+    "cancelled",
+    "failed",
+    "timeout",
+    "preempted",
+    "node_fail",
+    "out_of_memory",
+    "boot_fail",
+    "deadline",
+)
 # On a node, of a run's folder: a line for each file that tells of it.
 FILES = """cd {run} 2>/dev/null || exit 0
 for file in status/*.json FATAL; do
@@ -210,7 +220,10 @@ class Ssh:
         return {"cluster": run.name, "folder": str(runs / run.name), "command": command}
 
     def look(self, run: Path, job: dict[str, Any]) -> Look:
-        states = dict(self._ask("status", job["cluster"]))
+        try:
+            states = dict(self._ask("status", job["cluster"]))
+        except SystemExit as error:  # its files in runs/.clusters are gone; the nodes may run
+            return Look(active=f"unknown ({error})")
         look = Look(codes=re.findall(r"ended with status (\d+)", " ".join(states.values())))
         running = [node for node, text in states.items() if text.startswith("runs")]
         away = [node for node, text in states.items() if text == "cannot be reached"]

@@ -19,14 +19,22 @@ import json
 import shlex
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 from tools import status
-from tools.job_kinds import POLL_S, STOP_S, Look, kind_for, kind_of
+from tools.job_kinds import POLL_S, STOP_S, Kind, Look, kind_for, kind_of
 
+RUNS = Path("runs")
 NOT_HERE = ("--print", "--help", "--follow")
+
+
+def command(runs: Path, *words: str) -> str:
+    """What to type."""
+    given = [] if runs == RUNS else ["--runs", str(runs)]
+    return shlex.join(["python", "tools/jobs.py", *given, *words])
 
 
 def submit(runs: Path, args: argparse.Namespace) -> None:
@@ -41,13 +49,32 @@ def submit(runs: Path, args: argparse.Namespace) -> None:
         raise SystemExit('got --amd without --slurm="...", whose launcher it chooses; give both')
     if args.hosts and not args.hosts.is_file():
         raise SystemExit(f"--hosts {args.hosts}: there is no such file; it has a host or user@host in each line")
-    if (run / "job.json").exists() and look_at(run).active:
-        raise SystemExit(f"{run} is {state(run)}; stop it first, or give another name: tools/jobs.py stop {args.name}")
+    if (run / "job.json").exists() and (active := look_at(run).active):
+        ended = f"; if it has ended, remove {run / 'job.json'}" if active.startswith("unknown") else ""
+        raise SystemExit(
+            f"{run} is {active}; stop it first, or give another name: {command(runs, 'stop', args.name)}{ended}"
+        )
+    write(run, begin(run, kind, args.arguments) | {"submitted_at": time.time()})
+    print(f"{run}: submitted; follow it with: {command(runs, 'logs', '-f', args.name)}")
+
+
+def begin(run: Path, kind: Kind, arguments: list[str]) -> dict[str, Any]:
+    """What is refused leaves all as it was: of an earlier submission, what became of it."""
+    is_new, fatal, aside = not run.exists(), run / "FATAL", run / "FATAL.before"
     run.mkdir(parents=True, exist_ok=True)
-    for leftover in ("FATAL", "job.json"):
-        (run / leftover).unlink(missing_ok=True)
-    write(run, kind.submit(run, args.arguments) | {"submitted_at": time.time()})
-    print(f"{run}: submitted; follow it with: python tools/jobs.py logs -f {args.name}")
+    with suppress(FileNotFoundError):
+        fatal.replace(aside)
+    try:
+        job = kind.submit(run, arguments)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            aside.replace(fatal)
+        with suppress(OSError):  # not empty
+            if is_new:
+                run.rmdir()
+        raise
+    aside.unlink(missing_ok=True)
+    return job
 
 
 def write(run: Path, job: dict[str, Any]) -> None:
@@ -59,7 +86,9 @@ def write(run: Path, job: dict[str, Any]) -> None:
 def read(run: Path) -> dict[str, Any]:
     file = run / "job.json"
     if not file.exists():
-        raise SystemExit(f"there is no job {run.name} in {run.parent}; tools/jobs.py list shows those that are")
+        raise SystemExit(
+            f"there is no job {run.name} in {run.parent}; {command(run.parent, 'list')} shows those that are"
+        )
     return json.loads(file.read_text())
 
 
@@ -120,14 +149,16 @@ def stop(run: Path, now: bool) -> None:
     deadline = time.monotonic() + STOP_S
     while look_at(run).active:
         if time.monotonic() > deadline:
-            raise SystemExit(f"{run.name} has not ended in {STOP_S:g} s; tools/jobs.py stop --now kills it")
+            raise SystemExit(
+                f"{run.name} has not ended in {STOP_S:g} s; {command(run.parent, 'stop', '--now', run.name)} kills it"
+            )
         time.sleep(POLL_S)
     print(f"{run.name}: {state(run)}")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder that holds the runs")
+    parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help="folder that holds the runs")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("submit", help="start a run in the background")
     where = one.add_mutually_exclusive_group()

@@ -39,7 +39,7 @@ def test_a_job_is_submitted_followed_and_stopped_from_a_terminal(tmp_path: Path)
     environment = {MARK: mark, "ONEWORLD_PREFLIGHT": "0"}
     try:
         said = jobs("submit", "a", *settings)
-        assert said == f"{run}: submitted; follow it with: python tools/jobs.py logs -f a\n"
+        assert said == f"{run}: submitted; follow it with: python tools/jobs.py --runs {tmp_path} logs -f a\n"
         assert "is running; stop it first, or give another name" in jobs("submit", "a")
         follower = tool("jobs.py", "--runs", tmp_path, "logs", "-f", "a", timeout_s=90, **environment)
         follower.expect("2 engines; loading")

@@ -33,7 +33,8 @@ def test_two_clusters_side_by_side_with_disks_of_their_own(tmp_path: Path) -> No
     """One is a job in the background, the other is followed in a terminal and ends by Ctrl-C there."""
     with ssh_cluster(tmp_path, 2) as nodes:
         said = jobs(nodes, "submit", "--hosts", nodes.hosts, "one", "--nproc", "1", *SETTINGS)
-        assert said == f"{nodes.runs}/one: submitted; follow it with: python tools/jobs.py logs -f one\n"
+        follow = f"python tools/jobs.py --runs {nodes.runs} logs -f one"
+        assert said == f"{nodes.runs}/one: submitted; follow it with: {follow}\n"
         start = ["launch/ssh.sh", "start", "two", "--hosts", nodes.hosts, "--nproc", "1", "--follow", *SETTINGS]
         person = terminal(
             nodes.at_desk(*start, f"run.dir={nodes.runs}", "run.name=two"), timeout_s=100, **activated_environment()

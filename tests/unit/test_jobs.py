@@ -64,7 +64,7 @@ def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     [
         (["submit", "a/b"], "got the name 'a/b'; it is a folder's name"),
         (["submit", "a", "run.name=b"], "got run.name=b, which follows from the job's name"),
-        (["status", "b"], "there is no job b in .*; tools/jobs.py list shows those that are"),
+        (["status", "b"], "there is no job b in .*; python tools/jobs.py --runs .* list shows those that are"),
         (["submit", "--slurm", "", "a"], "there is no sbatch on this machine; submit without --slurm"),
         (["submit", "--amd", "a"], "got --amd without --slurm"),
         (["submit", "--hosts", "none", "a"], "--hosts none: there is no such file; it has a host or user@host in each"),
@@ -113,9 +113,50 @@ def test_slurm_is_passed_through_to(
     assert capsys.readouterr().out.splitlines()[-1] == "x: stopped"
 
 
+def test_a_refused_submission_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho Invalid partition >&2; exit 1\n")
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho PREEMPTED\n")
+    for name in ("sbatch", "squeue"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    runs = tmp_path / "runs"
+    arguments = ["--runs", str(runs), "submit", "--slurm", "-p none"]
+    with pytest.raises(SystemExit, match="Invalid partition"):
+        jobs.main([*arguments, "new"])
+    assert not (runs / "new").exists()
+    write_job(runs / "old", slurm_id="7")
+    (runs / "old" / "FATAL").write_text("bad data\n")
+    before = (runs / "old" / "job.json").read_text()
+    with pytest.raises(SystemExit, match="Invalid partition"):
+        jobs.main([*arguments, "old"])
+    assert (runs / "old" / "job.json").read_text() == before
+    assert (runs / "old" / "FATAL").read_text() == "bad data\n" and jobs.state(runs / "old") == "fatal"
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 78\n")
+    jobs.main([*arguments, "old"])
+    assert jobs.state(runs / "old") == "ended", "a job that was preempted, and no longer the one that was fatal"
+
+
+def test_what_is_to_be_typed_next_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 78\n")
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho RUNNING\n")
+    for name in ("sbatch", "squeue"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    jobs.main(["--runs", "my runs", "submit", "--slurm", "", "a b"])
+    assert capsys.readouterr().out.endswith(": python tools/jobs.py --runs 'my runs' logs -f 'a b'\n")
+    with pytest.raises(SystemExit, match=r"is running; .* name: python tools/jobs.py --runs 'my runs' stop 'a b'$"):
+        jobs.main(["--runs", "my runs", "submit", "--slurm", "", "a b"])
+    jobs.main(["submit", "--slurm", "", "c"])
+    assert capsys.readouterr().out.endswith(": python tools/jobs.py logs -f c\n")
+
+
 # Stands for ssh: what a host is told is done here, unless it is the one that is away.
 SSH = """#!/bin/bash
-while [ "$1" = -o ]; do shift 2; done
+while [ "$1" != -- ]; do shift; done
+shift
 [ "$1" != "$(cat "$CALLS/away" 2>/dev/null)" ] || exit 255
 exec bash -s
 """
@@ -127,7 +168,7 @@ def test_nodes_over_ssh_are_all_asked(
     """What each knows is put together; when all have ended it is kept, and nobody is asked again."""
     root, runs = tmp_path / "repository", tmp_path / "runs"
     (root / "launch").mkdir(parents=True)
-    for name in ("ssh.sh", "forward.sh"):
+    for name in ("ssh.sh", "forward.sh", "numbers.sh"):
         (root / "launch" / name).write_bytes((ROOT / "launch" / name).read_bytes())
     (root / "launch" / "run_node.sh").write_text('#!/bin/bash\nsleep 20 & trap "kill $!; exit 143" TERM; wait\n')
     (root / "launch" / "run_node.sh").chmod(0o755)
@@ -158,7 +199,7 @@ def test_nodes_over_ssh_are_all_asked(
         (run / "status" / f"rank_{rank}.json").write_text(json.dumps(row))
     (run / "metrics.jsonl").write_text('{"step": 3, "reward/mean": 0.5}\n')
     assert jobs.state(run) == "running"
-    with pytest.raises(SystemExit, match="is running; stop it first"):
+    with pytest.raises(SystemExit, match=r"is running; stop it first"):
         jobs.main([*arguments, "submit", "x"])
     (tmp_path / "away").write_text("beta")
     assert jobs.state(run) == "running on 1 of 2"
@@ -171,3 +212,16 @@ def test_nodes_over_ssh_are_all_asked(
     monkeypatch.setenv("ONEWORLD_SSH", "false")
     jobs.main([*arguments, "list"])
     assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["x", "stopped", "3", "0.500"]
+
+
+def test_a_cluster_that_is_forgotten_does_not_hide_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_job(tmp_path / "gone", cluster="no-such-cluster-of-a-test", folder="runs/gone")
+    write_job(tmp_path / "other", submitted_at=1.0)
+    jobs.main(["--runs", str(tmp_path), "list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["gone", "unknown"], ["other", "ended"]]
+    assert "(oneworld: no cluster no-such-cluster-of-a-test; " in lines[1]
+    with pytest.raises(SystemExit, match=r"gone is unknown .*; if it has ended, remove .*gone/job.json"):
+        jobs.main(["--runs", str(tmp_path), "submit", "gone"])

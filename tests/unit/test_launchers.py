@@ -46,13 +46,13 @@ class Machine:
         self.calls = folder / "calls"
         self.calls.mkdir()
         self.bin.mkdir()
-        shutil.copytree(LAUNCH, self.root / "launch", ignore=shutil.ignore_patterns("preflight.py", "__pycache__"))
+        shutil.copytree(LAUNCH, self.root / "launch", ignore=shutil.ignore_patterns("__pycache__"))
         self.program("torchrun", FAKE_TORCHRUN.format(folder=folder))
         self.script("exit 0")
         clean = {k: v for k, v in os.environ.items() if not k.startswith(SCHEDULERS) and k not in DEVICES}
         path = f"{self.bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environment = clean | {"PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0,1"}
-        self.environment |= {"ONEWORLD_BACK_OFF_S": "0"}
+        self.environment |= {"ONEWORLD_BACK_OFF_S": "0", "ONEWORLD_PREFLIGHT": "0"}
         self._processes: list[subprocess.Popen[str]] = []
 
     def program(self, name: str, text: str) -> None:
@@ -63,8 +63,11 @@ class Machine:
         (self.folder / "script").write_text("\n".join(lines) + "\n")
 
     def start(self, launcher: str, *arguments: str, **extra: str) -> subprocess.Popen[str]:
+        return self._start(["bash", str(self.root / "launch" / launcher), *arguments], extra)
+
+    def _start(self, command: list[str], extra: dict[str, str]) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            ["bash", str(self.root / "launch" / launcher), *arguments],
+            command,
             env=self.environment | extra,
             cwd=self.folder,
             text=True,
@@ -76,7 +79,12 @@ class Machine:
         return process
 
     def run(self, launcher: str, *arguments: str, code: int = 0, **extra: str) -> str:
-        process = self.start(launcher, *arguments, **extra)
+        return self._end_of(self.start(launcher, *arguments, **extra), code)
+
+    def shell(self, script: str, code: int = 0) -> str:
+        return self._end_of(self._start(["bash", "-c", script], {}), code)
+
+    def _end_of(self, process: subprocess.Popen[str], code: int) -> str:
         output, _ = process.communicate(timeout=20)
         assert process.returncode == code, output
         return output
@@ -234,7 +242,7 @@ def test_a_killed_launcher_takes_torchrun_along(machine: Machine) -> None:
 
 
 def test_preflight_comes_first(machine: Machine) -> None:
-    (machine.root / "launch" / "preflight.py").touch()
+    del machine.environment["ONEWORLD_PREFLIGHT"]
     machine.script("exit 0", "exit 0", "exit 9", 'echo 1 > "$ONEWORLD_PREFLIGHT_CODE"', "exit 0")
     nodes = ["--nproc", "8", "--head", "h", "--launch", "7"]
     machine.run("run_node.sh", *nodes, "train.num_steps=3")
@@ -250,7 +258,7 @@ def test_preflight_comes_first(machine: Machine) -> None:
 
 
 def test_several_nodes_call_the_roll_before_preflight(machine: Machine) -> None:
-    (machine.root / "launch" / "preflight.py").touch()
+    del machine.environment["ONEWORLD_PREFLIGHT"]
     nodes = ["--nnodes", "2", "--nproc", "8", "--head", "127.0.0.1", "--port", free_port()]
     wait = {"ONEWORLD_PREFLIGHT_WAIT_S": "0.2", "ONEWORLD_NODES": "alpha beta"}
     assert "on 1 of 2 nodes: node 1 (beta)" in machine.run(
@@ -522,6 +530,7 @@ def test_ssh_starts_follows_and_stops_clusters_side_by_side(machine: Machine) ->
 
 def test_variables_that_matter_are_forwarded() -> None:
     matter = ["HF_TOKEN", "HF_HOME", "NCCL_IB_HCA", "RCCL_MSCCL_ENABLE", "ONEWORLD_MAX_ATTEMPTS", "https_proxy"]
+    matter += ["SLURM_NODEID", "SLURM_RESTART_COUNT"]  # read by launch/run_node.sh in a container
     others = ["HOME", "MY_HF_TOKEN", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "ONEWORLD_LAUNCHER"]
     environment = {"PATH": os.environ["PATH"]} | dict.fromkeys([*matter, *others], "x")
     script = f". {LAUNCH}/forward.sh; forwarded_names"

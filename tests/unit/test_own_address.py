@@ -15,7 +15,7 @@ OTHER, OWN = "192.0.2.7", "192.0.2.1"
 def address(monkeypatch: pytest.MonkeyPatch, way: str, others_way: str, others_host: str) -> str:
     """Of rank 0 of two nodes, whose way to the head is `way`."""
     ways = {"head": way, OTHER: OWN}
-    monkeypatch.setattr(addresses, "_address_towards", ways.__getitem__)
+    monkeypatch.setattr(addresses, "address_towards", ways.__getitem__)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "theirs")
     for name, value in {"MASTER_ADDR": "head", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)

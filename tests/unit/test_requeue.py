@@ -1,5 +1,6 @@
 """A Slurm job whose time is over, with programs in Slurm's place; tests/e2e/test_launch_slurm.py has real ones."""
 
+import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,14 @@ pytestmark = pytest.mark.timeout(30)
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Machine]:
-    """srun ends with the status in `end`, once that is there; scancel puts it there."""
+    """srun ends with the status in `end`, once that is there; scancel puts it there. An image is there unless `BUILD`
+    is set."""
     machine = Machine(tmp_path)
     end = tmp_path / "end"
     machine.program(
         "srun",
-        f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/srun\nuntil read -r c <{end}; do sleep 0.02; done; exit $c\n',
+        '#!/bin/bash\nif [ -z "$BUILD" ] && [[ $* == *" --build "* ]]; then exit; fi\n'
+        f'printf "%s\\n" "$@" > {tmp_path}/srun\nuntil read -r c <{end}; do sleep 0.02; done; exit $c\n',
     )
     machine.program("scancel", f'#!/bin/bash\necho "$@" >{tmp_path}/scancel; cp {tmp_path}/code {end}\n')
     machine.program("scontrol", f'#!/bin/bash\n[ "$1" = show ] && echo n1 && exit\necho "$@" >>{tmp_path}/scontrol\n')
@@ -46,6 +49,14 @@ def test_it_saves_and_is_requeued(job: Machine, launcher: str) -> None:
     assert "it saves and stops" in output and "is requeued" in output
 
 
+@pytest.mark.parametrize("code", ["0", "143"])
+def test_time_that_is_over_while_an_image_is_built(job: Machine, code: str) -> None:
+    (job.folder / "code").write_text(f"{code}\n")
+    end, _, asked = run_until_notice(job, "slurm_amd.sbatch", BUILD="1")
+    assert (end, asked) == (143, "requeue 4711\n")
+    assert "--build" in (job.folder / "srun").read_text().splitlines()
+
+
 def test_a_run_that_has_come_to_its_end_is_not(job: Machine) -> None:
     (job.folder / "code").write_text("0\n")
     code, _, asked = run_until_notice(job, "slurm.sbatch")
@@ -59,8 +70,23 @@ def test_there_is_a_limit(job: Machine) -> None:
 
 
 def test_a_requeued_job_does_not_begin_anew(job: Machine) -> None:
-    (job.folder / "end").write_text("0\n")
-    job.run("slurm.sbatch", "--head", "n1", "checkpoint.resume=never")
-    assert (job.folder / "srun").read_text().splitlines()[-1] == "checkpoint.resume=never"
-    job.run("slurm.sbatch", "--head", "n1", "checkpoint.resume=never", SLURM_RESTART_COUNT="1")
-    assert (job.folder / "srun").read_text().splitlines()[-2:] == ["checkpoint.resume=never", "checkpoint.resume=auto"]
+    """Whether the file says so or an argument. A run that is forked from another stays so."""
+    never, fork = job.folder / "never.yaml", "checkpoint.resume=runs/other"
+    never.write_text("checkpoint: {resume: never}\n")
+    for times, arguments, added in (
+        ("0", ["--config", str(never)], []),
+        ("1", ["--config", str(never)], ["checkpoint.resume=auto"]),
+        ("1", ["checkpoint.resume=never"], ["checkpoint.resume=auto"]),
+        ("1", ["--config", str(never), fork], []),
+    ):
+        line = shlex.split(job.run("slurm.sbatch", "--print", *arguments, SLURM_RESTART_COUNT=times).splitlines()[1])
+        assert line[line.index("train.py") + 1 : -1] == [*arguments, *added]
+
+
+def test_a_controller_that_is_away_does_not_end_the_job(job: Machine) -> None:
+    job.program("scancel", f"#!/bin/bash\ncp {job.folder}/code {job.folder}/end; exit 1\n")
+    process = job.start("slurm.sbatch", "--head", "n1")
+    until((job.folder / "srun").exists)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 143 and "is requeued" in output

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.timeout(30)
 # What a host is told is done here; FOLDER/HOST says what it does instead, once.
 SSH = """#!/bin/bash
 while [ "$1" = -o ]; do shift 2; done
+[ "$1" = -- ] && shift || exit 64
 if [ -e {folder}/$1 ]; then script=$(cat {folder}/$1); rm {folder}/$1; eval "$script"; fi
 exec bash -s
 """
@@ -64,3 +65,38 @@ def test_ctrl_c_while_nodes_are_started_stops_those_that_were(nodes: Machine) ->
     output, _ = process.communicate(timeout=15)
     assert process.returncode == 130, output
     assert "[0 alpha] ended with status 143" in output and "[1 beta] was lost" in output
+
+
+def test_what_is_no_host_is_refused(nodes: Machine) -> None:
+    nodes.run("ssh.sh", *start(nodes))
+    hosts = nodes.folder / "hosts"
+    for line in ("gpu-01 slots=8", "-oProxyCommand=touch", "-l@alpha", "alpha/", "me@"):
+        hosts.write_text(f"# the head\nalpha\n  {line} \r\n")
+        output = nodes.run("ssh.sh", "start", "two", "--hosts", str(hosts), code=2)
+        assert f"{hosts}, line 3: '{line}' is no host; give HOST or user@HOST alone" in output
+
+
+def test_it_finds_itself_wherever_it_is_called(nodes: Machine) -> None:
+    nodes.script(WORK)
+    (nodes.folder / "beta").write_text("exit 255")
+    words = shlex.join(["bash", "ssh.sh", *start(nodes)])
+    output = nodes.shell(f"cd {nodes.root}/launch; {words}", code=1)
+    assert "node 1 (beta) was not started" in output and "[0 alpha] ended with status 143" in output
+    assert "launch/local.sh" in nodes.shell(f"cd {nodes.root}/launch; bash local.sh --help")
+
+
+@pytest.mark.parametrize("what", ["a file in its place", "a full disk", "nothing was started"])
+def test_a_node_that_cannot_write_is_named(nodes: Machine, what: str) -> None:
+    other = nodes.folder / "other"
+    (other / "launch").mkdir(parents=True)
+    (other / "launch" / "run_node.sh").touch()
+    if what == "a file in its place":
+        (other / "runs").touch()
+    elif what == "a full disk":
+        (other / "runs/.clusters/one").mkdir(parents=True)
+        (other / "runs/.clusters/one/0.new").symlink_to("/dev/full")
+    else:
+        nodes.program("setsid", "#!/bin/bash\nexit 1\n")
+    output = nodes.run("ssh.sh", *start(nodes)[:4], "--dir", str(other), code=1)
+    assert f"cannot write in {other}/runs/.clusters/one; make room" in output
+    assert "node 0 (alpha) was not started" in output
