@@ -1,10 +1,14 @@
 """No test leaves a world behind, however it ends."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.launcher import STARTED, members
+
+# A shell's background jobs ignore Ctrl-C, and so would all that they start: programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

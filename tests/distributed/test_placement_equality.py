@@ -84,6 +84,7 @@ ALGORITHM = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_algorithm_with_everything_has_placement_equality(tmp_path: Path) -> None:
     """2 ranks that do it all, and an actor with an engine and inference ranks apart: who judges, who scores and who

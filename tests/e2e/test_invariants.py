@@ -69,7 +69,9 @@ def test_engine_logprobs_are_data_not_truth(old_logprobs: str, stage: str, tmp_p
             *("eval.interval=1", "eval.num_prompts=1", "algo.num_mini_batches=7", "algo.num_epochs=2"),
             *("algo.kl_coef=0.1", "actor.offload=rollout", "debug.profile_step=2"),
         ],
-        ["placement.inference,rollout=0-1", "placement.actor=2", "algo.old_logprobs=always"],  # sample and score
+        pytest.param(  # sample and score
+            ["placement.inference,rollout=0-1", "placement.actor=2", "algo.old_logprobs=always"], marks=pytest.mark.slow
+        ),
     ],
     ids=["one prompt", "small engine", "one eval prompt, a group a mini-batch, offload", "inference and rollout share"],
 )
