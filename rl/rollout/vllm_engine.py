@@ -48,6 +48,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # it w
 
 import vllm  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.device_allocator.cumem import CuMemAllocator  # noqa: E402
 from vllm.distributed.parallel_state import get_tp_group  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
@@ -326,6 +327,8 @@ class VllmEngine:
         del client, self._engine, self._llm
         gc.unfreeze()  # vLLM froze what it had built
         gc.collect()
+        if self._can_sleep:
+            CuMemAllocator.get_instance().release_pools()  # which keep the memory of tensors that are gone
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return self._group

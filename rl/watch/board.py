@@ -15,7 +15,7 @@ from rl.watch.culprit import Account, describe_others, describe_silence, find_cu
 
 COLLECT_S = 0.7  # reports
 MAX_COLLECT_S = 3.0  # while all that has come are broken connections: who broke them will be told
-INQUEST_S = 2.5  # accounts of silent ranks, for which stacks are written
+INQUEST_S = 3.0  # accounts of silent ranks, for which stacks and collectives are written
 BEAT_S = 1.0  # between two words of a watchdog, and of the board to each
 CUT_S = 10.0  # without a word: a host may pause
 TICK_S = 0.2

@@ -5,10 +5,15 @@ all ranks and says which collective they differ in.
 """
 
 import os
+import pickle
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 PIPES = Path("/dev/shm")  # a run folder may lie on a file system without pipes; segments of a world go with its ranks
+READ_S = 2.0  # torch looks into its pipe once a second
 
 
 def keep_collectives(folder: Path, world: str, count: int) -> str:
@@ -30,8 +35,42 @@ def _set(names: tuple[str, ...], value: str) -> None:
         os.environ |= dict.fromkeys(names, value)
 
 
+class Recording:
+    """A rank's last collectives, in the watchdog. A thread asks for them and reads the file: the run's folder may be
+    what hangs."""
+
+    def __init__(self, world: str, rank: int, stem: str):
+        self.path = ""  # of the file, where somebody listens
+        self.is_pending = False  # the device waits for other ranks, wherever the main thread waits for the device
+        self._thread = threading.Thread(target=self._take, args=(world, rank, Path(f"{stem}{rank}")), daemon=True)
+        if stem:
+            self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _take(self, world: str, rank: int, path: Path) -> None:
+        path.unlink(missing_ok=True)  # of an earlier silence
+        if not ask_for_collectives(world, rank):
+            return
+        self.path = str(path)
+        deadline = time.monotonic() + READ_S
+        while time.monotonic() < deadline:
+            with suppress(FileNotFoundError, EOFError, pickle.UnpicklingError):  # not written yet, or not to its end
+                self.is_pending = has_pending(pickle.loads(path.read_bytes()))
+                return
+            time.sleep(0.1)
+
+
+def has_pending(trace: dict[str, Any]) -> bool:
+    """Whether a group has collectives under way, which others have not joined or not ended."""
+    groups = trace["pg_status"].values()
+    return any(int(of["last_enqueued_collective"]) > int(of["last_completed_collective"]) for of in groups)
+
+
 def ask_for_collectives(world: str, rank: int) -> bool:
-    """In the watchdog; whether somebody listens. The file is there a second or two later."""
+    """Whether somebody listens. The file is there a second or two later."""
     with suppress(OSError):
         pipe = os.open(_pipe(world, f"{rank}.pipe"), os.O_WRONLY | os.O_NONBLOCK)
         try:

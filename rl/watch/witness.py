@@ -8,7 +8,7 @@ from pathlib import Path
 from rl.watch.culprit import Account
 from rl.watch.heart import Heart
 from rl.watch.process import RankProcess
-from rl.watch.recorder import ask_for_collectives
+from rl.watch.recorder import READ_S, Recording
 from rl.watch.silence import STOPPED, Limits, Watch
 from rl.watch.stacks import ANSWER_S, Stacks, stands_in_collective, write_stacks
 
@@ -24,7 +24,7 @@ class Witness:
         assert beat is not None
         self.beat = beat
         self._heart, self._process, self._stacks = heart, process, stacks
-        self._due: tuple[float, Account] | None = None  # when its stacks will be there
+        self._asked: tuple[float, Account, Recording] | None = None  # when its stacks will be there
 
     def look(self) -> None:
         self.beat = self._heart.read() or self.beat
@@ -57,16 +57,23 @@ class Witness:
     def ask(self) -> None:
         """For an account with stacks; `answer` has it a moment later."""
         account = self.account(self.frozen())  # before a stopped process is woken to write its stacks
-        if ask_for_collectives(self.world, self.rank):
-            account = replace(account, collectives=f"{self.collectives}{self.rank}")
+        recording = Recording(self.world, self.rank, self.collectives)
         self._stacks.ask(is_stopped=account.frozen == STOPPED)
-        self._due = time.monotonic() + ANSWER_S, account
+        self._asked = time.monotonic() + ANSWER_S, account, recording
 
     def answer(self) -> Account | None:
         """Once, when it is due."""
-        if self._due is None or time.monotonic() < self._due[0]:
+        if self._asked is None:
             return None
-        (_, account), self._due = self._due, None
+        due, account, recording = self._asked
+        now = time.monotonic()
+        if now < due or not (recording.is_over or now > due + READ_S):
+            return None
+        self._asked = None
         stacks = self._stacks.take()
-        path = write_stacks(stacks, self.folder, self.rank)
-        return replace(account, in_collective=stands_in_collective(stacks), stacks=path)
+        return replace(
+            account,
+            in_collective=stands_in_collective(stacks) or recording.is_pending,
+            stacks=write_stacks(stacks, self.folder, self.rank),
+            collectives=recording.path,
+        )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import select
 import selectors
 import socket
@@ -26,6 +27,7 @@ from rl.watch.lines import Lines
 from rl.watch.silence import STRETCH, Limits, Watch
 from rl.watch.stacks import Stacks, stands_in_collective
 from rl.watch.watchdog import Watchdog
+from tests.launcher import until
 
 
 def beat(number: int, at: float, stage: str = "update", waits_for: str = "", io_at: float | None = None) -> Beat:
@@ -444,6 +446,49 @@ class TestRecorder:
         listener = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
         assert recorder.ask_for_collectives("0123", 7)
         assert os.read(listener, 10) == b"1"
+
+    @pytest.mark.parametrize("is_pending", [True, False])
+    def test_what_a_device_waits_for_is_read_from_them(
+        self, is_pending: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A main thread that waits for its device stands in no collective."""
+        monkeypatch.setattr(recorder, "PIPES", tmp_path)
+        pipe, file = tmp_path / "oneworld-0123-nccl_7.pipe", tmp_path / "nccl_rank_7"
+        os.mkfifo(pipe)
+        listener = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        file.write_bytes(pickle.dumps(self.trace(4, 4 - (not is_pending))))  # of an earlier silence: the opposite
+        recording = recorder.Recording("0123", 7, str(tmp_path / "nccl_rank_"))
+        assert select.select([listener], [], [], 5)[0] and os.read(listener, 10) == b"1"
+        assert not file.exists()
+        data = pickle.dumps(self.trace(6, 6 - is_pending))
+        file.write_bytes(data[:-20])  # torch is writing
+        time.sleep(0.3)
+        assert not recording.is_over
+        file.write_bytes(data)
+        until(lambda: recording.is_over, "read")
+        assert (recording.path, recording.is_pending) == (str(file), is_pending)
+        os.close(listener)
+
+    def test_nobody_may_listen_or_answer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(recorder, "PIPES", tmp_path)
+        monkeypatch.setattr(recorder, "READ_S", 0.3)
+        assert recorder.Recording("0123", 7, "").is_over, "there is no recorder"
+        deaf = recorder.Recording("0123", 7, str(tmp_path / "nccl_rank_"))
+        until(lambda: deaf.is_over, "nobody listens")
+        os.mkfifo(tmp_path / "oneworld-0123-nccl_7.pipe")
+        listener = os.open(tmp_path / "oneworld-0123-nccl_7.pipe", os.O_RDONLY | os.O_NONBLOCK)
+        mute = recorder.Recording("0123", 7, str(tmp_path / "nccl_rank_"))
+        until(lambda: mute.is_over, "nobody answers")
+        assert (deaf.path, mute.path) == ("", str(tmp_path / "nccl_rank_7"))
+        assert not deaf.is_pending and not mute.is_pending
+        os.close(listener)
+
+    @staticmethod
+    def trace(enqueued: int, completed: int) -> dict[str, Any]:
+        """As torch writes it, less what is not read."""
+        done = {"last_enqueued_collective": 9, "last_started_collective": -1, "last_completed_collective": 9}
+        last = {"last_enqueued_collective": enqueued, "last_completed_collective": completed}
+        return {"version": "2.10", "entries": [], "pg_status": {"0": done, "1": done | last}}
 
     def test_it_may_be_off(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "environ", {})
