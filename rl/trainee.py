@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rl.config import ActorConfig, AlgoConfig
@@ -42,6 +43,9 @@ class Trainee:
         schedule: Callable[[int], float],
     ):
         self.model = model
+        parameter = next(model.parameters())
+        assert isinstance(parameter, DTensor)
+        self._mesh = parameter.device_mesh  # [shard], or [replica, shard]
         self._pg, self._device, self._actor, self._algo = pg, device, actor, algo
         # Right after sharding: an optimizer made after a forward would miss the root's parameters without a word.
         self._optimizer = torch.optim.AdamW(
@@ -165,6 +169,7 @@ class Trainee:
         scale = dist.get_world_size(self._pg) / max(denominator.item(), 1.0)
         for number, sequences in enumerate(micro_batches):
             HEART.beat(f"micro-batch {number + 1} of {len(micro_batches)}")
+            self._set_reduction(is_last=number + 1 == len(micro_batches))
             self._accumulate(mini_batch.select(sequences), scale, measures)
         self._check(mini_batch, measures)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._actor.max_grad_norm)
@@ -182,6 +187,17 @@ class Trainee:
             self._optimizer.step()
             self._scheduler.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _set_reduction(self, is_last: bool) -> None:
+        """Gradients of micro-batches add up first where their sum takes no more room: on a rank that has the whole
+        model, and of one shard before its replicas exchange them. Over shards each is reduced at once."""
+        assert isinstance(self.model, FSDPModule)
+        if self._actor.offload == "always":  # FSDP brings them to host memory when it has reduced them
+            return
+        if self._mesh.size(self._mesh.ndim - 1) == 1:
+            self.model.set_requires_gradient_sync(is_last)
+        elif self._mesh.ndim == 2:
+            self.model.set_requires_all_reduce(is_last)
 
     def _denominator(self, mini_batch: Batch) -> Tensor:
         """This rank's part of what the sum of losses is divided by."""

@@ -36,10 +36,15 @@ WAYS = {
         {"max_tokens": 25, "offload": "moments"},
         {"max_tokens": 25, "offload": "always", "recompute": "selective"},
     ],
-    4: [{"max_tokens": 40, "recompute": "full"}, {"max_tokens": 1, "idle": True}],
+    4: [
+        {"max_tokens": 40, "recompute": "full"},
+        {"max_tokens": 1, "idle": True},
+        {"max_tokens": 10, "num_replicas": 2},
+        {"max_tokens": 10, "num_replicas": 4},
+    ],
 }
 COMPILED = job("compiled", MODELS[0], compile=True, recompute="selective")  # tracing takes long: once
-IN_BF16 = job("bf16", MODELS[0], "bfloat16")
+IN_BF16 = {num_ranks: job(f"bf16 {num_ranks}", MODELS[0], "bfloat16") for num_ranks in (1, 2)}
 ONE_UPDATE = ALGO | {"num_mini_batches": 1, "num_epochs": 1, "kl_coef": 0.0}
 ON_POLICY = [
     job(f"old logprobs {source}", MODELS[0]) | {"algo": ONE_UPDATE, "old_logprobs": source}
@@ -52,7 +57,7 @@ CRITICS = {
     for num_ranks, way in CRITIC_WAYS.items()
     for model in MODELS
 }
-EXTRA = {1: [COMPILED], 2: [IN_BF16, *ON_POLICY], 4: [*ALGORITHMS.values()]}
+EXTRA = {1: [COMPILED, IN_BF16[1]], 2: [IN_BF16[2], *ON_POLICY], 4: [*ALGORITHMS.values()]}
 
 
 def ways(num_ranks: int) -> list[dict[str, Any]]:
@@ -138,9 +143,10 @@ def test_on_policy_data_need_no_pass_for_old_logprobs(reference: Reference) -> N
         assert (tensor - with_pass[name]).abs().max() < 2e-5, name
 
 
-def test_bfloat16_keeps_float32_masters(reference: Reference) -> None:
+@pytest.mark.parametrize("num_ranks", IN_BF16)
+def test_bfloat16_keeps_float32_masters(reference: Reference, num_ranks: int) -> None:
     """Passes in bfloat16 come close to the float32 losses, and updates smaller than its precision are not lost."""
-    check(reference, IN_BF16, loss_tolerance=2e-2, weight_tolerance=4e-3)
-    for name, tensor in weights_of(reference.folder, IN_BF16).items():
+    check(reference, IN_BF16[num_ranks], loss_tolerance=2e-2, weight_tolerance=4e-3)
+    for name, tensor in weights_of(reference.folder, IN_BF16[num_ranks]).items():
         assert tensor.dtype == torch.float32
         assert not torch.equal(tensor, tensor.bfloat16().float()), f"{name} was rounded to bfloat16"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.config import ActorConfig, AlgoConfig, CriticConfig, RolloutConfig
 from rl.critic import Critic
@@ -29,7 +29,10 @@ if not torch.cuda.is_available():
 def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     rank, size, device = dist.get_rank(pg), dist.get_world_size(pg), torch.device(job["device"])
     actor, algo = ActorConfig(**job["actor"]), AlgoConfig(**job["algo"])
+    replicas = actor.num_replicas
     mesh = DeviceMesh.from_group(pg, device.type)
+    if replicas > 1:
+        mesh = init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=("replica", "shard"))
     compute = Compute(actor.compile, actor.recompute, on_host=actor.offload == "always")
     model = load_model(folder / job["model"], mesh, device, job["dtype"], trainable=True, compute=compute)
     layers = model.model.layers
