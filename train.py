@@ -27,7 +27,7 @@ from rl.metrics import Measures
 from rl.placement import plan
 from rl.profile import profiled
 from rl.rewards.find import check_rewards
-from rl.rewards.totals import reward_metrics
+from rl.rewards.totals import metrics_of
 from rl.run import build_actor, check_model, end_run, open_run, serve_run
 from rl.world import World, join
 
@@ -50,7 +50,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 actor.give_device_to_learner()
             with world.stage("logprobs"):
                 batch = actor.score(batch, version)
-                values = describe(batch).reduce(actor.pg) | reward_metrics(totals)
+                values = describe(batch).reduce(actor.pg) | metrics_of(totals)
                 check_mismatch(values.get("policy/mismatch_kl", 0.0), config.rollout.max_mismatch_kl)
             with world.stage("advantages"):
                 batch = actor.assign_credit(batch, measures)

@@ -1,4 +1,4 @@
-"""Sums of scores over samples, groups and ranks, and the metrics that become of them."""
+"""Sums over samples, groups and ranks, such as of scores, and the metrics that become of them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,5 +30,5 @@ def add(parts: Iterable[Totals]) -> Totals:
     return sums
 
 
-def reward_metrics(sums: Totals) -> dict[str, float]:
+def metrics_of(sums: Totals) -> dict[str, float]:
     return {name: value / count if count else value for name, (value, count) in sums.items()}

@@ -4,7 +4,7 @@ mailboxes, and never inside a collective.
     any rank --order--> gate, on the leader --obey--> every actor        while the leader collects a batch
     every actor --collected--> gate --go--> every actor: update and sync; orders wait for the next batch
 
-With these travel the sums of the scores, which the gate adds up.
+With these travel the sums of a batch (rl/rewards/totals.py), which the gate adds up.
 Ranks of one engine make its calls in the same order, so its lead passes both on to the others.
 """
 
@@ -24,7 +24,7 @@ class Gate:
         self._mail, self._num_actors, self._heads = mail, num_actors, heads
         self._lock = threading.Lock()
         self._is_open = False  # the leader collects a batch, and no actor is past it
-        # Batch -> actors that have all of their groups -> sums of the scores in them.
+        # Batch -> actors that have all of their groups -> sums over them.
         self._collected: dict[int, dict[int, Totals]] = defaultdict(dict)
         self._waiting: list[str] = []
         mail.on("collected", self._on_collected)

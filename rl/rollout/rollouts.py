@@ -7,7 +7,7 @@ batch can be in flight, and a batch of several rounds is evened out once.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl.data.batch import Batch
 from rl.data.packing import mini_batch_of
@@ -23,6 +23,14 @@ from rl.rollout.service import RolloutService
 Results = list[dict[str, Any]]  # of the reward functions, by sample
 
 
+class _Arrived(NamedTuple):
+    """A group, as its engine sent it."""
+
+    rollouts: Batch
+    scores: Results
+    num_preemptions: int
+
+
 @dataclass(frozen=True)
 class Gathered:
     """A batch that was sampled, as one actor has it."""
@@ -30,7 +38,7 @@ class Gathered:
     groups: dict[int, Batch]  # this actor's, by position
     owners: list[int]  # of all groups: places among the actors
     scores: dict[int, Results]  # of this actor's groups, by position
-    totals: Totals  # of the scores of all actors
+    totals: Totals  # of all actors
 
 
 class Rollouts:
@@ -58,7 +66,7 @@ class Rollouts:
             self._gate = Gate(mail, len(placement.actors), heads)
         self.engine_name = "no engine yet"
         self._started = 0
-        self._arrived: dict[int, dict[int, tuple[Batch, Results]]] = defaultdict(dict)  # batch -> position -> group
+        self._arrived: dict[int, dict[int, _Arrived]] = defaultdict(dict)  # batch -> position -> group
         self._owners: dict[int, list[int]] = {}  # batch -> position -> place among the actors of who gets the group
 
     def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int, is_dealt: bool = True) -> int:
@@ -95,13 +103,15 @@ class Rollouts:
                 self._owners[message.meta["batch"]] = self._deal(message.meta["num_prompts"], message.meta["is_dealt"])
             else:
                 self.engine_name = message.meta["engine"]
-                group = Batch.from_bytes(message.payload), message.meta["scores"]
-                self._arrived[message.meta["batch"]][message.meta["position"]] = group
+                rollouts, meta = Batch.from_bytes(message.payload), message.meta
+                group = _Arrived(rollouts, meta["scores"], meta["num_preemptions"])
+                self._arrived[meta["batch"]][meta["position"]] = group
         owners, arrived = self._owners.pop(batch), self._arrived.pop(batch, {})
-        groups = {position: group for position, (group, _) in arrived.items()}
-        scores = {position: arrived[position][1] for position in sorted(arrived)}
-        totals = self._pass_gate(batch, total(score for group in scores.values() for score in group))
-        return Gathered(groups, owners, scores, totals)
+        groups = {position: group.rollouts for position, group in arrived.items()}
+        scores = {position: arrived[position].scores for position in sorted(arrived)}
+        totals = total(score for group in scores.values() for score in group)
+        totals["rollout/preemptions"] = [float(sum(group.num_preemptions for group in arrived.values())), 0.0]
+        return Gathered(groups, owners, scores, self._pass_gate(batch, totals))
 
     def settle(self, batch: int, groups: Mapping[int, Batch], owners: Sequence[int]) -> Batch:
         """The actors even out what they hold, and put it into stream order. A collective, after `gather`."""

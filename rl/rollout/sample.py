@@ -22,7 +22,7 @@ from rl.rollout.rollouts import Rollouts
 class Sampled(NamedTuple):
     batch: Batch  # this actor's share
     num_prompts: int  # of the whole
-    totals: Totals  # of the scores of all that was sampled
+    totals: Totals  # of all that was sampled
 
 
 def sample(

@@ -287,14 +287,15 @@ class RolloutService(Service):
         task = group.task
         samples = range(task.sampling.num_samples)
         scores = [group.scores[sample] for sample in samples]
-        rewards = [score["score"] for score in scores]
-        rollouts = pack_group(task, [group.ended[sample] for sample in samples], rewards)
+        completions = [group.ended[sample] for sample in samples]
+        rollouts = pack_group(task, completions, [score["score"] for score in scores])
         meta = {
             "batch": task.batch,
             "position": task.position,
             "version": task.version,
             "engine": self.engine.name,
             "scores": [{name: score[name] for name in ("parts", "status", "answer")} for score in scores],
+            "num_preemptions": sum(completion.num_preemptions for completion in completions),
         }
         self._mail.send(task.owner, "group", meta, rollouts.to_bytes())
 

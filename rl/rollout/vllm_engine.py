@@ -57,6 +57,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # noqa: E402
+from vllm.v1.request import Request as VllmRequest  # noqa: E402
 
 FIRST_PRIVATE_GROUP_NUMBER = 1_000_000  # far from the names of the trainer's groups
 CPU_KV_CACHE_MB = 256
@@ -199,6 +200,7 @@ def _keeps_other_copies(model: nn.Module) -> str:
 @dataclass
 class _Response:
     id: str
+    request: VllmRequest  # as the scheduler has it
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -242,8 +244,9 @@ class VllmEngine:
                 prompt = TokensPrompt(prompt_token_ids=request.tokens, cache_salt=str(self.version))
                 sent = inputs.process_inputs(request.id, prompt, params, supported_tasks=engine.get_supported_tasks())
                 inputs.assign_request_id(sent)
-                self._unfinished[sent.request_id] = _Response(request.id)
                 engine.engine_core.add_request(sent)
+                scheduled = engine.engine_core.engine_core.scheduler.requests[sent.request_id]
+                self._unfinished[sent.request_id] = _Response(request.id, scheduled)
 
     def step(self) -> list[Completion]:
         with self._group.entered():
@@ -259,7 +262,8 @@ class VllmEngine:
             if reason not in (FinishReason.STOP, FinishReason.LENGTH):
                 raise RuntimeError(f"vLLM gave response {response.id} up after {len(response.tokens)} tokens: {reason}")
             del self._unfinished[output.request_id]
-            ended.append(Completion(response.id, response.tokens, response.logprobs, reason == FinishReason.LENGTH))
+            is_cut, num_preemptions = reason == FinishReason.LENGTH, response.request.num_preemptions
+            ended.append(Completion(response.id, response.tokens, response.logprobs, is_cut, num_preemptions))
         return ended
 
     def landings(self, tensors: Sequence[TensorInfo]) -> Landings | Opaque:

@@ -80,7 +80,13 @@ def hand_in(mail: Mail, leader: int) -> None:
         num_left -= len(tasks)
         while tasks:
             task = tasks.pop()
-            meta = {"batch": task.batch, "position": task.position, "engine": "none", "scores": []}
+            meta = {
+                "batch": task.batch,
+                "position": task.position,
+                "engine": "none",
+                "scores": [],
+                "num_preemptions": 0,
+            }
             mail.send(task.owner, "group", meta, group_of(task.batch, task.position).to_bytes())
 
 

@@ -1,10 +1,11 @@
-"""`rollout.engine_options` reach vLLM as they are, and mistakes in them end the run before an engine is built."""
+"""`rollout.engine_options` reach vLLM as they are, and mistakes in them end the run before an engine is built. A KV
+cache that is too small shows in a metric."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.launcher import finish, start
+from tests.launcher import finish, start, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -24,3 +25,14 @@ def test_options_are_vllms_own(options: str, answer: str, tmp_path: Path) -> Non
     assert process.returncode != 0
     assert output.count(answer) == 1, output[-4000:]
     assert answer in (tmp_path / "run" / "FATAL").read_text()
+
+
+def test_a_small_kv_cache_shows_and_changes_nothing_else(tmp_path: Path) -> None:
+    work = ["train.num_steps=1", "train.num_prompts_per_step=4", "eval.interval=0"]
+    work += ["rollout.max_new_tokens=40", "debug.ignore_stop_tokens=true"]
+    small = "rollout.engine_options={num_gpu_blocks_override: 7, block_size: 32}"  # sequences need two blocks each
+    (without,) = train(tmp_path / "without", 1, *work).metrics
+    (with_small,) = train(tmp_path / "with", 1, *work, small).metrics
+    assert without["rollout/preemptions"] == 0 < with_small["rollout/preemptions"]
+    for name in ("rollout/tokens", "policy/entropy", "policy/mismatch_kl"):
+        assert with_small[name] == pytest.approx(without[name], rel=1e-4, abs=1e-9), name

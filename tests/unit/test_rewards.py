@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl.rewards.functions import FUNCTIONS
-from rl.rewards.totals import add, reward_metrics, total
+from rl.rewards.totals import add, metrics_of, total
 from rl.rewards.worker import Function, read_value, score
 
 
@@ -237,5 +237,5 @@ def test_totals_are_means_over_all_samples_and_counts_of_failures() -> None:
     second = [{"status": "error", "parts": {"math": 0.0}}]
     sums = [total(first), total(second), total([])]
     expected = {"reward/math": 0.25, "reward/math/steps": 4.0, "reward/timeouts": 2.0, "reward/errors": 1.0}
-    assert reward_metrics(add(sums)) == expected
-    assert reward_metrics(total([])) == {"reward/timeouts": 0.0, "reward/errors": 0.0}
+    assert metrics_of(add(sums)) == expected
+    assert metrics_of(total([])) == {"reward/timeouts": 0.0, "reward/errors": 0.0}
