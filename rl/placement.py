@@ -96,7 +96,8 @@ class Placement:
 
     def summary(self) -> str:
         parts = [f"{role} {_compact(self.ranks(role), word='')}" for role in ROLES if self.ranks(role)]
-        return f"{self.world_size} ranks on {self.num_nodes} nodes: {', '.join(parts)}; {len(self.engines)} engines"
+        world = f"{_counted(self.world_size, 'rank')} on {_counted(self.num_nodes, 'node')}"
+        return f"{world}: {', '.join(parts)}; {_counted(len(self.engines), 'engine')}"
 
     def table(self) -> str:
         rows = [("rank", "node", "roles", "engine")]
@@ -357,6 +358,10 @@ def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
             "of collectives would wait for each other; give inference ranks of its own, for example {'rollout': "
             "'50%', 'inference': '25%', 'actor': 'rest'}"
         )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _compact(ranks: list[int], word: str = "rank ") -> str:

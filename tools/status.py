@@ -92,7 +92,8 @@ def describe(run: Path, rows: list[dict[str, Any]], at: float, fatal: str) -> st
     if all(row["done"] for row in rows):
         state = "done"
     reason = f"\n{run / 'FATAL'}: {fatal.splitlines()[0]}" if fatal else ""
-    return f"{run}: {state}, step {max(row['step'] for row in rows)}, {len(rows)} ranks{reason}\n{table(rows)}"
+    step, ranks = max(row["step"] for row in rows), f"{len(rows)} rank{'s' * (len(rows) != 1)}"
+    return f"{run}: {state}, step {step}, {ranks}{reason}\n{table(rows)}"
 
 
 def main(arguments: list[str] | None = None) -> None:

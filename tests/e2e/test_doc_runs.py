@@ -78,7 +78,7 @@ def test_first_run(reader: Reader) -> None:
     said = reader.type(dry)
     assert "dry run: one step took " in said and "rank 0 (rollout,actor): at most " in said
     said = reader.type(whole)
-    assert "runs/mine: 1 ranks on 1 nodes: rollout 0, actor 0; 1 engines; loading" in said
+    assert "runs/mine: 1 rank on 1 node: rollout 0, actor 0; 1 engine; loading" in said
     assert re.search(r"^mine: reward \d\.\d\d -> \d\.\d\d in 2 steps, \d+ s, engine vllm [\d.]+$", said, re.MULTILINE)
     said = reader.type(longer)
     assert "runs/mine/checkpoints: goes on after step 2; set otherwise since then: train.num_steps 2 -> 3" in said
@@ -86,7 +86,7 @@ def test_first_run(reader: Reader) -> None:
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"reward/closeness", "reward/closeness/is_number", "reward/exact_match"} <= row.keys()
     for text in (status, any_status):
-        assert reader.type(text).startswith("runs/mine: done, step 3, 1 ranks")
+        assert reader.type(text).startswith("runs/mine: done, step 3, 1 rank")
     assert (run / "logs" / "attempt_1" / "rank_0.log").is_file()
     assert "every slice has the digest that it was saved with" in reader.type(merge)
     assert {"model.safetensors", "config.json"} <= {path.name for path in (run / "merged" / "step_3").iterdir()}

@@ -117,7 +117,7 @@ def test_placement_row() -> None:
     gpus = [{"total": 80 * BILLION}] * 2
     config = load_config()
     row, needs = check_placement(config, 1, 2, [{}] * 2)
-    assert row.state == OK and needs is not None and "2 ranks on 1 nodes" in row.result
+    assert row.state == OK and needs is not None and "2 ranks on 1 node:" in row.result
     assert row.details[0].startswith("rollout,actor (ranks 0-1): each at least 1.")
     assert check_placement(config, 1, 2, gpus)[0].state == OK
     row, needs = check_placement(load_config(overrides=["model.path=nobody/no-such-model"]), 1, 2, gpus)

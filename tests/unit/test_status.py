@@ -50,7 +50,7 @@ def test_a_dead_one_on_a_node_without_the_board(tmp_path: Path) -> None:
 def test_a_done_one_and_half_a_file(tmp_path: Path) -> None:
     write(tmp_path, "rank_0", row(0, at=time.time() - 100, done=True))
     (tmp_path / "status" / "rank_1.json").write_text("{")
-    assert status.show(tmp_path).splitlines()[0] == f"{tmp_path}: done, step 3, 1 ranks"
+    assert status.show(tmp_path).splitlines()[0] == f"{tmp_path}: done, step 3, 1 rank"
 
 
 def test_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
