@@ -31,7 +31,7 @@ class Completion:
     tokens: list[int]  # the stop token included
     logprobs: list[float]  # at the sampling temperature, one a token
     truncated: bool
-    num_preemptions: int = 0  # times that the engine ran out of memory for it, and computed it again from the start
+    num_preemptions: int = 0  # times that the engine ran out of KV cache for it, and computed it again
 
 
 class Engine(Receiver, Protocol):

@@ -10,6 +10,7 @@ parameters are all that the model computes with, a sync writes into them directl
 loader showed; otherwise it goes through `reload_weights`, which repacks.
 """
 
+import ctypes
 import gc
 import logging
 import os
@@ -53,6 +54,7 @@ from vllm.distributed.parallel_state import get_tp_group  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod  # noqa: E402
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
@@ -175,6 +177,19 @@ def _forget_names_of_shared_memory(seat: EngineSeat) -> None:
     if queue is not None and queue.buffer.is_creator:
         queue.buffer.shared_memory.unlink()
         queue.buffer.is_creator = False  # who would unlink it again
+
+
+def _bury_sleeping_memory() -> None:
+    """Of an engine that is gone. Weights and cache lie in pools of vLLM's own, which keep what tensors have left, and
+    whose end fails where vLLM has freed a part of them before. So their memory is given back as for a sleep, and the
+    pools themselves, now addresses alone, stay for as long as the process."""
+    torch.cuda.synchronize()  # its last forward may be under way
+    allocator = CuMemAllocator.get_instance()
+    allocator.sleep(offload_tags=())
+    allocator.pointer_to_data.clear()  # the next engine's sleep is not theirs
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(allocator.allocator_and_pools.values())))
+    allocator.allocator_and_pools.clear()
+    _ROPE_DICT.clear()  # tables in that memory, which the next engine would take over
 
 
 def _turn_off_packing() -> None:
@@ -332,7 +347,7 @@ class VllmEngine:
         gc.unfreeze()  # vLLM froze what it had built
         gc.collect()
         if self._can_sleep:
-            CuMemAllocator.get_instance().release_pools()  # which keep the memory of tensors that are gone
+            _bury_sleeping_memory()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return self._group

@@ -23,16 +23,18 @@ class Account:
     frozen: str = ""  # why nothing in the process runs; empty: its I/O thread does
     debugged: bool = False  # it stands in a debugger, for as long as a person likes
     in_collective: bool = False  # its main thread stands in a call that needs other ranks
+    is_pending: bool = False  # its device has collectives to end
     stacks: str = ""  # the file that has them
     collectives: str = ""  # the file that NCCL's flight recorder was asked to write
 
 
 def find_culprit(accounts: Sequence[Account]) -> Account:
     """A frozen process before one that runs, one that works before one that waits for others, one in its own code
-    before one in a collective, the one that has got least far, and the one that has been silent longest."""
+    before one in a collective, and before one whose device is in one, the one that has got least far, and the one that
+    has been silent longest."""
     return min(
         accounts,
-        key=lambda a: (not a.frozen, waits_for_others(a), a.in_collective, a.step, -a.silent_s, a.rank),
+        key=lambda a: (not a.frozen, waits_for_others(a), a.in_collective, a.is_pending, a.step, -a.silent_s, a.rank),
     )
 
 

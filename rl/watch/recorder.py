@@ -41,7 +41,7 @@ class Recording:
 
     def __init__(self, world: str, rank: int, stem: str):
         self.path = ""  # of the file, where somebody listens
-        self.is_pending = False  # the device waits for other ranks, wherever the main thread waits for the device
+        self.is_pending = False  # the device is in a collective, wherever the main thread waits for the device
         self._thread = threading.Thread(target=self._take, args=(world, rank, Path(f"{stem}{rank}")), daemon=True)
         if stem:
             self._thread.start()
@@ -51,21 +51,23 @@ class Recording:
         return not self._thread.is_alive()
 
     def _take(self, world: str, rank: int, path: Path) -> None:
-        path.unlink(missing_ok=True)  # of an earlier silence
+        with suppress(OSError):
+            path.unlink()  # of an earlier silence
         if not ask_for_collectives(world, rank):
             return
         self.path = str(path)
         deadline = time.monotonic() + READ_S
         while time.monotonic() < deadline:
-            with suppress(FileNotFoundError, EOFError, pickle.UnpicklingError):  # not written yet, or not to its end
+            with suppress(OSError, EOFError, pickle.UnpicklingError):  # not written yet, or not to its end
                 self.is_pending = has_pending(pickle.loads(path.read_bytes()))
                 return
             time.sleep(0.1)
 
 
 def has_pending(trace: dict[str, Any]) -> bool:
-    """Whether a group has collectives under way, which others have not joined or not ended."""
-    groups = trace["pg_status"].values()
+    """Whether the device has not ended all that it was given of some group: others have not joined it, or what is
+    before it in the queue does not end."""
+    groups = trace.get("pg_status", {}).values()
     return any(int(of["last_enqueued_collective"]) > int(of["last_completed_collective"]) for of in groups)
 
 

@@ -2,7 +2,7 @@
 
 import socket
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl.watch.culprit import Account
@@ -11,6 +11,16 @@ from rl.watch.process import RankProcess
 from rl.watch.recorder import READ_S, Recording
 from rl.watch.silence import STOPPED, Limits, Watch
 from rl.watch.stacks import ANSWER_S, Stacks, stands_in_collective, write_stacks
+
+
+@dataclass
+class _Inquiry:
+    """A question that is not answered yet."""
+
+    at: float
+    account: Account
+    recording: Recording
+    has_stacks: bool = False
 
 
 class Witness:
@@ -24,7 +34,7 @@ class Witness:
         assert beat is not None
         self.beat = beat
         self._heart, self._process, self._stacks = heart, process, stacks
-        self._asked: tuple[float, Account, Recording] | None = None  # when its stacks will be there
+        self._inquiry: _Inquiry | None = None
 
     def look(self) -> None:
         self.beat = self._heart.read() or self.beat
@@ -59,21 +69,20 @@ class Witness:
         account = self.account(self.frozen())  # before a stopped process is woken to write its stacks
         recording = Recording(self.world, self.rank, self.collectives)
         self._stacks.ask(is_stopped=account.frozen == STOPPED)
-        self._asked = time.monotonic() + ANSWER_S, account, recording
+        self._inquiry = _Inquiry(time.monotonic(), account, recording)
 
     def answer(self) -> Account | None:
-        """Once, when it is due."""
-        if self._asked is None:
+        """Once, when it is due: the stacks are written while NCCL's recorder is waited for."""
+        if self._inquiry is None:
             return None
-        due, account, recording = self._asked
-        now = time.monotonic()
-        if now < due or not (recording.is_over or now > due + READ_S):
+        inquiry, now = self._inquiry, time.monotonic()
+        if not inquiry.has_stacks and now >= inquiry.at + ANSWER_S:
+            stacks = self._stacks.take()
+            path, in_collective = write_stacks(stacks, self.folder, self.rank), stands_in_collective(stacks)
+            inquiry.account = replace(inquiry.account, stacks=path, in_collective=in_collective)
+            inquiry.has_stacks = True
+        recording = inquiry.recording
+        if not inquiry.has_stacks or not (recording.is_over or now >= inquiry.at + READ_S):
             return None
-        self._asked = None
-        stacks = self._stacks.take()
-        return replace(
-            account,
-            in_collective=stands_in_collective(stacks) or recording.is_pending,
-            stacks=write_stacks(stacks, self.folder, self.rank),
-            collectives=recording.path,
-        )
+        self._inquiry = None
+        return replace(inquiry.account, collectives=recording.path, is_pending=recording.is_pending)

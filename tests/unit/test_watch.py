@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from rl.watch.lines import Lines
 from rl.watch.silence import STRETCH, Limits, Watch
 from rl.watch.stacks import Stacks, stands_in_collective
 from rl.watch.watchdog import Watchdog
+from rl.watch.witness import Witness
 from tests.launcher import until
 
 
@@ -143,6 +145,8 @@ def test_a_heart_is_read_by_a_child() -> None:
         ({}, {"waits_for": "group", "silent_s": 90.0}),
         ({"waits_for": "its checkpoint"}, {"waits_for": "group", "silent_s": 90.0}),
         ({}, {"in_collective": True, "silent_s": 90.0}),
+        ({}, {"is_pending": True, "silent_s": 90.0}),
+        ({"is_pending": True}, {"in_collective": True, "silent_s": 90.0}),
         ({"step": 6}, {"silent_s": 90.0}),
         ({"silent_s": 11.0}, {}),
     ],
@@ -482,6 +486,48 @@ class TestRecorder:
         assert (deaf.path, mute.path) == ("", str(tmp_path / "nccl_rank_7"))
         assert not deaf.is_pending and not mute.is_pending
         os.close(listener)
+
+    @pytest.mark.parametrize("is_pending", [True, False])
+    def test_an_account_has_it(self, is_pending: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(recorder, "PIPES", tmp_path)
+        pipe = tmp_path / "oneworld-0123-nccl_7.pipe"
+        os.mkfifo(pipe)
+        listener = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+        def record() -> None:
+            select.select([listener], [], [], 5)
+            (tmp_path / "nccl_rank_7").write_bytes(pickle.dumps(self.trace(6, 6 - is_pending)))
+
+        threading.Thread(target=record, daemon=True).start()
+        account, _ = self.ask(tmp_path)
+        assert (account.is_pending, account.collectives) == (is_pending, str(tmp_path / "nccl_rank_7"))
+        assert Path(account.stacks).read_text()
+        os.close(listener)
+
+    def test_a_folder_that_hangs_does_not_keep_an_account_from_the_board(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        is_over = threading.Event()
+        monkeypatch.setattr(Path, "unlink", lambda *args, **kwargs: is_over.wait())
+        monkeypatch.setattr(Path, "mkdir", lambda *args, **kwargs: is_over.wait())
+        account, seconds = self.ask(tmp_path)
+        is_over.set()
+        assert (account.stacks, account.collectives) == ("", "")
+        assert seconds < board_module.INQUEST_S - 0.5
+
+    @staticmethod
+    def ask(folder: Path) -> tuple[Account, float]:
+        """A watchdog's witness, in the process of its rank; and how long its answer took."""
+        process: Any = SimpleNamespace(state="S")  # that of a process that waits
+        witness = Witness(Heart(), process, Stacks())
+        witness.rank, witness.world, witness.folder = 7, "0123", folder
+        witness.collectives = str(folder / "nccl_rank_")
+        started = time.monotonic()
+        witness.ask()
+        while (account := witness.answer()) is None:
+            time.sleep(0.05)
+        assert witness.answer() is None, "it is told once"
+        return account, time.monotonic() - started
 
     @staticmethod
     def trace(enqueued: int, completed: int) -> dict[str, Any]:
