@@ -7,6 +7,8 @@ factor `mesh size` undoes.
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,6 +59,8 @@ class Trainee:
             fused=device.type == "cuda" or None,  # also where actor.offload keeps them in host memory
         )
         self._rests: dict[str, Offload] = {}  # by kind of state, once it has left the device to an engine
+        layers = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+        self._layers = [(layer, list(layer.parameters())) for layer in layers]  # with what the optimizer knows them by
         self._schedule = schedule
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, schedule)
 
@@ -120,11 +124,10 @@ class Trainee:
             torch.cuda.empty_cache()  # the allocator keeps what was freed otherwise
 
     def take_device(self) -> None:
-        """Weights first; moments come while the first forward passes run."""
-        for kind, rest in self._rests.items():
-            rest.come_back()
-            if kind == self.kind:
-                rest.wait()
+        """The weights; moments come when an optimizer step is near."""
+        if self.kind in self._rests:
+            self._rests[self.kind].come_back()
+            self._rests[self.kind].wait()
 
     def restore_schedule(self, num_updates: int) -> None:
         """As after so many optimizer steps; learning rate and schedule are this run's own."""
@@ -169,8 +172,12 @@ class Trainee:
         scale = dist.get_world_size(self._pg) / max(denominator.item(), 1.0)
         for number, sequences in enumerate(micro_batches):
             HEART.beat(f"micro-batch {number + 1} of {len(micro_batches)}")
-            self._set_reduction(is_last=number + 1 == len(micro_batches))
-            self._accumulate(mini_batch.select(sequences), scale, measures)
+            is_last = number + 1 == len(micro_batches)
+            self._set_reduction(is_last)
+            with self._moments_returning() if is_last else nullcontext():
+                self._accumulate(mini_batch.select(sequences), scale, measures)
+        for rest in self._rests.values():
+            rest.come_back()
         self._check(mini_batch, measures)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._actor.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -187,6 +194,34 @@ class Trainee:
             self._optimizer.step()
             self._scheduler.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def _moments_returning(self) -> Iterator[None]:
+        """Those of a layer when its backward pass has freed its activations, so that the two are never there
+        together; beside the backward passes of the layers before it."""
+        rests = {of: self._rests[kind] for of in MOMENTS if (kind := self._moment_kind(of)) in self._rests}
+
+        def come_back(parameters: list[nn.Parameter]) -> None:
+            for of, rest in rests.items():
+                rest.come_back(_local(self._optimizer.state[parameter][of]) for parameter in parameters)
+
+        def hook(parameters: list[nn.Parameter]) -> Callable[..., None]:
+            def before_forward(layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+                tensors = [value for value in (*inputs, *options.values()) if isinstance(value, Tensor)]
+                hidden = next((tensor for tensor in tensors if tensor.requires_grad), None)
+                if hidden is not None:  # its gradient is the last thing that a layer computes
+                    hidden.register_hook(lambda gradient: come_back(parameters))
+
+            return before_forward
+
+        is_due = any(rest.is_away for rest in rests.values())
+        layers = self._layers if is_due else ()
+        handles = [layer.register_forward_pre_hook(hook(own), with_kwargs=True) for layer, own in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _set_reduction(self, is_last: bool) -> None:
         """Gradients of micro-batches add up first where their sum takes no more room: on a rank that has the whole

@@ -15,7 +15,6 @@ class Offload:
     """The storages of these tensors. Host memory is pinned, and kept from one time to the next."""
 
     def __init__(self, tensors: Iterable[Tensor]):
-        self.is_away = False
         self._storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         devices = {storage.device for storage in self._storages.values() if storage.device.type == "cuda"}
         self._stream = torch.cuda.Stream(devices.pop()) if devices else None
@@ -23,11 +22,19 @@ class Offload:
             key: torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._stream is not None)
             for key, storage in self._storages.items()
         }
+        self._away: set[int] = set()
         self._is_copied = False  # or being copied, on the stream
+
+    @property
+    def is_away(self) -> bool:
+        """Any of them."""
+        return bool(self._away)
 
     def start_leaving(self) -> None:
         """To the host, in the order of what the current stream has done so far; until `leave` nothing writes to them.
         They can still be read."""
+        if self.is_away:
+            return
         self._follow()
         with torch.cuda.stream(self._stream):  # does nothing without a GPU
             for key, storage in self._storages.items():
@@ -46,20 +53,22 @@ class Offload:
         for storage in self._storages.values():
             if storage.resizable():  # not where numpy has looked at it, on a CPU
                 storage.resize_(0)
-        self.is_away, self._is_copied = True, False
+        self._away, self._is_copied = set(self._storages), False
 
-    def come_back(self) -> None:
-        """Starts; whoever uses them next calls `wait` first."""
-        if not self.is_away:
+    def come_back(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Starts, of these or of all; whoever uses them next calls `wait` first."""
+        keys = set(self._away) if tensors is None else {tensor.untyped_storage()._cdata for tensor in tensors}
+        storages = {key: self._storages[key] for key in keys & self._away}
+        if not storages:
             return
-        for key, storage in self._storages.items():
+        for key, storage in storages.items():
             if not storage.nbytes():
                 storage.resize_(self._host[key].nbytes)
         self._follow()
         with torch.cuda.stream(self._stream):
-            for key, storage in self._storages.items():
+            for key, storage in storages.items():
                 _bytes(storage).copy_(self._host[key], non_blocking=True)
-        self.is_away = False
+        self._away -= keys
 
     def wait(self) -> None:
         """What the current stream does next comes after what was copied so far; the host does not wait."""

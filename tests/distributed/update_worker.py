@@ -5,6 +5,7 @@ import functools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from rl.metrics import Measures
 from rl.model.load import Compute, load_model
 from rl.scoring import LocalScorer
 from rl.shards import local_slices
-from rl.trainee import Trainee
+from rl.trainee import MOMENTS, Trainee
 
 if not torch.cuda.is_available():
     # Without Inductor, which needs a C++ compiler: what is tested is how layers are traced, cut and called.
@@ -44,6 +45,7 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     learner = Learner(model, pg, device, actor, algo, rollout, num_optimizer_steps=4)
     if algo.kl_estimator == "full":
         learner.reference = load_model(folder / "reference", mesh, device, job["dtype"], trainable=False)
+    check_reduction(learner)
     measures = Measures()
     share = batch.select(owned_by(rank, size, batch, job))
     if job["old_logprobs"] != "given":
@@ -64,14 +66,61 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
             "the learner rests, or its moments alone will"
         )
         learner.take_device()
+        rest_before_steps(learner)
     learner.update(share, num_prompts=job["num_prompts"], measures=measures)
     if learner.offloads:
         learner.release_device()
-        states = learner._optimizer.state.values()
-        moments = [state[of].to_local().untyped_storage() for state in states for of in ("exp_avg", "exp_avg_sq")]
-        assert not any(storage.nbytes() for storage in moments)
+        assert num_moments_away(learner) > 0
         learner.take_device()
     report(pg, folder, job, model, measures)
+
+
+def check_reduction(trainee: Trainee) -> None:
+    """A rank with the whole model, and replicas, have no gradients to exchange before the last micro-batch."""
+    step, accumulate = trainee._optimizer_step, trainee._accumulate
+    mesh, has_gradients = trainee._mesh, []
+    waits = trainee._actor.offload != "always" and (mesh.ndim == 2 or mesh.size() == 1)
+
+    def optimizer_step(*args: Any) -> None:
+        has_gradients.clear()
+        step(*args)
+        assert has_gradients == [not waits] * (len(has_gradients) - 1) + [True], (has_gradients, mesh)
+
+    def micro_batch(*args: Any) -> None:
+        accumulate(*args)
+        has_gradients.append(any(parameter.grad is not None for parameter in trainee.model.parameters()))
+
+    trainee._optimizer_step, trainee._accumulate = optimizer_step, micro_batch  # type: ignore[method-assign]
+
+
+def rest_before_steps(trainee: Trainee) -> None:
+    """Before every optimizer step. Its moments are away until the last backward pass has freed the activations of their
+    layer; those of no layer until the very end."""
+    step, accumulate = trainee._optimizer_step, trainee._accumulate
+    away: list[int] = []  # moments, after each micro-batch
+
+    def optimizer_step(*args: Any) -> None:
+        trainee.release_device()
+        trainee.take_device()
+        before = num_moments_away(trainee)
+        away.clear()
+        step(*args)
+        assert num_moments_away(trainee) == 0
+        if before:
+            of_layers = [parameter for _, parameters in trainee._layers for parameter in parameters]
+            others = before - sum(parameter.to_local().numel() > 0 for parameter in of_layers) * len(MOMENTS)
+            assert away == [before] * (len(away) - 1) + [others] and others < before, (away, before, others)
+
+    def micro_batch(*args: Any) -> None:
+        accumulate(*args)
+        away.append(num_moments_away(trainee))
+
+    trainee._optimizer_step, trainee._accumulate = optimizer_step, micro_batch  # type: ignore[method-assign]
+
+
+def num_moments_away(trainee: Trainee) -> int:
+    moments = [state[of].to_local() for state in trainee._optimizer.state.values() for of in MOMENTS]
+    return sum(moment.numel() > 0 and not moment.untyped_storage().nbytes() for moment in moments)
 
 
 def owned_by(rank: int, size: int, batch: Batch, job: dict) -> list[int]:
@@ -101,6 +150,8 @@ def judge(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     share, measures = batch.select(owned), Measures()
     found = {"before": critic.judge(share).values}
     rest(critic)
+    if critic.offloads:
+        rest_before_steps(critic)
     critic.update(share, job["num_prompts"], measures)
     rest(critic)
     found["after"] = critic.judge(share).values
