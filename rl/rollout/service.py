@@ -144,7 +144,7 @@ class RolloutService(Service):
         if self._has_failed or breaks_rank(error) or not self._have_all_failed():
             raise error
         self._has_failed = True
-        traceback.clear_frames(error.__traceback__)  # which hold the engine's memory
+        clear_frames(error)  # which hold the engine's memory
         lost = {place for place, group in self._groups.items() if not group.is_sampled}
         print(
             f"oneworld: the engine of rank {self._mail.rank} failed with {len(lost)} groups of step "
@@ -201,7 +201,7 @@ class RolloutService(Service):
         except Exception as error:
             if breaks_rank(error):
                 raise
-            traceback.clear_frames(error.__traceback__)
+            clear_frames(error)
             self._failure = error
             self._mail.send(self._lead, "engine failed", {})
             self._give_up_timer = threading.Timer(AGREE_S, self._give_up, [self._world.step])
@@ -298,6 +298,13 @@ class RolloutService(Service):
             "num_preemptions": sum(completion.num_preemptions for completion in completions),
         }
         self._mail.send(task.owner, "group", meta, rollouts.to_bytes())
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Also of what it came from."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def breaks_rank(error: Exception) -> bool:

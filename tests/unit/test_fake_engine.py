@@ -1,5 +1,6 @@
 """The engine without a model, and the packing of a finished group."""
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from rl.mail import Mail, Message
 from rl.rollout.dispatch import Sampling, Task
 from rl.rollout.engine import Completion, Request
 from rl.rollout.fake_engine import FakeEngine
-from rl.rollout.service import RolloutService, pack_group
+from rl.rollout.service import RolloutService, clear_frames, pack_group
 from rl.shards import TensorInfo
 
 STOP = 0
@@ -121,6 +122,28 @@ def test_a_service_refuses_a_task_of_another_version(mail: Mail, held: int, has:
     engine.confirm(6)
     service.handle(work)
     assert engine.num_unfinished == 2
+
+
+def test_an_error_holds_nothing_of_the_engine_once_its_frames_are_cleared() -> None:
+    held: list[weakref.ref] = []
+
+    def compute() -> None:
+        tensor = torch.ones(2)
+        held.append(weakref.ref(tensor))
+        raise ValueError("of the kernel")
+
+    def step() -> None:
+        try:
+            compute()
+        except ValueError as error:
+            raise RuntimeError("of the step") from error
+
+    try:
+        step()
+    except RuntimeError as error:
+        assert held[0]() is not None
+        clear_frames(error)
+        assert held[0]() is None
 
 
 def test_pack_group() -> None:
