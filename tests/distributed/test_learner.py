@@ -33,7 +33,7 @@ WAYS = {
     2: [
         {"max_tokens": 25, "recompute": "selective"},
         {"max_tokens": 25, "offload": "rollout"},
-        {"max_tokens": 25, "offload": "moments"},
+        {"max_tokens": 25, "offload": "moments", "recompute": "full"},
         {"max_tokens": 25, "offload": "always", "recompute": "selective"},
     ],
     4: [
