@@ -260,7 +260,9 @@ class DebugConfig:
     ignore_stop_tokens: bool = key(False, "every response goes on to its token limit, for measuring")
     profile_step: int = key(0, "profile this step on every actor rank, into the folder profile of the run; 0: none")
     profile_num_steps: int = key(1, "and those after it, so many in all")
-    num_collectives: int = key(2000, "that NCCL's flight recorder keeps of each rank, on GPUs; 0: it is off")
+    num_collectives: int = key(
+        2000, "that NCCL's flight recorder keeps of each rank, on GPUs; it also tells who waits; 0: off"
+    )
     dry_run: bool = key(False, "what --dry-run sets: nothing is saved, and a model folder may have no weights")
     breakpoints: bool = key(False, "ranks wait a day, not transfer_timeout_s, for one that stands at a breakpoint()")
     post_mortem: bool = key(False, "an exception opens a debugger where it was raised, and the others wait likewise")

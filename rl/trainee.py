@@ -8,6 +8,7 @@ factor `mesh size` undoes.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -201,22 +202,23 @@ class Trainee:
         together; beside the backward passes of the layers before it."""
         rests = {of: self._rests[kind] for of in MOMENTS if (kind := self._moment_kind(of)) in self._rests}
 
-        def come_back(parameters: list[nn.Parameter]) -> None:
+        def come_back(parameters: list[nn.Parameter], gradient: Tensor) -> None:
             for of, rest in rests.items():
                 rest.come_back(_local(self._optimizer.state[parameter][of]) for parameter in parameters)
 
-        def hook(parameters: list[nn.Parameter]) -> Callable[..., None]:
-            def before_forward(layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-                tensors = [value for value in (*inputs, *options.values()) if isinstance(value, Tensor)]
-                hidden = next((tensor for tensor in tensors if tensor.requires_grad), None)
-                if hidden is not None:  # its gradient is the last thing that a layer computes
-                    hidden.register_hook(lambda gradient: come_back(parameters))
+        def before_forward(
+            parameters: list[nn.Parameter], layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+        ) -> None:
+            for value in (*inputs, *options.values()):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(partial(come_back, parameters))  # the last gradient that a layer computes
+                    return
 
-            return before_forward
-
-        is_due = any(rest.is_away for rest in rests.values())
-        layers = self._layers if is_due else ()
-        handles = [layer.register_forward_pre_hook(hook(own), with_kwargs=True) for layer, own in layers]
+        layers = self._layers if any(rest.is_away for rest in rests.values()) else ()
+        handles = [
+            layer.register_forward_pre_hook(partial(before_forward, parameters), with_kwargs=True)
+            for layer, parameters in layers
+        ]
         try:
             yield
         finally:
