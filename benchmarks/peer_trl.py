@@ -1,11 +1,13 @@
 """The work of benchmarks/step.py in TRL's GRPO trainer with a collocated vLLM. Prints one JSON line.
 
     python benchmarks/peer_trl.py [--model 1.7b] [--prompts 64] [--samples 8] [--new-tokens 512] [--batch 32]
-                                  [--gpu-memory 0.4] [--no-recompute]
+                                  [--gpu-memory 0.4] [--no-recompute] [--correction]
 
 The same random model, prompts and lengths: responses go on to their last token, one optimizer step a batch, no KL,
 bfloat16, sleep mode. --batch is the micro-batch in sequences, --gpu-memory the engine's share: the best that fit are to
-be given. Figures are taken as benchmarks/step.py takes them. Needs trl, which is no requirement of the project.
+be given. --correction leaves TRL's importance correction on, as by its default: a pass over the batch that ours spares.
+Figures are taken as benchmarks/step.py takes them; `update` is all that is neither generation, sync nor a pass for
+logprobs. Needs trl, which is no requirement of the project.
 """
 
 import argparse
@@ -13,28 +15,53 @@ import json
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from step import WARM_UP_STEPS, MemoryWatch, arguments, write_inputs
+from step import WARM_UP_STEPS, MemoryWatch, arguments, figures_of, write_inputs
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+STAGES = ("rollout", "logprobs", "sync")
+
 
 class Clock(TrainerCallback):
+    """Seconds of each step, and of the stages that `watch` was told of."""
+
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self.steps: list[dict[str, float]] = []
         self._started = 0.0
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        torch.cuda.synchronize()
-        self._started = time.perf_counter()
+        self.steps.append(defaultdict(float))
+        self._started = now()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        step = self.steps[-1]
+        step["step"] = now() - self._started
+        step["update"] = step["step"] - sum(step[stage] for stage in STAGES)
+
+    def watch(self, owner: Any, method: str, stage: str) -> None:
+        function = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if stage == "logprobs" and torch.is_grad_enabled():  # the update's own
+                return function(*args, **kwargs)
+            started = now()
+            result = function(*args, **kwargs)
+            self.steps[-1][stage] += now() - started
+            return result
+
+        setattr(owner, method, timed)
+
+
+def now() -> float:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self._started)
+    return time.perf_counter()
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -55,6 +82,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         vllm_mode="colocate",
         vllm_enable_sleep_mode=True,
         vllm_gpu_memory_utilization=args.gpu_memory,
+        vllm_importance_sampling_correction=args.correction,
         generation_kwargs={"ignore_eos": True},
         beta=0.0,
         bf16=True,
@@ -74,23 +102,16 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         processing_class=tokenizer,
         callbacks=[clock],
     )
+    clock.watch(trainer.vllm_generation, "generate", "rollout")
+    clock.watch(trainer.vllm_generation, "sync_weights", "sync")
+    clock.watch(trainer, "_get_per_token_logps_and_entropies", "logprobs")
     trainer.train()
-    step_s = statistics.median(clock.seconds[WARM_UP_STEPS:])
-    return {
-        "benchmark": "peer_trl",
-        "model": args.model,
-        "parameters": num_parameters,
-        "sequences": sequences,
-        "prompt_tokens": round(prompt_tokens, 1),
-        "new_tokens": args.new_tokens,
-        "gpu": torch.cuda.get_device_name(),
-        "batch": args.batch,
-        "gpu_memory": args.gpu_memory,
-        "recompute": args.recompute,
-        "seconds_per_step": round(step_s, 3),
-        "seconds": [round(value, 2) for value in clock.seconds],
-        "tokens_per_s": round(sequences * args.new_tokens / step_s),
-    }
+    steps = clock.steps[WARM_UP_STEPS:]
+    seconds = {stage: statistics.median(step[stage] for step in steps) for stage in (*STAGES, "update")}
+    step_s = statistics.median(step["step"] for step in steps)
+    own = {"batch": args.batch, "gpu_memory": args.gpu_memory, "recompute": args.recompute}
+    own |= {"correction": args.correction, "steps_s": [round(step["step"], 2) for step in steps]}
+    return {"benchmark": "peer_trl"} | figures_of(args, num_parameters, prompt_tokens, step_s, seconds) | own
 
 
 def main() -> None:
@@ -99,6 +120,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--gpu-memory", type=float, default=0.4)
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--correction", action=argparse.BooleanOptionalAction, default=False)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, MemoryWatch() as memory:
         row = run(args, Path(name))

@@ -119,8 +119,21 @@ def summary(
     def median(name: str) -> float:
         return statistics.median(row.get(name, 0.0) for row in rows)
 
-    seconds = {stage: round(median(f"time/{stage}"), 3) for stage in STAGES}
-    step_s = median("time/step")
+    seconds = {stage: median(f"time/{stage}") for stage in STAGES}
+    figures = figures_of(args, num_parameters, prompt_tokens, median("time/step"), seconds, args.ranks)
+    mismatch = max(row["policy/mismatch_kl"] for row in rows)
+    return {"benchmark": "step"} | figures | {"mismatch_kl": mismatch, "settings": args.settings}
+
+
+def figures_of(
+    args: argparse.Namespace,
+    num_parameters: int,
+    prompt_tokens: float,
+    step_s: float,
+    seconds: dict[str, float],
+    ranks: int = 1,
+) -> dict[str, Any]:
+    """Of a step that took so long, and its stages."""
     shape = SHAPES[args.model]
     length = prompt_tokens + args.new_tokens
     num_tokens = args.prompts * args.samples * length
@@ -129,27 +142,25 @@ def summary(
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
 
-    def mfu(per_token: float, seconds: float) -> float | None:
-        return round(per_token * num_tokens / seconds / peak / args.ranks, 4) if peak and seconds > 0.01 else None
+    def mfu(per_token: float, stage: str) -> float | None:
+        time_s = seconds.get(stage, 0.0)
+        return round(per_token * num_tokens / time_s / peak / ranks, 4) if peak and time_s > 0.01 else None
 
     return {
-        "benchmark": "step",
         "model": args.model,
         "parameters": num_parameters,
         "sequences": args.prompts * args.samples,
         "prompt_tokens": round(prompt_tokens, 1),
         "new_tokens": args.new_tokens,
         "gpu": gpu,
-        "ranks": args.ranks,
+        "ranks": ranks,
         "seconds_per_step": round(step_s, 3),
-        "seconds": seconds,
+        "seconds": {stage: round(value, 3) for stage, value in seconds.items()},
         "tokens_per_s": round(args.prompts * args.samples * args.new_tokens / step_s),
-        "mfu_update": mfu(6 * num_parameters, seconds["update"]),
-        "mfu_update_with_attention": mfu(6 * num_parameters + attention, seconds["update"]),
-        "mfu_logprobs": mfu(2 * num_parameters, seconds["logprobs"]),
-        "mfu_logprobs_with_attention": mfu(2 * num_parameters + attention / 3, seconds["logprobs"]),
-        "mismatch_kl": max(row["policy/mismatch_kl"] for row in rows),
-        "settings": args.settings,
+        "mfu_update": mfu(6 * num_parameters, "update"),
+        "mfu_update_with_attention": mfu(6 * num_parameters + attention, "update"),
+        "mfu_logprobs": mfu(2 * num_parameters, "logprobs"),
+        "mfu_logprobs_with_attention": mfu(2 * num_parameters + attention / 3, "logprobs"),
     }
 
 

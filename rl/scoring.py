@@ -82,18 +82,25 @@ class LocalScorer(Scorer):
     ):
         self._models, self._fields, self._pg, self._max_tokens = models, fields, pg, max_tokens
         self._temperature, self._device = temperature, device
-        resting = {name: models[name] for name in ("ref_logprobs",) if name in models and reference_rests}
-        self._rests = [(model, Offload(part.data for part in local_slices(model))) for model in resting.values()]
+        self._reference = models.get("ref_logprobs")
+        self._rest = None
+        if self._reference is not None and reference_rests:
+            self._rest = Offload(part.data for part in local_slices(self._reference))
 
     def release_device(self) -> None:
-        for model, rest in self._rests:
-            reshard(model)
-            rest.leave()
+        self._reshard_reference()  # which a loss with the full KL has used too
+        if self._rest is not None:
+            self._rest.leave()
 
     def take_device(self) -> None:
-        for _, rest in self._rests:
-            rest.come_back()
-            rest.wait()
+        if self._rest is not None:
+            self._rest.come_back()
+            self._rest.wait()
+
+    def _reshard_reference(self) -> None:
+        """Nothing but the next batch needs its root again; that of the policy is what the update begins with."""
+        if self._reference is not None:
+            reshard(self._reference)
 
     def score(self, batch: Batch, version: int) -> Batch:
         if not self._fields:
@@ -101,6 +108,7 @@ class LocalScorer(Scorer):
         hidden_size = hidden_size_of(next(iter(self._models.values())))
         micro_batches = cut_together(batch, self._max_tokens, hidden_size, self._pg)
         scores = score_fields(self._models, self._fields, batch, micro_batches, self._temperature, self._device)
+        self._reshard_reference()
         return batch.replace(**scores)
 
 

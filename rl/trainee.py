@@ -61,7 +61,7 @@ class Trainee:
         )
         self._rests: dict[str, Offload] = {}  # by kind of state, once it has left the device to an engine
         layers = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
-        self._layers = [(layer, list(layer.parameters())) for layer in layers]  # with what the optimizer knows them by
+        self._layers = [(layer, _trained(layer)) for layer in layers]  # with what the optimizer knows them by
         self._schedule = schedule
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, schedule)
 
@@ -141,11 +141,12 @@ class Trainee:
             self._moments(parameter)["step"].fill_(num_updates)
 
     def _state_so_far(self) -> dict[str, list[Tensor]]:
-        """By kind; without moments before the first update, so that none are made only to leave."""
+        """By kind; without moments before the first update, so that none are made only to leave. Then of all, also of
+        parameters that had no gradient yet."""
         tensors = {self.kind: [part.data for part in local_slices(self.model)]}
-        states = self._optimizer.state.values()
-        moments = {self._moment_kind(of): [_local(state[of]) for state in states] for of in MOMENTS}
-        return tensors | (moments if states else {})
+        trained = _trained(self.model) if self._optimizer.state else []
+        states = [self._moments(parameter) for parameter in trained]
+        return tensors | {self._moment_kind(of): [_local(state[of]) for state in states] for of in MOMENTS if states}
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """AdamW makes them at its first step; a checkpoint may need them before."""
@@ -181,7 +182,7 @@ class Trainee:
             rest.come_back()
         self._check(mini_batch, measures)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._actor.max_grad_norm)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm.to(self._device)  # without gradients: 0.0
         if not torch.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm of the {self.kind} is {norm.item()}; lower its learning rate, or look at the "
@@ -204,7 +205,7 @@ class Trainee:
 
         def come_back(parameters: list[nn.Parameter], gradient: Tensor) -> None:
             for of, rest in rests.items():
-                rest.come_back(_local(self._optimizer.state[parameter][of]) for parameter in parameters)
+                rest.come_back(_local(self._moments(parameter)[of]) for parameter in parameters)
 
         def before_forward(
             parameters: list[nn.Parameter], layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
@@ -249,6 +250,10 @@ class Trainee:
 
     def _move(self, tensor: Tensor) -> Tensor:
         return to_device(tensor, self._device)
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ keyword arguments. Each sequence attends causally to itself alone.
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from rl.config import ConfigError
 
@@ -96,8 +95,9 @@ def varlen_attention(
     max_length: int,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **unused: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
+    _refuse(others)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "window_size": ((sliding_window or 0) - 1, 0)}
     if query.shape[1] != key.shape[1]:
@@ -122,8 +122,9 @@ def ragged_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **unused: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
+    _refuse(others)
     longest = max(block.shape[1] for block in blocks)
     if sliding_window is not None and longest > sliding_window:
         raise ConfigError(
@@ -144,6 +145,16 @@ def ragged_attention(
     return output.unsqueeze(0), None
 
 
+def _refuse(others: Mapping[str, object]) -> None:
+    """What would change the result. The rest, as position ids, is of no use here."""
+    for name, what in (("softcap", "caps its scores"), ("s_aux", "has sinks")):
+        if others.get(name) is not None:
+            raise ConfigError(
+                f"the model's attention {what} ({name}), which the learner does not compute; give model.path a family "
+                "without it: llama, mistral, qwen2, qwen3, granite and phi3 are tested"
+            )
+
+
 def _pad(flat: Tensor, block: _Block) -> Tensor:
     """[N, heads, head_dim] -> [sequences, heads, longest, head_dim]."""
     padded = flat.new_zeros(*block.shape, *flat.shape[1:])
@@ -152,6 +163,5 @@ def _pad(flat: Tensor, block: _Block) -> Tensor:
 
 def register() -> None:
     for name, function in ((RAGGED, ragged_attention), (VARLEN, varlen_attention)):
+        # Without a mask of the same name: for one of none transformers would wait for the device in every forward.
         AttentionInterface.register(name, function)
-        # These functions need no mask; without an entry here transformers would build one of T x T.
-        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)

@@ -268,14 +268,13 @@ class VllmEngine:
             outputs = self._engine.engine_core.get_output().outputs
         ended = []
         for output in outputs:
-            response = self._unfinished[output.request_id]
+            response, reason = self._unfinished[output.request_id], output.finish_reason
+            if reason not in (None, FinishReason.STOP, FinishReason.LENGTH):  # without logprobs
+                raise RuntimeError(f"vLLM gave response {response.id} up after {len(response.tokens)} tokens: {reason}")
             response.tokens += output.new_token_ids
             response.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
-            reason = output.finish_reason
             if reason is None:
                 continue
-            if reason not in (FinishReason.STOP, FinishReason.LENGTH):
-                raise RuntimeError(f"vLLM gave response {response.id} up after {len(response.tokens)} tokens: {reason}")
             del self._unfinished[output.request_id]
             is_cut, num_preemptions = reason == FinishReason.LENGTH, response.request.num_preemptions
             ended.append(Completion(response.id, response.tokens, response.logprobs, is_cut, num_preemptions))
@@ -330,8 +329,9 @@ class VllmEngine:
                 self._engine.engine_core.get_output()
 
     def sleep(self) -> None:
-        if self._can_sleep and not self._asleep:
+        if self._can_sleep and "weights" not in self._asleep:
             self._drain()
+            self._wake("kv_cache")  # where nothing was asked of these weights: vLLM puts both to sleep, or none
             with self._group.entered():
                 self._llm.sleep(level=2)  # the next sync brings new weights, so nothing is kept
             self._asleep = {"weights", "kv_cache"}

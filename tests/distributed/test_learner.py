@@ -18,6 +18,7 @@ from tests.update import (
     job,
     make_batch,
     make_reference,
+    mini_batch_jobs,
     run_jobs,
     values_of,
     variant_job,
@@ -50,6 +51,12 @@ ON_POLICY = [
     job(f"old logprobs {source}", MODELS[0]) | {"algo": ONE_UPDATE, "old_logprobs": source}
     for source in ("none", "by a pass of their own")
 ]
+EMPTY = mini_batch_jobs()
+FROZEN = [
+    job(f"a part is not trained, {offload}", MODELS[0], offload=offload)
+    | {"frozen": ["model.layers.0.mlp.up_proj.weight"]}
+    for offload in ("none", "moments")
+]
 ALGORITHMS = {name: variant_job(name) for name in VARIANTS}
 CRITIC_WAYS = {1: {"max_tokens": 10_000}, 2: {"offload": "rollout"}, 4: {"recompute": "full", "idle": True}}
 CRITICS = {
@@ -57,7 +64,7 @@ CRITICS = {
     for num_ranks, way in CRITIC_WAYS.items()
     for model in MODELS
 }
-EXTRA = {1: [COMPILED, IN_BF16[1]], 2: [IN_BF16[2], *ON_POLICY], 4: [*ALGORITHMS.values()]}
+EXTRA = {1: [COMPILED, IN_BF16[1]], 2: [IN_BF16[2], *ON_POLICY, *EMPTY, *FROZEN], 4: [*ALGORITHMS.values()]}
 
 
 def ways(num_ranks: int) -> list[dict[str, Any]]:
@@ -141,6 +148,19 @@ def test_on_policy_data_need_no_pass_for_old_logprobs(reference: Reference) -> N
     without, with_pass = (weights_of(reference.folder, each) for each in ON_POLICY)
     for name, tensor in without.items():
         assert (tensor - with_pass[name]).abs().max() < 2e-5, name
+
+
+def test_an_empty_mini_batch_moves_nothing(reference: Reference) -> None:
+    five, eight = (weights_of(reference.folder, each) for each in EMPTY)
+    check_weights(eight, five, 1e-6, EMPTY[1])
+
+
+def test_moments_of_a_part_that_is_not_trained(reference: Reference) -> None:
+    here, away = (weights_of(reference.folder, each) for each in FROZEN)
+    check_weights(away, here, 1e-6, FROZEN[1])
+    begun = load_file(reference.folder / MODELS[0] / "model.safetensors")
+    for name, tensor in here.items():
+        assert torch.equal(tensor, begun[name]) == (name in FROZEN[0]["frozen"]), name
 
 
 @pytest.mark.parametrize("num_ranks", IN_BF16)

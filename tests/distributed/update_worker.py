@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.config import ActorConfig, AlgoConfig, CriticConfig, RolloutConfig
 from rl.critic import Critic
@@ -40,6 +43,8 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     assert all(layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers[:-1]), (
         "no layer is fetched early"
     )
+    for name in job["frozen"]:
+        model.get_parameter(name).requires_grad_(False)
     batch = Batch(**load_file(folder / "batch.safetensors"))
     rollout = RolloutConfig(temperature=job["temperature"], max_new_tokens=job["max_new_tokens"])
     learner = Learner(model, pg, device, actor, algo, rollout, num_optimizer_steps=4)
@@ -57,6 +62,8 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         scorer = LocalScorer(
             {"ref_logprobs": model}, ["ref_logprobs"], pg, 30, job["temperature"], device, reference_rests=True
         )
+        scorer.score(share, version=1)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "the reference's root is whole"
         scorer.release_device()
         assert not any(part.data.untyped_storage().nbytes() for part in local_slices(model)), "the reference rests"
         scorer.take_device()
@@ -75,6 +82,14 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     report(pg, folder, job, model, measures)
 
 
+class NoWaiting(TorchDispatchMode):
+    """No value leaves a tensor for Python, which on a GPU would wait for all that was asked of it."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is not torch.ops.aten._local_scalar_dense.default, "a micro-batch waits for the device"
+        return function(*args, **(kwargs or {}))
+
+
 def check_reduction(trainee: Trainee) -> None:
     """A rank with the whole model, and replicas, have no gradients to exchange before the last micro-batch."""
     step, accumulate = trainee._optimizer_step, trainee._accumulate
@@ -84,10 +99,12 @@ def check_reduction(trainee: Trainee) -> None:
     def optimizer_step(*args: Any) -> None:
         has_gradients.clear()
         step(*args)
-        assert has_gradients == [not waits] * (len(has_gradients) - 1) + [True], (has_gradients, mesh)
+        *early, last = has_gradients or [True]  # none where a mini-batch is empty
+        assert early == [not waits] * len(early) and last, (has_gradients, mesh)
 
     def micro_batch(*args: Any) -> None:
-        accumulate(*args)
+        with nullcontext() if trainee._actor.compile else NoWaiting():
+            accumulate(*args)
         has_gradients.append(any(parameter.grad is not None for parameter in trainee.model.parameters()))
 
     trainee._optimizer_step, trainee._accumulate = optimizer_step, micro_batch  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ from tests.update import (
     check_weights,
     job,
     make_reference,
+    mini_batch_jobs,
     run_jobs,
     variant_job,
     weights_of,
@@ -40,12 +41,16 @@ def test_every_way_to_compute_an_update(tmp_path: Path) -> None:
         for number, way in enumerate(WAYS)
     ]
     losses = {name: variant_job(name) | {"device": "cuda"} for name in VARIANTS}
-    run_jobs(tmp_path, 1, [*jobs, *losses.values()], timeout_s=500)
+    with_empty = mini_batch_jobs("cuda")
+    run_jobs(tmp_path, 1, [*jobs, *losses.values(), *with_empty], timeout_s=500)
     for each in jobs:
         check(reference, each, *LIMITS[each["dtype"]])
     for name, each in losses.items():
         check_weights(weights_of(tmp_path, each), reference.variants[name][0], 1e-4, each)
+    five, eight = (weights_of(tmp_path, each) for each in with_empty)
+    check_weights(eight, five, 1e-6, with_empty[1])
     for model in MODELS:  # what moves weights about changes no bit of the result
         plain = weights_of(tmp_path, job(f"{model} bfloat16 0", model))
-        moved = weights_of(tmp_path, job(f"{model} bfloat16 {WAYS.index({'offload': 'rollout'})}", model))
-        assert all(bool((plain[name] == moved[name]).all()) for name in plain)
+        for offload in ("rollout", "moments"):
+            moved = weights_of(tmp_path, job(f"{model} bfloat16 {WAYS.index({'offload': offload})}", model))
+            assert all(bool((plain[name] == moved[name]).all()) for name in plain), offload

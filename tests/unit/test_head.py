@@ -1,10 +1,13 @@
 """Logprobs, entropies, KLs and self-certainty equal the plain way, forward and backward, whatever the chunks."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.model import head
 from rl.model.head import Reference, Scores, self_certainty, token_scores
@@ -80,23 +83,30 @@ def test_self_certainty(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert two.item() == pytest.approx(0.143841, abs=1e-6)
 
 
+class Rows(TorchDispatchMode):
+    """The most rows of something as wide as the vocabulary that any operation has made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for part in pytree.tree_leaves(result):
+            if isinstance(part, Tensor) and part.dim() == 2 and part.shape[1] == VOCABULARY and part.shape[0] != 8:
+                self.most = max(self.most, part.shape[0])
+        return result
+
+
 def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in the products of the head; what is kept for the backward pass has no dimension of the vocabulary but
-    the weight's."""
+    """Forward and backward; what is kept between them has no dimension of the vocabulary but the weight's."""
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 4 * VOCABULARY)
     hidden, weight, targets = inputs(20)
-    seen: list[int] = []
-    score = head._score_chunk
-
-    def counted(logits: Tensor, *others: object) -> Tensor:
-        seen.append(logits.shape[0])
-        return score(logits, *others)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(head, "_score_chunk", counted)
-    logprobs = token_scores(hidden, weight, targets, 1.0).logprobs
-    assert seen == [4] * 5
-    saved = logprobs.grad_fn.saved_tensors  # type: ignore[union-attr]
+    with Rows() as forward:
+        scores = token_scores(hidden, weight, targets, 1.0, reference(20))
+    saved = scores.logprobs.grad_fn.saved_tensors  # type: ignore[union-attr]
     assert sorted(tensor.numel() for tensor in saved) == [20, 20, 20, 20, 20 * 8, VOCABULARY * 8]
+    with Rows() as backward:
+        torch.stack(scores).sum().backward()
+    assert (forward.most, backward.most) == (4, 4)
 
 
 def test_bfloat16_stays_near_float32() -> None:

@@ -1,8 +1,10 @@
 """Tensors that go to host memory and come back: the same objects, the same views, the same values."""
 
+import pytest
 import torch
 from torch import nn
 
+from rl.model import offload as offload_module
 from rl.model.offload import Offload
 
 
@@ -24,6 +26,25 @@ def test_views_stay_valid_and_their_memory_is_free_meanwhile() -> None:
     whole.mul_(2)
     offload.leave()
     assert offload.on_host(row).tolist() == [8, 10, 12, 14], "the host has what was last on the device"
+
+
+def test_host_memory_is_taken_in_slabs_that_are_nearly_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, each would be rounded up to a power of two: 2048 bytes for 1200."""
+    monkeypatch.setattr(offload_module, "SLAB_BYTES", 8192)
+    sizes = [*[300] * 20, 1, 0, 4096]  # of floats; the last is larger than a slab
+    tensors = [torch.randn(size) for size in sizes]
+    wanted = [tensor.clone() for tensor in tensors]
+    offload = Offload(tensors)
+    slabs = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in offload._host.values()}
+    rounded = sum(1 << (size - 1).bit_length() for size in slabs.values())
+    assert rounded < 1.2 * 4 * sum(sizes), slabs
+    offload.leave()
+    for tensor, value in zip(tensors, wanted, strict=True):
+        assert torch.equal(offload.on_host(tensor), value) and not tensor.untyped_storage().nbytes()
+    offload.come_back(tensors[:2])
+    offload.come_back()
+    for tensor, value in zip(tensors, wanted, strict=True):
+        assert torch.equal(tensor, value)
 
 
 def test_an_optimizer_goes_on_as_if_nothing_had_happened() -> None:

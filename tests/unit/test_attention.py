@@ -1,0 +1,32 @@
+"""What the learner's attention does not compute is refused: results would be wrong without a word."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from rl.config import ConfigError
+from rl.model import attention
+from rl.model.attention import RAGGED, VARLEN, ragged_attention, varlen_attention
+
+WHERE: dict[Any, dict[str, Any]] = {
+    ragged_attention: attention.arguments(RAGGED, [3], 0, torch.device("cpu")),
+    varlen_attention: attention.arguments(VARLEN, [3], 0, torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("other", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}])
+@pytest.mark.parametrize("attend", WHERE)
+def test_sinks_and_caps(attend: Any, other: dict[str, Any]) -> None:
+    query = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ConfigError, match=f"{next(iter(other))}.*give model.path a family"):
+        attend(torch.nn.Identity(), query, query, query, None, **WHERE[attend], **other)
+
+
+def test_the_name_that_transformers_has_for_it() -> None:
+    attention.register()
+    shape = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "vocab_size": 8, "num_hidden_layers": 1}
+    config = Gemma2Config(**shape, num_attention_heads=2, num_key_value_heads=2, attn_implementation=RAGGED)
+    with pytest.raises(ConfigError, match="softcap"):
+        Gemma2ForCausalLM(config)(torch.zeros(1, 3, dtype=torch.int64), **WHERE[ragged_attention])
