@@ -74,7 +74,6 @@ class RolloutService(Service):
         self.on_failed: Callable[[Engine], None] = lambda engine: None  # nobody may hold it any more
         self.on_rebuilt: Callable[[Engine], None] = lambda engine: None
         self._rebuild = rebuild
-        self._has_failed = False  # and not finished a response since
         self._failure: Exception | None = None  # on a follower: of its last step
         self._give_up_timer: threading.Timer | None = None
         self._world, self._mail, self._leader = world, world.mail, leader
@@ -133,19 +132,21 @@ class RolloutService(Service):
         except Exception as error:
             self._survive(error)
             return
-        self._has_failed = self._has_failed and not ended
         HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
         sampled = [self._finish(done) for done in ended]
         if any(sampled):
             self._pull()
 
     def _survive(self, error: Exception) -> None:
-        """Another engine in its place. It asks for the weights, and when they are proven its prompts begin anew."""
-        if self._has_failed or breaks_rank(error) or not self._have_all_failed():
-            raise error
-        self._has_failed = True
-        clear_frames(error)  # which hold the engine's memory
+        """Another engine in its place. It asks for the weights, and when they are proven its prompts begin anew.
+
+        But each group only once, whatever ended in between: one that fails every engine would have them built for ever.
+        """
         lost = {place for place, group in self._groups.items() if not group.is_sampled}
+        is_again = any(self._groups[place].attempt > 0 for place in lost)
+        if is_again or breaks_rank(error) or not self._have_all_failed():
+            raise error
+        clear_frames(error)  # which hold the engine's memory
         print(
             f"oneworld: the engine of rank {self._mail.rank} failed with {len(lost)} groups of step "
             f"{self._world.step}: {type(error).__name__}: {error}; it is built anew, and they are sampled again",
@@ -226,7 +227,7 @@ class RolloutService(Service):
 
     def _start(self, tasks: list[Task]) -> None:
         new = {(task.batch, task.position): _Group(task) for task in tasks}
-        if self._has_failed and not self.engine.version:  # asked for before it failed: begun with the others
+        if self._to_begin_again and not self.engine.version:  # asked for before it failed: begun with the others
             self._groups |= new
             self._to_begin_again |= new.keys()
             return

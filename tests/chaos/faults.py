@@ -1,16 +1,15 @@
 """Faults that a cluster under way gets over: what is done to it, who must be named for it, what comes back."""
 
-import re
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rl.watch.board import CUT_S
-from tests.chaos.harness import FLOOR_S, Cluster
+from tests.chaos.harness import FLOOR_S, Cluster, Report
 
 NAMED_S = 5.0  # after the deadline of silence, where there is one
-Report = tuple[int | None, str]  # the node that says so, None: any; a pattern
+ALSO_GONE = r"(\n  .*)*\n  also gone: rank "  # in the same block
 
 
 @dataclass(frozen=True)
@@ -23,19 +22,13 @@ class Fault:
     is_of_head: bool = False  # without which nothing can go on
 
     def happen(self, world: Cluster) -> float:
-        """Seconds after the deadline until all that must be reported is, which are few."""
-        already = [len(node.output) for node in world.nodes]
+        """Seconds after the deadline until all that must be reported is, which are few. That nothing else is, the
+        cluster asserts before its next fault and at its end."""
+        world.assert_reported()
         reports = self.do(world)
+        world.expect(*reports)
         started = time.monotonic()
-
-        def is_reported(node: int | None, pattern: str) -> bool:
-            nodes = range(len(world.nodes)) if node is None else [node]
-            return any(re.search(pattern, world.nodes[n].output[already[n] :]) for n in nodes)
-
-        def are_reported() -> bool:
-            return all(is_reported(*report) for report in reports)
-
-        world.wait_until(f"{reports}", are_reported, self.deadline_s + NAMED_S)
+        world.wait_until(f"{reports}", lambda: all(map(world.reported, reports)), self.deadline_s + NAMED_S)
         return max(0.0, time.monotonic() - started - self.deadline_s)
 
 
@@ -71,7 +64,7 @@ def kill_agent(node: int) -> Fault:
     def do(world: Cluster) -> list[Report]:
         place = _place(world, *world.ranks_on(node))
         world.kill_agent(node)
-        return [(None, f"{place}its process ended without a word"), (None, "  also gone: rank")]
+        return [(None, f"{place}its process ended without a word{ALSO_GONE}")]
 
     return Fault("killed agent", do, needs_loop=True)
 
@@ -80,7 +73,7 @@ def kill_node(node: int) -> Fault:
     def do(world: Cluster) -> list[Report]:
         place = _place(world, *world.ranks_on(node))
         world.kill_node(node)
-        return [(None, f"{place}its process "), (None, "  also gone: rank")]
+        return [(None, f"{place}its process .*{ALSO_GONE}")]
 
     return Fault("killed node", do, lambda world: world.start(node), needs_loop=True)
 

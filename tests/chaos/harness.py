@@ -6,6 +6,7 @@ every step. A run that ends leaves no process and nothing in /dev/shm.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -39,6 +40,8 @@ WAIT_S = 120.0
 END_S = 10.0  # for watchdogs and what a killed agent leaves
 CLOSE = ("loss/policy", "policy/entropy", "optim/grad_norm")
 SAME = ("reward/mean", "rollout/tokens", "rollout/length_mean")
+BLOCK = re.compile(r"oneworld: rank .*(?:\n  .*)*")  # that names who failed
+Report = tuple[int | None, str]  # the node that says so, None: any; a pattern of such a block
 
 
 class Cluster:
@@ -59,6 +62,8 @@ class Cluster:
         self.nodes, self.folder, self.loop = nodes, folder, loop
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         self._num_ranks = len(nodes) * nproc
+        self._expected: list[Report] = []
+        self._num_checked = [0 for _ in nodes]  # blocks of each node
         self._mark = f"chaos-{os.getpid()}-{time.monotonic_ns()}"
         what = f"{BROKEN} + {broken}" if broken else BROKEN
         torchrun = f"torchrun --nnodes {nnodes} --nproc-per-node {nproc} --rdzv-endpoint head:29500"
@@ -100,6 +105,30 @@ class Cluster:
     def output(self) -> str:
         return "\n".join(node.output for node in self.nodes)
 
+    def expect(self, *reports: Report) -> None:
+        """These and no others from the last check to the next; one that is given twice is expected twice."""
+        self._expected += reports
+
+    def reported(self, report: Report) -> int:
+        """How often, since the last check."""
+        node, pattern = report
+        return sum(bool(re.match(pattern, block)) for teller, block in self._blocks() if node in (None, teller))
+
+    def assert_reported(self) -> None:
+        """Each failure was told once, and nobody else was named."""
+        blocks, expected = self._blocks(), self._expected
+        told = "\n".join(block for _, block in blocks)
+        assert len(blocks) == len(expected), f"{expected} expected, but told was:\n{told}"
+        for report in expected:
+            assert self.reported(report) == expected.count(report), f"{report} expected, but told was:\n{told}"
+        self._expected = []
+        for node, _ in blocks:
+            self._num_checked[node] += 1
+
+    def _blocks(self) -> list[tuple[int, str]]:
+        told = [BLOCK.findall(node.output)[checked:] for node, checked in zip(self.nodes, self._num_checked)]
+        return [(node, block) for node, blocks in enumerate(told) for block in blocks]
+
     def wait_until(self, what: str, is_so: Callable[[], bool], timeout_s: float = WAIT_S) -> float:
         started = time.monotonic()
         while not is_so():
@@ -129,7 +158,7 @@ class Cluster:
         return [rows[step] for step in sorted(rows)]
 
     def finish(self, timeout_s: float = 200) -> list[int]:
-        """The exit codes of all nodes' commands."""
+        """The exit codes of all nodes' commands. Only what was expected may have failed."""
         deadline = time.monotonic() + timeout_s
         codes = []
         for node in sorted(self.agents):
@@ -137,6 +166,7 @@ class Cluster:
                 codes.append(self.agents[node].wait(timeout=max(1.0, deadline - time.monotonic())))
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"still running after {timeout_s} s:\n{self.output()[-6000:]}") from None
+        self.assert_reported()
         return codes
 
     def finish_well(self, undisturbed: list[dict[str, Any]], timeout_s: float = 200) -> None:

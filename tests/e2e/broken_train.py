@@ -14,6 +14,7 @@ from multiprocessing.shared_memory import SharedMemory
 from torch import Tensor
 
 import train
+from rl import signals
 from rl.learner import Learner
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.service import RolloutService
@@ -169,6 +170,8 @@ def break_(what: str, culprit: int) -> None:
         Learner.update = broken(Learner.update, share_memory_and_kill)
     elif what == "killed at once" and is_culprit:
         Learner.update = lambda *args: kill()
+    elif what == "short notice":
+        signals.STOP_S = 1.0
     elif what == "not importable" and is_culprit:
         raise ModuleNotFoundError("planted")
     elif what == "killed, once" and is_culprit and is_first_attempt:

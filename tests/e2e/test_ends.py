@@ -139,6 +139,21 @@ def test_ctrl_c(what: str, restarts: bool, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "FATAL").exists()
 
 
+def test_a_sigterm_does_not_wait_for_what_cannot_be_saved(tmp_path: Path) -> None:
+    """The limit of 25 s is 1 s here; torchrun itself would kill its ranks only after 30 s."""
+    process = launch(tmp_path, 2, "all hang + short notice", 0, "train.num_steps=100000", "eval.interval=0")
+    wait_for_step(tmp_path, process, 1)
+    time.sleep(1.0)
+    process.terminate()
+    started = time.monotonic()
+    output = finish(process, 60)
+    assert process.returncode == 1
+    assert time.monotonic() - started < 20.0
+    late = "told to end by SIGTERM, and the checkpoint was not committed within 1 s"
+    assert output.count(late) == output.count("oneworld: rank ") == 1, output
+    assert not (tmp_path / "run" / "FATAL").exists()
+
+
 @pytest.mark.slow
 def test_interrupt_of_one_rank_stops_all_with_restarts_on(tmp_path: Path) -> None:
     """As when Ctrl-C is typed on one node of several: the others must not wait for it to come back."""

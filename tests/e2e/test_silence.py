@@ -1,16 +1,27 @@
-"""Ranks that live and do nothing: the right one is named, with its stack, and the world ends in time."""
+"""Ranks that live and do nothing: the right one is named, with its stack, and the world ends in time. tools/status.py
+shows all of them, before and after."""
 
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.test_ends import launch, wait_for_step
-from tests.launcher import finish
+from tests.launcher import ROOT, finish, until
 
 pytestmark = pytest.mark.timeout(150)
 FLOOR_S = 4.0
 MAX_NAMED_S = 5.0  # after the floor
+
+
+def status(run: Path) -> tuple[str, list[list[str]]]:
+    """The line on the run, and the cells of each rank."""
+    command = [sys.executable, "tools/status.py", str(run)]
+    shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    return shown[0], [line.split() for line in shown[2:]]
 
 
 @pytest.mark.parametrize(
@@ -25,8 +36,12 @@ MAX_NAMED_S = 5.0  # after the floor
 def test_a_silent_rank_is_named(what: str, rank: int, said: str, tmp_path: Path) -> None:
     """The others stand in a collective and are just as silent."""
     process = launch(tmp_path, 3, what, rank, f"world.silence_floor_s={FLOOR_S}")
+    run = tmp_path / "run"
     wait_for_step(tmp_path, process, 1)
     started = time.monotonic()
+    there = [[str(rank), socket.gethostname(), "rollout,actor", "update", "2", "2"] for rank in range(3)]
+    until(lambda: [cells[:6] for cells in status(run)[1]] == there, "all ranks in the update", 15)
+    assert status(run)[0] == f"{run}: running, step 2, 3 ranks"
     output = finish(process, 60)
     assert process.returncode != 0
     block = output[output.index("oneworld: rank ") :].splitlines()
@@ -39,3 +54,8 @@ def test_a_silent_rank_is_named(what: str, rank: int, said: str, tmp_path: Path)
     assert block[2].startswith(f"  ranks {others} (rollout,actor): stage update, ")
     assert output.count("oneworld: rank ") == 1, output
     assert time.monotonic() - started < FLOOR_S + MAX_NAMED_S + 10.0  # to the end of the launcher
+    until(lambda: status(run)[0].startswith(f"{run}: last heard of "), "silence about a run that is over", 10)
+    head, ranks = status(run)
+    assert head.endswith(" s ago, step 2, 3 ranks")
+    assert ranks[rank][:6] == there[rank]
+    assert [cells[-1] for cells in ranks] == ["ended"] * 3

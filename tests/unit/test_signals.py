@@ -1,50 +1,82 @@
-"""rl/signals.py in this process: no signal is swallowed while handlers are set; and the signal of a parent's end."""
+"""rl/signals.py in this process: no signal is swallowed while handlers are set, and a save that takes too long is not
+waited for; and the signal of a parent's end."""
 
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from queue import Queue
 from typing import Any, cast
 
 import pytest
 
+import rl.signals
 from rl.config import ROOT
 from rl.mail import Mail
 from rl.signals import Signals
 
 pytestmark = pytest.mark.timeout(10)
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Watched:
-    """The part of Mail that is asked for."""
+    """The part of Mail that is asked for; nobody does what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: Queue[tuple[int, str, dict[str, Any]]] = Queue()
 
     def watch(self, source: socket.socket, read: Callable[[socket.socket], None]) -> None:
-        self.source = source
+        self.source, self.read = source, read
+
+    def send(self, rank: int, kind: str, meta: dict[str, Any]) -> None:
+        self.sent.put((rank, kind, meta))
 
 
-def test_a_signal_that_comes_right_after_its_handler_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers, set_handler = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), signal.signal
-    before = {number: signal.getsignal(number) for number in numbers}
+@pytest.fixture
+def mail() -> Iterator[Watched]:
+    """The handlers of this process are its own again afterwards."""
+    before = {number: signal.getsignal(number) for number in NUMBERS}
     mail = Watched()
+    yield mail
+    os.close(signal.set_wakeup_fd(-1))
+    mail.source.close()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_that_comes_right_after_its_handler_is_heard(mail: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_handler = signal.signal
 
     def set_and_send(number: int, handler: Any) -> Any:
         replaced = set_handler(number, handler)
         os.kill(os.getpid(), number)
         return replaced
 
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(signal, "signal", set_and_send)
-            Signals(cast(Mail, mail), lambda cause, text: None, lambda: None).listen()
-    finally:
-        os.close(signal.set_wakeup_fd(-1))
-        for number, handler in before.items():
-            set_handler(number, handler)
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "signal", set_and_send)
+        Signals(cast(Mail, mail), lambda cause, text: None, lambda: None).listen()
     mail.source.settimeout(1.0)
-    with mail.source:
-        assert [*mail.source.recv(64)] == [*numbers]
+    assert [*mail.source.recv(64)] == [*NUMBERS]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_is_not_saved_in_time_is_not_waited_for(
+    number: signal.Signals, mail: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rl.signals.STOP_S == 25.0, "torchrun kills after 30 s"
+    monkeypatch.setattr(rl.signals, "STOP_S", 0.2)
+    ends: Queue[tuple[str, str]] = Queue()
+    signals = Signals(cast(Mail, mail), lambda cause, text: ends.put((cause, text)), lambda: None)
+    signals.order_taker = 3
+    signals.listen()
+    os.kill(os.getpid(), number)
+    mail.read(mail.source)
+    assert mail.sent.get(timeout=5.0) == (3, "order", {"order": "stop"})
+    assert ends.empty(), "it has time to save"
+    late = f"told to end by {number.name}, and the checkpoint was not committed within 0.2 s"
+    assert ends.get(timeout=5.0) == ("terminated", late)
 
 
 CHILD = """
