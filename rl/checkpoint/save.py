@@ -99,8 +99,9 @@ class Saver:
             try:
                 work()
             except BaseException as error:  # whatever it was: the run must not go on unsaved without a word
-                shutil.rmtree(self._shelf.root / self._temporary(step), ignore_errors=True)
                 self._world.fail_in_background(error, "checkpoint", step)
+                # Then: others of this node that still write there fail by it, and must not be heard first.
+                shutil.rmtree(self._shelf.root / self._temporary(step), ignore_errors=True)
                 return
 
     def _save(self, snapshot: Snapshot) -> None:
