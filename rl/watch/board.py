@@ -163,7 +163,7 @@ class Board:
         if any(account.debugged for account in present):
             return True
         culprit = find_culprit(present)
-        return not culprit.waits_for and culprit.silent_s < culprit.limit_s
+        return not waits_for_others(culprit) and culprit.silent_s < culprit.limit_s
 
     def _explain(self, report: Report) -> Report:
         """With what the others did, where the report does not speak for itself."""

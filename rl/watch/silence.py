@@ -37,8 +37,10 @@ class Watch:
             self._in_visit = 0.0
 
     def limit_s(self, beat: Beat) -> float:
-        """The start of a run is many things, of which none comes twice."""
-        longest = None if beat.stage == "start" or beat.is_new else self._longest.get(beat.stage)
+        """The start of a run is many things, of which none comes twice. And a disk may be as slow as it likes, while it
+        takes anything at all."""
+        is_known = beat.stage != "start" and not beat.is_new and not beat.waits_for_itself
+        longest = self._longest.get(beat.stage) if is_known else None
         if longest is None:
             return self.limits.cap_s
         return min(self.limits.cap_s, max(self.limits.floor_s, STRETCH * longest))
@@ -52,9 +54,9 @@ class Watch:
         return "its interpreter is frozen" if is_stuck else ""
 
     def is_silent(self, beat: Beat, now: float, frozen: str) -> bool:
-        """A rank that waits is not: what it waits for is. One in a debugger waits for a person."""
+        """A rank that waits for others is not: they are. One in a debugger waits for a person."""
         if beat.is_debugged:
             return False
         if frozen:
             return now - beat.alive_at > self.limits.floor_s
-        return not beat.waits_for and now - beat.worked_at > self.limit_s(beat)
+        return (not beat.waits_for or beat.waits_for_itself) and now - beat.got_on_at > self.limit_s(beat)

@@ -98,6 +98,18 @@ class TestSilence:
         visit(watch, 50)
         assert watch.limit_s(beat(510, 51)) == STRETCH
 
+    def test_one_that_waits_for_its_own_disk_is_silent_when_that_takes_nothing_for_the_longest_time(self) -> None:
+        watch = Watch(Limits(floor_s=2, cap_s=100))
+        visit(watch, 0.1, 1.1)
+        waits = beat(20, at=2, waits_for="its checkpoint")
+        assert watch.limit_s(waits) == 100, "a disk may be slower than it was"
+        assert not watch.is_silent(waits, now=101, frozen="")
+        assert watch.is_silent(waits, now=103, frozen="")
+        assert not watch.is_silent(replace(waits, background_at=90.0), now=189, frozen=""), "slow, and it gets on"
+        assert watch.is_silent(replace(waits, background_at=90.0), now=191, frozen="")
+        stuck = replace(beat(20, at=2), background_at=90.0)
+        assert watch.is_silent(stuck, now=92, frozen=""), "one that waits for nothing is not excused by its disk"
+
     def test_one_in_a_debugger_is_not_silent_and_what_a_person_took_teaches_nothing(self) -> None:
         watch = Watch(Limits(floor_s=2, cap_s=1000))
         visit(watch, 0.1, 1.0)
@@ -331,6 +343,22 @@ class TestBoard:
         world.wait(0.1)
         world.wait(3)
         assert not world.said
+
+    def test_a_checkpoint_that_gets_on_is_waited_for_and_one_that_does_not_is_named(self, world: FakeWorld) -> None:
+        for silent_s in (50.0, 101.0):
+            world.send(1, "silent")
+            for rank in (0, 1, 2):
+                others = account(rank, waits_for="the others' checkpoints", silent_s=200.0, limit_s=10.0)
+                world.send(rank, "account", account=vars(others))
+            slow = account(3, stage="checkpoint", waits_for="its checkpoint", silent_s=silent_s, limit_s=100.0)
+            world.send(3, "account", account=vars(slow))
+            world.wait(0.1)
+            assert len(world.said) == (silent_s > 100)
+        assert world.said[0].splitlines() == [
+            "oneworld: rank 3 (actor) on node1, stage checkpoint, step 7: silent for 101 s, waiting for its "
+            "checkpoint, 12 s after the stage began",
+            "  ranks 0-2 (actor): stage update, waiting for the others' checkpoints, silent for up to 200 s",
+        ]
 
     def test_reports_that_patience_leaves_are_judged(self, world: FakeWorld) -> None:
         world.send(1, "silent")
