@@ -152,8 +152,6 @@ class Board:
         for rank in self.entries:
             self._tell(rank, "abort", **self.verdict)
         self._say(report.text())
-        if self.memory is not None:
-            self.memory.note_end(report.step)
         if fatal:
             self._say("oneworld: fatal, will not be restarted")
 

@@ -186,6 +186,8 @@ class Watchdog:
                 Memory(self._witness.folder).write_fatal(fatal)
             if stop:
                 self._launcher.stop()  # before it sees a dead worker, which it would start again
+        if self._host is not None and self._witness.folder is not None:
+            Memory(self._witness.folder).note_end(self._witness.beat.step)
         self._rank_line.send("abort", stop=stop)
         self._kill_at = time.monotonic() + (0.0 if self._witness.frozen() else GRACE_S)
 

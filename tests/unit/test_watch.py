@@ -9,7 +9,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -458,6 +459,34 @@ def test_a_rank_that_is_done_has_told_how_far_it_got() -> None:
             messages.append(json.loads(board.readline()))
     *_, beat, done = messages
     assert (beat["kind"], beat["account"]["step"], done["kind"]) == ("beat", 7, "done")
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[tuple[Lines, Heart]]:
+    """Rank 0 and its watchdog, in this process; and the line between them."""
+    process = subprocess.Popen(["sleep", "60"])
+    ours, theirs = socket.socketpair()
+    rank, heart = Lines(ours), Heart()
+    watchdog = threading.Thread(target=Watchdog(process.pid, 0, theirs, heart, Stacks()).run, daemon=True)
+    watchdog.start()
+    try:
+        rank.send("host", address="127.0.0.1", token="token")
+        rank.send("join", rank=0, local_rank=0, token="token", board=[])
+        rank.send("run", folder=str(folder), floor_s=60.0, cap_s=60.0, collectives="")
+        yield rank, heart
+    finally:
+        process.kill()
+        process.wait()
+        watchdog.join(10)
+
+
+def test_how_far_rank_0_got_is_remembered_whoever_failed(tmp_path: Path) -> None:
+    """It may only serve, and be a step ahead of the actor that was killed in step 7: it will be so again."""
+    with watched(tmp_path) as (rank, heart):
+        heart.describe(step=8)
+        rank.send("report", **report(2, "lost"))
+        until(lambda: "abort" in [message["kind"] for message in rank.receive()], "the verdict")
+    assert json.loads((tmp_path / "attempts.json").read_text()) == [0, 8]
 
 
 class TestRecorder:
