@@ -107,8 +107,6 @@ class Watchdog:
 
     def _on_join(self, rank: int, local_rank: int, token: str, board: list[Any]) -> None:
         self._local_rank, self._witness.rank, self._witness.world = local_rank, rank, token[:8]
-        if local_rank == 0:
-            self._launcher.forget_early_deaths()
         if self._host is None:
             try:
                 self._link = Link((board[0], board[1]), self._selector, self._obey, self._lose_board)
@@ -121,6 +119,8 @@ class Watchdog:
     def _on_run(self, folder: str, floor_s: float, cap_s: float, collectives: str) -> None:
         self._witness.folder, self._witness.collectives = Path(folder), collectives
         self._witness.watch.limits = Limits(floor_s, cap_s)
+        if self._local_rank == 0:
+            self._launcher.forget_early_deaths()
         if self._host is not None:
             self._host.board.memory = Memory(Path(folder))
 
@@ -149,7 +149,8 @@ class Watchdog:
         if self._rank_line.is_open:
             self._read_rank()  # its last words
         if not self._has_joined:
-            if self._has_raised and (count := self._launcher.count_early_death()) >= MAX_EARLY_DEATHS:
+            is_own_end = self._has_raised or self._process.has_crashed
+            if is_own_end and (count := self._launcher.count_early_death()) >= MAX_EARLY_DEATHS:
                 say(f"oneworld: {count} starts in a row ended before the ranks had met; torchrun is told to stop")
                 self._launcher.stop()
         elif not self._is_settled:

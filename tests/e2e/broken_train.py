@@ -178,6 +178,8 @@ def break_(what: str, culprit: int) -> None:
         Learner.update = lambda *args: kill()
     elif what == "not importable" and is_culprit:
         raise ModuleNotFoundError("planted")
+    elif what == "killed early" and is_culprit:
+        kill()
     elif what == "killed, once" and is_culprit and is_first_attempt:
         Learner.update = broken(Learner.update, kill_later)
 

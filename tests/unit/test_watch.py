@@ -7,6 +7,7 @@ import select
 import selectors
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,9 @@ from rl.watch.board import CUT_S, DEADLOCK_S, Board
 from rl.watch.culprit import Account, find_culprit, show_ranks
 from rl.watch.heart import Beat, Heart
 from rl.watch.host import Host
+from rl.watch.launcher import Launcher
 from rl.watch.lines import Lines
+from rl.watch.process import RankProcess
 from rl.watch.silence import STRETCH, Limits, Watch
 from rl.watch.stacks import Stacks, stands_in_collective
 from rl.watch.watchdog import Watchdog
@@ -459,6 +462,44 @@ def test_a_rank_that_is_done_has_told_how_far_it_got() -> None:
             messages.append(json.loads(board.readline()))
     *_, beat, done = messages
     assert (beat["kind"], beat["account"]["step"], done["kind"]) == ("beat", 7, "done")
+
+
+@pytest.mark.parametrize(
+    ("code", "has_crashed"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", True),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", True),
+        ("import os; os._exit(1)", True),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", False),
+        ("", False),
+    ],
+)
+def test_how_a_process_ended_is_seen(code: str, has_crashed: bool) -> None:
+    child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(0.5); {code}"])
+    process = RankProcess(child.pid, leads_group=False)
+    assert not process.has_crashed
+    assert select.select([process.exit_fd], [], [], 10)[0]
+    assert process.has_crashed == has_crashed
+    child.wait()
+    assert not process.has_crashed, "nothing is known of it any more"
+
+
+def test_starts_that_end_early_are_counted_once_each_until_the_ranks_have_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counts(attempt: int) -> list[int]:
+        launchers = []
+        for local_rank in (1, 0):  # the first rank of a node need not be the one that ends
+            folder = tmp_path / "logs" / f"attempt_{attempt}" / str(local_rank)
+            folder.mkdir(parents=True)
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+            monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+            launchers.append(Launcher(os.getpid()))
+        return [launcher.count_early_death() for launcher in launchers]
+
+    assert [counts(attempt) for attempt in range(3)] == [[1, 0], [2, 0], [3, 0]]
+    Launcher(os.getpid()).forget_early_deaths()
+    assert counts(3) == [1, 0]
 
 
 @contextmanager
