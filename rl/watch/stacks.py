@@ -27,8 +27,9 @@ class Stacks:
         faulthandler.register(SIGNAL, self._file, all_threads=True)
 
     def ask(self, is_stopped: bool) -> None:
-        """The answer is there ANSWER_S later."""
+        """The answer is there ANSWER_S later, at the beginning of the file: the rank writes where this one seeks to."""
         os.ftruncate(self._file.fileno(), 0)
+        os.lseek(self._file.fileno(), 0, os.SEEK_SET)
         with suppress(ProcessLookupError):
             os.kill(self._pid, SIGNAL)
             if is_stopped:  # a moment to answer

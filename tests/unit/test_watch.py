@@ -30,7 +30,7 @@ from rl.watch.launcher import Launcher
 from rl.watch.lines import Lines
 from rl.watch.process import RankProcess
 from rl.watch.silence import STRETCH, Limits, Watch
-from rl.watch.stacks import Stacks, stands_in_collective
+from rl.watch.stacks import MAX_BYTES, Stacks, stands_in_collective
 from rl.watch.watchdog import Watchdog
 from rl.watch.witness import Witness
 from tests.launcher import until
@@ -178,6 +178,13 @@ def test_a_stack_tells_whether_a_rank_stands_in_a_collective() -> None:
     assert stands_in_collective("\n".join(lines))
     assert not stands_in_collective("\n".join([*lines[:4], '  File "rl/learner.py", line 9 in update']))
     assert not stands_in_collective("")
+
+
+def test_stacks_are_read_however_many_were_written_before() -> None:
+    stacks = Stacks()
+    os.write(stacks._file.fileno(), b"x" * (MAX_BYTES + 1))
+    stacks.ask(is_stopped=False)
+    until(lambda: "test_stacks_are_read" in stacks.take(), "written", timeout_s=10)
 
 
 def test_ranks_are_shown_as_ranges() -> None:
