@@ -8,10 +8,12 @@ names who failed, where, for how long and who waited, and tells every watchdog t
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rl.ends import CAUSES, Memory, Report
 from rl.watch.culprit import Account, describe_others, describe_silence, find_culprit, show_ranks, waits_for_others
+from rl.watch.in_time import in_time
 
 COLLECT_S = 0.7  # reports
 MAX_COLLECT_S = 3.0  # while all that has come are broken connections: who broke them will be told
@@ -146,7 +148,7 @@ class Board:
                 self._judge_at = time.monotonic() + COLLECT_S
             return
         report = self._explain(report)
-        stop = report.cause in ("interrupt", "fatal") or (self.memory is not None and self.memory.is_repeated(report))
+        stop = report.cause in ("interrupt", "fatal") or self._is_repeated(report)
         fatal = report.text() if stop and report.cause != "interrupt" else ""
         self.verdict = {"stop": stop, "fatal": fatal}
         for rank in self.entries:
@@ -154,6 +156,9 @@ class Board:
         self._say(report.text())
         if fatal:
             self._say("oneworld: fatal, will not be restarted")
+
+    def _is_repeated(self, report: Report) -> bool:
+        return self.memory is not None and in_time(partial(self.memory.is_repeated, report), False)
 
     def _is_patience_due(self) -> bool:
         """Whoever is waited for is slow, but not slower than it may be; or somebody debugs a rank."""

@@ -14,6 +14,7 @@ import math
 import os
 import selectors
 import socket
+import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from rl.ends import Memory
 from rl.watch.board import BEAT_S
 from rl.watch.heart import Heart
 from rl.watch.host import Host
+from rl.watch.in_time import WAIT_S
 from rl.watch.launcher import Launcher
 from rl.watch.lines import Lines
 from rl.watch.link import Link
@@ -57,6 +59,7 @@ class Watchdog:
         self._has_raised = self._is_done = self._is_aborted = False
         self._quiet_until = 0.0
         self._kill_at: float | None = None
+        self._noter: threading.Thread | None = None  # writes down how it ended
         self._end_at: float | None = None  # at the latest; None: the rank lives
 
     def run(self) -> None:
@@ -70,6 +73,8 @@ class Watchdog:
             self._tick()
         self._write_status()
         self._status.wait()
+        if self._noter is not None:
+            self._noter.join(WAIT_S)
 
     def _is_over(self) -> bool:
         if self._end_at is None or self._process.has_children_left:
@@ -182,15 +187,21 @@ class Watchdog:
             self._end(**message)
 
     def _end(self, stop: bool, fatal: str) -> None:
-        if self._local_rank == 0:
-            if fatal and self._witness.folder is not None:
-                Memory(self._witness.folder).write_fatal(fatal)
-            if stop:
-                self._launcher.stop()  # before it sees a dead worker, which it would start again
-        if self._host is not None and self._witness.folder is not None:
-            Memory(self._witness.folder).note_end(self._witness.beat.step)
+        if stop and self._local_rank == 0:
+            self._launcher.stop()  # before it sees a dead worker, which it would start again
         self._rank_line.send("abort", stop=stop)
         self._kill_at = time.monotonic() + (0.0 if self._witness.frozen() else GRACE_S)
+        if self._local_rank == 0 and self._witness.folder is not None:
+            memory, step = Memory(self._witness.folder), self._witness.beat.step
+            self._noter = threading.Thread(target=self._note_end, args=[memory, step, fatal], daemon=True)
+            self._noter.start()
+
+    def _note_end(self, memory: Memory, step: int, fatal: str) -> None:
+        """Beside the loop, which has others to tell: the folder may hang."""
+        if fatal:
+            memory.write_fatal(fatal)
+        if self._host is not None:
+            memory.note_end(step)
 
     # Every moment
 

@@ -537,6 +537,20 @@ def test_how_far_rank_0_got_is_remembered_whoever_failed(tmp_path: Path) -> None
     assert json.loads((tmp_path / "attempts.json").read_text()) == [0, 8]
 
 
+@pytest.mark.parametrize("name", ["is_repeated", "write_fatal", "note_end"])
+def test_what_is_remembered_of_an_end_is_not_waited_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(Memory, name, lambda *args: is_over.wait())
+    with watched(tmp_path) as (rank, _):
+        rank.send("report", **report(0, "fatal" if name == "write_fatal" else "error"))
+        messages: list[dict[str, Any]] = []
+        until(lambda: messages.extend(rank.receive()) or len(messages) > 1, "the verdict", timeout_s=10)
+    is_over.set()
+    assert [message["kind"] for message in messages] == ["hosted", "abort"]
+
+
 class TestRecorder:
     def test_a_byte_in_the_pipe_asks_for_the_last_collectives(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
