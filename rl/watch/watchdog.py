@@ -66,10 +66,12 @@ class Watchdog:
         while not self._is_over():
             for key, _ in self._selector.select(TICK_S):
                 key.data()
-            late = time.monotonic() - self._round_at - TICK_S
-            if late > MAX_LATE_S and self._board is not None:
-                self._board.forgive(late)  # a machine that stood still: what others said meanwhile is not read yet
-            self._round_at = time.monotonic()
+            now = time.monotonic()
+            if (late := now - self._round_at - TICK_S) > MAX_LATE_S:  # a machine that stood still
+                self._witness.watch.forgive(now, late)
+                if self._board is not None:
+                    self._board.forgive(late)  # what others said meanwhile is not read yet
+            self._round_at = now
             self._tick()
         self._write_status()
         self._status.wait()

@@ -133,6 +133,33 @@ class TestSilence:
         assert not watch.is_silent(frozen, now=11.9, frozen="its process was stopped by a signal")
         assert watch.is_silent(frozen, now=12.1, frozen="its process was stopped by a signal")
 
+    def test_a_machine_that_stood_still_is_not_blamed_on_its_rank(self) -> None:
+        watch = Watch(Limits(floor_s=10, cap_s=100))
+        visit(watch, 0.1, 1.0)
+        before = beat(20, at=2.0, io_at=4.0)
+        watch.forgive(now=505.0, seconds=500.0)
+        assert not watch.frozen(before, now=505.0, state="S") and not watch.is_silent(before, now=505.0, frozen="")
+        assert watch.is_silent(before, now=512.1, frozen=""), "3 s before and 7 s after it"
+        assert watch.frozen(before, now=514.1, state="S")
+        after = beat(21, at=506.0)
+        assert watch.is_silent(after, now=516.1, frozen="")
+
+
+def test_a_watchdog_forgives_its_rank_what_it_missed_itself() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    watchdog = Watchdog(process.pid, 0, socket.socketpair()[1], Heart(), Stacks())
+    watchdog._witness.watch.limits = Limits(floor_s=1.0, cap_s=10.0)
+    watchdog._round_at -= 20.0
+    old = replace(watchdog._witness.beat, at=time.monotonic() - 20.0, io_at=time.monotonic() - 20.0)
+    watchdog._witness._heart.read = lambda: old
+    runner = threading.Thread(target=watchdog.run, daemon=True)
+    runner.start()
+    time.sleep(0.5)
+    assert process.poll() is None, "else it is killed for a silence before it joined"
+    process.kill()
+    process.wait()
+    runner.join(10)
+
 
 def test_a_heart_is_read_by_a_child() -> None:
     heart = Heart()
