@@ -58,7 +58,9 @@ class Board:
                 entry = self.entries[rank] = Entry(account, now)
                 if self.verdict is not None:  # it came too late to hear it
                     self._tell(rank, "abort", **self.verdict)
-            entry.account, entry.heard_at, entry.about = account, now, message["about"]
+            entry.heard_at, entry.about = now, message["about"]
+            if not (self._is_inquest and entry.has_accounted):  # an account says more
+                entry.account = account
         elif entry is None:
             return
         elif kind == "report":

@@ -239,7 +239,7 @@ class Watchdog:
     def _send_beat(self) -> None:
         self._sent_at = time.monotonic()
         about = self._status.look(self._witness.beat.tokens)
-        self._to_board("beat", account=asdict(self._witness.account()), about=about)
+        self._to_board("beat", account=asdict(self._witness.account(self._witness.frozen())), about=about)
 
     def _write_status(self) -> None:
         us = self._witness
@@ -247,7 +247,7 @@ class Watchdog:
             return
         stamp = {"world": us.world, "at": time.time()}
         ends = {"ended": self._end_at is not None, "done": self._is_done}
-        files = {f"rank_{us.rank}": asdict(us.account()) | self._status.about | stamp | ends}
+        files = {f"rank_{us.rank}": asdict(us.account(us.frozen())) | self._status.about | stamp | ends}
         if self._host is not None:
             files["board"] = stamp | {"ranks": self._host.board.table()}
         self._status.start_writing(us.folder, files)

@@ -24,7 +24,7 @@ from rl.watch import board as board_module
 from rl.watch import recorder
 from rl.watch.board import CUT_S, DEADLOCK_S, Board
 from rl.watch.culprit import Account, find_culprit, show_ranks
-from rl.watch.heart import Beat, Heart
+from rl.watch.heart import HEART, Beat, Heart
 from rl.watch.host import Host
 from rl.watch.launcher import Launcher
 from rl.watch.lines import Lines
@@ -33,7 +33,9 @@ from rl.watch.silence import STRETCH, Limits, Watch
 from rl.watch.stacks import MAX_BYTES, Stacks, stands_in_collective
 from rl.watch.watchdog import Watchdog
 from rl.watch.witness import Witness
+from rl.world import World
 from tests.launcher import until
+from tests.mails import connected
 
 
 def beat(number: int, at: float, stage: str = "update", waits_for: str = "", io_at: float | None = None) -> Beat:
@@ -296,6 +298,14 @@ class TestBoard:
             "  stacks: a/b",
         ]
 
+    def test_a_beat_does_not_replace_an_account(self, world: FakeWorld) -> None:
+        world.send(1, "silent")
+        for rank in (3, 0, 1, 2):
+            world.send(rank, "account", account=vars(account(rank, in_collective=rank < 3, stacks=f"rank_{rank}")))
+            world.beat(rank)
+        world.wait(0.1)
+        assert world.said[0].startswith("oneworld: rank 3 ") and "  stacks: rank_3" in world.said[0]
+
     def test_a_slow_rank_that_may_be_slow_is_left_alone(self, world: FakeWorld) -> None:
         """One that stands in a collective is at its limit, the one that compiles is not."""
         world.send(1, "silent")
@@ -498,6 +508,23 @@ def test_a_rank_that_is_done_has_told_how_far_it_got() -> None:
     assert (beat["kind"], beat["account"]["step"], done["kind"]) == ("beat", 7, "done")
 
 
+def test_a_rank_that_is_done_waits_for_the_others() -> None:
+    """And is not to blame when one of them never is."""
+    seen: list[str] = []
+
+    def wait(seconds: float) -> bool:
+        now = HEART.read()
+        assert now is not None
+        seen.append(now.waits_for)
+        return True
+
+    with connected(1) as (mail,):
+        world: Any = SimpleNamespace(mail=mail, closers=[], _all_finished=SimpleNamespace(wait=wait))
+        world._tell_watchdog, world._attempt = seen.append, SimpleNamespace(end_well=lambda: None)
+        World.close(world)
+    assert seen == ["the others to finish", "done"]
+
+
 @pytest.mark.parametrize(
     ("code", "has_crashed"),
     [
@@ -553,6 +580,16 @@ def watched(folder: Path) -> Iterator[tuple[Lines, Heart]]:
         process.kill()
         process.wait()
         watchdog.join(10)
+
+
+def test_a_frozen_rank_is_shown_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Witness, "frozen", lambda witness: "its interpreter is frozen")
+    with watched(tmp_path):
+        files = [tmp_path / "status" / f"{name}.json" for name in ("board", "rank_0")]
+        until(lambda: all(file.exists() for file in files), "written")
+        time.sleep(1.5)  # a beat that was sent when the folder was known
+        board, rank = (json.loads(file.read_text()) for file in files)
+    assert board["ranks"][0]["frozen"] == rank["frozen"] == "its interpreter is frozen"
 
 
 def test_how_far_rank_0_got_is_remembered_whoever_failed(tmp_path: Path) -> None:
