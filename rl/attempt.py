@@ -18,7 +18,8 @@ MAX_BACK_OFF_S = 60.0
 
 
 class Attempt:
-    """What a rank does about it. Each node's first rank keeps the node's memory; rank 0 decides for all."""
+    """What a rank does about it. Each node's first rank keeps the node's memory; rank 0 decides for all, by how far it
+    got itself: ranks that only serve are a step ahead of those that train, and nodes may share the folder."""
 
     def __init__(self, rank: int, local_rank: int):
         self._rank, self._is_first_on_node = rank, local_rank == 0
@@ -69,7 +70,9 @@ class Attempt:
 
     def reach(self, step: int) -> None:
         self._first_step = self._first_step or step
-        if step > max(self._first_step, self._furthest_step) and not self._has_got_further and self._memory is not None:
+        if self._rank != 0 or self._memory is None or self._has_got_further:
+            return
+        if step > max(self._first_step, self._furthest_step):
             self._has_got_further = True
             self._memory.forget_attempts()
 

@@ -251,7 +251,9 @@ class WorldConfig:
     transfer_timeout_s: float = key(300.0, "a collective that takes longer fails")
     max_fruitless_attempts: int = key(10, "restarts in a row that get no further than those before, and then none")
     silence_floor_s: float = key(60.0, "a rank may be silent in a stage for 5 times as long as ever, at least for this")
-    silence_cap_s: float = key(1800.0, "and at most for this, as in a stage that it has not been in before")
+    silence_cap_s: float = key(
+        1800.0, "and at most for this, as in a new stage, or while its disk takes nothing of a checkpoint"
+    )
 
 
 @dataclass(frozen=True)

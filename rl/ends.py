@@ -76,6 +76,7 @@ class Memory:
         return count + 1, furthest
 
     def note_end(self, step: int) -> None:
+        """At which rank 0 was."""
         count, furthest = self._read_attempts()
         self._write_attempts(count, max(step, furthest))
 

@@ -37,7 +37,7 @@ from rl.config import Config, ConfigError
 from rl.debugger import Debugger
 from rl.early import line_to_watchdog
 from rl.ends import Report
-from rl.mail import Mail, Message, PeerLost
+from rl.mail import Mail, Message, PeerLost, waiting
 from rl.signals import Signals
 from rl.watch.heart import HEART
 from rl.watch.recorder import keep_collectives
@@ -180,8 +180,9 @@ class World:
         """The clean end: everyone waits until everyone is done, so that no one mistakes an end for a loss."""
         self._is_finished = True
         self.mail.send(HUB, "finished")
-        while not self._all_finished.wait(0.2):
-            self.mail.receive(timeout_s=0)  # raises when another rank fails at the last moment
+        with waiting("the others to finish"):
+            while not self._all_finished.wait(0.2):
+                self.mail.receive(timeout_s=0)  # raises when another rank fails at the last moment
         self._tell_watchdog("done")
         self._attempt.end_well()
         self.mail.close()

@@ -27,7 +27,11 @@ from rl.checkpoint.snapshot import HostCopy, Snapshot
 from rl.checkpoint.write import Record, Writer
 from rl.mail import Message, waiting
 from rl.placement import Placement
+from rl.watch.heart import OWN
 from rl.world import Stopped, World
+
+# What a main thread may wait for, so that the rank is blamed whose disk hangs, and no other.
+OWN_FILES, OTHERS_FILES, COMMIT = f"{OWN}checkpoint", "the others' checkpoints", f"{OWN}commit on all nodes"
 
 
 class Saver:
@@ -43,6 +47,7 @@ class Saver:
         self._host = HostCopy(world.device)
         self._work: queue.SimpleQueue[tuple[int, Callable[[], None]]] = queue.SimpleQueue()  # step, what to do
         self._saved: queue.SimpleQueue[Message] = queue.SimpleQueue()  # to the leader
+        self._waits_for = OTHERS_FILES  # whoever waits for a save now
         self._copied, self._idle = threading.Event(), threading.Event()
         self._copied.set()
         self._idle.set()
@@ -87,15 +92,15 @@ class Saver:
         self._mail.receive()
 
     def _wait(self, event: threading.Event) -> None:
-        if event.is_set():
-            return
-        with waiting("its checkpoint"):
-            while not event.wait(POLL_S):
-                self._mail.receive(timeout_s=0)  # raises when the world ends
+        while not event.is_set():
+            with waiting(what := self._waits_for):
+                while what == self._waits_for and not event.wait(POLL_S):
+                    self._mail.receive(timeout_s=0)  # raises when the world ends
 
     def _serve(self) -> None:
         while True:
             step, work = self._work.get()
+            self._waits_for = OWN_FILES
             try:
                 work()
             except BaseException as error:  # whatever it was: the run must not go on unsaved without a word
@@ -103,6 +108,7 @@ class Saver:
                 # Then: others of this node that still write there fail by it, and must not be heard first.
                 shutil.rmtree(self._shelf.root / self._temporary(step), ignore_errors=True)
                 return
+            self._waits_for = OTHERS_FILES
 
     def _save(self, snapshot: Snapshot) -> None:
         pieces = self._host.take([part.data for _, part in snapshot.parts], snapshot.ready)
@@ -117,6 +123,7 @@ class Saver:
 
     def _commit(self, snapshot: Snapshot) -> None:
         """On the leader, when it has written its own files."""
+        self._waits_for = OTHERS_FILES
         files: list[File] = []
         ranks: dict[str, Any] = {}
         expected: list[dict[str, int]] = [{} for _ in self._shelf.keepers]  # by node: the files that lie there
@@ -129,6 +136,7 @@ class Saver:
                 files.append(replace(file, hosts=tuple(self._shelf.hosts[node] for node in nodes)))
                 for node in nodes:
                     expected[node][file.name] = file.num_bytes
+        self._waits_for = COMMIT
         manifest = self._manifest(snapshot, ranks, files)
         meta: dict[str, Any] = {"step": snapshot.step, "save_id": manifest.save_id}
         folder = self._temporary(snapshot.step)

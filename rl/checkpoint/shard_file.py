@@ -20,6 +20,9 @@ from rl.checkpoint.manifest import FORMAT, ITEM_BYTES, CheckpointError, File, Sl
 from rl.watch.heart import HEART
 
 CHUNK_BYTES = 16 << 20
+SYNC_BYTES = (
+    2 << 30
+)  # so that a slow disk is seen to get on: a sync at the end alone could take longer than silence may
 ALIGNMENT = 8
 LENGTH = struct.Struct("<Q")
 
@@ -52,7 +55,6 @@ def write_shard(path: Path, contents: Sequence[Content], about: dict[str, Any]) 
                     chunk = piece[start : start + CHUNK_BYTES]
                     hasher.update(chunk)
                     file.write(chunk)
-                    HEART.touch_background()
             assert file.num_bytes - begin == content.part.num_bytes, content.part
             parts.append(replace(content.part, begin=begin, digest=hasher.hexdigest()))
     return File(path.name, file.num_bytes, file.digest, (), tuple(parts))
@@ -64,6 +66,7 @@ class NewFile:
 
     def __init__(self, path: Path):
         self.path, self.num_bytes = path, 0
+        self._num_unsynced = 0
         self._hasher = xxhash.xxh3_64()
         self._handle: int | None = None
         try:
@@ -79,16 +82,20 @@ class NewFile:
         assert self._handle is not None, f"{self.path} is finished"
         self._hasher.update(chunk)
         self.num_bytes += len(chunk)
-        while chunk:
-            try:
+        self._num_unsynced += len(chunk)
+        try:
+            while chunk:
                 chunk = chunk[os.write(self._handle, chunk) :]
-            except OSError as error:
-                raise cannot_write(self.path, error) from error
+                HEART.touch_background()
+            if self._num_unsynced >= SYNC_BYTES:
+                self._sync()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
 
     def finish(self) -> None:
         assert self._handle is not None, f"{self.path} is finished"
         try:
-            os.fsync(self._handle)
+            self._sync()
         except OSError as error:
             raise cannot_write(self.path, error) from error
         self._close()
@@ -97,6 +104,12 @@ class NewFile:
         self._close()
         with suppress(OSError):
             self.path.unlink()
+
+    def _sync(self) -> None:
+        assert self._handle is not None
+        os.fsync(self._handle)
+        self._num_unsynced = 0
+        HEART.touch_background()
 
     def _close(self) -> None:
         if self._handle is not None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl.shards import LocalSlice
+from rl.watch.heart import HEART
 
 SLAB_BYTES = 256 << 20  # a power of two, which is what torch's pinned allocator rounds up to
 ALIGNMENT = 64
@@ -60,11 +61,13 @@ class HostCopy:
                     part, flat = flat[:room], flat[room:]
                     piece = self._slab(slab)[used : used + part.nbytes].view(part.dtype)
                     piece.copy_(part, non_blocking=True)
+                    HEART.touch_background()
                     pieces.append(piece)
                     used = -(-(used + part.nbytes) // ALIGNMENT) * ALIGNMENT
                 taken.append(pieces)
         if self._stream is not None:
             self._stream.synchronize()
+            HEART.touch_background()
         return taken
 
     def _slab(self, index: int) -> Tensor:

@@ -28,6 +28,7 @@ from rl.checkpoint.snapshot import Snapshot
 from rl.mail import Message
 from rl.placement import Placement
 from rl.shards import TensorInfo
+from rl.watch.heart import HEART
 
 HF_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 MESSAGES_IN_FLIGHT = 4
@@ -147,6 +148,7 @@ class Writer:
             meta = {"folder": folder, "file": file.name, "begin": begin, "digest": file.digest}
             asked.append(self._shelf.call(rank, "put", piece, **meta, last=end == file.num_bytes))
             begin = end
+            HEART.touch_background()
             is_due = is_first or len(asked) == MESSAGES_IN_FLIGHT
             if is_due and self._shelf.wait(asked.pop(0)).meta["is_here"]:
                 return False

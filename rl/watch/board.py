@@ -8,10 +8,12 @@ names who failed, where, for how long and who waited, and tells every watchdog t
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rl.ends import CAUSES, Memory, Report
 from rl.watch.culprit import Account, describe_others, describe_silence, find_culprit, show_ranks, waits_for_others
+from rl.watch.in_time import in_time
 
 COLLECT_S = 0.7  # reports
 MAX_COLLECT_S = 3.0  # while all that has come are broken connections: who broke them will be told
@@ -56,7 +58,9 @@ class Board:
                 entry = self.entries[rank] = Entry(account, now)
                 if self.verdict is not None:  # it came too late to hear it
                     self._tell(rank, "abort", **self.verdict)
-            entry.account, entry.heard_at, entry.about = account, now, message["about"]
+            entry.heard_at, entry.about = now, message["about"]
+            if not (self._is_inquest and entry.has_accounted):  # an account says more
+                entry.account = account
         elif entry is None:
             return
         elif kind == "report":
@@ -146,16 +150,17 @@ class Board:
                 self._judge_at = time.monotonic() + COLLECT_S
             return
         report = self._explain(report)
-        stop = report.cause in ("interrupt", "fatal") or (self.memory is not None and self.memory.is_repeated(report))
+        stop = report.cause in ("interrupt", "fatal") or self._is_repeated(report)
         fatal = report.text() if stop and report.cause != "interrupt" else ""
         self.verdict = {"stop": stop, "fatal": fatal}
         for rank in self.entries:
             self._tell(rank, "abort", **self.verdict)
         self._say(report.text())
-        if self.memory is not None:
-            self.memory.note_end(report.step)
         if fatal:
             self._say("oneworld: fatal, will not be restarted")
+
+    def _is_repeated(self, report: Report) -> bool:
+        return self.memory is not None and in_time(partial(self.memory.is_repeated, report), False)
 
     def _is_patience_due(self) -> bool:
         """Whoever is waited for is slow, but not slower than it may be; or somebody debugs a rank."""
@@ -163,7 +168,7 @@ class Board:
         if any(account.debugged for account in present):
             return True
         culprit = find_culprit(present)
-        return not culprit.waits_for and culprit.silent_s < culprit.limit_s
+        return not waits_for_others(culprit) and culprit.silent_s < culprit.limit_s
 
     def _explain(self, report: Report) -> Report:
         """With what the others did, where the report does not speak for itself."""

@@ -4,6 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rl.watch.heart import OWN
+
 
 @dataclass(frozen=True)
 class Account:
@@ -40,7 +42,7 @@ def find_culprit(accounts: Sequence[Account]) -> Account:
 
 def waits_for_others(account: Account) -> bool:
     """And not for what its own threads do, such as a checkpoint that is being written, nor for a person."""
-    return bool(account.waits_for) and not account.waits_for.startswith("its ") and not account.debugged
+    return bool(account.waits_for) and not account.waits_for.startswith(OWN) and not account.debugged
 
 
 def describe_silence(culprit: Account) -> str:

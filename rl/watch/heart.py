@@ -20,6 +20,7 @@ HEAD_OFFSET = 8  # after a sequence number, which is odd while something is writ
 THREADS = struct.Struct("=dddd")
 THREADS_OFFSET, TEXT_OFFSET = 64, 128
 MAX_ITEM = 200  # characters
+OWN = "its "  # so begins what a rank waits for that its own threads do
 MAX_TRIES = 100
 
 
@@ -38,7 +39,7 @@ class Beat:
     step: int
     version: int
     item: str  # what is worked on
-    waits_for: str  # what it waits for, of other ranks unless it begins with `its`; empty: it works
+    waits_for: str  # what it waits for, of other ranks unless it begins with OWN; empty: it works
     is_new: bool = False  # the stage was entered for something that it was never entered for before
     opened_at: float = 0.0  # when somebody was last asked to debug the rank
     closed_at: float = 0.0  # when that was over
@@ -51,6 +52,15 @@ class Beat:
     def worked_at(self) -> float:
         """Since then it may have done nothing; what a person did in a debugger is not its silence."""
         return max(self.at, self.closed_at)
+
+    @property
+    def waits_for_itself(self) -> bool:
+        return self.waits_for.startswith(OWN)
+
+    @property
+    def got_on_at(self) -> float:
+        """Likewise, with what its other threads did, where it waits for that."""
+        return max(self.worked_at, self.background_at) if self.waits_for_itself else self.worked_at
 
     @property
     def is_debugged(self) -> bool:

@@ -5,12 +5,14 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+EARLY = "oneworld.early"  # marks a start that ended before the ranks had met
+
 
 class Launcher:
     def __init__(self, pid: int):
         """0: there is none."""
         self._pid = pid
-        self._starts = starts_file()
+        self._attempt = attempt_folder()
 
     def stop(self) -> None:
         """The launcher's loop (launch/run_node.sh) must know that torchrun's end was ordered."""
@@ -23,22 +25,25 @@ class Launcher:
 
     def forget_early_deaths(self) -> None:
         """The ranks have met."""
-        if self._starts is not None:
+        for mark in self._marks():
             with suppress(OSError):
-                self._starts.unlink(missing_ok=True)
+                mark.unlink()
 
     def count_early_death(self) -> int:
-        """How many starts in a row have ended before the ranks had met; by the first rank of a node, 0 on others."""
-        if not self._pid or self._starts is None or os.environ.get("LOCAL_RANK") != "0":
+        """How many starts on this node have ended before the ranks had met, since they last did; 0 where another rank
+        has counted this one."""
+        if not self._pid or self._attempt is None:
             return 0
-        with suppress(OSError, ValueError):
-            count = int(self._starts.read_text()) + 1 if self._starts.exists() else 1
-            self._starts.write_text(str(count))
-            return count
+        with suppress(OSError):
+            (self._attempt / EARLY).touch(exist_ok=False)
+            return len(self._marks())
         return 0
 
+    def _marks(self) -> list[Path]:
+        return list(self._attempt.parent.glob(f"attempt_*/{EARLY}")) if self._attempt is not None else []
 
-def starts_file() -> Path | None:
-    """In the agent's own folder, which lives as long as it does: how many starts in a row never joined."""
+
+def attempt_folder() -> Path | None:
+    """Of this start, in the agent's own folder, which lives as long as it does."""
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # FOLDER/attempt_N/LOCAL_RANK/error.json
-    return error_file.parents[2] / "oneworld.starts" if len(error_file.parents) > 3 else None
+    return error_file.parents[1] if len(error_file.parents) > 3 else None

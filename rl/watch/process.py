@@ -19,10 +19,21 @@ class RankProcess:
     @property
     def state(self) -> str:
         """The kernel's letter, T for stopped; empty: it is gone."""
+        return self._stat()[0]
+
+    @property
+    def has_crashed(self) -> bool:
+        """Of one that has ended: badly, and not by the SIGTERM with which an agent ends ranks when another failed, or
+        when a node has come. This can be seen until the agent has looked, which it does ten times a second."""
+        stat = self._stat()
+        return stat[0] == "Z" and int(stat[-1]) not in (0, signal.SIGTERM)
+
+    def _stat(self) -> list[str]:
+        """From the state on; the last is the exit status."""
         try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return ""
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split() or [""]
+        except OSError:
+            return [""]
 
     @property
     def memory_mb(self) -> int:

@@ -1,10 +1,12 @@
 """How long a rank may be silent: by stage, learnt from what the stage took so far, between a floor and a cap."""
 
+from collections import deque
 from dataclasses import dataclass
 
 from rl.watch.heart import Beat
 
 STOPPED = "its process was stopped by a signal"
+FROZEN = "its interpreter is frozen"
 STRETCH = 5.0  # a stage may be silent for so many times its longest silence so far
 
 
@@ -24,6 +26,7 @@ class Watch:
         self._longest: dict[str, float] = {}  # by stage, of visits that have ended
         self._in_visit = 0.0
         self._last: Beat | None = None
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=1000)  # ends and lengths
 
     def see(self, beat: Beat) -> None:
         """A beat that may be the same as before."""
@@ -36,9 +39,20 @@ class Watch:
             self._longest[last.stage] = max(self._longest.get(last.stage, 0.0), self._in_visit)
             self._in_visit = 0.0
 
+    def forgive(self, now: float, seconds: float) -> None:
+        """The watchdog itself stood still for so long, and the rank on the same machine probably too."""
+        self._pauses.append((now, seconds))
+
+    def silent_s(self, beat: Beat, now: float, frozen: str) -> float:
+        """Less what is forgiven."""
+        since = beat.alive_at if frozen else beat.got_on_at
+        return max(0.0, now - since - sum(seconds for end, seconds in self._pauses if end > since))
+
     def limit_s(self, beat: Beat) -> float:
-        """The start of a run is many things, of which none comes twice."""
-        longest = None if beat.stage == "start" or beat.is_new else self._longest.get(beat.stage)
+        """The start of a run is many things, of which none comes twice. And a disk may be as slow as it likes, while it
+        takes anything at all."""
+        is_known = beat.stage != "start" and not beat.is_new and not beat.waits_for_itself
+        longest = self._longest.get(beat.stage) if is_known else None
         if longest is None:
             return self.limits.cap_s
         return min(self.limits.cap_s, max(self.limits.floor_s, STRETCH * longest))
@@ -48,13 +62,13 @@ class Watch:
         Without an I/O thread nothing shows that the interpreter runs."""
         if state in ("T", "t"):
             return STOPPED
-        is_stuck = state and beat.io_at and not beat.is_debugged and now - beat.alive_at > self.limits.floor_s
-        return "its interpreter is frozen" if is_stuck else ""
+        is_stuck = self.silent_s(beat, now, FROZEN) > self.limits.floor_s
+        return FROZEN if state and beat.io_at and not beat.is_debugged and is_stuck else ""
 
     def is_silent(self, beat: Beat, now: float, frozen: str) -> bool:
-        """A rank that waits is not: what it waits for is. One in a debugger waits for a person."""
+        """A rank that waits for others is not: they are. One in a debugger waits for a person."""
         if beat.is_debugged:
             return False
-        if frozen:
-            return now - beat.alive_at > self.limits.floor_s
-        return not beat.waits_for and now - beat.worked_at > self.limit_s(beat)
+        limit_s = self.limits.floor_s if frozen else self.limit_s(beat)
+        may_wait = beat.waits_for and not beat.waits_for_itself and not frozen
+        return not may_wait and self.silent_s(beat, now, frozen) > limit_s

@@ -4,15 +4,15 @@ that its watchdog reads."""
 import faulthandler
 import os
 import signal
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from rl.watch.in_time import in_time
+
 SIGNAL = signal.SIGUSR2
 MEMORY = "stacks"  # by which tools/stacks.py finds it
 ANSWER_S = 0.5  # for a rank to write them
-WRITE_S = 1.0  # for a disk to take them
 # In paths: calls that need other ranks, or wait for a device that does.
 WAITING_WORDS = ("torch/distributed/", "torch/autograd/", "torch/utils/checkpoint", "torch/cuda/", "rl/sync/wire.py")
 MAX_BYTES = 1 << 20
@@ -27,8 +27,9 @@ class Stacks:
         faulthandler.register(SIGNAL, self._file, all_threads=True)
 
     def ask(self, is_stopped: bool) -> None:
-        """The answer is there ANSWER_S later."""
+        """The answer is there ANSWER_S later, at the beginning of the file: the rank writes where this one seeks to."""
         os.ftruncate(self._file.fileno(), 0)
+        os.lseek(self._file.fileno(), 0, os.SEEK_SET)
         with suppress(ProcessLookupError):
             os.kill(self._pid, SIGNAL)
             if is_stopped:  # a moment to answer
@@ -45,18 +46,15 @@ def write_stacks(stacks: str, folder: Path | None, rank: int) -> str:
     if not stacks or folder is None:
         return ""
     path = folder / "stacks" / f"{time.strftime('%Y%m%d-%H%M%S')}.rank_{rank}.txt"
-    is_written = threading.Event()
 
-    def write() -> None:
+    def write() -> str:
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
             path.write_text(stacks)
-            is_written.set()
+            return str(path)
+        return ""
 
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    writer.join(WRITE_S)
-    return str(path) if is_written.is_set() else ""
+    return in_time(write, "")
 
 
 def stands_in_collective(stacks: str) -> bool:

@@ -8,17 +8,21 @@ terminal the rank still sees a terminal: lines that are written over stay what t
 
 import fcntl
 import os
+import queue
 import select
 import signal
 import socket
 import sys
 import termios
+import threading
 import tty
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 MAX_EARLY = 4 << 20  # bytes that are kept until the run's folder is known
+MAX_BEHIND = 16 << 20  # bytes that a slow disk has not taken yet; what comes then is not in the log
+HANG_S = 5.0  # so long a disk may take nothing of what is left at the end
 TICK_S = 1.0  # between two looks at the size of the terminal
 STDOUT, STDERR = 1, 2
 
@@ -97,7 +101,7 @@ class _Tee:
     def __init__(self, channels: list[_Channel], line: socket.socket):
         self._channels = {channel.reader: channel for channel in channels}
         self._line: socket.socket | None = line
-        self._log: int | None = None
+        self._log: _Log | None = None
         self._early: bytes | None = b""  # None: it has been written, or will never be
         self._broken: set[int] = set()  # consoles that are gone
 
@@ -113,6 +117,8 @@ class _Tee:
             for channel in self._channels.values():
                 if channel.is_terminal:
                     _copy_size(channel)
+        if self._log is not None:
+            self._log.finish()
 
     def _take_log(self, line: socket.socket) -> None:
         try:
@@ -120,8 +126,8 @@ class _Tee:
         except OSError:
             files = []
         if files:
-            self._log = files[0]
-            self._write_log(self._early or b"")
+            self._log = _Log(files[0])
+            self._log.write(self._early or b"")
         self._line = self._early = None
 
     def _pass_on(self, channel: _Channel) -> None:
@@ -134,13 +140,39 @@ class _Tee:
             return
         if self._early is not None:
             self._early = (self._early + part)[-MAX_EARLY:]
-        self._write_log(part)
+        if self._log is not None:
+            self._log.write(part)
         if channel.console not in self._broken and not _write(channel.console, part):
             self._broken.add(channel.console)  # the log goes on
 
-    def _write_log(self, part: bytes) -> None:
-        if self._log is not None:
-            _write(self._log, part)  # a full disk loses these lines, and not the run
+
+class _Log:
+    """Written in a thread of its own: a disk that hangs, or is full, loses lines, and not the run or its console."""
+
+    def __init__(self, file: int):
+        self._file = file
+        self._parts: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._num_taken = self._num_written = 0  # bytes
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def write(self, part: bytes) -> None:
+        if self._num_taken - self._num_written <= MAX_BEHIND:
+            self._num_taken += len(part)
+            self._parts.put(part)
+
+    def finish(self) -> None:
+        """When all is written, or the disk has taken nothing for a while."""
+        self._parts.put(None)
+        before = -1
+        while self._thread.is_alive() and self._num_written > before:
+            before = self._num_written
+            self._thread.join(HANG_S)
+
+    def _serve(self) -> None:
+        while (part := self._parts.get()) is not None:
+            _write(self._file, part)
+            self._num_written += len(part)
 
 
 def _write(file: int, part: bytes) -> bool:

@@ -14,6 +14,7 @@ import math
 import os
 import selectors
 import socket
+import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from rl.ends import Memory
 from rl.watch.board import BEAT_S
 from rl.watch.heart import Heart
 from rl.watch.host import Host
+from rl.watch.in_time import WAIT_S
 from rl.watch.launcher import Launcher
 from rl.watch.lines import Lines
 from rl.watch.link import Link
@@ -57,19 +59,24 @@ class Watchdog:
         self._has_raised = self._is_done = self._is_aborted = False
         self._quiet_until = 0.0
         self._kill_at: float | None = None
+        self._noter: threading.Thread | None = None  # writes down how it ended
         self._end_at: float | None = None  # at the latest; None: the rank lives
 
     def run(self) -> None:
         while not self._is_over():
             for key, _ in self._selector.select(TICK_S):
                 key.data()
-            late = time.monotonic() - self._round_at - TICK_S
-            if late > MAX_LATE_S and self._board is not None:
-                self._board.forgive(late)  # a machine that stood still: what others said meanwhile is not read yet
-            self._round_at = time.monotonic()
+            now = time.monotonic()
+            if (late := now - self._round_at - TICK_S) > MAX_LATE_S:  # a machine that stood still
+                self._witness.watch.forgive(now, late)
+                if self._board is not None:
+                    self._board.forgive(late)  # what others said meanwhile is not read yet
+            self._round_at = now
             self._tick()
         self._write_status()
         self._status.wait()
+        if self._noter is not None:
+            self._noter.join(WAIT_S)
 
     def _is_over(self) -> bool:
         if self._end_at is None or self._process.has_children_left:
@@ -107,8 +114,6 @@ class Watchdog:
 
     def _on_join(self, rank: int, local_rank: int, token: str, board: list[Any]) -> None:
         self._local_rank, self._witness.rank, self._witness.world = local_rank, rank, token[:8]
-        if local_rank == 0:
-            self._launcher.forget_early_deaths()
         if self._host is None:
             try:
                 self._link = Link((board[0], board[1]), self._selector, self._obey, self._lose_board)
@@ -121,6 +126,8 @@ class Watchdog:
     def _on_run(self, folder: str, floor_s: float, cap_s: float, collectives: str) -> None:
         self._witness.folder, self._witness.collectives = Path(folder), collectives
         self._witness.watch.limits = Limits(floor_s, cap_s)
+        if self._local_rank == 0:
+            self._launcher.forget_early_deaths()
         if self._host is not None:
             self._host.board.memory = Memory(Path(folder))
 
@@ -149,7 +156,8 @@ class Watchdog:
         if self._rank_line.is_open:
             self._read_rank()  # its last words
         if not self._has_joined:
-            if self._has_raised and (count := self._launcher.count_early_death()) >= MAX_EARLY_DEATHS:
+            is_own_end = self._has_raised or self._process.has_crashed
+            if is_own_end and (count := self._launcher.count_early_death()) >= MAX_EARLY_DEATHS:
                 say(f"oneworld: {count} starts in a row ended before the ranks had met; torchrun is told to stop")
                 self._launcher.stop()
         elif not self._is_settled:
@@ -181,13 +189,21 @@ class Watchdog:
             self._end(**message)
 
     def _end(self, stop: bool, fatal: str) -> None:
-        if self._local_rank == 0:
-            if fatal and self._witness.folder is not None:
-                Memory(self._witness.folder).write_fatal(fatal)
-            if stop:
-                self._launcher.stop()  # before it sees a dead worker, which it would start again
+        if stop and self._local_rank == 0:
+            self._launcher.stop()  # before it sees a dead worker, which it would start again
         self._rank_line.send("abort", stop=stop)
         self._kill_at = time.monotonic() + (0.0 if self._witness.frozen() else GRACE_S)
+        if self._local_rank == 0 and self._witness.folder is not None:
+            memory, step = Memory(self._witness.folder), self._witness.beat.step
+            self._noter = threading.Thread(target=self._note_end, args=[memory, step, fatal], daemon=True)
+            self._noter.start()
+
+    def _note_end(self, memory: Memory, step: int, fatal: str) -> None:
+        """Beside the loop, which has others to tell: the folder may hang."""
+        if fatal:
+            memory.write_fatal(fatal)
+        if self._host is not None:
+            memory.note_end(step)
 
     # Every moment
 
@@ -223,7 +239,7 @@ class Watchdog:
     def _send_beat(self) -> None:
         self._sent_at = time.monotonic()
         about = self._status.look(self._witness.beat.tokens)
-        self._to_board("beat", account=asdict(self._witness.account()), about=about)
+        self._to_board("beat", account=asdict(self._witness.account(self._witness.frozen())), about=about)
 
     def _write_status(self) -> None:
         us = self._witness
@@ -231,7 +247,7 @@ class Watchdog:
             return
         stamp = {"world": us.world, "at": time.time()}
         ends = {"ended": self._end_at is not None, "done": self._is_done}
-        files = {f"rank_{us.rank}": asdict(us.account()) | self._status.about | stamp | ends}
+        files = {f"rank_{us.rank}": asdict(us.account(us.frozen())) | self._status.about | stamp | ends}
         if self._host is not None:
             files["board"] = stamp | {"ranks": self._host.board.table()}
         self._status.start_writing(us.folder, files)

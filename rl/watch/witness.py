@@ -57,7 +57,7 @@ class Witness:
             version=beat.version,
             item=beat.item,
             waits_for=beat.waits_for,
-            silent_s=round(now - (beat.alive_at if frozen else max(beat.worked_at, beat.background_at)), 1),
+            silent_s=round(self.watch.silent_s(beat, now, frozen), 1),
             stage_s=round(now - beat.stage_at, 1),
             limit_s=self.watch.limits.floor_s if frozen else self.watch.limit_s(beat),
             frozen=frozen,

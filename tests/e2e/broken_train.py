@@ -71,6 +71,11 @@ def sleep() -> None:
     time.sleep(10_000)
 
 
+def hang_disk() -> None:
+    """From now on it takes nothing more for good; the interpreter runs."""
+    os.fsync = lambda file: sleep()
+
+
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -164,6 +169,8 @@ def break_(what: str, culprit: int) -> None:
         vllm_engine._turn_off_packing = lambda: None
     elif what in ("sleeping", "stopped", "frozen") and is_culprit:
         Learner._accumulate = broken(Learner._accumulate, {"sleeping": sleep, "stopped": stop, "frozen": freeze}[what])
+    elif what == "disk hangs" and is_culprit:
+        Learner.update = broken(Learner.update, hang_disk)
     elif what == "killed" and is_culprit:
         Learner.update = broken(Learner.update, kill)
     elif what == "killed with shared memory" and is_culprit:
@@ -174,6 +181,8 @@ def break_(what: str, culprit: int) -> None:
         signals.STOP_S = 1.0
     elif what == "not importable" and is_culprit:
         raise ModuleNotFoundError("planted")
+    elif what == "killed early" and is_culprit:
+        kill()
     elif what == "killed, once" and is_culprit and is_first_attempt:
         Learner.update = broken(Learner.update, kill_later)
 

@@ -209,8 +209,10 @@ def test_a_crash_loop_slows_down_and_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_even_start_is_not_started_for_ever(tmp_path: Path) -> None:
-    process = launch(tmp_path, 2, "not importable", 0, restarts=True)
+@pytest.mark.parametrize("what", ["not importable", "killed early"])
+def test_a_rank_that_cannot_even_start_is_not_started_for_ever(what: str, tmp_path: Path) -> None:
+    """Rank 0 tells its watchdog that it has joined before it knows that rank 1 never will."""
+    process = launch(tmp_path, 2, what, 1, restarts=True)
     output = finish(process, 120)
     assert process.returncode != 0
     assert "3 starts in a row ended before the ranks had met; torchrun is told to stop" in output

@@ -59,3 +59,22 @@ def test_a_silent_rank_is_named(what: str, rank: int, said: str, tmp_path: Path)
     assert head.endswith(" s ago, step 2, 3 ranks")
     assert ranks[rank][:6] == there[rank]
     assert [cells[-1] for cells in ranks] == ["ended"] * 3
+
+
+@pytest.mark.slow
+def test_a_disk_that_hangs_is_named(tmp_path: Path) -> None:
+    """Every rank waits for that checkpoint: one for its own disk, the others for that one."""
+    cap_s = 20.0  # holds also while the run is built
+    limits = [f"world.silence_floor_s={FLOOR_S}", f"world.silence_cap_s={cap_s}", "checkpoint.save_interval=1"]
+    process = launch(tmp_path, 3, "disk hangs", 1, *limits)
+    wait_for_step(tmp_path, process, 1)
+    started = time.monotonic()
+    output = finish(process, 90)
+    assert process.returncode != 0
+    block = output[output.index("oneworld: rank ") :].splitlines()
+    assert block[0].startswith("oneworld: rank 1 (rollout,actor) on "), output
+    assert ", waiting for its checkpoint, " in block[0]
+    assert "shard_file.py" in Path(block[1].removeprefix("  stacks: ")).read_text()
+    assert block[2].startswith("  ranks 0, 2 (rollout,actor): stage checkpoint, waiting for the others' checkpoints, ")
+    assert output.count("oneworld: rank ") == 1, output
+    assert time.monotonic() - started < cap_s + MAX_NAMED_S + 15.0

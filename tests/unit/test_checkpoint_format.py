@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from rl.checkpoint import shard_file
 from rl.checkpoint.dtypes import NAMES, TORCH_DTYPES
 from rl.checkpoint.manifest import ITEM_BYTES, CheckpointError, File, Manifest, Slice, step_folder
 from rl.checkpoint.shard_file import (
@@ -201,6 +202,22 @@ def test_an_error_in_between_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         write_shard(tmp_path / "a", [Content(content(A).part, pieces())], ABOUT)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_disk_is_seen_to_get_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a sync of all at the end would be a silence."""
+    events: list[str] = []
+    write, fsync = os.write, os.fsync
+    monkeypatch.setattr(shard_file, "SYNC_BYTES", 8)
+    monkeypatch.setattr(shard_file.HEART, "touch_background", lambda: events.append("beat"))
+    monkeypatch.setattr(os, "write", lambda file, chunk: events.append("write") or write(file, chunk[:4]))
+    monkeypatch.setattr(os, "fsync", lambda file: events.append("sync") or fsync(file))
+    with NewFile(tmp_path / "a") as file:
+        for _ in range(3):
+            file.write(memoryview(b"123456"))
+    assert (tmp_path / "a").read_bytes() == b"123456" * 3
+    assert events[::2] == ["write"] * 4 + ["sync"] + ["write"] * 2 + ["sync"]
+    assert events[1::2] == ["beat"] * 8
 
 
 def test_a_discarded_file_is_gone(tmp_path: Path) -> None:

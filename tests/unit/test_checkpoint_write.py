@@ -1,21 +1,27 @@
 """What a rank writes of a checkpoint, and its copies on another node's disk."""
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
+from rl.checkpoint import save
 from rl.checkpoint.manifest import CheckpointError, File
+from rl.checkpoint.save import COMMIT, OTHERS_FILES, OWN_FILES, Saver
 from rl.checkpoint.shard_file import digest, write_whole
 from rl.checkpoint.shelf import Shelf
 from rl.checkpoint.snapshot import Snapshot
 from rl.checkpoint.write import Record, Writer, read_hf_files
 from rl.placement import Placement, plan
 from rl.shards import LocalSlice, TensorInfo
+from tests.launcher import until
 from tests.mails import shelves_on
 
 W = TensorInfo("w", (5, 3), "float32", sharded=True)
@@ -236,3 +242,50 @@ def test_logits_are_added_where_a_kill_left_half_of_them(tmp_path: Path) -> None
         Writer(shelf, placed(1), 0, record_of(), 1).write_probe("step_4", probe)
     saved = safetensors.torch.load_file(tmp_path / "step_4" / "probe.safetensors")
     assert (saved["tokens"].tolist(), saved["logits"].tolist()) == ([1, 2], [0.5])
+
+
+def test_who_waits_for_a_checkpoint_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is to blame whose own files are not written; the leader also while it commits."""
+    said: dict[str, list[str]] = {"0": [], "1": []}
+    is_mended, is_written, write = threading.Event(), threading.Event(), Writer.write
+
+    @contextmanager
+    def waiting(what: str) -> Iterator[None]:
+        said[threading.current_thread().name].append(what)
+        yield
+
+    def write_late(writer: Writer, *args: Any) -> Any:
+        (is_written if writer._rank == 0 else is_mended).wait()
+        return write(writer, *args)
+
+    monkeypatch.setattr(save, "waiting", waiting)
+    monkeypatch.setattr(Writer, "write", write_late)
+    roots, placement = [tmp_path / "a", tmp_path / "b"], placed(2)
+    with shelves_on(roots) as shelves:
+        shelves[0].make_folders("r1")
+        savers: list[Saver] = []
+        errors: list[BaseException] = []
+        for rank, shelf in enumerate(shelves):
+            world: Any = SimpleNamespace(rank=rank, mail=shelf._mail, id="w1", device=torch.device("cpu"))
+            world.fail_in_background = lambda error, *place: errors.append(error)
+            savers.append(Saver(world, placement, shelf, record_of(), copies=1))
+            savers[rank].start(Snapshot(4, [], None, {}, {}, frozenset([4])))
+        threads = [threading.Thread(target=saver.wait_committed, name=str(rank)) for rank, saver in enumerate(savers)]
+        for thread in threads:
+            thread.start()
+        until(lambda: all(texts[-1:] == [OWN_FILES] for texts in said.values()), "both write")
+        is_written.set()
+        until(lambda: said["0"][-1] == OTHERS_FILES, "the leader has written")
+        assert said["1"][-1] == OWN_FILES
+        ask_all, texts = shelves[0].ask_all, [COMMIT, OTHERS_FILES]
+
+        def ask_late(*args: Any, **meta: Any) -> Any:
+            until(lambda: [said["0"][-1], said["1"][-1]] == texts, "the leader commits, the other has written")
+            return ask_all(*args, **meta)
+
+        monkeypatch.setattr(shelves[0], "ask_all", ask_late)
+        is_mended.set()
+        for thread in threads:
+            thread.join(10)
+    assert not errors
+    assert (roots[1] / "step_4" / "COMMITTED").exists()

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rl.attempt import Attempt
+from rl.config import ConfigError
 from rl.ends import Memory, Report
 
 
@@ -67,6 +69,25 @@ def test_attempts_count_until_one_gets_further(tmp_path: Path) -> None:
     assert memory.count_attempt() == (2, 25)
     memory.forget_attempts()
     assert memory.count_attempt() == (1, 0)
+
+
+def test_attempts_are_counted_where_nodes_share_the_folder(tmp_path: Path) -> None:
+    """Rank 2 is the first of another node, and only serves: it is a step ahead of rank 0."""
+
+    def run(max_attempts: int) -> None:
+        zero, two = Attempt(0, 0), Attempt(2, 0)
+        for attempt in (zero, two):
+            attempt.remember(tmp_path)
+            attempt.back_off(max_attempts)
+        for step in range(20, 24):
+            two.reach(step + 1)
+            zero.reach(step)
+        Memory(tmp_path).note_end(23)
+
+    for _ in range(3):  # the first gets further
+        run(max_attempts=2)
+    with pytest.raises(ConfigError, match="2 attempts in a row got no further"):
+        run(max_attempts=2)
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_does_not_raise(

@@ -85,3 +85,16 @@ def test_attempts_are_counted(tmp_path: Path) -> None:
     for name in ("attempt_1", "attempt_10", "attempt_9", "attempt_x"):
         (tmp_path / "logs" / name).mkdir(parents=True)
     assert next_attempt(tmp_path / "logs") == 11
+
+
+def test_a_log_that_hangs_leaves_the_console_alone(tmp_path: Path) -> None:
+    """A pipe that nobody reads takes 64 KB and then nothing more."""
+    log = tmp_path / "rank_0.log"
+    os.mkfifo(log)
+    reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    program = PROGRAM.replace("line = start_tee()", "import rl.watch.tee as tee; tee.HANG_S = 0.5; line = start_tee()")
+    program = program.replace("os.kill(", "os.write(1, b'x' * 200_000 + b' the end'); os.kill(")
+    done = subprocess.run([sys.executable, "-c", program, str(log)], stdout=subprocess.PIPE, timeout=30)
+    os.close(reader)
+    assert done.stdout.endswith(LAST + b"x" * 200_000 + b" the end")

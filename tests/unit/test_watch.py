@@ -7,9 +7,11 @@ import select
 import selectors
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +24,18 @@ from rl.watch import board as board_module
 from rl.watch import recorder
 from rl.watch.board import CUT_S, DEADLOCK_S, Board
 from rl.watch.culprit import Account, find_culprit, show_ranks
-from rl.watch.heart import Beat, Heart
+from rl.watch.heart import HEART, Beat, Heart
 from rl.watch.host import Host
+from rl.watch.launcher import Launcher
 from rl.watch.lines import Lines
+from rl.watch.process import RankProcess
 from rl.watch.silence import STRETCH, Limits, Watch
-from rl.watch.stacks import Stacks, stands_in_collective
+from rl.watch.stacks import MAX_BYTES, Stacks, stands_in_collective
 from rl.watch.watchdog import Watchdog
 from rl.watch.witness import Witness
+from rl.world import World
 from tests.launcher import until
+from tests.mails import connected
 
 
 def beat(number: int, at: float, stage: str = "update", waits_for: str = "", io_at: float | None = None) -> Beat:
@@ -98,6 +104,18 @@ class TestSilence:
         visit(watch, 50)
         assert watch.limit_s(beat(510, 51)) == STRETCH
 
+    def test_one_that_waits_for_its_own_disk_is_silent_when_that_takes_nothing_for_the_longest_time(self) -> None:
+        watch = Watch(Limits(floor_s=2, cap_s=100))
+        visit(watch, 0.1, 1.1)
+        waits = beat(20, at=2, waits_for="its checkpoint")
+        assert watch.limit_s(waits) == 100, "a disk may be slower than it was"
+        assert not watch.is_silent(waits, now=101, frozen="")
+        assert watch.is_silent(waits, now=103, frozen="")
+        assert not watch.is_silent(replace(waits, background_at=90.0), now=189, frozen=""), "slow, and it gets on"
+        assert watch.is_silent(replace(waits, background_at=90.0), now=191, frozen="")
+        stuck = replace(beat(20, at=2), background_at=90.0)
+        assert watch.is_silent(stuck, now=92, frozen=""), "one that waits for nothing is not excused by its disk"
+
     def test_one_in_a_debugger_is_not_silent_and_what_a_person_took_teaches_nothing(self) -> None:
         watch = Watch(Limits(floor_s=2, cap_s=1000))
         visit(watch, 0.1, 1.0)
@@ -116,6 +134,33 @@ class TestSilence:
         frozen = beat(1, at=0, waits_for="group", io_at=10)
         assert not watch.is_silent(frozen, now=11.9, frozen="its process was stopped by a signal")
         assert watch.is_silent(frozen, now=12.1, frozen="its process was stopped by a signal")
+
+    def test_a_machine_that_stood_still_is_not_blamed_on_its_rank(self) -> None:
+        watch = Watch(Limits(floor_s=10, cap_s=100))
+        visit(watch, 0.1, 1.0)
+        before = beat(20, at=2.0, io_at=4.0)
+        watch.forgive(now=505.0, seconds=500.0)
+        assert not watch.frozen(before, now=505.0, state="S") and not watch.is_silent(before, now=505.0, frozen="")
+        assert watch.is_silent(before, now=512.1, frozen=""), "3 s before and 7 s after it"
+        assert watch.frozen(before, now=514.1, state="S")
+        after = beat(21, at=506.0)
+        assert watch.is_silent(after, now=516.1, frozen="")
+
+
+def test_a_watchdog_forgives_its_rank_what_it_missed_itself() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    watchdog = Watchdog(process.pid, 0, socket.socketpair()[1], Heart(), Stacks())
+    watchdog._witness.watch.limits = Limits(floor_s=1.0, cap_s=10.0)
+    watchdog._round_at -= 20.0
+    old = replace(watchdog._witness.beat, at=time.monotonic() - 20.0, io_at=time.monotonic() - 20.0)
+    watchdog._witness._heart.read = lambda: old
+    runner = threading.Thread(target=watchdog.run, daemon=True)
+    runner.start()
+    time.sleep(0.5)
+    assert process.poll() is None, "else it is killed for a silence before it joined"
+    process.kill()
+    process.wait()
+    runner.join(10)
 
 
 def test_a_heart_is_read_by_a_child() -> None:
@@ -162,6 +207,13 @@ def test_a_stack_tells_whether_a_rank_stands_in_a_collective() -> None:
     assert stands_in_collective("\n".join(lines))
     assert not stands_in_collective("\n".join([*lines[:4], '  File "rl/learner.py", line 9 in update']))
     assert not stands_in_collective("")
+
+
+def test_stacks_are_read_however_many_were_written_before() -> None:
+    stacks = Stacks()
+    os.write(stacks._file.fileno(), b"x" * (MAX_BYTES + 1))
+    stacks.ask(is_stopped=False)
+    until(lambda: "test_stacks_are_read" in stacks.take(), "written", timeout_s=10)
 
 
 def test_ranks_are_shown_as_ranges() -> None:
@@ -245,6 +297,14 @@ class TestBoard:
             "10 s on micro-batch 2 of 9, 12 s after the stage began",
             "  stacks: a/b",
         ]
+
+    def test_a_beat_does_not_replace_an_account(self, world: FakeWorld) -> None:
+        world.send(1, "silent")
+        for rank in (3, 0, 1, 2):
+            world.send(rank, "account", account=vars(account(rank, in_collective=rank < 3, stacks=f"rank_{rank}")))
+            world.beat(rank)
+        world.wait(0.1)
+        assert world.said[0].startswith("oneworld: rank 3 ") and "  stacks: rank_3" in world.said[0]
 
     def test_a_slow_rank_that_may_be_slow_is_left_alone(self, world: FakeWorld) -> None:
         """One that stands in a collective is at its limit, the one that compiles is not."""
@@ -331,6 +391,22 @@ class TestBoard:
         world.wait(0.1)
         world.wait(3)
         assert not world.said
+
+    def test_a_checkpoint_that_gets_on_is_waited_for_and_one_that_does_not_is_named(self, world: FakeWorld) -> None:
+        for silent_s in (50.0, 101.0):
+            world.send(1, "silent")
+            for rank in (0, 1, 2):
+                others = account(rank, waits_for="the others' checkpoints", silent_s=200.0, limit_s=10.0)
+                world.send(rank, "account", account=vars(others))
+            slow = account(3, stage="checkpoint", waits_for="its checkpoint", silent_s=silent_s, limit_s=100.0)
+            world.send(3, "account", account=vars(slow))
+            world.wait(0.1)
+            assert len(world.said) == (silent_s > 100)
+        assert world.said[0].splitlines() == [
+            "oneworld: rank 3 (actor) on node1, stage checkpoint, step 7: silent for 101 s, waiting for its "
+            "checkpoint, 12 s after the stage began",
+            "  ranks 0-2 (actor): stage update, waiting for the others' checkpoints, silent for up to 200 s",
+        ]
 
     def test_reports_that_patience_leaves_are_judged(self, world: FakeWorld) -> None:
         world.send(1, "silent")
@@ -430,6 +506,113 @@ def test_a_rank_that_is_done_has_told_how_far_it_got() -> None:
             messages.append(json.loads(board.readline()))
     *_, beat, done = messages
     assert (beat["kind"], beat["account"]["step"], done["kind"]) == ("beat", 7, "done")
+
+
+def test_a_rank_that_is_done_waits_for_the_others() -> None:
+    """And is not to blame when one of them never is."""
+    seen: list[str] = []
+
+    def wait(seconds: float) -> bool:
+        now = HEART.read()
+        assert now is not None
+        seen.append(now.waits_for)
+        return True
+
+    with connected(1) as (mail,):
+        world: Any = SimpleNamespace(mail=mail, closers=[], _all_finished=SimpleNamespace(wait=wait))
+        world._tell_watchdog, world._attempt = seen.append, SimpleNamespace(end_well=lambda: None)
+        World.close(world)
+    assert seen == ["the others to finish", "done"]
+
+
+@pytest.mark.parametrize(
+    ("code", "has_crashed"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", True),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", True),
+        ("import os; os._exit(1)", True),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", False),
+        ("", False),
+    ],
+)
+def test_how_a_process_ended_is_seen(code: str, has_crashed: bool) -> None:
+    child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(0.5); {code}"])
+    process = RankProcess(child.pid, leads_group=False)
+    assert not process.has_crashed
+    assert select.select([process.exit_fd], [], [], 10)[0]
+    assert process.has_crashed == has_crashed
+    child.wait()
+    assert not process.has_crashed, "nothing is known of it any more"
+
+
+def test_starts_that_end_early_are_counted_once_each_until_the_ranks_have_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counts(attempt: int) -> list[int]:
+        launchers = []
+        for local_rank in (1, 0):  # the first rank of a node need not be the one that ends
+            folder = tmp_path / "logs" / f"attempt_{attempt}" / str(local_rank)
+            folder.mkdir(parents=True)
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+            monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+            launchers.append(Launcher(os.getpid()))
+        return [launcher.count_early_death() for launcher in launchers]
+
+    assert [counts(attempt) for attempt in range(3)] == [[1, 0], [2, 0], [3, 0]]
+    Launcher(os.getpid()).forget_early_deaths()
+    assert counts(3) == [1, 0]
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[tuple[Lines, Heart]]:
+    """Rank 0 and its watchdog, in this process; and the line between them."""
+    process = subprocess.Popen(["sleep", "60"])
+    ours, theirs = socket.socketpair()
+    rank, heart = Lines(ours), Heart()
+    watchdog = threading.Thread(target=Watchdog(process.pid, 0, theirs, heart, Stacks()).run, daemon=True)
+    watchdog.start()
+    try:
+        rank.send("host", address="127.0.0.1", token="token")
+        rank.send("join", rank=0, local_rank=0, token="token", board=[])
+        rank.send("run", folder=str(folder), floor_s=60.0, cap_s=60.0, collectives="")
+        yield rank, heart
+    finally:
+        process.kill()
+        process.wait()
+        watchdog.join(10)
+
+
+def test_a_frozen_rank_is_shown_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Witness, "frozen", lambda witness: "its interpreter is frozen")
+    with watched(tmp_path):
+        files = [tmp_path / "status" / f"{name}.json" for name in ("board", "rank_0")]
+        until(lambda: all(file.exists() for file in files), "written")
+        time.sleep(1.5)  # a beat that was sent when the folder was known
+        board, rank = (json.loads(file.read_text()) for file in files)
+    assert board["ranks"][0]["frozen"] == rank["frozen"] == "its interpreter is frozen"
+
+
+def test_how_far_rank_0_got_is_remembered_whoever_failed(tmp_path: Path) -> None:
+    """It may only serve, and be a step ahead of the actor that was killed in step 7: it will be so again."""
+    with watched(tmp_path) as (rank, heart):
+        heart.describe(step=8)
+        rank.send("report", **report(2, "lost"))
+        until(lambda: "abort" in [message["kind"] for message in rank.receive()], "the verdict")
+    assert json.loads((tmp_path / "attempts.json").read_text()) == [0, 8]
+
+
+@pytest.mark.parametrize("name", ["is_repeated", "write_fatal", "note_end"])
+def test_what_is_remembered_of_an_end_is_not_waited_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(Memory, name, lambda *args: is_over.wait())
+    with watched(tmp_path) as (rank, _):
+        rank.send("report", **report(0, "fatal" if name == "write_fatal" else "error"))
+        messages: list[dict[str, Any]] = []
+        until(lambda: messages.extend(rank.receive()) or len(messages) > 1, "the verdict", timeout_s=10)
+    is_over.set()
+    assert [message["kind"] for message in messages] == ["hosted", "abort"]
 
 
 class TestRecorder:
