@@ -20,9 +20,8 @@ from rl.checkpoint.manifest import FORMAT, ITEM_BYTES, CheckpointError, File, Sl
 from rl.watch.heart import HEART
 
 CHUNK_BYTES = 16 << 20
-SYNC_BYTES = (
-    2 << 30
-)  # so that a slow disk is seen to get on: a sync at the end alone could take longer than silence may
+# So that a slow disk is seen to get on: a sync at the end alone could take longer than silence may.
+SYNC_BYTES = 2 << 30
 ALIGNMENT = 8
 LENGTH = struct.Struct("<Q")
 
