@@ -1,7 +1,6 @@
 """tools/stacks.py on processes that stand somewhere."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -36,7 +35,8 @@ def test_live_and_stopped_and_ended_ones(tmp_path: Path, capsys: pytest.CaptureF
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     write(tmp_path, 0, process.pid)
-    write(tmp_path, 1, os.getpid())  # a number that has gone to another program: it must get no signal
+    other = subprocess.Popen(["sleep", "60"])  # has got a rank's number, and would end by the signal
+    write(tmp_path, 1, other.pid)
     try:
         for _ in range(2):
             stacks.main([str(tmp_path)])
@@ -51,9 +51,11 @@ def test_live_and_stopped_and_ended_ones(tmp_path: Path, capsys: pytest.CaptureF
         stacks.main([str(tmp_path), "--rank", "0"])
         assert "in somewhere" in capsys.readouterr().out
         assert stacks.state_of(process.pid) == "T"
+        assert other.poll() is None
     finally:
-        process.kill()
-        process.wait()
+        for each in (process, other):
+            each.kill()
+            each.wait()
     stacks.main([str(tmp_path), "--rank", "0"])
     assert capsys.readouterr().out.splitlines()[1] == stacks.GONE
 
