@@ -9,7 +9,7 @@ from rl.watch.board import CUT_S
 from tests.chaos.harness import FLOOR_S, Cluster, Report
 
 NAMED_S = 5.0  # after the deadline of silence, where there is one
-ALSO_GONE = r"(\n  .*)*\n  also gone: rank "  # in the same block
+ALSO_GONE = r"(\n  .*)*\n  also gone: ranks? "  # in the same block
 
 
 @dataclass(frozen=True)
