@@ -29,6 +29,7 @@ def prompts_of(result: Result, step: int) -> list[list[int]]:
     return [prompts[index] for index in range(0, len(prompts), 8)]
 
 
+@pytest.mark.slow
 def test_epochs_of_mixed_files_and_of_a_run_that_goes_on(tmp_path: Path) -> None:
     """7 + 3 prompts are left of 12 rows. One epoch is 10 prompts, 2 steps of 6; two are 20, 4 steps; every rank knows,
     and the learning rate falls over all of them."""

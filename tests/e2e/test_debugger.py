@@ -52,7 +52,8 @@ def check_stacks(run: Path) -> None:
     assert "broken_train.py" in second and "in readline\n" in second, second
 
 
-@pytest.mark.parametrize("engine", ["fake", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fake", "vllm"])
 def test_a_breakpoint_is_attached_to_by_rank_and_nobody_is_blamed(engine: str, tmp_path: Path) -> None:
     """The other rank stands in a collective for longer than it may be silent, and than a transfer may take (vLLM needs
     longer limits to start with)."""

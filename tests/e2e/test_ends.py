@@ -139,6 +139,7 @@ def test_ctrl_c(what: str, restarts: bool, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "FATAL").exists()
 
 
+@pytest.mark.slow
 def test_a_sigterm_does_not_wait_for_what_cannot_be_saved(tmp_path: Path) -> None:
     """The limit of 25 s is 1 s here; torchrun itself would kill its ranks only after 30 s."""
     process = launch(tmp_path, 2, "all hang + short notice", 0, "train.num_steps=100000", "eval.interval=0")

@@ -60,18 +60,17 @@ def test_engine_logprobs_are_data_not_truth(old_logprobs: str, stage: str, tmp_p
     assert [row["step"] for row in rows] == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(["train.num_prompts_per_step=1"], marks=pytest.mark.slow),  # fewer groups than actors
-        pytest.param(["rollout.max_num_seqs=3"], marks=pytest.mark.slow),  # an engine smaller than a group
+        ["train.num_prompts_per_step=1"],  # fewer groups than actors
+        ["rollout.max_num_seqs=3"],  # an engine smaller than a group
         [
             *("eval.interval=1", "eval.num_prompts=1", "algo.num_mini_batches=7", "algo.num_epochs=2"),
             *("algo.kl_coef=0.1", "actor.offload=rollout", "debug.profile_step=2"),
         ],
-        pytest.param(  # sample and score
-            ["placement.inference,rollout=0-1", "placement.actor=2", "algo.old_logprobs=always"], marks=pytest.mark.slow
-        ),
+        ["placement.inference,rollout=0-1", "placement.actor=2", "algo.old_logprobs=always"],  # sample and score
     ],
     ids=["one prompt", "small engine", "one eval prompt, a group a mini-batch, offload", "inference and rollout share"],
 )

@@ -34,6 +34,7 @@ def assert_scored(result: Result) -> None:
     assert "sometimes_hanging: RuntimeError: planted" in result.output
 
 
+@pytest.mark.slow
 def test_hanging_calls_cost_their_own_samples(tmp_path: Path) -> None:
     """The same whoever scores: two engines, or one of two ranks."""
     assert sometimes_hanging("a", "bc", {})["length"] == 2
