@@ -1,13 +1,16 @@
 """The work of benchmarks/step.py in TRL's GRPO trainer with a collocated vLLM. Prints one JSON line.
 
     python benchmarks/peer_trl.py [--model 1.7b] [--prompts 64] [--samples 8] [--new-tokens 512] [--batch 32]
-                                  [--gpu-memory 0.4] [--no-recompute] [--correction]
+                                  [--gpu-memory 0.4] [--dtype bfloat16] [--recompute] [--no-liger] [--compile]
+                                  [--no-correction]
 
 The same random model, prompts and lengths: responses go on to their last token, one optimizer step a batch, no KL,
-bfloat16, sleep mode. --batch is the micro-batch in sequences, --gpu-memory the engine's share: the best that fit are to
-be given. --correction leaves TRL's importance correction on, as by its default: a pass over the batch that ours spares.
+sleep mode, importance correction, which costs TRL a pass over the batch. Weights and moments are float32 under bfloat16
+arithmetic; --dtype bfloat16 keeps them in that, and `weights_moved` says what share of a layer's weights such a run
+changes at all. --batch is the micro-batch in sequences, --gpu-memory the engine's share: the best that fit are to be
+given. --liger takes Liger's kernels for layers, --compile torch.compile, as TRL's settings of these names do.
 Figures are taken as benchmarks/step.py takes them; `update` is all that is neither generation, sync nor a pass for
-logprobs. Needs trl, which is no requirement of the project.
+logprobs. Needs trl and liger-kernel, which are no requirements of the project.
 """
 
 import argparse
@@ -26,6 +29,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 STAGES = ("rollout", "logprobs", "sync")
+SWITCHES = {"recompute": False, "liger": True, "compile": False, "correction": True}
 
 
 class Clock(TrainerCallback):
@@ -87,11 +91,13 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         beta=0.0,
         bf16=True,
         gradient_checkpointing=args.recompute,
+        use_liger_kernel=args.liger,
+        torch_compile=args.compile,
         learning_rate=1e-6,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
-        model_init_kwargs={"dtype": "bfloat16"},
+        model_init_kwargs={"dtype": args.dtype},
     )
     clock = Clock()
     trainer = GRPOTrainer(
@@ -105,12 +111,15 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     clock.watch(trainer.vllm_generation, "generate", "rollout")
     clock.watch(trainer.vllm_generation, "sync_weights", "sync")
     clock.watch(trainer, "_get_per_token_logps_and_entropies", "logprobs")
+    weight = trainer.model.model.layers[0].mlp.down_proj.weight.detach()
+    before = weight.clone()
     trainer.train()
     steps = clock.steps[WARM_UP_STEPS:]
     seconds = {stage: statistics.median(step[stage] for step in steps) for stage in (*STAGES, "update")}
     step_s = statistics.median(step["step"] for step in steps)
-    own = {"batch": args.batch, "gpu_memory": args.gpu_memory, "recompute": args.recompute}
-    own |= {"correction": args.correction, "steps_s": [round(step["step"], 2) for step in steps]}
+    own = {name: getattr(args, name) for name in ("batch", "gpu_memory", "dtype", *SWITCHES)}
+    own["weights_moved"] = round((weight != before).float().mean().item(), 4)
+    own["steps_s"] = [round(step["step"], 2) for step in steps]
     return {"benchmark": "peer_trl"} | figures_of(args, num_parameters, prompt_tokens, step_s, seconds) | own
 
 
@@ -119,8 +128,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--gpu-memory", type=float, default=0.4)
-    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--correction", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    for name, default in SWITCHES.items():
+        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=default)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, MemoryWatch() as memory:
         row = run(args, Path(name))

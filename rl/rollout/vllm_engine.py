@@ -1,4 +1,4 @@
-"""vLLM in the rank's own process, stepped by us. The only importer of vllm; serves 0.26 to 0.32.
+"""vLLM in the rank's own process, stepped by us. With vllm_attention.py the only importer of vllm; serves 0.26 to 0.32.
 
 vLLM builds its groups over the whole default group of torch.distributed, which hangs when only some ranks host
 engines. So each engine gets a private default group, of its tensor-parallel ranks alone, that is in place during
@@ -57,9 +57,13 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod  # noqa: E
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager  # noqa: E402
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # noqa: E402
 from vllm.v1.request import Request as VllmRequest  # noqa: E402
+from vllm.v1.request import RequestStatus  # noqa: E402
 
 FIRST_PRIVATE_GROUP_NUMBER = 1_000_000  # far from the names of the trainer's groups
 CPU_KV_CACHE_MB = 256
@@ -129,6 +133,8 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: "VllmEng
     """In the place of one that failed it takes over its process groups, which vLLM also finds again by itself."""
     if seat.device.type == "cpu":
         _turn_off_packing()
+    else:
+        register_backend(AttentionBackendEnum.FLASH_ATTN, "rl.rollout.vllm_attention.DecodeBackend")
     group = failed.abandon() if failed is not None else PrivateDefaultGroup(seat)
     rollout = config.rollout
     kv_cache_mb = rollout.kv_cache_mb or (CPU_KV_CACHE_MB if seat.device.type == "cpu" else 0)
@@ -166,6 +172,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: "VllmEng
             raise ConfigError(f"vLLM refuses these settings: {error}") from error
         c10d.barrier()  # of the engine's ranks: this default group is the private one
     _forget_names_of_shared_memory(seat)
+    _look_for_blocks_at_their_ends(llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager)
     return VllmEngine(llm, group, seat)
 
 
@@ -197,6 +204,24 @@ def _turn_off_packing() -> None:
     import vllm._custom_ops as custom_ops
 
     custom_ops._supports_onednn = False
+
+
+def _look_for_blocks_at_their_ends(manager: KVCacheManager) -> None:
+    """vLLM looks for a place in the cache for every token, which is half of what scheduling takes, and finds it in a
+    block of the sequence. So it looks only for a block's first token, which takes a new one, and its last, which shares
+    the block."""
+    groups, allocate = manager.coordinator.single_type_managers, manager.allocate_slots
+    if len(groups) != 1 or type(groups[0]) is not FullAttentionManager:
+        return  # windows move, states are not blocks
+    block_size = groups[0].block_size
+
+    def allocate_slots(request: VllmRequest, num_new_tokens: int, **options: Any) -> KVCacheBlocks | None:
+        is_next_token = num_new_tokens == 1 and request.status == RequestStatus.RUNNING and not any(options.values())
+        if is_next_token and 0 < request.num_computed_tokens % block_size < block_size - 1:
+            return manager.empty_kv_cache_blocks
+        return allocate(request, num_new_tokens, **options)
+
+    manager.allocate_slots = allocate_slots
 
 
 def _keeps_other_copies(model: nn.Module) -> str:

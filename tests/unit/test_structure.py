@@ -38,6 +38,8 @@ LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 FILES = [ROOT / "train.py", *sorted((ROOT / "rl").rglob("*.py"))]
 SOURCES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 VLLM_ENGINE = "rl/rollout/vllm_engine.py"
+VLLM_ATTENTION = "rl/rollout/vllm_attention.py"  # vLLM imports it, by its name
+DECODE_ATTENTION = "rl/rollout/decode_attention.py"
 DIGEST_GPU = "rl/sync/digest_gpu.py"
 
 
@@ -127,19 +129,25 @@ def test_no_module_waits_for_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "user", "seam"),
-    [("vllm", VLLM_ENGINE, "rl/rollout/build.py"), ("triton", DIGEST_GPU, "rl/sync/digest.py")],
+    ("package", "seams"),
+    [
+        ("vllm", {VLLM_ENGINE: {("rl/rollout/build.py", True)}, VLLM_ATTENTION: set()}),
+        ("triton", {DIGEST_GPU: {("rl/sync/digest.py", True)}, DECODE_ATTENTION: {(VLLM_ATTENTION, False)}}),
+    ],
 )
-def test_what_may_not_be_installed_has_one_importer_behind_one_lazy_import(package: str, user: str, seam: str) -> None:
-    package_importers, user_importers = set(), set()
+def test_what_may_not_be_installed_is_behind_lazy_imports(
+    package: str, seams: dict[str, set[tuple[str, bool]]]
+) -> None:
+    package_importers, importers = set(), {user: set() for user in seams}
     for file, source in SOURCES.items():
         for module, lazy in imports(file, source):
             if module.split(".")[0] == package:
                 package_importers.add(file)
-            if module == module_name(user):
-                user_importers.add((file, lazy))
-    assert package_importers == {user}
-    assert user_importers == {(seam, True)}
+            for user in seams:
+                if module == module_name(user):
+                    importers[user].add((file, lazy))
+    assert package_importers == set(seams)
+    assert importers == seams
 
 
 EARLY = ("rl/watch/", "rl/early.py", "rl/rewards/launch.py")
@@ -302,7 +310,7 @@ print(len(names), "vllm" in sys.modules, torch.cuda.is_initialized(), torch.dist
 
 
 def test_importing_everything_else_imports_no_vllm_and_starts_nothing() -> None:
-    left_out = [module_name(VLLM_ENGINE), module_name(DIGEST_GPU)]
+    left_out = [module_name(file) for file in (VLLM_ENGINE, VLLM_ATTENTION, DECODE_ATTENTION, DIGEST_GPU)]
     command = [sys.executable, "-c", IMPORT_ALL, *left_out]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=90).stdout
     assert output.split() == [str(len(MODULES - {"rl", "train", *left_out})), "False", "False", "False"]

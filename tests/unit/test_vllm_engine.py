@@ -1,4 +1,5 @@
-"""Our side of vLLM where no run on a CPU gets to: sleep, and a response that it gives up."""
+"""Our side of vLLM where no run on a CPU gets to: sleep, and a response that it gives up. And its cache manager,
+which is asked for fewer tokens."""
 
 import importlib
 import os
@@ -68,3 +69,61 @@ def test_a_response_that_vllm_gives_up_is_an_error_that_says_so(engines: Any, en
     engine._llm.outputs = [SimpleNamespace(**output)]
     with pytest.raises(RuntimeError, match="vLLM gave response 7 up after 0 tokens: abort"):
         engine.step()
+
+
+BLOCK_SIZE = 4
+
+
+def make_manager() -> Any:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    config = KVCacheConfig(num_blocks=12, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    sizes = {"scheduler_block_size": BLOCK_SIZE, "hash_block_size": BLOCK_SIZE}
+    return KVCacheManager(config, max_model_len=64, enable_caching=True, **sizes)
+
+
+def make_request(name: str, tokens: list[int]) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+    return Request(name, tokens, SamplingParams(max_tokens=50), None, block_hasher=hasher)
+
+
+def decode(manager: Any, num_tokens: int) -> list[tuple[str, list[list[int]] | None]]:
+    """Two sequences, token by token; returns their blocks after each."""
+    from vllm.v1.request import RequestStatus
+
+    seen = []
+    requests = [make_request("a", [1, 2, 3, 4, 5, 6]), make_request("b", [7])]
+    for request in requests:
+        manager.allocate_slots(request, request.num_tokens)
+        request.num_computed_tokens, request.status = request.num_tokens, RequestStatus.RUNNING
+    for number in range(num_tokens):
+        for request in requests:
+            request.append_output_token_ids(number)
+            blocks = manager.allocate_slots(request, 1, num_lookahead_tokens=0)
+            seen.append((request.request_id, blocks and blocks.get_block_ids(allow_none=True)))
+            seen.append((request.request_id, manager.get_block_ids(request.request_id)))
+            request.num_computed_tokens += blocks is not None
+    twin = make_request("twin", requests[0].all_token_ids[:])
+    seen.append(("cached", manager.get_computed_blocks(twin)[1]))
+    return seen
+
+
+def test_the_cache_has_the_same_blocks_when_it_is_asked_at_their_ends(engines: Any) -> None:
+    """To its end: 11 blocks hold 44 tokens, the two have 6 + 1 and get 20 each."""
+    plain, spared = make_manager(), make_manager()
+    calls: list[int] = []
+    allocate = spared.allocate_slots
+    spared.allocate_slots = lambda *args, **options: (calls.append(1), allocate(*args, **options))[1]
+    engines._look_for_blocks_at_their_ends(spared)
+    expected = decode(plain, 20)
+    assert decode(spared, 20) == expected
+    assert ("a", None) in expected or ("b", None) in expected
+    assert 2 + 20 <= len(calls) < 2 + 30  # the two prompts, and half of the tokens: blocks are short here

@@ -1,0 +1,94 @@
+"""Attention of one new token a sequence over a paged cache, for models whose query heads each have keys of their own.
+
+Kernels for tensor cores pad a head's one query to sixteen, and read the cache at about half of the memory's speed;
+plain arithmetic keeps up with the memory (benchmarks/RESULTS.md). Each row of a tile has a softmax of its own over the
+tokens that come by; they are joined once, after the last.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE, NUM_WARPS, NUM_STAGES = 16, 1, 3  # the fastest on an H200: benchmarks/decode_attention.py --sweep
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _attend(
+    queries,
+    keys,
+    values,
+    block_table,
+    lengths,
+    outputs,
+    scale,
+    query_stride,
+    output_stride,
+    table_stride,
+    block_stride,
+    token_stride,
+    head_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + sequence)
+    rows = tl.arange(0, TILE)
+    columns = tl.arange(0, PADDED_HEAD_SIZE)
+    is_column = columns < HEAD_SIZE
+    query = tl.load(queries + sequence * query_stride + head * HEAD_SIZE + columns, mask=is_column, other=0.0)
+    query = query.to(tl.float32) * (scale * LOG2_E)  # powers of 2 are cheaper
+
+    top = tl.full([TILE], -1e30, tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    sums = tl.zeros([TILE, PADDED_HEAD_SIZE], tl.float32)
+    for start in tl.range(0, length, TILE, num_stages=NUM_STAGES):
+        tokens = start + rows
+        is_token = tokens < length
+        blocks = tl.load(block_table + sequence * table_stride + tokens // BLOCK_SIZE, mask=is_token, other=0)
+        places = blocks.to(tl.int64) * block_stride + tokens % BLOCK_SIZE * token_stride + head * head_stride
+        places = places[:, None] + columns[None, :]
+        is_place = is_token[:, None] & is_column[None, :]
+        key = tl.load(keys + places, mask=is_place, other=0.0).to(tl.float32)
+        value = tl.load(values + places, mask=is_place, other=0.0).to(tl.float32)
+        score = tl.where(is_token, tl.sum(query[None, :] * key, axis=1), float("-inf"))
+        new_top = tl.maximum(top, score)
+        shrink, weight = tl.exp2(top - new_top), tl.exp2(score - new_top)
+        total = total * shrink + weight
+        sums = sums * shrink[:, None] + weight[:, None] * value
+        top = new_top
+
+    shrink = tl.exp2(top - tl.max(top, axis=0))
+    total = tl.maximum(tl.sum(total * shrink, axis=0), 1e-30)  # what pads a graph's batch has no tokens
+    output = (tl.sum(sums * shrink[:, None], axis=0) / total).to(outputs.dtype.element_ty)
+    tl.store(outputs + sequence * output_stride + head * HEAD_SIZE + columns, output, mask=is_column)
+
+
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, scale: float, outputs: Tensor
+) -> None:
+    """Queries and outputs are [sequences, heads, head size], heads side by side; keys and values [blocks, tokens of a
+    block, heads, head size], of the same strides. A sequence's length counts the token that its query is of."""
+    num_sequences, num_heads, head_size = queries.shape
+    _attend[(num_heads, num_sequences)](
+        queries,
+        keys,
+        values,
+        block_table,
+        lengths,
+        outputs,
+        scale,
+        queries.stride(0),
+        outputs.stride(0),
+        block_table.stride(0),
+        *keys.stride()[:3],
+        BLOCK_SIZE=keys.shape[1],
+        HEAD_SIZE=head_size,
+        PADDED_HEAD_SIZE=triton.next_power_of_2(head_size),
+        TILE=TILE,
+        NUM_STAGES=NUM_STAGES,
+        num_warps=NUM_WARPS,
+    )

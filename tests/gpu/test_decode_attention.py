@@ -1,0 +1,97 @@
+"""Our kernel for decoding against attention written out, and in the place that vLLM gives it."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+BLOCK_SIZE = 16
+
+
+def make_cache(lengths: list[int], num_heads: int, head_size: int) -> tuple[Tensor, Tensor]:
+    """[blocks, heads, tokens of a block, keys and values] as vLLM has it, blocks in no order; and the block table."""
+    num_blocks = max(1, -(-max(lengths) // BLOCK_SIZE))
+    total = len(lengths) * num_blocks
+    cache = torch.randn(total, BLOCK_SIZE, num_heads, 2 * head_size, dtype=torch.bfloat16, device="cuda")
+    return cache.transpose(1, 2), torch.randperm(total, device="cuda").int().view(len(lengths), num_blocks)
+
+
+def written_out(queries: Tensor, cache: Tensor, table: Tensor, lengths: list[int]) -> Tensor:
+    num_heads, head_size = queries.shape[1:]
+    outputs = torch.zeros(queries.shape, dtype=torch.float32, device="cuda")
+    for number, length in enumerate(lengths):
+        tokens = cache[table[number].long()].transpose(1, 2).flatten(0, 1)[:length].float()
+        tokens = tokens.repeat_interleave(num_heads // tokens.shape[1], dim=1)
+        keys, values = tokens.split(head_size, dim=-1)
+        scores = torch.einsum("hd,thd->ht", queries[number].float(), keys) * head_size**-0.5
+        outputs[number] = torch.einsum("ht,thd->hd", scores.softmax(-1), values)
+    return outputs
+
+
+@pytest.mark.parametrize(("num_heads", "head_size"), [(32, 64), (8, 128), (3, 80), (1, 256)])
+def test_the_kernel_is_attention(num_heads: int, head_size: int) -> None:
+    from rl.rollout.decode_attention import attend
+
+    torch.manual_seed(0)
+    lengths = [1, 2, 15, 16, 17, 0, 100, 543]
+    cache, table = make_cache(lengths, num_heads, head_size)
+    wide = torch.randn(len(lengths), 3 * num_heads * head_size, dtype=torch.bfloat16, device="cuda")
+    queries = wide[:, : num_heads * head_size].view(len(lengths), num_heads, head_size)  # beside keys and values
+    outputs = torch.full_like(queries, 9.0, memory_format=torch.contiguous_format)
+    keys, values = cache.transpose(1, 2).split(head_size, dim=-1)
+    attend(queries, keys, values, table, torch.tensor(lengths, device="cuda").int(), head_size**-0.5, outputs)
+    torch.testing.assert_close(outputs.float(), written_out(queries, cache, table, lengths), atol=1e-2, rtol=1e-2)
+
+
+def forward(impl: Any, metadata: Any, queries: Tensor, cache: Tensor) -> Tensor:
+    one = torch.ones((), device="cuda")
+    layer = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
+    return impl.forward(layer, queries, queries, queries, cache, metadata, torch.zeros_like(queries))
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "num_kv_heads", "window", "is_ours"),
+    [(200, 16, None, True), (8, 16, None, False), (200, 8, None, False), (200, 16, 32, False)],
+)
+def test_vllm_decodes_with_it_where_it_may(
+    num_sequences: int, num_kv_heads: int, window: int | None, is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backends import flash_attn
+
+    from rl.rollout import vllm_attention
+
+    torch.manual_seed(0)
+    num_heads, head_size = 16, 64
+    lengths = [int(length) for length in torch.randint(1, 200, (num_sequences,))]
+    cache, table = make_cache(lengths, num_kv_heads, head_size)
+    queries = torch.randn(num_sequences, num_heads, head_size, dtype=torch.bfloat16, device="cuda")
+    fields = {field.name for field in dataclasses.fields(flash_attn.FlashAttentionMetadata)}
+    given = {
+        "num_actual_tokens": num_sequences,
+        "max_query_len": 1,
+        "query_start_loc": torch.arange(num_sequences + 1, device="cuda").int(),
+        "max_seq_len": max(lengths),
+        "seq_lens": torch.tensor(lengths, device="cuda").int(),
+        "block_table": table,
+        "slot_mapping": torch.zeros(num_sequences, dtype=torch.int64, device="cuda"),
+        "sliding_window": (-1, -1) if window is None else (window - 1, 0),
+        **dict.fromkeys(("use_cascade", "common_prefix_len"), 0),
+        **dict.fromkeys(("cu_prefix_query_lens", "prefix_kv_lens", "suffix_kv_lens")),
+    }
+    metadata = flash_attn.FlashAttentionMetadata(**{name: value for name, value in given.items() if name in fields})
+    attend = Mock(wraps=vllm_attention.attend)
+    monkeypatch.setattr(vllm_attention, "attend", attend)
+    with set_current_vllm_config(VllmConfig()):
+        arguments = (num_heads, head_size, head_size**-0.5, num_kv_heads, None, window, "auto")
+        ours, theirs = vllm_attention.DecodeImpl(*arguments), flash_attn.FlashAttentionImpl(*arguments)
+        output, expected = forward(ours, metadata, queries, cache), forward(theirs, metadata, queries, cache)
+    assert attend.call_count == is_ours
+    torch.testing.assert_close(output, expected, atol=1e-2, rtol=1e-2)
+    if window is None:
+        torch.testing.assert_close(output.float(), written_out(queries, cache, table, lengths), atol=1e-2, rtol=1e-2)
