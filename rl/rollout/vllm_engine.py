@@ -172,7 +172,9 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: "VllmEng
             raise ConfigError(f"vLLM refuses these settings: {error}") from error
         c10d.barrier()  # of the engine's ranks: this default group is the private one
     _forget_names_of_shared_memory(seat)
-    _look_for_blocks_at_their_ends(llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    if scheduler.connector is None and scheduler.num_spec_tokens == 0:  # sequences grow by single tokens
+        _look_for_blocks_at_their_ends(scheduler.kv_cache_manager)
     return VllmEngine(llm, group, seat)
 
 
@@ -207,10 +209,9 @@ def _turn_off_packing() -> None:
 
 
 def _look_for_blocks_at_their_ends(manager: KVCacheManager) -> None:
-    """vLLM looks for a place in the cache for every token, which is half of what scheduling takes, and finds it in a
-    block of the sequence. So it looks only for a block's first token, which takes a new one, and its last, which shares
-    the block."""
-    groups, allocate = manager.coordinator.single_type_managers, manager.allocate_slots
+    """For every token vLLM looks for a place in the cache, and for a full block that others may share: a third of what
+    it does in a step. But only a block's first token takes a new one, and only its last makes it full."""
+    groups, allocate, cache = manager.coordinator.single_type_managers, manager.allocate_slots, manager.cache_blocks
     if len(groups) != 1 or type(groups[0]) is not FullAttentionManager:
         return  # windows move, states are not blocks
     block_size = groups[0].block_size
@@ -221,7 +222,11 @@ def _look_for_blocks_at_their_ends(manager: KVCacheManager) -> None:
             return manager.empty_kv_cache_blocks
         return allocate(request, num_new_tokens, **options)
 
-    manager.allocate_slots = allocate_slots
+    def cache_blocks(request: VllmRequest, num_computed_tokens: int) -> None:
+        if num_computed_tokens % block_size == 0:
+            cache(request, num_computed_tokens)
+
+    manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
 
 
 def _keeps_other_copies(model: nn.Module) -> str:
@@ -354,12 +359,27 @@ class VllmEngine:
                 self._engine.engine_core.get_output()
 
     def sleep(self) -> None:
-        if self._can_sleep and "weights" not in self._asleep:
-            self._drain()
-            self._wake("kv_cache")  # where nothing was asked of these weights: vLLM puts both to sleep, or none
-            with self._group.entered():
+        if not self._can_sleep or "weights" in self._asleep:
+            return
+        self._drain()
+        with self._group.entered():
+            if self._asleep:  # nothing was asked of these weights, the cache was not woken up for them
+                self._lay_weights_down()
+            else:
                 self._llm.sleep(level=2)  # the next sync brings new weights, so nothing is kept
-            self._asleep = {"weights", "kv_cache"}
+        self._asleep = {"weights", "kv_cache"}
+
+    def _lay_weights_down(self) -> None:
+        """vLLM 0.26 puts both to sleep or none, and would free the cache once more."""
+        pointers = CuMemAllocator.get_instance().pointer_to_data
+        cache = {address: data for address, data in pointers.items() if data.tag == "kv_cache"}
+        for address in cache:
+            del pointers[address]
+        try:
+            self._llm.collective_rpc("sleep", kwargs={"level": 2})
+        finally:
+            pointers.update(cache)
+        self._engine.engine_core.engine_core.model_executor.sleeping_tags.add("weights")
 
     def abandon(self) -> PrivateDefaultGroup:
         """Frees its memory, and leaves its process groups: vLLM's own way to shut down would end them all, also the

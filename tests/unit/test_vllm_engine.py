@@ -24,39 +24,64 @@ def engines() -> Any:
 
 
 class Machine:
-    """In place of vLLM: what is awake, and what it hands out."""
+    """In place of vLLM 0.26: what is awake, and what it hands out."""
 
     def __init__(self) -> None:
-        self.awake = {"weights", "kv_cache"}
         self.outputs: list[Any] = []
-        core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=[]), get_output=lambda: self)
-        self.llm_engine = SimpleNamespace(engine_core=core)
+        self.pointer_to_data = {tag: SimpleNamespace(tag=tag, is_mapped=True) for tag in ("weights", "kv_cache")}
+        executor = SimpleNamespace(sleeping_tags=set())
+        core = SimpleNamespace(batch_queue=[], model_executor=executor)
+        self.sleeping_tags = executor.sleeping_tags
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core, get_output=lambda: self))
+        self.most_mapped = 2  # at a time
+
+    @property
+    def awake(self) -> set[str]:
+        return {tag for tag, data in self.pointer_to_data.items() if data.is_mapped}
 
     def sleep(self, level: int) -> None:
-        assert level == 2 and self.awake == {"weights", "kv_cache"}, "vLLM frees what is asleep once more"
-        self.awake = set()
+        if not self.sleeping_tags:  # else vLLM takes it for asleep
+            self.collective_rpc("sleep", {"level": level})
+            self.sleeping_tags |= {"weights", "kv_cache"}
+
+    def collective_rpc(self, method: str, kwargs: dict[str, int]) -> None:
+        assert method == "sleep" and kwargs == {"level": 2}
+        for data in self.pointer_to_data.values():
+            assert data.is_mapped, "vLLM frees what is asleep once more"
+            data.is_mapped = False
 
     def wake_up(self, tags: list[str]) -> None:
-        self.awake |= set(tags)
+        assert self.sleeping_tags.issuperset(tags), "vLLM does nothing then"
+        self.sleeping_tags.difference_update(tags)
+        for tag in tags:
+            self.pointer_to_data[tag].is_mapped = True
+        self.most_mapped = max(self.most_mapped, len(self.awake))
 
 
 @pytest.fixture
-def engine(engines: Any) -> Any:
+def engine(engines: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    machine = Machine()
+    monkeypatch.setattr(engines, "CuMemAllocator", SimpleNamespace(get_instance=lambda: machine))
     seat = SimpleNamespace(stop_token_ids=[], shares_device=True, device=torch.device("cuda"))
-    return engines.VllmEngine(Machine(), SimpleNamespace(entered=nullcontext), seat)
+    return engines.VllmEngine(machine, SimpleNamespace(entered=nullcontext), seat)
 
 
 def test_an_engine_that_got_weights_and_no_request_sleeps_all_the_same(engine: Any) -> None:
+    """And takes no cache for it, which has no place beside the learner."""
     machine = engine._llm
     engine.sleep()
     engine.sleep()
     assert machine.awake == set()
-    engine.begin_version()
-    assert machine.awake == {"weights"}
-    engine.sleep()
-    assert machine.awake == set()
+    machine.most_mapped = 0
+    for _ in range(2):
+        engine.begin_version()
+        assert machine.awake == {"weights"}
+        engine.sleep()
+        assert machine.awake == set()
+    assert machine.most_mapped == 1
     engine.begin_version()
     engine._wake("kv_cache")
+    assert machine.awake == {"weights", "kv_cache"}
     engine.sleep()
     assert machine.awake == set()
 
@@ -95,8 +120,8 @@ def make_request(name: str, tokens: list[int]) -> Any:
     return Request(name, tokens, SamplingParams(max_tokens=50), None, block_hasher=hasher)
 
 
-def decode(manager: Any, num_tokens: int) -> list[tuple[str, list[list[int]] | None]]:
-    """Two sequences, token by token; returns their blocks after each."""
+def decode(manager: Any, num_tokens: int) -> list[tuple[str, Any]]:
+    """Two sequences, token by token; returns their blocks after each, and how much others could share."""
     from vllm.v1.request import RequestStatus
 
     seen = []
@@ -111,8 +136,9 @@ def decode(manager: Any, num_tokens: int) -> list[tuple[str, list[list[int]] | N
             seen.append((request.request_id, blocks and blocks.get_block_ids(allow_none=True)))
             seen.append((request.request_id, manager.get_block_ids(request.request_id)))
             request.num_computed_tokens += blocks is not None
-    twin = make_request("twin", requests[0].all_token_ids[:])
-    seen.append(("cached", manager.get_computed_blocks(twin)[1]))
+            manager.cache_blocks(request, request.num_computed_tokens)
+            twin = make_request("twin", request.all_token_ids[:])
+            seen.append(("shared", manager.get_computed_blocks(twin)[1]))
     return seen
 
 
