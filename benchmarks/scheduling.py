@@ -1,0 +1,117 @@
+"""What vLLM does on the CPU in a step of many sequences: as it is, and as our engines have it. Prints one JSON line.
+
+    python benchmarks/scheduling.py [--sequences 512] [--new-tokens 200] [--rounds 3]
+
+The model runner is replaced by one that answers at once, so a step is scheduling, taking outputs in and handing them to
+us; vLLM's asynchronous scheduler, prefix caching on. Medians of rounds in turns, after one of each that warms up.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl.config import ROOT
+from rl.rollout import vllm_engine
+from rl.rollout.engine import Request
+
+PROMPT_TOKENS = 63
+
+
+class InstantExecutor:
+    """Every sequence that has its prompt gets the same token."""
+
+    def __init__(self, executor: Any, scheduler: Any):
+        self._executor, self._scheduler = executor, scheduler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def execute_model(self, scheduled: Any, non_block: bool = False) -> Any:
+        from concurrent.futures import Future
+
+        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+        ids = list(scheduled.num_scheduled_tokens)
+        logprobs = LogprobsLists(
+            np.zeros((len(ids), 1), np.int32), np.zeros((len(ids), 1), np.float32), np.zeros(len(ids), np.int32)
+        )
+        output = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={name: number for number, name in enumerate(ids)},
+            sampled_token_ids=[[] if self._scheduler.requests[name].is_prefill_chunk else [5] for name in ids],
+            logprobs=logprobs,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+        if not non_block:
+            return output
+        future: Future[Any] = Future()
+        future.set_result(output)
+        return future
+
+
+def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any]:
+    """An engine with vLLM's own cache manager, and that manager."""
+    llm = vllm_engine.vllm.LLM(
+        model=str(ROOT / "configs" / "tiny"),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="float32",
+        max_model_len=max_model_len,
+        max_num_seqs=num_sequences,
+        enforce_eager=True,
+        kv_cache_memory_bytes=2 << 30,
+        scheduler_cls="vllm.v1.core.sched.async_scheduler.AsyncScheduler",
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    core.model_executor = InstantExecutor(core.model_executor, core.scheduler)
+    seat = SimpleNamespace(stop_token_ids=[], shares_device=False, device=torch.device("cpu"))
+    engine = vllm_engine.VllmEngine(llm, SimpleNamespace(entered=nullcontext), seat)  # type: ignore[arg-type]
+    engine.version = 1
+    return engine, core.scheduler.kv_cache_manager
+
+
+def milliseconds_per_step(engine: Any, num_sequences: int, new_tokens: int) -> float:
+    prompt = list(range(1, 1 + PROMPT_TOKENS))
+    engine.add([Request(str(number), prompt, 1.0, new_tokens, None) for number in range(num_sequences)])
+    start, num_steps = time.perf_counter(), 0
+    while engine.num_unfinished:
+        engine.step()
+        num_steps += 1
+    return 1000 * (time.perf_counter() - start) / num_steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # nothing is computed
+    engine, manager = build_engine(args.sequences, PROMPT_TOKENS + args.new_tokens)
+    methods = {"vllm": (manager.allocate_slots, manager.cache_blocks)}
+    vllm_engine._look_for_blocks_at_their_ends(manager)
+    methods["ours"] = (manager.allocate_slots, manager.cache_blocks)
+    taken: dict[str, list[float]] = {name: [] for name in methods}
+    for number in range(1 + args.rounds):
+        for name, (allocate_slots, cache_blocks) in methods.items():
+            manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
+            value = milliseconds_per_step(engine, args.sequences, args.new_tokens)
+            if number:
+                taken[name].append(value)
+    medians = {f"{name}_ms": round(statistics.median(values), 2) for name, values in taken.items()}
+    rounds = {name: [round(value, 2) for value in values] for name, values in taken.items()}
+    versions = {"vllm": vllm_engine.vllm.__version__}
+    print(json.dumps({"benchmark": "scheduling"} | vars(args) | versions | medians | {"rounds": rounds}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
