@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE, NUM_WARPS, NUM_STAGES = 16, 1, 3  # the fastest on an H200: benchmarks/decode_attention.py --sweep
+TILE, NUM_WARPS, NUM_STAGES = 16, 1, 3  # the fastest on an H200 for heads of 64: benchmarks/decode_attention.py --sweep
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -23,7 +23,9 @@ def _attend(
     outputs,
     scale,
     query_stride,
+    query_head_stride,
     output_stride,
+    output_head_stride,
     table_stride,
     block_stride,
     token_stride,
@@ -39,7 +41,7 @@ def _attend(
     rows = tl.arange(0, TILE)
     columns = tl.arange(0, PADDED_HEAD_SIZE)
     is_column = columns < HEAD_SIZE
-    query = tl.load(queries + sequence * query_stride + head * HEAD_SIZE + columns, mask=is_column, other=0.0)
+    query = tl.load(queries + sequence * query_stride + head * query_head_stride + columns, mask=is_column, other=0.0)
     query = query.to(tl.float32) * (scale * LOG2_E)  # powers of 2 are cheaper
 
     top = tl.full([TILE], -1e30, tl.float32)
@@ -64,15 +66,16 @@ def _attend(
     shrink = tl.exp2(top - tl.max(top, axis=0))
     total = tl.maximum(tl.sum(total * shrink, axis=0), 1e-30)  # what pads a graph's batch has no tokens
     output = (tl.sum(sums * shrink[:, None], axis=0) / total).to(outputs.dtype.element_ty)
-    tl.store(outputs + sequence * output_stride + head * HEAD_SIZE + columns, output, mask=is_column)
+    tl.store(outputs + sequence * output_stride + head * output_head_stride + columns, output, mask=is_column)
 
 
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, scale: float, outputs: Tensor
 ) -> None:
-    """Queries and outputs are [sequences, heads, head size], heads side by side; keys and values [blocks, tokens of a
-    block, heads, head size], of the same strides. A sequence's length counts the token that its query is of."""
+    """Queries and outputs are [sequences, heads, head size], keys and values [blocks, tokens of a block, heads, head
+    size], of the same strides. A sequence's length counts the token that its query is of."""
     num_sequences, num_heads, head_size = queries.shape
+    padded_head_size = triton.next_power_of_2(head_size)
     _attend[(num_heads, num_sequences)](
         queries,
         keys,
@@ -81,14 +84,14 @@ def attend(
         lengths,
         outputs,
         scale,
-        queries.stride(0),
-        outputs.stride(0),
+        *queries.stride()[:2],
+        *outputs.stride()[:2],
         block_table.stride(0),
         *keys.stride()[:3],
         BLOCK_SIZE=keys.shape[1],
         HEAD_SIZE=head_size,
-        PADDED_HEAD_SIZE=triton.next_power_of_2(head_size),
+        PADDED_HEAD_SIZE=padded_head_size,
         TILE=TILE,
         NUM_STAGES=NUM_STAGES,
-        num_warps=NUM_WARPS,
+        num_warps=NUM_WARPS * max(1, padded_head_size // 128),  # or registers spill
     )

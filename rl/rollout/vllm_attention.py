@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -15,9 +16,8 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from rl.rollout.decode_attention import attend
 
-MIN_HEADS_PER_PROCESSOR = (
-    16  # of all sequences; with fewer the device has idle parts, which FlashAttention's splits use
-)
+MIN_HEADS_PER_PROCESSOR = 16  # of all sequences; fewer have not been timed in graphs
+MAX_TOKENS = 2048  # one warp reads a head's whole sequence: among short ones a longer one would be waited for
 
 
 class DecodeImpl(FlashAttentionImpl):
@@ -33,6 +33,8 @@ class DecodeImpl(FlashAttentionImpl):
             and self.sinks is None
             and not self.batch_invariant_enabled
         )
+        if get_current_vllm_config().model_config.max_model_len > MAX_TOKENS:
+            self._reads_all_plainly = False
         num_processors = torch.cuda.get_device_properties().multi_processor_count
         self._min_sequences = MIN_HEADS_PER_PROCESSOR * num_processors / self.num_heads
 
@@ -71,8 +73,13 @@ class DecodeImpl(FlashAttentionImpl):
 
 
 class DecodeBuilder(FlashAttentionMetadataBuilder):
-    # A graph that was captured with one token a sequence has our kernel in it, which takes no more.
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """A graph that was captured with one token a sequence has our kernel in it, which takes no more."""
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        if model.get_num_attention_heads(parallel) == model.get_num_kv_heads(parallel):
+            return AttentionCGSupport.UNIFORM_BATCH
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
 
 class DecodeBackend(FlashAttentionBackend):

@@ -194,6 +194,8 @@ def _bury_sleeping_memory() -> None:
     pools themselves, now addresses alone, stay for as long as the process."""
     torch.cuda.synchronize()  # its last forward may be under way
     allocator = CuMemAllocator.get_instance()
+    for address in [address for address, data in allocator.pointer_to_data.items() if data.is_asleep]:
+        del allocator.pointer_to_data[address]
     allocator.sleep(offload_tags=())
     allocator.pointer_to_data.clear()  # the next engine's sleep is not theirs
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(allocator.allocator_and_pools.values())))
@@ -372,13 +374,13 @@ class VllmEngine:
     def _lay_weights_down(self) -> None:
         """vLLM 0.26 puts both to sleep or none, and would free the cache once more."""
         pointers = CuMemAllocator.get_instance().pointer_to_data
-        cache = {address: data for address, data in pointers.items() if data.tag == "kv_cache"}
-        for address in cache:
+        asleep = {address: data for address, data in pointers.items() if data.is_asleep}
+        for address in asleep:
             del pointers[address]
         try:
             self._llm.collective_rpc("sleep", kwargs={"level": 2})
         finally:
-            pointers.update(cache)
+            pointers.update(asleep)
         self._engine.engine_core.engine_core.model_executor.sleeping_tags.add("weights")
 
     def abandon(self) -> PrivateDefaultGroup:

@@ -55,11 +55,24 @@ def forward(impl: Any, metadata: Any, queries: Tensor, cache: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("num_sequences", "num_kv_heads", "window", "is_ours"),
-    [(200, 16, None, True), (8, 16, None, False), (200, 8, None, False), (200, 16, 32, False)],
+    ("num_sequences", "num_queries", "num_kv_heads", "window", "max_model_len", "is_ours"),
+    [
+        (200, 1, 16, None, 640, True),
+        (8, 1, 16, None, 640, False),
+        (200, 2, 16, None, 640, False),
+        (200, 1, 8, None, 640, False),
+        (200, 1, 16, 32, 640, False),
+        (200, 1, 16, None, 32768, False),
+    ],
 )
 def test_vllm_decodes_with_it_where_it_may(
-    num_sequences: int, num_kv_heads: int, window: int | None, is_ours: bool, monkeypatch: pytest.MonkeyPatch
+    num_sequences: int,
+    num_queries: int,
+    num_kv_heads: int,
+    window: int | None,
+    max_model_len: int,
+    is_ours: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends import flash_attn
@@ -68,18 +81,19 @@ def test_vllm_decodes_with_it_where_it_may(
 
     torch.manual_seed(0)
     num_heads, head_size = 16, 64
-    lengths = [int(length) for length in torch.randint(1, 200, (num_sequences,))]
+    lengths = [int(length) for length in torch.randint(num_queries, 200, (num_sequences,))]
     cache, table = make_cache(lengths, num_kv_heads, head_size)
-    queries = torch.randn(num_sequences, num_heads, head_size, dtype=torch.bfloat16, device="cuda")
+    num_tokens = num_sequences * num_queries
+    queries = torch.randn(num_tokens, num_heads, head_size, dtype=torch.bfloat16, device="cuda")
     fields = {field.name for field in dataclasses.fields(flash_attn.FlashAttentionMetadata)}
     given = {
-        "num_actual_tokens": num_sequences,
-        "max_query_len": 1,
-        "query_start_loc": torch.arange(num_sequences + 1, device="cuda").int(),
+        "num_actual_tokens": num_tokens,
+        "max_query_len": num_queries,
+        "query_start_loc": num_queries * torch.arange(num_sequences + 1, device="cuda").int(),
         "max_seq_len": max(lengths),
         "seq_lens": torch.tensor(lengths, device="cuda").int(),
         "block_table": table,
-        "slot_mapping": torch.zeros(num_sequences, dtype=torch.int64, device="cuda"),
+        "slot_mapping": torch.zeros(num_tokens, dtype=torch.int64, device="cuda"),
         "sliding_window": (-1, -1) if window is None else (window - 1, 0),
         **dict.fromkeys(("use_cascade", "common_prefix_len"), 0),
         **dict.fromkeys(("cu_prefix_query_lens", "prefix_kv_lens", "suffix_kv_lens")),
@@ -87,11 +101,13 @@ def test_vllm_decodes_with_it_where_it_may(
     metadata = flash_attn.FlashAttentionMetadata(**{name: value for name, value in given.items() if name in fields})
     attend = Mock(wraps=vllm_attention.attend)
     monkeypatch.setattr(vllm_attention, "attend", attend)
+    sized = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len))
+    monkeypatch.setattr(vllm_attention, "get_current_vllm_config", lambda: sized)
     with set_current_vllm_config(VllmConfig()):
         arguments = (num_heads, head_size, head_size**-0.5, num_kv_heads, None, window, "auto")
         ours, theirs = vllm_attention.DecodeImpl(*arguments), flash_attn.FlashAttentionImpl(*arguments)
         output, expected = forward(ours, metadata, queries, cache), forward(theirs, metadata, queries, cache)
     assert attend.call_count == is_ours
     torch.testing.assert_close(output, expected, atol=1e-2, rtol=1e-2)
-    if window is None:
+    if num_queries == 1 and window is None:
         torch.testing.assert_close(output.float(), written_out(queries, cache, table, lengths), atol=1e-2, rtol=1e-2)

@@ -85,16 +85,27 @@ def test_a_checkpoint_holds_the_policy_and_another_placement_goes_on_from_it(
     assert mismatch < MAX_MISMATCH_KL
 
 
-def test_tensor_parallel_on_one_card(tmp_path: Path) -> None:
-    """SmolLM2 has 9 heads, which 2 ranks cannot share, so a random model of a shape that they can."""
+def random_model(folder: Path, num_kv_heads: int) -> list[str]:
+    """SmolLM2 has 9 heads, which 2 ranks cannot share, and 3 for keys; this has 16. Returns the settings for it."""
     config = AutoConfig.from_pretrained(os.environ["ONEWORLD_MODEL"])
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 1024, 2816, 8
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 16, 8, 64
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 16, num_kv_heads, 64
     torch.manual_seed(0)
-    model = tmp_path / "model"
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(model)
-    AutoTokenizer.from_pretrained(os.environ["ONEWORLD_MODEL"]).save_pretrained(model)
-    options = [f"model.path={model}", "rollout.tensor_parallel_size=2", "rollout.gpu_memory_fraction=0.25"]
-    options += ["placement.num_gpus_per_node=2"]
-    result = train(tmp_path / "run", 2, *settings(), *options, "debug.share_gpu=true", timeout_s=500)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(os.environ["ONEWORLD_MODEL"]).save_pretrained(folder)
+    return [*settings(), f"model.path={folder}"]
+
+
+def test_tensor_parallel_on_one_card(tmp_path: Path) -> None:
+    options = [*random_model(tmp_path / "model", 8), "rollout.tensor_parallel_size=2", "placement.num_gpus_per_node=2"]
+    options += ["rollout.gpu_memory_fraction=0.25", "debug.share_gpu=true"]
+    result = train(tmp_path / "run", 2, *options, timeout_s=500)
     check("tensor parallel 2, collocated, both ranks on one card", result)
+
+
+def test_heads_with_keys_of_their_own_are_decoded_by_our_kernel(tmp_path: Path) -> None:
+    options = [*random_model(tmp_path / "model", 16), "rollout.gpu_memory_fraction=0.4", "debug.profile_step=2"]
+    result = train(tmp_path / "run", 1, *options, timeout_s=500)
+    check("collocated, 1 rank, 16 heads of 16", result)
+    [profile] = (tmp_path / "run").rglob("step_2.rank_0.txt")
+    assert " _attend\n" in profile.read_text().partition("rollout:")[2].partition("update:")[0]

@@ -28,16 +28,16 @@ class Machine:
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
-        self.pointer_to_data = {tag: SimpleNamespace(tag=tag, is_mapped=True) for tag in ("weights", "kv_cache")}
+        self.pointer_to_data = {tag: SimpleNamespace(tag=tag, is_asleep=False) for tag in ("weights", "kv_cache")}
         executor = SimpleNamespace(sleeping_tags=set())
         core = SimpleNamespace(batch_queue=[], model_executor=executor)
         self.sleeping_tags = executor.sleeping_tags
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core, get_output=lambda: self))
-        self.most_mapped = 2  # at a time
+        self.most_awake = 2  # at a time
 
     @property
     def awake(self) -> set[str]:
-        return {tag for tag, data in self.pointer_to_data.items() if data.is_mapped}
+        return {tag for tag, data in self.pointer_to_data.items() if not data.is_asleep}
 
     def sleep(self, level: int) -> None:
         if not self.sleeping_tags:  # else vLLM takes it for asleep
@@ -47,15 +47,15 @@ class Machine:
     def collective_rpc(self, method: str, kwargs: dict[str, int]) -> None:
         assert method == "sleep" and kwargs == {"level": 2}
         for data in self.pointer_to_data.values():
-            assert data.is_mapped, "vLLM frees what is asleep once more"
-            data.is_mapped = False
+            assert not data.is_asleep, "vLLM frees what is asleep once more"
+            data.is_asleep = True
 
     def wake_up(self, tags: list[str]) -> None:
         assert self.sleeping_tags.issuperset(tags), "vLLM does nothing then"
         self.sleeping_tags.difference_update(tags)
         for tag in tags:
-            self.pointer_to_data[tag].is_mapped = True
-        self.most_mapped = max(self.most_mapped, len(self.awake))
+            self.pointer_to_data[tag].is_asleep = False
+        self.most_awake = max(self.most_awake, len(self.awake))
 
 
 @pytest.fixture
@@ -72,13 +72,13 @@ def test_an_engine_that_got_weights_and_no_request_sleeps_all_the_same(engine: A
     engine.sleep()
     engine.sleep()
     assert machine.awake == set()
-    machine.most_mapped = 0
+    machine.most_awake = 0
     for _ in range(2):
         engine.begin_version()
         assert machine.awake == {"weights"}
         engine.sleep()
         assert machine.awake == set()
-    assert machine.most_mapped == 1
+    assert machine.most_awake == 1
     engine.begin_version()
     engine._wake("kv_cache")
     assert machine.awake == {"weights", "kv_cache"}
@@ -120,36 +120,54 @@ def make_request(name: str, tokens: list[int]) -> Any:
     return Request(name, tokens, SamplingParams(max_tokens=50), None, block_hasher=hasher)
 
 
-def decode(manager: Any, num_tokens: int) -> list[tuple[str, Any]]:
-    """Two sequences, token by token; returns their blocks after each, and how much others could share."""
+def decode(manager: Any, num_tokens: int, is_async: bool) -> list[Any]:
+    """Two sequences, the first in by chunks, then token by token; returns their blocks after each, and how much others
+    could share. Asynchronous scheduling allocates before it knows the token."""
     from vllm.v1.request import RequestStatus
 
-    seen = []
-    requests = [make_request("a", [1, 2, 3, 4, 5, 6]), make_request("b", [7])]
-    for request in requests:
-        manager.allocate_slots(request, request.num_tokens)
-        request.num_computed_tokens, request.status = request.num_tokens, RequestStatus.RUNNING
+    seen: list[Any] = []
+
+    def allocate(request: Any, count: int) -> None:
+        blocks = manager.allocate_slots(request, count, num_lookahead_tokens=0)
+        seen.append((request.request_id, blocks and blocks.get_block_ids(allow_none=True)))
+        seen.append(manager.get_block_ids(request.request_id))
+        request.num_computed_tokens += count if blocks is not None else 0
+
+    requests = [make_request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9]), make_request("b", [7])]
+    for request, chunks in zip(requests, ((2, 3, 4), (1,)), strict=True):
+        for count in chunks:
+            allocate(request, count)
+            request.status = RequestStatus.RUNNING
     for number in range(num_tokens):
         for request in requests:
-            request.append_output_token_ids(number)
-            blocks = manager.allocate_slots(request, 1, num_lookahead_tokens=0)
-            seen.append((request.request_id, blocks and blocks.get_block_ids(allow_none=True)))
-            seen.append((request.request_id, manager.get_block_ids(request.request_id)))
-            request.num_computed_tokens += blocks is not None
-            manager.cache_blocks(request, request.num_computed_tokens)
-            twin = make_request("twin", request.all_token_ids[:])
-            seen.append(("shared", manager.get_computed_blocks(twin)[1]))
+            if is_async:
+                allocate(request, 1)
+                request.append_output_token_ids(number)
+                manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+            else:
+                request.append_output_token_ids(number)
+                allocate(request, 1)
+            seen.append(manager.get_computed_blocks(make_request("twin", [*request.all_token_ids, 0]))[1])
     return seen
 
 
-def test_the_cache_has_the_same_blocks_when_it_is_asked_at_their_ends(engines: Any) -> None:
-    """To its end: 11 blocks hold 44 tokens, the two have 6 + 1 and get 20 each."""
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_cache_has_the_same_blocks_when_it_is_asked_at_their_ends(is_async: bool, engines: Any) -> None:
+    """To its end: 11 blocks hold 44 tokens, the two have 9 + 1 and get 20 each."""
     plain, spared = make_manager(), make_manager()
     calls: list[int] = []
     allocate = spared.allocate_slots
     spared.allocate_slots = lambda *args, **options: (calls.append(1), allocate(*args, **options))[1]
     engines._look_for_blocks_at_their_ends(spared)
-    expected = decode(plain, 20)
-    assert decode(spared, 20) == expected
+    expected = decode(plain, 20, is_async)
+    assert decode(spared, 20, is_async) == expected
     assert ("a", None) in expected or ("b", None) in expected
-    assert 2 + 20 <= len(calls) < 2 + 30  # the two prompts, and half of the tokens: blocks are short here
+    assert 4 + 20 <= len(calls) < 4 + 30  # the chunks, and half of the tokens: blocks are short here
+
+
+def test_a_cache_with_windows_is_asked_for_every_token(engines: Any) -> None:
+    manager = make_manager()
+    manager.coordinator.single_type_managers = (SimpleNamespace(block_size=BLOCK_SIZE),)
+    allocate = manager.allocate_slots
+    engines._look_for_blocks_at_their_ends(manager)
+    assert manager.allocate_slots == allocate
