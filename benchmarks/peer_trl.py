@@ -1,7 +1,7 @@
 """The work of benchmarks/step.py in TRL's GRPO trainer with a collocated vLLM. Prints one JSON line.
 
     python benchmarks/peer_trl.py [--model 1.7b] [--prompts 64] [--samples 8] [--new-tokens 512] [--batch 32]
-                                  [--gpu-memory 0.4] [--dtype bfloat16] [--recompute] [--no-liger] [--compile]
+                                  [--gpu-memory 0.45] [--dtype bfloat16] [--recompute] [--no-liger] [--compile]
                                   [--no-correction]
 
 The same random model, prompts and lengths: responses go on to their last token, one optimizer step a batch, no KL,
@@ -10,7 +10,7 @@ arithmetic; --dtype bfloat16 keeps them in that, and `weights_moved` says what s
 changes at all. --batch is the micro-batch in sequences, --gpu-memory the engine's share: the best that fit are to be
 given. --liger takes Liger's kernels for layers, --compile torch.compile, as TRL's settings of these names do.
 Figures are taken as benchmarks/step.py takes them; `update` is all that is neither generation, sync nor a pass for
-logprobs. Needs trl and liger-kernel, which are no requirements of the project.
+logprobs, so also rewards and padding. Needs trl and liger-kernel, which are no requirements of the project.
 """
 
 import argparse
@@ -87,7 +87,8 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         vllm_enable_sleep_mode=True,
         vllm_gpu_memory_utilization=args.gpu_memory,
         vllm_importance_sampling_correction=args.correction,
-        generation_kwargs={"ignore_eos": True},
+        vllm_max_model_length=128 + args.new_tokens,
+        generation_kwargs={"ignore_eos": True, "detokenize": False},  # TRL makes its own text of the tokens
         beta=0.0,
         bf16=True,
         gradient_checkpointing=args.recompute,
@@ -127,7 +128,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--gpu-memory", type=float, default=0.4)
+    parser.add_argument("--gpu-memory", type=float, default=0.45)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     for name, default in SWITCHES.items():
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=default)
