@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,18 @@ def measure(settings: list[str], rounds: int, file: Path) -> None:
         end_run(run)
 
 
+@contextmanager
+def vllms_own(scheduler: Any) -> Iterator[None]:
+    """Its methods, in the place of those that ours put over them (rl/rollout/vllm_scheduling.py)."""
+    owners, names = (scheduler, scheduler.kv_cache_manager), ("update_from_output", "allocate_slots", "cache_blocks")
+    ours = [(owner, name, vars(owner).pop(name)) for owner in owners for name in names if name in vars(owner)]
+    try:
+        yield
+    finally:
+        for owner, name, method in ours:
+            setattr(owner, name, method)
+
+
 def generate(engine: Any, prompts: list[list[int]], rollout: RolloutConfig) -> int:
     """vLLM's own loop; returns the number of tokens."""
     from vllm import SamplingParams
@@ -67,7 +81,7 @@ def generate(engine: Any, prompts: list[list[int]], rollout: RolloutConfig) -> i
         detokenize=False,
     )
     samples = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(rollout.num_samples_per_prompt)]
-    with engine._group.entered():
+    with vllms_own(engine._engine.engine_core.engine_core.scheduler), engine._group.entered():
         outputs = engine._llm.generate(samples, params, use_tqdm=False)
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 

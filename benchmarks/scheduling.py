@@ -58,8 +58,8 @@ class InstantExecutor:
         return future
 
 
-def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any]:
-    """An engine with vLLM's own cache manager, and that manager."""
+def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any, dict[str, list[Any]]]:
+    """An engine, what has the methods that we replace, and these methods: vLLM's and ours."""
     llm = vllm_engine.vllm.LLM(
         model=str(ROOT / "configs" / "tiny"),
         skip_tokenizer_init=True,
@@ -74,9 +74,14 @@ def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any]:
     core = llm.llm_engine.engine_core.engine_core
     core.model_executor = InstantExecutor(core.model_executor, core.scheduler)
     seat = SimpleNamespace(stop_token_ids=[], shares_device=False, device=torch.device("cpu"))
-    engine = vllm_engine.VllmEngine(llm, SimpleNamespace(entered=nullcontext), seat)  # type: ignore[arg-type]
+    places = [(core.scheduler, "update_from_output")]
+    places += [(core.scheduler.kv_cache_manager, name) for name in ("allocate_slots", "cache_blocks")]
+    methods = {"vllm": [getattr(owner, name) for owner, name in places]}
+    tokens = vllm_engine._spare_scheduling(core.scheduler)
+    methods["ours"] = [getattr(owner, name) for owner, name in places]
+    engine = vllm_engine.VllmEngine(llm, SimpleNamespace(entered=nullcontext), seat, tokens)  # type: ignore[arg-type]
     engine.version = 1
-    return engine, core.scheduler.kv_cache_manager
+    return engine, places, methods
 
 
 def milliseconds_per_step(engine: Any, num_sequences: int, new_tokens: int) -> float:
@@ -96,14 +101,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # nothing is computed
-    engine, manager = build_engine(args.sequences, PROMPT_TOKENS + args.new_tokens)
-    methods = {"vllm": (manager.allocate_slots, manager.cache_blocks)}
-    vllm_engine._look_for_blocks_at_their_ends(manager)
-    methods["ours"] = (manager.allocate_slots, manager.cache_blocks)
+    engine, places, methods = build_engine(args.sequences, PROMPT_TOKENS + args.new_tokens)
     taken: dict[str, list[float]] = {name: [] for name in methods}
     for number in range(1 + args.rounds):
-        for name, (allocate_slots, cache_blocks) in methods.items():
-            manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
+        for name, functions in methods.items():
+            for (owner, method), function in zip(places, functions, strict=True):
+                setattr(owner, method, function)
             value = milliseconds_per_step(engine, args.sequences, args.new_tokens)
             if number:
                 taken[name].append(value)

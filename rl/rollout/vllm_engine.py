@@ -1,4 +1,4 @@
-"""vLLM in the rank's own process, stepped by us. With vllm_attention.py the only importer of vllm; serves 0.26 to 0.32.
+"""vLLM in the rank's own process, stepped by us. With vllm_*.py the only importer of vllm; serves 0.26 to 0.32.
 
 vLLM builds its groups over the whole default group of torch.distributed, which hangs when only some ranks host
 engines. So each engine gets a private default group, of its tensor-parallel ranks alone, that is in place during
@@ -58,12 +58,12 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager  # noqa: E402
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # noqa: E402
 from vllm.v1.request import Request as VllmRequest  # noqa: E402
-from vllm.v1.request import RequestStatus  # noqa: E402
+
+from rl.rollout.vllm_scheduling import Token, can_spare, look_for_blocks_at_their_ends, take_tokens_aside  # noqa: E402
 
 FIRST_PRIVATE_GROUP_NUMBER = 1_000_000  # far from the names of the trainer's groups
 CPU_KV_CACHE_MB = 256
@@ -172,10 +172,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: "VllmEng
             raise ConfigError(f"vLLM refuses these settings: {error}") from error
         c10d.barrier()  # of the engine's ranks: this default group is the private one
     _forget_names_of_shared_memory(seat)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    if scheduler.connector is None and scheduler.num_spec_tokens == 0:  # sequences grow by single tokens
-        _look_for_blocks_at_their_ends(scheduler.kv_cache_manager)
-    return VllmEngine(llm, group, seat)
+    return VllmEngine(llm, group, seat, _spare_scheduling(llm.llm_engine.engine_core.engine_core.scheduler))
 
 
 def _forget_names_of_shared_memory(seat: EngineSeat) -> None:
@@ -210,25 +207,11 @@ def _turn_off_packing() -> None:
     custom_ops._supports_onednn = False
 
 
-def _look_for_blocks_at_their_ends(manager: KVCacheManager) -> None:
-    """For every token vLLM looks for a place in the cache, and for a full block that others may share: a third of what
-    it does in a step. But only a block's first token takes a new one, and only its last makes it full."""
-    groups, allocate, cache = manager.coordinator.single_type_managers, manager.allocate_slots, manager.cache_blocks
-    if len(groups) != 1 or type(groups[0]) is not FullAttentionManager:
-        return  # windows move, states are not blocks
-    block_size = groups[0].block_size
-
-    def allocate_slots(request: VllmRequest, num_new_tokens: int, **options: Any) -> KVCacheBlocks | None:
-        is_next_token = num_new_tokens == 1 and request.status == RequestStatus.RUNNING and not any(options.values())
-        if is_next_token and 0 < request.num_computed_tokens % block_size < block_size - 1:
-            return manager.empty_kv_cache_blocks
-        return allocate(request, num_new_tokens, **options)
-
-    def cache_blocks(request: VllmRequest, num_computed_tokens: int) -> None:
-        if num_computed_tokens % block_size == 0:
-            cache(request, num_computed_tokens)
-
-    manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
+def _spare_scheduling(scheduler: Scheduler) -> list[Token]:
+    if not can_spare(scheduler):
+        return []
+    look_for_blocks_at_their_ends(scheduler)
+    return take_tokens_aside(scheduler)
 
 
 def _keeps_other_copies(model: nn.Module) -> str:
@@ -253,7 +236,8 @@ class _Response:
 
 
 class VllmEngine:
-    def __init__(self, llm: vllm.LLM, group: PrivateDefaultGroup, seat: EngineSeat):
+    def __init__(self, llm: vllm.LLM, group: PrivateDefaultGroup, seat: EngineSeat, tokens: list[Token]):
+        """`tokens` are those that vLLM's scheduler puts aside in a step."""
         self.name = f"vllm {vllm.__version__}"
         self.version = 0
         self._engine = llm.llm_engine
@@ -261,6 +245,7 @@ class VllmEngine:
         self._can_sleep = seat.shares_device and seat.device.type == "cuda"
         self._asleep: set[str] = set()
         self._unfinished: dict[str, _Response] = {}  # by vLLM's own id
+        self._tokens = tokens
         self._device = seat.device
         self._num_probes = 0
 
@@ -298,6 +283,11 @@ class VllmEngine:
     def step(self) -> list[Completion]:
         with self._group.entered():
             outputs = self._engine.engine_core.get_output().outputs
+        for name, token, logprob in self._tokens:
+            response = self._unfinished[name]
+            response.tokens.append(token)
+            response.logprobs.append(logprob)
+        self._tokens.clear()
         ended = []
         for output in outputs:
             response, reason = self._unfinished[output.request_id], output.finish_reason

@@ -39,6 +39,8 @@ FILES = [ROOT / "train.py", *sorted((ROOT / "rl").rglob("*.py"))]
 SOURCES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 VLLM_ENGINE = "rl/rollout/vllm_engine.py"
 VLLM_ATTENTION = "rl/rollout/vllm_attention.py"  # vLLM imports it, by its name
+VLLM_SCHEDULING = "rl/rollout/vllm_scheduling.py"
+VLLM_FILES = (VLLM_ENGINE, VLLM_ATTENTION, VLLM_SCHEDULING)
 DECODE_ATTENTION = "rl/rollout/decode_attention.py"
 DIGEST_GPU = "rl/sync/digest_gpu.py"
 
@@ -131,7 +133,14 @@ def test_no_module_waits_for_itself() -> None:
 @pytest.mark.parametrize(
     ("package", "seams"),
     [
-        ("vllm", {VLLM_ENGINE: {("rl/rollout/build.py", True)}, VLLM_ATTENTION: set()}),
+        (
+            "vllm",
+            {
+                VLLM_ENGINE: {("rl/rollout/build.py", True)},
+                VLLM_SCHEDULING: {(VLLM_ENGINE, False)},
+                VLLM_ATTENTION: set(),
+            },
+        ),
         ("triton", {DIGEST_GPU: {("rl/sync/digest.py", True)}, DECODE_ATTENTION: {(VLLM_ATTENTION, False)}}),
     ],
 )
@@ -310,7 +319,7 @@ print(len(names), "vllm" in sys.modules, torch.cuda.is_initialized(), torch.dist
 
 
 def test_importing_everything_else_imports_no_vllm_and_starts_nothing() -> None:
-    left_out = [module_name(file) for file in (VLLM_ENGINE, VLLM_ATTENTION, DECODE_ATTENTION, DIGEST_GPU)]
+    left_out = [module_name(file) for file in (*VLLM_FILES, DECODE_ATTENTION, DIGEST_GPU)]
     command = [sys.executable, "-c", IMPORT_ALL, *left_out]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=90).stdout
     assert output.split() == [str(len(MODULES - {"rl", "train", *left_out})), "False", "False", "False"]

@@ -1,0 +1,224 @@
+"""vLLM's schedulers with our methods in place of theirs do the same, on any mix of requests."""
+
+import importlib
+import os
+import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl.config import ROOT
+
+pytestmark = pytest.mark.timeout(120)  # the import of vLLM
+BLOCK_SIZE, STOP_TOKEN, MAX_STEPS = 4, 2, 1500
+
+
+@pytest.fixture(scope="module")
+def scheduling() -> Any:
+    """The module; what comes with it into the environment is not for what other tests start."""
+    before = dict(os.environ)
+    importlib.import_module("rl.rollout.vllm_engine")
+    os.environ.clear()
+    os.environ.update(before)
+    return importlib.import_module("rl.rollout.vllm_scheduling")
+
+
+def make_cache_config(num_blocks: int) -> Any:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    return KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+    )
+
+
+def make_scheduler(is_async: bool, num_blocks: int, max_tokens: int, shares_prefixes: bool, policy: str) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config = EngineArgs(
+        model=str(ROOT / "configs" / "tiny"),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="float32",
+        max_model_len=96,
+        max_num_seqs=8,
+        max_num_batched_tokens=max_tokens,
+        enable_prefix_caching=shares_prefixes,
+        enable_chunked_prefill=True,
+        scheduling_policy=policy,
+        async_scheduling=False,
+        enforce_eager=True,
+    ).create_engine_config()
+    config.cache_config.block_size, config.cache_config.num_gpu_blocks = BLOCK_SIZE, num_blocks
+    return (AsyncScheduler if is_async else Scheduler)(
+        vllm_config=config,
+        kv_cache_config=make_cache_config(num_blocks),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_SIZE,
+        log_stats=False,
+    )
+
+
+def make_request(name: str, tokens: list[int], max_tokens: int, priority: int) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP_TOKEN], logprobs=0)
+    options = {"block_hasher": get_request_block_hasher(BLOCK_SIZE, sha256), "priority": priority}
+    return Request(name, tokens, params, None, arrival_time=float(name), **options)
+
+
+class Run:
+    """Requests that come, share prefixes, stop, are preempted for want of blocks, are aborted; and all that is seen of
+    them. Asynchronous scheduling has one step under way when the next is scheduled."""
+
+    def __init__(self, seed: int, scheduling: Any):
+        self.counts: Counter[str] = Counter()
+        self.seen: list[Any] = []
+        self._generator = generator = random.Random(seed)
+        self._is_async = generator.random() < 0.6
+        sizes = {"num_blocks": generator.randint(14, 40), "max_tokens": generator.choice([8, 9, 13, 33])}
+        kinds = {"shares_prefixes": generator.random() < 0.8, "policy": generator.choice(["fcfs", "fcfs", "priority"])}
+        self._scheduler = make_scheduler(self._is_async, **sizes, **kinds)
+        self._aside: list[Any] = []
+        if scheduling is not None:
+            assert scheduling.can_spare(self._scheduler)
+            scheduling.look_for_blocks_at_their_ends(self._scheduler)
+            self._aside = scheduling.take_tokens_aside(self._scheduler)
+        self._num_left = generator.randint(6, 16)
+        self._prefix = [generator.randint(3, 9) for _ in range(40)]
+        self._under_way: list[tuple[Any, dict[str, bool]]] = []
+
+    def go(self) -> "Run":
+        for _ in range(MAX_STEPS):
+            self._disturb()
+            self._schedule()
+            if len(self._under_way) > self._is_async or not self._under_way[-1][0].num_scheduled_tokens:
+                self._update(*self._under_way.pop(0))
+            is_empty = not any(scheduled.num_scheduled_tokens for scheduled, _ in self._under_way)
+            if is_empty and not self._num_left and not self._scheduler.requests:
+                return self
+        raise AssertionError("it does not end")
+
+    def _disturb(self) -> None:
+        from vllm.v1.request import RequestStatus
+
+        generator, scheduler = self._generator, self._scheduler
+        for _ in range(generator.randint(1, 4) if self._num_left and generator.random() < 0.5 else 0):
+            if self._num_left:
+                length = generator.randint(1, 30)
+                prefix = self._prefix[: generator.randint(0, length)]
+                tokens = prefix + [generator.randint(3, 9) for _ in range(length - len(prefix))]
+                limits = (generator.randint(1, 40), generator.randint(0, 3))
+                scheduler.add_request(make_request(str(self._num_left), tokens, *limits))
+                self._num_left -= 1
+        if generator.random() < 0.02 and scheduler.requests:
+            name = generator.choice(sorted(scheduler.requests))
+            scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def _schedule(self) -> None:
+        scheduler = self._scheduler
+        known = {name: request.num_tokens for name, request in scheduler.requests.items()}
+        scheduled = scheduler.schedule()
+        cached, counts = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
+        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        samples = {name: starts[name] + count >= known[name] for name, count in counts.items()}  # or has more prompt
+        new = [(new.req_id, new.block_ids, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        self.seen.append((dict(counts), new, cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, free))
+        self.counts["preempted"] += len(scheduled.preempted_req_ids or ())
+        self._under_way.append((scheduled, samples))
+
+    def _update(self, scheduled: Any, samples: dict[str, bool]) -> None:
+        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+        generator, scheduler, names = self._generator, self._scheduler, list(scheduled.num_scheduled_tokens)
+        sampled: list[list[int]] = [
+            [STOP_TOKEN if generator.random() < 0.03 else generator.randint(3, 9)]
+            if samples[name] and name in scheduler.requests
+            else []
+            for name in names
+        ]
+        logprobs = np.array([[generator.random()] for _ in names], dtype=np.float32).reshape(-1, 1)
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: number for number, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            logprobs=LogprobsLists(np.zeros_like(logprobs, np.int32), logprobs, np.zeros(len(names), np.int32)),
+        )
+        results = scheduler.update_from_output(scheduled, output)
+        tokens = [
+            (one.request_id, one.new_token_ids, one.finish_reason, one.new_logprobs.logprobs[:, 0].tolist())
+            for result in results.values()
+            for one in result.outputs
+        ]
+        self.counts["aside"] += len(self._aside)
+        tokens += [(token.request_id, [token.id], None, [token.logprob]) for token in self._aside]
+        self._aside.clear()
+        self.seen.append(sorted(tokens))
+        self.seen.append([state_of(request) for _, request in sorted(scheduler.requests.items())])
+
+
+def state_of(request: Any) -> tuple[Any, ...]:
+    counts = (request.num_computed_tokens, request.num_output_placeholders, request.num_in_flight_tokens)
+    return (request.request_id, request.status, counts, list(request.all_token_ids), list(request.block_hashes))
+
+
+def test_every_step_is_as_vllm_has_it(scheduling: Any) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(40):
+        theirs, ours = Run(seed, None).go(), Run(seed, scheduling).go()
+        assert ours.seen == theirs.seen, f"seed {seed}"
+        counts += ours.counts
+    assert counts["preempted"] > 50 and counts["aside"] > 2000, counts
+
+
+class Manager:
+    """Asked for every token, unless ours is in the way."""
+
+    empty_kv_cache_blocks = "none"
+
+    def __init__(self, group: Any):
+        self.coordinator = SimpleNamespace(single_type_managers=(group,))
+        self.num_calls = 0
+
+    def allocate_slots(self, request: Any, num_new_tokens: int, **options: Any) -> str:
+        self.num_calls += 1
+        return "some"
+
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        self.num_calls += 1
+
+
+def test_a_cache_is_asked_at_the_ends_of_blocks(scheduling: Any) -> None:
+    manager = Manager(SimpleNamespace(block_size=BLOCK_SIZE))
+    scheduling.look_for_blocks_at_their_ends(SimpleNamespace(kv_cache_manager=manager))
+    answers = []
+    for number in range(2 * BLOCK_SIZE):
+        request = SimpleNamespace(status=scheduling.RequestStatus.RUNNING, num_computed_tokens=number)
+        answers.append(manager.allocate_slots(request, 1, num_lookahead_tokens=0))
+        manager.cache_blocks(request, number)
+    assert answers == 2 * ["some", "none", "none", "some"]
+    assert manager.num_calls == 4 + 2
+
+
+@pytest.mark.parametrize("change", [{"connector": "a connector"}, {"num_spec_tokens": 2}, {"group": "a window"}])
+def test_other_caches_and_sequences_are_left_to_vllm(change: dict[str, Any], scheduling: Any) -> None:
+    group = scheduling.FullAttentionManager.__new__(scheduling.FullAttentionManager)
+
+    def make(group: Any, **options: Any) -> Any:
+        return SimpleNamespace(**({"connector": None, "num_spec_tokens": 0} | options), kv_cache_manager=Manager(group))
+
+    assert scheduling.can_spare(make(group))
+    assert not scheduling.can_spare(make(**({"group": group} | change)))
