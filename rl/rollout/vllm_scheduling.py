@@ -54,8 +54,8 @@ def take_tokens_aside(scheduler: Scheduler) -> list[Token]:
     all others alone: of a response's first and last, and of those of sequences that were preempted."""
     taken: list[Token] = []
     update = scheduler.update_from_output
-    requests, manager, max_model_len = scheduler.requests, scheduler.kv_cache_manager, scheduler.max_model_len
-    block_size = manager.coordinator.single_type_managers[0].block_size
+    requests, max_model_len = scheduler.requests, scheduler.max_model_len
+    block_size = scheduler.kv_cache_manager.coordinator.single_type_managers[0].block_size
     is_async = isinstance(scheduler, AsyncScheduler)
 
     def goes_on(request: Request, tokens: list[int], count: int) -> bool:
@@ -68,7 +68,6 @@ def take_tokens_aside(scheduler: Scheduler) -> list[Token]:
             and tokens[0] != params.eos_token_id
             and tokens[0] not in (params.stop_token_ids or ())
             and params.num_logprobs is not None
-            and (not is_async or request.num_output_placeholders > 0)
             and not getattr(request, "num_stale_output_tokens", 0)  # of vLLM 0.32
             and not getattr(request, "async_tokens_to_discard", 0)  # of vLLM 0.26
         )
@@ -76,26 +75,21 @@ def take_tokens_aside(scheduler: Scheduler) -> list[Token]:
     def update_from_output(scheduled: SchedulerOutput, output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         if output.logprobs is None or output.logprobs.cu_num_generated_tokens is not None:
             return update(scheduled, output)
-        logprobs, sampled, places = (
-            output.logprobs.logprobs[:, 0].tolist(),
-            output.sampled_token_ids,
-            output.req_id_to_index,
-        )
-        others = {}
+        logprobs, others = output.logprobs.logprobs[:, 0].tolist(), {}
         for name, count in scheduled.num_scheduled_tokens.items():
-            request, place = requests.get(name), places[name]
-            if request is None or not goes_on(request, sampled[place], count):
+            request, place = requests.get(name), output.req_id_to_index[name]
+            tokens = output.sampled_token_ids[place]
+            if request is None or not goes_on(request, tokens, count):
                 others[name] = count
                 continue
-            [token] = sampled[place]
+            [token] = tokens
             request.num_in_flight_tokens -= 1
             request._output_token_ids.append(token)
             request._all_token_ids.append(token)
             if len(request._all_token_ids) % block_size == 0:
                 request.update_block_hashes()
             if is_async:
-                request.num_output_placeholders -= 1
-                manager.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
+                request.num_output_placeholders -= 1  # full blocks are shared when the next token takes a new one
             taken.append(Token(name, token, logprobs[place]))
         return update(replace(scheduled, num_scheduled_tokens=others), output)
 

@@ -47,7 +47,7 @@ def make_scheduler(is_async: bool, num_blocks: int, max_tokens: int, shares_pref
         skip_tokenizer_init=True,
         load_format="dummy",
         dtype="float32",
-        max_model_len=96,
+        max_model_len=48,
         max_num_seqs=8,
         max_num_batched_tokens=max_tokens,
         enable_prefix_caching=shares_prefixes,
@@ -168,6 +168,7 @@ class Run:
         self._aside.clear()
         self.seen.append(sorted(tokens))
         self.seen.append([state_of(request) for _, request in sorted(scheduler.requests.items())])
+        self.seen.append(len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block))  # that others may share
 
 
 def state_of(request: Any) -> tuple[Any, ...]:
