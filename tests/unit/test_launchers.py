@@ -218,7 +218,7 @@ def test_a_signal_ends_the_back_off(machine: Machine) -> None:
 
 def test_usr1_is_for_ranks_that_are_ready_for_it(machine: Machine) -> None:
     """torchrun itself and a rank that is still importing would die of it; Slurm sends it to all of them."""
-    ready = "import signal, time; signal.signal(signal.SIGUSR1, lambda *a: print('saved', flush=True)); "
+    ready = "import os, signal, time; signal.signal(signal.SIGUSR1, lambda *a: os.write(1, b'saved\\n')); "
     ready += "print('up', flush=True); time.sleep(1)"
     machine.script(
         f'echo $$ >{machine.folder}/pid; "{sys.executable}" -c "{ready}" & sleep 1 & wait $!; code=$?; wait; exit $code'
