@@ -1,6 +1,6 @@
 """The engine seam: what the rollout service asks of whatever samples tokens.
 
-Two stand behind it: vLLM (vllm_engine.py, the only importer of vllm) and a fake without a model for tests of the
+Two stand behind it: vLLM (vllm_engine.py) and a fake without a model for tests of the
 plumbing.
 """
 

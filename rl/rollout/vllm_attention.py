@@ -32,9 +32,8 @@ class DecodeImpl(FlashAttentionImpl):
             and self.alibi_slopes is None
             and self.sinks is None
             and not self.batch_invariant_enabled
+            and get_current_vllm_config().model_config.max_model_len <= MAX_TOKENS
         )
-        if get_current_vllm_config().model_config.max_model_len > MAX_TOKENS:
-            self._reads_all_plainly = False
         num_processors = torch.cuda.get_device_properties().multi_processor_count
         self._min_sequences = MIN_HEADS_PER_PROCESSOR * num_processors / self.num_heads
 
