@@ -74,12 +74,14 @@ def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any, dict
     core = llm.llm_engine.engine_core.engine_core
     core.model_executor = InstantExecutor(core.model_executor, core.scheduler)
     seat = SimpleNamespace(stop_token_ids=[], shares_device=False, device=torch.device("cpu"))
-    places = [(core.scheduler, "update_from_output")]
-    places += [(core.scheduler.kv_cache_manager, name) for name in ("allocate_slots", "cache_blocks")]
+    places = [(core.scheduler, name) for name in ("schedule", "update_from_output")]
+    places.append((core.scheduler.kv_cache_manager, "allocate_slots"))
     methods = {"vllm": [getattr(owner, name) for owner, name in places]}
-    tokens = vllm_engine._spare_scheduling(core.scheduler)
+    responses: dict[str, Any] = {}
+    vllm_engine.spare(core.scheduler, responses)
     methods["ours"] = [getattr(owner, name) for owner, name in places]
-    engine = vllm_engine.VllmEngine(llm, SimpleNamespace(entered=nullcontext), seat, tokens)  # type: ignore[arg-type]
+    group = SimpleNamespace(entered=nullcontext)
+    engine = vllm_engine.VllmEngine(llm, group, seat, responses)  # type: ignore[arg-type]
     engine.version = 1
     return engine, places, methods
 

@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,10 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
-from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # noqa: E402
-from vllm.v1.request import Request as VllmRequest  # noqa: E402
 
-from rl.rollout.vllm_scheduling import Token, can_spare, look_for_blocks_at_their_ends, take_tokens_aside  # noqa: E402
+from rl.rollout.vllm_scheduling import Response, spare  # noqa: E402
 
 FIRST_PRIVATE_GROUP_NUMBER = 1_000_000  # far from the names of the trainer's groups
 CPU_KV_CACHE_MB = 256
@@ -172,7 +170,9 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: "VllmEng
             raise ConfigError(f"vLLM refuses these settings: {error}") from error
         c10d.barrier()  # of the engine's ranks: this default group is the private one
     _forget_names_of_shared_memory(seat)
-    return VllmEngine(llm, group, seat, _spare_scheduling(llm.llm_engine.engine_core.engine_core.scheduler))
+    responses: dict[str, Response] = {}
+    spare(llm.llm_engine.engine_core.engine_core.scheduler, responses)
+    return VllmEngine(llm, group, seat, responses)
 
 
 def _forget_names_of_shared_memory(seat: EngineSeat) -> None:
@@ -207,13 +207,6 @@ def _turn_off_packing() -> None:
     custom_ops._supports_onednn = False
 
 
-def _spare_scheduling(scheduler: Scheduler) -> list[Token]:
-    if not can_spare(scheduler):
-        return []
-    look_for_blocks_at_their_ends(scheduler)
-    return take_tokens_aside(scheduler)
-
-
 def _keeps_other_copies(model: nn.Module) -> str:
     """Why the parameters are not all that the model computes with, such as a repacked copy; empty if they are."""
     for name, module in model.named_modules():
@@ -227,25 +220,16 @@ def _keeps_other_copies(model: nn.Module) -> str:
     return ""
 
 
-@dataclass
-class _Response:
-    id: str
-    request: VllmRequest  # as the scheduler has it
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-
 class VllmEngine:
-    def __init__(self, llm: vllm.LLM, group: PrivateDefaultGroup, seat: EngineSeat, tokens: list[Token]):
-        """`tokens` are those that vLLM's scheduler puts aside in a step."""
+    def __init__(self, llm: vllm.LLM, group: PrivateDefaultGroup, seat: EngineSeat, responses: dict[str, Response]):
+        """`responses` has no entry yet; the scheduler looks those up that are under way."""
         self.name = f"vllm {vllm.__version__}"
         self.version = 0
         self._engine = llm.llm_engine
         self._llm, self._group, self._stop_token_ids = llm, group, seat.stop_token_ids
         self._can_sleep = seat.shares_device and seat.device.type == "cuda"
         self._asleep: set[str] = set()
-        self._unfinished: dict[str, _Response] = {}  # by vLLM's own id
-        self._tokens = tokens
+        self._unfinished = responses  # by vLLM's own id
         self._device = seat.device
         self._num_probes = 0
 
@@ -278,28 +262,25 @@ class VllmEngine:
                 inputs.assign_request_id(sent)
                 engine.engine_core.add_request(sent)
                 scheduled = engine.engine_core.engine_core.scheduler.requests[sent.request_id]
-                self._unfinished[sent.request_id] = _Response(request.id, scheduled)
+                self._unfinished[sent.request_id] = Response(request.id, scheduled)
 
     def step(self) -> list[Completion]:
         with self._group.entered():
             outputs = self._engine.engine_core.get_output().outputs
-        for name, token, logprob in self._tokens:
-            response = self._unfinished[name]
-            response.tokens.append(token)
-            response.logprobs.append(logprob)
-        self._tokens.clear()
         ended = []
         for output in outputs:
             response, reason = self._unfinished[output.request_id], output.finish_reason
             if reason not in (None, FinishReason.STOP, FinishReason.LENGTH):  # without logprobs
-                raise RuntimeError(f"vLLM gave response {response.id} up after {len(response.tokens)} tokens: {reason}")
-            response.tokens += output.new_token_ids
+                raise RuntimeError(
+                    f"vLLM gave response {response.id} up after {len(response.logprobs)} tokens: {reason}"
+                )
             response.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
             if reason is None:
                 continue
             del self._unfinished[output.request_id]
-            is_cut, num_preemptions = reason == FinishReason.LENGTH, response.request.num_preemptions
-            ended.append(Completion(response.id, response.tokens, response.logprobs, is_cut, num_preemptions))
+            request, is_cut = response.request, reason == FinishReason.LENGTH
+            tokens = list(request.output_token_ids)
+            ended.append(Completion(response.id, tokens, response.logprobs, is_cut, request.num_preemptions))
         return ended
 
     def landings(self, tensors: Sequence[TensorInfo]) -> Landings | Opaque:

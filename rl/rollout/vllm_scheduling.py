@@ -1,14 +1,16 @@
 """Less of what vLLM does in Python for every token of every sequence: with hundreds of short ones the GPU waits for it.
 
-Both replace methods of one scheduler, and leave all but the next token of a sequence that goes on to vLLM's own.
+All replace methods of one scheduler, and leave all but the next token of a sequence that goes on to vLLM's own.
 """
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutputs
@@ -16,16 +18,32 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 
-class Token(NamedTuple):
-    request_id: str
-    id: int
-    logprob: float
+@dataclass(slots=True)
+class Response:
+    """One that is being sampled. Its tokens are the request's."""
+
+    id: str
+    request: Request  # as the scheduler has it
+    logprobs: list[float] = field(default_factory=list)
+    stop_token_ids: frozenset[int | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        params = self.request.sampling_params
+        self.stop_token_ids = frozenset([params.eos_token_id, *(params.stop_token_ids or ())])
+
+
+def spare(scheduler: Scheduler, responses: Mapping[str, Response]) -> None:
+    """`responses` are those under way, by the names of their requests."""
+    if can_spare(scheduler):
+        look_for_blocks_at_their_ends(scheduler)
+        schedule_next_tokens(scheduler)
+        take_tokens_aside(scheduler, responses)
 
 
 def can_spare(scheduler: Scheduler) -> bool:
     """Sequences grow by single tokens, in blocks that stay: no windows, no states in their place."""
     groups = scheduler.kv_cache_manager.coordinator.single_type_managers
-    is_plain = scheduler.connector is None and scheduler.num_spec_tokens == 0
+    is_plain = scheduler.connector is None and scheduler.num_spec_tokens == 0 and not scheduler.use_pp
     return is_plain and len(groups) == 1 and type(groups[0]) is FullAttentionManager
 
 
@@ -33,8 +51,7 @@ def look_for_blocks_at_their_ends(scheduler: Scheduler) -> None:
     """For every token vLLM looks for a place in the cache, and for a full block that others may share. But only a
     block's first token takes a new one, and only its last makes it full."""
     manager = scheduler.kv_cache_manager
-    allocate, cache = manager.allocate_slots, manager.cache_blocks
-    block_size = manager.coordinator.single_type_managers[0].block_size
+    allocate, block_size = manager.allocate_slots, _block_size(scheduler)
 
     def allocate_slots(request: Request, num_new_tokens: int, **options: Any) -> KVCacheBlocks | None:
         is_next_token = num_new_tokens == 1 and request.status == RequestStatus.RUNNING and not any(options.values())
@@ -42,34 +59,78 @@ def look_for_blocks_at_their_ends(scheduler: Scheduler) -> None:
             return manager.empty_kv_cache_blocks
         return allocate(request, num_new_tokens, **options)
 
-    def cache_blocks(request: Request, num_computed_tokens: int) -> None:
-        if num_computed_tokens % block_size == 0:
-            cache(request, num_computed_tokens)
-
-    manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
+    manager.allocate_slots = allocate_slots
 
 
-def take_tokens_aside(scheduler: Scheduler) -> list[Token]:
-    """Returns the list that tokens are put into after which their sequence goes on. vLLM makes objects for a server of
-    all others alone: of a response's first and last, and of those of sequences that were preempted."""
-    taken: list[Token] = []
-    update = scheduler.update_from_output
-    requests, max_model_len = scheduler.requests, scheduler.max_model_len
-    block_size = scheduler.kv_cache_manager.coordinator.single_type_managers[0].block_size
+def schedule_next_tokens(scheduler: Scheduler) -> None:
+    """Where sequences only go on, a step is the next token of each, and vLLM asks for each of them what else it could
+    be. Here vLLM schedules such a step as if it were paused, and the tokens are added to it."""
+    schedule_any, manager, block_size = scheduler.schedule, scheduler.kv_cache_manager, _block_size(scheduler)
+    last_place = scheduler.max_model_len - 1
+    is_async, has_old_runner = isinstance(scheduler, AsyncScheduler), not scheduler.use_v2_model_runner
+
+    def all_go_on() -> bool:
+        running, (_, num_waiting) = scheduler.running, scheduler.get_request_counts()
+        return (
+            scheduler.pause_state == PauseState.UNPAUSED
+            and (num_waiting == 0 or len(running) >= scheduler.max_num_running_reqs)
+            and len(running) <= min(scheduler.max_num_scheduled_tokens, manager.block_pool.get_num_free_blocks())
+            and not any(one.is_prefill_chunk or one.num_computed_tokens >= last_place for one in running)
+        )
+
+    def schedule(throttle_prefills: bool = False) -> SchedulerOutput:
+        if throttle_prefills or not all_go_on():
+            return schedule_any(throttle_prefills)
+        next_tokens, counts = CachedRequestData.make_empty(), {}
+        for request in scheduler.running:
+            place, num_under_way = request.num_computed_tokens, request.num_output_placeholders
+            if num_under_way and place + 2 - num_under_way >= request.num_prompt_tokens + request.max_tokens:
+                continue  # the last of them
+            counts[request.request_id] = 1
+            is_inside_block = 0 < place % block_size < block_size - 1
+            blocks = None if is_inside_block else manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
+            next_tokens.new_block_ids.append(blocks)
+            next_tokens.num_computed_tokens.append(place)
+            next_tokens.num_output_tokens.append(len(request._output_token_ids) + num_under_way)
+            if has_old_runner and request.request_id not in scheduler.prev_step_scheduled_req_ids:
+                next_tokens.all_token_ids[request.request_id] = request.all_token_ids.copy()
+            request.num_computed_tokens = place + 1
+            request.num_in_flight_tokens += 1
+            if is_async:
+                request.num_output_placeholders = num_under_way + 1
+        next_tokens.req_ids = list(counts)
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            scheduled = schedule_any()
+        finally:
+            scheduler.set_pause_state(PauseState.UNPAUSED)
+        if has_old_runner:
+            scheduler.prev_step_scheduled_req_ids.update(counts)
+        return replace(
+            scheduled,
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=len(counts),
+            scheduled_cached_reqs=next_tokens,
+        )
+
+    scheduler.schedule = schedule
+
+
+def take_tokens_aside(scheduler: Scheduler, responses: Mapping[str, Response]) -> None:
+    """Of tokens after which their sequence goes on; the logprobs are added to its response. vLLM makes objects for a
+    server of all others alone: of a response's first and last, and of those of sequences that were preempted."""
+    update, max_model_len, block_size = scheduler.update_from_output, scheduler.max_model_len, _block_size(scheduler)
     is_async = isinstance(scheduler, AsyncScheduler)
 
-    def goes_on(request: Request, tokens: list[int], count: int) -> bool:
-        params = request.sampling_params
+    def goes_on(response: Response, tokens: list[int], count: int) -> bool:
+        request = response.request
         return (
             count == len(tokens) == 1
             and request.status == RequestStatus.RUNNING
+            and not request.num_preemptions
             and 0 < len(request._output_token_ids) < request.max_tokens - 1
             and len(request._all_token_ids) < max_model_len - 1
-            and tokens[0] != params.eos_token_id
-            and tokens[0] not in (params.stop_token_ids or ())
-            and params.num_logprobs is not None
-            and not getattr(request, "num_stale_output_tokens", 0)  # of vLLM 0.32
-            and not getattr(request, "async_tokens_to_discard", 0)  # of vLLM 0.26
+            and tokens[0] not in response.stop_token_ids
         )
 
     def update_from_output(scheduled: SchedulerOutput, output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
@@ -77,21 +138,24 @@ def take_tokens_aside(scheduler: Scheduler) -> list[Token]:
             return update(scheduled, output)
         logprobs, others = output.logprobs.logprobs[:, 0].tolist(), {}
         for name, count in scheduled.num_scheduled_tokens.items():
-            request, place = requests.get(name), output.req_id_to_index[name]
+            response, place = responses.get(name), output.req_id_to_index[name]
             tokens = output.sampled_token_ids[place]
-            if request is None or not goes_on(request, tokens, count):
+            if response is None or not goes_on(response, tokens, count):
                 others[name] = count
                 continue
-            [token] = tokens
+            request = response.request
             request.num_in_flight_tokens -= 1
-            request._output_token_ids.append(token)
-            request._all_token_ids.append(token)
+            request._output_token_ids += tokens
+            request._all_token_ids += tokens
             if len(request._all_token_ids) % block_size == 0:
                 request.update_block_hashes()
             if is_async:
                 request.num_output_placeholders -= 1  # full blocks are shared when the next token takes a new one
-            taken.append(Token(name, token, logprobs[place]))
+            response.logprobs.append(logprobs[place])
         return update(replace(scheduled, num_scheduled_tokens=others), output)
 
     scheduler.update_from_output = update_from_output
-    return taken
+
+
+def _block_size(scheduler: Scheduler) -> int:
+    return scheduler.kv_cache_manager.coordinator.single_type_managers[0].block_size

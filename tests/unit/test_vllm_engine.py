@@ -62,7 +62,7 @@ def engine(engines: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     machine = Machine()
     monkeypatch.setattr(engines, "CuMemAllocator", SimpleNamespace(get_instance=lambda: machine))
     seat = SimpleNamespace(stop_token_ids=[], shares_device=True, device=torch.device("cuda"))
-    return engines.VllmEngine(machine, SimpleNamespace(entered=nullcontext), seat, [])
+    return engines.VllmEngine(machine, SimpleNamespace(entered=nullcontext), seat, {})
 
 
 def test_an_engine_that_got_weights_and_no_request_sleeps_all_the_same(engine: Any) -> None:
@@ -88,7 +88,7 @@ def test_an_engine_that_got_weights_and_no_request_sleeps_all_the_same(engine: A
 def test_a_response_that_vllm_gives_up_is_an_error_that_says_so(engines: Any, engine: Any) -> None:
     """It comes without logprobs."""
     reason = engines.FinishReason.ABORT
-    engine._unfinished["7-0"] = engines._Response("7", SimpleNamespace(num_preemptions=0))
+    engine._unfinished["7-0"] = SimpleNamespace(id="7", logprobs=[])
     output = {"request_id": "7-0", "new_token_ids": [], "new_logprobs": None, "finish_reason": reason}
     engine._llm.outputs = [SimpleNamespace(**output)]
     with pytest.raises(RuntimeError, match="vLLM gave response 7 up after 0 tokens: abort"):

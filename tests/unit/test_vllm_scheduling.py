@@ -90,11 +90,12 @@ class Run:
         sizes = {"num_blocks": generator.randint(14, 40), "max_tokens": generator.choice([8, 9, 13, 33])}
         kinds = {"shares_prefixes": generator.random() < 0.8, "policy": generator.choice(["fcfs", "fcfs", "priority"])}
         self._scheduler = make_scheduler(self._is_async, **sizes, **kinds)
-        self._aside: list[Any] = []
+        self._scheduler.use_v2_model_runner = generator.random() < 0.5
+        self._scheduling, self._responses = scheduling, dict[str, Any]()
         if scheduling is not None:
             assert scheduling.can_spare(self._scheduler)
-            scheduling.look_for_blocks_at_their_ends(self._scheduler)
-            self._aside = scheduling.take_tokens_aside(self._scheduler)
+            self._scheduler.schedule = self._counted(self._scheduler.schedule)
+            scheduling.spare(self._scheduler, self._responses)
         self._num_left = generator.randint(6, 16)
         self._prefix = [generator.randint(3, 9) for _ in range(40)]
         self._under_way: list[tuple[Any, dict[str, bool]]] = []
@@ -110,6 +111,13 @@ class Run:
                 return self
         raise AssertionError("it does not end")
 
+    def _counted(self, schedule: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            self.counts[f"scheduled while {self._scheduler.pause_state.name}"] += 1
+            return schedule(*args)
+
+        return counted
+
     def _disturb(self) -> None:
         from vllm.v1.request import RequestStatus
 
@@ -120,7 +128,10 @@ class Run:
                 prefix = self._prefix[: generator.randint(0, length)]
                 tokens = prefix + [generator.randint(3, 9) for _ in range(length - len(prefix))]
                 limits = (generator.randint(1, 40), generator.randint(0, 3))
-                scheduler.add_request(make_request(str(self._num_left), tokens, *limits))
+                request = make_request(str(self._num_left), tokens, *limits)
+                scheduler.add_request(request)
+                if self._scheduling is not None:
+                    self._responses[request.request_id] = self._scheduling.Response(request.request_id, request)
                 self._num_left -= 1
         if generator.random() < 0.02 and scheduler.requests:
             name = generator.choice(sorted(scheduler.requests))
@@ -136,7 +147,8 @@ class Run:
         samples = {name: starts[name] + count >= known[name] for name, count in counts.items()}  # or has more prompt
         new = [(new.req_id, new.block_ids, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        self.seen.append((dict(counts), new, cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, free))
+        self.seen.append((repr(scheduled), dict(counts), new, vars(cached).copy(), free))
+        self.seen.append(set(scheduler.prev_step_scheduled_req_ids))
         self.counts["preempted"] += len(scheduled.preempted_req_ids or ())
         self._under_way.append((scheduled, samples))
 
@@ -157,15 +169,16 @@ class Run:
             sampled_token_ids=sampled,
             logprobs=LogprobsLists(np.zeros_like(logprobs, np.int32), logprobs, np.zeros(len(names), np.int32)),
         )
+        before = {name: len(response.logprobs) for name, response in self._responses.items()}
         results = scheduler.update_from_output(scheduled, output)
         tokens = [
             (one.request_id, one.new_token_ids, one.finish_reason, one.new_logprobs.logprobs[:, 0].tolist())
             for result in results.values()
             for one in result.outputs
         ]
-        self.counts["aside"] += len(self._aside)
-        tokens += [(token.request_id, [token.id], None, [token.logprob]) for token in self._aside]
-        self._aside.clear()
+        aside = [response for name, response in self._responses.items() if len(response.logprobs) > before[name]]
+        self.counts["aside"] += len(aside)
+        tokens += [(one.id, one.request.output_token_ids[-1:], None, one.logprobs[before[one.id] :]) for one in aside]
         self.seen.append(sorted(tokens))
         self.seen.append([state_of(request) for _, request in sorted(scheduler.requests.items())])
         self.seen.append(len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block))  # that others may share
@@ -173,7 +186,8 @@ class Run:
 
 def state_of(request: Any) -> tuple[Any, ...]:
     counts = (request.num_computed_tokens, request.num_output_placeholders, request.num_in_flight_tokens)
-    return (request.request_id, request.status, counts, list(request.all_token_ids), list(request.block_hashes))
+    tokens = (list(request.all_token_ids), list(request.output_token_ids), list(request.block_hashes))
+    return (request.request_id, request.status, request.is_prefill_chunk, counts, tokens)
 
 
 def test_every_step_is_as_vllm_has_it(scheduling: Any) -> None:
@@ -183,6 +197,7 @@ def test_every_step_is_as_vllm_has_it(scheduling: Any) -> None:
         assert ours.seen == theirs.seen, f"seed {seed}"
         counts += ours.counts
     assert counts["preempted"] > 50 and counts["aside"] > 2000, counts
+    assert counts["scheduled while PAUSED_ALL"] > 500, counts
 
 
 class Manager:
@@ -198,9 +213,6 @@ class Manager:
         self.num_calls += 1
         return "some"
 
-    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
-        self.num_calls += 1
-
 
 def test_a_cache_is_asked_at_the_ends_of_blocks(scheduling: Any) -> None:
     manager = Manager(SimpleNamespace(block_size=BLOCK_SIZE))
@@ -209,17 +221,17 @@ def test_a_cache_is_asked_at_the_ends_of_blocks(scheduling: Any) -> None:
     for number in range(2 * BLOCK_SIZE):
         request = SimpleNamespace(status=scheduling.RequestStatus.RUNNING, num_computed_tokens=number)
         answers.append(manager.allocate_slots(request, 1, num_lookahead_tokens=0))
-        manager.cache_blocks(request, number)
     assert answers == 2 * ["some", "none", "none", "some"]
-    assert manager.num_calls == 4 + 2
+    assert manager.num_calls == 4
 
 
-@pytest.mark.parametrize("change", [{"connector": "a connector"}, {"num_spec_tokens": 2}, {"group": "a window"}])
+@pytest.mark.parametrize("change", [{"connector": 1}, {"num_spec_tokens": 2}, {"use_pp": True}, {"group": 1}])
 def test_other_caches_and_sequences_are_left_to_vllm(change: dict[str, Any], scheduling: Any) -> None:
     group = scheduling.FullAttentionManager.__new__(scheduling.FullAttentionManager)
 
     def make(group: Any, **options: Any) -> Any:
-        return SimpleNamespace(**({"connector": None, "num_spec_tokens": 0} | options), kv_cache_manager=Manager(group))
+        plain = {"connector": None, "num_spec_tokens": 0, "use_pp": False}
+        return SimpleNamespace(**(plain | options), kv_cache_manager=Manager(group))
 
     assert scheduling.can_spare(make(group))
     assert not scheduling.can_spare(make(**({"group": group} | change)))
