@@ -99,11 +99,11 @@ def schedule_next_tokens(scheduler: Scheduler) -> None:
             if is_async:
                 request.num_output_placeholders = num_under_way + 1
         next_tokens.req_ids = list(counts)
-        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        scheduler._pause_state = PauseState.PAUSED_ALL
         try:
             scheduled = schedule_any()
         finally:
-            scheduler.set_pause_state(PauseState.UNPAUSED)
+            scheduler._pause_state = PauseState.UNPAUSED
         if has_old_runner:
             scheduler.prev_step_scheduled_req_ids.update(counts)
         return replace(
@@ -119,8 +119,8 @@ def schedule_next_tokens(scheduler: Scheduler) -> None:
 def take_tokens_aside(scheduler: Scheduler, responses: Mapping[str, Response]) -> None:
     """Of tokens after which their sequence goes on; the logprobs are added to its response. vLLM makes objects for a
     server of all others alone: of a response's first and last, and of those of sequences that were preempted."""
-    update, max_model_len, block_size = scheduler.update_from_output, scheduler.max_model_len, _block_size(scheduler)
-    is_async = isinstance(scheduler, AsyncScheduler)
+    update, manager, block_size = scheduler.update_from_output, scheduler.kv_cache_manager, _block_size(scheduler)
+    max_model_len, is_async = scheduler.max_model_len, isinstance(scheduler, AsyncScheduler)
 
     def goes_on(response: Response, tokens: list[int], count: int) -> bool:
         request = response.request
@@ -150,7 +150,10 @@ def take_tokens_aside(scheduler: Scheduler, responses: Mapping[str, Response]) -
             if len(request._all_token_ids) % block_size == 0:
                 request.update_block_hashes()
             if is_async:
-                request.num_output_placeholders -= 1  # full blocks are shared when the next token takes a new one
+                request.num_output_placeholders -= 1
+                num_computed = request.num_computed_tokens - request.num_output_placeholders
+                if num_computed % block_size == 0:
+                    manager.cache_blocks(request, num_computed)
             response.logprobs.append(logprobs[place])
         return update(replace(scheduled, num_scheduled_tokens=others), output)
 
