@@ -74,7 +74,7 @@ def schedule_next_tokens(scheduler: Scheduler) -> None:
         return (
             scheduler.pause_state == PauseState.UNPAUSED
             and (num_waiting == 0 or len(running) >= scheduler.max_num_running_reqs)
-            and len(running) <= min(scheduler.max_num_scheduled_tokens, manager.block_pool.get_num_free_blocks())
+            and len(running) <= manager.block_pool.get_num_free_blocks()
             and not any(one.is_prefill_chunk or one.num_computed_tokens >= last_place for one in running)
         )
 

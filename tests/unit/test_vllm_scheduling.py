@@ -136,6 +136,8 @@ class Run:
         if generator.random() < 0.02 and scheduler.requests:
             name = generator.choice(sorted(scheduler.requests))
             scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        if generator.random() < 0.1:
+            scheduler.prev_step_scheduled_req_ids.clear()  # as after a step that had no room for them
         if generator.random() < 0.02:
             self.seen.append(scheduler.reset_prefix_cache(reset_running_requests=True))
 
