@@ -1,5 +1,6 @@
 """An exception inside an engine costs its unfinished groups a second try, and nothing else."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_second_exception_in_a_row_ends_the_rank(tmp_path: Path) -> None:
     assert code != 0
     assert result.output.count(PROMISE) == 1
     assert "oneworld: rank 1 (rollout,actor) on " in result.output
-    assert "stage rollout, step 1: ZeroDivisionError: planted" in result.output
+    assert re.search("stage rollout, step [12]: ZeroDivisionError: planted", result.output)  # rank 0 may do all of 1
 
 
 @pytest.mark.slow
