@@ -70,6 +70,7 @@ def load_model(
     with torch.device("meta"):
         name = attention.implementation(device, dtype)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
+    attention.rotate_as_they_lie(model)
     own_head = _give_value_head(model) if as_critic else ""
     if not as_critic:
         give_scores(model)
