@@ -12,9 +12,11 @@ from rl.watch.heart import HEART
 
 
 def cut(batch: Batch, max_tokens: int, hidden_size: int, count: int) -> list[list[int]]:
-    """Lists of sequences, as even in cost as the token budget allows."""
+    """Lists of sequences, as even in cost as the token budget allows; the one of most tokens first, so that the memory
+    that torch keeps of it serves all others."""
     lengths = batch.lengths.tolist()
-    return pack(lengths, costs_of(lengths, hidden_size), max_tokens, count)
+    micro_batches = pack(lengths, costs_of(lengths, hidden_size), max_tokens, count)
+    return sorted(micro_batches, key=lambda sequences: -sum(lengths[sequence] for sequence in sequences))
 
 
 def cut_together(batch: Batch, max_tokens: int, hidden_size: int, pg: dist.ProcessGroup) -> list[list[int]]:

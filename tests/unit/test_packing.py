@@ -1,9 +1,12 @@
 """Micro-batches within a token budget, parts of even cost, and who trains on which group."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from rl.data.micro_batches import cut
 from rl.data.packing import costs_of, count_micro_batches, even_owners, mini_batch_of, pack, split_evenly
 
 
@@ -61,6 +64,11 @@ def test_pack_keeps_its_promises(seed: int) -> None:
         assert all(sum(lengths[index] for index in part) <= max_tokens for part in parts if len(part) > 1)
     roomy = pack(lengths, costs, sum(lengths), 4)
     assert_even([sum(costs[index] for index in part) for part in roomy], costs)
+
+
+def test_the_largest_micro_batch_is_computed_first() -> None:
+    batch = SimpleNamespace(lengths=torch.tensor([8, 6, 4, 9, 3]))
+    assert cut(batch, 11, hidden_size=8, count=3) == [[0, 4], [1, 2], [3]]  # type: ignore[arg-type]
 
 
 def assert_even(spent: list[float], costs: list[float]) -> None:
