@@ -16,6 +16,7 @@ import logging
 import os
 import random
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ from rl.rollout.vllm_scheduling import Response, spare  # noqa: E402
 
 FIRST_PRIVATE_GROUP_NUMBER = 1_000_000  # far from the names of the trainer's groups
 CPU_KV_CACHE_MB = 256
+LONG_COLLECTION_S = 0.02
 
 
 class PrivateDefaultGroup:
@@ -198,6 +200,15 @@ def _bury_sleeping_memory() -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(allocator.allocator_and_pools.values())))
     allocator.allocator_and_pools.clear()
     _ROPE_DICT.clear()  # tables in that memory, which the next engine would take over
+
+
+def _collect_garbage() -> None:
+    """vLLM looks for it whenever it sleeps, among all that the learner has compiled: a tenth of a second for nothing.
+    What makes that long is there to stay."""
+    start = time.perf_counter()
+    gc.collect()
+    if time.perf_counter() - start > LONG_COLLECTION_S:
+        gc.freeze()
 
 
 def _turn_off_packing() -> None:
@@ -335,6 +346,7 @@ class VllmEngine:
         if not self._can_sleep or "weights" in self._asleep:
             return
         self._drain()
+        _collect_garbage()
         with self._group.entered():
             if self._asleep:  # nothing was asked of these weights, the cache was not woken up for them
                 self._lay_weights_down()

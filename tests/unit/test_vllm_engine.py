@@ -1,5 +1,6 @@
 """Our side of vLLM where no run on a CPU gets to: sleep, and a response that it gives up."""
 
+import gc
 import importlib
 import os
 from contextlib import nullcontext
@@ -83,6 +84,19 @@ def test_an_engine_that_got_weights_and_no_request_sleeps_all_the_same(engine: A
     assert machine.awake == {"weights", "kv_cache"}
     engine.sleep()
     assert machine.awake == set()
+
+
+@pytest.mark.parametrize(("limit_s", "is_frozen"), [(0.0, True), (100.0, False)])
+def test_what_takes_long_to_look_through_for_garbage_is_left_out_from_then_on(
+    limit_s: float, is_frozen: bool, engines: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "LONG_COLLECTION_S", limit_s)
+    try:
+        gc.unfreeze()
+        engine.sleep()
+        assert (gc.get_freeze_count() > 0) == is_frozen
+    finally:
+        gc.unfreeze()
 
 
 def test_a_response_that_vllm_gives_up_is_an_error_that_says_so(engines: Any, engine: Any) -> None:
