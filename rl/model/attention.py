@@ -10,7 +10,6 @@ keyword arguments. Each sequence attends causally to itself alone.
 
 import inspect
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -160,26 +159,6 @@ def _pad(flat: Tensor, block: _Block) -> Tensor:
     """[N, heads, head_dim] -> [sequences, heads, longest, head_dim]."""
     padded = flat.new_zeros(*block.shape, *flat.shape[1:])
     return padded.index_put((block.sequences, block.places), flat).transpose(1, 2)
-
-
-def rotate_as_they_lie(model: nn.Module) -> None:
-    """Rotary positions, of the families whose function takes dimensions in other orders too. It is given queries and
-    keys as [1, heads, T, head_dim], while they lie in memory as attention wants them, [T, heads, head_dim]; compiled,
-    it would bring them into the first order, in kernels that divide by T for every value, and back again."""
-    family = sys.modules[type(model).__module__]
-    rotate = getattr(family, "apply_rotary_pos_emb", None)
-    if rotate is None or rotate.__module__ == __name__:
-        return
-    if list(inspect.signature(rotate).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
-        return
-
-    def rotate_lying(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        if unsqueeze_dim != 1:  # given as they lie
-            return rotate(q, k, cos, sin, unsqueeze_dim)
-        q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
-        return q.transpose(1, 2), k.transpose(1, 2)
-
-    family.apply_rotary_pos_emb = rotate_lying  # type: ignore[attr-defined]
 
 
 def register() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rl.config import ConfigError, resolve_path
-from rl.model import attention
+from rl.model import attention, rotary
 from rl.model.logprobs import give_scores, give_values, hidden_size_of
 from rl.shards import local_slices
 
@@ -70,7 +70,7 @@ def load_model(
     with torch.device("meta"):
         name = attention.implementation(device, dtype)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
-    attention.rotate_as_they_lie(model)
+    rotary.replace(model)
     own_head = _give_value_head(model) if as_critic else ""
     if not as_critic:
         give_scores(model)

@@ -1,0 +1,88 @@
+"""Our way to rotate positions takes the place of a family's own, where both give the same bits."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl.model import rotary
+
+SHAPE = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+SHAPE |= {"head_dim": 8, "vocab_size": 8, "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 0}
+TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
+
+
+def family_of(name: str) -> Any:
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def make_model(family: str, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE, **options))
+
+
+@pytest.fixture(autouse=True)
+def own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which tests before may have replaced; those after get back what they had."""
+    for name in ("llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "glm4", "olmo2"):
+        family = family_of(name)
+        rotate: Any = family.apply_rotary_pos_emb
+        monkeypatch.setattr(family, rotary.NAME, rotate.__wrapped__ if rotate in rotary.OURS else rotate)
+
+
+def computed(model: Any) -> list[Tensor]:
+    """Logits and gradients."""
+    model.zero_grad()
+    logits = model(TOKENS).logits
+    logits.square().sum().backward()
+    return [logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "granite", "phi3"])
+def test_a_model_computes_the_same(family: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = make_model(family).to(dtype)
+    before = computed(model)
+    for _ in range(2):  # as each model of a run does
+        rotary.replace(model)
+        ours = family_of(family).apply_rotary_pos_emb
+        assert ours in rotary.OURS
+        after = computed(model)
+        assert before[0].equal(after[0])
+        for one, other in zip(before, after, strict=True):
+            torch.testing.assert_close(one, other)
+    rotary.replace(model)
+    assert family_of(family).apply_rotary_pos_emb is ours
+
+
+@pytest.mark.parametrize("family", ["glm4", "olmo2"])
+def test_other_rotations_stay_as_they_are(family: str) -> None:
+    """Of neighbours in place of halves; in float32 whatever they are given."""
+    theirs: Any = family_of(family).apply_rotary_pos_emb
+    rotary.replace(make_model(family))
+    assert family_of(family).apply_rotary_pos_emb is theirs
+
+
+def test_a_part_of_each_head_is_left_to_the_family() -> None:
+    torch.manual_seed(0)
+    model = make_model(
+        "phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    )
+    before = computed(model)
+    rotary.replace(model)
+    after = computed(model)
+    assert all(one.equal(other) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_results_lie_as_attention_wants_them(compiled: bool) -> None:
+    rotary.replace(make_model("llama"))
+    rotate: Any = family_of("llama").apply_rotary_pos_emb
+    if compiled:
+        rotate = torch.compile(rotate, dynamic=True, fullgraph=True, backend="aot_eager")
+    q, angles = torch.randn(1, 5, 2, 8).transpose(1, 2), torch.randn(1, 5, 8)
+    for rotated in rotate(q, q, angles, angles):
+        assert rotated[0].transpose(0, 1).is_contiguous()
