@@ -54,10 +54,10 @@ def _is_usual(rotate: Callable) -> bool:
         q, k = query.to(dtype), query[:, :1].to(dtype)
         cos, sin = angles.cos().to(dtype_of_angles), angles.sin().to(dtype_of_angles)
         try:
-            theirs = rotate(q, k, cos, sin)
-        except (RuntimeError, TypeError):  # it takes other arguments
+            theirs, ours = rotate(q, k, cos, sin), _in_memory_order(rotate)(q, k, cos, sin)
+            pairs = list(zip(theirs, ours, strict=True))
+        except (RuntimeError, TypeError, ValueError):  # it takes or returns other things
             return False
-        ours = _in_memory_order(rotate)(q, k, cos, sin)
-        if any(x.dtype != y.dtype or not x.equal(y) for x, y in zip(theirs, ours, strict=True)):
+        if any(x.dtype != y.dtype or not x.equal(y) for x, y in pairs):
             return False
     return True

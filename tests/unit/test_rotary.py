@@ -66,6 +66,13 @@ def test_other_rotations_stay_as_they_are(family: str) -> None:
     assert family_of(family).apply_rotary_pos_emb is theirs
 
 
+@pytest.mark.parametrize(
+    "other", [lambda x, cos, sin: x, lambda q, k, cos, sin: q, lambda q, k, cos, sin: (q, k, q), lambda *args: None]
+)
+def test_functions_of_other_forms_are_not_usual(other: Any) -> None:
+    assert not rotary._is_usual(other)
+
+
 def test_a_part_of_each_head_is_left_to_the_family() -> None:
     torch.manual_seed(0)
     model = make_model(
