@@ -10,7 +10,7 @@ from rl.rollout.fake_engine import FakeEngine
 def build_engine(config: Config, model_folder: Path, seat: EngineSeat, failed: Engine | None = None) -> Engine:
     """In the place of one that failed, if there was one; nothing may use that any more."""
     if config.rollout.engine == "fake":
-        return FakeEngine(config.rollout.max_num_seqs, seat.stop_token_ids[0], seat.device)
+        return FakeEngine(config.rollout.max_num_seqs, next(iter(seat.stop_token_ids), None), seat.device)
     from rl.rollout import vllm_engine  # seconds of imports that ranks without an engine do not need
 
     assert failed is None or isinstance(failed, vllm_engine.VllmEngine)

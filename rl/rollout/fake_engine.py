@@ -15,10 +15,12 @@ from rl.sync.landing import Landing, Landings, Region
 class FakeEngine:
     name = "fake"
 
-    def __init__(self, max_num_seqs: int, stop_token_id: int, device: torch.device | None = None):
+    def __init__(self, max_num_seqs: int, stop_token_id: int | None, device: torch.device | None = None):
+        """Without a stop token responses go on to their last."""
         self.version = 0
         self.memory: dict[str, Tensor] = {}  # the weights it was given, which it does not use
         self._max_num_seqs, self._stop_token_id, self._device = max_num_seqs, stop_token_id, device
+        self._vocabulary = [*range(1, 10), *([] if stop_token_id is None else [stop_token_id])]
         self._running: list[tuple[Request, random.Random, Completion]] = []
 
     @property
@@ -34,7 +36,7 @@ class FakeEngine:
         ended = []
         for entry in self._running[: self._max_num_seqs]:
             request, source, completion = entry
-            completion.tokens.append(source.choice([*range(1, 10), self._stop_token_id]))
+            completion.tokens.append(source.choice(self._vocabulary))
             completion.logprobs.append(-source.random())
             stopped = completion.tokens[-1] == self._stop_token_id
             if stopped or len(completion.tokens) == request.max_new_tokens:

@@ -64,6 +64,13 @@ def test_a_response_ends_with_its_stop_token_or_is_cut() -> None:
     assert (exact.tokens, exact.truncated) == (whole.tokens, False)
 
 
+def test_without_a_stop_token_every_response_is_cut() -> None:
+    engine = FakeEngine(8, None)
+    engine.confirm(1)
+    ended = run(engine, [request(str(seed), seed, max_new_tokens=40) for seed in range(8)])
+    assert all((len(one.tokens), one.truncated, None in one.tokens) == (40, True, False) for one in ended.values())
+
+
 def test_one_step_decodes_one_token_of_at_most_max_num_seqs() -> None:
     engine = make_engine(max_num_seqs=2)
     engine.add([request(name, seed=2, max_new_tokens=2) for name in "abc"])
