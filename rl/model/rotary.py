@@ -1,8 +1,7 @@
-"""Rotary positions as most families compute them, to the same bits.
+"""Rotary positions as most families compute them, in one kernel each way.
 
 A family's own function gets queries and keys as [1, heads, T, head_dim], while they lie in memory as attention wants
-them, [T, heads, head_dim]. Compiled, it brings them into the first order, in kernels that divide by T for every value,
-and back; and what it cuts into halves costs its backward pass a mask for every load.
+them, [T, heads, head_dim]. Compiled, it comes to a fifth of the speed that memory has (benchmarks/RESULTS.md).
 """
 
 import sys
@@ -30,29 +29,54 @@ def replace(model: nn.Module) -> None:
 def _in_memory_order(theirs: Callable) -> Callable:
     @wraps(theirs)
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        if unsqueeze_dim != 1 or cos.shape[-1] != q.shape[-1]:  # in another order, or of a part of each head
+        is_whole = unsqueeze_dim == 1 and cos.shape[-1] == q.shape[-1]  # or in another order, or a part of each head
+        if not is_whole or len(q) != 1 or len(cos) != 1 or cos.dtype != q.dtype:
             return theirs(q, k, cos, sin, unsqueeze_dim)
-        half = q.shape[-1] // 2
-        signs = torch.arange(-1, 2, 2, dtype=sin.dtype, device=sin.device).view(2, 1)
-        cos, sin = (x.unflatten(-1, (2, half)).unsqueeze(2) for x in (cos, sin))
-        q, k = (_rotate(x.transpose(1, 2), half, cos, sin * signs).transpose(1, 2) for x in (q, k))
+        q, k = (rotate_heads(x[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1).unsqueeze(0) for x in (q, k))
         return q, k
 
     return rotate
 
 
-def _rotate(x: Tensor, half: int, cos: Tensor, sin: Tensor) -> Tensor:
-    x = x.unflatten(-1, (2, half))
-    return (x * cos + x.flip(-2) * sin).flatten(-2)
+@torch.library.custom_op("oneworld::rotate_heads", mutates_args=())
+def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[T, heads, head_dim] by the angles of [T, head_dim]."""
+    if x.is_cuda:
+        from rl.model import rotary_gpu  # needs triton, which only GPU builds of torch bring
+
+        return rotary_gpu.rotate_heads(x, cos, sin)
+    return _turn(x, cos.unsqueeze(1), sin.unsqueeze(1)).contiguous()
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The halves of each head against each other."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@rotate_heads.register_fake
+def _shape(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _turn_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    cos, sin = ctx.saved_tensors
+    return rotate_heads(grad, cos, -sin.roll(sin.shape[-1] // 2, -1)), None, None
+
+
+rotate_heads.register_autograd(_turn_back, setup_context=_save)
 
 
 def _is_usual(rotate: Callable) -> bool:
     """It turns the two halves of a head against each other, and computes in the type that it is given."""
     query = torch.arange(48.0).sin().view(1, 2, 3, 8)
     angles = torch.arange(24.0).view(1, 3, 8)
-    for dtype, dtype_of_angles in ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)):
-        q, k = query.to(dtype), query[:, :1].to(dtype)
-        cos, sin = angles.cos().to(dtype_of_angles), angles.sin().to(dtype_of_angles)
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, cos, sin = (x.to(dtype) for x in (query, query[:, :1], angles.cos(), angles.sin()))
         try:
             theirs, ours = rotate(q, k, cos, sin), _in_memory_order(rotate)(q, k, cos, sin)
             pairs = list(zip(theirs, ours, strict=True))

@@ -20,6 +20,7 @@ from rl.critic import Critic
 from rl.data.batch import Batch
 from rl.learner import Learner
 from rl.metrics import Measures
+from rl.model import rotary
 from rl.model.load import Compute, load_model
 from rl.scoring import LocalScorer
 from rl.shards import local_slices
@@ -43,6 +44,7 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     assert all(layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers[:-1]), (
         "no layer is fetched early"
     )
+    assert getattr(sys.modules[type(model).__module__], rotary.NAME) in rotary.OURS
     for name in job["frozen"]:
         model.get_parameter(name).requires_grad_(False)
     batch = Batch(**load_file(folder / "batch.safetensors"))

@@ -41,7 +41,7 @@ def computed(model: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "granite", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2"])
 def test_a_model_computes_the_same(family: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = make_model(family).to(dtype)
@@ -58,18 +58,28 @@ def test_a_model_computes_the_same(family: str, dtype: torch.dtype) -> None:
     assert family_of(family).apply_rotary_pos_emb is ours
 
 
-@pytest.mark.parametrize("family", ["glm4", "olmo2"])
-def test_other_rotations_stay_as_they_are(family: str) -> None:
-    """Of neighbours in place of halves; in float32 whatever they are given."""
-    theirs: Any = family_of(family).apply_rotary_pos_emb
-    rotary.replace(make_model(family))
-    assert family_of(family).apply_rotary_pos_emb is theirs
+def test_a_rotation_of_neighbours_stays_as_it_is() -> None:
+    theirs: Any = family_of("glm4").apply_rotary_pos_emb
+    rotary.replace(make_model("glm4"))
+    assert family_of("glm4").apply_rotary_pos_emb is theirs
+
+
+def in_float32(*args: Tensor) -> tuple[Tensor, ...]:
+    rotated = family_of("llama").apply_rotary_pos_emb(*(x.float() for x in args))
+    return tuple(x.to(args[0].dtype) for x in rotated)
 
 
 @pytest.mark.parametrize(
-    "other", [lambda x, cos, sin: x, lambda q, k, cos, sin: q, lambda q, k, cos, sin: (q, k, q), lambda *args: None]
+    "other",
+    [
+        lambda x, cos, sin: x,
+        lambda q, k, cos, sin: q,
+        lambda q, k, cos, sin: (q, k, q),
+        lambda *args: None,
+        in_float32,
+    ],
 )
-def test_functions_of_other_forms_are_not_usual(other: Any) -> None:
+def test_other_functions_are_not_usual(other: Any) -> None:
     assert not rotary._is_usual(other)
 
 

@@ -43,6 +43,7 @@ VLLM_SCHEDULING = "rl/rollout/vllm_scheduling.py"
 VLLM_FILES = (VLLM_ENGINE, VLLM_ATTENTION, VLLM_SCHEDULING)
 DECODE_ATTENTION = "rl/rollout/decode_attention.py"
 DIGEST_GPU = "rl/sync/digest_gpu.py"
+ROTARY_GPU = "rl/model/rotary_gpu.py"
 
 
 class Import(NamedTuple):
@@ -141,7 +142,14 @@ def test_no_module_waits_for_itself() -> None:
                 VLLM_ATTENTION: set(),
             },
         ),
-        ("triton", {DIGEST_GPU: {("rl/sync/digest.py", True)}, DECODE_ATTENTION: {(VLLM_ATTENTION, False)}}),
+        (
+            "triton",
+            {
+                DIGEST_GPU: {("rl/sync/digest.py", True)},
+                ROTARY_GPU: {("rl/model/rotary.py", True)},
+                DECODE_ATTENTION: {(VLLM_ATTENTION, False)},
+            },
+        ),
     ],
 )
 def test_what_may_not_be_installed_is_behind_lazy_imports(
@@ -319,7 +327,7 @@ print(len(names), "vllm" in sys.modules, torch.cuda.is_initialized(), torch.dist
 
 
 def test_importing_everything_else_imports_no_vllm_and_starts_nothing() -> None:
-    left_out = [module_name(file) for file in (*VLLM_FILES, DECODE_ATTENTION, DIGEST_GPU)]
+    left_out = [module_name(file) for file in (*VLLM_FILES, DECODE_ATTENTION, DIGEST_GPU, ROTARY_GPU)]
     command = [sys.executable, "-c", IMPORT_ALL, *left_out]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=90).stdout
     assert output.split() == [str(len(MODULES - {"rl", "train", *left_out})), "False", "False", "False"]
