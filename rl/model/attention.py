@@ -84,6 +84,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def in_memory_order(x: Tensor) -> Tensor:
+    """[1, heads, T, head_dim] as [T, heads, head_dim]; not by x[0], whose backward pass copies all of it."""
+    return x.squeeze(0).transpose(0, 1)
+
+
 def varlen_attention(
     module: nn.Module,
     query: Tensor,  # [1, heads, T, head_dim]
@@ -98,7 +103,7 @@ def varlen_attention(
     **others: object,
 ) -> tuple[Tensor, None]:
     _refuse(others)
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    query, key, value = (in_memory_order(x) for x in (query, key, value))
     options: dict[str, Any] = {"scale": scaling, "window_size": ((sliding_window or 0) - 1, 0)}
     if query.shape[1] != key.shape[1]:
         if TAKES_GQA:
@@ -135,7 +140,7 @@ def ragged_attention(
     attend = partial(
         F.scaled_dot_product_attention, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
     )
-    flat = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T, heads, head_dim]
+    flat = [in_memory_order(x) for x in (query, key, value)]
     parts = []
     for block in blocks:
         padded = [_pad(x[block.tokens], block) for x in flat]

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl.model.attention import in_memory_order
+
 NAME = "apply_rotary_pos_emb"
 OURS: set[Callable] = set()  # with the one that each stands for as `__wrapped__`
 
@@ -32,7 +34,8 @@ def _in_memory_order(theirs: Callable) -> Callable:
         is_whole = unsqueeze_dim == 1 and cos.shape[-1] == q.shape[-1]  # or in another order, or a part of each head
         if not is_whole or len(q) != 1 or len(cos) != 1 or cos.dtype != q.dtype:
             return theirs(q, k, cos, sin, unsqueeze_dim)
-        q, k = (rotate_heads(x[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1).unsqueeze(0) for x in (q, k))
+        cos, sin = cos.squeeze(0), sin.squeeze(0)
+        q, k = (rotate_heads(in_memory_order(x), cos, sin).transpose(0, 1).unsqueeze(0) for x in (q, k))
         return q, k
 
     return rotate

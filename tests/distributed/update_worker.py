@@ -44,7 +44,7 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     assert all(layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers[:-1]), (
         "no layer is fetched early"
     )
-    assert getattr(sys.modules[type(model).__module__], rotary.NAME) in rotary.OURS
+    assert getattr(sys.modules[type(layers[0].self_attn).__module__], rotary.NAME) in rotary.OURS
     for name in job["frozen"]:
         model.get_parameter(name).requires_grad_(False)
     batch = Batch(**load_file(folder / "batch.safetensors"))
