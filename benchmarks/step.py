@@ -5,7 +5,8 @@
 
 It writes a llama of that shape, prompts as long as GSM8K's, and starts torchrun: engines, loop, update and weight sync
 are a run's own, no response ends before its last token. Figures are medians of --steps steps after two that warm up;
-with --profile one more step is profiled, and FILE says what each of its stages spent its time on:
+with --profile one more step is profiled, and FILE says what each of its stages spent its time on. Settings are those
+that were fastest within the memory of benchmarks/peer_trl.py; `settings` in the line has what was given beside them:
     seconds_per_step, seconds       a whole step, and its stages
     tokens_per_s                    sampled tokens over the whole step
     mfu_update, mfu_logprobs        6 N (2 N) times the tokens of prompts and responses, over the stage's seconds and
@@ -92,8 +93,12 @@ def settings_of(folder: Path, args: argparse.Namespace) -> list[str]:
         f"rollout.max_new_tokens={args.new_tokens}",
         f"rollout.max_num_seqs={args.prompts * args.samples}",
         "rollout.deterministic=false",
+        "rollout.gpu_memory_fraction=0.42",  # on an H200 the cache holds all sequences of the default work
+        "rollout.engine_options={max_num_batched_tokens: 4096}",
         "debug.ignore_stop_tokens=true",
-        "actor.max_tokens_per_micro_batch=16384",
+        "algo.correction=sequence_mask",  # as TRL does by default
+        "algo.correction_limit=3",
+        "actor.max_tokens_per_micro_batch=20480",
         "checkpoint.save_interval=0",
         "run.name=step",
         f"run.dir={folder}",
