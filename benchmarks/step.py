@@ -5,8 +5,8 @@
 
 It writes a llama of that shape, prompts as long as GSM8K's, and starts torchrun: engines, loop, update and weight sync
 are a run's own, no response ends before its last token. Figures are medians of --steps steps after two that warm up;
-with --profile one more step is profiled, and FILE says what each of its stages spent its time on. Settings are those
-that were fastest within the memory of benchmarks/peer_trl.py; `settings` in the line has what was given beside them:
+with --profile one more step is profiled, and FILE says what each of its stages spent its time on. Settings fit the
+default work on an H200, in less memory than benchmarks/peer_trl.py takes; those given are in the line, as `settings`:
     seconds_per_step, seconds       a whole step, and its stages
     tokens_per_s                    sampled tokens over the whole step
     mfu_update, mfu_logprobs        6 N (2 N) times the tokens of prompts and responses, over the stage's seconds and
@@ -93,8 +93,8 @@ def settings_of(folder: Path, args: argparse.Namespace) -> list[str]:
         f"rollout.max_new_tokens={args.new_tokens}",
         f"rollout.max_num_seqs={args.prompts * args.samples}",
         "rollout.deterministic=false",
-        "rollout.gpu_memory_fraction=0.42",  # on an H200 the cache holds all sequences of the default work
-        "rollout.engine_options={max_num_batched_tokens: 4096}",
+        "rollout.gpu_memory_fraction=0.42",  # whose cache holds all of its sequences
+        f"rollout.engine_options={{max_num_batched_tokens: {max(4096, args.prompts * args.samples)}}}",
         "debug.ignore_stop_tokens=true",
         "algo.correction=sequence_mask",  # as TRL does by default
         "algo.correction_limit=3",

@@ -23,22 +23,27 @@ def replace(model: nn.Module) -> None:
     family = sys.modules[type(model).__module__]
     rotate: Any = getattr(family, NAME, None)
     if rotate is not None and rotate not in OURS and _is_usual(rotate):
-        ours = _in_memory_order(rotate)
+        ours = _ours_for(rotate)
         OURS.add(ours)
         setattr(family, NAME, ours)
 
 
-def _in_memory_order(theirs: Callable) -> Callable:
+def _ours_for(theirs: Callable) -> Callable:
     @wraps(theirs)
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        is_whole = unsqueeze_dim == 1 and cos.shape[-1] == q.shape[-1]  # or in another order, or a part of each head
-        if not is_whole or len(q) != 1 or len(cos) != 1 or cos.dtype != q.dtype:
-            return theirs(q, k, cos, sin, unsqueeze_dim)
+    def rotate(*args: Any, **options: Any) -> Any:
+        if options or len(args) != 4 or not _is_row(*args):
+            return theirs(*args, **options)
+        q, k, cos, sin = args
         cos, sin = cos.squeeze(0), sin.squeeze(0)
-        q, k = (rotate_heads(in_memory_order(x), cos, sin).transpose(0, 1).unsqueeze(0) for x in (q, k))
-        return q, k
+        return tuple(rotate_heads(in_memory_order(x), cos, sin).transpose(0, 1).unsqueeze(0) for x in (q, k))
 
     return rotate
+
+
+def _is_row(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Not several of them, nor a part of each head, angles of another type or angles that are learnt."""
+    is_one = len(q) == len(k) == 1 and q.shape[2:] == k.shape[2:] and cos.shape == sin.shape == (1, *q.shape[2:])
+    return is_one and q.dtype == k.dtype == cos.dtype == sin.dtype and not (cos.requires_grad or sin.requires_grad)
 
 
 @torch.library.custom_op("oneworld::rotate_heads", mutates_args=())
@@ -58,7 +63,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @rotate_heads.register_fake
-def _shape(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _empty_result(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -75,13 +80,14 @@ rotate_heads.register_autograd(_turn_back, setup_context=_save)
 
 
 def _is_usual(rotate: Callable) -> bool:
-    """It turns the two halves of a head against each other, and computes in the type that it is given."""
+    """It turns the two halves of a head against each other, in the type that it is given: on a CPU to the same bits as
+    ours. The kernel rounds once, at the end, as what is compiled from theirs does."""
     query = torch.arange(48.0).sin().view(1, 2, 3, 8)
     angles = torch.arange(24.0).view(1, 3, 8)
     for dtype in (torch.float32, torch.bfloat16):
         q, k, cos, sin = (x.to(dtype) for x in (query, query[:, :1], angles.cos(), angles.sin()))
         try:
-            theirs, ours = rotate(q, k, cos, sin), _in_memory_order(rotate)(q, k, cos, sin)
+            theirs, ours = rotate(q, k, cos, sin), _ours_for(rotate)(q, k, cos, sin)
             pairs = list(zip(theirs, ours, strict=True))
         except (RuntimeError, TypeError, ValueError):  # it takes or returns other things
             return False

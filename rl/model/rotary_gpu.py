@@ -25,7 +25,7 @@ def _rotate(
     PADDED_HALF: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
+    head = tl.program_id(1).to(tl.int64) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
     place = tl.arange(0, PADDED_HALF)[None, :]
     is_place = place < HALF
     inside = is_place & (head < NUM_HEADS)
@@ -48,6 +48,7 @@ def _rotate(
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As in rotary.py."""
     num_tokens, num_heads, head_dim = x.shape
+    assert cos.shape == sin.shape == (num_tokens, head_dim), (x.shape, cos.shape, sin.shape)
     x, cos, sin = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, cos, sin))
     padded_half = triton.next_power_of_2(head_dim // 2)
     tile_heads = min(triton.next_power_of_2(num_heads), max(1, TILE // padded_half))

@@ -20,7 +20,6 @@ from rl.critic import Critic
 from rl.data.batch import Batch
 from rl.learner import Learner
 from rl.metrics import Measures
-from rl.model import rotary
 from rl.model.load import Compute, load_model
 from rl.scoring import LocalScorer
 from rl.shards import local_slices
@@ -44,7 +43,6 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     assert all(layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers[:-1]), (
         "no layer is fetched early"
     )
-    assert getattr(sys.modules[type(layers[0].self_attn).__module__], rotary.NAME) in rotary.OURS
     for name in job["frozen"]:
         model.get_parameter(name).requires_grad_(False)
     batch = Batch(**load_file(folder / "batch.safetensors"))
@@ -84,12 +82,20 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     report(pg, folder, job, model, measures)
 
 
-class NoWaiting(TorchDispatchMode):
-    """No value leaves a tensor for Python, which on a GPU would wait for all that was asked of it."""
+class CheckedOperators(TorchDispatchMode):
+    """No value leaves a tensor for Python, which on a GPU would wait for all that was asked of it; and positions are
+    rotated our way."""
+
+    has_rotated = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert function is not torch.ops.aten._local_scalar_dense.default, "a micro-batch waits for the device"
+        self.has_rotated |= function is torch.ops.oneworld.rotate_heads.default
         return function(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        assert self.has_rotated or error[0], "rotary positions are the family's own"
 
 
 def check_reduction(trainee: Trainee) -> None:
@@ -105,7 +111,7 @@ def check_reduction(trainee: Trainee) -> None:
         assert early == [not waits] * len(early) and last, (has_gradients, mesh)
 
     def micro_batch(*args: Any) -> None:
-        with nullcontext() if trainee._actor.compile else NoWaiting():
+        with nullcontext() if trainee._actor.compile else CheckedOperators():
             accumulate(*args)
         has_gradients.append(any(parameter.grad is not None for parameter in trainee.model.parameters()))
 

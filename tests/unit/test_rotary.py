@@ -2,6 +2,7 @@
 
 import importlib
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,15 +43,20 @@ def computed(model: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "olmo2"])
-def test_a_model_computes_the_same(family: str, dtype: torch.dtype) -> None:
+def test_a_model_computes_the_same(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = make_model(family).to(dtype)
     before = computed(model)
+    kernel = Mock(wraps=rotary.rotate_heads)
+    monkeypatch.setattr(rotary, "rotate_heads", kernel)
     for _ in range(2):  # as each model of a run does
         rotary.replace(model)
         ours = family_of(family).apply_rotary_pos_emb
         assert ours in rotary.OURS
+        kernel.reset_mock()
         after = computed(model)
+        is_left = family == "olmo2" and dtype == torch.bfloat16  # its angles stay in float32
+        assert kernel.call_count == (0 if is_left else 8)  # queries and keys of two layers, there and back
         assert before[0].equal(after[0])
         for one, other in zip(before, after, strict=True):
             torch.testing.assert_close(one, other)
@@ -100,6 +106,40 @@ def test_results_lie_as_attention_wants_them(compiled: bool) -> None:
     rotate: Any = family_of("llama").apply_rotary_pos_emb
     if compiled:
         rotate = torch.compile(rotate, dynamic=True, fullgraph=True, backend="aot_eager")
-    q, angles = torch.randn(1, 5, 2, 8).transpose(1, 2), torch.randn(1, 5, 8)
+    q, angles = torch.randn(1, 2, 5, 8), torch.randn(1, 5, 8)
     for rotated in rotate(q, q, angles, angles):
         assert rotated[0].transpose(0, 1).is_contiguous()
+
+
+def test_the_operator_is_what_compilers_expect_and_has_its_gradient() -> None:
+    x = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True)
+    cos, sin = torch.randn(2, 5, 8, dtype=torch.float64)  # a half is not like the other
+    torch.library.opcheck(rotary.rotate_heads, (x, cos, sin))
+    assert torch.autograd.gradcheck(rotary.rotate_heads, (x, cos, sin))
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "angles", "options"),
+    [
+        ((2, 2, 5, 8), (2, 1, 5, 8), (1, 5, 8), {}),
+        ((2, 2, 5, 8), (2, 1, 5, 8), (2, 5, 8), {}),
+        ((1, 2, 5, 8), (1, 1, 5, 8), (2, 5, 8), {}),
+        ((1, 2, 5, 8), (1, 1, 5, 8), (1, 1, 8), {}),
+        ((1, 5, 2, 8), (1, 5, 1, 8), (1, 5, 8), {"unsqueeze_dim": 2}),
+    ],
+)
+def test_other_calls_are_left_to_the_family(q: Any, k: Any, angles: Any, options: dict[str, int]) -> None:
+    theirs: Any = family_of("llama").apply_rotary_pos_emb
+    rotary.replace(make_model("llama"))
+    ours: Any = family_of("llama").apply_rotary_pos_emb
+    args = [torch.randn(shape) for shape in (q, k, angles, angles)]
+    for one, other in zip(theirs(*args, **options), ours(*args, **options), strict=True):
+        assert one.equal(other)
+    assert ours(*args[:2], cos=args[2], sin=args[3], **options)[0].equal(theirs(*args, **options)[0])
+
+
+def test_learnt_angles_get_their_gradients() -> None:
+    rotary.replace(make_model("llama"))
+    q, cos, sin = torch.randn(1, 2, 5, 8), *torch.randn(2, 1, 5, 8).requires_grad_()
+    rotated: Any = family_of("llama").apply_rotary_pos_emb(q, q, cos, sin)
+    assert all(grad is not None for grad in torch.autograd.grad(rotated[0].sum(), (cos, sin)))
