@@ -41,7 +41,7 @@ def _ours_for(theirs: Callable) -> Callable:
 
 
 def _is_row(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Not several of them, nor a part of each head, angles of another type or angles that are learnt."""
+    """Of tokens, one; with angles for whole heads, of their type, that nobody learns."""
     is_one = len(q) == len(k) == 1 and q.shape[2:] == k.shape[2:] and cos.shape == sin.shape == (1, *q.shape[2:])
     return is_one and q.dtype == k.dtype == cos.dtype == sin.dtype and not (cos.requires_grad or sin.requires_grad)
 
