@@ -5,8 +5,7 @@
 One rank, one engine with the settings of step.py, the same prompts with sampled logprobs, no response ends before its
 last token; rounds of both take turns after one that warms up. `ours_s` is a step's whole rollout stage: handing prompts
 out, stepping the engine, scoring, packing groups into batches. `bare_s` is vLLM's own loop on the same engine object,
-its outputs unused.
-`overhead` is the median of ours over the median of bare, less 1.
+its outputs unused. `overhead` is the median of ours over the median of bare, less 1.
 """
 
 import json

@@ -93,7 +93,7 @@ def settings_of(folder: Path, args: argparse.Namespace) -> list[str]:
         f"rollout.max_new_tokens={args.new_tokens}",
         f"rollout.max_num_seqs={args.prompts * args.samples}",
         "rollout.deterministic=false",
-        "rollout.gpu_memory_fraction=0.42",  # whose cache holds all of its sequences
+        "rollout.gpu_memory_fraction=0.42",  # of an H200: the cache holds all sequences
         f"rollout.engine_options={{max_num_batched_tokens: {max(4096, args.prompts * args.samples)}}}",
         "debug.ignore_stop_tokens=true",
         "algo.correction=sequence_mask",  # as TRL does by default
