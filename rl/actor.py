@@ -11,13 +11,14 @@ from rl.config import Config
 from rl.credit import assign_credit
 from rl.critic import Critic
 from rl.data.batch import Batch
+from rl.data.describe import check_finite
 from rl.data.prompts import PromptStream, Tokenizer
 from rl.evaluation import Evaluation
 from rl.learner import Learner
 from rl.metrics import Measures, MetricsWriter
 from rl.rollout.dispatch import Sampling
 from rl.rollout.rollouts import Rollouts
-from rl.rollout.sample import Sampled, sample
+from rl.rollout.sample import DynamicSampling, Sampled, sample
 from rl.scoring import Scorer
 from rl.sync.weights import WeightSync
 
@@ -52,14 +53,16 @@ class Actor:
     def sample(self, version: int, measures: Measures) -> Sampled:
         """The next batch, from this version."""
         algo = self.config.algo
-        rounds = algo.max_sampling_rounds if algo.dynamic_sampling else 0
+        dynamic = DynamicSampling(algo.max_sampling_rounds, algo.mask_truncated) if algo.dynamic_sampling else None
         num_prompts = self.config.train.num_prompts_per_step
-        return sample(self.rollouts, self.stream, num_prompts, rounds, self.sampling, version, self.pg, measures)
+        return sample(self.rollouts, self.stream, num_prompts, dynamic, self.sampling, version, self.pg, measures)
 
     def score(self, batch: Batch, version: int) -> Batch:
-        """With logprobs of policy and reference, and the critic's values, where anything needs them."""
+        """Add logprobs of policy and reference, and the critic's values, where anything needs them."""
         batch = self.scorer.score(batch, version)
-        return batch if self.critic is None else self.critic.judge(batch)
+        batch = batch if self.critic is None else self.critic.judge(batch)
+        check_finite(batch)
+        return batch
 
     def assign_credit(self, batch: Batch, measures: Measures) -> Batch:
         config = self.config

@@ -104,7 +104,7 @@ class AlgoConfig:
     advantage: str = key(
         "grpo", "grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, or gae (with a critic: PPO)"
     )
-    gamma: float = key(1.0, "discount per token, of reinforce_pp and gae")
+    gamma: float = key(1.0, "discount per token, of reinforce_pp and gae; the others have none")
     lam: float = key(1.0, "lambda of gae")
     loss: str = key("clip", "clip (PPO's), gspo (ratios of whole sequences), or cispo (clipped weights)")
     loss_norm: str = key(
@@ -123,13 +123,17 @@ class AlgoConfig:
     correction: str = key(
         "none",
         "importance weights for what engine and learner differ in: none; token or sequence, truncated at "
-        "correction_limit; token_mask or sequence_mask, dropped outside of it",
+        "correction_limit; sequence_mask, dropped above it; token_mask or sequence_mask_two_sided, dropped above it "
+        "and below its inverse",
     )
-    correction_limit: float = key(2.0, "largest weight; masks also drop those below its inverse")
+    correction_limit: float = key(2.0, "largest weight; two-sided masks also drop those below its inverse")
     overlong_tokens: int = key(
         0, "DAPO: the last so many tokens before max_new_tokens cost reward, up to 1 at the limit; 0: none"
     )
-    mask_truncated: bool = key(False, "learn nothing from responses that were cut at max_new_tokens")
+    mask_truncated: bool = key(
+        False,
+        "leave responses that were cut at max_new_tokens out of everything: means, advantages, losses, the critic",
+    )
     dynamic_sampling: bool = key(
         False, "DAPO: draw on the prompt stream until a batch is full of groups with unequal rewards"
     )
@@ -305,7 +309,7 @@ ADVANTAGES = {  # and whether they compare the rollouts of a prompt
     "reinforce_pp_baseline": True,
     "gae": False,
 }
-CORRECTIONS = ("none", "token", "sequence", "token_mask", "sequence_mask")
+CORRECTIONS = ("none", "token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided")
 PLACEMENT_SIZES = ("num_nodes", "num_gpus_per_node")
 DAY_S = 86_400.0
 

@@ -15,8 +15,20 @@ from rl.metrics import Measures
 def assign_credit(
     batch: Batch, algo: AlgoConfig, max_new_tokens: int, kl_coef: float, pg: dist.ProcessGroup, measures: Measures
 ) -> Batch:
-    """The batch with advantages, and for a critic with returns. Whole groups are here; what is averaged over the batch
-    is averaged over all ranks of the group, so all of them call this."""
+    """Return the batch with advantages, and for a critic with returns. Whole groups are here; what is averaged over the
+    batch is averaged over all ranks of the process group, so all of them call this.
+
+    Responses that algo.mask_truncated masks count nowhere: neither in the mean of their group nor in that of the batch.
+    """
+    kept = batch.trained_sequences(algo.mask_truncated)
+    credited = _credit(batch.select(kept), algo, max_new_tokens, kl_coef, pg, measures)
+    fields = {"advantages": credited.advantages, "returns": credited.returns}
+    return batch.replace(**{name: batch.at_sequences(kept, of) for name, of in fields.items() if of is not None})
+
+
+def _credit(
+    batch: Batch, algo: AlgoConfig, max_new_tokens: int, kl_coef: float, pg: dist.ProcessGroup, measures: Measures
+) -> Batch:
     segments, lengths = batch.response_segment_ids, batch.response_lengths
     rewards = _shaped(batch, algo, max_new_tokens, measures)
     kl = _kl(batch, algo, kl_coef, measures)
@@ -38,7 +50,8 @@ def assign_credit(
         batch = batch.replace(returns=batch.at_responses(returns))
         measures.mean("critic/return_mean", returns.sum(), len(returns))
     else:
-        credit = rules.returns_to_go(token_rewards, segments, algo.gamma)
+        gamma = algo.gamma if algo.advantage == "reinforce_pp" else 1.0
+        credit = rules.returns_to_go(token_rewards, segments, gamma)
     moments = rules.moments(credit)
     dist.all_reduce(moments, group=pg)
     return batch.replace(advantages=batch.at_responses(rules.standardize(credit, moments)))

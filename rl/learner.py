@@ -40,6 +40,7 @@ class Learner(Trainee):
         self.probe_tokens: Sequence[int] = ()
         self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, by the policy before the last update
         self._is_probe_due = False
+        self._num_bad_logprobs = torch.zeros((), dtype=torch.int64, device=device)  # not finite; read once a step
 
     def run_probe(self) -> None:
         """A forward for the probe alone, where no update follows; on every rank, since it is a collective."""
@@ -77,11 +78,15 @@ class Learner(Trainee):
         return self._weights(mini_batch)[1]
 
     def _weights(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        kept = ~batch.truncated if self._algo.mask_truncated else torch.ones_like(batch.truncated)
         segments, longest = batch.response_segment_ids, self._rollout.max_new_tokens
-        return token_weights(self._algo.loss_norm, batch.response_lengths, segments, kept, longest)
+        return token_weights(self._algo.loss_norm, batch.response_lengths, segments, longest)
 
     def _check(self, mini_batch: Batch, measures: Measures) -> None:
+        if num_bad := int(self._num_bad_logprobs):
+            raise FloatingPointError(
+                f"{num_bad} logprobs of the policy are not finite: its weights or activations have overflowed. Go on "
+                "from an earlier checkpoint with a lower actor.lr"
+            )
         if mini_batch.old_logprobs is None:
             mismatch = measures.reduce(self._pg, "policy/mismatch_kl")
             check_mismatch(mismatch["policy/mismatch_kl"], self._rollout.max_mismatch_kl)
@@ -91,6 +96,7 @@ class Learner(Trainee):
         mask, algo = micro_batch.response_mask, self._algo
         count, (weights, denominator) = mask.sum(), self._weights(micro_batch)
         scores = self._score(micro_batch, self._reference_of(micro_batch))
+        self._num_bad_logprobs = self._num_bad_logprobs + (~torch.isfinite(scores.logprobs)).sum()
         rollout_logprobs = self._move(micro_batch.rollout_logprobs[mask])
         if micro_batch.old_logprobs is None:
             old_logprobs = scores.logprobs.detach()
@@ -99,13 +105,14 @@ class Learner(Trainee):
             old_logprobs = self._move(micro_batch.old_logprobs[mask])
         advantages = self._move(micro_batch.advantages[mask])
         segments, lengths = self._move(micro_batch.response_segment_ids), self._move(micro_batch.response_lengths)
-        policy = self._policy_loss(scores.logprobs, old_logprobs, advantages, segments, lengths)
-        loss = policy.loss
         if algo.correction != "none":
             limit = algo.correction_limit
             correction = importance_weights(old_logprobs, rollout_logprobs, segments, lengths, algo.correction, limit)
-            loss = loss * correction.weights
+            # Every loss is linear in the advantage. So a token of weight 0 has the loss 0, however large its ratio.
+            advantages = advantages * correction.weights
             _measure_correction(correction, count, measures)
+        policy = self._policy_loss(scores.logprobs, old_logprobs, advantages, segments, lengths)
+        loss = policy.loss
         weights = self._move(weights)
         measures.mean("loss/policy", (loss * weights).sum(), denominator)
         if algo.has_kl_in_loss:

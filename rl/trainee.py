@@ -158,12 +158,13 @@ class Trainee:
         return state
 
     def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
-        """Epochs of optimizer steps over mini-batches, which are runs of whole groups in stream order."""
-        count = self._algo.num_mini_batches
-        mini_batch_of_sequence = [mini_batch_of(position, num_prompts, count) for position in batch.group_ids.tolist()]
+        """Run epochs of optimizer steps over mini-batches, which are runs of whole groups in stream order. Masked
+        responses are in none of them."""
+        count, positions = self._algo.num_mini_batches, batch.group_ids.tolist()
+        kept = batch.trained_sequences(self._algo.mask_truncated)
         for _ in range(self._algo.num_epochs):
             for index in range(count):
-                sequences = [s for s, mini_batch in enumerate(mini_batch_of_sequence) if mini_batch == index]
+                sequences = [s for s in kept if mini_batch_of(positions[s], num_prompts, count) == index]
                 self._optimizer_step(batch.select(sequences), measures)
 
     def _optimizer_step(self, mini_batch: Batch, measures: Measures) -> None:
@@ -183,19 +184,28 @@ class Trainee:
         self._check(mini_batch, measures)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._actor.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm.to(self._device)  # without gradients: 0.0
-        if not torch.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient norm of the {self.kind} is {norm.item()}; lower its learning rate, or look at the "
-                "batch's logprobs and rewards"
-            )
-        measures.mean(f"{self.metric}/grad_norm", norm, 1)
+        is_finite = math.isfinite(norm)  # the same on every rank, as the norm is
+        self._count_skipped(not is_finite, norm, measures)
+        measures.mean(f"{self.metric}/grad_norm", norm if is_finite else 0.0, float(is_finite))
         measures.mean(f"{self.metric}/lr", self._scheduler.get_last_lr()[0], 1)
         for rest in self._rests.values():
             rest.wait()
-        if denominator:  # else there was nothing to learn from, and AdamW would still move by its momentum
+        if denominator and is_finite:  # without anything to learn from AdamW would still move by its momentum
             self._optimizer.step()
             self._scheduler.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _count_skipped(self, is_skipped: bool, norm: Tensor, measures: Measures) -> None:
+        """Count an optimizer step that a gradient with infinities or NaNs would have spoilt. The first rank counts."""
+        is_first = dist.get_rank(self._pg) == 0
+        measures.sum(f"{self.metric}/skipped_steps", float(is_skipped and is_first))
+        if is_skipped and is_first:
+            print(
+                f"oneworld: the gradient norm of the {self.kind} is {norm.item()} after {self.num_updates} optimizer "
+                f"steps, so the next one is skipped and counted in {self.metric}/skipped_steps; where that happens "
+                "again and again lower the learning rate, or bound the loss with algo.dual_clip",
+                flush=True,
+            )
 
     @contextmanager
     def _moments_returning(self) -> Iterator[None]:

@@ -126,7 +126,11 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
     ),
     "sequence mask": (
         {"correction": "sequence_mask", "correction_limit": 1.5, "mask_truncated": True},
-        lambda n, o, p, r, a, e, k: clip(n, o, a) * mask(torch.exp((o - p).sum()), 1.5),
+        lambda n, o, p, r, a, e, k: clip(n, o, a) * mask(torch.exp((o - p).sum()), 0, 1.5),
+    ),
+    "two-sided sequence mask": (
+        {"correction": "sequence_mask_two_sided", "correction_limit": 1.5},
+        lambda n, o, p, r, a, e, k: clip(n, o, a) * mask(torch.exp((o - p).sum()), 1 / 1.5, 1.5),
     ),
 }
 
@@ -142,8 +146,8 @@ def gspo(new: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
     return torch.stack([-torch.minimum(ratio * a, ratio.clamp(0.9, 1.3) * a) for a in advantages])
 
 
-def mask(weight: Tensor, limit: float) -> Tensor:
-    return weight if 1 / limit <= weight <= limit else torch.tensor(0.0)
+def mask(weight: Tensor, lowest: float, highest: float) -> Tensor:
+    return weight if lowest <= weight <= highest else torch.tensor(0.0)
 
 
 def variant_update(model: torch.nn.Module, reference: torch.nn.Module, batch: Batch, name: str) -> tuple[float, float]:
@@ -239,6 +243,7 @@ class Reference(NamedTuple):
     expected: dict[str, tuple[dict[str, Tensor], list[tuple[float, float, int]]]]  # by model: weights, losses
     variants: dict[str, tuple[dict[str, Tensor], float, float]]  # weights, loss and gradient norm
     judged: dict[str, Judged]  # by model
+    judged_without_truncated: Judged  # of the first model
     certainties: dict[str, tuple[Tensor, Tensor]]  # by model: logprobs and self-certainty of response tokens
 
 
@@ -256,7 +261,9 @@ def make_reference(folder: Path) -> Reference:
         model = make_model(folder / MODELS[0], MODELS[0])
         results = variant_update(model, other, batch, name)
         variants[name] = {name: parameter.detach() for name, parameter in model.named_parameters()}, *results
-    return Reference(folder, expected, variants, judged, certain)
+    kept = batch.select(batch.trained_sequences(mask_truncated=True))
+    without_truncated = critic_update(make_model(folder / MODELS[0], MODELS[0]), kept)
+    return Reference(folder, expected, variants, judged, without_truncated, certain)
 
 
 def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **options: Any) -> dict[str, Any]:
@@ -264,8 +271,16 @@ def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **o
     others = {"idle": options.pop("idle", False), "device": options.pop("device", "cpu")}
     actor = ACTOR | {"max_tokens_per_micro_batch": max_tokens, "compile": False} | options
     fixed = {"algo": ALGO, "temperature": TEMPERATURE, "num_prompts": NUM_PROMPTS, "old_logprobs": "given"}
-    fixed |= {"max_new_tokens": MAX_NEW_TOKENS, "frozen": []}
+    fixed |= {"max_new_tokens": MAX_NEW_TOKENS, "frozen": [], "edits": {}, "poisoned": ""}
     return {"name": name, "model": model, "dtype": dtype, "actor": actor} | others | fixed
+
+
+def spoilt_token(batch: Batch, is_truncated: bool) -> int:
+    """A response token of negative advantage, so that no clip bounds its loss."""
+    assert batch.advantages is not None
+    is_cut = torch.repeat_interleave(batch.truncated, batch.lengths)
+    fitting = batch.response_mask & (batch.advantages < 0) & (is_cut == is_truncated)
+    return int(fitting.nonzero()[0])
 
 
 def variant_job(name: str) -> dict[str, Any]:
@@ -319,4 +334,4 @@ def check_weights(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: 
     assert got.keys() == wanted.keys()
     for name, tensor in wanted.items():
         difference = (got[name] - tensor).abs().max().item()
-        assert difference < tolerance, f"{name} is off by {difference} with {job}"
+        assert difference <= tolerance, f"{name} is off by {difference} with {job}"

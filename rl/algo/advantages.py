@@ -102,8 +102,8 @@ def gae(token_rewards: Tensor, values: Tensor, segment_ids: Tensor, gamma: float
 
 
 def moments(values: Tensor, weights: Tensor | None = None) -> Tensor:
-    """[3] float64: count, sum and sum of squares, which ranks add before `standardize`. A weight is how often a value
-    counts: the lengths, where each token has its sequence's value; 0 where a sequence is masked.
+    """Return [3] float64: count, sum and sum of squares, which ranks add before `standardize`. A weight is how often a
+    value counts: the lengths, where each token has its sequence's value.
 
     values [N], weights [N] -> [3].
     """

@@ -31,13 +31,8 @@ def clipped_ratio(
     2503.14476). A `dual_clip` c > 1 bounds the loss of tokens of negative advantage at c times it (arXiv 1912.09729),
     0 does not. All tensors are [T].
     """
-    ratio = torch.exp(new_logprobs - old_logprobs)
-    policy = _pessimistic(ratio, advantages, clip_low, clip_high)
-    if not dual_clip:
-        return policy
-    assert dual_clip > 1, dual_clip
-    is_cut = (advantages < 0) & (ratio > dual_clip)
-    return PolicyLoss(torch.where(is_cut, -dual_clip * advantages, policy.loss), policy.clipped | is_cut)
+    assert dual_clip == 0 or dual_clip > 1, dual_clip
+    return _pessimistic(new_logprobs - old_logprobs, advantages, clip_low, clip_high, dual_clip)
 
 
 def sequence_ratio(
@@ -56,8 +51,8 @@ def sequence_ratio(
     """
     log_ratio_sums = sequence_sums((new_logprobs - old_logprobs).detach(), segment_ids, lengths)
     mean_log_ratio = (log_ratio_sums / lengths.clamp(min=1)).to(new_logprobs.dtype)
-    ratio = torch.exp(mean_log_ratio[segment_ids] + new_logprobs - new_logprobs.detach())
-    return _pessimistic(ratio, advantages, clip_low, clip_high)
+    log_ratio = mean_log_ratio[segment_ids] + new_logprobs - new_logprobs.detach()
+    return _pessimistic(log_ratio, advantages, clip_low, clip_high)
 
 
 def clipped_weight(
@@ -83,29 +78,39 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     return torch.maximum(free, held) / 2, held > free
 
 
-def token_weights(
-    normalization: str, lengths: Tensor, segment_ids: Tensor, kept: Tensor, max_length: int
-) -> tuple[Tensor, Tensor]:
-    """What a token counts, and what the sum over tokens is divided by, after ranks have added theirs:
+def token_weights(normalization: str, lengths: Tensor, segment_ids: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
+    """Return what a token counts, and what the sum over tokens is divided by, after ranks have added theirs:
 
-        token     1           kept tokens                      every token counts the same (DAPO, arXiv 2503.14476)
-        sequence  1 / length  kept sequences with a token      every sequence counts the same (GRPO, arXiv 2402.03300)
-        constant  1           kept sequences * max_length      no length is favoured (Dr.GRPO, arXiv 2503.20783)
+        token     1           tokens                      every token counts the same (DAPO, arXiv 2503.14476)
+        sequence  1 / length  sequences with a token      every sequence counts the same (GRPO, arXiv 2402.03300)
+        constant  1           sequences * max_length      no length is favoured (Dr.GRPO, arXiv 2503.20783)
 
-    Sequences that are not kept, such as truncated ones under DAPO's overlong filtering, count nowhere. The denominator
-    is 0 where nothing is kept.
-
-    lengths [S], segment_ids [T], kept [S] bool -> weights [T] float32, denominator (a scalar of int64).
+    lengths [S], segment_ids [T] -> weights [T] float32, denominator (a scalar of int64), 0 where there is nothing.
     """
-    if normalization == "token":
-        return kept[segment_ids].float(), lengths[kept].sum()
     if normalization == "sequence":
-        return (kept / lengths.clamp(min=1))[segment_ids], (kept & (lengths > 0)).sum()
+        return (1 / lengths.clamp(min=1))[segment_ids], (lengths > 0).sum()
+    weights = torch.ones(segment_ids.shape, device=segment_ids.device)
+    if normalization == "token":
+        return weights, lengths.sum()
     assert normalization == "constant", normalization
-    return kept[segment_ids].float(), kept.sum() * max_length
+    return weights, lengths.new_tensor(lengths.numel() * max_length)
 
 
-def _pessimistic(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
-    free = ratio * advantages
-    held = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return PolicyLoss(loss=-torch.minimum(free, held), clipped=held < free)
+def _pessimistic(
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> PolicyLoss:
+    """Return -min(r A, clip(r) A), and with `dual_clip` c at most -c A where A < 0.
+
+    Where the loss is flat (a bound holds it, or A = 0) the exponential is never differentiated: beyond exp(88) it is
+    infinite in float32, and its gradient would be 0 times infinity.
+    """
+    with torch.no_grad():
+        ratio = torch.exp(log_ratio)
+        held = ratio.clamp(1 - clip_low, 1 + clip_high)
+        clipped = held * advantages < ratio * advantages
+        if dual_clip:
+            is_cut = (advantages < 0) & (ratio > dual_clip)
+            held, clipped = held.masked_fill(is_cut, dual_clip), clipped | is_cut
+        is_flat = clipped | (advantages == 0)
+    free = torch.exp(log_ratio.masked_fill(is_flat, 0.0))
+    return PolicyLoss(loss=-torch.where(is_flat, held, free) * advantages, clipped=clipped)

@@ -80,13 +80,27 @@ class Batch:
         ends = self.lengths.cumsum(0)
         return list(zip((ends - self.response_lengths).tolist(), ends.tolist()))
 
+    def trained_sequences(self, mask_truncated: bool) -> list[int]:
+        """Return the sequences that are learnt from: with `mask_truncated` those that were not cut."""
+        return (~self.truncated).nonzero().flatten().tolist() if mask_truncated else list(range(self.num_sequences))
+
+    def at_sequences(self, sequences: Sequence[int], values: Tensor) -> Tensor:
+        """Return [T] from the values of these sequences' tokens, laid end to end: 0 in all others."""
+        spread = values.new_zeros(self.num_tokens)
+        spread[self._tokens_of(sequences)] = values
+        return spread
+
+    def _tokens_of(self, sequences: Sequence[int]) -> Tensor:
+        """Return the places of these sequences' tokens."""
+        cu_lengths = self.cu_lengths.tolist()
+        spans = [torch.arange(cu_lengths[s], cu_lengths[s + 1]) for s in sequences]
+        index = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+        return index.to(self.tokens.device)
+
     def select(self, sequences: Sequence[int]) -> "Batch":
         """These sequences, in this order."""
         index = torch.as_tensor(list(sequences), dtype=torch.int64, device=self.lengths.device)
-        cu_lengths = self.cu_lengths.tolist()
-        spans = [torch.arange(cu_lengths[s], cu_lengths[s + 1]) for s in sequences]
-        token_index = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
-        token_index = token_index.to(self.tokens.device)
+        token_index = self._tokens_of(sequences)
         picked = {}
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)

@@ -1,5 +1,7 @@
 """What a batch says before anything is learnt from it."""
 
+import torch
+
 from rl.algo.mismatch import mismatch_kl
 from rl.data.batch import Batch
 from rl.data.prompts import Tokenizer
@@ -18,6 +20,22 @@ def describe(batch: Batch) -> Measures:
         mismatch = mismatch_kl(batch.old_logprobs[mask], batch.rollout_logprobs[mask])
         measures.mean("policy/mismatch_kl", mismatch, mask.sum())
     return measures
+
+
+def check_finite(batch: Batch) -> None:
+    """Refuse logprobs and values with infinities or NaNs: one of them would spoil every weight of the model."""
+    for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "certainty", "values"):
+        scores = getattr(batch, name)
+        bad = [] if scores is None else (batch.response_mask & ~torch.isfinite(scores)).nonzero().flatten().tolist()
+        if bad:
+            first, sequence = bad[0], int(batch.segment_ids[bad[0]])
+            place = int(batch.positions[first] - batch.prompt_lengths[sequence])
+            raise FloatingPointError(
+                f"{len(bad)} of {int(batch.response_mask.sum())} {name} are not finite; the first is {scores[first]} "
+                f"at token {place} of a response to prompt {int(batch.group_ids[sequence])} of this step, sampled by "
+                f"version {int(batch.versions[first])}. A model has overflowed: try model.dtype=float32, or go on from "
+                "an earlier checkpoint with a lower learning rate"
+            )
 
 
 def show(batch: Batch, tokenizer: Tokenizer, count: int) -> str:

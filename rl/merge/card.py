@@ -22,6 +22,15 @@ REWARD, ACCURACY = "reward/mean", "eval/accuracy"
 PICTURE = "reward.png"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 LOCATION = re.compile(r"(/|~|\.\.(/|$)|file:)")  # how a path begins that says where on a machine something lies
+ADVANTAGES = {
+    "grpo": "GRPO",
+    "dr_grpo": "Dr.GRPO",
+    "rloo": "RLOO",
+    "reinforce_pp": "REINFORCE++",
+    "reinforce_pp_baseline": "REINFORCE++-baseline",
+    "gae": "PPO with a critic",
+}
+LOSSES = {"clip": "clipped-ratio", "gspo": "GSPO", "cispo": "CISPO"}
 OF_THE_RUN = ("run.dir", "run.name")  # say nothing about the model
 
 
@@ -79,7 +88,16 @@ def _introduction(manifest: Manifest, dtype: str) -> str:
         "weights": dtype,
     }
     table = _table(["", ""], rows.items())
-    return f"Trained from {origin} with group-relative reinforcement learning (GRPO) by oneworld.\n\n{table}"
+    return f"Trained from {origin} with reinforcement learning{_algorithm(manifest)} by oneworld.\n\n{table}"
+
+
+def _algorithm(manifest: Manifest) -> str:
+    """Name the advantages and the loss of the run; a name that this version does not know stands as it is."""
+    algo = manifest.config.get("algo", {})
+    advantage, loss = str(algo.get("advantage", "")), str(algo.get("loss", ""))
+    if not advantage or not loss:
+        return ""
+    return f" ({ADVANTAGES.get(advantage, _plain(advantage))}, {LOSSES.get(loss, _plain(loss))} loss)"
 
 
 def _figures(manifest: Manifest, series: Mapping[str, Points]) -> str:

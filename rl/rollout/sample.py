@@ -5,6 +5,7 @@ A group of equal rewards has no advantages, so DAPO (arXiv 2503.14476) leaves it
 the interval grows depends on rewards alone, never on timing, and the first groups in stream order are kept.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,22 +26,28 @@ class Sampled(NamedTuple):
     totals: Totals  # of all that was sampled
 
 
+@dataclass(frozen=True)
+class DynamicSampling:
+    max_rounds: int
+    mask_truncated: bool  # truncated responses are not learnt from, so their rewards make no group informative
+
+
 def sample(
     rollouts: Rollouts,
     stream: PromptStream | None,
     num_prompts: int,
-    max_rounds: int,
+    dynamic: DynamicSampling | None,
     sampling: Sampling,
     version: int,
     pg: dist.ProcessGroup,
     measures: Measures,
 ) -> Sampled:
-    """On every actor; the leader alone has the stream. With `max_rounds` 0 groups of equal rewards stay in it."""
+    """Sample on every actor; the leader alone has the stream. Without `dynamic` groups of equal rewards stay in it."""
 
     def start(count: int) -> int:
         return rollouts.start(stream.take(count) if stream else None, sampling, version)
 
-    if not max_rounds:
+    if dynamic is None:
         batch = start(num_prompts)
         gathered = rollouts.gather(batch)
         return Sampled(rollouts.settle(batch, gathered.groups, gathered.owners), num_prompts, gathered.totals)
@@ -48,13 +55,14 @@ def sample(
     owners: list[int] = []  # of all groups
     informative: list[int] = []  # positions, of all ranks
     totals: list[Totals] = []
-    for _ in range(max_rounds):
+    for _ in range(dynamic.max_rounds):
         first, count = len(owners), next_count(num_prompts, len(owners), len(informative))
         batch = start(count)
         gathered = rollouts.gather(batch)
         flags = torch.zeros(count, dtype=torch.int64)
         for position, group in gathered.groups.items():
-            flags[position] = is_informative(group.rewards, group.group_ids).any()
+            learnt = group.select(group.trained_sequences(dynamic.mask_truncated))
+            flags[position] = is_informative(learnt.rewards, learnt.group_ids).any()
         dist.all_reduce(flags, group=pg)
         groups |= {first + position: group for position, group in gathered.groups.items()}
         owners += gathered.owners

@@ -20,6 +20,7 @@ from tests.update import (
     make_reference,
     mini_batch_jobs,
     run_jobs,
+    spoilt_token,
     values_of,
     variant_job,
     weights_of,
@@ -57,6 +58,24 @@ FROZEN = [
     | {"frozen": ["model.layers.0.mlp.up_proj.weight"]}
     for offload in ("none", "moments")
 ]
+# A logprob that makes the ratio of one token infinite in float32, in a response that is learnt from or in a masked one.
+FAR = -500.0
+SPOILT = {
+    is_truncated: job(f"an infinite ratio, truncated {is_truncated}", MODELS[0])
+    | {"algo": ONE_UPDATE | {"mask_truncated": True}}
+    | {"edits": {"old_logprobs": (spoilt_token(make_batch(), is_truncated), FAR)}}
+    for is_truncated in (False, True)
+}
+MASKED = job("truncated responses are masked", MODELS[0]) | {"algo": ONE_UPDATE | {"mask_truncated": True}}
+REJECTED = job("an infinite ratio, which the correction rejects", MODELS[0]) | {
+    "algo": ONE_UPDATE | {"correction": "sequence_mask"},
+    "edits": {
+        name: (spoilt_token(make_batch(), False), x)
+        for name, x in (("old_logprobs", FAR), ("rollout_logprobs", 2 * FAR))
+    },
+}
+POISONED = job("a weight is NaN", MODELS[0]) | {"poisoned": "model.norm.weight"}
+MASKED_CRITIC = critic_job("critic without truncated responses", MODELS[0]) | {"algo": ALGO | {"mask_truncated": True}}
 ALGORITHMS = {name: variant_job(name) for name in VARIANTS}
 CRITIC_WAYS = {1: {"max_tokens": 10_000}, 2: {"offload": "rollout"}, 4: {"recompute": "full", "idle": True}}
 CRITICS = {
@@ -64,7 +83,11 @@ CRITICS = {
     for num_ranks, way in CRITIC_WAYS.items()
     for model in MODELS
 }
-EXTRA = {1: [COMPILED, IN_BF16[1]], 2: [IN_BF16[2], *ON_POLICY, *EMPTY, *FROZEN], 4: [*ALGORITHMS.values()]}
+EXTRA = {
+    1: [COMPILED, IN_BF16[1]],
+    2: [IN_BF16[2], *ON_POLICY, *EMPTY, *FROZEN, *SPOILT.values(), MASKED, REJECTED, POISONED, MASKED_CRITIC],
+    4: [*ALGORITHMS.values()],
+}
 
 
 def ways(num_ranks: int) -> list[dict[str, Any]]:
@@ -153,6 +176,39 @@ def test_on_policy_data_need_no_pass_for_old_logprobs(reference: Reference) -> N
 def test_an_empty_mini_batch_moves_nothing(reference: Reference) -> None:
     five, eight = (weights_of(reference.folder, each) for each in EMPTY)
     check_weights(eight, five, 1e-6, EMPTY[1])
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(reference: Reference) -> None:
+    """Without a clip that bounds it, an infinite ratio makes the gradient infinite: no weight moves."""
+    values = values_of(reference.folder, SPOILT[False])
+    assert (values["optim/skipped_steps"], values["optim/grad_norm"]) == (1, 0)
+    begun = load_file(reference.folder / MODELS[0] / "model.safetensors")
+    check_weights(weights_of(reference.folder, SPOILT[False]), begun, 0.0, SPOILT[False])
+    assert values_of(reference.folder, MASKED)["optim/skipped_steps"] == 0
+
+
+def test_a_masked_response_has_no_gradient_however_wrong_it_is(reference: Reference) -> None:
+    assert values_of(reference.folder, SPOILT[True]) == values_of(reference.folder, MASKED)
+    check_weights(weights_of(reference.folder, SPOILT[True]), weights_of(reference.folder, MASKED), 0.0, SPOILT[True])
+
+
+def test_a_response_that_the_correction_rejects_has_no_gradient(reference: Reference) -> None:
+    values = values_of(reference.folder, REJECTED)
+    assert values["optim/skipped_steps"] == 0 and 0 < values["optim/grad_norm"] < 100
+    assert abs(values["loss/policy"]) < 10
+
+
+def test_logprobs_that_are_not_finite_end_the_run(reference: Reference) -> None:
+    for rank in range(2):
+        said = (reference.folder / f"{POISONED['name']}.{rank}.error").read_text()
+        assert "logprobs of the policy are not finite" in said
+
+
+def test_the_critic_does_not_learn_from_masked_responses(reference: Reference) -> None:
+    wanted, values = reference.judged_without_truncated, values_of(reference.folder, MASKED_CRITIC)
+    assert values["critic/loss"] == pytest.approx(wanted.loss, abs=1e-5)
+    assert values["critic/grad_norm"] == pytest.approx(wanted.grad_norm, rel=1e-4)
+    check_weights(weights_of(reference.folder, MASKED_CRITIC), wanted.weights, 6e-5, MASKED_CRITIC)
 
 
 def test_moments_of_a_part_that_is_not_trained(reference: Reference) -> None:

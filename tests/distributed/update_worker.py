@@ -45,7 +45,11 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     )
     for name in job["frozen"]:
         model.get_parameter(name).requires_grad_(False)
+    if job["poisoned"]:
+        model.get_parameter(job["poisoned"]).to_local().detach().fill_(float("nan"))
     batch = Batch(**load_file(folder / "batch.safetensors"))
+    for field, (token, value) in job["edits"].items():
+        getattr(batch, field)[token] = value
     rollout = RolloutConfig(temperature=job["temperature"], max_new_tokens=job["max_new_tokens"])
     learner = Learner(model, pg, device, actor, algo, rollout, num_optimizer_steps=4)
     if algo.kl_estimator == "full":
@@ -74,7 +78,11 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         )
         learner.take_device()
         rest_before_steps(learner)
-    learner.update(share, num_prompts=job["num_prompts"], measures=measures)
+    try:
+        learner.update(share, num_prompts=job["num_prompts"], measures=measures)
+    except FloatingPointError as error:
+        (folder / f"{job['name']}.{rank}.error").write_text(str(error))
+        return
     if learner.offloads:
         learner.release_device()
         assert num_moments_away(learner) > 0

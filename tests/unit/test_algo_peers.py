@@ -137,8 +137,11 @@ def ours(name: str, new: Tensor, old: Tensor, data: Ragged, low: float = LOW) ->
 
 
 def total(token_losses: Tensor, normalization: str, data: Ragged, kept: Tensor) -> Tensor:
-    weights, denominator = token_weights(normalization, data.lengths, data.segment_ids, kept, MAX_LENGTH)
-    return (weights * token_losses).sum() / denominator
+    """The loss of a batch from which the other sequences were dropped."""
+    lengths = data.lengths[kept]
+    segment_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    weights, denominator = token_weights(normalization, lengths, segment_ids, MAX_LENGTH)
+    return (weights * token_losses[kept[data.segment_ids]]).sum() / denominator
 
 
 def check_gradients(got: Tensor, wanted: Tensor, new: Tensor) -> None:
@@ -193,10 +196,18 @@ def test_kl(verl: Peer, data: Ragged, estimator: str) -> None:
         assert adapt_kl_coef(0.2, kl, 6.0, 256) == pytest.approx(controller.value, abs=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["token", "sequence", "token_mask", "sequence_mask"])
-def test_correction(verl: Peer, data: Ragged, mask: Tensor, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "level", "limit"),
+    [
+        ("token", "token", 2.0),
+        ("sequence", "sequence", 2.0),
+        ("token_mask", "token", "0.5_2.0"),
+        ("sequence_mask", "sequence", "1e-30_2.0"),  # verl wants a lower bound above 0
+        ("sequence_mask_two_sided", "sequence", "0.5_2.0"),
+    ],
+)
+def test_correction(verl: Peer, data: Ragged, mask: Tensor, mode: str, level: str, limit: float | str) -> None:
     old, rollout = data.tokens(21, 0.4), data.tokens(22, 0.4)
-    level, limit = mode.removesuffix("_mask"), "0.5_2.0" if mode.endswith("mask") else 2.0
     wanted, _ = verl.compute_rollout_correction_weights(pad(old - rollout, mask), mask.float(), level, limit)
     got = importance_weights(old, rollout, data.segment_ids, data.lengths, mode, 2.0)
     close(got.weights, wanted[mask], atol=2e-6)

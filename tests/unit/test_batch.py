@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rl.data.batch import Batch, empty_batch
-from rl.data.describe import describe, show
+from rl.data.describe import check_finite, describe, show
 
 LN2 = math.log(2)
 
@@ -129,6 +129,27 @@ def test_describe_an_empty_batch(pg: dist.ProcessGroup) -> None:
     values = describe(empty_batch().replace(old_logprobs=torch.empty(0))).reduce(pg)
     assert set(values.values()) == {0.0}
     assert len(values) == 5
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["rollout_logprobs", "old_logprobs", "ref_logprobs", "certainty", "values"])
+def test_scores_that_are_not_finite_are_refused(name: str, bad: float) -> None:
+    """With the place of the first; what stands in prompts is never read."""
+    scores = torch.zeros(10)
+    scores[0] = bad
+    check_finite(make_batch().replace(**{name: scores}))
+    scores[5] = scores[9] = bad
+    said = rf"2 of 5 {name} are not finite; the first is {bad} at token 1 of a response to prompt 7 .* by version 3"
+    with pytest.raises(FloatingPointError, match=said):
+        check_finite(make_batch().replace(**{name: scores}))
+
+
+def test_learnt_from_are_all_or_those_that_were_not_cut() -> None:
+    batch = make_batch()
+    assert (batch.trained_sequences(False), batch.trained_sequences(True)) == ([0, 1, 2], [0, 2])
+    spread = batch.at_sequences([0, 2], torch.arange(1.0, 7))
+    assert spread.tolist() == [1, 2, 3, 0, 0, 0, 0, 4, 5, 6]
+    assert batch.at_sequences([], torch.empty(0)).tolist() == [0.0] * 10
 
 
 class Letters:

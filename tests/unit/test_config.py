@@ -211,7 +211,7 @@ CHOICES = {
     "algo.advantage": "grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, gae",
     "algo.loss": "clip, gspo, cispo",
     "algo.loss_norm": "token, sequence, constant",
-    "algo.correction": "none, token, sequence, token_mask, sequence_mask",
+    "algo.correction": "none, token, sequence, token_mask, sequence_mask, sequence_mask_two_sided",
     "actor.lr_schedule": "constant, linear, cosine",
     "data.long_rows": "skip, fatal",
     "data.bad_rows": "fatal, skip",

@@ -169,6 +169,57 @@ def test_certainty_is_a_reward() -> None:
     assert batch.rewards.tolist() == REWARDS  # as the functions gave them
 
 
+ADVANTAGES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        # The first response is masked: the group of the second has no mean but its own reward, 0.
+        ({"advantage": "grpo"}, by_sequence([0, 0, -0.707106, 0.707106])),
+        ({"advantage": "dr_grpo"}, by_sequence([0, 0, -1, 1])),
+        ({"advantage": "rloo"}, by_sequence([0, 0, -2, 2])),
+        ({"advantage": "reinforce_pp", "gamma": 0.5}, [[0, 0], *standard([[0], [0.5, 1, 2], [2, 4]])]),
+        ({"advantage": "reinforce_pp_baseline"}, [[0, 0], *standard([[0], [-1, -1, -1], [1, 1]])]),
+        ({"advantage": "gae", "lam": 0.5}, [[0, 0], *standard([[-1], [1.25, 0.5, 1], [1, 2]])]),
+    ],
+    ids=lambda value: value.get("advantage") if isinstance(value, dict) else "",
+)
+def test_masked_responses_count_nowhere(settings: dict[str, Any], wanted: list[list[float]]) -> None:
+    """By hand; and their rewards, values and KLs could be anything."""
+    batch = make_batch().replace(truncated=torch.tensor([True, False, False, False]))
+    algo = AlgoConfig(mask_truncated=True, **settings)
+    (credited,), (values,) = on_ranks([batch], algo)
+    check(credited.advantages, wanted)
+    if settings["advantage"] == "gae":
+        check(credited.returns, [[0, 0], [0], [1.25, 1.5, 2], [3, 4]])
+        assert values["critic/return_mean"] == pytest.approx(11.75 / 6)
+    (unmasked,), _ = on_ranks([batch], AlgoConfig(**settings))
+    assert not torch.equal(unmasked.advantages, credited.advantages)
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_a_batch_with_masked_responses_is_worth_one_without_them(advantage: str) -> None:
+    """Advantages, returns and what is measured, with everything that rewards can be made of."""
+    settings = {"kl_coef": 0.3, "kl_place": "reward", "overlong_tokens": 2, "certainty_coef": 0.7, "gamma": 0.9}
+    algo = AlgoConfig(advantage=advantage, mask_truncated=True, **settings)
+    batch = random_batch().replace(truncated=torch.arange(21) % 4 == 1)
+    kept = batch.trained_sequences(True)
+    (whole,), (values,) = on_ranks([batch], algo)
+    (part,), (expected,) = on_ranks([batch.select(kept)], algo)
+    for name in ("advantages", "returns") if advantage == "gae" else ("advantages",):
+        assert torch.equal(getattr(whole.select(kept), name), getattr(part, name))
+        others = [s for s in range(21) if s not in kept]
+        assert not getattr(whole.select(others), name).any()
+    assert values == expected
+
+
+def test_reinforce_pp_baseline_has_no_discount() -> None:
+    """Neither the paper nor any peer discounts it, whatever algo.gamma says."""
+    batch, _ = credit(advantage="reinforce_pp_baseline", gamma=0.5)
+    check(batch.advantages, standard(by_sequence([0.5, -0.5, -1, 1])))
+
+
 def random_batch() -> Batch:
     """7 groups of 3, some responses without a token."""
     generator = torch.Generator().manual_seed(0)
@@ -189,7 +240,7 @@ def random_batch() -> Batch:
     )
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"])
+@pytest.mark.parametrize("advantage", ADVANTAGES)
 @pytest.mark.parametrize("owners", [[0, 1, 1, 0, 1, 1, 1], [2, 0, 2, 2, 0, 0, 2]], ids=["2 ranks", "3, one empty"])
 def test_whole_groups_on_any_rank_get_the_same(advantage: str, owners: list[int]) -> None:
     """Each sequence's advantages and returns, and the metrics on every rank."""

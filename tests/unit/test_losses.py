@@ -164,22 +164,18 @@ def test_values_within_the_bound_are_not_clipped() -> None:
 @pytest.mark.parametrize(
     ("normalization", "weights", "denominator"),
     [
-        # lengths 2, 0, 1, 3, of which the 1 is masked; at most 10 tokens
-        ("token", [1, 1, 0, 1, 1, 1], 5),
-        ("sequence", [1 / 2, 1 / 2, 0, 1 / 3, 1 / 3, 1 / 3], 2),
-        ("constant", [1, 1, 0, 1, 1, 1], 30),
+        # lengths 2, 0, 3; at most 10 tokens
+        ("token", [1, 1, 1, 1, 1], 5),
+        ("sequence", [1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 3], 2),
+        ("constant", [1, 1, 1, 1, 1], 30),
     ],
 )
 def test_token_weights(normalization: str, weights: list[float], denominator: int) -> None:
-    lengths, ids = torch.tensor([2, 0, 1, 3]), torch.tensor([0, 0, 2, 3, 3, 3])
-    kept = torch.tensor([True, True, False, True])
-    got, total = token_weights(normalization, lengths, ids, kept, max_length=10)
+    lengths, ids = torch.tensor([2, 0, 3]), torch.tensor([0, 0, 2, 2, 2])
+    got, total = token_weights(normalization, lengths, ids, max_length=10)
     close(got, weights)
     assert (got.dtype, total.dtype, total.item()) == (torch.float32, torch.int64, denominator)
-    # all truncated: nothing counts
-    got, total = token_weights(normalization, lengths, ids, torch.zeros_like(kept), max_length=10)
-    assert (got.tolist(), total.item()) == ([0.0] * 6, 0)
-    got, total = token_weights(normalization, lengths[:0], ids[:0], kept[:0], max_length=10)
+    got, total = token_weights(normalization, lengths[:0], ids[:0], max_length=10)
     assert (got.shape, total.item()) == ((0,), 0)
 
 
@@ -227,24 +223,22 @@ LOSSES = [(of_clip, loop_clip), (of_dual_clip, loop_dual_clip), (of_gspo, loop_g
 @pytest.mark.parametrize(("flat", "loop"), LOSSES)
 @pytest.mark.parametrize("scale", [0.0, 0.8])
 def test_loss_and_gradient_against_a_loop(flat: Callable, loop: Callable, normalization: str, scale: float) -> None:
-    """With some sequences masked, at ratio 1 (scale 0) and around the bounds."""
+    """At ratio 1 (scale 0) and around the bounds."""
     data = ragged(seed=4, max_length=12)
     old = data.tokens(5) - 2
     new = (old + data.tokens(6, scale)).requires_grad_()
-    kept = torch.arange(20) % 3 != 1
     got = flat(new, old, data.rewards[data.segment_ids], data)
-    weights, denominator = token_weights(normalization, data.lengths, data.segment_ids, kept, max_length=12)
+    weights, denominator = token_weights(normalization, data.lengths, data.segment_ids, max_length=12)
     loss = (weights * got.loss).sum() / denominator
     (gradient,) = torch.autograd.grad(loss, new)
 
     wanted, num_tokens, num_sequences, num_full = torch.zeros(()), 0, 0, 0
     for s, (n, o) in enumerate(zip(data.split(new), data.split(old))):
-        if kept[s]:
-            terms = loop(n, o, data.rewards[s])
-            wanted = wanted + sum(terms, torch.zeros(())) / (max(len(n), 1) if normalization == "sequence" else 1)
-            num_tokens += len(n)
-            num_sequences += 1
-            num_full += len(n) > 0
+        terms = loop(n, o, data.rewards[s])
+        wanted = wanted + sum(terms, torch.zeros(())) / (max(len(n), 1) if normalization == "sequence" else 1)
+        num_tokens += len(n)
+        num_sequences += 1
+        num_full += len(n) > 0
     wanted = wanted / {"token": num_tokens, "sequence": num_full, "constant": num_sequences * 12}[normalization]
     (gradient_wanted,) = torch.autograd.grad(wanted, new)
     close(loss.detach(), wanted.detach(), atol=1e-6)
@@ -253,6 +247,40 @@ def test_loss_and_gradient_against_a_loop(flat: Callable, loop: Callable, normal
     assert 0 < got.clipped.sum() < got.clipped.numel() if scale else not got.clipped.any()
     if scale == 0:  # all losses are REINFORCE where the policy is the one that sampled
         close(gradient, -data.rewards[data.segment_ids] * weights / denominator, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flat", "advantage", "loss"),
+    [
+        (of_clip, 2.0, -2.6),  # held at 1.3
+        (of_clip, 0.0, 0.0),
+        (of_dual_clip, 2.0, -2.6),
+        (of_dual_clip, 0.0, 0.0),
+        (of_dual_clip, -2.0, 3.0),  # at most 1.5 times 2
+        (of_gspo, 2.0, -2.6),
+        (of_gspo, 0.0, 0.0),
+    ],
+)
+def test_a_ratio_beyond_float32_gives_no_gradient_where_the_loss_is_flat(
+    flat: Callable, advantage: float, loss: float
+) -> None:
+    """exp(100) is infinite in float32; the gradient must be 0 there, not 0 times infinity."""
+    data = Ragged(torch.tensor([1]), torch.tensor([0]), torch.tensor([0]), torch.zeros(1))
+    old = torch.tensor([-101.0])
+    new = (old + 100).requires_grad_()
+    got = flat(new, old, torch.tensor([advantage]), data)
+    assert got.loss.item() == pytest.approx(loss)
+    (gradient,) = torch.autograd.grad(got.loss.sum(), new)
+    assert gradient.item() == 0.0
+    assert got.clipped.item() == (advantage != 0)
+
+
+def test_an_unbounded_loss_stays_infinite() -> None:
+    """Without dual_clip nothing bounds a negative advantage: the learner must see that and skip the step."""
+    new = torch.tensor([-1.0], requires_grad=True)
+    got = clipped_ratio(new, torch.tensor([-101.0]), torch.tensor([-2.0]), LOW, HIGH)
+    (gradient,) = torch.autograd.grad(got.loss.sum(), new)
+    assert (got.loss.item(), gradient.item()) == (math.inf, math.inf)
 
 
 @pytest.mark.parametrize("flat", [flat for flat, _ in LOSSES])

@@ -13,9 +13,10 @@ import yaml
 from PIL import Image
 
 from rl.checkpoint.manifest import File, Manifest
+from rl import config
 from rl.config import ROOT, Config
 from rl.config_file import load_config
-from rl.merge.card import model_card
+from rl.merge.card import ADVANTAGES, LOSSES, model_card
 from rl.merge.curve import BOTTOM, LEFT, RIGHT, TOP, _moving_mean, _ticks, draw_curve
 
 Color = tuple[int, int, int]
@@ -53,6 +54,28 @@ def rows_of(text: str) -> dict[str, list[str]]:
         [cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line
     ]
     return {row[0]: row[1:] for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("advantage", "loss", "said"),
+    [
+        ("grpo", "clip", "(GRPO, clipped-ratio loss)"),
+        ("dr_grpo", "gspo", "(Dr.GRPO, GSPO loss)"),
+        ("rloo", "cispo", "(RLOO, CISPO loss)"),
+        ("reinforce_pp", "clip", "(REINFORCE++, clipped-ratio loss)"),
+        ("reinforce_pp_baseline", "clip", "(REINFORCE++-baseline, clipped-ratio loss)"),
+        ("gae", "clip", "(PPO with a critic, clipped-ratio loss)"),
+        ("of_tomorrow", "a|b", "(of_tomorrow, a/b loss)"),
+    ],
+)
+def test_the_card_names_the_algorithm(advantage: str, loss: str, said: str) -> None:
+    text = readme(manifest(algo__advantage=advantage, algo__loss=loss), ROWS, "float32")
+    assert f"with reinforcement learning {said} by oneworld." in text
+    assert advantage == "grpo" or "GRPO" not in text.replace("Dr.GRPO", "").split("## Settings")[0]
+
+
+def test_every_algorithm_has_a_name_for_the_card() -> None:
+    assert set(ADVANTAGES) == set(config.ADVANTAGES) and set(LOSSES) == {"clip", "gspo", "cispo"}
 
 
 def front_matter(text: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rl.data.prompts import Prompt, PromptStream
 from rl.metrics import Measures
 from rl.rollout.dispatch import Sampling
 from rl.rollout.rollouts import Gathered
-from rl.rollout.sample import Sampled, next_count, sample
+from rl.rollout.sample import DynamicSampling, Sampled, next_count, sample
 
 SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=4)
 
@@ -39,10 +39,11 @@ class Sampler:
     """In place of the engines: of prompt i the two responses are the token i, with unequal rewards where it is
     informative. Positions are dealt out to all ranks in turn."""
 
-    def __init__(self, num_ranks: int, informative: set[int]):
+    def __init__(self, num_ranks: int, informative: set[int], truncated: frozenset[int] = frozenset()):
+        """Of `truncated` prompts the second response was cut."""
         self.rounds: list[list[int]] = []  # prompts of each, as the leader gave them
         self.owners: list[list[int]] = []  # as ranks said who has what they settle
-        self._num_ranks, self._informative = num_ranks, informative
+        self._num_ranks, self._informative, self._truncated = num_ranks, informative, truncated
         self._barrier = threading.Barrier(num_ranks, timeout=20)
 
     def of(self, rank: int) -> "Rank":
@@ -57,7 +58,7 @@ class Sampler:
             rollout_logprobs=torch.zeros(4),
             rewards=torch.tensor([1.0, 0.0 if prompt in self._informative else 1.0]),
             group_ids=torch.full((2,), position),
-            truncated=torch.zeros(2, dtype=torch.bool),
+            truncated=torch.tensor([False, prompt in self._truncated]),
         )
 
 
@@ -90,7 +91,7 @@ class Rank:
 
 
 def draw(
-    sampler: Sampler, num_ranks: int, num_prompts: int, max_rounds: int
+    sampler: Sampler, num_ranks: int, num_prompts: int, max_rounds: int, mask_truncated: bool = False
 ) -> tuple[list[int], list[Sampled], dict[str, float], int]:
     """Prompts that were kept, by place; what each rank got; metrics; where the stream stands."""
     stream = PromptStream([Prompt(i, 0, str(i), "", [i]) for i in range(100)], seed=0)
@@ -101,7 +102,8 @@ def draw(
         pg, measures = dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=20)), Measures()
         measures.sum("ranks", 1)
         own = stream if rank == 0 else None
-        sampled = sample(sampler.of(rank), own, num_prompts, max_rounds, SAMPLING, 7, pg, measures)
+        dynamic = DynamicSampling(max_rounds, mask_truncated) if max_rounds else None
+        sampled = sample(sampler.of(rank), own, num_prompts, dynamic, SAMPLING, 7, pg, measures)
         return sampled, measures.reduce(pg)
 
     with ThreadPoolExecutor(num_ranks) as pool:
@@ -154,3 +156,10 @@ def test_without_rounds_every_group_stays() -> None:
     kept, _, values, position = draw(Sampler(2, {1}), 2, 4, max_rounds=0)
     assert (kept, position) == ([0, 1, 2, 3], 4)
     assert values == {"ranks": 2}
+
+
+@pytest.mark.parametrize(("mask_truncated", "kept"), [(False, [1, 2]), (True, [2, 3])])
+def test_the_reward_of_a_masked_response_makes_no_group_informative(mask_truncated: bool, kept: list[int]) -> None:
+    """Of prompt 1 the response with the other reward was cut."""
+    sampler = Sampler(1, {1, 2, 3}, truncated=frozenset({1}))
+    assert draw(sampler, 1, 2, max_rounds=10, mask_truncated=mask_truncated)[0] == kept
