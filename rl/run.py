@@ -29,6 +29,7 @@ from rl.evaluation import Evaluation, check_best_metric
 from rl.learner import Learner
 from rl.metrics import MetricsWriter
 from rl.model.load import Compute, fill_with_noise, find_model, has_weights, load_model, stop_token_ids
+from rl.model.positions import freeze as freeze_positions
 from rl.model.shape import check_model
 from rl.placement import Groups, Placement, make_groups, plan
 from rl.rewards.pool import RewardPool
@@ -338,6 +339,7 @@ def _load(
     is_made_up = filled and config.debug.dry_run and not has_weights(folder)
     filled = filled and not is_made_up
     model = load_model(folder, mesh, run.world.device, dtype, trainable, filled, compute, as_critic)
+    freeze_positions(model, config.max_sequence_tokens)
     if is_made_up:
         fill_with_noise(model, mesh)
     return model

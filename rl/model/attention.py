@@ -125,7 +125,6 @@ def ragged_attention(
     *,
     blocks: Sequence[_Block],
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
@@ -137,9 +136,7 @@ def ragged_attention(
             "learner does on GPUs in bfloat16 alone; lower rollout.max_new_tokens"
         )
     grouped = query.shape[1] != key.shape[1]
-    attend = partial(
-        F.scaled_dot_product_attention, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
-    )
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, scale=scaling, enable_gqa=grouped)
     flat = [in_memory_order(x) for x in (query, key, value)]
     parts = []
     for block in blocks:

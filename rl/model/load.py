@@ -76,13 +76,14 @@ def load_model(
         give_scores(model)
     model.requires_grad_(trainable)
     _set_compute(model, compute)
+    _turn_dropout_off(model)
     _shard(model, mesh, dtype, compute.on_host)
     model.to_empty(device="cpu" if compute.on_host else device)
     model.tie_weights()
     _place_buffers(model, device)
     if filled:
         _fill_from_files(model, folder, mesh, own_head)
-    return model.train()
+    return model
 
 
 def _give_value_head(model: Any) -> str:
@@ -123,6 +124,18 @@ def _set_compute(model: Any, compute: Compute) -> None:
     if compute.compiled:
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def _turn_dropout_off(model: nn.Module) -> None:
+    """Compute as an engine does, whatever dropout config.json asks for. Gradients need no training mode, but
+    transformers recomputes only layers in it: such a layer is, and the modules inside it are not."""
+    model.eval()
+    for layer in _layers(model):
+        if getattr(layer, "gradient_checkpointing", False):
+            layer.training = True
+            for name, value in list(vars(layer).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(layer, name, 0.0)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, dtype: str, on_host: bool) -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,12 +28,34 @@ SHAPE = {
 EXACT = ["llama", "mistral", "qwen2", "qwen3", "granite", "phi3"]
 
 
-@pytest.mark.parametrize("family", EXACT)
-def test_read_back_is_exact(family: str, tmp_path: Path) -> None:
+def longrope(trained_length: int) -> dict[str, Any]:
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(16)], "long_factor": [2.0 + i for i in range(16)]}
+    return {
+        "original_max_position_embeddings": trained_length,
+        "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": trained_length, **factors},
+    }
+
+
+# What config.json says beside the shape, of which an engine or a learner could make something else.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dropout": {"attention_dropout": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    "longrope, longer than trained": longrope(16),  # a run allows more, and its sequences are shorter
+    "longrope, as trained": longrope(128),
+}
+CASES = [(family, "plain") for family in EXACT]
+CASES += [("granite", "dropout"), ("phi3", "dropout"), ("llama", "dynamic"), ("llama", "longrope, longer than trained")]
+CASES += [("phi3", "longrope, longer than trained"), ("phi3", "longrope, as trained")]
+
+
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_engine_and_learner_are_the_same_model(family: str, options: str, tmp_path: Path) -> None:
+    """What engines hold is read back exactly, and their logprobs are the learner's, in sequences of any length."""
     model = tmp_path / "model"
     shutil.copytree(ROOT / "configs" / "tiny", model)
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SHAPE)
+    config = AutoConfig.for_model(family, **(SHAPE | OPTIONS[options]))
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
     settings = ["train.num_steps=2", "train.num_prompts_per_step=4", "eval.interval=0", "actor.lr=1e-3"]
     result = train(tmp_path / "run", 1, f"model.path={model}", "sync.probe_interval=1", *settings, timeout_s=150)

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from rl.checkpoint.manifest import File, Manifest
 from rl import config
+from rl.checkpoint.manifest import File, Manifest
 from rl.config import ROOT, Config
 from rl.config_file import load_config
 from rl.merge.card import ADVANTAGES, LOSSES, model_card
