@@ -397,6 +397,8 @@ def _build_rollout_service(run: Run, tokenizer: Tokenizer, index: int) -> Rollou
     )
     with run.world.stage("build engine"):
         engine = build_engine(config, run.model_folder, seat)
+    if engine.notice and index == seat.tp_rank == 0:
+        print(f"oneworld: {engine.notice}", flush=True)
     torch.manual_seed(sample_seed(config.run.seed, 0, index, 0))  # engines differ
 
     def rebuild(old: Engine) -> Engine:

@@ -11,7 +11,6 @@ keyword arguments. Each sequence attends causally to itself alone.
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -136,12 +135,12 @@ def ragged_attention(
             "learner does on GPUs in bfloat16 alone; lower rollout.max_new_tokens"
         )
     grouped = query.shape[1] != key.shape[1]
-    attend = partial(F.scaled_dot_product_attention, is_causal=True, scale=scaling, enable_gqa=grouped)
+    options: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": grouped}
     flat = [in_memory_order(x) for x in (query, key, value)]
     parts = []
     for block in blocks:
-        padded = [_pad(x[block.tokens], block) for x in flat]
-        parts.append(attend(*padded).transpose(1, 2)[block.sequences, block.places])
+        q, k, v = (_pad(x[block.tokens], block) for x in flat)
+        parts.append(F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)[block.sequences, block.places])
     order = torch.cat([block.tokens for block in blocks])
     output = torch.empty_like(flat[0]).index_put((order,), torch.cat(parts))
     return output.unsqueeze(0), None

@@ -38,6 +38,7 @@ class Engine(Receiver, Protocol):
     """Samples, and takes weights as every receiver does."""
 
     name: str  # for people: 'vllm 0.32.0'
+    notice: str  # what people should know about it; empty: nothing
     version: int  # of the weights it samples from; 0 while none is confirmed
 
     @property

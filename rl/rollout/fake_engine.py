@@ -13,7 +13,7 @@ from rl.sync.landing import Landing, Landings, Region
 
 
 class FakeEngine:
-    name = "fake"
+    name, notice = "fake", ""
 
     def __init__(self, max_num_seqs: int, stop_token_id: int | None, device: torch.device | None = None):
         """Without a stop token responses go on to their last."""

@@ -1,4 +1,4 @@
-"""vLLM in the rank's own process, stepped by us. With vllm_*.py the only importer of vllm; serves 0.26 to 0.32.
+"""vLLM in the rank's own process, stepped by us. With vllm_*.py the only importer of vllm; tested with 0.26 to 0.32.
 
 vLLM builds its groups over the whole default group of torch.distributed, which hangs when only some ranks host
 engines. So each engine gets a private default group, of its tensor-parallel ranks alone, that is in place during
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+from packaging.specifiers import SpecifierSet
 from pydantic import ValidationError
 from torch import nn
 
@@ -64,6 +65,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # no
 
 from rl.rollout.vllm_scheduling import Response, spare  # noqa: E402
 
+TESTED_VERSIONS = SpecifierSet(">=0.26,<0.33")  # whose internals the fast paths know
 FIRST_PRIVATE_GROUP_NUMBER = 1_000_000  # far from the names of the trainer's groups
 CPU_KV_CACHE_MB = 256
 LONG_COLLECTION_S = 0.02
@@ -131,9 +133,10 @@ def _executor(seat: EngineSeat) -> type[ExecutorWithExternalLauncher]:
 
 def build(config: Config, model_folder: Path, seat: EngineSeat, failed: "VllmEngine | None" = None) -> "VllmEngine":
     """In the place of one that failed it takes over its process groups, which vLLM also finds again by itself."""
+    notice = untested_notice(vllm.__version__)
     if seat.device.type == "cpu":
         _turn_off_packing()
-    else:
+    elif not notice:
         register_backend(AttentionBackendEnum.FLASH_ATTN, "rl.rollout.vllm_attention.DecodeBackend")
     group = failed.abandon() if failed is not None else PrivateDefaultGroup(seat)
     rollout = config.rollout
@@ -173,8 +176,19 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: "VllmEng
         c10d.barrier()  # of the engine's ranks: this default group is the private one
     _forget_names_of_shared_memory(seat)
     responses: dict[str, Response] = {}
-    spare(llm.llm_engine.engine_core.engine_core.scheduler, responses)
-    return VllmEngine(llm, group, seat, responses)
+    if not notice:
+        spare(llm.llm_engine.engine_core.engine_core.scheduler, responses)
+    return VllmEngine(llm, group, seat, responses, notice)
+
+
+def untested_notice(version: str) -> str:
+    """Return what to tell the user about a version of vLLM whose internals we do not know; empty: we know them."""
+    if TESTED_VERSIONS.contains(version.partition("+")[0], prereleases=True):
+        return ""
+    return (
+        f"vLLM {version} is outside the tested versions ({TESTED_VERSIONS}), so the fast paths for scheduling and "
+        "decode attention are off: rollouts are correct, but slower"
+    )
 
 
 def _forget_names_of_shared_memory(seat: EngineSeat) -> None:
@@ -232,9 +246,16 @@ def _keeps_other_copies(model: nn.Module) -> str:
 
 
 class VllmEngine:
-    def __init__(self, llm: vllm.LLM, group: PrivateDefaultGroup, seat: EngineSeat, responses: dict[str, Response]):
+    def __init__(
+        self,
+        llm: vllm.LLM,
+        group: PrivateDefaultGroup,
+        seat: EngineSeat,
+        responses: dict[str, Response],
+        notice: str = "",
+    ):
         """`responses` has no entry yet; the scheduler looks those up that are under way."""
-        self.name = f"vllm {vllm.__version__}"
+        self.name, self.notice = f"vllm {vllm.__version__}", notice
         self.version = 0
         self._engine = llm.llm_engine
         self._llm, self._group, self._stop_token_ids = llm, group, seat.stop_token_ids
@@ -312,8 +333,13 @@ class VllmEngine:
         self._wake("weights")
 
     def confirm(self, version: int) -> None:
+        self._drain()  # of a probe
         with self._group.entered():
-            self._llm.reset_prefix_cache()
+            if not self._llm.reset_prefix_cache():
+                raise RuntimeError(
+                    f"vLLM did not clear its prefix cache for version {version} of the weights: some of its blocks are "
+                    "still in use, and what they hold was computed with older weights"
+                )
         self.version = version
 
     def probe(self, tokens: list[int]) -> list[float] | None:

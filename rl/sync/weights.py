@@ -7,8 +7,8 @@ fails in the middle receives to the end and then reports, so the groups stay in 
 
 The proof (`sync.verify`): digests of what the actors hold, of what each receiver got (`transport`), and of what lies
 in its memory afterwards (`full`). At the first two versions and every `sync.probe_interval` versions the receivers'
-logprobs of a fixed probe are compared with the learner's as well. A receiver confirms a version only after the leader's
-verdict, and serves nothing in between.
+logprobs of a fixed probe are compared with the learner's as well, and so are those of a rebuilt receiver that cannot be
+read back. A receiver confirms a version only after the leader's verdict, and serves nothing in between.
 """
 
 import time
@@ -80,6 +80,8 @@ class WeightSync:
         self.version = 0  # of a run that goes on: set to the one before the first that is published
         self.make_room: Callable[[], None] = lambda: None  # for a probe of this rank's receivers
         self._round = self._num_published = 0
+        self._has_opaque = False  # whether any rank's receiver cannot be read back; the leader tells all ranks
+        self._learner_logprobs: list[float] | None = None  # of the probe, by the current version; on actors
         self._mail, self._placement, self._plan, self._config = mail, placement, plan, config
         self._device, self._model, self._probe = device, model, probe
         self._slices = slices or (lambda: local_slices(model) if model is not None else ())
@@ -132,8 +134,10 @@ class WeightSync:
         self._agree(f"{what}, not joined everywhere", {}, lambda reports: "", timeout_s)
         report, payload = self._transfer()
         self._agree(f"{what}, not transferred everywhere", report, self._judge_transfer, timeout_s, payload)
+        if not is_again:
+            self._ask_learner(version)
         if self._is_probed(version, is_again):
-            self._agree(f"{what}, not probed everywhere", self._ask_probe(), self._judge_probe, timeout_s)
+            self._agree(f"{what}, not probed everywhere", self._ask_receivers(is_again), self._judge_probe, timeout_s)
         for receiver, _ in self._taking:
             receiver.confirm(version)
         self.version = version
@@ -155,12 +159,14 @@ class WeightSync:
             names = ", ".join(who(rank, self._placement) for rank in missing)
             error = f"no word from {names} within sync.join_timeout_s = {timeout_s:g} s" if missing else judge(reports)
             verdict = {"round": self._round, "error": f"{failure}: {error}" if error else ""}
+            verdict["has_opaque"] = self._has_opaque
             for rank in range(self._placement.world_size):
                 self._mail.send(rank, "sync verdict", verdict)
         message = self._mail.receive("sync verdict")
         assert message is not None and message.meta["round"] == self._round, f"{message} in round {self._round}"
         if message.meta["error"]:
             raise SyncError(message.meta["error"])
+        self._has_opaque = message.meta["has_opaque"]
 
     def _collect(self, timeout_s: float | None) -> tuple[dict[int, Message], list[int]]:
         """The reports of this round, and the ranks that sent none in time."""
@@ -187,6 +193,7 @@ class WeightSync:
 
     def _judge_plans(self, reports: dict[int, Message]) -> str:
         notices = {rank: message.meta["notice"] for rank, message in sorted(reports.items()) if message.meta["notice"]}
+        self._has_opaque = bool(notices)
         if notices and self._config.verify == "full":
             rank, reason = next(iter(notices.items()))
             others = f" and {len(notices) - 1} other ranks" if len(notices) > 1 else ""
@@ -270,20 +277,32 @@ class WeightSync:
         return judge_transfer(errors, found["sent"], found["got"], self._plan.tensors, self._placement)
 
     def _is_probed(self, version: int, is_again: bool) -> bool:
-        """The first two of this start: engines held dummies before the one and have sampled before the other. Not one
-        for the second time, when learners may lie in host memory."""
-        if self._config.verify == "off" or is_again:
+        """The first two of this start: engines held dummies before the one and have sampled before the other. A version
+        that comes again is for rebuilt receivers, of which digests say all unless they cannot be read back."""
+        if self._config.verify == "off":
             return False
+        if is_again:
+            return self._has_opaque
         interval = self._config.probe_interval
         return self._num_published <= 2 or (interval > 0 and version % interval == 0)
 
-    def _ask_probe(self) -> dict[str, Any]:
-        """A failure in here ends the world at once: the others may be inside a forward with this rank."""
-        tokens = self._probe.tokens
-        learner = learner_logprobs(self._model, tokens, self._device) if self._model is not None else None
-        self.make_room()
-        answers = [receiver.probe(tokens) for receiver, _ in self._taking]
-        return {"learner": learner, "receivers": [answer for answer in answers if answer is not None]}
+    def _ask_learner(self, version: int) -> None:
+        """Compute the learner's logprobs of the probe where they are compared, now or when a receiver is rebuilt: by
+        then the learner may lie in host memory. A failure in here ends the world at once: the others may be inside a
+        forward with this rank."""
+        is_needed = self._has_opaque and self._config.verify != "off"
+        if self._model is not None and (is_needed or self._is_probed(version, is_again=False)):
+            self._learner_logprobs = learner_logprobs(self._model, self._probe.tokens, self._device)
+
+    def _ask_receivers(self, is_again: bool) -> dict[str, Any]:
+        """A failure in here ends the world at once too."""
+        if not is_again:  # else the engine has the device
+            self.make_room()
+        answers = [receiver.probe(self._probe.tokens) for receiver, _ in self._taking]
+        return {
+            "learner": self._learner_logprobs,
+            "receivers": [answer for answer in answers if answer is not None],
+        }
 
     def _judge_probe(self, reports: dict[int, Message]) -> str:
         receivers = {rank: message.meta["receivers"] for rank, message in reports.items()}

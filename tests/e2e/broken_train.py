@@ -167,6 +167,10 @@ def break_(what: str, culprit: int) -> None:
         from rl.rollout import vllm_engine
 
         vllm_engine._turn_off_packing = lambda: None
+    elif what == "untested vLLM":
+        import vllm
+
+        vllm.__version__ = "99.0"
     elif what in ("sleeping", "stopped", "frozen") and is_culprit:
         Learner._accumulate = broken(Learner._accumulate, {"sleeping": sleep, "stopped": stop, "frozen": freeze}[what])
     elif what == "disk hangs" and is_culprit:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.test_proven_weights import make_qwen3
 from tests.launcher import Result, finish, start, train
 
 pytestmark = pytest.mark.timeout(200)
@@ -71,3 +72,22 @@ def test_an_exception_on_one_rank_of_a_tensor_parallel_engine_ends_the_world(tmp
     assert code != 0
     assert PROMISE not in result.output
     assert "ZeroDivisionError: planted" in result.output
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_be_read_back_is_built_anew(tmp_path: Path) -> None:
+    """Its layers are packed, so the weights that it gets again go through vLLM's loader, and it is probed."""
+    options = [f"model.path={make_qwen3(tmp_path, tied=False)}", "sync.probe_interval=0"]
+    code, result = broken(tmp_path / "run", 1, "engine, once + packed layers", 0, *options)
+    assert code == 0, result.output
+    assert "computes with a packed copy of its weight, so what it holds cannot be read back exactly" in result.output
+    assert result.output.count(PROMISE) == 1
+    assert max(row["policy/mismatch_kl"] for row in result.metrics) < 1e-6
+
+
+@pytest.mark.slow
+def test_an_untested_vllm_samples_the_same_and_says_so_once(tmp_path: Path) -> None:
+    code, result = broken(tmp_path / "untested", 2, "untested vLLM", 0)
+    assert code == 0, result.output
+    assert result.output.count("is outside the tested versions") == 1, result.output
+    assert_same(result, train(tmp_path / "whole", 2, *SETTINGS))

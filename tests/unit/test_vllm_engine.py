@@ -1,4 +1,4 @@
-"""Our side of vLLM where no run on a CPU gets to: sleep, and a response that it gives up."""
+"""Our side of vLLM where no run on a CPU gets to: sleep, other versions, and what it refuses or gives up."""
 
 import gc
 import importlib
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from rl.config import Config
 
 pytestmark = pytest.mark.timeout(120)  # the import of vLLM
 
@@ -34,6 +36,7 @@ class Machine:
         self.sleeping_tags = executor.sleeping_tags
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core, get_output=lambda: self))
         self.most_awake = 2  # at a time
+        self.has_blocks_in_use = False
 
     @property
     def awake(self) -> set[str]:
@@ -49,6 +52,9 @@ class Machine:
         for data in self.pointer_to_data.values():
             assert not data.is_asleep, "vLLM frees what is asleep once more"
             data.is_asleep = True
+
+    def reset_prefix_cache(self) -> bool:
+        return not self.has_blocks_in_use
 
     def wake_up(self, tags: list[str]) -> None:
         assert self.sleeping_tags.issuperset(tags), "vLLM does nothing then"
@@ -107,3 +113,44 @@ def test_a_response_that_vllm_gives_up_is_an_error_that_says_so(engines: Any, en
     engine._llm.outputs = [SimpleNamespace(**output)]
     with pytest.raises(RuntimeError, match="vLLM gave response 7 up after 0 tokens: abort"):
         engine.step()
+
+
+def test_a_prefix_cache_that_is_not_cleared_is_an_error(engine: Any) -> None:
+    """What is left in it was computed with older weights."""
+    engine._llm.has_blocks_in_use = True
+    with pytest.raises(RuntimeError, match="did not clear its prefix cache for version 3"):
+        engine.confirm(3)
+    assert engine.version == 0
+    engine._llm.has_blocks_in_use = False
+    engine.confirm(3)
+    assert engine.version == 3
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tested"),
+    [
+        *((version, True) for version in ("0.26.0", "0.26.1", "0.29.0rc1", "0.32.0", "0.32.0+cpu", "0.32.7.post1")),
+        *((version, False) for version in ("0.25.9", "0.33.0", "0.33.0rc1", "1.0.0", "0.33.1.dev7+g12ab")),
+    ],
+)
+def test_outside_the_tested_versions_the_fast_paths_are_off(
+    version: str, is_tested: bool, engines: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """And the engine says so, once a run: run.py prints the notice of the first engine's lead."""
+    machine = Machine()
+    machine.llm_engine.engine_core.engine_core.scheduler = scheduler = object()
+    switched_on: list[Any] = []
+    monkeypatch.setattr(engines.vllm, "__version__", version)
+    monkeypatch.setattr(engines.vllm, "LLM", lambda **options: machine)
+    monkeypatch.setattr(engines, "register_backend", lambda backend, path: switched_on.append(path))
+    monkeypatch.setattr(engines, "spare", lambda scheduler, responses: switched_on.append(scheduler))
+    monkeypatch.setattr(engines, "_forget_names_of_shared_memory", lambda seat: None)
+    monkeypatch.setattr(engines.c10d, "barrier", lambda: None)
+    group = SimpleNamespace(entered=nullcontext)
+    seat = SimpleNamespace(name="test", tp_rank=0, tp_size=1, stop_token_ids=[], shares_device=True)
+    seat.device = torch.device("cuda")
+    built = engines.build(Config(), tmp_path, seat, failed=SimpleNamespace(abandon=lambda: group))
+    assert switched_on == (["rl.rollout.vllm_attention.DecodeBackend", scheduler] if is_tested else [])
+    assert (built.notice == "") == is_tested
+    if not is_tested:
+        assert built.notice.startswith(f"vLLM {version} is outside the tested versions (")

@@ -1,0 +1,115 @@
+"""A rebuilt engine gets the current version again. If it cannot be read back, the probe must speak for it first."""
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rl.config import SyncConfig
+from rl.model.load import load_model
+from rl.placement import plan
+from rl.shards import TensorInfo
+from rl.sync import weights
+from rl.sync.landing import Landing, Landings, Opaque, Region
+from rl.sync.plan import make_plan, wire_tensors
+from rl.sync.probe import learner_logprobs, make_probe
+from rl.sync.weights import SyncError, WeightSync
+from tests.mails import connected
+
+CPU = torch.device("cpu")
+PROBE = make_probe(32, 16, limit=1e-3)
+SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+
+
+class Engine:
+    """Takes weights through a loader of its own, or into memory that can be read; computes with them or with others."""
+
+    def __init__(self, model: nn.Module, is_readable: bool = False, is_stale: bool = False):
+        self.version, self.num_probes = 0, 0
+        self._model, self._is_readable, self._is_stale = model, is_readable, is_stale
+
+    def landings(self, tensors: Sequence[TensorInfo]) -> Landings | Opaque:
+        if not self._is_readable:
+            return Opaque(lambda stream: [*stream] and None, "it packs its layers")
+        memory = [torch.zeros(1, info.num_elements, dtype=info.torch_dtype) for info in tensors]
+        return Landings(tensors, [Landing(i, Region(0, 1, to.numel(), 0), to) for i, to in enumerate(memory)])
+
+    def begin_version(self) -> None:
+        self.version = 0
+
+    def confirm(self, version: int) -> None:
+        self.version = version
+
+    def probe(self, tokens: list[int]) -> list[float]:
+        self.num_probes += 1
+        return [logprob + 0.5 * self._is_stale for logprob in learner_logprobs(self._model, tokens, CPU)]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[nn.Module]:
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, num_attention_heads=2)).save_pretrained(tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
+    assert dist.group.WORLD is not None
+    yield load_model(tmp_path, DeviceMesh.from_group(dist.group.WORLD, "cpu"), CPU, "float32", trainable=True)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def sync(model: nn.Module, request: pytest.FixtureRequest) -> Iterator[WeightSync]:
+    """At version 3, which no probe has seen; `request.param` are the settings."""
+    placement, config = plan({"actor,rollout": "all"}, 1, 1), SyncConfig(probe_interval=0, **request.param)
+    tensors = wire_tensors(model, "float32")
+    with connected(1) as (mail,):
+        engine = Engine(model, is_readable=config.bucket_mb == 1)
+        settings = (make_plan(tensors, placement, 1, CPU), [None], config, CPU, PROBE)
+        sync = WeightSync(mail, placement, *settings, model=model, receivers=[engine])
+        for _ in range(3):
+            sync.publish()
+        assert (engine.version, engine.num_probes) == (3, 0 if config.verify == "off" else 2)
+        sync.forget(engine)
+        yield sync
+
+
+@pytest.fixture
+def learner_is_away(monkeypatch: pytest.MonkeyPatch, sync: WeightSync) -> None:
+    """From the third version on: a collocated one may lie in host memory while engines sample."""
+
+    def fail(*args: object) -> list[float]:
+        raise AssertionError("a forward of a learner that is not on its device")
+
+    monkeypatch.setattr(weights, "learner_logprobs", fail)
+
+
+@pytest.mark.parametrize("sync", [{}, {"verify": "transport"}], indirect=True)
+def test_a_rebuilt_engine_that_cannot_be_read_back_is_probed_before_it_serves(
+    sync: WeightSync, model: nn.Module, learner_is_away: None
+) -> None:
+    stale = Engine(model, is_stale=True)
+    sync.add(stale)
+    with pytest.raises(SyncError, match=r"version 3 .*not probed everywhere: rank 0 \(engine 0\): its logprobs"):
+        sync.publish(again=True)
+    assert (stale.version, stale.num_probes) == (0, 1)
+    sync.forget(stale)
+    right = Engine(model)
+    sync.add(right)
+    assert sync.publish(again=True) == 3
+    assert (right.version, right.num_probes) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("sync", "is_readable"), [({"bucket_mb": 1}, True), ({"verify": "off"}, False)], indirect=["sync"]
+)
+def test_digests_speak_for_one_that_can_be_read_back_and_nothing_for_one_that_is_not_verified(
+    sync: WeightSync, model: nn.Module, is_readable: bool, learner_is_away: None
+) -> None:
+    engine = Engine(model, is_readable, is_stale=True)
+    sync.add(engine)
+    assert sync.publish(again=True) == 3
+    assert (engine.version, engine.num_probes) == (3, 0)
