@@ -39,7 +39,7 @@ class Critic(Trainee):
         def values(micro_batch: Batch) -> list[Tensor]:
             return [value_responses(self.model, micro_batch, self._device)]
 
-        (judged,) = over_micro_batches(batch, micro_batches, values)
+        (judged,) = over_micro_batches(batch, micro_batches, values, "values")
         reshard(self.model)
         return batch.replace(values=judged)
 

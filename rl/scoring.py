@@ -50,7 +50,7 @@ def score_fields(
             return [score_responses(model, micro_batch, temperature, device).logprobs]
 
         names = [name, "certainty"] if with_certainty else [name]
-        scores |= zip(names, over_micro_batches(batch, micro_batches, compute), strict=True)
+        scores |= zip(names, over_micro_batches(batch, micro_batches, compute, name), strict=True)
     return scores
 
 

@@ -19,14 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from rl.config import ActorConfig, AlgoConfig
 from rl.data.batch import Batch
-from rl.data.micro_batches import cut_together
+from rl.data.micro_batches import cut_together, micro_batches_of
 from rl.data.packing import mini_batch_of
 from rl.metrics import Measures
 from rl.model.attention import to_device
 from rl.model.logprobs import hidden_size_of
 from rl.model.offload import Offload
 from rl.shards import LocalSlice, local_slices, reshard
-from rl.watch.heart import HEART
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by its own names
 
@@ -173,12 +172,11 @@ class Trainee:
         denominator = self._denominator(mini_batch).to(torch.float64)
         dist.all_reduce(denominator, group=self._pg)
         scale = dist.get_world_size(self._pg) / max(denominator.item(), 1.0)
-        for number, sequences in enumerate(micro_batches):
-            HEART.beat(f"micro-batch {number + 1} of {len(micro_batches)}")
+        for number, micro_batch in enumerate(micro_batches_of(mini_batch, micro_batches, self.kind)):
             is_last = number + 1 == len(micro_batches)
             self._set_reduction(is_last)
             with self._moments_returning() if is_last else nullcontext():
-                self._accumulate(mini_batch.select(sequences), scale, measures)
+                self._accumulate(micro_batch, scale, measures)
         for rest in self._rests.values():
             rest.come_back()
         self._check(mini_batch, measures)

@@ -69,7 +69,7 @@ def doing(row: dict[str, Any]) -> str:
         return "in a debugger: tools/debug.py"
     if row["frozen"]:
         return row["frozen"]
-    return f"waits for {row['waits_for']}" if row["waits_for"] else row["item"]
+    return f"waits for {row['waits_for']}" if row["waits_for"] else row.get("exceptional") or row["item"]
 
 
 def table(rows: list[dict[str, Any]]) -> str:

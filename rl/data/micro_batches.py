@@ -1,6 +1,6 @@
 """Micro-batches of a mesh: a forward of a sharded model is a collective, so its ranks agree on how many each runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,9 @@ from torch import Tensor
 
 from rl.data.batch import Batch
 from rl.data.packing import costs_of, count_micro_batches, pack
-from rl.watch.heart import HEART
+from rl.watch.heart import HEART, size_class
+
+MIN_TOKENS = 256  # smaller micro-batches count as one shape
 
 
 def cut(batch: Batch, max_tokens: int, hidden_size: int, count: int) -> list[list[int]]:
@@ -26,15 +28,21 @@ def cut_together(batch: Batch, max_tokens: int, hidden_size: int, pg: dist.Proce
     return cut(batch, max_tokens, hidden_size, int(count))
 
 
-def over_micro_batches(
-    batch: Batch, micro_batches: list[list[int]], compute: Callable[[Batch], Sequence[Tensor]]
-) -> list[Tensor]:
-    """[T] of each thing that is computed for response tokens, 0 in prompts. The device is waited for once, at the
-    end."""
-    parts = []
+def micro_batches_of(batch: Batch, micro_batches: list[list[int]], user: str) -> Iterator[Batch]:
+    """Yield each micro-batch, with a beat that says its shape; `user` is who computes with it."""
     for number, sequences in enumerate(micro_batches):
-        HEART.beat(f"micro-batch {number + 1} of {len(micro_batches)}")
-        parts.append(torch.stack(list(compute(batch.select(sequences)))))
+        micro_batch = batch.select(sequences)
+        shape = f"{user}, up to {size_class(micro_batch.num_tokens, MIN_TOKENS)} tokens"
+        HEART.beat(f"micro-batch {number + 1} of {len(micro_batches)}", shape=shape)
+        yield micro_batch
+
+
+def over_micro_batches(
+    batch: Batch, micro_batches: list[list[int]], compute: Callable[[Batch], Sequence[Tensor]], name: str
+) -> list[Tensor]:
+    """[T] of each thing that is computed for response tokens, 0 in prompts. The device is waited for once, at the end.
+    `name` is that of what is computed."""
+    parts = [torch.stack(list(compute(each))) for each in micro_batches_of(batch, micro_batches, name)]
     scores = torch.cat(parts, 1).cpu()
     spread = torch.zeros(len(scores), batch.num_tokens)
     order = [sequence for sequences in micro_batches for sequence in sequences]

@@ -23,6 +23,7 @@ from rl.config import ConfigError, resolve_path
 from rl.model import attention, rotary
 from rl.model.logprobs import give_scores, give_values, hidden_size_of
 from rl.shards import local_slices
+from rl.watch.compilation import mark_compilation
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -77,6 +78,9 @@ def load_model(
     model.requires_grad_(trainable)
     _set_compute(model, compute)
     _turn_dropout_off(model)
+    if device.type == "cuda":
+        rotary.load_kernels()
+    mark_compilation()
     _shard(model, mesh, dtype, compute.on_host)
     model.to_empty(device="cpu" if compute.on_host else device)
     model.tie_weights()

@@ -18,6 +18,11 @@ NAME = "apply_rotary_pos_emb"
 OURS: set[Callable] = set()  # with the one that each stands for as `__wrapped__`
 
 
+def load_kernels() -> None:
+    """Import what computes on a GPU, before a forward pass needs it."""
+    from rl.model import rotary_gpu  # noqa: F401  needs triton, which only GPU builds of torch bring
+
+
 def replace(model: nn.Module) -> None:
     """The function of the model's family, in the module that defines it, if it is the usual one."""
     family = sys.modules[type(model).__module__]

@@ -5,13 +5,17 @@ from pathlib import Path
 from rl.config import Config
 from rl.rollout.engine import Engine, EngineSeat
 from rl.rollout.fake_engine import FakeEngine
+from rl.watch.heart import HEART
 
 
 def build_engine(config: Config, model_folder: Path, seat: EngineSeat, failed: Engine | None = None) -> Engine:
-    """In the place of one that failed, if there was one; nothing may use that any more."""
-    if config.rollout.engine == "fake":
-        return FakeEngine(config.rollout.max_num_seqs, next(iter(seat.stop_token_ids), None), seat.device)
-    from rl.rollout import vllm_engine  # seconds of imports that ranks without an engine do not need
+    """In the place of one that failed, if there was one; nothing may use that any more. Each build is exceptional: it
+    loads, compiles and captures as much as it has to, whatever the one before took."""
+    with HEART.exceptional("building the engine"):
+        if config.rollout.engine == "fake":
+            return FakeEngine(config.rollout.max_num_seqs, next(iter(seat.stop_token_ids), None), seat.device)
+        HEART.beat("the import of vLLM")
+        from rl.rollout import vllm_engine  # seconds of imports that ranks without an engine do not need
 
-    assert failed is None or isinstance(failed, vllm_engine.VllmEngine)
-    return vllm_engine.build(config, model_folder, seat, failed)
+        assert failed is None or isinstance(failed, vllm_engine.VllmEngine)
+        return vllm_engine.build(config, model_folder, seat, failed)

@@ -24,10 +24,11 @@ from rl.mail import Message
 from rl.rollout.dispatch import Task
 from rl.rollout.engine import Completion, Engine, Request
 from rl.serve import Service, serve
-from rl.watch.heart import HEART
+from rl.watch.heart import HEART, size_class
 from rl.world import World
 
 AGREE_S = 10.0  # for the ranks of an engine to say that they failed too
+MIN_SEQUENCES, MIN_PROMPT_TOKENS = 8, 256  # smaller steps of an engine count as one shape
 
 
 class Rewards(Protocol):
@@ -85,6 +86,7 @@ class RolloutService(Service):
         self._to_begin_again: set[tuple[int, int]] = set()  # those of an engine that failed
         self._batch: int | None = None  # the batch that this rank's own loop waits for; None on ranks that only serve
         self._drained = 0
+        self._num_prompt_tokens = 0  # that the engine was given since its last step
 
     @property
     def is_lead(self) -> bool:
@@ -128,7 +130,7 @@ class RolloutService(Service):
             return
         self._mirror("step")
         try:
-            ended = self.engine.step()
+            ended = self._step()
         except Exception as error:
             self._survive(error)
             return
@@ -172,6 +174,8 @@ class RolloutService(Service):
     def _replace_engine(self) -> None:
         self.on_failed(self.engine)
         self.engine = self._rebuild(self.engine)
+        self._num_prompt_tokens = 0
+        HEART.forget_shapes()  # all are new to this one
         self.on_rebuilt(self.engine)
 
     def _begin_again(self) -> None:
@@ -179,11 +183,11 @@ class RolloutService(Service):
         self._to_begin_again.clear()
         assert {task.version for task in tasks} == {self.engine.version}, (tasks, self.engine.version)
         self._mirror("add", tasks=[asdict(task) for task in tasks])
-        self.engine.add(self._requests(tasks))
+        self._add(tasks)
 
     def _obey(self, order: dict) -> None:
         if order["call"] == "add":
-            self.engine.add(self._requests([Task.from_dict(task) for task in order["tasks"]]))
+            self._add([Task.from_dict(task) for task in order["tasks"]])
         elif order["call"] == "step":
             self._follow_step()
         elif order["call"] == "rebuild":
@@ -198,7 +202,7 @@ class RolloutService(Service):
         if self._failure is not None:  # the lead goes on: it did not fail
             raise self._failure
         try:
-            self.engine.step()
+            self._step()
         except Exception as error:
             if breaks_rank(error):
                 raise
@@ -239,8 +243,22 @@ class RolloutService(Service):
                 )
         self._mirror("add", tasks=[asdict(task) for task in tasks])
         self._groups |= new
-        self.engine.add(self._requests(tasks))
+        self._add(tasks)
         self._pull()
+
+    def _add(self, tasks: list[Task]) -> None:
+        requests = self._requests(tasks)
+        self._num_prompt_tokens += sum(len(request.tokens) for request in requests)
+        self.engine.add(requests)
+
+    def _step(self) -> list[Completion]:
+        num_responses, num_prompt_tokens = self.engine.num_unfinished, self._num_prompt_tokens
+        shape = f"decodes up to {size_class(num_responses, MIN_SEQUENCES)} responses"
+        if num_prompt_tokens:
+            shape = f"reads up to {size_class(num_prompt_tokens, MIN_PROMPT_TOKENS)} tokens of prompts"
+        HEART.beat(f"{num_responses} responses", shape=shape)
+        self._num_prompt_tokens = 0
+        return self.engine.step()
 
     def _requests(self, tasks: list[Task]) -> list[Request]:
         return [

@@ -34,6 +34,8 @@ from rl.config import Config, ConfigError
 from rl.rollout.engine import Completion, EngineSeat, Request
 from rl.shards import TensorInfo
 from rl.sync.landing import Landings, Opaque, Untraceable, Weights, trace
+from rl.watch.compilation import mark_compilation
+from rl.watch.heart import HEART
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, so that we step it
@@ -138,6 +140,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: "VllmEng
         _turn_off_packing()
     elif not notice:
         register_backend(AttentionBackendEnum.FLASH_ATTN, "rl.rollout.vllm_attention.DecodeBackend")
+    HEART.beat("its process groups" if failed is None else "the memory of the failed engine")
     group = failed.abandon() if failed is not None else PrivateDefaultGroup(seat)
     rollout = config.rollout
     kv_cache_mb = rollout.kv_cache_mb or (CPU_KV_CACHE_MB if seat.device.type == "cpu" else 0)
@@ -169,10 +172,14 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: "VllmEng
     if unknown := sorted(rollout.engine_options.keys() - {option.name for option in fields(EngineArgs)}):
         raise ConfigError(f"rollout.engine_options: vLLM {vllm.__version__} knows no {', '.join(unknown)}")
     with _untouched_rng(), group.entered():
+        HEART.beat("vLLM's start")
+        mark_compilation()
         try:
             llm = vllm.LLM(**options, **rollout.engine_options)
         except ValidationError as error:  # of settings; other errors, such as too little free memory, may pass
             raise ConfigError(f"vLLM refuses these settings: {error}") from error
+        mark_compilation()  # of what only a build imports
+        HEART.beat("a barrier of the engine's ranks")
         c10d.barrier()  # of the engine's ranks: this default group is the private one
     _forget_names_of_shared_memory(seat)
     responses: dict[str, Response] = {}

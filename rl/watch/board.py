@@ -12,7 +12,15 @@ from functools import partial
 from typing import Any
 
 from rl.ends import CAUSES, Memory, Report
-from rl.watch.culprit import Account, describe_others, describe_silence, find_culprit, show_ranks, waits_for_others
+from rl.watch.culprit import (
+    Account,
+    describe_others,
+    describe_silence,
+    find_culprit,
+    is_excused,
+    show_ranks,
+    waits_for_others,
+)
 from rl.watch.in_time import in_time
 
 COLLECT_S = 0.7  # reports
@@ -163,11 +171,14 @@ class Board:
         return self.memory is not None and in_time(partial(self.memory.is_repeated, report), False)
 
     def _is_patience_due(self) -> bool:
-        """Whoever is waited for is slow, but not slower than it may be; or somebody debugs a rank."""
+        """Whoever is waited for is slow, but not slower than it may be; or somebody debugs a rank; or a rank compiles,
+        and the others may wait for that, whatever their stacks say."""
         present = [entry.account for entry in self.entries.values() if not entry.is_gone]
         if any(account.debugged for account in present):
             return True
         culprit = find_culprit(present)
+        if not culprit.frozen and any(map(is_excused, present)):
+            return True
         return not waits_for_others(culprit) and culprit.silent_s < culprit.limit_s
 
     def _explain(self, report: Report) -> Report:

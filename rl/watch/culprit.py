@@ -24,6 +24,7 @@ class Account:
     limit_s: float = 0.0  # so long it may be silent
     frozen: str = ""  # why nothing in the process runs; empty: its I/O thread does
     debugged: bool = False  # it stands in a debugger, for as long as a person likes
+    exceptional: str = ""  # what it does that earlier work is no measure of, such as a compilation
     in_collective: bool = False  # its main thread stands in a call that needs other ranks
     is_pending: bool = False  # its device has collectives to end
     stacks: str = ""  # the file that has them
@@ -45,9 +46,15 @@ def waits_for_others(account: Account) -> bool:
     return bool(account.waits_for) and not account.waits_for.startswith(OWN) and not account.debugged
 
 
+def is_excused(account: Account) -> bool:
+    """Whether it does exceptional work, and has not done so for too long yet."""
+    return bool(account.exceptional) and not account.frozen and account.silent_s < account.limit_s
+
+
 def describe_silence(culprit: Account) -> str:
     how = f"{culprit.frozen}; " if culprit.frozen else ""
     on = f" on {culprit.item}" if culprit.item else ""
+    on += f", {culprit.exceptional}" if culprit.exceptional else ""
     for_ = f", waiting for {culprit.waits_for}" if culprit.waits_for else ""
     return f"{how}silent for {culprit.silent_s:.0f} s{on}{for_}, {culprit.stage_s:.0f} s after the stage began"
 
@@ -56,7 +63,8 @@ def describe_others(accounts: Iterable[Account]) -> list[str]:
     """A line for each kind of rank: who stood where."""
     alike: dict[tuple[str, str, str], list[Account]] = defaultdict(list)
     for account in accounts:
-        doing = f"waiting for {account.waits_for}" if account.waits_for else "working, or in a collective"
+        working = account.exceptional or "working, or in a collective"
+        doing = f"waiting for {account.waits_for}" if account.waits_for else working
         alike[account.roles, account.stage, "in a debugger" if account.debugged else doing].append(account)
     lines = []
     for (roles, stage, doing), group in sorted(alike.items(), key=lambda pair: pair[1][0].rank):

@@ -15,7 +15,7 @@ class Limits:
     """Seconds of silence."""
 
     floor_s: float = 60.0
-    cap_s: float = 1800.0  # also of a stage, or of work in it, that was never seen before
+    cap_s: float = 1800.0  # also of a stage, or of work in it, that was never seen before, and of exceptional work
 
 
 class Watch:
@@ -25,6 +25,7 @@ class Watch:
         self.limits = limits
         self._longest: dict[str, float] = {}  # by stage, of visits that have ended
         self._in_visit = 0.0
+        self._first_uses: dict[tuple[str, str], float] = {}  # by stage and shape, until it was used again
         self._last: Beat | None = None
         self._pauses: deque[tuple[float, float]] = deque(maxlen=1000)  # ends and lengths
 
@@ -33,11 +34,21 @@ class Watch:
         last, self._last = self._last, beat
         if last is None or beat.beats == last.beats:
             return
-        if not last.waits_for:
-            self._in_visit = max(self._in_visit, beat.at - max(last.at, beat.closed_at))
+        if not last.waits_for and not last.exceptional:
+            self._learn(last, beat.at - max(last.at, beat.closed_at))
         if beat.stage != last.stage:
             self._longest[last.stage] = max(self._longest.get(last.stage, 0.0), self._in_visit)
             self._in_visit = 0.0
+
+    def _learn(self, last: Beat, silence_s: float) -> None:
+        """The first use of a shape may compile and warm up for long, which says little of the second and nothing of
+        other shapes. But it is all that is known of the second, which may be as slow without any of that."""
+        use = (last.stage, last.shape)
+        if last.is_first_use:
+            self._first_uses[use] = max(self._first_uses.get(use, 0.0), silence_s)
+        else:
+            self._first_uses.pop(use, None)
+            self._in_visit = max(self._in_visit, silence_s)
 
     def forgive(self, now: float, seconds: float) -> None:
         """The watchdog itself stood still for so long, and the rank on the same machine probably too."""
@@ -51,10 +62,11 @@ class Watch:
     def limit_s(self, beat: Beat) -> float:
         """The start of a run is many things, of which none comes twice. And a disk may be as slow as it likes, while it
         takes anything at all."""
-        is_known = beat.stage != "start" and not beat.is_new and not beat.waits_for_itself
-        longest = self._longest.get(beat.stage) if is_known else None
+        is_unknown = beat.stage == "start" or beat.is_new or beat.is_first_use or bool(beat.exceptional)
+        longest = None if is_unknown or beat.waits_for_itself else self._longest.get(beat.stage)
         if longest is None:
             return self.limits.cap_s
+        longest = max(longest, self._first_uses.get((beat.stage, beat.shape), 0.0))
         return min(self.limits.cap_s, max(self.limits.floor_s, STRETCH * longest))
 
     def frozen(self, beat: Beat, now: float, state: str) -> str:

@@ -62,6 +62,7 @@ class Witness:
             limit_s=self.watch.limits.floor_s if frozen else self.watch.limit_s(beat),
             frozen=frozen,
             debugged=beat.is_debugged,
+            exceptional=beat.exceptional,
         )
 
     def ask(self) -> None:

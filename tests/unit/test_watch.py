@@ -25,7 +25,7 @@ from rl.watch import board as board_module
 from rl.watch import recorder
 from rl.watch.board import CUT_S, DEADLOCK_S, Board
 from rl.watch.culprit import Account, find_culprit, show_ranks
-from rl.watch.heart import HEART, Beat, Heart
+from rl.watch.heart import HEART, MAX_SHAPES, Beat, Heart, size_class
 from rl.watch.host import Host
 from rl.watch.launcher import Launcher
 from rl.watch.lines import Lines
@@ -96,6 +96,80 @@ class TestSilence:
             heart.enter("serve")
             look()
         assert limits == [100, 10, 100, 10, 10]
+
+    def test_exceptional_work_may_take_as_long_as_anything_and_teaches_nothing(self) -> None:
+        watch = Watch(Limits(floor_s=60, cap_s=1800))
+        for step in range(3):
+            visit(watch, *(10 * step + second for second in (1, 2, 3)))
+        watch.see(beat(400, at=40))
+        assert watch.limit_s(beat(400, at=40)) == 60, "after three quick steps"
+        compiles = replace(beat(401, at=41), exceptional="compiling")
+        watch.see(compiles)
+        assert watch.limit_s(compiles) == 1800
+        assert not watch.is_silent(compiles, now=1840, frozen="")
+        assert watch.is_silent(compiles, now=1842, frozen=""), "a compiler may hang too"
+        watch.see(beat(402, at=600))
+        assert watch.limit_s(beat(402, at=600)) == 60, "known work goes on"
+        visit(watch, 601)
+        assert watch.limit_s(beat(6020, at=602)) == 60, "559 s of compilation are no measure"
+        assert not watch.is_silent(beat(6020, at=602), now=661, frozen="")
+        assert watch.is_silent(beat(6020, at=602), now=663, frozen="")
+
+    def test_the_first_use_of_a_shape_is_a_measure_of_the_second_alone(self) -> None:
+        watch, heart, now = Watch(Limits(floor_s=10, cap_s=1000)), Heart(), 0.0
+
+        def work(shape: str, seconds: float) -> float:
+            """A stage of one piece of work; returns what it might have taken."""
+            nonlocal now
+            heart.enter("update")
+            heart.beat("micro-batch 1 of 1", shape=shape)
+            limit_s = look()
+            now += seconds
+            heart.enter("between")
+            look()
+            return limit_s
+
+        def look() -> float:
+            seen = heart.read()
+            assert seen is not None
+            watch.see(replace(seen, at=now))
+            return watch.limit_s(seen)
+
+        for _ in range(3):
+            work("up to 256 tokens", 1.0)
+        assert work("up to 256 tokens", 1.0) == 10
+        assert work("up to 512 tokens", 30.0) == 1000, "a shape that was never used"
+        assert work("up to 256 tokens", 1.0) == 10, "of another shape it says nothing"
+        assert work("up to 512 tokens", 2.0) == 30 * STRETCH, "it may be as slow again"
+        assert work("up to 512 tokens", 2.0) == 10, "it was not"
+        heart.enter("update")
+        heart.forget_shapes()
+        assert work("up to 512 tokens", 1.0) == 1000
+        assert work("up to 256 tokens", 1.0) == 1000
+
+    def test_a_shape_is_new_once_in_each_stage_until_the_next_beat_and_there_are_few(self) -> None:
+        heart, firsts = Heart(), []
+
+        def is_first_use() -> bool:
+            seen = heart.read()
+            assert seen is not None
+            return seen.is_first_use
+
+        for stage in ("update", "logprobs", "update"):
+            heart.enter(stage)
+            for _ in range(2):
+                heart.beat("micro-batch 1 of 2", shape="up to 256 tokens")
+                firsts.append(is_first_use())
+        assert firsts == [True, False, True, False, False, False]
+        heart.beat("micro-batch 1 of 2", shape="up to 512 tokens")
+        with heart.exceptional("compiling"):
+            assert is_first_use()
+        assert is_first_use(), "the same micro-batch goes on"
+        heart.beat("something else")
+        assert not is_first_use()
+        for number in range(MAX_SHAPES):
+            heart.beat(shape=f"{number} tokens")
+        assert not is_first_use(), "these are no classes"
 
     def test_one_that_waits_is_not_silent_and_its_waiting_teaches_nothing(self) -> None:
         watch = Watch(Limits(floor_s=2, cap_s=100))
@@ -182,6 +256,38 @@ def test_a_heart_is_read_by_a_child() -> None:
     heart.beat()
     after = heart.read()
     assert before is not None and after is not None and after.beats == before.beats + 1 and after.at >= before.at
+
+
+def test_exceptional_work_is_said_with_a_beat_when_it_begins_and_ends() -> None:
+    heart = Heart()
+
+    def seen() -> tuple[str, int]:
+        beat = heart.read()
+        assert beat is not None
+        return beat.exceptional, beat.beats
+
+    heart.enter("update")
+    with pytest.raises(ZeroDivisionError), heart.exceptional("building the engine"):  # noqa: PT012
+        name, before = seen()
+        assert name == "building the engine"
+        with heart.exceptional("compiling"):
+            assert seen() == ("compiling", before + 1)
+        heart.beat("vLLM's start")
+        assert seen() == ("building the engine", before + 3)
+        raise ZeroDivisionError
+    assert seen() == ("", before + 4)
+    heart.end_exceptional("compiling")
+    assert seen()[0] == "", "a callback that was registered in the middle of a compilation"
+    with heart.exceptional("\N{GRINNING FACE}" * 10_000):
+        heart.wait("\N{GRINNING FACE}" * 10_000)
+        heart.beat("\N{GRINNING FACE}" * 10_000)
+        assert seen()[0] == "\N{GRINNING FACE}" * 200, "the memory holds it"
+
+
+def test_sizes_are_classed_by_powers_of_two() -> None:
+    assert [size_class(count) for count in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [0, 1, 2, 4, 4, 8, 1024, 2048]
+    assert [size_class(count, least=256) for count in (0, 1, 256, 257)] == [0, 256, 256, 512]
+    assert len({size_class(count, least=256) for count in range(0, 65_537)}) == 10
 
 
 @pytest.mark.parametrize(
@@ -335,6 +441,31 @@ class TestBoard:
         world.send(3, "account", account=vars(account(3, silent_s=101.0, limit_s=100.0)))
         world.wait(0.1)
         assert world.said[0].startswith("oneworld: rank 3 ")
+
+    def test_nobody_is_blamed_while_a_rank_compiles_unless_it_is_frozen(self, world: FakeWorld) -> None:
+        """Its main thread may seem to stand in a collective (a backward pass compiles in a thread of autograd), and
+        one that waits for it on a GPU may not."""
+        compiles = account(3, silent_s=70.0, limit_s=1800.0, exceptional="compiling", in_collective=True)
+        frozen = account(0, silent_s=90.0, limit_s=60.0, frozen="its process was stopped by a signal")
+        for other, is_named in [(account(0, silent_s=90.0, limit_s=60.0), False), (frozen, True)]:
+            world.send(0, "silent")
+            world.send(0, "account", account=vars(other))
+            for rank in (1, 2):
+                world.send(rank, "account", account=vars(account(rank, silent_s=90.0, limit_s=60.0)))
+            world.send(3, "account", account=vars(compiles))
+            world.wait(0.1)
+            assert bool(world.said) == is_named
+        assert world.said[0].startswith("oneworld: rank 0 ")
+        assert world.said[0].splitlines()[-1] == "  rank 3 (actor): stage update, compiling, silent for up to 70 s"
+
+    def test_a_rank_that_compiles_for_too_long_is_named(self, world: FakeWorld) -> None:
+        world.send(3, "silent")
+        for rank in (0, 1, 2):
+            world.send(rank, "account", account=vars(account(rank, silent_s=90.0, in_collective=True)))
+        hangs = account(3, silent_s=1801.0, limit_s=1800.0, item="micro-batch 2 of 9", exceptional="compiling")
+        world.send(3, "account", account=vars(hangs))
+        world.wait(0.1)
+        assert "silent for 1801 s on micro-batch 2 of 9, compiling, 12 s after the stage began" in world.said[0]
 
     def test_nobody_is_blamed_while_a_rank_is_debugged(self, world: FakeWorld) -> None:
         world.send(1, "silent")

@@ -1,0 +1,54 @@
+"""Beats of compilers: torch.compile and Triton compile whenever they meet a new shape, however late in a run. That may
+take minutes, in the middle of a stage that took a second so far.
+
+Neither is imported here: a rank that uses neither should not wait for their imports.
+"""
+
+import sys
+from functools import wraps
+from typing import Any
+
+from rl.watch.heart import HEART
+
+TORCH = "compiling (torch.compile)"
+_marked: set[type] = set()
+
+
+def mark_compilation() -> None:
+    """Mark compilations by what is imported by now as exceptional work of this rank. Later calls add what was imported
+    since."""
+    _mark_torch()
+    _mark_triton()
+
+
+def _mark_torch() -> None:
+    callback = sys.modules.get("torch._dynamo.callback")
+    handler = getattr(callback, "callback_handler", None)
+    if handler is not None and _begin not in handler.start_callbacks:  # `torch._dynamo.reset` forgets them
+        handler.register_start_callback(_begin)
+        handler.register_end_callback(_end)
+
+
+def _begin(*details: object) -> None:
+    HEART.begin_exceptional(TORCH)
+
+
+def _end(*details: object) -> None:
+    HEART.end_exceptional(TORCH)
+
+
+def _mark_triton() -> None:
+    """Wrap the method that compiles a kernel. Triton's own hooks would not do: with one of them set it writes the
+    constants of every kernel as JSON, which fails for some of vLLM's, and none is called when a compilation fails."""
+    function: Any = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
+    if function is None or function in _marked or not hasattr(function, "_do_compile"):
+        return
+    _marked.add(function)
+    compile_kernel = function._do_compile
+
+    @wraps(compile_kernel)
+    def marked(kernel: Any, *args: Any, **options: Any) -> Any:
+        with HEART.exceptional(f"compiling {kernel.__name__} (Triton)"):
+            return compile_kernel(kernel, *args, **options)
+
+    function._do_compile = marked
