@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing.shared_memory import SharedMemory
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from rl.sync.landing import Landings
 from rl.sync.wire import Wire
 
 CALL = 2  # the call of the broken method at which it breaks
+LATE_CALL = 4  # after three quick ones
+LONG_S = 5.0  # more than the silence that a test allows to known work
 
 
 def broken(method: Callable, action: Callable[[], None]) -> Callable:
@@ -132,6 +135,30 @@ def fail_engines(times: int) -> None:
     engine.step = lambda engine: fail() if next(errors, False) else step(engine)
 
 
+def compile_and_sleep() -> None:
+    """In every step something compiled is called. The fourth call needs another graph, which takes LONG_S; the one
+    after that only sleeps as long."""
+    import torch._dynamo  # before a model is loaded, as a rank has it that compiles layers
+
+    calls = 0
+
+    def compile_graph(graph: Any, inputs: list[Any]) -> Callable:
+        time.sleep(LONG_S if calls == LATE_CALL else 0)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=compile_graph)
+    accumulate = Learner._accumulate
+
+    def replaced(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        compiled(torch.zeros(2, dtype=torch.int32 if calls == LATE_CALL else torch.float32))
+        time.sleep(LONG_S if calls == LATE_CALL + 1 else 0)
+        accumulate(*args)
+
+    Learner._accumulate = replaced
+
+
 def break_(what: str, culprit: int) -> None:
     is_culprit = int(os.environ["RANK"]) == culprit
     is_first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -173,6 +200,8 @@ def break_(what: str, culprit: int) -> None:
         vllm.__version__ = "99.0"
     elif what in ("sleeping", "stopped", "frozen") and is_culprit:
         Learner._accumulate = broken(Learner._accumulate, {"sleeping": sleep, "stopped": stop, "frozen": freeze}[what])
+    elif what == "compiles late, then sleeps" and is_culprit:
+        compile_and_sleep()
     elif what == "disk hangs" and is_culprit:
         Learner.update = broken(Learner.update, hang_disk)
     elif what == "killed" and is_culprit:

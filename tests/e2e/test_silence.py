@@ -1,6 +1,7 @@
 """Ranks that live and do nothing: the right one is named, with its stack, and the world ends in time. tools/status.py
 shows all of them, before and after."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -59,6 +60,23 @@ def test_a_silent_rank_is_named(what: str, rank: int, said: str, tmp_path: Path)
     assert head.endswith(" s ago, step 2, 3 ranks")
     assert ranks[rank][:6] == there[rank]
     assert [cells[-1] for cells in ranks] == ["ended"] * 3
+
+
+def test_a_late_compilation_is_no_silence_and_a_sleep_as_long_is(tmp_path: Path) -> None:
+    """After three quick steps. The other rank waits for it in a collective, for longer than known work may take."""
+    limits = ["world.silence_floor_s=3", "train.num_steps=6"]
+    process = launch(tmp_path, 2, "compiles late, then sleeps", 1, *limits)
+    output = finish(process, 100)
+    assert process.returncode != 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    seconds = {row["step"]: row["time/update"] for row in rows if row["step"]}
+    assert list(seconds) == [1, 2, 3, 4], output
+    assert max(seconds[2], seconds[3]) < 3.0 and seconds[4] > 5.0, seconds
+    block = output[output.index("oneworld: rank ") :].splitlines()
+    assert block[0].startswith("oneworld: rank 1 (rollout,actor) on "), output
+    assert "stage update, step 5: silent for " in block[0]
+    assert "compiling" not in block[0]
+    assert output.count("oneworld: rank ") == 1, output
 
 
 @pytest.mark.slow
