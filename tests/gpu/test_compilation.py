@@ -1,0 +1,72 @@
+"""Real compilers say that they compile: a kernel of Triton, a graph of torch.compile, and its backward pass, which is
+compiled in a thread of autograd."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from rl.model import rotary
+from rl.watch.compilation import TORCH, mark_compilation
+from rl.watch.heart import HEART
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+MAX_FROZEN_S = 10.0  # far below the floor of silence
+
+
+class Ticker(threading.Thread):
+    """Runs as the I/O thread of a rank does; knows for how long it could not."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.longest_s = 0.0
+        self.is_over = threading.Event()
+
+    def run(self) -> None:
+        before = time.monotonic()
+        while not self.is_over.wait(0.01):
+            now = time.monotonic()
+            self.longest_s = max(self.longest_s, now - before)
+            before = now
+
+
+def test_compilations_are_marked_and_do_not_freeze_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", f"{tmp_path}/triton")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}/inductor")
+    seen: list[tuple[str, bool]] = []
+    begin = HEART.begin_exceptional
+
+    def note(what: str) -> None:
+        seen.append((what, threading.current_thread() is threading.main_thread()))
+        begin(what)
+
+    monkeypatch.setattr(HEART, "begin_exceptional", note)
+    rotary.load_kernels()
+    weight = torch.randn(256, 256, device="cuda", requires_grad=True)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(torch.nn.functional.gelu(x @ weight), -1).sum()
+
+    compiled = torch.compile(layer, dynamic=True)
+    mark_compilation()
+    ticker = Ticker()
+    ticker.start()
+    x = torch.randn(96, 3, 80, device="cuda", dtype=torch.bfloat16)
+    cos, sin = torch.randn(2, 96, 80, device="cuda", dtype=torch.bfloat16)
+    rotary.rotate_heads(x, cos, sin)
+    kernels = [what for what, _ in seen]
+    assert kernels and all(what.startswith("compiling ") and what.endswith(" (Triton)") for what in kernels), kernels
+    rotary.rotate_heads(x, cos, sin)
+    assert len(seen) == len(kernels), "it is compiled"
+    compiled(torch.randn(64, 256, device="cuda", requires_grad=True)).backward()
+    graphs = [is_main for what, is_main in seen[len(kernels) :] if what == TORCH]
+    assert graphs and graphs[0], seen
+    torch.cuda.synchronize()
+    ticker.is_over.set()
+    beat = HEART.read()
+    assert beat is not None and beat.exceptional == ""
+    assert ticker.longest_s < MAX_FROZEN_S
+    print(f"compiled {seen}; the interpreter was held for at most {ticker.longest_s:.2f} s")
