@@ -257,8 +257,8 @@ class WorldConfig:
     silence_floor_s: float = key(60.0, "a rank may be silent in a stage for 5 times as long as ever, at least for this")
     silence_cap_s: float = key(
         1800.0,
-        "and at most for this, as in a new stage, a compilation or a build of an engine, or while its disk takes nothing "
-        "of a checkpoint",
+        "and at most for this, as in a new stage, a compilation or a build of an engine, or while its disk takes "
+        "nothing of a checkpoint",
     )
 
 

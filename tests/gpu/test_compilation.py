@@ -1,8 +1,8 @@
-"""Real compilers say that they compile: a kernel of Triton, a graph of torch.compile, and its backward pass, which is
-compiled in a thread of autograd."""
+"""Real compilers say that they compile: a kernel of Triton and a graph of torch.compile."""
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,15 +32,15 @@ class Ticker(threading.Thread):
 
 
 def test_compilations_are_marked_and_do_not_freeze_the_interpreter(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", f"{tmp_path}/triton")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}/inductor")
-    seen: list[tuple[str, bool]] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    seen: list[str] = []
     begin = HEART.begin_exceptional
 
     def note(what: str) -> None:
-        seen.append((what, threading.current_thread() is threading.main_thread()))
+        seen.append(what)
         begin(what)
 
     monkeypatch.setattr(HEART, "begin_exceptional", note)
@@ -54,19 +54,16 @@ def test_compilations_are_marked_and_do_not_freeze_the_interpreter(
     mark_compilation()
     ticker = Ticker()
     ticker.start()
-    x = torch.randn(96, 3, 80, device="cuda", dtype=torch.bfloat16)
-    cos, sin = torch.randn(2, 96, 80, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(96, 7, 96, device="cuda", dtype=torch.bfloat16)
+    cos, sin = torch.randn(2, 96, 96, device="cuda", dtype=torch.bfloat16)
     rotary.rotate_heads(x, cos, sin)
-    kernels = [what for what, _ in seen]
-    assert kernels and all(what.startswith("compiling ") and what.endswith(" (Triton)") for what in kernels), kernels
+    assert seen == ["compiling _rotate (Triton)"]
     rotary.rotate_heads(x, cos, sin)
-    assert len(seen) == len(kernels), "it is compiled"
+    assert len(seen) == 1, "it is compiled"
     compiled(torch.randn(64, 256, device="cuda", requires_grad=True)).backward()
-    graphs = [is_main for what, is_main in seen[len(kernels) :] if what == TORCH]
-    assert graphs and graphs[0], seen
+    assert TORCH in seen[1:]
     torch.cuda.synchronize()
     ticker.is_over.set()
     beat = HEART.read()
     assert beat is not None and beat.exceptional == ""
     assert ticker.longest_s < MAX_FROZEN_S
-    print(f"compiled {seen}; the interpreter was held for at most {ticker.longest_s:.2f} s")

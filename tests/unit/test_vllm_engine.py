@@ -3,7 +3,9 @@
 import gc
 import importlib
 import os
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from rl.config import Config
+from rl.watch.heart import HEART
 
 pytestmark = pytest.mark.timeout(120)  # the import of vLLM
 
@@ -32,7 +35,7 @@ class Machine:
         self.outputs: list[Any] = []
         self.pointer_to_data = {tag: SimpleNamespace(tag=tag, is_asleep=False) for tag in ("weights", "kv_cache")}
         executor = SimpleNamespace(sleeping_tags=set())
-        core = SimpleNamespace(batch_queue=[], model_executor=executor)
+        core = SimpleNamespace(batch_queue=[], model_executor=executor, scheduler=None)
         self.sleeping_tags = executor.sleeping_tags
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core, get_output=lambda: self))
         self.most_awake = 2  # at a time
@@ -90,6 +93,38 @@ def test_an_engine_that_got_weights_and_no_request_sleeps_all_the_same(engine: A
     assert machine.awake == {"weights", "kv_cache"}
     engine.sleep()
     assert machine.awake == set()
+
+
+@pytest.mark.parametrize("is_rebuilt", [False, True])
+def test_a_build_beats_between_its_phases_and_marks_what_vllm_compiles(
+    is_rebuilt: bool, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, bool]] = []
+    handler: Any = sys.modules["torch._dynamo.callback"].callback_handler
+    handler.start_callbacks.clear()
+    group = SimpleNamespace(entered=nullcontext)
+
+    def look() -> Any:
+        beat = HEART.read()
+        assert beat is not None
+        seen.append((beat.item, bool(handler.start_callbacks)))
+        return group
+
+    def start(**options: Any) -> Any:
+        look()
+        return Machine()
+
+    monkeypatch.setattr(engines, "PrivateDefaultGroup", lambda seat: look())
+    monkeypatch.setattr(engines.vllm, "LLM", start)
+    monkeypatch.setattr(engines.c10d, "barrier", look)
+    for name in ("_turn_off_packing", "_forget_names_of_shared_memory", "spare"):
+        monkeypatch.setattr(engines, name, lambda *args: None)
+    seat = SimpleNamespace(stop_token_ids=[], shares_device=True, device=torch.device("cpu"), tp_size=1)
+    failed = SimpleNamespace(abandon=look) if is_rebuilt else None
+    engines.build(Config(), Path(), seat, failed)
+    first = "the memory of the failed engine" if is_rebuilt else "its process groups"
+    assert [item for item, _ in seen] == [first, "vLLM's start", "a barrier of the engine's ranks"]
+    assert [is_marked for _, is_marked in seen] == [False, True, True]
 
 
 @pytest.mark.parametrize(("limit_s", "is_frozen"), [(0.0, True), (100.0, False)])

@@ -284,6 +284,24 @@ def test_exceptional_work_is_said_with_a_beat_when_it_begins_and_ends() -> None:
         assert seen()[0] == "\N{GRINNING FACE}" * 200, "the memory holds it"
 
 
+def test_an_account_says_what_is_exceptional_and_how_long_it_may_take() -> None:
+    heart = Heart()
+    witness = Witness(heart, RankProcess(os.getpid(), leads_group=False), Stacks())
+    for _ in range(2):
+        heart.enter("update")
+        witness.look()
+        heart.enter("between")
+        witness.look()
+    heart.enter("update")
+    with heart.exceptional("compiling"):
+        witness.look()
+        compiles = witness.account()
+    witness.look()
+    works = witness.account()
+    assert (compiles.exceptional, compiles.limit_s) == ("compiling", Limits().cap_s)
+    assert (works.exceptional, works.limit_s) == ("", Limits().floor_s)
+
+
 def test_sizes_are_classed_by_powers_of_two() -> None:
     assert [size_class(count) for count in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [0, 1, 2, 4, 4, 8, 1024, 2048]
     assert [size_class(count, least=256) for count in (0, 1, 256, 257)] == [0, 256, 256, 512]
