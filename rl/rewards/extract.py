@@ -1,0 +1,158 @@
+r"""Find the final answer in a response: its boxes, its marked mathematics, and its numbers.
+
+Everything here is linear in the length of the text, or works on a window of fixed size: responses are written by a
+policy that may learn to be slow.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+
+WINDOW = 10_000  # characters at the end of a response in which an answer without a box is looked for
+
+_BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_BETWEEN_BOXES = re.compile(r"[\s$.,;]*(?:,|;|\band\b|\bor\b|\\text\s*\{\s*(?:and|or)\s*\})[\s$]*")
+_MATHEMATICS = re.compile(
+    r"(?<!\\)\$\$((?:\\.|[^$\\])+)\$\$|(?<!\\)\$((?:\\.|[^$\\])+)\$|\\\((.{1,2000}?)\\\)|\\\[(.{1,2000}?)\\\]",
+    re.DOTALL,
+)
+_BETWEEN_MATHEMATICS = re.compile(r"\s*(?:,?\s*and|,?\s*or|,)\s*")
+_ANNOUNCED = re.compile(r"(?i)\banswers?(?:\s+(?:is|are)\b\s*:?|\s*:)(?:\s*\*\*)?")
+_END_OF_SENTENCE = re.compile(r"(?<!\\)[.!;](?:\s|$)|\n|\*\*")
+_SPOKEN = re.compile(r"(?=.*\d).*?[a-zA-Z]+ [a-zA-Z]+ [a-zA-Z]+")
+
+# A comma or a blank is part of a number only before groups of exactly three digits.
+_UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d{1,3}(?: \d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<![\w.])\.\d+)"
+_NUMBER = re.compile(
+    r"(?P<sign>(?<!\d)-(?:\$ ?)?)?"  # a minus between digits is a range
+    r"(?:"
+    rf"(?P<latex_whole>\d+)? ?\\frac ?\{{ ?(?P<top_sign>-?)(?P<top>{_UNSIGNED}) ?\}} ?\{{ ?(?P<bottom>{_UNSIGNED}) ?\}}"
+    r"|(?P<whole>\d+) (?P<small_top>\d+)/(?P<small_bottom>\d+)"
+    rf"|(?P<number>{_UNSIGNED})(?: ?/ ?\$?(?P<divisor>{_UNSIGNED}))?"
+    r"(?: ?(?:\\times|\\cdot|\*|×) ?10\^\{?(?P<ten>-?\d{1,3})\}?|\^\{?(?P<power>\d{1,3})\}?)?"  # noqa: RUF001
+    r")"
+)
+_BLANKS = re.compile(r"\\[,;: ]|[~\u00a0\u2009\u202f]")
+_FONT = re.compile(r"\\(?:text\w*|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
+_NUMERIC = re.compile(r"[\s\d.,$%-]*\d[\s\d.,$%-]*")
+_POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z}])\^(?:\d|\{\d+\})")
+
+
+def boxes(text: str) -> list[tuple[int, int, str]]:
+    r"""Return start, end and content of each `\boxed{...}` that is closed and not inside of another one."""
+    found: list[tuple[int, int, str]] = []
+    opened: list[tuple[int, int] | None] = []  # of each open brace: where its box and its content start
+    for match in _BOX_OR_BRACE.finditer(text):
+        token = match[0]
+        if token == "{":
+            opened.append(None)
+        elif token == "}" and opened:
+            box = opened.pop()
+            if box is not None:
+                while found and found[-1][0] > box[0]:
+                    found.pop()
+                found.append((box[0], match.end(), text[box[1] : match.start()]))
+        elif len(token) > 2:
+            opened.append((match.start(), match.end()))
+    return found
+
+
+def boxed_answer(text: str) -> str | None:
+    """Return the content of the last box. Boxes that are joined by a comma, `and` or `or` are one list."""
+    found = boxes(text)
+    if not found:
+        return None
+    contents = [found[-1][2].strip()]
+    for (_, end, content), (start, _, _) in zip(found[-2::-1], found[:0:-1]):
+        if not _BETWEEN_BOXES.fullmatch(text[end:start][:50]) or start - end > 50:
+            break
+        contents.insert(0, content.strip())
+    return ", ".join(dict.fromkeys(contents))
+
+
+def final_answer(response: str) -> str | None:
+    """Return the final answer as written: what is boxed, else announced as the answer, else the last mathematics."""
+    if (boxed := boxed_answer(response)) is not None:
+        return boxed
+    text = response[-WINDOW:]
+    announced = list(_ANNOUNCED.finditer(text))
+    if announced:
+        tail = text[announced[-1].end() :]
+        sentence = _END_OF_SENTENCE.split(tail, maxsplit=1)[0].strip()
+        run = _first_run(tail)
+        if run is not None and tail.find(run[0]) <= 50:
+            return ", ".join(run)
+        if _SPOKEN.match(sentence):
+            return None  # the answer is somewhere in it
+        if sentence and len(sentence) <= 200:
+            return sentence
+    runs = list(_runs(text))
+    return ", ".join(runs[-1]) if runs else None
+
+
+def _first_run(text: str) -> list[str] | None:
+    return next(_runs(text), None)
+
+
+def _runs(text: str) -> Iterator[list[str]]:
+    """Yield the pieces of marked mathematics. Pieces that are joined by a comma, `and` or `or` come together."""
+    run: list[str] = []
+    end = 0
+    for match in _MATHEMATICS.finditer(text):
+        if run and not _BETWEEN_MATHEMATICS.fullmatch(text[end : match.start()][:20]):
+            yield run
+            run = []
+        run.append(next(group for group in match.groups() if group is not None).strip())
+        end = match.end()
+    if run:
+        yield run
+
+
+def last_number_of(text: str) -> str | None:
+    """Return the last number of the text. Equal numbers are equal texts."""
+    numbers = list(_NUMBER.finditer(_plain(text)))
+    return _value(numbers[-1]) if numbers else None
+
+
+def marked_number_of(text: str) -> str | None:
+    """Return the number after the last `####`, else the one in the last box, else the last of all."""
+    _, mark, tail = text.rpartition("####")
+    if mark:
+        first = _NUMBER.search(_plain(tail))
+        return _value(first) if first else None
+    found = boxes(text)
+    return last_number_of(_without_text(found[-1][2])) if found else last_number_of(text)
+
+
+def _plain(text: str) -> str:
+    text = text.replace("{,}", ",").replace(r"\!", "").replace(r"\$", "$").replace("\u2212", "-")
+    text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+    return _POWER_OF_UNIT.sub("", _BLANKS.sub(" ", text))
+
+
+def _without_text(box: str) -> str:
+    r"""Drop the words of a box: `5\text{ dollars for 2 days}` is 5. A box that is all words is kept."""
+    text = _FONT.sub(lambda match: match[1] if _NUMERIC.fullmatch(match[1]) else r"\text{}", box)
+    return text if re.search(r"\d", text) else box
+
+
+def _value(match: re.Match[str]) -> str | None:
+    try:
+        if match["top"]:
+            value = _float(match["latex_whole"]) + _float(match["top"]) / _float(match["bottom"])
+        elif match["whole"]:
+            value = _float(match["whole"]) + _float(match["small_top"]) / _float(match["small_bottom"])
+        else:
+            value = _float(match["number"]) / (_float(match["divisor"]) if match["divisor"] else 1.0)
+            value *= 10.0 ** int(match["ten"] or 0)
+            value **= int(match["power"] or 1)
+    except (ZeroDivisionError, OverflowError):
+        return None
+    if not math.isfinite(value):
+        return None
+    is_negative = bool(match["sign"]) != bool(match["top_sign"])
+    return f"{(-value if is_negative else value) + 0.0:.15g}"
+
+
+def _float(digits: str | None) -> float:
+    return float((digits or "0").replace(",", "").replace(" ", ""))
