@@ -983,15 +983,20 @@ def main() -> None:
     parser.add_argument("--math", nargs="*", type=Path, default=[], help="jsonl files with MATH's answers")
     parser.add_argument("--gsm8k", nargs="*", type=Path, default=[], help="jsonl files with GSM8K's answers")
     parser.add_argument("--most", type=int, default=0, help="maximum number of cases of a form; 0: all")
+    parser.add_argument("--json", action="store_true", help="print the rows of both tables as JSON")
     parser.add_argument("--verbose", action="store_true", help="print each mistake")
     arguments = parser.parse_args()
     is_default = not arguments.math and not arguments.gsm8k
     golds = read_lines(MATH_FILE) if is_default else read_answers(arguments.math)
     numbers = read_lines(GSM8K_FILE) if is_default else [number_of(each) for each in read_answers(arguments.gsm8k)]
-    if golds:
-        print(table("MATH", grade_math(golds, arguments.most, arguments.verbose)))
-    if numbers:
-        print(table("GSM8K", grade_gsm8k(list(dict.fromkeys(numbers)), arguments.most, arguments.verbose)))
+    tables = {
+        "MATH": grade_math(golds, arguments.most, arguments.verbose),
+        "GSM8K": grade_gsm8k(list(dict.fromkeys(numbers)), arguments.most, arguments.verbose),
+    }
+    if arguments.json:
+        print(json.dumps(tables))
+    else:
+        print("\n".join(table(title, rows) for title, rows in tables.items() if rows))
 
 
 if __name__ == "__main__":

@@ -88,9 +88,10 @@ def test_math(response: str, answer: str, reward: float) -> None:
     assert rate("math", response, answer) == reward
 
 
-def test_an_answer_without_mathematics_is_an_error_of_the_data() -> None:
-    with pytest.raises(ValueError, match="finds no mathematics in the reference answer"):
-        rate("math", r"\boxed{1}", "")
+@pytest.mark.parametrize("answer", ["", " ", "so\n####"])
+def test_an_empty_reference_answer_is_an_error_of_the_data(answer: str) -> None:
+    with pytest.raises(ValueError, match="the reference answer is empty"):
+        rate("math", r"\boxed{1}", answer)
 
 
 @pytest.mark.parametrize(
