@@ -72,6 +72,10 @@ ELSEWHERE = {
         "tests/e2e/test_launch_slurm.py",
         "--slurm=",
     ),
+    "python -m tests.answer_forms --math data/math/*.jsonl --gsm8k data/gsm8k/*.jsonl": (
+        "tests/unit/test_answer_forms.py",
+        '"-m", "tests.answer_forms"',
+    ),
     "scancel JOB": ("tests/e2e/test_launch_slurm.py", "scancel"),
     "scancel --signal=USR1 JOB": ("tests/e2e/test_launch_slurm.py", '"--signal=USR1"'),
     "python tools/merge_checkpoint.py --upload": ("tests/distributed/test_merge_upload.py", "--upload"),
