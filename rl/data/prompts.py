@@ -18,6 +18,8 @@ import xxhash
 
 
 class Tokenizer(Protocol):
+    bos_token_id: int | None
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
     def apply_chat_template(

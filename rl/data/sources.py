@@ -57,6 +57,7 @@ def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[lis
     """Their ids count from 0. Says on the console what it skips."""
     prompts: list[Prompt] = []
     counts = Counts()
+    first_token = [] if data.chat_template else own_bos(tokenizer)
     for row in read_rows(path):
         counts.num_rows += 1
         if counts.num_rows % ROWS_PER_BEAT == 0:
@@ -64,7 +65,7 @@ def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[lis
         try:
             if row.problem:
                 raise BadRow(row.problem)
-            prompt = _make_prompt(row.values, len(prompts), data, tokenizer)
+            prompt = _make_prompt(row.values, len(prompts), data, tokenizer, first_token)
         except BadRow as problem:
             if data.bad_rows == "fatal":
                 raise ConfigError(f"{row.place} {problem} (or skip such rows: data.bad_rows=skip)") from None
@@ -105,7 +106,16 @@ def _account(path: str, counts: Counts, data: DataConfig) -> str:
     return said
 
 
-def _make_prompt(row: dict[str, Any], row_id: int, data: DataConfig, tokenizer: Tokenizer) -> Prompt:
+def own_bos(tokenizer: Tokenizer) -> list[int]:
+    """Return the BOS token if the tokenizer's own encoding begins with it, as llama's does; otherwise nothing. A
+    tokenizer may have one and not add it, as SmolLM's. Chat templates write it themselves."""
+    first = tokenizer.encode("", add_special_tokens=True)[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def _make_prompt(
+    row: dict[str, Any], row_id: int, data: DataConfig, tokenizer: Tokenizer, first_token: list[int]
+) -> Prompt:
     content = _fill(data, row) if data.template else _column(row, data.prompt_key, "data.prompt_key")
     answer = _column(row, data.answer_key, "data.answer_key") if data.answer_key else ""
     text = _chat(content, data, tokenizer) if data.chat_template else _text(content, data.prompt_key)
@@ -115,6 +125,8 @@ def _make_prompt(row: dict[str, Any], row_id: int, data: DataConfig, tokenizer: 
         raise BadRow(f"has text that the tokenizer does not know: {text[:40]!r} ({error})") from None
     if not tokens:
         raise BadRow("has 0 tokens; a prompt has at least 1")
+    if tokens[:1] != first_token:  # a text may begin with it
+        tokens = first_token + tokens
     answer = json.dumps(answer) if isinstance(answer, list | dict) else str(answer)
     return Prompt(row_id, 0, text, answer, tokens, row)
 

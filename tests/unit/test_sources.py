@@ -2,10 +2,16 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import models
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer
 
 from rl.config import Config, ConfigError, DataConfig, EvalConfig
 from rl.config_file import load_config
@@ -16,8 +22,9 @@ from rl.data.sources import Counts, Data, read_data, read_prompts
 class Letters:
     """Token ids are code points; the chat template puts tags around the message."""
 
+    bos_token_id = None
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
         if "?!" in text:
             raise Exception("no [UNK]")
         return [ord(letter) for letter in text]
@@ -275,3 +282,75 @@ def test_a_held_out_set_without_a_row_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read(a, eval={"x": a, "y": b}, bad_rows="skip")
     assert str(caught.value) == f"{b}: 0 prompts in 1 rows, 1 malformed; at least one row must be left"
+
+
+def save_llama_3(folder: Path) -> None:
+    """As its hub repository: the template of tokenizer.json adds the BOS."""
+    special = ["<|begin_of_text|>", "<|eot_id|>"]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary(special), []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in special])
+    tokenizer.post_processor = TemplateProcessing(single=f"{special[0]} $A", special_tokens=[(special[0], 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[0], "eos_token": special[1]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def save_llama_2(folder: Path) -> None:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    LlamaTokenizer(vocab=vocabulary, merges=[], add_bos_token=True).save_pretrained(folder)
+
+
+def save_qwen(folder: Path) -> None:
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokens = {"eos_token": special[2], "pad_token": special[0], "unk_token": special[0]}
+    Qwen2Tokenizer(vocab=vocabulary(special), merges=[], **tokens).save_pretrained(folder)
+
+
+def save_smollm(folder: Path) -> None:
+    """It has a BOS, and adds none."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokens = {"bos_token": special[1], "eos_token": special[2], "unk_token": special[0]}
+    GPT2Tokenizer(vocab=vocabulary(special), merges=[], **tokens).save_pretrained(folder)
+
+
+def vocabulary(special: list[str]) -> dict[str, int]:
+    return {token: number for number, token in enumerate([*special, *sorted(ByteLevel.alphabet())])}
+
+
+@pytest.mark.parametrize(
+    ("save", "bos"),
+    [(save_llama_3, "<|begin_of_text|>"), (save_llama_2, "<s>"), (save_qwen, ""), (save_smollm, "")],
+)
+def test_plain_prompts_begin_as_the_tokenizer_begins(save: Callable[[Path], None], bos: str, tmp_path: Path) -> None:
+    """With a BOS where its own encoding adds one, once, also where the text has it already."""
+    save(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    path = write(tmp_path, *(json.dumps({"prompt": text, "answer": ""}) for text in ("2+2=", f"{bos}2+2=")))
+    (plain, given), _ = read_prompts(path, DataConfig(), tokenizer)
+    assert plain.tokens == tokenizer.encode("2+2=", add_special_tokens=True)
+    assert (plain.tokens[0] == tokenizer.bos_token_id) == bool(bos)
+    assert given.tokens.count(tokenizer.bos_token_id) == bool(bos)
+    assert plain.text == "2+2="
+    with pytest.raises(ConfigError, match="has 0 tokens"):
+        read_prompts(write(tmp_path, '{"prompt": "", "answer": ""}'), DataConfig(), tokenizer)
+
+
+def test_a_chat_template_writes_its_own_bos(tmp_path: Path) -> None:
+    save_llama_3(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}:"
+    (prompt,), _ = read_prompts(write(tmp_path, GOOD), DataConfig(chat_template=True), tokenizer)
+    assert prompt.tokens == tokenizer.encode("2+2=:", add_special_tokens=True)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}:"
+    (prompt,), _ = read_prompts(write(tmp_path, GOOD), DataConfig(chat_template=True), tokenizer)
+    assert prompt.tokens == tokenizer.encode("2+2=:", add_special_tokens=False)
+
+
+def test_a_bos_counts_as_a_token_of_the_prompt(tmp_path: Path) -> None:
+    save_llama_3(tmp_path)
+    path, tokenizer = write(tmp_path, GOOD), AutoTokenizer.from_pretrained(tmp_path)
+    assert read_prompts(path, DataConfig(max_prompt_tokens=5), tokenizer)[1].longest == 5
+    with pytest.raises(ConfigError, match="has 5 tokens"):
+        read_prompts(path, DataConfig(max_prompt_tokens=4, long_rows="fatal"), tokenizer)
