@@ -21,7 +21,7 @@ test-all: setup lint
 	@$(ACTIVATE) && pytest -m "not gpu" $(ARGS)
 
 lint: setup
-	@$(ACTIVATE) && ruff check . && ruff format --check . && mypy rl train.py
+	@$(ACTIVATE) && ruff check . && ruff format --check . && mypy rl train.py benchmarks tools launch
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -32,11 +32,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from random_model import SHAPES, save_random_model
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
+from benchmarks.program import run_torchrun
+from benchmarks.random_model import SHAPES, save_random_model
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.manifest import step_folder
 from rl.checkpoint.shelf import Shelf
@@ -283,9 +286,10 @@ def main() -> None:
     )
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            command = ["torchrun", "--max-restarts", "0", "--nproc-per-node", str(args.ranks), __file__, *sys.argv[1:]]
-            sys.exit(os.spawnvp(os.P_WAIT, command[0], [*command, "--folder", folder]))
+        with tempfile.TemporaryDirectory(dir=args.folder) as name:
+            folder = str(Path(name).resolve())
+            run_torchrun(args.ranks, str(Path(__file__).resolve()), *sys.argv[1:], "--folder", folder)
+        return
     with join() as world:
         bench = Bench(world, args)
         row = bench.run()

@@ -3,20 +3,24 @@
     python benchmarks/decode_attention.py [--sequences 512] [--heads 32] [--head-size 64] [--sweep]
 
 Seconds are medians over rounds in turns on a paged bfloat16 cache that no device cache holds; TB/s are of keys and
-values read. --sweep leaves vLLM out and tries our kernel's settings.
+values read. --sweep leaves vLLM out and tries our kernel's settings. Needs a GPU.
 """
 
 import argparse
 import itertools
 import json
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl.rollout import decode_attention
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
+from benchmarks.program import need_gpu
 
 BLOCK_SIZE = 16
 LENGTHS = (128, 320, 544)
@@ -39,6 +43,8 @@ def seconds_of(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def ours(tensors: tuple[Tensor, ...], scale: float, tile: int, num_warps: int, num_stages: int) -> Callable[[], None]:
+    from rl.rollout import decode_attention
+
     def way() -> None:
         decode_attention.TILE, decode_attention.NUM_WARPS, decode_attention.NUM_STAGES = tile, num_warps, num_stages
         queries, keys, values, table, lengths, outputs = tensors
@@ -87,6 +93,9 @@ def main() -> None:
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
+    need_gpu()
+    from rl.rollout import decode_attention  # it needs triton, which CPU installations lack
+
     torch.manual_seed(0)
     best = (decode_attention.TILE, decode_attention.NUM_WARPS, decode_attention.NUM_STAGES)
     settings = [best, *itertools.product((16, 32, 64), (1, 2, 4), (1, 3))] if args.sweep else [best]

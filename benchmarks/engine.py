@@ -11,7 +11,6 @@ its outputs unused. `overhead` is the median of ours over the median of bare, le
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,9 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step import arguments, settings_of, write_inputs
 
-from rl.config import ROOT, RolloutConfig
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
+from benchmarks.program import run_torchrun
+from benchmarks.step import arguments, settings_of, write_inputs
+from rl.config import RolloutConfig
 from rl.config_file import load_config
 from rl.run import build_actor, end_run, open_run
 from rl.world import join
@@ -97,9 +99,8 @@ def main() -> None:
         folder = Path(name)
         write_inputs(folder, args)
         settings = [*settings_of(folder, args), "train.num_steps=1", *args.settings]
-        command = ["torchrun", "--max-restarts", "0", "--nproc-per-node", "1", __file__, "--rounds", str(args.rounds)]
-        environment = os.environ | {"ONEWORLD_BENCHMARK_FILE": str(folder / "seconds")}
-        subprocess.run([*command, *settings], cwd=ROOT, check=True, stdout=sys.stderr, env=environment)
+        program = [str(Path(__file__).resolve()), "--rounds", str(args.rounds), *settings]
+        run_torchrun(1, *program, quiet=True, ONEWORLD_BENCHMARK_FILE=str(folder / "seconds"))
         seconds = json.loads((folder / "seconds").read_text())
     ours, bare = (statistics.median(seconds[name]) for name in ("ours", "bare"))
     row = {

@@ -1,6 +1,6 @@
 """A real model learns sums that it cannot do yet. Prints one JSON line.
 
-    python benchmarks/learn.py MODEL_FOLDER [--steps 100] [--picture FILE] [--ranks 1] [key=value ...]
+    python benchmarks/learn.py MODEL_FOLDER [--steps 100] [--held-out 500] [--picture FILE] [--ranks 1] [key=value ...]
 
 Prompts are sums of numbers below 100 in words that a chat model understands; a response is right when its last number
 is. GRPO from the model as it is; greedy accuracy on held-out sums before, every tenth of the steps, and after:
@@ -14,7 +14,6 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,10 +22,11 @@ from typing import Any
 
 import torch
 
-from rl.config import ROOT
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
+from benchmarks.program import run_torchrun
 from rl.merge.curve import draw_curve
 
-NUM_HELD_OUT = 500
 SETTINGS = {  # of both programs
     "num_prompts": 64,
     "num_samples": 16,
@@ -37,23 +37,24 @@ SETTINGS = {  # of both programs
 }
 
 
-def write_sums(folder: Path, num_train: int = 6000) -> tuple[Path, Path]:
-    """To train on, and held out: no pair is in both."""
+def write_sums(folder: Path, num_held_out: int, num_train: int = 6000) -> tuple[Path, Path]:
+    """Write the sums to train on and those held out; no pair is in both."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(0).shuffle(pairs)
     files = folder / "train.jsonl", folder / "test.jsonl"
-    for file, part in zip(files, (pairs[NUM_HELD_OUT : NUM_HELD_OUT + num_train], pairs[:NUM_HELD_OUT]), strict=True):
+    parts = pairs[num_held_out : num_held_out + num_train], pairs[:num_held_out]
+    for file, part in zip(files, parts, strict=True):
         rows = [{"prompt": f"What is {a} + {b}? Answer with the number alone.", "answer": str(a + b)} for a, b in part]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return files
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    train, test = write_sums(folder)
+    train, test = write_sums(folder, args.held_out)
     settings = {
         "run.dir": folder,
         "run.name": "learn",
-        "model.path": args.model,
+        "model.path": Path(args.model).resolve(),
         "model.dtype": "bfloat16" if torch.cuda.is_available() else "float32",
         "data.train": train,
         "data.eval": f"{{sums: {test}}}",
@@ -74,10 +75,9 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "eval.interval": max(1, args.steps // 10),
         "checkpoint.save_interval": 0,
     }
-    command = ["torchrun", f"--nproc-per-node={args.ranks}", "train.py"]
-    command += [f"{name}={value}" for name, value in settings.items()] + args.settings
+    words = [f"{name}={value}" for name, value in settings.items()] + args.settings
     started = time.perf_counter()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+    run_torchrun(args.ranks, "train.py", *words, quiet=True)
     seconds = time.perf_counter() - started
     rows = [json.loads(line) for line in (folder / "learn" / "metrics.jsonl").read_text().splitlines()]
     accuracy = "eval/sums/avg@1"
@@ -105,6 +105,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--held-out", type=int, default=500, help="number of sums to evaluate on")
     return parser
 
 

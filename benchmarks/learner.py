@@ -12,16 +12,20 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from random_batch import random_batch
-from random_model import SHAPES, save_random_model
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
+from benchmarks.random_batch import random_batch
+from benchmarks.random_model import SHAPES, save_random_model
 from rl.config import ActorConfig, AlgoConfig, RolloutConfig
 from rl.learner import Learner
 from rl.metrics import Measures
@@ -65,7 +69,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
     tokens = args.sequences * args.length
-    layers = model.config.num_hidden_layers
+    layers = AutoConfig.from_pretrained(folder).num_hidden_layers
     attention = 6 * layers * shape.heads * (shape.head_dim or shape.hidden // shape.heads) * args.length
     memory_gib = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     return {

@@ -1,6 +1,7 @@
 """tools/merge_checkpoint.py beside `cp` and torch's own consolidation, in one run. Prints one JSON line.
 
-    python benchmarks/merge.py [--gigabytes 2] [--shards 32] [--rounds 5] [--large-gigabytes 0] [--folder PATH]
+    python benchmarks/merge.py [--gigabytes 2] [--hidden 2048] [--vocabulary 128256] [--shards 32] [--rounds 5]
+                               [--large-gigabytes 0] [--folder PATH]
 
 The bytes are those of a llama in bfloat16, cut into shards by rows. Rounds are interleaved on one disk; before each
 measurement the disk is synced and the shards are dropped from the page cache. Figures are medians:
@@ -30,12 +31,14 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
 from rl.checkpoint.shard_file import pack_header
 from rl.config import ROOT
 from rl.merge.write import NUM_WORKERS
 from tests.checkpoint_files import Array, by_rows, write_checkpoint
 
-HIDDEN, INTERMEDIATE, KEY_VALUE, VOCABULARY = 2048, 8192, 512, 128256
+Sizes = tuple[int, int, int, int]  # hidden, intermediate, keys and values, vocabulary
 LARGE = (5120, 13824, 1024, 152064)
 OURS = """
 import sys, time
@@ -55,10 +58,10 @@ print(time.perf_counter() - start)
 """
 
 
-def llama_shapes(num_elements: float, sizes: tuple[int, int, int, int]) -> dict[str, tuple[int, ...]]:
+def llama_shapes(num_elements: float, sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """As many layers as fill it, at least one."""
     hidden, intermediate, key_value, vocabulary = sizes
-    layer = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    layer: dict[str, tuple[int, ...]] = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
     layer |= {f"self_attn.{name}_proj": (hidden, hidden) for name in "qo"}
     layer |= {f"self_attn.{name}_proj": (key_value, hidden) for name in "kv"}
     layer |= {f"mlp.{name}_proj": (intermediate, hidden) for name in ("gate", "up")}
@@ -71,11 +74,11 @@ def llama_shapes(num_elements: float, sizes: tuple[int, int, int, int]) -> dict[
     return shapes | {"model.norm.weight": (hidden,)}
 
 
-def random_tensors(gigabytes: float, dtype: type) -> dict[str, Array]:
-    """uint16 stands for bfloat16. Values that no conversion refuses."""
+def random_tensors(gigabytes: float, sizes: Sizes, dtype: type) -> dict[str, Array]:
+    """Make values that no conversion refuses. uint16 stands for bfloat16."""
     generator = np.random.default_rng(0)
     width = np.dtype(dtype).itemsize
-    shapes = llama_shapes(gigabytes * 1e9 / width, (HIDDEN, INTERMEDIATE, KEY_VALUE, VOCABULARY))
+    shapes = llama_shapes(gigabytes * 1e9 / width, sizes)
     if dtype is np.float32:
         return {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     return {name: generator.integers(0x3F00, 0x4000, shape, np.uint16) for name, shape in shapes.items()}
@@ -107,12 +110,12 @@ def drop_from_cache(paths: Sequence[Path]) -> None:
         os.close(handle)
 
 
-def prepare(folder: Path, gigabytes: float, num_shards: int) -> None:
-    tensors = random_tensors(gigabytes, np.uint16)
+def prepare(folder: Path, gigabytes: float, sizes: Sizes, num_shards: int) -> None:
+    tensors = random_tensors(gigabytes, sizes, np.uint16)
     write_checkpoint([folder / "narrow"], tensors, num_shards)
     write_for_torch(folder / "torch", tensors, num_shards)
     (folder / "names.json").write_text(json.dumps(list(tensors)))
-    write_checkpoint([folder / "wide"], random_tensors(gigabytes, np.float32), num_shards)
+    write_checkpoint([folder / "wide"], random_tensors(gigabytes, sizes, np.float32), num_shards)
 
 
 def prepare_large(folder: Path, gigabytes: float, num_shards: int) -> None:
@@ -177,7 +180,8 @@ class Bench:
 
     def run(self) -> dict[str, object]:
         args = self.args
-        in_a_process(prepare, self.folder, args.gigabytes, args.shards)
+        sizes = (args.hidden, 4 * args.hidden, args.hidden // 4, args.vocabulary)
+        in_a_process(prepare, self.folder, args.gigabytes, sizes, args.shards)
         shards, wide = (sorted(self.folder.glob(f"{run}/checkpoints/*/model-*")) for run in ("narrow", "wide"))
         num_bytes, wide_bytes = (sum(path.stat().st_size for path in paths) for paths in (shards, wide))
         inputs = [*shards, *wide, *(self.folder / "torch").iterdir()]
@@ -230,6 +234,8 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--hidden", type=int, default=2048, help="of the model whose layers fill it, at least one")
+    parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--shards", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--large-gigabytes", type=float, default=0.0, help="also a sparse checkpoint of this size")

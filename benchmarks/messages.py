@@ -1,25 +1,31 @@
 """Finished groups from rollout to actor ranks: our mailbox beside gloo's isend/irecv, in one run. Prints one JSON line.
 
-    torchrun --nproc-per-node 6 benchmarks/messages.py [--senders 4] [--groups 64] [--kilobytes 128]
+    python benchmarks/messages.py [--senders 4] [--receivers 2] [--groups 64] [--kilobytes 128] [--rounds 7]
 
-Each sender sends `groups` payloads, dealt out to the receivers. `ms` is from the first send to the last receipt,
-median of interleaved rounds. `blocked_ms` is how long a sender is held up by one message to a receiver that is busy
-for 200 ms: an engine would stand still for that time. gloo's send returns only when the other side has entered the
-receive, and cannot be polled.
+It starts its own torchrun, unless torchrun has started it. Each sender sends `groups` payloads, dealt out to the
+receivers. `mail_ms` and `gloo_ms` are from the first send to the last receipt, medians of interleaved rounds after one
+that warms up; `ratio` is the first over the second. `*_blocked_ms` is how long a sender is held up by one message to a
+receiver that is busy for 200 ms: an engine would stand still for that time. gloo's send returns only when the other
+side has entered the receive, and cannot be polled.
 """
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
+from benchmarks.program import run_torchrun
 from rl.mail import Mail
 from rl.world import World, join
 
-ROUNDS = 7
 BUSY_S = 0.2
 
 
@@ -46,6 +52,7 @@ def send_by_gloo(pg: dist.ProcessGroup, payload: torch.Tensor, receivers: list[i
         receiver = receivers[index % len(receivers)]
         works += [dist.isend(tensor, group=pg, group_dst=receiver) for tensor in (header, payload)]
     for work in works:
+        assert work is not None  # this rank is of the group
         work.wait()
 
 
@@ -66,7 +73,7 @@ def run(world: World, args: argparse.Namespace) -> None:
     is_sender = world.rank < args.senders
     each = args.groups // len(receivers)
     seconds: dict[str, list[float]] = {"mail": [], "gloo": [], "mail blocked": [], "gloo blocked": []}
-    for _ in range(ROUNDS):
+    for _ in range(args.rounds):
         started = wait_together(pg)
         if is_sender:
             send_by_mail(world.mail, data, receivers, args.groups)
@@ -108,9 +115,14 @@ def run(world: World, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--senders", type=int, default=4)
+    parser.add_argument("--receivers", type=int, default=2, help="unless torchrun has started it: then all others")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--kilobytes", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7, help="the first warms up")
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        run_torchrun(args.senders + args.receivers, str(Path(__file__).resolve()), *sys.argv[1:])
+        return
     with join() as world:
         run(world, args)
 

@@ -14,18 +14,21 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from random_batch import random_batch
-from random_model import SHAPES, save_random_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
+from benchmarks.random_batch import random_batch
+from benchmarks.random_model import SHAPES, save_random_model
 from rl.algo.losses import clipped_ratio
 from rl.config import ActorConfig, AlgoConfig, RolloutConfig
 from rl.data.batch import Batch

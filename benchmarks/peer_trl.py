@@ -10,12 +10,13 @@ arithmetic; --dtype bfloat16 keeps them in that, and `weights_moved` says what s
 changes at all. --batch is the micro-batch in sequences, --gpu-memory the engine's share: the best that fit are to be
 given. --liger takes Liger's kernels for layers, --compile torch.compile, as TRL's settings of these names do.
 Figures are taken as benchmarks/step.py takes them; `update` is all that is neither generation, sync nor a pass for
-logprobs, so also rewards and padding. Needs trl and liger-kernel, which are no requirements of the project.
+logprobs, so also rewards and padding. Needs a GPU, trl and liger-kernel, which are no requirements of the project.
 """
 
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -23,11 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from step import WARM_UP_STEPS, MemoryWatch, arguments, figures_of, write_inputs
 from transformers import AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
+from benchmarks.program import need_gpu, need_packages
+from benchmarks.step import WARM_UP_STEPS, MemoryWatch, arguments, figures_of, write_inputs
+
+PACKAGES = {"trl": "trl", "datasets": "datasets", "liger_kernel": "liger-kernel"}
 STAGES = ("rollout", "logprobs", "sync")
 SWITCHES = {"recompute": False, "liger": True, "compile": False, "correction": True}
 
@@ -69,6 +73,9 @@ def now() -> float:
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
     num_parameters, prompt_tokens = write_inputs(folder, args)
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -133,6 +140,8 @@ def main() -> None:
     for name, default in SWITCHES.items():
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=default)
     args = parser.parse_args()
+    need_packages(**PACKAGES)
+    need_gpu()
     with tempfile.TemporaryDirectory() as name, MemoryWatch() as memory:
         row = run(args, Path(name))
         print(json.dumps(row | {"peak_memory_gib": round(memory.peak_gib, 1)}), flush=True)

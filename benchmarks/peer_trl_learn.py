@@ -1,27 +1,29 @@
 """The work of benchmarks/learn.py in TRL's GRPO trainer with a collocated vLLM. Prints one JSON line.
 
-    python benchmarks/peer_trl_learn.py MODEL_FOLDER [--steps 100]
+    python benchmarks/peer_trl_learn.py MODEL_FOLDER [--steps 100] [--held-out 500]
 
 The same sums, samples, learning rate and number of steps; greedy accuracy by transformers before and after, which
-`seconds` does not count. Needs trl, which is no requirement of the project.
+`seconds` does not count. Needs a GPU and trl, which is no requirement of the project.
 """
 
 import argparse
 import json
 import re
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from learn import SETTINGS, arguments, write_sums
-from peer_trl import Clock
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
+from benchmarks.learn import SETTINGS, arguments, write_sums
+from benchmarks.peer_trl import Clock
+from benchmarks.program import need_gpu, need_packages
 from rl.estimates import estimate
 
 
@@ -52,7 +54,12 @@ def accuracy(model: Any, tokenizer: Any, rows: list[dict[str, str]]) -> list[flo
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    train, test = ([json.loads(line) for line in file.read_text().splitlines()] for file in write_sums(folder))
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    train, test = (
+        [json.loads(line) for line in file.read_text().splitlines()] for file in write_sums(folder, args.held_out)
+    )
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -100,12 +107,14 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "before": before,
         "after": accuracy(trainer.model.eval(), tokenizer, test),
         "seconds": round(seconds, 1),
-        "seconds_per_step": round(statistics.median(clock.seconds), 3),
+        "seconds_per_step": round(statistics.median(step["step"] for step in clock.steps), 3),
     }
 
 
 def main() -> None:
     args = arguments(__doc__).parse_args()
+    need_packages(trl="trl", datasets="datasets")
+    need_gpu()
     with tempfile.TemporaryDirectory() as name:
         print(json.dumps(run(args, Path(name))), flush=True)
 

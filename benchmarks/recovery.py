@@ -13,11 +13,15 @@ and two copies of each file, is a node that does not come back. --faults: only t
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
+from benchmarks.program import need_cluster
 from tests.chaos.faults import FAULTS, Fault, lose_node
 from tests.chaos.harness import Cluster, running
 
@@ -42,8 +46,8 @@ def time_recovery(world: Cluster, fault: Fault, clean_s: float) -> dict[str, Any
     num_steps = world.num_steps_told()
     world.wait_until("step", lambda: world.num_steps_told() > num_steps)
     training_s = time.monotonic() - started
-    row = {"fault": fault.name, "named_s": named_s, "training_s": training_s, "overhead_s": training_s - clean_s}
-    row = {name: value if isinstance(value, str) else round(value, 1) for name, value in row.items()}
+    seconds = {"named_s": named_s, "training_s": training_s, "overhead_s": training_s - clean_s}
+    row = {"fault": fault.name} | {name: round(value, 1) for name, value in seconds.items()}
     print(json.dumps(row), flush=True)
     return row
 
@@ -63,7 +67,9 @@ def measure(faults: list[Fault], *settings: str, **options: Any) -> tuple[float,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=len(FAULTS))
-    clean_s, rows = measure(FAULTS[: parser.parse_args().faults])
+    args = parser.parse_args()
+    need_cluster()
+    clean_s, rows = measure(FAULTS[: args.faults])
     _, last = measure([lose_node(3)], "checkpoint.copies=2", nnodes="3:4")
     rows += last
     result = {

@@ -11,8 +11,12 @@ that are left when the pool is closed, and `kept` those beside the server and it
 import argparse
 import json
 import random
+import sys
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
 
 from rl.config import RewardConfig
 from rl.rewards.functions import FUNCTIONS

@@ -12,12 +12,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from rl.config import ROOT
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
+from benchmarks.program import run_torchrun
 
 WARM_UP_STEPS = 3
 
@@ -32,8 +33,7 @@ def seconds_per_step(ranks: int, prompts: int, steps: int, folder: Path) -> floa
         f"train.num_steps={WARM_UP_STEPS + steps}",
         f"train.num_prompts_per_step={prompts}",
     ]
-    command = ["torchrun", "--max-restarts", "0", "--nproc-per-node", str(ranks), "train.py", *settings]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+    run_torchrun(ranks, "train.py", *settings, quiet=True)
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(row["time/step"] for row in rows[-steps:])
 

@@ -10,13 +10,17 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
 
 from rl.config import ROOT
 from rl.rollout import vllm_engine

@@ -10,10 +10,14 @@ ends with an error when a fault is not reported in time, or when training does n
 import argparse
 import json
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
+from benchmarks.program import need_cluster
 from tests.chaos.faults import FAULTS
 from tests.chaos.harness import assert_same, running
 
@@ -48,6 +52,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     args = parser.parse_args()
+    need_cluster()
     print(f"seed {args.seed}", flush=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

@@ -21,7 +21,6 @@ import json
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,9 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_model import SHAPES, save_random_model
 from transformers import AutoTokenizer
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
+from benchmarks.program import run_torchrun
+from benchmarks.random_model import SHAPES, save_random_model
 from rl.config import ROOT
 
 WARM_UP_STEPS = 2
@@ -110,8 +112,7 @@ def run(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     settings = [*settings_of(folder, args), *args.settings, f"train.num_steps={end + bool(args.profile)}"]
     if args.profile:
         settings.append(f"debug.profile_step={end + 1}")
-    command = ["torchrun", "--max-restarts", "0", "--nproc-per-node", str(args.ranks), "train.py", *settings]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+    run_torchrun(args.ranks, "train.py", *settings, quiet=True)
     if args.profile:
         shutil.copy(folder / "step" / "profile" / f"step_{end + 1}.rank_0.txt", args.profile)
     rows = [json.loads(line) for line in (folder / "step" / "metrics.jsonl").read_text().splitlines()]

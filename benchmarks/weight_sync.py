@@ -1,8 +1,9 @@
 """The weight sync beside a bare broadcast of the same bytes in the same groups, in one run. Prints one JSON line.
 
     python benchmarks/weight_sync.py [--actors 1] [--rollouts 2 | --collocated] [--megabytes 500 | --model 1.7b]
+                                     [--bucket-mb 0] [--rounds 5]
 
-It starts its own torchrun. Rounds are interleaved and figures are medians of five, over random weights:
+It starts its own torchrun. Rounds are interleaved and figures are medians of --rounds, over random weights:
     gbps                    the sync as train.py runs it, real vLLM engines, sync.verify=full
     wire_gbps               a bare broadcast of the plan's bytes, bucket by bucket, from and into memory that is there
     ratio                   gbps / wire_gbps
@@ -25,9 +26,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from random_model import SHAPES, save_random_model
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+
+from benchmarks.program import run_torchrun
+from benchmarks.random_model import SHAPES, save_random_model
 from rl.config import Config
 from rl.config_file import load_config
 from rl.model.load import load_model
@@ -39,8 +43,6 @@ from rl.sync.plan import make_plan
 from rl.sync.probe import LIMITS, make_probe
 from rl.sync.weights import WeightSync, share_tensors
 from rl.world import World, join
-
-ROUNDS = 5
 
 
 class Bench:
@@ -92,6 +94,7 @@ class Bench:
             device=self.world.device,
             shares_device=False,
             stop_token_ids=[0],
+            deterministic=self.config.rollout.deterministic,
         )
         engine = build_engine(self.config, folder, seat)
         self.world.closers.append(engine.close)
@@ -195,7 +198,7 @@ class Bench:
             self.scratch = torch.zeros(longest, dtype=torch.uint8, device=self.world.device)
             works["wire"] = self.wire
         seconds: dict[str, list[float]] = {name: [] for name in works}
-        for round_number in range(ROUNDS + 1):
+        for round_number in range(self.args.rounds + 1):
             for name, work in works.items():
                 taken = self.timed(work)
                 if round_number:
@@ -234,13 +237,14 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=500, help="size of the model, to the nearest layer")
     parser.add_argument("--model", choices=SHAPES, default="any size", help="or one of these shapes")
     parser.add_argument("--bucket-mb", type=int, default=0, help="0: train.py's default")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the random model, from the launching process
     args = parser.parse_args()
     if "RANK" not in os.environ:
         ranks = args.actors + (0 if args.collocated else args.rollouts)
         with tempfile.TemporaryDirectory() as folder:
-            command = ["torchrun", "--max-restarts", "0", "--nproc-per-node", str(ranks), __file__, *sys.argv[1:]]
-            sys.exit(os.spawnvp(os.P_WAIT, command[0], [*command, "--folder", folder]))
+            run_torchrun(ranks, str(Path(__file__).resolve()), *sys.argv[1:], "--folder", folder)
+        return
     with join() as world:
         bench = Bench(world, args)
         row = bench.run()

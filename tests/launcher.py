@@ -5,7 +5,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,24 +13,12 @@ from pathlib import Path
 import psutil
 from safetensors.torch import load_file
 
+from launch.environment import ROOT, TORCHRUN, activated_environment
 from rl.data.batch import Batch
 
-ROOT = Path(__file__).resolve().parent.parent
 MARK = "ONEWORLD_TEST_WORLD"
 _marks: dict[int, str] = {}  # by the launcher's process id
 STARTED: list[subprocess.Popen[str]] = []  # worlds of the running test; tests/conftest.py ends what a failed one leaves
-
-
-def activated_environment(**extra: str) -> dict[str, str]:
-    """What `. .venv/bin/activate` gives, computed by the same file."""
-    script = f'. "{ROOT}/launch/env.sh" && env -0'
-    foreign = ("PET_", "TORCHELASTIC_", "MAKE", "MFLAGS")  # of a launcher or a make that runs the tests
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    output = subprocess.run(["bash", "-c", script], env=clean, check=True, capture_output=True).stdout
-    environment = dict(entry.split("=", 1) for entry in output.decode().split("\0") if entry)
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return environment | {"PYTHONPATH": os.pathsep.join(search)} | extra
 
 
 def start(*arguments: str, restarts: bool = False, **extra: str) -> subprocess.Popen[str]:
@@ -39,7 +26,7 @@ def start(*arguments: str, restarts: bool = False, **extra: str) -> subprocess.P
     environment = activated_environment(**extra)
     if not restarts:
         environment["PET_MAX_RESTARTS"] = "0"
-    return spawn(["torchrun", *arguments], environment)
+    return spawn([*TORCHRUN, *arguments], environment)
 
 
 def spawn(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:

@@ -94,6 +94,11 @@ def call(command: list[str], remedy: str) -> str:
 class OnDisk:
     """A run whose folder is seen from here, with its console in it."""
 
+    LOOK_S: float  # between two questions whether a job that is followed has ended
+
+    def look(self, run: Path, job: dict[str, Any]) -> Look:
+        raise NotImplementedError
+
     def read_files(self, run: Path, look: Look) -> Look:
         for path in sorted(run.glob("status/*.json")):
             look.statuses.append(path.read_text())
@@ -103,7 +108,7 @@ class OnDisk:
             look.metrics = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
         return look
 
-    def show_logs(self: "Local | Slurm", run: Path, job: dict[str, Any], rank: int | None, follow: bool) -> None:
+    def show_logs(self, run: Path, job: dict[str, Any], rank: int | None, follow: bool) -> None:
         if not follow and not log_of(run, rank).is_file():
             raise SystemExit(f"{run} has no log{'' if rank is None else f' of rank {rank}'} yet")
         is_over, look_at = False, 0.0

@@ -44,11 +44,12 @@ def read(run: Path) -> tuple[list[dict[str, Any]], float]:
 
 def merge(texts: list[str]) -> tuple[list[dict[str, Any]], float]:
     """Likewise, of the texts of the files, which may come from several nodes."""
-    values = []
+    values: list[dict[str, Any]] = []
     for text in texts:
         with suppress(ValueError):  # torn by a full disk
             values.append(json.loads(text))
-    newest = max(values, key=lambda value: value["at"], default={"at": 0.0, "world": ""})
+    nothing: dict[str, Any] = {"at": 0.0, "world": ""}
+    newest = max(values, key=lambda value: value["at"], default=nothing)
     rows: dict[int, dict[str, Any]] = {}
     for value in values:
         if value["world"] != newest["world"]:  # of an earlier start, which may have had more ranks
