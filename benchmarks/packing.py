@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
 from benchmarks.random_batch import random_batch
 from benchmarks.random_model import SHAPES, save_random_model

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, TrainerCallback
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
 from benchmarks.program import need_gpu, need_packages
 from benchmarks.step import WARM_UP_STEPS, MemoryWatch, arguments, figures_of, write_inputs

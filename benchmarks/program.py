@@ -36,7 +36,7 @@ def need_cluster() -> None:
 def need_gpu() -> None:
     """End the program if this machine has no GPU that torch can use."""
     if not torch.cuda.is_available():
-        fail("needs a GPU, and torch finds none")
+        fail("needs a GPU; torch finds none")
 
 
 def need_packages(**packages: str) -> None:

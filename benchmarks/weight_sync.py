@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, wherever it is run from
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
 from benchmarks.program import run_torchrun
 from benchmarks.random_model import SHAPES, save_random_model

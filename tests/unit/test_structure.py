@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -177,6 +178,29 @@ def test_what_starts_before_torch_is_small(file: str) -> None:
     others = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
     allowed = ("rl.watch.", "rl.ends", "rl.rewards.launch")
     assert {module for module in others if not module.startswith(allowed)} == set()
+
+
+PROGRAMS = [
+    path for folder in ("benchmarks", "tools", "launch") for path in sorted((ROOT / folder).glob("*.py"))
+]  # which people start by their paths
+
+
+def is_of_checkout(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and (ROOT / str(node.module).split(".")[0]).is_dir()
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: str(program.relative_to(ROOT)))
+def test_a_program_finds_its_own_checkout(program: Path) -> None:
+    """Python searches the program's folder, not the one above it, unless the program says so before it imports."""
+    source = program.read_text()
+    body = ast.parse(source).body
+    first = next((index for index, node in enumerate(body) if is_of_checkout(node)), None)
+    if first is None or "__main__" not in source:
+        return
+    before = [ast.unparse(node) for node in body[:first]]
+    assert any(text.startswith("sys.path.insert(0, str(") for text in before), (
+        f"{program.relative_to(ROOT)}: put the folder above it on sys.path before `{ast.unparse(body[first])}`"
+    )
 
 
 def takes_group() -> dict[str, inspect.Signature]:

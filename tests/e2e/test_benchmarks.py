@@ -1,0 +1,190 @@
+"""Every benchmark runs: a smoke run of seconds each, started by Python's path from a shell that activated nothing.
+
+Sizes are tiny, so figures say nothing about speed. What is checked is that a benchmark ends well, and that its last
+line has the figures that its docstring names. A benchmark that cannot run here says in one line what it needs.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.doc_commands import BENCHMARKS
+from tests.launcher import ROOT, finish, spawn
+
+slow = pytest.mark.slow
+TIMEOUT_S = 240  # 15 to 60 s on two cores, most of which are imports and building an engine
+
+
+class Smoke(NamedTuple):
+    """The arguments of a smoke run, and the keys of its line."""
+
+    arguments: str
+    positive: str  # numbers above 0, also in lists and dicts
+    present: str = ""  # anything else
+
+
+SMOKE = {
+    "checkpoint": Smoke(
+        "--model 10m --rounds 1 --rollout-seconds 0.1",
+        "blocked_s blocked_in_loop_s commit_s dcp_async_blocked_s blocked_ratio_to_dcp_async end_step_s wait_copied_s "
+        "probe_s first_blocked_s write_gbps dcp dcp_state_dict_s state_gb file_gb",
+    ),
+    "engine": Smoke(
+        "--model 10m --prompts 2 --samples 2 --new-tokens 8 --rounds 1 model.dtype=float32",
+        "ours_s bare_s tokens_per_s rounds",
+        "overhead settings",
+    ),
+    "learn": Smoke(
+        "configs/tiny --steps 1 --held-out 8 data.chat_template=false train.num_prompts_per_step=2 "
+        "rollout.num_samples_per_prompt=2 rollout.max_num_seqs=8",
+        "steps seconds seconds_per_step",
+        "before after",
+    ),
+    "learner": Smoke(
+        "--model 10m --sequences 2 --length 32 --prompt 8 --max-tokens 64 --dtype float32 --rounds 1",
+        "parameters seconds_per_step first_s tokens_per_s",
+        "mfu mfu_with_attention peak_allocated_gib",
+    ),
+    "merge": Smoke(
+        "--gigabytes 0.05 --hidden 512 --vocabulary 4096 --shards 2 --rounds 1 --large-gigabytes 0.001",
+        "merge_gbps verified_gbps cp_gbps torch_gbps ratio_to_cp ratio_to_cp_verified ratio_to_torch convert_gbps "
+        "peak_rss_mb seconds",
+    ),
+    "messages": Smoke(
+        "--senders 1 --receivers 1 --groups 4 --rounds 2",
+        "mail_ms gloo_ms ratio mail_blocked_ms gloo_blocked_ms",
+    ),
+    "packing": Smoke(
+        "--sequences 2 --max-tokens 512 --rounds 1",
+        "parameters tokens longest seconds speedup speedup_each rounds",
+    ),
+    "rewards": Smoke(
+        "--calls 100 --timeout 0.5 --attacks 5",
+        "attacks calls_per_s functions",
+        "timeouts errors leaked kept",
+    ),
+    "scaling": Smoke(
+        "--ranks 1 2 --prompts 2 4 --steps 1",
+        "cores ranks_at_each_batch seconds_by_prompts prompts_per_rank seconds_by_ranks",
+        "prompts_fit ranks_fit",
+    ),
+    "scheduling": Smoke("--sequences 8 --new-tokens 4 --rounds 1", "vllm_ms ours_ms rounds"),
+    "step": Smoke(
+        "--model 10m --prompts 2 --samples 2 --new-tokens 8 --steps 1 model.dtype=float32",
+        "parameters seconds_per_step tokens_per_s prompt_tokens",
+        "seconds mfu_update mfu_update_with_attention mfu_logprobs peak_memory_gib mismatch_kl settings",
+    ),
+    "weight_sync": Smoke(
+        "--model 10m --rollouts 1 --rounds 1",
+        "megabytes seconds gbps wire_gbps ratio ratio_bare_receivers naive_gbps peak_extra_mb",
+        "verify_percent verify_full_percent",
+    ),
+}
+# What each needs that this environment lacks: the packages, or a GPU where they are installed.
+NEEDS = {
+    "decode_attention": "",
+    "peer_trl": "trl, datasets, liger-kernel",
+    "peer_trl_learn": "trl, datasets",
+}
+# They break clusters of network namespaces for minutes, and no fault fits into seconds: a world takes half a minute to
+# start. tests/e2e/test_doc_runs.py runs both with few faults.
+ELSEWHERE = ("recovery", "soak")
+
+
+def programs() -> list[str]:
+    return [path.stem for path in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in path.read_text()]
+
+
+def test_every_benchmark_has_a_smoke_run() -> None:
+    listed = sorted([*SMOKE, *NEEDS, *ELSEWHERE])
+    missing = sorted(set(programs()) - set(listed))
+    assert not missing, f"no smoke run in tests/e2e/test_benchmarks.py: {', '.join(missing)}"
+    assert listed == programs()
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_the_others_run_elsewhere(name: str) -> None:
+    assert f"python benchmarks/{name}.py" in BENCHMARKS
+
+
+def plain_shell(**extra: str) -> dict[str, str]:
+    """Return what a login gives, with no GPU in sight."""
+    home = {name: os.environ[name] for name in ("HOME", "TMPDIR", "LANG") if name in os.environ}
+    return {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "CUDA_VISIBLE_DEVICES": ""} | home | extra
+
+
+def run(name: str, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark that ends at once."""
+    command = [sys.executable, f"benchmarks/{name}.py", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=plain_shell(**extra), capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """Yield all numbers in a value; anything else is an error."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from numbers(part)
+    else:
+        assert isinstance(value, int | float) and not isinstance(value, bool), value
+        yield value
+
+
+@slow
+@pytest.mark.timeout(TIMEOUT_S + 20)
+@pytest.mark.parametrize("name", SMOKE)
+def test_it_runs(name: str) -> None:
+    smoke = SMOKE[name]
+    process = spawn([sys.executable, f"benchmarks/{name}.py", *smoke.arguments.split()], plain_shell())
+    output = finish(process, TIMEOUT_S)
+    assert process.returncode == 0, output[-4000:]
+    row = json.loads(output.splitlines()[-1])
+    assert row["benchmark"] == name
+    for key in smoke.positive.split():
+        values = list(numbers(row[key]))
+        assert values and all(value > 0 for value in values), (key, row[key])
+    assert set(smoke.present.split()) <= row.keys()
+    assert row.get("leaked", 0) == 0
+    assert row.get("mismatch_kl", 0.0) < 1e-6
+
+
+@slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", NEEDS)
+def test_it_says_what_it_needs(name: str) -> None:
+    done = run(name, *(["configs/tiny"] if name == "peer_trl_learn" else []))
+    needed = NEEDS[name]
+    packages = [package for package in needed.split(", ") if needed]
+    missing = [package for package in packages if importlib.util.find_spec(package.replace("-", "_")) is None]
+    wanted = (
+        f"needs the packages {needed}; missing: {', '.join(missing)}" if missing else "needs a GPU; torch finds none"
+    )
+    assert done.returncode == 1
+    assert (done.stdout, done.stderr) == ("", f"benchmarks/{name}.py: {wanted}\n")
+
+
+@slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_it_says_that_it_needs_a_cluster(name: str, tmp_path: Path) -> None:
+    done = run(name, PATH=str(tmp_path))
+    assert done.returncode == 1
+    wanted = "needs root and the programs ip (iproute2) and unshare (util-linux); user id "
+    assert done.stderr.startswith(f"benchmarks/{name}.py: {wanted}") and "missing programs: ip, unshare" in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+@slow
+@pytest.mark.timeout(120)
+def test_a_torchrun_that_fails_is_reported() -> None:
+    done = run("messages", "--senders", "0", "--receivers", "1")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.splitlines()[-1].endswith("messages.py ended with status 1; its own messages are above")
