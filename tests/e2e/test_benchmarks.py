@@ -53,7 +53,7 @@ SMOKE = {
         "mfu mfu_with_attention peak_allocated_gib",
     ),
     "merge": Smoke(
-        "--gigabytes 0.05 --hidden 512 --vocabulary 4096 --shards 2 --rounds 1 --large-gigabytes 0.001",
+        "--gigabytes 0.05 --hidden 512 --vocabulary 4096 --shards 2 --rounds 1",
         "merge_gbps verified_gbps cp_gbps torch_gbps ratio_to_cp ratio_to_cp_verified ratio_to_torch convert_gbps "
         "peak_rss_mb seconds",
     ),
