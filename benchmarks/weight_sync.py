@@ -50,6 +50,7 @@ class Bench:
 
     def __init__(self, world: World, args: argparse.Namespace):
         self.world, self.args = world, args
+        self.version = 0  # the newest of any sync
         spec = {"actor,rollout": "all"}
         if not args.collocated:
             spec = {"rollout": f"0-{args.rollouts - 1}", "actor": "rest"}
@@ -114,12 +115,15 @@ class Bench:
         )
 
     def publish(self, sync: WeightSync) -> None:
+        # The syncs share their engines, and an engine takes no version that it already has.
+        self.version, sync.version = self.version + 1, self.version
         if self.model is not None:
             sync.publish()
         else:
             message = self.world.mail.receive("sync")
             assert message is not None
             sync.join(message.meta["version"])
+        assert sync.version == self.version, (sync.version, self.version)
 
     def wire(self) -> None:
         """The plan's bytes, bucket by bucket, from each owner."""
