@@ -79,10 +79,10 @@ class Actor:
         self.learner.update(batch, num_prompts, measures)
 
     def adapt(self, values: Mapping[str, float], num_prompts: int) -> dict[str, float]:
-        """To what an update measured: the coefficient of the KL follows its target, and a policy that collapses into
-        certainty is told of. Returns what else is worth a curve."""
+        """Adapt the KL coefficient to what an update measured, and warn if the policy collapses into certainty. Return
+        what else is worth a curve."""
         algo, found = self.config.algo, {}
-        if "loss/policy" not in values:  # only the critic learnt
+        if not values.get("policy/tokens"):  # only the critic learnt, or every response was masked
             return {}
         if algo.kl_target:
             kl = values["reward/kl" if algo.has_kl_in_reward else "loss/kl"]

@@ -254,11 +254,13 @@ class MetricsConfig:
 class WorldConfig:
     transfer_timeout_s: float = key(300.0, "a collective that takes longer fails")
     max_fruitless_attempts: int = key(10, "restarts in a row that get no further than those before, and then none")
-    silence_floor_s: float = key(60.0, "a rank may be silent in a stage for 5 times as long as ever, at least for this")
+    silence_floor_s: float = key(
+        60.0, "minimum silence in seconds before a rank counts as hung; the limit is 5 times a stage's longest so far"
+    )
     silence_cap_s: float = key(
         1800.0,
-        "and at most for this, as in a new stage, a compilation or a build of an engine, or while its disk takes "
-        "nothing of a checkpoint",
+        "maximum silence in seconds; it also applies to a new stage, a compilation, an engine build, and a checkpoint "
+        "whose disk accepts nothing",
     )
 
 

@@ -15,7 +15,7 @@ from rl.trainee import Trainee
 
 
 class Critic(Trainee):
-    kind, metric = "critic", "critic"
+    kind, metric, outputs, remedy = "critic", "critic", "values of the critic", ""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class Critic(Trainee):
         mask = micro_batch.response_mask
         old_values, returns = self._move(micro_batch.values[mask]), self._move(micro_batch.returns[mask])
         values = value_responses(self.model, micro_batch, self._device)
+        self._count_bad(values)
         loss, clipped = value_loss(values, old_values, returns, self._clip)
         (loss.sum() * scale).backward()
         count = mask.sum()

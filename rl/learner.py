@@ -1,5 +1,6 @@
 """The policy on the actor mesh and its optimizer: one batch in, new weights and metrics out."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -40,7 +41,6 @@ class Learner(Trainee):
         self.probe_tokens: Sequence[int] = ()
         self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, by the policy before the last update
         self._is_probe_due = False
-        self._num_bad_logprobs = torch.zeros((), dtype=torch.int64, device=device)  # not finite; read once a step
 
     def run_probe(self) -> None:
         """A forward for the probe alone, where no update follows; on every rank, since it is a collective."""
@@ -55,8 +55,8 @@ class Learner(Trainee):
             self.kl_coef = kl_coef
 
     def adapt(self, kl: float, num_sequences: int) -> None:
-        """After a step whose mean KL to the reference, per token, was this."""
-        if self._algo.kl_target:
+        """Adapt the KL coefficient after a step whose mean KL to the reference, per token, was this."""
+        if self._algo.kl_target and math.isfinite(kl):
             self.kl_coef = adapt_kl_coef(self.kl_coef, kl, self._algo.kl_target, num_sequences)
 
     def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
@@ -82,11 +82,6 @@ class Learner(Trainee):
         return token_weights(self._algo.loss_norm, batch.response_lengths, segments, longest)
 
     def _check(self, mini_batch: Batch, measures: Measures) -> None:
-        if num_bad := int(self._num_bad_logprobs):
-            raise FloatingPointError(
-                f"{num_bad} logprobs of the policy are not finite: its weights or activations have overflowed. Go on "
-                "from an earlier checkpoint with a lower actor.lr"
-            )
         if mini_batch.old_logprobs is None:
             mismatch = measures.reduce(self._pg, "policy/mismatch_kl")
             check_mismatch(mismatch["policy/mismatch_kl"], self._rollout.max_mismatch_kl)
@@ -96,7 +91,7 @@ class Learner(Trainee):
         mask, algo = micro_batch.response_mask, self._algo
         count, (weights, denominator) = mask.sum(), self._weights(micro_batch)
         scores = self._score(micro_batch, self._reference_of(micro_batch))
-        self._num_bad_logprobs = self._num_bad_logprobs + (~torch.isfinite(scores.logprobs)).sum()
+        self._count_bad(scores.logprobs + scores.reference_kl)
         rollout_logprobs = self._move(micro_batch.rollout_logprobs[mask])
         if micro_batch.old_logprobs is None:
             old_logprobs = scores.logprobs.detach()
@@ -108,7 +103,8 @@ class Learner(Trainee):
         if algo.correction != "none":
             limit = algo.correction_limit
             correction = importance_weights(old_logprobs, rollout_logprobs, segments, lengths, algo.correction, limit)
-            # Every loss is linear in the advantage. So a token of weight 0 has the loss 0, however large its ratio.
+            # Every loss scales with the advantage, by any factor that is not negative. So these weights scale the loss,
+            # and a token of weight 0 has the loss 0, however large its ratio.
             advantages = advantages * correction.weights
             _measure_correction(correction, count, measures)
         policy = self._policy_loss(scores.logprobs, old_logprobs, advantages, segments, lengths)
@@ -122,6 +118,7 @@ class Learner(Trainee):
         if algo.entropy_coef:
             loss = loss - algo.entropy_coef * scores.entropy
         ((loss * weights).sum() * scale).backward()
+        measures.sum("policy/tokens", count)
         measures.mean("policy/clip_fraction", policy.clipped.sum(), count)
         measures.mean("policy/entropy", scores.entropy.sum(), count)
 

@@ -5,6 +5,7 @@ count until all ranks have been added up, so it does not depend on who held whic
 """
 
 import json
+import math
 import os
 import sys
 import time
@@ -80,7 +81,8 @@ class MetricsWriter:
 
     def write(self, step: int, version: int, values: Mapping[str, float]) -> None:
         """`version` is the newest one published: the one that the next step samples from."""
-        self._file.write(json.dumps({"step": step, "version": version, **values}) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no others
+        self._file.write(json.dumps({"step": step, "version": version, **finite}) + "\n")
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
         if "reward/mean" in values:

@@ -33,6 +33,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by its own names
 class Trainee:
     kind = "model"  # of its weights in a checkpoint
     metric = "optim"  # prefix of what an optimizer step measures
+    outputs = "logprobs of the policy"
+    remedy = " or set algo.dual_clip"  # of gradients that are not finite, beside a lower learning rate
 
     def __init__(
         self,
@@ -58,6 +60,8 @@ class Trainee:
             weight_decay=actor.weight_decay,
             fused=device.type == "cuda" or None,  # also where actor.offload keeps them in host memory
         )
+        # Outputs of forward passes that were infinite or NaN: counted on the device, read once an optimizer step.
+        self._num_bad_outputs = torch.zeros((), dtype=torch.int64, device=device)
         self._rests: dict[str, Offload] = {}  # by kind of state, once it has left the device to an engine
         layers = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
         self._layers = [(layer, _trained(layer)) for layer in layers]  # with what the optimizer knows them by
@@ -181,10 +185,16 @@ class Trainee:
             rest.come_back()
         self._check(mini_batch, measures)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._actor.max_grad_norm)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm.to(self._device)  # without gradients: 0.0
-        is_finite = math.isfinite(norm)  # the same on every rank, as the norm is
-        self._count_skipped(not is_finite, norm, measures)
-        measures.mean(f"{self.metric}/grad_norm", norm if is_finite else 0.0, float(is_finite))
+        norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(self._device)  # 0.0 without gradients
+        norm_value, num_bad = torch.stack([norm.double(), self._num_bad_outputs.double()]).tolist()
+        if num_bad:
+            raise FloatingPointError(
+                f"{num_bad:.0f} {self.outputs} are not finite: its weights or activations have overflowed. Go on from "
+                "an earlier checkpoint with a lower learning rate"
+            )
+        is_finite = math.isfinite(norm_value)  # the same on every rank, as the norm is
+        self._count_skipped(not is_finite, norm_value, measures)
+        measures.mean(f"{self.metric}/grad_norm", torch.where(torch.isfinite(norm), norm, 0.0), float(is_finite))
         measures.mean(f"{self.metric}/lr", self._scheduler.get_last_lr()[0], 1)
         for rest in self._rests.values():
             rest.wait()
@@ -193,15 +203,15 @@ class Trainee:
             self._scheduler.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _count_skipped(self, is_skipped: bool, norm: Tensor, measures: Measures) -> None:
+    def _count_skipped(self, is_skipped: bool, norm: float, measures: Measures) -> None:
         """Count an optimizer step that a gradient with infinities or NaNs would have spoilt. The first rank counts."""
         is_first = dist.get_rank(self._pg) == 0
         measures.sum(f"{self.metric}/skipped_steps", float(is_skipped and is_first))
         if is_skipped and is_first:
             print(
-                f"oneworld: the gradient norm of the {self.kind} is {norm.item()} after {self.num_updates} optimizer "
-                f"steps, so the next one is skipped and counted in {self.metric}/skipped_steps; where that happens "
-                "again and again lower the learning rate, or bound the loss with algo.dual_clip",
+                f"oneworld: the gradient norm of the {self.kind} is {norm} after {self.num_updates} optimizer steps, "
+                f"so the next one is skipped and counted in {self.metric}/skipped_steps. If this repeats, lower its "
+                f"learning rate{self.remedy}.",
                 flush=True,
             )
 
@@ -252,6 +262,9 @@ class Trainee:
     def _accumulate(self, micro_batch: Batch, scale: float, measures: Measures) -> None:
         """Forward and backward of one micro-batch; an empty one takes part with a loss of 0."""
         raise NotImplementedError
+
+    def _count_bad(self, outputs: Tensor) -> None:
+        self._num_bad_outputs = self._num_bad_outputs + (~torch.isfinite(outputs.detach())).sum()
 
     def _check(self, mini_batch: Batch, measures: Measures) -> None:
         """Before the optimizer steps."""

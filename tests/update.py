@@ -271,7 +271,7 @@ def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **o
     others = {"idle": options.pop("idle", False), "device": options.pop("device", "cpu")}
     actor = ACTOR | {"max_tokens_per_micro_batch": max_tokens, "compile": False} | options
     fixed = {"algo": ALGO, "temperature": TEMPERATURE, "num_prompts": NUM_PROMPTS, "old_logprobs": "given"}
-    fixed |= {"max_new_tokens": MAX_NEW_TOKENS, "frozen": [], "edits": {}, "poisoned": ""}
+    fixed |= {"max_new_tokens": MAX_NEW_TOKENS, "frozen": [], "edits": {}, "poisoned": "", "all_truncated": False}
     return {"name": name, "model": model, "dtype": dtype, "actor": actor} | others | fixed
 
 

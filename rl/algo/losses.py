@@ -79,7 +79,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 
 def token_weights(normalization: str, lengths: Tensor, segment_ids: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Return what a token counts, and what the sum over tokens is divided by, after ranks have added theirs:
+    """Return the weight of each token, and this rank's part of the denominator:
 
         token     1           tokens                      every token counts the same (DAPO, arXiv 2503.14476)
         sequence  1 / length  sequences with a token      every sequence counts the same (GRPO, arXiv 2402.03300)
@@ -101,8 +101,8 @@ def _pessimistic(
 ) -> PolicyLoss:
     """Return -min(r A, clip(r) A), and with `dual_clip` c at most -c A where A < 0.
 
-    Where the loss is flat (a bound holds it, or A = 0) the exponential is never differentiated: beyond exp(88) it is
-    infinite in float32, and its gradient would be 0 times infinity.
+    Where the loss is flat (a bound holds it, or A = 0) the exponential is never differentiated: exp(89) is infinite in
+    float32, and its gradient would be 0 times infinity.
     """
     with torch.no_grad():
         ratio = torch.exp(log_ratio)

@@ -22,10 +22,11 @@ def cut(batch: Batch, max_tokens: int, hidden_size: int, count: int) -> list[lis
 
 
 def cut_together(batch: Batch, max_tokens: int, hidden_size: int, pg: dist.ProcessGroup) -> list[list[int]]:
-    """On every rank of the group, for its own share: as many as the rank that needs most of them."""
+    """Cut on every rank of the group, each its own share, into as many as the rank that needs most. There is at least
+    one, so that measures and a probe are never left out."""
     count = torch.tensor([count_micro_batches(batch.lengths.tolist(), max_tokens)])
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=pg)
-    return cut(batch, max_tokens, hidden_size, int(count))
+    return cut(batch, max_tokens, hidden_size, max(1, int(count)))
 
 
 def micro_batches_of(batch: Batch, micro_batches: list[list[int]], user: str) -> Iterator[Batch]:

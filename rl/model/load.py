@@ -131,8 +131,8 @@ def _set_compute(model: Any, compute: Compute) -> None:
 
 
 def _turn_dropout_off(model: nn.Module) -> None:
-    """Compute as an engine does, whatever dropout config.json asks for. Gradients need no training mode, but
-    transformers recomputes only layers in it: such a layer is, and the modules inside it are not."""
+    """Compute as an engine does, whatever dropout config.json asks for. transformers recomputes a layer only in
+    training mode. So recomputed layers stay in it, and all modules inside them are in evaluation mode."""
     model.eval()
     for layer in _layers(model):
         if getattr(layer, "gradient_checkpointing", False):

@@ -9,8 +9,8 @@ from rl.watch.heart import HEART
 
 
 def build_engine(config: Config, model_folder: Path, seat: EngineSeat, failed: Engine | None = None) -> Engine:
-    """In the place of one that failed, if there was one; nothing may use that any more. Each build is exceptional: it
-    loads, compiles and captures as much as it has to, whatever the one before took."""
+    """Build an engine. `failed` is the one that it replaces, which nothing may use any more. Each build is exceptional
+    work: it loads, compiles and captures as much as it has to, whatever the one before took."""
     with HEART.exceptional("building the engine"):
         if config.rollout.engine == "fake":
             return FakeEngine(config.rollout.max_num_seqs, next(iter(seat.stop_token_ids), None), seat.device)

@@ -19,7 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
 from pydantic import ValidationError
 from torch import nn
 
@@ -190,8 +191,9 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: "VllmEng
 
 def untested_notice(version: str) -> str:
     """Return what to tell the user about a version of vLLM whose internals we do not know; empty: we know them."""
-    if TESTED_VERSIONS.contains(version.partition("+")[0], prereleases=True):
-        return ""
+    with suppress(InvalidVersion):
+        if TESTED_VERSIONS.contains(version.partition("+")[0], prereleases=True):
+            return ""
     return (
         f"vLLM {version} is outside the tested versions ({TESTED_VERSIONS}), so the fast paths for scheduling and "
         "decode attention are off: rollouts are correct, but slower"

@@ -98,8 +98,11 @@ class WeightSync:
         self._taking = []
 
     def add(self, receiver: Receiver) -> None:
-        """From now on this rank feeds it too; it holds no version yet."""
-        self._ways.append((receiver, receiver.landings(self._plan.tensors)))
+        """Feed it too from now on; it holds no version yet."""
+        way = receiver.landings(self._plan.tensors)
+        if isinstance(way, Opaque) and not self._has_opaque:  # so no logprobs were kept that it could be probed with
+            raise SyncError(f"a rebuilt engine cannot be read back, though the first one could: {way.reason}")
+        self._ways.append((receiver, way))
 
     @property
     def _landings(self) -> list[Landings]:
@@ -278,7 +281,7 @@ class WeightSync:
 
     def _is_probed(self, version: int, is_again: bool) -> bool:
         """The first two of this start: engines held dummies before the one and have sampled before the other. A version
-        that comes again is for rebuilt receivers, of which digests say all unless they cannot be read back."""
+        that comes again is for rebuilt receivers. Digests prove those, except the ones that cannot be read back."""
         if self._config.verify == "off":
             return False
         if is_again:
@@ -295,7 +298,8 @@ class WeightSync:
             self._learner_logprobs = learner_logprobs(self._model, self._probe.tokens, self._device)
 
     def _ask_receivers(self, is_again: bool) -> dict[str, Any]:
-        """A failure in here ends the world at once too."""
+        """Return the logprobs to compare. A failure in here ends the world at once: the ranks of an engine compute
+        together."""
         if not is_again:  # else the engine has the device
             self.make_room()
         answers = [receiver.probe(self._probe.tokens) for receiver, _ in self._taking]

@@ -15,8 +15,8 @@ _marked: set[type] = set()
 
 
 def mark_compilation() -> None:
-    """Mark compilations by what is imported by now as exceptional work of this rank. Later calls add what was imported
-    since."""
+    """Report compilations by torch.compile and Triton as exceptional work. Only modules imported so far are covered:
+    call again after further imports."""
     _mark_torch()
     _mark_triton()
 

@@ -24,7 +24,7 @@ class Account:
     limit_s: float = 0.0  # so long it may be silent
     frozen: str = ""  # why nothing in the process runs; empty: its I/O thread does
     debugged: bool = False  # it stands in a debugger, for as long as a person likes
-    exceptional: str = ""  # what it does that earlier work is no measure of, such as a compilation
+    exceptional: str = ""  # what it does that may take as long as it likes up to the cap, such as a compilation
     in_collective: bool = False  # its main thread stands in a call that needs other ranks
     is_pending: bool = False  # its device has collectives to end
     stacks: str = ""  # the file that has them

@@ -2,7 +2,8 @@
 when the rank is frozen.
 
 Every stage, engine step, micro-batch and message is a beat. A rank that waits for others says so: then silence is
-theirs. A rank that does exceptional work, such as a compilation, says so too: then earlier work is no measure of it.
+theirs. A rank that does exceptional work says so too: work whose duration cannot be estimated from earlier work, such
+as a compilation.
 """
 
 import json
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-SIZE = 16_384  # holds three texts of MAX_ITEM characters, each of which JSON may write in 12 bytes
+SIZE = 16_384  # holds four texts of MAX_ITEM characters, each of which JSON may write in 12 bytes
 HEAD = struct.Struct("=QQddI")  # beats, tokens, times of the beat and of the stage, bytes of text
 HEAD_OFFSET = 8  # after a sequence number, which is odd while something is written
 # Times that any thread may write, 0: never. When the I/O thread and a thread that writes a checkpoint last ran; when a
@@ -22,7 +23,7 @@ HEAD_OFFSET = 8  # after a sequence number, which is odd while something is writ
 THREADS = struct.Struct("=dddd")
 THREADS_OFFSET, TEXT_OFFSET = 64, 128
 MAX_ITEM = 200  # characters
-MAX_SHAPES = 64  # of a stage; who names more has no classes, and would never work on anything known
+MAX_SHAPES = 64  # of a stage that count as a first use; beyond this the caller's classes are too fine
 OWN = "its "  # so begins what a rank waits for that its own threads do
 MAX_TRIES = 100
 
@@ -46,7 +47,7 @@ class Beat:
     is_new: bool = False  # the stage was entered for something that it was never entered for before
     shape: str = ""  # class of the work's size; empty: it has none
     is_first_use: bool = False  # of that shape in this stage
-    exceptional: str = ""  # work under way that earlier work is no measure of; empty: none
+    exceptional: str = ""  # work under way whose duration cannot be estimated from earlier work; empty: none
     opened_at: float = 0.0  # when somebody was last asked to debug the rank
     closed_at: float = 0.0  # when that was over
 
@@ -118,8 +119,8 @@ class Heart:
 
     @contextmanager
     def exceptional(self, what: str) -> Iterator[None]:
-        """Mark work that earlier work of the stage is no measure of, such as a compilation. It may take as long as
-        anything may, and what it takes is not expected of later work. It may nest."""
+        """Mark work whose duration cannot be estimated from earlier work of the stage, such as a compilation. Its limit
+        is the cap, and later work is not expected to take as long. It may nest."""
         self.begin_exceptional(what)
         try:
             yield

@@ -41,8 +41,8 @@ class Watch:
             self._in_visit = 0.0
 
     def _learn(self, last: Beat, silence_s: float) -> None:
-        """The first use of a shape may compile and warm up for long, which says little of the second and nothing of
-        other shapes. But it is all that is known of the second, which may be as slow without any of that."""
+        """The first use of a shape may include a compilation, so its time says nothing about other shapes. It is kept
+        as the estimate for the second use, until that has been seen."""
         use = (last.stage, last.shape)
         if last.is_first_use:
             self._first_uses[use] = max(self._first_uses.get(use, 0.0), silence_s)

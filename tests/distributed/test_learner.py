@@ -74,6 +74,16 @@ REJECTED = job("an infinite ratio, which the correction rejects", MODELS[0]) | {
         for name, x in (("old_logprobs", FAR), ("rollout_logprobs", 2 * FAR))
     },
 }
+# Two mini-batches, of which the second has the infinite ratio.
+HALF_SPOILT = job("an infinite ratio in one of two mini-batches", MODELS[0]) | {
+    "algo": ONE_UPDATE | {"num_mini_batches": 2},
+    "edits": {"old_logprobs": (spoilt_token(make_batch(), False), FAR)},
+}
+ALL_MASKED = [
+    job(f"every response is masked, old logprobs {source}", MODELS[0])
+    | {"algo": ONE_UPDATE | {"mask_truncated": True}, "old_logprobs": source, "all_truncated": True}
+    for source in ("none", "given")
+]
 POISONED = job("a weight is NaN", MODELS[0]) | {"poisoned": "model.norm.weight"}
 MASKED_CRITIC = critic_job("critic without truncated responses", MODELS[0]) | {"algo": ALGO | {"mask_truncated": True}}
 ALGORITHMS = {name: variant_job(name) for name in VARIANTS}
@@ -85,7 +95,19 @@ CRITICS = {
 }
 EXTRA = {
     1: [COMPILED, IN_BF16[1]],
-    2: [IN_BF16[2], *ON_POLICY, *EMPTY, *FROZEN, *SPOILT.values(), MASKED, REJECTED, POISONED, MASKED_CRITIC],
+    2: [
+        IN_BF16[2],
+        *ON_POLICY,
+        *EMPTY,
+        *FROZEN,
+        *SPOILT.values(),
+        MASKED,
+        REJECTED,
+        POISONED,
+        MASKED_CRITIC,
+        *ALL_MASKED,
+        HALF_SPOILT,
+    ],
     4: [*ALGORITHMS.values()],
 }
 
@@ -185,6 +207,25 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(reference: 
     begun = load_file(reference.folder / MODELS[0] / "model.safetensors")
     check_weights(weights_of(reference.folder, SPOILT[False]), begun, 0.0, SPOILT[False])
     assert values_of(reference.folder, MASKED)["optim/skipped_steps"] == 0
+
+
+def test_a_skipped_step_leaves_the_others_alone(reference: Reference) -> None:
+    """One of two: the mean of the gradient norms is that of the other."""
+    values = values_of(reference.folder, HALF_SPOILT)
+    assert values["optim/skipped_steps"] == 1 and 0 < values["optim/grad_norm"] < 100
+    begun = load_file(reference.folder / MODELS[0] / "model.safetensors")
+    assert any((tensor - begun[name]).any() for name, tensor in weights_of(reference.folder, HALF_SPOILT).items())
+
+
+def test_a_batch_in_which_every_response_is_masked_moves_nothing(reference: Reference) -> None:
+    """But it has all the measures of an update, and the worker checks that the probe rode along."""
+    begun = load_file(reference.folder / MODELS[0] / "model.safetensors")
+    for each in ALL_MASKED:
+        values = values_of(reference.folder, each)
+        assert (values["policy/tokens"], values["loss/policy"], values["optim/skipped_steps"]) == (0, 0, 0)
+        assert ("policy/mismatch_kl" in values) == (each["old_logprobs"] == "none")
+        check_weights(weights_of(reference.folder, each), begun, 0.0, each)
+    assert values_of(reference.folder, MASKED)["policy/tokens"] > 0
 
 
 def test_a_masked_response_has_no_gradient_however_wrong_it_is(reference: Reference) -> None:

@@ -50,10 +50,12 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     batch = Batch(**load_file(folder / "batch.safetensors"))
     for field, (token, value) in job["edits"].items():
         getattr(batch, field)[token] = value
+    batch.truncated[:] |= job["all_truncated"]
     rollout = RolloutConfig(temperature=job["temperature"], max_new_tokens=job["max_new_tokens"])
     learner = Learner(model, pg, device, actor, algo, rollout, num_optimizer_steps=4)
     if algo.kl_estimator == "full":
         learner.reference = load_model(folder / "reference", mesh, device, job["dtype"], trainable=False)
+    learner.probe_tokens = [1, 2, 3]
     check_reduction(learner)
     measures = Measures()
     share = batch.select(owned_by(rank, size, batch, job))
@@ -83,6 +85,7 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     except FloatingPointError as error:
         (folder / f"{job['name']}.{rank}.error").write_text(str(error))
         return
+    assert learner.probe_logits is not None, "the probe was left out"
     if learner.offloads:
         learner.release_device()
         assert num_moments_away(learner) > 0

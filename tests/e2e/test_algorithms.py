@@ -185,3 +185,14 @@ def test_a_run_that_had_no_critic_goes_on_with_a_fresh_one(dynamic: Result, tmp_
     assert batch.num_sequences == NUM_SAMPLES * row["rollout/informative_prompts"]
     names = {part.kind for file in manifest_of(result, 4).files for part in file.slices}
     assert names == {"model", "exp_avg", "exp_avg_sq", "critic", "critic_exp_avg", "critic_exp_avg_sq"}
+
+
+def test_a_run_in_which_every_response_is_masked_goes_on(tmp_path: Path) -> None:
+    """Responses of one token, which is hardly ever the stop token: nothing is learnt where all are masked, and the
+    checkpoint of such a step is whole."""
+    settings = ["algo.mask_truncated=true", "rollout.max_new_tokens=1", "train.num_steps=2", "run.seed=3"]
+    result = train(tmp_path / "run", 2, *SETTINGS, "train.num_prompts_per_step=1", *settings)
+    assert [row["rollout/truncated"] for row in result.metrics] == [1.0, 1.0], "choose another seed"
+    assert [(row["policy/tokens"], row["loss/policy"]) for row in result.metrics] == [(0, 0), (0, 0)]
+    first, second = (load_file(shards(result, step)[0]) for step in (1, 2))
+    assert all(tensor.equal(second[name]) for name, tensor in first.items())

@@ -175,7 +175,7 @@ ADVANTAGES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        # The first response is masked: the group of the second has no mean but its own reward, 0.
+        # The first response is masked, so the second is alone in its group, and its mean is its own reward, 0.
         ({"advantage": "grpo"}, by_sequence([0, 0, -0.707106, 0.707106])),
         ({"advantage": "dr_grpo"}, by_sequence([0, 0, -1, 1])),
         ({"advantage": "rloo"}, by_sequence([0, 0, -2, 2])),

@@ -71,3 +71,13 @@ def test_lines_of_evaluations_are_set_aside_with_them(tmp_path: Path) -> None:
     assert not (tmp_path / "eval.jsonl").exists()
     (aside,) = tmp_path.glob("eval.*-*.jsonl")
     assert aside.read_text() == "old\n"
+
+
+def test_lines_are_json_also_where_a_value_is_not_finite(tmp_path: Path) -> None:
+    """A skipped step may have an infinite loss, which JSON has no word for."""
+    writer = MetricsWriter(tmp_path, 1)
+    writer.write(1, 2, {"reward/mean": 1.0, "loss/policy": float("inf"), "loss/kl": float("nan")})
+    writer.close("fake")
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert row == {"step": 1, "version": 2, "reward/mean": 1.0, "loss/policy": None, "loss/kl": None}

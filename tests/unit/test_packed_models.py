@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.config import ConfigError
 from rl.data.batch import Batch
-from rl.model.load import PLAIN, Compute, load_model
+from rl.model.load import PLAIN, Compute, _turn_dropout_off, load_model
 from rl.model.logprobs import score_responses
 from rl.model.positions import freeze
 from tests.e2e.test_families import EXACT
@@ -163,6 +163,36 @@ def test_dropout_is_off(family: str, recomputed: str, mesh: DeviceMesh, tmp_path
     tokens = make_batch([LONGEST]).tokens
     wanted = torch.log_softmax(plain(tokens[None]).logits[0, :-1], -1).gather(1, tokens[1:, None]).squeeze(1)
     torch.testing.assert_close(first.detach(), wanted.detach(), atol=2e-5, rtol=0)
+
+
+def test_dropout_of_a_layer_itself_is_off() -> None:
+    """opt drops in the forward of its layer, which is in training mode where it is recomputed."""
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 64, "num_hidden_layers": 2}
+    options = {"vocab_size": 96, "max_position_embeddings": LONGEST, "num_attention_heads": 4, "dropout": 0.5}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **sizes, **options))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    _turn_dropout_off(model)
+    assert all(layer.training for layer in model.model.decoder.layers)
+    tokens = make_batch([LONGEST]).tokens[None]
+    assert torch.equal(model(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits)
+
+
+def test_frequencies_of_each_type_of_layer_are_frozen() -> None:
+    """gemma3 has two: of the one that would vary, a row's angles do not depend on its longest sequence."""
+    layers = {"full_attention": SCALINGS["dynamic"], "sliding_attention": SCALINGS["default"]}
+    options = SHAPE | {"max_position_embeddings": ORIGINAL, "num_hidden_layers": 6, "rope_parameters": layers}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **options))
+    (rotary,) = [module for module in model.modules() if hasattr(module, "rope_type")]
+    rows = torch.tensor([[0, 1]]), torch.tensor([[0, 1, LONGEST - 1]])
+
+    def angles() -> list[torch.Tensor]:
+        return [rotary(torch.zeros(1), row, layer_type="full_attention")[0][:, :2] for row in rows]
+
+    assert not torch.equal(*angles())
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **options))
+    (rotary,) = [module for module in model.modules() if hasattr(module, "rope_type")]
+    freeze(model, LONGEST)
+    assert torch.equal(*angles())
 
 
 def test_layers_that_are_to_be_computed_again_are(mesh: DeviceMesh, tmp_path: Path) -> None:

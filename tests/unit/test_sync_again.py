@@ -84,7 +84,11 @@ def learner_is_away(monkeypatch: pytest.MonkeyPatch, sync: WeightSync) -> None:
     def fail(*args: object) -> list[float]:
         raise AssertionError("a forward of a learner that is not on its device")
 
+    def make_room() -> None:
+        raise AssertionError("the engine has the device already")
+
     monkeypatch.setattr(weights, "learner_logprobs", fail)
+    monkeypatch.setattr(sync, "make_room", make_room)
 
 
 @pytest.mark.parametrize("sync", [{}, {"verify": "transport"}], indirect=True)
@@ -113,3 +117,10 @@ def test_digests_speak_for_one_that_can_be_read_back_and_nothing_for_one_that_is
     sync.add(engine)
     assert sync.publish(again=True) == 3
     assert (engine.version, engine.num_probes) == (3, 0)
+
+
+@pytest.mark.parametrize("sync", [{"bucket_mb": 1}], indirect=True)
+def test_a_rebuilt_engine_that_can_no_longer_be_read_back_is_refused(sync: WeightSync, model: nn.Module) -> None:
+    """No logprobs were kept that it could be compared with."""
+    with pytest.raises(SyncError, match="cannot be read back, though the first one could: it packs its layers"):
+        sync.add(Engine(model, is_readable=False))

@@ -161,11 +161,28 @@ def test_a_prefix_cache_that_is_not_cleared_is_an_error(engine: Any) -> None:
     assert engine.version == 3
 
 
+def test_what_a_probe_left_under_way_ends_before_the_prefix_cache_is_cleared(engine: Any) -> None:
+    """With asynchronous scheduling a forward holds blocks when the probe has its answer."""
+    machine = engine._llm
+    client = machine.llm_engine.engine_core
+    client.engine_core.batch_queue.append("a forward")
+    machine.has_blocks_in_use = True
+
+    def get_output() -> Any:
+        client.engine_core.batch_queue.clear()
+        machine.has_blocks_in_use = False
+        return machine
+
+    client.get_output = get_output
+    engine.confirm(3)
+    assert engine.version == 3
+
+
 @pytest.mark.parametrize(
     ("version", "is_tested"),
     [
         *((version, True) for version in ("0.26.0", "0.26.1", "0.29.0rc1", "0.32.0", "0.32.0+cpu", "0.32.7.post1")),
-        *((version, False) for version in ("0.25.9", "0.33.0", "0.33.0rc1", "1.0.0", "0.33.1.dev7+g12ab")),
+        *((version, False) for version in ("0.25.9", "0.33.0", "0.33.0rc1", "1.0.0", "0.33.1.dev7+g12ab", "dev")),
     ],
 )
 def test_outside_the_tested_versions_the_fast_paths_are_off(

@@ -1,0 +1,63 @@
+"""What the loop asks of an actor, with stand-ins for the parts that need other ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rl import actor as actors
+from rl.actor import Actor
+from rl.config import AlgoConfig, Config
+from rl.data.batch import Batch
+from rl.learner import Learner
+from rl.metrics import Measures
+from rl.rollout.sample import DynamicSampling
+from tests.unit.test_batch import make_batch
+
+
+class Scorer:
+    """Gives every token this logprob."""
+
+    def __init__(self, logprob: float):
+        self._logprob = logprob
+
+    def score(self, batch: Batch, version: int) -> Batch:
+        return batch.replace(old_logprobs=torch.full((batch.num_tokens,), self._logprob))
+
+
+def make_actor(config: Config, **parts: Any) -> Actor:
+    names = ("learner", "critic", "scorer", "rollouts", "sync", "checkpoints", "step", "is_evaluated", "pg", "folder")
+    return Actor(config, **(dict.fromkeys((*names, "tokenizer", "evaluation")) | parts))
+
+
+def test_logprobs_that_are_not_finite_do_not_reach_the_update() -> None:
+    assert make_actor(Config(), scorer=Scorer(-1.0)).score(make_batch(), 1).old_logprobs is not None
+    with pytest.raises(FloatingPointError, match="5 of 5 old_logprobs are not finite; the first is nan at token 0"):
+        make_actor(Config(), scorer=Scorer(float("nan"))).score(make_batch(), 1)
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+def test_dynamic_sampling_knows_which_responses_are_masked(
+    mask_truncated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(actors, "sample", lambda *args: asked.append(args[3]))
+    for dynamic in (True, False):
+        algo = AlgoConfig(dynamic_sampling=dynamic, max_sampling_rounds=7, mask_truncated=mask_truncated)
+        make_actor(Config(algo=algo)).sample(1, Measures())
+    assert asked == [DynamicSampling(7, mask_truncated), None]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 10])
+def test_nothing_adapts_to_an_update_that_learnt_from_nothing(num_tokens: int) -> None:
+    """The means of such an update are 0, which says nothing about the policy."""
+    algo = AlgoConfig(kl_coef=0.1, kl_target=0.2, certainty_coef=1.0)
+    learner = SimpleNamespace(_algo=algo, kl_coef=0.1)
+    learner.adapt = lambda kl, count: Learner.adapt(learner, kl, count)  # type: ignore[arg-type]
+    values = {"policy/tokens": num_tokens, "loss/kl": 0.0, "loss/policy": 0.0, "policy/entropy": 0.0}
+    found = make_actor(Config(algo=algo), learner=learner).adapt(values, num_prompts=2)
+    assert (learner.kl_coef < 0.1, bool(found)) == (num_tokens > 0, num_tokens > 0)
+    before = learner.kl_coef
+    learner.adapt(float("nan"), 2)
+    assert learner.kl_coef == before, "a KL that is no number adapts nothing"
