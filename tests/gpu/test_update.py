@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 
 from tests.update import (
+    ALGO,
     MODELS,
     VARIANTS,
     check,
     check_weights,
     job,
+    make_batch,
     make_reference,
     mini_batch_jobs,
     run_jobs,
+    spoilt_token,
+    values_of,
     variant_job,
     weights_of,
 )
@@ -54,3 +58,19 @@ def test_every_way_to_compute_an_update(tmp_path: Path) -> None:
         for offload in ("rollout", "moments"):
             moved = weights_of(tmp_path, job(f"{model} bfloat16 {WAYS.index({'offload': offload})}", model))
             assert all(bool((plain[name] == moved[name]).all()) for name in plain), offload
+
+
+def test_one_skipped_optimizer_step_among_others(tmp_path: Path) -> None:
+    """Wherever weights and moments lie, the step whose gradient is infinite is left out and counted."""
+    make_reference(tmp_path)
+    edits = {"old_logprobs": (spoilt_token(make_batch(), is_truncated=False), -500.0)}
+    algo = ALGO | {"num_epochs": 1, "kl_coef": 0.0}
+    jobs = [
+        job(f"skipped, {offload}", MODELS[0], device="cuda", offload=offload) | {"algo": algo, "edits": edits}
+        for offload in ("none", "moments", "always")
+    ]
+    run_jobs(tmp_path, 1, jobs, timeout_s=300)
+    for each in jobs:
+        values = values_of(tmp_path, each)
+        assert values["optim/skipped_steps"] == 1 and 0 < values["optim/grad_norm"] < 100, each
+        check_weights(weights_of(tmp_path, each), weights_of(tmp_path, jobs[0]), 1e-4, each)
