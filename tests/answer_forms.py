@@ -352,6 +352,14 @@ EQUIVALENT: dict[str, Rewrite] = {
     r"\boxed{ A }": lambda gold: rf"\boxed{{ {gold} }}",
     r"\boxed{A.}": lambda gold: box(gold.rstrip(".") + "."),
     r"$A$": lambda gold: f"So it is ${gold.strip()}$.",
+    "<answer>$A$</answer>": lambda gold: f"<think>\nFirst $3$.\n</think>\n<answer>\n${gold}$\n</answer>",
+    r"\boxed{A}, then an empty box": lambda gold: rf"It is \boxed{{{gold}}}. (Within \boxed{{}} as requested.)",
+    r"\boxed{\text{Answer: } N}": lambda gold: (
+        rf"\boxed{{\text{{Answer: }} {gold}}}" if integer(gold) is not None else None
+    ),
+    r"\boxed{\mathbf{\frac{a}{b}}}": lambda gold: (
+        rf"\boxed{{\mathbf{{{gold}}}}}" if gold.startswith(r"\frac") and gold.count("{") == 2 else None
+    ),
     r"\(A\)": lambda gold: rf"So it is \({gold.strip()}\).",
     r"\[A\]": lambda gold: f"So it is\n\\[{gold.strip()}\\]\nas required.",
     r"The answer is $A$.": lambda gold: sentence(gold, "The answer is $GOLD$."),
@@ -804,6 +812,12 @@ WRONG: dict[str, Rewrite] = {
     "entry of a matrix changed": only(matrix, change_entry),
     "rows of a matrix rotated": only(matrix, rows_swapped),
     "matrix transposed": only(matrix, transposed),
+    # several guesses
+    r"1 \approx 2 \approx A \approx 9": lambda gold: rf"\boxed{{1 \approx 2 \approx {gold} \approx 77777}}",
+    r"77777 \approx A": lambda gold: rf"\boxed{{77777 \approx {gold}}}",
+    "A or another": lambda gold: rf"\boxed{{{gold} \text{{ or }} 77777}}",
+    "A thousand": lambda gold: rf"\boxed{{{gold}\text{{ thousand}}}}" if integer(gold) is not None else None,
+    "not A": lambda gold: rf"\boxed{{\text{{it is not }}{gold}}}" if integer(gold) is not None else None,
     # no answer
     "empty box": lambda gold: r"So the answer is \boxed{}.",
     "no answer": lambda gold: "I do not know the answer.",

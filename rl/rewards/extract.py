@@ -34,6 +34,16 @@ _NUMBER = re.compile(
 )
 _BLANKS = re.compile(r"\\[,;: ]|[~\u00a0\u2009\u202f]")
 _FONT = re.compile(r"\\(?:text\w*|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
+_THOUGHT = re.compile(r".*</think>", re.DOTALL)
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)(?:</answer>|$)", re.DOTALL)
+_MARKED_LINE = re.compile(r"####[ \t]*(?=[^\n]{0,20}?\d)([^\n#a-zA-Z][^\n#]*|\\boxed[^\n#]*)")
+_LAST_LINE = re.compile(r"(?:^|\n)[ \t]*####[ \t]*([^\n#]+)\s*$")
+_SUBSCRIPT = re.compile(r"\}?\$?_(?:\{(\d+)\}|(\d+))")
+# What makes more of a number than the number: an operator beside it, or a word such as thousand.
+_MORE = re.compile(
+    r"(?<![a-zA-Z])[-+]|[*/^!×]|\\(?:times|cdot|div|pm|sqrt|binom|d?frac)|\b(?:thousand|[mb]illion|hundred|dozen)s?\b"  # noqa: RUF001
+)
+MAX_BOXES = 20  # of one list
 _NUMERIC = re.compile(r"[\s\d.,$%-]*\d[\s\d.,$%-]*")
 _POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z}])\^(?:\d|\{\d+\})")
 
@@ -59,11 +69,13 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
 
 def boxed_answer(text: str) -> str | None:
     """Return the content of the last box. Boxes that are joined by a comma, `and` or `or` are one list."""
-    found = boxes(text)
+    found = [box for box in boxes(text) if box[2].strip()]
     if not found:
         return None
     contents = [found[-1][2].strip()]
-    for (_, end, content), (start, _, _) in zip(found[-2::-1], found[:0:-1]):
+    if base := _SUBSCRIPT.match(text[found[-1][1] :][:10]):
+        contents[0] += f"_{{{base[1] or base[2]}}}"
+    for (_, end, content), (start, _, _) in zip(found[-2 : -1 - MAX_BOXES : -1], found[:0:-1]):
         if not _BETWEEN_BOXES.fullmatch(text[end:start][:50]) or start - end > 50:
             break
         contents.insert(0, content.strip())
@@ -71,10 +83,14 @@ def boxed_answer(text: str) -> str | None:
 
 
 def final_answer(response: str) -> str | None:
-    """Return the final answer as written: what is boxed, else announced as the answer, else the last mathematics."""
-    if (boxed := boxed_answer(response)) is not None:
+    """Return the final answer as written: what is boxed, else after `####` in the last line, else announced as the
+    answer, else the last mathematics, else all of what stands between answer tags."""
+    part = answer_part(response)
+    if (boxed := boxed_answer(part)) is not None:
         return boxed
-    text = response[-WINDOW:]
+    text = part[-WINDOW:]
+    if marked := _LAST_LINE.search(text):
+        return marked[1].strip()
     announced = list(_ANNOUNCED.finditer(text))
     if announced:
         tail = text[announced[-1].end() :]
@@ -87,7 +103,17 @@ def final_answer(response: str) -> str | None:
         if sentence and len(sentence) <= 200:
             return sentence
     runs = list(_runs(text))
-    return ", ".join(runs[-1]) if runs else None
+    if runs:
+        return ", ".join(runs[-1])
+    return part.strip() if part != response and 0 < len(part.strip()) <= 200 else None
+
+
+def answer_part(response: str) -> str:
+    """Return what follows the thinking, and of that what stands in the last pair of answer tags."""
+    after = _THOUGHT.sub("", response, count=1) if "</think>" in response else response
+    after = after if after.strip() else response
+    tagged = _TAGGED.findall(after) if "<answer>" in after else []
+    return tagged[-1] if tagged else after
 
 
 def _first_run(text: str) -> list[str] | None:
@@ -115,13 +141,32 @@ def last_number_of(text: str) -> str | None:
 
 
 def marked_number_of(text: str) -> str | None:
-    """Return the number after the last `####`, else the one in the last box, else the last of all."""
-    _, mark, tail = text.rpartition("####")
-    if mark:
-        first = _NUMBER.search(_plain(tail))
-        return _value(first) if first else None
-    found = boxes(text)
-    return last_number_of(_without_text(found[-1][2])) if found else last_number_of(text)
+    """Return the number that is marked as the answer: after the last `####` with a number, or in a box that comes
+    later; else the one that is announced as the answer; else the last of all."""
+    text = answer_part(text)
+    found = [box for box in boxes(text) if box[2].strip()]
+    mark = next(iter([*_MARKED_LINE.finditer(text)][-1:]), None)
+    if mark and not (found and found[-1][0] > mark.end()):
+        first = _NUMBER.search(line := _plain(mark[1]))
+        return _value(first) if first and not _MORE.match(line[first.end() :].lstrip()) else None
+    if found:
+        return _only_number(_without_text(found[-1][2]))
+    for announced in [*_ANNOUNCED.finditer(text[-WINDOW:])][-1:]:
+        sentence = _plain(_END_OF_SENTENCE.split(text[-WINDOW:][announced.end() :], maxsplit=1)[0])
+        numbers = [*_NUMBER.finditer(sentence)]
+        if numbers:
+            return _value(numbers[-1 if "=" in sentence else 0])
+    return last_number_of(text)
+
+
+def _only_number(box: str) -> str | None:
+    """Return the number of a box that holds one and nothing to compute; of an equation the last side counts."""
+    text = _plain(box).rpartition("=")[2]
+    numbers = [*_NUMBER.finditer(text)]
+    if len(numbers) != 1:
+        return None
+    rest = text[: numbers[0].start()] + " " + text[numbers[0].end() :]
+    return None if _MORE.search(rest.replace(r"\text{}", "")) else _value(numbers[0])
 
 
 def _plain(text: str) -> str:

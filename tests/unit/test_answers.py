@@ -218,3 +218,72 @@ def test_every_reference_answer_is_the_same_as_itself() -> None:
 def test_equal_answers_are_equal_votes(name: str, responses: list[str]) -> None:
     votes = {FUNCTIONS[name].answer(response) for response in responses}  # type: ignore[attr-defined]
     assert len(votes) == 1 and None not in votes
+
+
+@pytest.mark.parametrize(
+    ("gold", "response"),
+    [
+        ("9", "<think>hmm 3</think><answer>9</answer>"),
+        ("9", "<think>\nlet me think $3$\n</think>\n<answer>\n9\n</answer>"),
+        ("9", "<answer>The answer is 9</answer>"),
+        (r"\frac{14}{3}", r"It is \boxed{\frac{14}{3}}. (I put it within \boxed{} as requested.)"),
+        ("52_8", r"\boxed{$52_8$}"),
+        ("52_8", r"\boxed{N = 52_8}"),
+        ("52_8", r"$\boxed{52}_8$"),
+        ("52_8", "#### 52_8"),
+        (r"3\sqrt{13}", r"#### 3\sqrt{13}"),
+        (r"\frac{7}{2}", r"\boxed{\mathbf{\frac{7}{2}}}"),
+        ("9", r"\boxed{{\bf 9}}"),
+        (r"\$36", r"\boxed{\$36\text{ per day}}"),
+        ("720", r"\boxed{\text{Answer: } 720}"),
+        (r"\pi", r"\boxed{\pi \approx 3.14}"),
+    ],
+)
+def test_answers_as_models_write_them(gold: str, response: str) -> None:
+    assert math(response, gold) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("137", r"\approx ".join(map(str, range(1, 160)))),
+        ("(2,3)", r"(1\approx 2\approx 3,1\approx 2\approx 3)"),
+        ("12", r"77777\approx 12"),
+        ("12", r"12\approx 77777"),
+        ("9", r"9\text{ thousand}"),
+        ("9", "9 thousand"),
+        ("9", r"\text{it is not true that it is }9"),
+        (r"(2,\infty)", "x>2 and"),
+        (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix}"),
+    ],
+)
+def test_what_a_policy_could_try_instead_of_an_answer(gold: str, answer: str) -> None:
+    assert math(rf"\boxed{{{answer}}}", gold) == 0.0
+    FUNCTIONS["math"].answer(rf"\boxed{{{answer}}}")  # type: ignore[attr-defined]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("9^{9^{9^9}}", "10^{1000000000}", "99999999!", "((9!)!)!", r"\binom{10000000}{5000000}", "(x+1)^{100000}"),
+        *("/".join(map(str, range(1, 60))), "(" * 990 + ")" * 990, "|x" * 900, "2^{" * 400, "{" * 1900, "-" * 1900),
+        *(r"\int_0^1 \sin(x^x)\cos(e^x)\,dx", "(a+b+c+d+e)^{300}"),
+    ],
+    ids=lambda answer: answer[:20],
+)
+def test_an_answer_that_would_take_minutes_is_not_parsed(answer: str) -> None:
+    """By a parser or by sympy. The wall of the pool would hold too, but each such answer would cost ten seconds."""
+    for response in (rf"\boxed{{{answer}}}", f"The answer is ${answer}$.", answer):
+        assert math(response, "137") == 0.0
+        FUNCTIONS["math"].answer(response)  # type: ignore[attr-defined]
+
+
+def test_a_percent_sign_is_optional_where_the_prompt_asks_for_percent() -> None:
+    assert math(r"\boxed{50\%}", "50", "What percent of them are red?") == 1.0
+    assert math(r"\boxed{50\%}", "50", "The tax is 20 percent. How many apples are there?") == 0.0
+
+
+def test_equal_answers_are_equal_texts() -> None:
+    texts = {FUNCTIONS["math"].answer(text) for text in ("#### $18.00", r"\boxed{3 \times 6 = 18}", r"\boxed{18}")}  # type: ignore[attr-defined]
+    assert texts == {"18"}

@@ -56,7 +56,16 @@ def test_last_number(name: str, response: str, answer: str, reward: float) -> No
     [
         ("it is 42\n#### 42\nthat took 3 steps", 0.0, 1.0),
         ("#### 41\n#### 42 of 100", 0.0, 1.0),
-        ("#### 42\n####", 1.0, 0.0),
+        ("#### 42\n####", 1.0, 1.0),  # a mark without a number marks nothing
+        ("#### Step 1\n5\n#### Step 2\nso \\boxed{42}, in 2 ways", 0.0, 1.0),  # a heading
+        ("The answer is 42. It took 3 steps.", 0.0, 1.0),
+        ("<think>7 or 8</think><answer>42</answer>, in 2 ways", 0.0, 1.0),
+        (r"\boxed{42} (within \boxed{} as asked)", 1.0, 1.0),
+        (r"\boxed{40 + 2}", 0.0, 0.0),  # nothing is computed, and no number is picked
+        (r"\boxed{41 \text{ or } 42}", 1.0, 0.0),
+        (r"\boxed{42!}", 1.0, 0.0),
+        ("#### 42 thousand", 1.0, 0.0),
+        ("#### 42 + 1", 0.0, 0.0),
         (r"\boxed{41}, no: \boxed{42}, found in 2 ways", 0.0, 1.0),
         (r"$\boxed{x = 42}$ in 2 ways", 0.0, 1.0),
         (r"\boxed{unclear} 42", 1.0, 0.0),

@@ -1,0 +1,233 @@
+r"""Write answers in LaTeX in one way, and tell words, times, bases and units from mathematics.
+
+normalize     signs, fonts, blanks, fractions, thousands
+key_of        what words, a time or a number in a base is compared by
+split_unit    an answer without its unit
+is_too_hard   whether an answer is written to take a parser minutes
+"""
+
+import re
+
+MAX_FONTS = 4  # that are unwrapped
+
+MAX_NESTING, MAX_SIGNS = 20, 20  # brackets in brackets, and signs of one kind, in an answer that is worth parsing
+_HARD = re.compile(
+    r"\^ ?\{? ?-?\d{5,}|\d ?\^ ?[({]* ?\d+ ?\^|[a-z][^()]{0,40}\) ?\^ ?\{? ?\d{3,}"
+    r"|\d{4,} ?!|! ?\)? ?!|binom ?\{? ?\d{5,}|\\(?:int|sum|prod)(?![a-z])"
+)
+_MATH_FONT = re.compile(r"\\(?:mathbf|boldsymbol|bold|bm|underline|emph|texttt)\s*\{")
+_SIGNS = {
+    **{"\u2212": "-", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "×": r"\times ", "·": r"\cdot "},  # noqa: RUF001
+    **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "θ": r"\theta ", "∈": r"\in "},  # noqa: RUF001
+    **{"\u00a0": " ", "\u2009": " ", "\u202f": " "},
+}
+_PMATRIX = r"\\begin{pmatrix}\1\\end{pmatrix}"
+_REWRITES = [
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"(?<=\d)(?:\{,\}|,\\!\s*|\\,)(?=\d{3}(?!\d))", ""),  # thousands
+        (r"\\!|\\(?:bf|rm|large|Large|LARGE|huge)(?![a-zA-Z])", ""),
+        (r"\{,\}", ","),
+        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle)(?![a-zA-Z])", ""),
+        (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])|\\phantom\s*(?:\{[^{}]*\}|[^\\{])", " "),
+        (
+            r"\\(?:text(?:normal|rm|bf|it|sf)|math(?:rm|bf|it|sf)|mbox|hbox|operatorname|boldsymbol|bold)\s*\{",
+            r"\\text{",
+        ),
+        (r"\\text\s*\{\s*(-?(?:\\?\$)?[\d.,]+)\s*\}", r"\1"),
+        (r"\\text\s*\{\s*(-?(?:\\?\$)?[\d.,/]+)\s+([a-zA-Z][^{}]*)\}", r"\1 \\text{ \2}"),
+        (r"[(\[]\s*\\begin\s*\{(?:array\}\s*\{[lcr|]*|matrix)\}(.*)\\end\s*\{(?:array|matrix)\}\s*[)\]]", _PMATRIX),
+        (r"^\( ?[a-zA-Z](?: ?, ?[a-zA-Z])+ ?\) ?= ?(?=\()", ""),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+        (r"\\frac\s*(\{[^{}]*\})\s*(\w)", r"\\frac\1{\2}"),
+        (r"\\frac\s*(\\[a-z]+)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+        (r"\\degrees?(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
+        (r"\\text\{\s*(?:per\s?cent|pct|\\?%)\s*\}|\s*\bpercent\b|\\?%", r"\\%"),
+        (r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])|<=", r"\\le "),
+        (r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])|>=", r"\\ge "),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
+        (r"\\text\{\s*infinity\s*\}|\binfinity\b", r"\\infty "),
+        (r"\+\s*\\infty", r"\\infty"),
+        (r"√ ?\(([^()]*)\)|√ ?(\d+)", r"\\sqrt{\1\2}"),
+        (r"\\overline\s*\{([A-Z]{2})\}", r"\1"),
+        (r"^\\text\s*\{(?:(?!\bnot\b|n't)[^{}]){0,40}\b(?:is|are|[aA]nswer ?:) ?:? *\}", ""),
+        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+        (r"\\mathbb\s*\{?R\}?|\\text\{\s*all real numbers\s*\}", r"(-\\infty,\\infty)"),
+        (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d])", lambda match: match[0].replace(" ", "")),
+        (r"(?<![\d\w.])\.(?=\d)", "0."),
+        (r"\s+", " "),
+    )
+]
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_BASE = re.compile(r"\(?(-?[0-9A-Z]+)\)? ?(?:_|\(?(?:in )?base) ?\{? ?\(?(\d+|[a-z]+)\)? ?\}?\)?")
+_NAMES = [
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen"),
+]
+_TIME = re.compile(r"\d{1,2}(?: ?: ?\d{1,2}){1,2} ?(?:[ap] ?\.? ?m\b)?\.?", re.IGNORECASE)
+_WORD = re.compile(r"[a-z]+|\d+")
+FILLERS = {"and", "or", "option", "options", "choice", "the"}
+_BARE_WORDS = re.compile(r"[A-Za-z][A-Za-z .,;()'-]*")
+_UNITS = {
+    **dict.fromkeys(("cm", "centimeter", "centimeters", "centimetre", "centimetres"), "cm"),
+    **dict.fromkeys(("mm", "millimeter", "millimeters"), "mm"),
+    **dict.fromkeys(("m", "meter", "meters", "metre", "metres"), "m"),
+    **dict.fromkeys(("km", "kilometer", "kilometers"), "km"),
+    **dict.fromkeys(("in", "inch", "inches"), "inch"),
+    **dict.fromkeys(("ft", "foot", "feet"), "foot"),
+    **dict.fromkeys(("yd", "yard", "yards"), "yard"),
+    **dict.fromkeys(("mi", "mile", "miles"), "mile"),
+    **dict.fromkeys(("s", "sec", "second", "seconds"), "second"),
+    **dict.fromkeys(("min", "mins", "minute", "minutes"), "minute"),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), "hour"),
+    **dict.fromkeys(("day", "days"), "day"),
+    **dict.fromkeys(("week", "weeks"), "week"),
+    **dict.fromkeys(("month", "months"), "month"),
+    **dict.fromkeys(("year", "years", "yr", "yrs"), "year"),
+    **dict.fromkeys(("g", "gram", "grams"), "gram"),
+    **dict.fromkeys(("kg", "kilogram", "kilograms"), "kilogram"),
+    **dict.fromkeys(("oz", "ounce", "ounces"), "ounce"),
+    **dict.fromkeys(("lb", "lbs", "pound", "pounds"), "pound"),
+    **dict.fromkeys(("gal", "gallon", "gallons"), "gallon"),
+    **dict.fromkeys(("qt", "quart", "quarts"), "quart"),
+    **dict.fromkeys(("liter", "liters", "litre", "litres"), "liter"),
+    **dict.fromkeys(("cent", "cents"), "cent"),
+    **dict.fromkeys(("dollar", "dollars", "usd"), "dollar"),
+    **dict.fromkeys(("euro", "euros"), "euro"),
+    **dict.fromkeys(("degree", "degrees", "deg"), "degree"),
+    **dict.fromkeys(("rad", "radian", "radians"), "radian"),
+    "mph": "mph",
+}
+_MONEY = re.compile(r"\\?\$ ?")
+_UNIT_IN_TEXT = re.compile(r"(.*[^\s,;&]) ?\\text\s*\{([^{}]*[a-zA-Z][^{}]*)\}(?: ?\^ ?\{? ?[23] ?\}?)?", re.DOTALL)
+_UNIT_IN_LETTERS = re.compile(r"(-?[\d.,/]+)( ?)([a-zA-Z][a-zA-Z. ]*?)\.?(?: ?\^ ?\{? ?[23] ?\}?)?")
+_DEGREES = re.compile(r"([^a-zA-Z\\]*(?:\\frac ?\{[\d.]+\} ?\{[\d.]+\})?) ?\^\\circ ?([CF]?)")
+
+
+def normalize(text: str) -> str:
+    """Write an answer in one way: signs, fonts, blanks, fractions, thousands. Units and brackets stay."""
+    text = text.strip()
+    if text.startswith("$") and text.endswith("$"):
+        text = text.strip("$")
+    for sign, command in _SIGNS.items():
+        text = text.replace(sign, command)
+    text = _unwrap_fonts(text)
+    for pattern, new in _REWRITES:
+        text = pattern.sub(new, text)
+    text = _join_thousands(text.strip(" ."))
+    text = re.sub(r"^\(?(-?\d+)\)? ?_ ?(?:10|\{ ?10 ?\})$", r"\1", text)  # base 10 is no base
+    while text.startswith("{") and text.endswith("}") and _closing_brace(text, 1) == len(text) - 1:
+        text = text[1:-1].strip()
+    text = text.strip().rstrip(".,;: ").strip()
+    name = TEXT.sub(r"\1", text).strip().lower()
+    return str(_NAMES.index(name)) if name in _NAMES else text
+
+
+def is_too_hard(text: str) -> bool:
+    """Return whether an answer is written to take long: towers of powers, huge factorials, nests, endless quotients. No
+    reference answer is like that, and a parser or sympy may take minutes over it."""
+    depth = deepest = 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        deepest = max(deepest, depth)
+    return deepest > MAX_NESTING or any(text.count(sign) > MAX_SIGNS for sign in "/:|^!-") or bool(_HARD.search(text))
+
+
+def _unwrap_fonts(text: str) -> str:
+    r"""Take mathematics out of a bold font: `\mathbf{\frac{1}{2}}` is a fraction. Words in it stay."""
+    for _ in range(MAX_FONTS):
+        match = _MATH_FONT.search(text)
+        end = _closing_brace(text, match.end()) if match else None
+        if match is None or end is None:
+            break
+        inside = text[match.end() : end]
+        is_words = re.fullmatch(r"[A-Za-z (),.]*", inside) is not None
+        text = text[: match.start()] + (rf"\text{{{inside}}}" if is_words else inside) + text[end + 1 :]
+    return text
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    """Return the place of the brace that closes the one before `start`."""
+    depth = 1
+    for place in range(start, len(text)):
+        if text[place] in "{}" and text[place - 1] != "\\":
+            depth += 1 if text[place] == "{" else -1
+            if depth == 0:
+                return place
+    return None
+
+
+def _join_thousands(text: str) -> str:
+    """Drop the commas of `1,234`, but not in brackets, where they separate elements."""
+    kept, depth, start = [], 0, 0
+    for match in re.finditer(r"\\?[(\[{]|\\?[)\]}]", text):
+        token = match[0].lstrip("\\") if match[0][0] != "\\" or match[0][1] in "{}" else ""
+        is_group = match[0] in "{}"  # a plain brace only groups
+        if not is_group and token in ("(", "[", "{"):
+            if not depth:
+                kept.append(_THOUSANDS.sub(lambda found: found[0].replace(",", ""), text[start : match.start()]))
+                start = match.start()
+            depth += 1
+        elif not is_group and token in (")", "]", "}") and depth:
+            depth -= 1
+            if not depth:
+                kept.append(text[start : match.end()])
+                start = match.end()
+    rest = text[start:]
+    return "".join(kept) + (rest if depth else _THOUSANDS.sub(lambda found: found[0].replace(",", ""), rest))
+
+
+def key_of(text: str) -> str | None:
+    """Return what words, a time, or a number in a base is compared by. None: the text is mathematics."""
+    bare = re.sub(r"\s+", " ", TEXT.sub(r"\1", text)).strip()
+    if ("_" in bare or "base" in bare) and (match := _BASE.fullmatch(bare.rpartition("=")[2].strip())):
+        base = str(_NAMES.index(match[2])) if match[2] in _NAMES else match[2]
+        return f"{match[1].upper()} in base {base}" if base.isdigit() else None
+    if ":" in bare and _TIME.fullmatch(bare):
+        words = _WORD.findall(re.sub(r"([ap])\W*m\b", r"\1m", bare.lower()))
+        return ":".join(str(int(word)) if word.isdigit() else word for word in words)
+    core = text.strip(" ().,")
+    is_wrapped = core.startswith(r"\text") and TEXT.fullmatch(core.replace(" }", "}")) is not None
+    if not is_wrapped:
+        only_text = _BARE_WORDS.fullmatch(bare.strip(" ()")) is not None
+        is_word = any(len(word) > 2 and word not in FILLERS for word in re.findall("[A-Za-z]+", bare))
+        is_letter = re.fullmatch(r"\(?[A-Z]\)?|[A-Z](?:(?:, ?| ?and ?| ?or ?|; ?)[A-Z])+", bare.strip()) is not None
+        if not only_text or not (is_word or is_letter):
+            return None
+    elif not re.search("[A-Za-z]", bare):
+        return None
+    words = [word for word in _WORD.findall(bare.lower()) if word not in FILLERS]
+    if words and all(len(word) == 1 for word in words):
+        return ", ".join(sorted(words))  # options of a multiple choice, in any order
+    return "".join(words) or None
+
+
+def letters_of(text: str) -> str:
+    return "".join(word for word in _WORD.findall(TEXT.sub(r"\1", text).lower()) if word not in FILLERS)
+
+
+def split_unit(text: str) -> tuple[str, str | None]:
+    """Return the answer without its unit, and the unit if it is a known one. Units of other kinds are dropped."""
+    unit: str | None = None
+    if "$" in text:
+        unit, text = "dollar", _MONEY.sub("", text).strip()
+    if match := _UNIT_IN_TEXT.fullmatch(text):
+        words = _WORD.findall(match[2].lower())
+        if not {"and", "or"} & set(words) and not TEXT.fullmatch(match[1]):
+            unit = unit or next((_UNITS[word] for word in words if word in _UNITS), None)
+            return match[1].strip(), unit
+    if (match := _DEGREES.fullmatch(text)) and re.search(r"\d", match[1]):
+        return match[1].strip(), "degree"
+    if match := _UNIT_IN_LETTERS.fullmatch(text):
+        words = _WORD.findall(match[3].lower())
+        known = next((_UNITS[word] for word in words if word in _UNITS and len(word) > 1), None)
+        if known or (match[2] and any(len(word) > 2 and word not in FILLERS for word in words)):
+            return match[1], known or unit
+    return text, unit
