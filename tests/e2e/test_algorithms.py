@@ -187,6 +187,7 @@ def test_a_run_that_had_no_critic_goes_on_with_a_fresh_one(dynamic: Result, tmp_
     assert names == {"model", "exp_avg", "exp_avg_sq", "critic", "critic_exp_avg", "critic_exp_avg_sq"}
 
 
+@pytest.mark.slow
 def test_a_run_in_which_every_response_is_masked_goes_on(tmp_path: Path) -> None:
     """Responses of one token, which is hardly ever the stop token: nothing is learnt where all are masked, and the
     checkpoint of such a step is whole."""

@@ -62,6 +62,7 @@ def test_a_silent_rank_is_named(what: str, rank: int, said: str, tmp_path: Path)
     assert [cells[-1] for cells in ranks] == ["ended"] * 3
 
 
+@pytest.mark.slow  # limits of seconds, which a loaded machine may exceed
 def test_a_late_compilation_is_no_silence_and_a_sleep_as_long_is(tmp_path: Path) -> None:
     """After three quick steps. The other rank waits for it in a collective, for longer than known work may take."""
     limits = ["world.silence_floor_s=3", "train.num_steps=6"]
