@@ -72,7 +72,7 @@ ELSEWHERE = {
         "tests/e2e/test_launch_slurm.py",
         "--slurm=",
     ),
-    "python -m tests.answer_forms --math data/math/*.jsonl --gsm8k data/gsm8k/*.jsonl": (
+    "python -m tests.answer_forms --math data/math/*.jsonl --gsm8k data/gsm8k/*.jsonl --most 100": (
         "tests/unit/test_answer_forms.py",
         '"-m", "tests.answer_forms"',
     ),
