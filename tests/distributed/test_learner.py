@@ -107,8 +107,9 @@ EXTRA = {
         MASKED_CRITIC,
         *ALL_MASKED,
         HALF_SPOILT,
+        *ALGORITHMS.values(),
     ],
-    4: [*ALGORITHMS.values()],
+    4: [],
 }
 
 
@@ -136,7 +137,7 @@ def test_one_denominator_and_equal_micro_batch_counts(reference: Reference, num_
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_loss_equals_the_plain_one(reference: Reference, name: str) -> None:
-    """On 4 ranks with uneven micro-batches. AdamW's first step shows little but the gradient's signs, so its norm is
+    """On 2 ranks with uneven micro-batches. AdamW's first step shows little but the gradient's signs, so its norm is
     compared too."""
     weights, loss, norm = reference.variants[name]
     values = values_of(reference.folder, ALGORITHMS[name])

@@ -117,7 +117,8 @@ def test_every_attack_costs_its_own_sample_only(mark: str) -> None:
 
 @pytest.mark.usefixtures("mark")
 def test_malicious_mathematics() -> None:
-    pool, results = make_pool("math", timeout_s=3.0)
+    """None of it is parsed, so none of it holds a worker up until the wall."""
+    pool, results = make_pool("math", timeout_s=10.0)
     responses = {
         "tower": "$9^{9^{9^9}}$",
         "factorial": r"\boxed{99999999999!}",
@@ -134,7 +135,7 @@ def test_malicious_mathematics() -> None:
     pool.close()
     assert all(results.by_key[name]["score"] == 0.0 for name in responses), results.by_key
     assert all(results.by_key[f"{name}, then right"]["score"] == 1.0 for name in responses), results.by_key
-    assert "timeout" in {results.by_key[name]["status"] for name in responses}
+    assert {results.by_key[name]["status"] for name in responses} == {"ok"}
 
 
 @pytest.mark.usefixtures("mark")
