@@ -128,7 +128,7 @@ def prepare_large(folder: Path, gigabytes: float, num_shards: int) -> None:
 
 
 def in_a_process(function: Callable[..., None], *arguments: object) -> None:
-    """Of its own: the peak memory of a child counts that of the parent it was forked from."""
+    """Run it in a process of its own: a forked child would count the peak memory of its parent."""
     process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
     process.start()
     process.join()

@@ -83,7 +83,7 @@ class MemoryWatch:
 
 
 def settings_of(folder: Path, args: argparse.Namespace) -> list[str]:
-    """Of a run on what `write_inputs` wrote."""
+    """Return the settings of a run on what `write_inputs` wrote."""
     return [
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'prompts.jsonl'}",
@@ -139,7 +139,7 @@ def figures_of(
     seconds: dict[str, float],
     ranks: int = 1,
 ) -> dict[str, Any]:
-    """Of a step that took so long, and its stages."""
+    """Return the figures of a step that took so long, and of its stages."""
     shape = SHAPES[args.model]
     length = prompt_tokens + args.new_tokens
     num_tokens = args.prompts * args.samples * length

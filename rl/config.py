@@ -55,7 +55,7 @@ class DataConfig:
 
     @property
     def train_weights(self) -> dict[str, float | None]:
-        """By path; None: the rows of all files form one pool."""
+        """Return mixing weights by path; None: the rows of all files form one pool."""
         if isinstance(self.train, dict):
             return dict(self.train)
         return dict.fromkeys([self.train] if isinstance(self.train, str) else self.train)
