@@ -7,29 +7,29 @@ config.
     python train.py --plan [--config F] [--nnodes N --nproc-per-node M] [key=value ...]
 
 Actor ranks drive the loop in `train`; ranks that are only rollout or inference serve it and return when the run ends.
-rl/config.py documents every key; configs/ has recipes.
+rl/config/schema.py documents every key; configs/ has recipes.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-import rl.early  # noqa: F401  before torch
-from rl.actor import Actor
+import rl.world.bootstrap  # noqa: F401  before torch
 from rl.algo.mismatch import check_mismatch
-from rl.config import DEFAULT_CONFIG, Config, ConfigError, resolve_path
-from rl.config_file import add_arguments, load_config
+from rl.config.load import add_arguments, load_config
+from rl.config.schema import DEFAULT_CONFIG, Config, ConfigError, resolve_path
 from rl.data.batch import Batch
-from rl.data.describe import describe, show
-from rl.dry_run import for_dry_run, share_footprints
-from rl.evaluation import check_best_metric, for_evaluation, show_evaluation
-from rl.metrics import Measures
-from rl.placement import plan
-from rl.profile import profiled
+from rl.evaluation.evaluation import check_best_metric, for_evaluation, show_evaluation
+from rl.placement.roles import plan
+from rl.report.describe import describe, show
+from rl.report.metrics import Measures
+from rl.report.profile import profiled
 from rl.rewards.find import check_rewards
 from rl.rewards.totals import metrics_of
-from rl.run import build_actor, check_model, end_run, open_run, serve_run
-from rl.world import World, join
+from rl.run.actor import Actor
+from rl.run.build import build_actor, check_model, end_run, open_run, serve_run
+from rl.run.dry_run import for_dry_run, share_footprints
+from rl.world.world import World, join
 
 
 def train(world: World, config: Config, actor: Actor) -> None:

@@ -42,17 +42,18 @@ from benchmarks.program import run_torchrun
 from benchmarks.random_model import SHAPES, save_random_model
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.manifest import step_folder
-from rl.checkpoint.shelf import Shelf
-from rl.config import Config
-from rl.config_file import load_config
+from rl.checkpoint.store import CheckpointStore
+from rl.config.load import load_config
+from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.learner import Learner
-from rl.metrics import Measures
+from rl.learner.policy import Learner
 from rl.model.load import load_model
-from rl.placement import make_groups, plan
-from rl.run import Run, build_checkpoints
+from rl.placement.groups import make_groups
+from rl.placement.roles import plan
+from rl.report.metrics import Measures
+from rl.run.build import Run, build_checkpoints
 from rl.sync.weights import share_tensors
-from rl.world import World, join
+from rl.world.world import World, join
 
 DCP_SETTINGS = ("default", "kept", "kept, in the background")
 
@@ -73,7 +74,7 @@ class Bench:
         self._make_model(dtype)
         overrides = [f"model.path={self.folder / 'model'}", f"model.dtype={dtype}", "train.num_steps=1000000"]
         self.config: Config = load_config(None, [*overrides, "checkpoint.save_interval=1"])
-        self.shelf = Shelf(world.mail, self.folder / "checkpoints", None, self.placement.keepers)
+        self.store = CheckpointStore(world.mail, self.folder / "checkpoints", None, self.placement.node_leads)
         self.learner = self._build_learner()
         self.names = [part.info.name for kind, part in self.learner.state_slices() if kind == "model"]
         self.checkpoints = self._build_checkpoints()
@@ -96,10 +97,19 @@ class Bench:
 
     def _build_checkpoints(self) -> Checkpoints:
         if self.is_leader:
-            self.shelf.make_folders("benchmark")
+            self.store.make_folders("benchmark")
         self.wait()
         folder, model_folder = self.folder, self.folder / "model"
-        run = Run(self.world, self.config, self.placement, folder, model_folder, self.groups, self.shelf, resume=None)
+        run = Run(
+            self.world,
+            self.config,
+            self.placement,
+            folder,
+            model_folder,
+            self.groups,
+            self.store,
+            resume=None,
+        )
         tensors = share_tensors(self.world.mail, self.placement, self.learner.model, self.config.model.dtype)
         return build_checkpoints(run, self.learner, tensors)
 
@@ -117,7 +127,7 @@ class Bench:
         self.checkpoints._saver.wait_committed()
         committed = time.perf_counter()
         self.checkpoints.close()  # with the logits, which in a run come with the next update
-        self.remove("ours", self.shelf.root / step_folder(step))
+        self.remove("ours", self.store.root / step_folder(step))
         seconds = {"end_step_s": ended - started, "wait_copied_s": copied - resumed, "commit_s": committed - started}
         return seconds | {"blocked_s": seconds["end_step_s"] + seconds["wait_copied_s"]}
 

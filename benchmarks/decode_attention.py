@@ -43,7 +43,7 @@ def seconds_of(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def ours(tensors: tuple[Tensor, ...], scale: float, tile: int, num_warps: int, num_stages: int) -> Callable[[], None]:
-    from rl.rollout import decode_attention
+    from rl.rollout.vllm import decode_attention
 
     def way() -> None:
         decode_attention.TILE, decode_attention.NUM_WARPS, decode_attention.NUM_STAGES = tile, num_warps, num_stages
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
     need_gpu()
-    from rl.rollout import decode_attention  # it needs triton, which CPU installations lack
+    from rl.rollout.vllm import decode_attention  # it needs triton, which CPU installations lack
 
     torch.manual_seed(0)
     best = (decode_attention.TILE, decode_attention.NUM_WARPS, decode_attention.NUM_STAGES)

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 from benchmarks.program import run_torchrun
 from benchmarks.step import arguments, settings_of, write_inputs
-from rl.config import RolloutConfig
-from rl.config_file import load_config
-from rl.run import build_actor, end_run, open_run
-from rl.world import join
+from rl.config.load import load_config
+from rl.config.schema import RolloutConfig
+from rl.run.build import build_actor, end_run, open_run
+from rl.world.world import join
 
 WARM_UP_ROUNDS = 1
 
@@ -61,7 +61,7 @@ def measure(settings: list[str], rounds: int, file: Path) -> None:
 
 @contextmanager
 def vllms_own(scheduler: Any) -> Iterator[None]:
-    """Its methods, in the place of those that ours put over them (rl/rollout/vllm_scheduling.py)."""
+    """Its methods, in the place of those that ours put over them (rl/rollout/vllm/scheduling.py)."""
     owners, names = (scheduler, scheduler.kv_cache_manager), ("update_from_output", "allocate_slots", "cache_blocks")
     ours = [(owner, name, vars(owner).pop(name)) for owner in owners for name in names if name in vars(owner)]
     try:

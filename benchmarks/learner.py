@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 from benchmarks.random_batch import random_batch
 from benchmarks.random_model import SHAPES, save_random_model
-from rl.config import ActorConfig, AlgoConfig, RolloutConfig
-from rl.learner import Learner
-from rl.metrics import Measures
+from rl.config.schema import ActorConfig, AlgoConfig, RolloutConfig
+from rl.learner.policy import Learner
 from rl.model.load import Compute, load_model
+from rl.report.metrics import Measures
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 WARM_UP_ROUNDS = 2

@@ -34,8 +34,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
 from rl.checkpoint.shard_file import pack_header
-from rl.config import ROOT
-from rl.merge.write import NUM_WORKERS
+from rl.config.schema import ROOT
+from rl.export.write import NUM_WORKERS
 from tests.checkpoint_files import Array, by_rows, write_checkpoint
 
 Sizes = tuple[int, int, int, int]  # hidden, intermediate, keys and values, vocabulary

@@ -23,8 +23,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
 from benchmarks.program import run_torchrun
-from rl.mail import Mail
-from rl.world import World, join
+from rl.world.mail import Mail
+from rl.world.world import World, join
 
 BUSY_S = 0.2
 

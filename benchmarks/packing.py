@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 from benchmarks.random_batch import random_batch
 from benchmarks.random_model import SHAPES, save_random_model
 from rl.algo.losses import clipped_ratio
-from rl.config import ActorConfig, AlgoConfig, RolloutConfig
+from rl.config.schema import ActorConfig, AlgoConfig, RolloutConfig
 from rl.data.batch import Batch
-from rl.learner import Learner
-from rl.metrics import Measures
+from rl.learner.policy import Learner
 from rl.model.head import token_scores
 from rl.model.load import load_model
+from rl.report.metrics import Measures
 
 WARM_UP_ROUNDS = 1
 MAX_PROMPT, MAX_RESPONSE = 200, 512

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 from benchmarks.learn import SETTINGS, arguments, write_sums
 from benchmarks.peer_trl import Clock
 from benchmarks.program import need_gpu, need_packages
-from rl.estimates import estimate
+from rl.evaluation.estimates import estimate
 
 
 def is_right(text: str, answer: str) -> float:

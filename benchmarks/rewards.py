@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
-from rl.config import RewardConfig
+from rl.config.schema import RewardConfig
 from rl.rewards.functions import FUNCTIONS
+from rl.rewards.launch import launch
 from rl.rewards.pool import RewardPool
 from tests.reward_attacks import SPEC, Results, marked, members, wait_for_none
 
@@ -53,7 +54,7 @@ class Outcome(NamedTuple):
 def run_pool(config: RewardConfig, workers: int, calls: list[tuple[str, dict[str, Any]]]) -> Outcome:
     results = Results()
     with marked() as mark:
-        pool = RewardPool(config, workers, results.deliver, results.fail)
+        pool = RewardPool(launch(), config, workers, results.deliver, results.fail)
         pool.wait_ready()
         began = time.perf_counter()
         for number, (response, row) in enumerate(calls):

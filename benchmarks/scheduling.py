@@ -22,9 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
-from rl.config import ROOT
-from rl.rollout import vllm_engine
+from rl.config.schema import ROOT
 from rl.rollout.engine import Request
+from rl.rollout.vllm import engine as vllm_engine
 
 PROMPT_TOKENS = 63
 

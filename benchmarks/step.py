@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 from benchmarks.program import run_torchrun
 from benchmarks.random_model import SHAPES, save_random_model
-from rl.config import ROOT
+from rl.config.schema import ROOT
 
 WARM_UP_STEPS = 2
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}

@@ -32,17 +32,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 from benchmarks.program import run_torchrun
 from benchmarks.random_model import SHAPES, save_random_model
-from rl.config import Config
-from rl.config_file import load_config
+from rl.config.load import load_config
+from rl.config.schema import Config
 from rl.model.load import load_model
-from rl.placement import make_groups, plan
+from rl.placement.groups import make_groups
+from rl.placement.roles import plan
 from rl.rollout.build import build_engine
 from rl.rollout.engine import Engine, EngineSeat
 from rl.sync.landing import Landings
 from rl.sync.plan import make_plan
 from rl.sync.probe import LIMITS, make_probe
 from rl.sync.weights import WeightSync, share_tensors
-from rl.world import World, join
+from rl.world.world import World, join
 
 
 class Bench:

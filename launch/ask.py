@@ -13,9 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.address import address_towards
-from rl.config import DEFAULT_CONFIG, ConfigError
-from rl.config_file import add_arguments, load_config
+from rl.config.load import add_arguments, load_config
+from rl.config.schema import DEFAULT_CONFIG, ConfigError
+from rl.world.address import address_towards
 
 
 def ask_run(launch: str, arguments: list[str]) -> list[str]:

@@ -22,9 +22,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.address import address_towards
-from rl.preflight.net import listen
+from launch.checks.net import listen
 from rl.watch.parent import die_with_parent
+from rl.world.address import address_towards
 
 ASK_TIMEOUT_S = 3.0
 POLL_S = 0.2  # a shared filesystem tells nobody of new files

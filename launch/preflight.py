@@ -3,9 +3,9 @@
     torchrun ... launch/preflight.py [train.py's arguments]
 
 with the options that train.py would be started with; launch/run_node.sh does so. Every rank answers what rank 0 asks
-(rl/preflight): versions, GPUs, clocks, ports, rates between and inside nodes, disk, memory, placement. One rank, on the
-head where that is known, prints a table and a verdict. Ends with 0 where the cluster is fit, warnings or not, else with
-1, on every node. ONEWORLD_PREFLIGHT_S: seconds that it may take once all ranks have met (30).
+(launch/checks): versions, GPUs, clocks, ports, rates between and inside nodes, disk, memory, placement. One rank, on
+the head where that is known, prints a table and a verdict. Ends with 0 where the cluster is fit, warnings or not, else
+with 1, on every node. ONEWORLD_PREFLIGHT_S: seconds that it may take once all ranks have met (30).
 """
 
 import argparse
@@ -21,13 +21,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.config import ConfigError
-from rl.config_file import add_arguments, load_config
-from rl.preflight import gpus
-from rl.preflight.control import Hub, Member, Unanswered, finish, reach
-from rl.preflight.net import listen
-from rl.preflight.node import Answers, is_head
-from rl.preflight.table import FAILED, table, verdict
+from launch.checks import gpus
+from launch.checks.control import Hub, Member, Unanswered, finish, reach
+from launch.checks.net import listen
+from launch.checks.node import Answers, is_head
+from launch.checks.table import FAILED, table, verdict
+from rl.config.load import add_arguments, load_config
+from rl.config.schema import ConfigError
 from rl.watch.parent import die_with_parent
 
 JOIN_S = 120.0  # from the first rank to the last, which may have to read torch from a slow disk
@@ -60,7 +60,7 @@ def meeting_point(rank: int) -> tuple[str, int, socket.socket | None]:
 
 def lead(hub: Hub, args: argparse.Namespace, began: float, limit_s: float) -> None:
     """On rank 0: asks, prints, and ends every rank."""
-    from rl.preflight.survey import Survey  # imports torch, for the placement
+    from launch.checks.survey import Survey  # imports torch, for the placement
 
     code, is_whole = 1, True
     try:

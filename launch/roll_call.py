@@ -31,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.preflight.net import CONNECT_S, is_own, listen, reason
+from launch.checks.net import CONNECT_S, is_own, listen, reason
 
 READY, NOT_READY, UNDER_WAY = 0, 1, 3
 DEFAULT_WAIT_S = 300.0
@@ -262,7 +262,7 @@ def main(head: str, port: int, nnodes: str, rank_text: str, run: str, training_p
                 return Caller(server, roll, run).call(wait_s)
         except OSError:
             if rank is not None:
-                from rl.preflight.facts import holder
+                from launch.checks.facts import holder
 
                 say(
                     f"preflight: port {port} of the head is held by {holder(port)}; end it, or give another --port "

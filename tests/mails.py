@@ -1,11 +1,11 @@
-"""Mailboxes and checkpoint shelves of several ranks, all in this process, over real sockets."""
+"""Mailboxes and checkpoint stores of several ranks, all in this process, over real sockets."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rl.checkpoint.shelf import Shelf
-from rl.mail import Mail, Message
+from rl.checkpoint.store import CheckpointStore
+from rl.world.mail import Mail, Message
 
 HOST = "127.0.0.1"
 WAIT_S = 10.0  # for what must happen
@@ -24,11 +24,11 @@ def connected(count: int) -> Iterator[list[Mail]]:
 
 
 @contextmanager
-def shelves_on(roots: Sequence[Path], sources: Sequence[Path] | None = None) -> Iterator[list[Shelf]]:
-    """A shelf for each root, as if each were on a node of its own; equal roots are a disk that nodes share."""
+def stores_on(roots: Sequence[Path], sources: Sequence[Path] | None = None) -> Iterator[list[CheckpointStore]]:
+    """A store for each root, as if each were on a node of its own; equal roots are a disk that nodes share."""
     places = sources or [None] * len(roots)
     with connected(len(roots)) as mails:
-        yield [Shelf(mail, root, place, range(len(roots))) for mail, root, place in zip(mails, roots, places)]
+        yield [CheckpointStore(mail, root, place, range(len(roots))) for mail, root, place in zip(mails, roots, places)]
 
 
 def take(mail: Mail, *kinds: str) -> Message:

@@ -268,11 +268,12 @@ def wait_for_none(mark: str, timeout_s: float = 3.0) -> list[psutil.Process]:
 
 def main() -> None:
     """A process that owns a pool whose calls hang, and says so: `reward_attacks.py ATTACK COUNT`."""
-    from rl.config import RewardConfig
+    from rl.config.schema import RewardConfig
+    from rl.rewards.launch import launch
     from rl.rewards.pool import RewardPool
 
     results = Results()
-    pool = RewardPool(RewardConfig(function=SPEC, timeout_s=1000), 2, results.deliver, results.fail)
+    pool = RewardPool(launch(), RewardConfig(function=SPEC, timeout_s=1000), 2, results.deliver, results.fail)
     pool.wait_ready()
     for number in range(int(sys.argv[2])):
         pool.submit(number, "", sys.argv[1], {})

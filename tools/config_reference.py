@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the settings in rl/config.py, where each key is documented.
+"""Writes docs/configuration.md from the settings in rl/config/schema.py, where each key is documented.
 
 python tools/config_reference.py            writes the page
 python tools/config_reference.py --check    says whether it is current; exit code 1 if not
@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rl.config import Config  # noqa: E402
+from rl.config.schema import Config  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -21,7 +21,7 @@ HEAD = """# Configuration
 Every setting, with its default: a config file says only what differs, and `key=value` on the command line comes last,
 as in `torchrun ... train.py --config configs/dapo.yaml actor.lr=2e-6`. Unknown keys and values that contradict each
 other are errors that say what to change; `python train.py --plan` finds them without a GPU. This page is written by
-`python tools/config_reference.py` from [rl/config.py](../rl/config.py).
+`python tools/config_reference.py` from [rl/config/schema.py](../rl/config/schema.py).
 """
 
 
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if PAGE.is_file() and PAGE.read_text() == render():
         return 0
-    print(f"{PAGE.relative_to(ROOT)} is not what rl/config.py says; write it anew: python tools/config_reference.py")
+    print(f"{PAGE.relative_to(ROOT)} does not match rl/config/schema.py; run python tools/config_reference.py")
     return 1
 
 

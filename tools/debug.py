@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
-from rl.debugger import ASKS
+from rl.world.debugger import ASKS
 
 
 def find(run: Path, rank: int | None) -> Path:

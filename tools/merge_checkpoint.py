@@ -27,16 +27,16 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 from rl.checkpoint.manifest import PROBE, CheckpointError, step_folder
 from rl.checkpoint.shard_file import digest
-from rl.merge.card import model_card
-from rl.merge.errors import MergeError
-from rl.merge.find import Checkpoint, NotFound, describe, find_checkpoint, is_model_shard, parse_nodes, resolve_request
-from rl.merge.gather import Gatherer
-from rl.merge.layout import Output, index_of, lay_out, read_tensors
-from rl.merge.places import Folder, Place, Ssh
-from rl.merge.sizes import parse_size, size_text
-from rl.merge.upload import Hub
-from rl.merge.work import Work, left_in, read_record
-from rl.merge.write import Merger, Progress, Sources, Spoilt
+from rl.export.card import model_card
+from rl.export.errors import MergeError
+from rl.export.find import Checkpoint, NotFound, describe, find_checkpoint, is_model_shard, parse_nodes, resolve_request
+from rl.export.gather import Gatherer
+from rl.export.layout import Output, index_of, lay_out, read_tensors
+from rl.export.places import Folder, Place, Ssh
+from rl.export.sizes import parse_size, size_text
+from rl.export.upload import Hub
+from rl.export.work import Work, left_in, read_record
+from rl.export.write import Merger, Progress, Sources, Spoilt
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 INTERRUPTED = 130
@@ -283,7 +283,7 @@ def read_metrics(run_folder: Path, checkpoint: Checkpoint) -> list[dict[str, Any
 
 
 def verify_logits(output: Path, checkpoint: Checkpoint, dtype: str | None) -> None:
-    from rl.merge.logits import compare_logits
+    from rl.export.logits import compare_logits
 
     if not checkpoint.holders(PROBE):  # it lies where hf/ was written
         checkpoint.ask_hosts(host for file in checkpoint.wanted if not is_model_shard(file) for host in file.hosts)

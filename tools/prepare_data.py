@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
-from rl.config import ConfigError
+from rl.config.schema import ConfigError
 from rl.data.read import FORMATS, SHARD, Row, find_splits
 
 SPLITS = ("train", "test")

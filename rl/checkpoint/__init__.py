@@ -1,0 +1,1 @@
+"""Sharded checkpoints: writing, committing, finding, retaining and restoring them."""

@@ -10,10 +10,10 @@ from rl.checkpoint.resume import Resume
 from rl.checkpoint.retention import Best, better, check_metric, is_due, kept
 from rl.checkpoint.save import Saver
 from rl.checkpoint.snapshot import Snapshot, generators
-from rl.config import CheckpointConfig
-from rl.critic import Critic
+from rl.config.schema import CheckpointConfig
 from rl.data.prompts import PromptStream
-from rl.learner import Learner
+from rl.learner.critic import Critic
+from rl.learner.policy import Learner
 
 
 class Checkpoints:
@@ -105,10 +105,10 @@ class Checkpoints:
             return
         self._saver.wait_committed()
         step, state, rank_state = self._ended
-        trainees = [self._learner] if self._critic is None else [self._learner, self._critic]
+        trainers = [self._learner] if self._critic is None else [self._learner, self._critic]
         snapshot = Snapshot(
             step=step,
-            parts=[part for each in trainees for part in each.state_slices()] if self._saver.is_owner else (),
+            parts=[part for each in trainers for part in each.state_slices()] if self._saver.is_owner else (),
             ready=self._saver.mark(),
             rank_state=rank_state,
             state={**state, "best": dataclasses.asdict(self._best) if self._best else None},

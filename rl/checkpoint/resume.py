@@ -21,15 +21,15 @@ from torch import Tensor
 from rl.checkpoint.dtypes import TORCH_DTYPES
 from rl.checkpoint.manifest import MANIFEST, PROBE, CheckpointError, File, Manifest, Slice
 from rl.checkpoint.shard_file import digest, read_bytes
-from rl.checkpoint.shelf import MESSAGE_BYTES, Shelf
 from rl.checkpoint.snapshot import restore_generators
-from rl.config import Config, ConfigError
-from rl.critic import Critic
-from rl.learner import Learner
-from rl.mail import Mail, Message
-from rl.placement import Placement
-from rl.shards import LocalSlice
+from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
+from rl.config.schema import Config, ConfigError
+from rl.learner.critic import Critic
+from rl.learner.policy import Learner
+from rl.model.shards import LocalSlice
+from rl.placement.roles import Placement
 from rl.watch.heart import HEART
+from rl.world.mail import Mail, Message
 
 MAX_LINES = 20
 Holder = tuple[int, str]  # a rank that can read a file, and the step's folder on its node
@@ -77,26 +77,26 @@ class Resume:
         return Resume(manifest, holders, body["is_own"], committed, body["origin"], body["has_probe"])
 
 
-def agree_on_resume(mail: Mail, placement: Placement, shelf: Shelf, config: Config) -> Resume | None:
+def agree_on_resume(mail: Mail, placement: Placement, store: CheckpointStore, config: Config) -> Resume | None:
     """On every rank: the checkpoint that the leader found; None where the run starts from the model."""
     if mail.rank == placement.leader:
-        found = find_checkpoint(shelf, config.checkpoint.resume)
-        shelf.make_folders(found.manifest.run_id if found is not None and found.is_own else secrets.token_hex(8))
+        found = find_checkpoint(store, config.checkpoint.resume)
+        store.make_folders(found.manifest.run_id if found is not None and found.is_own else secrets.token_hex(8))
         whole = found.to_payload() if found is not None else b""
         small = found.without_files().to_payload() if found is not None else b""
         for rank in range(placement.world_size):
-            mail.send(rank, "resume", {"run_id": shelf.run_id}, whole if rank in placement.actors else small)
+            mail.send(rank, "resume", {"run_id": store.run_id}, whole if rank in placement.actors else small)
         if found is not None:
-            print(_announcement(found, shelf, config), flush=True)
+            print(_announcement(found, store, config), flush=True)
     message = mail.receive("resume")
     assert message is not None
-    shelf.run_id = message.meta["run_id"]
+    store.run_id = message.meta["run_id"]
     return Resume.from_payload(message.payload) if message.payload else None
 
 
-def _announcement(resume: Resume, shelf: Shelf, config: Config) -> str:
+def _announcement(resume: Resume, store: CheckpointStore, config: Config) -> str:
     step, num_steps = resume.manifest.step, config.train.num_steps
-    text = f"{shelf.root if resume.is_own else resume.origin}: goes on after step {step}"
+    text = f"{store.root if resume.is_own else resume.origin}: goes on after step {step}"
     changed = changed_settings(resume.manifest.config, dataclasses.asdict(config))
     if changed:
         text += f"; set otherwise since then: {', '.join(changed)}"
@@ -106,40 +106,43 @@ def _announcement(resume: Resume, shelf: Shelf, config: Config) -> str:
     return text
 
 
-def find_checkpoint(shelf: Shelf, resume: str) -> Resume | None:
+def find_checkpoint(store: CheckpointStore, resume: str) -> Resume | None:
     """On the leader: what `checkpoint.resume` asks for; None where the run starts from the model."""
-    own = shelf.ask_all("list", where="root")
+    own = store.ask_all("list", where="root")
     if resume == "never":
-        own = _set_aside(shelf, own)
-    found = _load(shelf, own, is_own=True)
+        own = _set_aside(store, own)
+    found = _load(store, own, is_own=True)
     if resume not in ("auto", "never"):
-        found = _follow(shelf, found, resume)
+        found = _follow(store, found, resume)
     if found is not None and found.is_own:
         for answer, entry in _entries(own):  # on all nodes, also where a kill came before the marker
             if entry["save_id"] == found.manifest.save_id and not entry["committed"]:
-                asked = shelf.call(answer.source, "confirm", folder=entry["folder"], save_id=entry["save_id"])
-                shelf.wait(asked)
+                asked = store.call(answer.source, "confirm", folder=entry["folder"], save_id=entry["save_id"])
+                store.wait(asked)
     return found
 
 
-def _set_aside(shelf: Shelf, own: list[Message]) -> list[Message]:
+def _set_aside(store: CheckpointStore, own: list[Message]) -> list[Message]:
     """checkpoint.resume=never: steps of earlier launches make room. Those of this launch stay: it was restarted."""
     times = [entry["saved_at"] for _, entry in _entries(own)]
     if not times or max(times) >= min(answer.meta["launched_at"] for answer in own):
         return own
     suffix = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(max(times)))}-{secrets.token_hex(2)}"
-    shelf.ask_all("set aside", suffix=suffix)
-    print(f"oneworld: checkpoint.resume=never: {shelf.root} is now {shelf.root.name}.{suffix}", flush=True)
-    return shelf.ask_all("list", where="root")
+    store.ask_all("set aside", suffix=suffix)
+    print(
+        f"oneworld: checkpoint.resume=never: {store.root} is now {store.root.name}.{suffix}",
+        flush=True,
+    )
+    return store.ask_all("list", where="root")
 
 
-def _follow(shelf: Shelf, own: Resume | None, path: str) -> Resume:
+def _follow(store: CheckpointStore, own: Resume | None, path: str) -> Resume:
     """checkpoint.resume=PATH: the fork of another run, which is made once: from then on the run has its own steps."""
-    there = [answer for answer in shelf.ask_all("list", where="source") if answer.meta["exists"]]
+    there = [answer for answer in store.ask_all("list", where="source") if answer.meta["exists"]]
     if not there:
         raise ConfigError(f"checkpoint.resume: got {path!r}, no folder on any node; give auto, never or a folder")
     place, origin = Path(there[0].meta["place"]), str(Path(path).resolve())
-    if own is not None and shelf.root.resolve() in (place, place.parent):
+    if own is not None and store.root.resolve() in (place, place.parent):
         if own.manifest.save_id not in {entry["save_id"] for _, entry in _entries(there)}:
             raise ConfigError(
                 f"checkpoint.resume: got {path!r}, but this run has gone on to step {own.manifest.step}; to go on from "
@@ -149,11 +152,11 @@ def _follow(shelf: Shelf, own: Resume | None, path: str) -> Resume:
     if own is not None:
         if own.origin != origin:
             raise ConfigError(
-                f"checkpoint.resume: got {path!r}, but {shelf.root} holds step {own.manifest.step} of a run that "
+                f"checkpoint.resume: got {path!r}, but {store.root} holds step {own.manifest.step} of a run that "
                 f"{f'forked {own.origin!r}' if own.origin else 'forked none'}; give this fork another run.name"
             )
         return own
-    found = _load(shelf, there, is_own=False)
+    found = _load(store, there, is_own=False)
     if found is None:
         raise ConfigError(
             f"checkpoint.resume: {place} holds no committed checkpoint; give a run's folder, or a step_N in it with a "
@@ -166,7 +169,7 @@ def _entries(answers: Sequence[Message]) -> list[tuple[Message, dict[str, Any]]]
     return [(answer, entry) for answer in answers for entry in answer.meta["steps"]]
 
 
-def _load(shelf: Shelf, answers: Sequence[Message], is_own: bool) -> Resume | None:
+def _load(store: CheckpointStore, answers: Sequence[Message], is_own: bool) -> Resume | None:
     """The step that was saved last. It counts when some node has its marker, or when all of it is in reach: no node
     gives a step its final name before all nodes have written all of it."""
     entries = _entries(answers)
@@ -176,8 +179,8 @@ def _load(shelf: Shelf, answers: Sequence[Message], is_own: bool) -> Resume | No
         _check_one_run(answers, [entry for _, entry in readable.values() if entry["save_id"] in marked])
     torn = {entry["step"]: entry["error"] for _, entry in entries if entry["committed"] and entry["error"]}
     for answer, entry in sorted(readable.values(), key=lambda pair: -pair[1]["saved_at"]):
-        asked = shelf.call(answer.source, "get", folder=entry["folder"], file=MANIFEST, begin=0, num_bytes=None)
-        manifest = Manifest.from_json(shelf.wait(asked).payload, f"{entry['folder']}/{MANIFEST}")
+        asked = store.call(answer.source, "get", folder=entry["folder"], file=MANIFEST, begin=0, num_bytes=None)
+        manifest = Manifest.from_json(store.wait(asked).payload, f"{entry['folder']}/{MANIFEST}")
         holders, problems = _locate(manifest, answers)
         others = sorted({other["step"] for _, other in entries if other["save_id"] in marked - {manifest.save_id}})
         if not problems and max(torn, default=0) > manifest.step:
@@ -246,15 +249,15 @@ def _incomplete(manifest: Manifest, folder: str, problems: list[str], others: li
 class SliceReader:
     """Reads slices of a checkpoint on this rank, from its own node's disk where they lie there."""
 
-    def __init__(self, resume: Resume, shelf: Shelf, own_keeper: int):
+    def __init__(self, resume: Resume, store: CheckpointStore, own_lead: int):
         self.manifest = resume.manifest
-        self._resume, self._shelf, self._own_keeper = resume, shelf, own_keeper
+        self._resume, self._store, self._own_lead = resume, store, own_lead
 
     def read(self, file: File, part: Slice) -> Tensor:
         """Its elements, flat, proven by their digest."""
         problems, is_proven_wrong = [], True
         holders = self._resume.holders[file.name]
-        for rank, folder in sorted(holders, key=lambda holder: holder[0] != self._own_keeper):
+        for rank, folder in sorted(holders, key=lambda holder: holder[0] != self._own_lead):
             try:
                 data = self._fetch(rank, folder, file, part)
             except ConnectionError:
@@ -274,22 +277,30 @@ class SliceReader:
         raise ConfigError(text) if is_proven_wrong else CheckpointError(text)
 
     def _fetch(self, rank: int, folder: str, file: File, part: Slice) -> bytearray:
-        if rank == self._own_keeper:
+        if rank == self._own_lead:
             return read_bytes(Path(folder) / file.name, part.begin, part.num_bytes)
         data = bytearray()
         while len(data) < part.num_bytes:
             count = min(MESSAGE_BYTES, part.num_bytes - len(data))
             begin = part.begin + len(data)
-            asked = self._shelf.call(rank, "get", folder=folder, file=file.name, begin=begin, num_bytes=count)
-            data += self._shelf.wait(asked).payload
+            asked = self._store.call(rank, "get", folder=folder, file=file.name, begin=begin, num_bytes=count)
+            data += self._store.wait(asked).payload
         return data
 
 
 def restore(
-    learner: Learner, resume: Resume, shelf: Shelf, placement: Placement, rank: int, critic: Critic | None = None
+    learner: Learner,
+    resume: Resume,
+    store: CheckpointStore,
+    placement: Placement,
+    rank: int,
+    critic: Critic | None = None,
 ) -> None:
     """On every actor: learner and critic as they were, and this process's random generators."""
-    reader, state = SliceReader(resume, shelf, rank - rank % placement.num_ranks_per_node), resume.manifest.state
+    reader, state = (
+        SliceReader(resume, store, rank - rank % placement.num_ranks_per_node),
+        resume.manifest.state,
+    )
     shard, num_shards = placement.shard_of(rank), len(placement.owners)
     fill(learner.state_slices(), reader, shard, num_shards)
     learner.restore_schedule(state["num_updates"])

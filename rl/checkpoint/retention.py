@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rl.config import CheckpointConfig, ConfigError
+from rl.config.schema import CheckpointConfig, ConfigError
 
 
 @dataclass(frozen=True)

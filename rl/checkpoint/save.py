@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from rl.checkpoint.manifest import CheckpointError, File, Manifest, step_folder
-from rl.checkpoint.shelf import POLL_S, Shelf
 from rl.checkpoint.snapshot import HostCopy, Snapshot
+from rl.checkpoint.store import POLL_S, CheckpointStore
 from rl.checkpoint.write import Record, Writer
-from rl.mail import Message, waiting
-from rl.placement import Placement
+from rl.placement.roles import Placement
 from rl.watch.heart import OWN
-from rl.world import Stopped, World
+from rl.world.mail import Message, waiting
+from rl.world.world import Stopped, World
 
 # What a main thread may wait for, so that the rank is blamed whose disk hangs, and no other.
 OWN_FILES, OTHERS_FILES, COMMIT = f"{OWN}checkpoint", "the others' checkpoints", f"{OWN}commit on all nodes"
@@ -37,13 +37,13 @@ OWN_FILES, OTHERS_FILES, COMMIT = f"{OWN}checkpoint", "the others' checkpoints",
 class Saver:
     """On every actor rank. At most one save is in flight; a failure of any rank's ends the world with the reason."""
 
-    def __init__(self, world: World, placement: Placement, shelf: Shelf, record: Record, copies: int):
+    def __init__(self, world: World, placement: Placement, store: CheckpointStore, record: Record, copies: int):
         self.is_owner, self.is_leader = world.rank in placement.owners, world.rank == placement.leader
         self.steps: set[int] = set()  # that are committed; the leader's
         self.saved_at = 0.0  # the newest of them
         self._world, self._mail, self._placement = world, world.mail, placement
-        self._shelf, self._record, self._copies = shelf, record, copies
-        self._writer = Writer(shelf, placement, world.rank, record, copies)
+        self._store, self._record, self._copies = store, record, copies
+        self._writer = Writer(store, placement, world.rank, record, copies)
         self._host = HostCopy(world.device)
         self._work: queue.SimpleQueue[tuple[int, Callable[[], None]]] = queue.SimpleQueue()  # step, what to do
         self._saved: queue.SimpleQueue[Message] = queue.SimpleQueue()  # to the leader
@@ -106,7 +106,7 @@ class Saver:
             except BaseException as error:  # whatever it was: the run must not go on unsaved without a word
                 self._world.fail_in_background(error, "checkpoint", step)
                 # Then: others of this node that still write there fail by it, and must not be heard first.
-                shutil.rmtree(self._shelf.root / self._temporary(step), ignore_errors=True)
+                shutil.rmtree(self._store.root / self._temporary(step), ignore_errors=True)
                 return
             self._waits_for = OTHERS_FILES
 
@@ -126,28 +126,28 @@ class Saver:
         self._waits_for = OTHERS_FILES
         files: list[File] = []
         ranks: dict[str, Any] = {}
-        expected: list[dict[str, int]] = [{} for _ in self._shelf.keepers]  # by node: the files that lie there
+        expected: list[dict[str, int]] = [{} for _ in self._store.node_leads]  # by node: the files that lie there
         for _ in self._placement.actors:
             message = self._next_saved()
             assert message.meta["step"] == snapshot.step, message.meta
             ranks[str(self._placement.actors.index(message.source))] = message.meta["state"]
             for row, nodes in zip(json.loads(message.payload), message.meta["nodes"], strict=True):
                 file = File.from_row(row)
-                files.append(replace(file, hosts=tuple(self._shelf.hosts[node] for node in nodes)))
+                files.append(replace(file, hosts=tuple(self._store.hosts[node] for node in nodes)))
                 for node in nodes:
                     expected[node][file.name] = file.num_bytes
         self._waits_for = COMMIT
         manifest = self._manifest(snapshot, ranks, files)
         meta: dict[str, Any] = {"step": snapshot.step, "save_id": manifest.save_id}
         folder = self._temporary(snapshot.step)
-        answers = self._shelf.ask_all("prepare", manifest.to_json(), folder=folder, expected=expected, **meta)
+        answers = self._store.ask_all("prepare", manifest.to_json(), folder=folder, expected=expected, **meta)
         if not any(answer.meta["claimed"] for answer in answers):
-            raise CheckpointError(f"no node could put {self._shelf.root / step_folder(snapshot.step)} in place")
-        self._shelf.ask_all("commit", **meta)
+            raise CheckpointError(f"no node could put {self._store.root / step_folder(snapshot.step)} in place")
+        self._store.ask_all("commit", **meta)
         self.steps.add(snapshot.step)
         old = sorted(self.steps - snapshot.steps_to_keep)
         if old:
-            self._shelf.ask_all("remove", steps=old, **meta)
+            self._store.ask_all("remove", steps=old, **meta)
             self.steps -= set(old)
         self._tell_about_copies(files)
         for rank in self._placement.actors:
@@ -155,9 +155,9 @@ class Saver:
 
     def _manifest(self, snapshot: Snapshot, ranks: dict[str, Any], files: list[File]) -> Manifest:
         placement = self._placement
-        hosts = [self._shelf.hosts[rank // placement.num_ranks_per_node] for rank in range(placement.world_size)]
+        hosts = [self._store.hosts[rank // placement.num_ranks_per_node] for rank in range(placement.world_size)]
         return Manifest(
-            run_id=self._shelf.run_id,
+            run_id=self._store.run_id,
             run_name=self._record.run_name,
             step=snapshot.step,
             save_id=self._save_id(snapshot.step),
@@ -168,7 +168,7 @@ class Saver:
                 "roles": placement.roles,
                 "hosts": hosts,
                 "owners": placement.owners,
-                "folders": self._shelf.folders,
+                "folders": self._store.folders,
             },
             files=tuple(sorted(files, key=lambda file: file.name)),
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl.shards import LocalSlice
+from rl.model.shards import LocalSlice
 from rl.watch.heart import HEART
 
 SLAB_BYTES = 256 << 20  # a power of two, which is what torch's pinned allocator rounds up to

@@ -23,12 +23,12 @@ from rl.checkpoint.shard_file import (
     write_shard,
     write_whole,
 )
-from rl.checkpoint.shelf import MESSAGE_BYTES, Shelf
 from rl.checkpoint.snapshot import Snapshot
-from rl.mail import Message
-from rl.placement import Placement
-from rl.shards import TensorInfo
+from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
+from rl.model.shards import TensorInfo
+from rl.placement.roles import Placement
 from rl.watch.heart import HEART
+from rl.world.mail import Message
 
 HF_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 MESSAGES_IN_FLIGHT = 4
@@ -62,14 +62,14 @@ class Written:
 
 
 class Writer:
-    def __init__(self, shelf: Shelf, placement: Placement, rank: int, record: Record, copies: int):
-        self._shelf, self._placement, self._rank = shelf, placement, rank
+    def __init__(self, store: CheckpointStore, placement: Placement, rank: int, record: Record, copies: int):
+        self._store, self._placement, self._rank = store, placement, rank
         self._record, self._copies = record, copies
 
     def write(self, folder: str, save_id: str, snapshot: Snapshot, pieces: Sequence[Sequence[Tensor]]) -> list[Written]:
-        """This rank's files in the shelf's `folder`: a shard where it is an owner, those of hf/ where it leads.
+        """This rank's files in the store's `folder`: a shard where it is an owner, those of hf/ where it leads.
         `pieces` are the host copies of the snapshot's parts."""
-        path = self._shelf.root / folder
+        path = self._store.root / folder
         files: list[File] = []
         try:
             path.mkdir(exist_ok=True)
@@ -101,7 +101,7 @@ class Writer:
             if wanted != info.torch_dtype:
                 rows = rows_to_write("master", info.name, NAMES[info.torch_dtype], info.shape, first, end)
                 optimizer.append(Content(rows, _bytes(flat, info.torch_dtype)))
-        about = {"run_id": self._shelf.run_id, "step": snapshot.step, "save_id": save_id}
+        about = {"run_id": self._store.run_id, "step": snapshot.step, "save_id": save_id}
         suffix = f"{shard:05d}-of-{num_shards:05d}.safetensors"
         return [
             write_shard(folder / f"model-{suffix}", model, about),
@@ -116,7 +116,7 @@ class Writer:
 
     def write_probe(self, folder: str, probe: dict[str, Tensor]) -> None:
         """Into a step that is committed; where it is no longer kept there is nothing to do."""
-        path = self._shelf.root / folder / PROBE
+        path = self._store.root / folder / PROBE
         part = path.with_suffix(".part")
         if not path.parent.is_dir() or path.exists():
             return
@@ -143,17 +143,17 @@ class Writer:
         """False where that rank sees the same disk, and has the file already."""
         begin = 0
         asked: list[Future[Message]] = []
-        for piece in pieces_of(self._shelf.root / folder / file.name, MESSAGE_BYTES):
+        for piece in pieces_of(self._store.root / folder / file.name, MESSAGE_BYTES):
             is_first, end = begin == 0, begin + len(piece)
             meta = {"folder": folder, "file": file.name, "begin": begin, "digest": file.digest}
-            asked.append(self._shelf.call(rank, "put", piece, **meta, last=end == file.num_bytes))
+            asked.append(self._store.call(rank, "put", piece, **meta, last=end == file.num_bytes))
             begin = end
             HEART.touch_background()
             is_due = is_first or len(asked) == MESSAGES_IN_FLIGHT
-            if is_due and self._shelf.wait(asked.pop(0)).meta["is_here"]:
+            if is_due and self._store.wait(asked.pop(0)).meta["is_here"]:
                 return False
         for future in asked:
-            self._shelf.wait(future)
+            self._store.wait(future)
         return True
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl.config import ConfigError, resolve_path
+from rl.config.schema import ConfigError, resolve_path
 
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})(-[0-9a-f]+)?$")
 HUB_NOTES = ("dataset_info.json", "dataset_infos.json", "state.json")  # of a dataset folder, no data

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from rl.config import PLACEHOLDER, Config, ConfigError, DataConfig
+from rl.config.schema import PLACEHOLDER, Config, ConfigError, DataConfig
 from rl.data.prompts import Part, Prompt, PromptStream, Tokenizer
 from rl.data.read import read_rows
 from rl.watch.heart import HEART

@@ -1,0 +1,1 @@
+"""Tensors of the model: loading, sharding, attention, rotary embeddings and logprobs."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from rl.config import ConfigError
+from rl.config.schema import ConfigError
 
 RAGGED, VARLEN = "ragged", "varlen"
 # Of a padded block: how much longer its longest sequence may be than any other, as a factor and in tokens.

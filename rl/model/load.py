@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from rl.config import ConfigError, resolve_path
+from rl.config.schema import ConfigError, resolve_path
 from rl.model import attention, rotary
 from rl.model.logprobs import give_scores, give_values, hidden_size_of
-from rl.shards import local_slices
+from rl.model.shards import local_slices
 from rl.watch.compilation import mark_compilation
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]

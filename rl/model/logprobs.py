@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rl.config import ConfigError
+from rl.config.schema import ConfigError
 from rl.data.batch import Batch
 from rl.model import attention
 from rl.model.head import Reference, self_certainty, token_scores

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl.config import ConfigError
+from rl.config.schema import ConfigError
 
 
 def freeze(model: Any, max_tokens: int) -> None:

@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from rl.config import Config, ConfigError, resolve_path
+from rl.config.schema import Config, ConfigError, resolve_path
 
 
 def local_folder(path: str) -> Path | None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.config import ConfigError, RewardConfig, resolve_path
+from rl.config.schema import ConfigError, RewardConfig, resolve_path
 from rl.rewards.functions import FUNCTIONS
 from rl.rewards.worker import Function
 

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from rl.config import ConfigError, RewardConfig
-from rl.early import reward_server
+from rl.config.schema import ConfigError, RewardConfig
 from rl.rewards.find import read_rules
 from rl.rewards.frames import Frames, frame
+from rl.rewards.launch import Launched
 
 READY_S = 120.0  # for the functions to be imported
 SILENCE_S = 30.0  # beyond the wall of a call, in which some result must have come
@@ -25,6 +25,7 @@ MAX_BYTES = 1 << 20
 class RewardPool:
     def __init__(
         self,
+        server: Launched,
         config: RewardConfig,
         num_workers: int,
         deliver: Callable[[Any, dict[str, Any]], None],
@@ -47,7 +48,7 @@ class RewardPool:
         self._is_closing = False
         self._reported: set[str] = set()
         rules = [asdict(rule) for rule in read_rules(config)]
-        self._server = reward_server()
+        self._server = server
         self._frames = Frames(self._server.line, MAX_BYTES)
         self._send(0, {"rules": rules, "timeout_s": config.timeout_s, "num_workers": num_workers})
         self._thread = threading.Thread(target=self._read, name="rewards", daemon=True)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rl.config import Config
+from rl.config.schema import Config
 from rl.rollout.engine import Engine, EngineSeat
 from rl.rollout.fake_engine import FakeEngine
 from rl.watch.heart import HEART
@@ -15,7 +15,7 @@ def build_engine(config: Config, model_folder: Path, seat: EngineSeat, failed: E
         if config.rollout.engine == "fake":
             return FakeEngine(config.rollout.max_num_seqs, next(iter(seat.stop_token_ids), None), seat.device)
         HEART.beat("the import of vLLM")
-        from rl.rollout import vllm_engine  # seconds of imports that ranks without an engine do not need
+        from rl.rollout.vllm import engine as vllm_engine  # seconds of imports that ranks without an engine do not need
 
         assert failed is None or isinstance(failed, vllm_engine.VllmEngine)
         return vllm_engine.build(config, model_folder, seat, failed)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl.data.prompts import Prompt
-from rl.mail import Mail, Message
+from rl.world.mail import Mail, Message
 
 
 @dataclass(frozen=True)

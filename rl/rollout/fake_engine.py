@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rl.model.shards import TensorInfo
 from rl.rollout.engine import Completion, Request
-from rl.shards import TensorInfo
 from rl.sync.landing import Landing, Landings, Region
 
 

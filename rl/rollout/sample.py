@@ -14,10 +14,10 @@ import torch.distributed as dist
 from rl.algo.advantages import is_informative
 from rl.data.batch import Batch
 from rl.data.prompts import PromptStream
-from rl.metrics import Measures
+from rl.report.metrics import Measures
 from rl.rewards.totals import Totals, add
+from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import Sampling
-from rl.rollout.rollouts import Rollouts
 
 
 class Sampled(NamedTuple):

@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from rl.data.batch import Batch
 from rl.data.prompts import Tokenizer, sample_seed
-from rl.mail import Message
 from rl.rollout.dispatch import Task
 from rl.rollout.engine import Completion, Engine, Request
-from rl.serve import Service, serve
 from rl.watch.heart import HEART, size_class
-from rl.world import World
+from rl.world.mail import Message
+from rl.world.service import Service, serve
+from rl.world.world import World
 
 AGREE_S = 10.0  # for the ranks of an engine to say that they failed too
 MIN_SEQUENCES, MIN_PROMPT_TOKENS = 8, 256  # smaller steps of an engine count as one shape

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl.shards import TensorInfo
+from rl.model.shards import TensorInfo
 from rl.sync.digest import Part, flat_part
 
 Weights = Iterator[tuple[str, Tensor]]

@@ -16,8 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from rl.placement import Placement
-from rl.shards import TensorInfo, local_slices
+from rl.model.shards import TensorInfo, local_slices
+from rl.placement.roles import Placement
 
 BUCKET_MB = {"cuda": 128, "cpu": 32}  # on a CPU what arrives is used while it is in the cache
 ALIGNMENT = 16  # bytes; tensors and packed slices start at multiples of it

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rl.placement import Placement
-from rl.shards import TensorInfo
+from rl.model.shards import TensorInfo
+from rl.placement.roles import Placement
 from rl.sync.landing import Region, uncovered
 from rl.sync.probe import difference
 

@@ -20,11 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl.config import SyncConfig
-from rl.mail import Mail, Message
-from rl.placement import Placement
-from rl.serve import Service
-from rl.shards import LocalSlice, TensorInfo, from_json, local_slices, to_json
+from rl.config.schema import SyncConfig
+from rl.model.shards import LocalSlice, TensorInfo, from_json, local_slices, to_json
+from rl.placement.roles import Placement
 from rl.sync.digest import NUM_SUMS, Digests, flat_part
 from rl.sync.landing import Landings, Opaque, Weights
 from rl.sync.plan import Plan, Range, wire_tensors
@@ -32,6 +30,8 @@ from rl.sync.probe import Probe, learner_logprobs
 from rl.sync.proof import differing, judge_plans, judge_probe, judge_regions, judge_transfer, who
 from rl.sync.wire import Wire
 from rl.watch.heart import HEART
+from rl.world.mail import Mail, Message
+from rl.world.service import Service
 
 
 class SyncError(RuntimeError):

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from rl.ends import CAUSES, Memory, Report
 from rl.watch.culprit import (
     Account,
     describe_others,
@@ -22,6 +21,7 @@ from rl.watch.culprit import (
     waits_for_others,
 )
 from rl.watch.in_time import in_time
+from rl.watch.reports import CAUSES, Memory, Report
 
 COLLECT_S = 0.7  # reports
 MAX_COLLECT_S = 3.0  # while all that has come are broken connections: who broke them will be told

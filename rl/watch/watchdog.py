@@ -21,7 +21,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rl.ends import Memory
 from rl.watch.board import BEAT_S
 from rl.watch.heart import Heart
 from rl.watch.host import Host
@@ -30,6 +29,7 @@ from rl.watch.launcher import Launcher
 from rl.watch.lines import Lines
 from rl.watch.link import Link
 from rl.watch.process import RankProcess, remove_segments
+from rl.watch.reports import Memory
 from rl.watch.silence import Limits
 from rl.watch.stacks import Stacks
 from rl.watch.status import Status

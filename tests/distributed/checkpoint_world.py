@@ -22,18 +22,19 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from rl.checkpoint.resume import agree_on_resume, restore
-from rl.checkpoint.shelf import Shelf
-from rl.config_file import load_config
+from rl.checkpoint.store import CheckpointStore
+from rl.config.load import load_config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, PromptStream
-from rl.learner import Learner
-from rl.metrics import Measures
+from rl.learner.policy import Learner
+from rl.learner.sharded_trainer import MOMENTS
 from rl.model.load import load_model
-from rl.placement import make_groups, plan
-from rl.run import Run, build_checkpoints
+from rl.placement.groups import make_groups
+from rl.placement.roles import plan
+from rl.report.metrics import Measures
+from rl.run.build import Run, build_checkpoints
 from rl.sync.plan import wire_tensors
-from rl.trainee import MOMENTS
-from rl.world import World, join
+from rl.world.world import World, join
 
 NUM_PROMPTS = 5
 MAX_WORLD_S = 60.0
@@ -83,7 +84,7 @@ def digest_of(learner: Learner) -> str:
 
 
 def open_run(world: World, job: Job) -> Run:
-    """As rl.run.open_run does, but every rank is a node, with the folder that the job names."""
+    """As rl.run.build.open_run does, but every rank is a node, with the folder that the job names."""
     config = load_config(None, ["eval.interval=0", "checkpoint.save_interval=1", "actor.lr=0.01", *job.settings])
     placement = plan(job.placement, world.size, 1, num_replicas=job.num_replicas)
     world.introduce(",".join(placement.roles[world.rank]))
@@ -93,10 +94,10 @@ def open_run(world: World, job: Job) -> Run:
     groups = make_groups(placement, world.rank, "cpu", timeout_s=60)
     path = config.checkpoint.resume
     source = None if path in ("auto", "never") else Path(path)
-    shelf = Shelf(world.mail, folder / "checkpoints", source, placement.keepers)
+    store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads)
     with world.stage("resume"):
-        resume = agree_on_resume(world.mail, placement, shelf, config)
-    return Run(world, config, placement, folder, Path(job.model), groups, shelf, resume)
+        resume = agree_on_resume(world.mail, placement, store, config)
+    return Run(world, config, placement, folder, Path(job.model), groups, store, resume)
 
 
 def train(run: Run, job: Job) -> None:
@@ -108,7 +109,7 @@ def train(run: Run, job: Job) -> None:
     )
     learner = Learner(model, pg, world.device, config.actor, config.algo, config.rollout, job.num_steps)
     if run.resume is not None:
-        restore(learner, run.resume, run.shelf, run.placement, world.rank)
+        restore(learner, run.resume, run.store, run.placement, world.rank)
     checkpoints = build_checkpoints(run, learner, wire_tensors(model, config.model.dtype))
     first = run.resume.manifest.step if run.resume is not None else 0
     stream = PromptStream([Prompt(i, 0, str(i), "", [1]) for i in range(7)], seed=0) if is_leader else None

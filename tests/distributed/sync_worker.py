@@ -16,18 +16,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from rl.config import SyncConfig
+from rl.config.schema import SyncConfig
+from rl.learner.scoring import LogprobService
 from rl.model.load import load_model
-from rl.placement import Groups, Placement, make_groups, plan
+from rl.model.shards import local_slices
+from rl.placement.groups import Groups, make_groups
+from rl.placement.roles import Placement, plan
 from rl.rollout.fake_engine import FakeEngine
-from rl.scoring import LogprobService
-from rl.shards import local_slices
 from rl.sync.landing import Landings
 from rl.sync.plan import Plan
 from rl.sync.probe import LIMITS, make_probe
 from rl.sync.weights import Receiver, SyncError, WeightSync, share_tensors
 from rl.sync.wire import Wire
-from rl.world import World, join
+from rl.world.world import World, join
 
 BUCKET_BYTES = 6000  # several tensors in most buckets, and some tensors larger than one
 JOIN_TIMEOUT_S = 2.0

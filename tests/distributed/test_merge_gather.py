@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.merge import gather, places
+from rl.export import gather, places
 from tests.checkpoint_files import Made, read_model, write_checkpoint
 from tests.sshd import SshServer, ssh_server
 from tools.merge_checkpoint import main
@@ -146,7 +146,7 @@ def test_a_gathered_shard_that_rots_here_is_fetched_anew(made: Made, server: Ssh
 
 def test_no_space_for_what_would_be_gathered(made: Made, server: SshServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathered shards and the result together do not fit, though each would."""
-    monkeypatch.setattr("rl.merge.work.free_bytes", lambda path: 9 * SHARD_BYTES)
+    monkeypatch.setattr("rl.export.work.free_bytes", lambda path: 9 * SHARD_BYTES)
     assert "are to be written to" in failure(arguments(server, made.folders[0]))
     assert server.num_bytes < SLACK_BYTES
 

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.config import ROOT
-from rl.merge.upload import _is_weights, _may_pass, _may_write, _status
+from rl.config.schema import ROOT
+from rl.export.upload import _is_weights, _may_pass, _may_write, _status
 from tests.checkpoint_files import read_model, write_checkpoint
 from tests.hub import READ_TOKEN, TOKEN, FakeHub, hub, impatient
 
 DRIVER = """
 import json, sys
 from pathlib import Path
-from rl.merge import upload
-from rl.merge.errors import MergeError
+from rl.export import upload
+from rl.export.errors import MergeError
 
 def step(hub, spec, name):
     if name == "upload":
@@ -354,7 +354,7 @@ def test_an_empty_folder_is_no_model(client: Client, tmp_path: Path) -> None:
 
 
 def test_importing_is_cheap() -> None:
-    code = "import sys, rl.merge.upload; print(sorted({'huggingface_hub', 'torch'} & set(sys.modules)))"
+    code = "import sys, rl.export.upload; print(sorted({'huggingface_hub', 'torch'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=30) == "[]\n"
 
 

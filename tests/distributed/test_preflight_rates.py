@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from rl.preflight.gpus import measure
-from rl.preflight.links import rounds
-from rl.preflight.net import listen
+from launch.checks.gpus import measure
+from launch.checks.links import rounds
+from launch.checks.net import listen
 
 SIZE = 3
 

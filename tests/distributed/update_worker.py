@@ -15,15 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl.config import ActorConfig, AlgoConfig, CriticConfig, RolloutConfig
-from rl.critic import Critic
+from rl.config.schema import ActorConfig, AlgoConfig, CriticConfig, RolloutConfig
 from rl.data.batch import Batch
-from rl.learner import Learner
-from rl.metrics import Measures
+from rl.learner.critic import Critic
+from rl.learner.policy import Learner
+from rl.learner.scoring import LocalScorer
+from rl.learner.sharded_trainer import MOMENTS, ShardedTrainer
 from rl.model.load import Compute, load_model
-from rl.scoring import LocalScorer
-from rl.shards import local_slices
-from rl.trainee import MOMENTS, Trainee
+from rl.model.shards import local_slices
+from rl.report.metrics import Measures
 
 if not torch.cuda.is_available():
     # Without Inductor, which needs a C++ compiler: what is tested is how layers are traced, cut and called.
@@ -109,11 +109,11 @@ class CheckedOperators(TorchDispatchMode):
         assert self.has_rotated or error[0], "rotary positions are the family's own"
 
 
-def check_reduction(trainee: Trainee) -> None:
+def check_reduction(trainer: ShardedTrainer) -> None:
     """A rank with the whole model, and replicas, have no gradients to exchange before the last micro-batch."""
-    step, accumulate = trainee._optimizer_step, trainee._accumulate
-    mesh, has_gradients = trainee._mesh, []
-    waits = trainee._actor.offload != "always" and (mesh.ndim == 2 or mesh.size() == 1)
+    step, accumulate = trainer._optimizer_step, trainer._accumulate
+    mesh, has_gradients = trainer._mesh, []
+    waits = trainer._actor.offload != "always" and (mesh.ndim == 2 or mesh.size() == 1)
 
     def optimizer_step(*args: Any) -> None:
         has_gradients.clear()
@@ -122,40 +122,40 @@ def check_reduction(trainee: Trainee) -> None:
         assert early == [not waits] * len(early) and last, (has_gradients, mesh)
 
     def micro_batch(*args: Any) -> None:
-        with nullcontext() if trainee._actor.compile else CheckedOperators():
+        with nullcontext() if trainer._actor.compile else CheckedOperators():
             accumulate(*args)
-        has_gradients.append(any(parameter.grad is not None for parameter in trainee.model.parameters()))
+        has_gradients.append(any(parameter.grad is not None for parameter in trainer.model.parameters()))
 
-    trainee._optimizer_step, trainee._accumulate = optimizer_step, micro_batch  # type: ignore[method-assign]
+    trainer._optimizer_step, trainer._accumulate = optimizer_step, micro_batch  # type: ignore[method-assign]
 
 
-def rest_before_steps(trainee: Trainee) -> None:
+def rest_before_steps(trainer: ShardedTrainer) -> None:
     """Before every optimizer step. Its moments are away until the last backward pass has freed the activations of their
     layer; those of no layer until the very end."""
-    step, accumulate = trainee._optimizer_step, trainee._accumulate
+    step, accumulate = trainer._optimizer_step, trainer._accumulate
     away: list[int] = []  # moments, after each micro-batch
 
     def optimizer_step(*args: Any) -> None:
-        trainee.release_device()
-        trainee.take_device()
-        before = num_moments_away(trainee)
+        trainer.release_device()
+        trainer.take_device()
+        before = num_moments_away(trainer)
         away.clear()
         step(*args)
-        assert num_moments_away(trainee) == 0
+        assert num_moments_away(trainer) == 0
         if before:
-            of_layers = [parameter for _, parameters in trainee._layers for parameter in parameters]
+            of_layers = [parameter for _, parameters in trainer._layers for parameter in parameters]
             others = before - sum(parameter.to_local().numel() > 0 for parameter in of_layers) * len(MOMENTS)
             assert away == [before] * (len(away) - 1) + [others] and others < before, (away, before, others)
 
     def micro_batch(*args: Any) -> None:
         accumulate(*args)
-        away.append(num_moments_away(trainee))
+        away.append(num_moments_away(trainer))
 
-    trainee._optimizer_step, trainee._accumulate = optimizer_step, micro_batch  # type: ignore[method-assign]
+    trainer._optimizer_step, trainer._accumulate = optimizer_step, micro_batch  # type: ignore[method-assign]
 
 
-def num_moments_away(trainee: Trainee) -> int:
-    moments = [state[of].to_local() for state in trainee._optimizer.state.values() for of in MOMENTS]
+def num_moments_away(trainer: ShardedTrainer) -> int:
+    moments = [state[of].to_local() for state in trainer._optimizer.state.values() for of in MOMENTS]
     return sum(moment.numel() > 0 and not moment.untyped_storage().nbytes() for moment in moments)
 
 
@@ -205,11 +205,11 @@ def judge(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     report(pg, folder, job, model, measures)
 
 
-def rest(trainee: Trainee) -> None:
-    if trainee.offloads:
-        trainee.release_device()
-        assert not any(part.data.untyped_storage().nbytes() for part in local_slices(trainee.model)), "it rests"
-        trainee.take_device()
+def rest(trainer: ShardedTrainer) -> None:
+    if trainer.offloads:
+        trainer.release_device()
+        assert not any(part.data.untyped_storage().nbytes() for part in local_slices(trainer.model)), "it rests"
+        trainer.take_device()
 
 
 def main() -> None:

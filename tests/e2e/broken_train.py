@@ -1,7 +1,7 @@
 """train.py with something broken: `broken_train.py WHAT RANK [train.py's arguments]`, where WHAT may be several things
 joined by ` + `, of which those that need a culprit are broken on that rank only."""
 
-import rl.early  # noqa: F401, I001  the watchdog before torch, as in train.py
+import rl.world.bootstrap  # noqa: F401, I001  the watchdog before torch, as in train.py
 
 import os
 import re
@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 import train
-from rl import signals
-from rl.learner import Learner
+from rl.world import signals
+from rl.learner.policy import Learner
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.service import RolloutService
 from rl.sync.landing import Landings
@@ -122,7 +122,7 @@ def vary_rewards() -> None:
 def engine_class() -> type:
     if [setting for setting in sys.argv if setting.startswith("rollout.engine=")][-1:] == ["rollout.engine=fake"]:
         return FakeEngine
-    from rl.rollout.vllm_engine import VllmEngine
+    from rl.rollout.vllm.engine import VllmEngine
 
     return VllmEngine
 
@@ -192,7 +192,7 @@ def break_(what: str, culprit: int) -> None:
     elif what == "loads once" and is_culprit:
         Landings.fill = from_version_2(Landings.fill, lambda: None)
     elif what == "packed layers" and is_culprit:
-        from rl.rollout import vllm_engine
+        from rl.rollout.vllm import engine as vllm_engine
 
         vllm_engine._turn_off_packing = lambda: None
     elif what == "untested vLLM":

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from rl.algo.advantages import is_informative
 from rl.checkpoint.manifest import MANIFEST, Manifest
-from rl.config import ROOT
-from rl.config_file import load_config
+from rl.config.load import load_config
+from rl.config.schema import ROOT
 from rl.data.batch import Batch
 from rl.data.sources import read_data
 from rl.rollout.sample import next_count

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rl.config_file import load_config
+from rl.config.load import load_config
 from rl.data.sources import read_data
 from tests.launcher import Result, train
 

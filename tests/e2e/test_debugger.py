@@ -10,7 +10,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from tests.e2e.test_ends import launch
+from tests.e2e.test_endings import launch
 from tests.launcher import ROOT, finish
 from tests.terminal import CTRL_C, CTRL_D, leave, tool
 from tools.debug import find

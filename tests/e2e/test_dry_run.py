@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import ROOT
-from rl.config_file import load_config
-from rl.dry_run import describe, for_dry_run
+from rl.config.load import load_config
+from rl.config.schema import ROOT
+from rl.run.dry_run import describe, for_dry_run
 from tests.launcher import finish, start
 
 

@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl.checkpoint.manifest import COMMITTED
-from rl.estimates import majority, pass_at
+from rl.evaluation.estimates import majority, pass_at
 from tests.e2e.reward_functions import drawn, first_letter
 from tests.launcher import Result, finish, start, train
 

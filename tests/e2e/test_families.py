@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl.config import ROOT
+from rl.config.schema import ROOT
 from tests.launcher import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]

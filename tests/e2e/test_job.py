@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.test_ends import SETTINGS
+from tests.e2e.test_endings import SETTINGS
 from tests.launcher import MARK
 from tests.terminal import CTRL_C, leave, tool
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl.config import ROOT
+from rl.config.schema import ROOT
 from tests.launcher import Result, finish, start, train
 
 pytestmark = pytest.mark.timeout(200)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_ends import launch, wait_for_step
+from tests.e2e.test_endings import launch, wait_for_step
 from tests.launcher import ROOT, finish, until
 
 pytestmark = pytest.mark.timeout(150)

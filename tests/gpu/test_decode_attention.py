@@ -35,7 +35,7 @@ def written_out(queries: Tensor, cache: Tensor, table: Tensor, lengths: list[int
 
 @pytest.mark.parametrize(("num_heads", "head_size"), [(32, 64), (8, 128), (3, 80), (1, 256)])
 def test_the_kernel_is_attention(num_heads: int, head_size: int) -> None:
-    from rl.rollout.decode_attention import attend
+    from rl.rollout.vllm.decode_attention import attend
 
     torch.manual_seed(0)
     lengths = [1, 2, 15, 16, 17, 0, 100, 543]
@@ -77,7 +77,7 @@ def test_vllm_decodes_with_it_where_it_may(
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends import flash_attn
 
-    from rl.rollout import vllm_attention
+    from rl.rollout.vllm import attention as vllm_attention
 
     torch.manual_seed(0)
     num_heads, head_size = 16, 64

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl.watch.recorder import has_pending
-from tests.e2e.test_ends import launch, wait_for_step
+from tests.e2e.test_endings import launch, wait_for_step
 from tests.launcher import finish
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

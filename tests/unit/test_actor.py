@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from rl import actor as actors
-from rl.actor import Actor
-from rl.config import AlgoConfig, Config
+from rl.config.schema import AlgoConfig, Config
 from rl.data.batch import Batch
-from rl.learner import Learner
-from rl.metrics import Measures
+from rl.learner.policy import Learner
+from rl.report.metrics import Measures
 from rl.rollout.sample import DynamicSampling
+from rl.run import actor as actors
+from rl.run.actor import Actor
 from tests.unit.test_batch import make_batch
 
 

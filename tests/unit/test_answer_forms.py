@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rl.config import ROOT
+from rl.config.schema import ROOT
 from tests.answer_forms import (
     EQUIVALENT,
     GSM8K_EQUIVALENT,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from rl.config import ConfigError
+from rl.config.schema import ConfigError
 from rl.model import attention
 from rl.model.attention import RAGGED, VARLEN, ragged_attention, varlen_attention
 

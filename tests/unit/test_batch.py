@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rl.data.batch import Batch, empty_batch
-from rl.data.describe import check_finite, describe, show
+from rl.report.describe import check_finite, describe, show
 
 LN2 = math.log(2)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rl.checkpoint.retention import Best, better, check_metric, is_due, kept
-from rl.config import CheckpointConfig, ConfigError
+from rl.config.schema import CheckpointConfig, ConfigError
 
 HIGHEST = CheckpointConfig(best_metric="eval/accuracy")
 LOWEST = CheckpointConfig(best_metric="eval/accuracy", best_is_lowest=True)

@@ -16,13 +16,13 @@ from rl.checkpoint import save
 from rl.checkpoint.manifest import CheckpointError, File
 from rl.checkpoint.save import COMMIT, OTHERS_FILES, OWN_FILES, Saver
 from rl.checkpoint.shard_file import digest, write_whole
-from rl.checkpoint.shelf import Shelf
 from rl.checkpoint.snapshot import Snapshot
+from rl.checkpoint.store import CheckpointStore
 from rl.checkpoint.write import Record, Writer, read_hf_files
-from rl.placement import Placement, plan
-from rl.shards import LocalSlice, TensorInfo
+from rl.model.shards import LocalSlice, TensorInfo
+from rl.placement.roles import Placement, plan
 from tests.launcher import until
-from tests.mails import shelves_on
+from tests.mails import stores_on
 
 W = TensorInfo("w", (5, 3), "float32", sharded=True)
 TABLE = TensorInfo("table", (2, 2), "float32", sharded=False)
@@ -41,9 +41,11 @@ def placed(num_nodes: int, num_replicas: int = 1) -> Placement:
     return plan({"actor,rollout": "all"}, num_nodes, 1, 1, num_replicas)
 
 
-def written(shelf: Shelf, placement: Placement, copies: int = 1, dtype: str = "float32") -> dict[str, tuple[int, ...]]:
-    """The files that the shelf's rank wrote of WEIGHTS and of their moments, and the nodes that have them."""
-    rank, num_shards = shelf._mail.rank, len(placement.owners)
+def written(
+    store: CheckpointStore, placement: Placement, copies: int = 1, dtype: str = "float32"
+) -> dict[str, tuple[int, ...]]:
+    """The files that the store's rank wrote of WEIGHTS and of their moments, and the nodes that have them."""
+    rank, num_shards = store._mail.rank, len(placement.owners)
     parts: list[tuple[str, LocalSlice]] = []
     for kind, shift in (("model", 0.0), ("exp_avg", 100.0)):
         for info in (W, TABLE):
@@ -51,7 +53,7 @@ def written(shelf: Shelf, placement: Placement, copies: int = 1, dtype: str = "f
             parts.append((kind, LocalSlice(info, WEIGHTS[info.name][first:end] + shift)))
     pieces = [[part.data.reshape(-1)] for _, part in parts]
     snapshot = Snapshot(4, parts, None, {}, {}, frozenset())
-    writer = Writer(shelf, placement, rank, record_of(dtype), copies)
+    writer = Writer(store, placement, rank, record_of(dtype), copies)
     return {entry.file.name: entry.nodes for entry in writer.write(FOLDER, SAVE_ID, snapshot, pieces)}
 
 
@@ -66,11 +68,11 @@ def shards(shard: int, num_shards: int) -> list[str]:
 
 def test_owners_write_their_rows_and_the_leader_the_rest(tmp_path: Path) -> None:
     roots = [tmp_path / "a", tmp_path / "b"]
-    with shelves_on(roots) as shelves:
-        shelves[0].make_folders("r1")
-        for rank, shelf in enumerate(shelves):
+    with stores_on(roots) as stores:
+        stores[0].make_folders("r1")
+        for rank, store in enumerate(stores):
             names = shards(rank, 2) + (SMALL if rank == 0 else [])
-            assert written(shelf, placed(2)) == dict.fromkeys(names, (rank,))
+            assert written(store, placed(2)) == dict.fromkeys(names, (rank,))
             assert sorted(files_on(roots[rank])) == sorted(names)
     first, second = (safetensors.torch.load(files_on(root)[shards(rank, 2)[0]]) for rank, root in enumerate(roots))
     assert torch.equal(first["w"], WEIGHTS["w"][:3])
@@ -86,9 +88,9 @@ def test_of_replicas_each_shard_is_written_once(tmp_path: Path) -> None:
     """Actors 0 and 1 are one replica, 2 and 3 the other; 0 and 3 are the owners."""
     placement = placed(4, num_replicas=2)
     assert placement.owners == [0, 3]
-    with shelves_on([tmp_path / str(rank) for rank in range(4)]) as shelves:
-        shelves[0].make_folders("r1")
-        names = [sorted(written(shelf, placement)) for shelf in shelves]
+    with stores_on([tmp_path / str(rank) for rank in range(4)]) as stores:
+        stores[0].make_folders("r1")
+        names = [sorted(written(store, placement)) for store in stores]
     assert names == [sorted(shards(0, 2) + SMALL), [], [], shards(1, 2)]
     model = safetensors.torch.load(files_on(tmp_path / "3")[shards(1, 2)[0]])
     assert torch.equal(model["w"], WEIGHTS["w"][3:])
@@ -96,8 +98,8 @@ def test_of_replicas_each_shard_is_written_once(tmp_path: Path) -> None:
 
 def test_masters_are_kept_where_the_export_is_narrower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl.checkpoint.write.CAST_ELEMENTS", 4)
-    with shelves_on([tmp_path]) as (shelf,):
-        written(shelf, placed(1), dtype="bfloat16")
+    with stores_on([tmp_path]) as (store,):
+        written(store, placed(1), dtype="bfloat16")
     model, optimizer = (safetensors.torch.load(files_on(tmp_path)[name]) for name in shards(0, 1))
     for name, weights in WEIGHTS.items():
         assert torch.equal(model[name], weights.bfloat16())
@@ -109,46 +111,46 @@ def test_masters_are_kept_where_the_export_is_narrower(tmp_path: Path, monkeypat
 def test_a_second_copy_lies_on_the_next_nodes_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl.checkpoint.write.MESSAGE_BYTES", 40)  # a shard is more pieces than are in flight at once
     roots = [tmp_path / "a", tmp_path / "b"]
-    with shelves_on(roots) as shelves:
-        shelves[0].make_folders("r1")
-        nodes = written(shelves[0], placed(2), copies=2)
+    with stores_on(roots) as stores:
+        stores[0].make_folders("r1")
+        nodes = written(stores[0], placed(2), copies=2)
         assert nodes == dict.fromkeys(shards(0, 2) + SMALL, (0, 1))
         assert files_on(roots[1]) == files_on(roots[0])
         assert len(files_on(roots[0])[shards(0, 2)[0]]) > 40 * 5
-        assert written(shelves[1], placed(2), copies=2) == dict.fromkeys(shards(1, 2), (1, 0))
+        assert written(stores[1], placed(2), copies=2) == dict.fromkeys(shards(1, 2), (1, 0))
     assert files_on(roots[1]) == files_on(roots[0])
     assert len(files_on(roots[0])) == 4 + len(SMALL)
 
 
 def test_nodes_on_the_same_disk_have_one_copy(tmp_path: Path) -> None:
-    with shelves_on([tmp_path, tmp_path]) as shelves:
-        assert written(shelves[0], placed(2), copies=2) == dict.fromkeys(shards(0, 2) + SMALL, (0,))
+    with stores_on([tmp_path, tmp_path]) as stores:
+        assert written(stores[0], placed(2), copies=2) == dict.fromkeys(shards(0, 2) + SMALL, (0,))
         before = files_on(tmp_path)
-        assert written(shelves[1], placed(2), copies=2) == dict.fromkeys(shards(1, 2), (1,))
+        assert written(stores[1], placed(2), copies=2) == dict.fromkeys(shards(1, 2), (1,))
     assert {name: data for name, data in files_on(tmp_path).items() if name in before} == before
 
 
 def test_the_second_copy_goes_to_a_disk_that_is_another(tmp_path: Path) -> None:
     """Nodes 0 and 1 share a disk."""
     shared, private = tmp_path / "shared", tmp_path / "private"
-    with shelves_on([shared, shared, private]) as shelves:
-        shelves[0].make_folders("r1")
-        nodes = [set(written(shelf, placed(3), copies=2).values()) for shelf in shelves]
+    with stores_on([shared, shared, private]) as stores:
+        stores[0].make_folders("r1")
+        nodes = [set(written(store, placed(3), copies=2).values()) for store in stores]
     assert nodes == [{(0, 2)}, {(1, 2)}, {(2, 0)}]
     assert files_on(shared) == files_on(private)
 
 
 @pytest.fixture
 def two(tmp_path: Path) -> Any:
-    with shelves_on([tmp_path / "a", tmp_path / "b"]) as shelves:
-        shelves[0].make_folders("r1")
+    with stores_on([tmp_path / "a", tmp_path / "b"]) as stores:
+        stores[0].make_folders("r1")
         (tmp_path / "a" / FOLDER).mkdir()
-        yield shelves
+        yield stores
 
 
-def send(shelf: Shelf, data: bytes, change: Callable[[File], File] = lambda file: file) -> bool:
-    file = write_whole(shelf.root / FOLDER / "a", data)
-    return Writer(shelf, placed(2), 0, record_of(), 2)._send(1, FOLDER, change(file))
+def send(store: CheckpointStore, data: bytes, change: Callable[[File], File] = lambda file: file) -> bool:
+    file = write_whole(store.root / FOLDER / "a", data)
+    return Writer(store, placed(2), 0, record_of(), 2)._send(1, FOLDER, change(file))
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 40, 41])
@@ -204,8 +206,8 @@ def test_a_file_that_has_changed_since_it_was_written_is_not_copied(tmp_path: Pa
 
 def test_a_disk_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    with shelves_on([root]) as (shelf,), pytest.raises(CheckpointError) as caught:
-        written(shelf, placed(1))
+    with stores_on([root]) as (store,), pytest.raises(CheckpointError) as caught:
+        written(store, placed(1))
     assert str(caught.value).startswith(f"cannot write {root}/{FOLDER}: No such file or directory ({tmp_path} has ")
     assert not root.exists()
 
@@ -236,10 +238,10 @@ def test_files_that_make_a_model_folder(tmp_path: Path) -> None:
 def test_logits_are_added_where_a_kill_left_half_of_them(tmp_path: Path) -> None:
     """The step has no logits when the run goes on, so it tries again: at every restart."""
     probe = {"tokens": torch.tensor([1, 2]), "logits": torch.tensor([0.5])}
-    with shelves_on([tmp_path]) as (shelf,):
+    with stores_on([tmp_path]) as (store,):
         (tmp_path / "step_4").mkdir()
         (tmp_path / "step_4" / "probe.part").write_bytes(b"half")
-        Writer(shelf, placed(1), 0, record_of(), 1).write_probe("step_4", probe)
+        Writer(store, placed(1), 0, record_of(), 1).write_probe("step_4", probe)
     saved = safetensors.torch.load_file(tmp_path / "step_4" / "probe.safetensors")
     assert (saved["tokens"].tolist(), saved["logits"].tolist()) == ([1, 2], [0.5])
 
@@ -261,14 +263,14 @@ def test_who_waits_for_a_checkpoint_says_whose_it_is(tmp_path: Path, monkeypatch
     monkeypatch.setattr(save, "waiting", waiting)
     monkeypatch.setattr(Writer, "write", write_late)
     roots, placement = [tmp_path / "a", tmp_path / "b"], placed(2)
-    with shelves_on(roots) as shelves:
-        shelves[0].make_folders("r1")
+    with stores_on(roots) as stores:
+        stores[0].make_folders("r1")
         savers: list[Saver] = []
         errors: list[BaseException] = []
-        for rank, shelf in enumerate(shelves):
-            world: Any = SimpleNamespace(rank=rank, mail=shelf._mail, id="w1", device=torch.device("cpu"))
+        for rank, store in enumerate(stores):
+            world: Any = SimpleNamespace(rank=rank, mail=store._mail, id="w1", device=torch.device("cpu"))
             world.fail_in_background = lambda error, *place: errors.append(error)
-            savers.append(Saver(world, placement, shelf, record_of(), copies=1))
+            savers.append(Saver(world, placement, store, record_of(), copies=1))
             savers[rank].start(Snapshot(4, [], None, {}, {}, frozenset([4])))
         threads = [threading.Thread(target=saver.wait_committed, name=str(rank)) for rank, saver in enumerate(savers)]
         for thread in threads:
@@ -277,13 +279,13 @@ def test_who_waits_for_a_checkpoint_says_whose_it_is(tmp_path: Path, monkeypatch
         is_written.set()
         until(lambda: said["0"][-1] == OTHERS_FILES, "the leader has written")
         assert said["1"][-1] == OWN_FILES
-        ask_all, texts = shelves[0].ask_all, [COMMIT, OTHERS_FILES]
+        ask_all, texts = stores[0].ask_all, [COMMIT, OTHERS_FILES]
 
         def ask_late(*args: Any, **meta: Any) -> Any:
             until(lambda: [said["0"][-1], said["1"][-1]] == texts, "the leader commits, the other has written")
             return ask_all(*args, **meta)
 
-        monkeypatch.setattr(shelves[0], "ask_all", ask_late)
+        monkeypatch.setattr(stores[0], "ask_all", ask_late)
         is_mended.set()
         for thread in threads:
             thread.join(10)

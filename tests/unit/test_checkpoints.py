@@ -10,8 +10,8 @@ from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.manifest import Manifest
 from rl.checkpoint.resume import Resume
 from rl.checkpoint.snapshot import Snapshot
-from rl.config import CheckpointConfig
-from rl.world import Stopped
+from rl.config.schema import CheckpointConfig
+from rl.world.world import Stopped
 
 
 class Saver:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.config import ROOT
+from rl.config.schema import ROOT
 from rl.data.batch import Batch
 from rl.data.micro_batches import over_micro_batches
 from rl.rollout import build

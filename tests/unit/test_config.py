@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import DEFAULT_CONFIG, ROOT, Config, ConfigError, DataConfig
-from rl.config_file import load_config
+from rl.config.load import load_config
+from rl.config.schema import DEFAULT_CONFIG, ROOT, Config, ConfigError, DataConfig
 
 Write = Callable[[str], Path]
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from rl.config import Config
+from rl.config.schema import Config
 from tools import config_reference
 
 

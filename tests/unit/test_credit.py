@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.config import AlgoConfig
-from rl.credit import assign_credit
+from rl.config.schema import AlgoConfig
 from rl.data.batch import Batch
-from rl.metrics import Measures
+from rl.learner.credit import assign_credit
+from rl.report.metrics import Measures
 from tests.unit.ragged import close
 
 MAX_NEW_TOKENS = 4

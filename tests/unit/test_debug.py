@@ -1,4 +1,4 @@
-"""tools/debug.py and rl/debugger.py in one process: two threads, a socket."""
+"""tools/debug.py and rl/world/debugger.py in one process: two threads, a socket."""
 
 import json
 import socket
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rl.debugger import Debugger
 from rl.watch.heart import HEART
+from rl.world.debugger import Debugger
 from tools import debug
 
 

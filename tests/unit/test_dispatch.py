@@ -6,8 +6,8 @@ from dataclasses import asdict
 import pytest
 
 from rl.data.prompts import Prompt
-from rl.mail import Mail
 from rl.rollout.dispatch import Dispatcher, Sampling, Task
+from rl.world.mail import Mail
 
 LEADER, FIRST, SECOND = 0, 1, 2
 SAMPLING = Sampling(num_samples=2, temperature=0.5, max_new_tokens=3)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rl.config import Config
+from rl.config.schema import Config
 from tests.doc_commands import FENCE, PAGES, SPAN
 from tests.launcher import ROOT
 from tests.unit.peers import source
@@ -176,12 +176,12 @@ def test_every_metric_is_explained() -> None:
     files = [ROOT / "train.py", *(ROOT / "rl").rglob("*.py")]
     text = "\n".join(file.read_text() for file in files if "merge" not in file.parts)
     written = set(re.findall(rf'"({METRIC.pattern})"', text)) - {"rollout/samples"}  # a text
-    for file in ("train.py", "rl/run.py"):
+    for file in ("train.py", "rl/run/build.py"):
         stages = re.findall(r'\.stage\("([^"]+)"\)', (ROOT / file).read_text())
         written |= {f"time/{stage}" for stage in stages if stage != "serve"}  # which no leader does
     assert len(written) > 35
     assert sorted(written - explained) == []
     assert sorted(name for name in explained if not name.startswith("time/") and name not in written) == [
-        *("critic/grad_norm", "critic/lr", "critic/skipped_steps"),  # written under the trainee's prefix
+        *("critic/grad_norm", "critic/lr", "critic/skipped_steps"),  # written under the trainer's prefix
         *("optim/grad_norm", "optim/lr", "optim/skipped_steps"),
     ]

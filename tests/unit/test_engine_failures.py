@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl.mail import Mail, Message
 from rl.rollout.engine import Completion
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.service import RolloutService
+from rl.world.mail import Mail, Message
 from tests.mails import connected, take
 from tests.unit.test_reward_service import NUM_SAMPLES, STOP, Bench
 

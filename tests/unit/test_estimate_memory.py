@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl.config import ROOT, Config
-from rl.config_file import load_config
-from rl.estimate_memory import LIBRARIES, checkpoint_bytes, estimate, num_kept, on_cpu
+from launch.checks.memory import LIBRARIES, checkpoint_bytes, estimate, num_kept, on_cpu
+from launch.checks.needs import Needs, check_placement
+from launch.checks.table import FAILED, OK, WARNING
+from rl.config.load import load_config
+from rl.config.schema import ROOT, Config
 from rl.model.shape import count_parameters, local_folder
-from rl.placement import Placement, plan
-from rl.preflight.needs import Needs, check_placement
-from rl.preflight.table import FAILED, OK, WARNING
+from rl.placement.roles import Placement, plan
 
 BILLION = 10**9
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rl.estimates import Estimate, estimate, majority, pass_at, powers_of_two
+from rl.evaluation.estimates import Estimate, estimate, majority, pass_at, powers_of_two
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import ROOT, ConfigError
-from rl.config_file import load_config
+from rl.config.load import load_config
+from rl.config.schema import ROOT, ConfigError
 from rl.data.prompts import Prompt
-from rl.evaluation import (
+from rl.evaluation.evaluation import (
     Answered,
     Evaluation,
     Response,
@@ -19,14 +19,14 @@ from rl.evaluation import (
     show_evaluation,
     summarize,
 )
-from rl.mail import Message
-from rl.placement import plan
+from rl.placement.roles import plan
 from rl.rewards.worker import failed
+from rl.rollout.collect import Gathered
 from rl.rollout.dispatch import Sampling, Task
 from rl.rollout.engine import Completion
-from rl.rollout.rollouts import Gathered
 from rl.rollout.service import pack_group
 from rl.watch.heart import HEART
+from rl.world.mail import Message
 from tests.mails import connected, take
 
 Z = 1.959964**2

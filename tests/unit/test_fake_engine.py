@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from rl.data.prompts import Prompt
-from rl.mail import Mail, Message
+from rl.model.shards import TensorInfo
 from rl.rollout.dispatch import Sampling, Task
 from rl.rollout.engine import Completion, Request
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.service import RolloutService, clear_frames, pack_group
-from rl.shards import TensorInfo
+from rl.world.mail import Mail, Message
 
 STOP = 0
 

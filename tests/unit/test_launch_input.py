@@ -88,7 +88,7 @@ def test_a_head_without_ipv6_is_found(tmp_path: Path) -> None:
         finally:
             server.terminate()
     assert found.stdout.split() == ["7", "2", "127.0.0.1", "0"]
-    assert "rl.address" in found.stderr and "torch" not in found.stderr
+    assert "rl.world.address" in found.stderr and "torch" not in found.stderr
 
 
 def test_all_nodes_have_the_image_before_any_is_started(machine: Machine) -> None:

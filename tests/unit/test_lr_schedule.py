@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.trainee import lr_schedule
+from rl.learner.sharded_trainer import lr_schedule
 
 
 @pytest.mark.parametrize(

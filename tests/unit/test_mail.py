@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rl.mail import MAGIC, PREFIX, Mail, Message, PeerLost
+from rl.world.mail import MAGIC, PREFIX, Mail, Message, PeerLost
 
 HOST = "127.0.0.1"
 WAIT_S = 10.0  # for what must happen; what must not is waited for less long

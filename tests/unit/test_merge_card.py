@@ -12,12 +12,12 @@ import pytest
 import yaml
 from PIL import Image
 
-from rl import config
 from rl.checkpoint.manifest import File, Manifest
-from rl.config import ROOT, Config
-from rl.config_file import load_config
-from rl.merge.card import ADVANTAGES, LOSSES, model_card
-from rl.merge.curve import BOTTOM, LEFT, RIGHT, TOP, _moving_mean, _ticks, draw_curve
+from rl.config import schema as config
+from rl.config.load import load_config
+from rl.config.schema import ROOT, Config
+from rl.export.card import ADVANTAGES, LOSSES, model_card
+from rl.export.curve import BOTTOM, LEFT, RIGHT, TOP, _moving_mean, _ticks, draw_curve
 
 Color = tuple[int, int, int]
 BLUE, ORANGE = (37, 99, 235), (234, 88, 12)
@@ -291,5 +291,5 @@ def test_moving_mean() -> None:
 
 
 def test_importing_needs_neither_torch_nor_pillow() -> None:
-    code = "import sys, rl.merge.card; print(sorted({'torch', 'PIL'} & set(sys.modules)))"
+    code = "import sys, rl.export.card; print(sorted({'torch', 'PIL'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=30) == "[]\n"

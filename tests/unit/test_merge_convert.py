@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.merge.convert import OutOfRange, convert
+from rl.export.convert import OutOfRange, convert
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

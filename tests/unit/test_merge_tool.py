@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.config import ROOT
-from rl.merge import write
-from rl.merge.sizes import parse_size, size_text
+from rl.config.schema import ROOT
+from rl.export import write
+from rl.export.sizes import parse_size, size_text
 from tests.checkpoint_files import Array, Box, Made, by_rows, read_model, write_checkpoint
 from tools.merge_checkpoint import main
 
@@ -326,7 +326,7 @@ def test_an_existing_result_is_kept(made: Made, capsys: pytest.CaptureFixture[st
 def test_no_space_is_seen_before_anything_is_written(
     made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl.merge.work.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("rl.export.work.free_bytes", lambda path: 1000)
     text = failure(capsys, *nodes(made))
     assert "are to be written to" in text and "--output" in text
     assert not result(made).parent.exists()
@@ -348,7 +348,7 @@ def test_a_disk_that_is_full_before_the_merge_and_in_the_middle(
         assert "whose disk has 1.05 MB left" in failure(capsys, *arguments)
         assert list(disk.iterdir()) == [], "nothing was written"
         with monkeypatch.context() as patch:
-            patch.setattr("rl.merge.work.free_bytes", lambda path: 1 << 40)
+            patch.setattr("rl.export.work.free_bytes", lambda path: 1 << 40)
             text = failure(capsys, *arguments)
         assert "No space left on device" in text and "free space" in text and not (disk / "model").exists()
         finished = {path: path.stat().st_mtime_ns for path in disk.glob("*/model/*.safetensors")}
@@ -416,8 +416,8 @@ def test_upload_without_a_name(made: Made, capsys: pytest.CaptureFixture[str]) -
 
 KILLED = """
 import os, sys
-from rl.merge import write
-from rl.merge.sizes import parse_size, size_text
+from rl.export import write
+from rl.export.sizes import parse_size, size_text
 count = int(sys.argv.pop(1))
 def counted(function):
     def call(*arguments):
@@ -460,7 +460,7 @@ def test_a_kill_at_any_moment_loses_nothing(made: Made) -> None:
 
 
 def test_two_at_once(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    script = "import time\nfrom rl.merge import write\nwrite._finish = lambda *a: time.sleep(60)\n"
+    script = "import time\nfrom rl.export import write\nwrite._finish = lambda *a: time.sleep(60)\n"
     script += "import sys\nfrom tools.merge_checkpoint import main\nmain(sys.argv[1:])"
     first = subprocess.Popen([sys.executable, "-c", script, *map(str, nodes(made))], cwd=ROOT)
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.metrics import MetricsWriter
+from rl.report.metrics import MetricsWriter
 
 
 def rows(path: Path) -> list[dict[str, float]]:

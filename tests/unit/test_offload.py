@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from rl.model import offload as offload_module
-from rl.model.offload import Offload
+from rl.learner import offload as offload_module
+from rl.learner.offload import Offload
 
 
 def test_views_stay_valid_and_their_memory_is_free_meanwhile() -> None:

@@ -6,8 +6,8 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from rl import address as addresses
-from rl.config import ConfigError
+from rl.config.schema import ConfigError
+from rl.world import address as addresses
 
 OTHER, OWN = "192.0.2.7", "192.0.2.1"
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl.config import ConfigError
+from rl.config.schema import ConfigError
 from rl.data.batch import Batch
 from rl.model.load import PLAIN, Compute, _turn_dropout_off, load_model
 from rl.model.logprobs import score_responses

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from rl.config import ConfigError
-from rl.placement import Placement, plan
+from rl.config.schema import ConfigError
+from rl.placement.roles import Placement, plan
 
 MISSION = {"rollout": "0-19", "inference": "20-23", "actor": "24-31"}
 

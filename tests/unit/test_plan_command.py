@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from rl.config import ROOT
+from rl.config.schema import ROOT
 
 MISSION = ["placement.rollout=0-19", "placement.inference=20-23", "placement.actor=24-31"]
 PLAIN = {"default": ["--plan"], "wrong placement": ["--plan", "placement.rollout=0", "placement.actor=0-1"]}

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from rl.preflight import checks
-from rl.preflight.links import Link, describe_slow, rounds, slow_links, usual_rate
-from rl.preflight.table import FAILED, OK, WARNING, Findings, Names, Row, table, verdict
+from launch.checks import checks
+from launch.checks.links import Link, describe_slow, rounds, slow_links, usual_rate
+from launch.checks.table import FAILED, OK, WARNING, Findings, Names, Row, table, verdict
 
 NAMES = Names(["a", "b", "c", "d"])
 GB = 10**9

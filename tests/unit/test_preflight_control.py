@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from rl.config import RewardConfig
-from rl.config_file import load_config
-from rl.preflight import facts, gpus
-from rl.preflight.control import Hub, Member, Unanswered, every, reach
-from rl.preflight.links import Sink, send_to, unreachable
-from rl.preflight.net import listen
-from rl.preflight.node import Answers
+from launch.checks import facts, gpus
+from launch.checks.control import Hub, Member, Unanswered, every, reach
+from launch.checks.links import Sink, send_to, unreachable
+from launch.checks.net import listen
+from launch.checks.node import Answers
+from rl.config.load import load_config
+from rl.config.schema import RewardConfig
 
 pytestmark = pytest.mark.timeout(30)
 Calls = dict[str, Callable[..., Any]]

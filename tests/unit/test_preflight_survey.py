@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from rl.config import ConfigError
-from rl.config_file import load_config
-from rl.preflight.control import Hub, Unanswered
-from rl.preflight.survey import Survey
-from rl.preflight.table import FAILED, OK, WARNING, Row
+from launch.checks.control import Hub, Unanswered
+from launch.checks.survey import Survey
+from launch.checks.table import FAILED, OK, WARNING, Row
+from rl.config.load import load_config
+from rl.config.schema import ConfigError
 
 GB = 10**9
 HOSTS = ["a", "b", "c"]

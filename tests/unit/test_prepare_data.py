@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl.config import DataConfig
-from rl.config_file import load_config
+from rl.config.load import load_config
+from rl.config.schema import DataConfig
 from rl.data.sources import read_prompts
 from tests.unit.test_sources import Letters
 from tools.prepare_data import last_boxed, main

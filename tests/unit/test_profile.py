@@ -9,9 +9,9 @@ import torch
 from torch.profiler import record_function
 
 import train
-from rl.config_file import load_config
-from rl.profile import profiled, table
-from rl.world import World
+from rl.config.load import load_config
+from rl.report.profile import profiled, table
+from rl.world.world import World
 
 
 def span(name: str, category: str, start_ms: float, ms: float) -> dict[str, object]:

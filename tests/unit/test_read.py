@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl.config import ConfigError
+from rl.config.schema import ConfigError
 from rl.data.read import Row, data_files, find_splits, read_rows
 
 ROWS: list[dict[str, Any]] = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'a "b",\nc', "answer": "d"}]

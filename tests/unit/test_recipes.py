@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 from omegaconf import OmegaConf
 
-from rl.config import ROOT, Config
-from rl.config_file import load_config
-from rl.evaluation import check_best_metric, for_evaluation
+from rl.config.load import load_config
+from rl.config.schema import ROOT, Config
+from rl.evaluation.evaluation import check_best_metric, for_evaluation
 from rl.model.shape import check_model
-from rl.placement import Placement, plan
+from rl.placement.roles import Placement, plan
 from rl.rewards.find import check_rewards
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rl.config import ConfigError, RewardConfig
-from rl.config_file import load_config
+from rl.config.load import load_config
+from rl.config.schema import ConfigError, RewardConfig
 from rl.rewards.find import check_rewards, load, read_rules
 from rl.rewards.functions import FUNCTIONS
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import ROOT, ConfigError, RewardConfig
+from rl.config.schema import ROOT, ConfigError, RewardConfig
 from rl.rewards import pool as pool_module
+from rl.rewards.launch import launch
 from rl.rewards.pool import RewardPool
 from tests.reward_attacks import SPEC, Results, marked, members, wait_for_none
 
@@ -33,7 +34,9 @@ def mark() -> Iterator[str]:
 
 def make_pool(function: object, num_workers: int = 2, timeout_s: float = 10.0) -> tuple[RewardPool, Results]:
     results = Results()
-    pool = RewardPool(RewardConfig(function=function, timeout_s=timeout_s), num_workers, results.deliver, results.fail)
+    pool = RewardPool(
+        launch(), RewardConfig(function=function, timeout_s=timeout_s), num_workers, results.deliver, results.fail
+    )
     pool.wait_ready()
     return pool, results
 
@@ -233,8 +236,8 @@ def test_a_frozen_server_is_an_error(monkeypatch: pytest.MonkeyPatch, mark: str)
 def test_mistakes_come_before_the_first_call() -> None:
     results = Results()
     with pytest.raises(ConfigError, match="choose one of exact_match"):
-        RewardPool(RewardConfig(function="last_word"), 1, results.deliver, results.fail)
-    pool = RewardPool(RewardConfig(function=f"{FILE}:nothing"), 1, results.deliver, results.fail)
+        RewardPool(launch(), RewardConfig(function="last_word"), 1, results.deliver, results.fail)
+    pool = RewardPool(launch(), RewardConfig(function=f"{FILE}:nothing"), 1, results.deliver, results.fail)
     with pytest.raises(ConfigError, match="has no function 'nothing'; it has good, bad, attack"):
         pool.wait_ready()
     pool.close()
@@ -255,7 +258,7 @@ def test_a_file_that_cannot_be_imported(
     file = tmp_path / "file.py"
     file.write_text(source)
     results = Results()
-    pool = RewardPool(RewardConfig(function=f"{file}:score"), 1, results.deliver, results.fail)
+    pool = RewardPool(launch(), RewardConfig(function=f"{file}:score"), 1, results.deliver, results.fail)
     with pytest.raises(Exception, match="reward") as caught:
         pool.wait_ready()
     assert f"{type(caught.value).__name__}: {caught.value}".startswith(message)

@@ -10,11 +10,11 @@ import pytest
 
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.mail import Mail, Message
 from rl.rollout.dispatch import Sampling, Task
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.service import RolloutService
-from rl.serve import Service
+from rl.world.mail import Mail, Message
+from rl.world.service import Service
 from tests.mails import connected, take
 
 STOP = 0

@@ -12,8 +12,8 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from launch import roll_call
+from launch.checks.net import is_own, listen
 from launch.roll_call import NOT_READY, READY, UNDER_WAY, Caller, Roll, answer, parse_nnodes
-from rl.preflight.net import is_own, listen
 
 pytestmark = pytest.mark.timeout(30)
 

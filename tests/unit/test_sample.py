@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, PromptStream
-from rl.metrics import Measures
+from rl.report.metrics import Measures
+from rl.rollout.collect import Gathered
 from rl.rollout.dispatch import Sampling
-from rl.rollout.rollouts import Gathered
 from rl.rollout.sample import DynamicSampling, Sampled, next_count, sample
 
 SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl.shards import TensorInfo, from_json, local_slices, to_json
+from rl.model.shards import TensorInfo, from_json, local_slices, to_json
 from rl.sync.plan import wire_tensors
 
 

@@ -1,5 +1,4 @@
-"""rl/signals.py in this process: no signal is swallowed while handlers are set, and a save that takes too long is not
-waited for; and the signal of a parent's end."""
+"""Signals in this process: none is lost while handlers are set, and a save that takes too long is not awaited."""
 
 import os
 import signal
@@ -12,10 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-import rl.signals
-from rl.config import ROOT
-from rl.mail import Mail
-from rl.signals import Signals
+import rl.world.signals
+from rl.config.schema import ROOT
+from rl.world.mail import Mail
+from rl.world.signals import Signals
 
 pytestmark = pytest.mark.timeout(10)
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -65,8 +64,8 @@ def test_a_signal_that_comes_right_after_its_handler_is_heard(mail: Watched, mon
 def test_what_is_not_saved_in_time_is_not_waited_for(
     number: signal.Signals, mail: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert rl.signals.STOP_S == 25.0, "torchrun kills after 30 s"
-    monkeypatch.setattr(rl.signals, "STOP_S", 0.2)
+    assert rl.world.signals.STOP_S == 25.0, "torchrun kills after 30 s"
+    monkeypatch.setattr(rl.world.signals, "STOP_S", 0.2)
     ends: Queue[tuple[str, str]] = Queue()
     signals = Signals(cast(Mail, mail), lambda cause, text: ends.put((cause, text)), lambda: None)
     signals.order_taker = 3

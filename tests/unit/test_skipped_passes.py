@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl import run
-from rl.config import AlgoConfig, Config
+from rl.config.schema import AlgoConfig, Config
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer
 
-from rl.config import Config, ConfigError, DataConfig, EvalConfig
-from rl.config_file import load_config
+from rl.config.load import load_config
+from rl.config.schema import Config, ConfigError, DataConfig, EvalConfig
 from rl.data.prompts import Prompt
 from rl.data.sources import Counts, Data, read_data, read_prompts
 

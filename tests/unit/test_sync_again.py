@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl.config import SyncConfig
+from rl.config.schema import SyncConfig
 from rl.model.load import load_model
-from rl.placement import plan
-from rl.shards import TensorInfo
+from rl.model.shards import TensorInfo
+from rl.placement.roles import plan
 from rl.sync import weights
 from rl.sync.landing import Landing, Landings, Opaque, Region
 from rl.sync.plan import make_plan, wire_tensors

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl.shards import TensorInfo
+from rl.model.shards import TensorInfo
 from rl.sync.digest import Digests, flat_part
 from rl.sync.landing import Landing, Landings, Region, Untraceable, trace, uncovered
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl.placement import plan as place
-from rl.shards import TensorInfo
+from rl.model.shards import TensorInfo
+from rl.placement.roles import plan as place
 from rl.sync.plan import Bucket, Plan, cut_buckets, make_plan, packed_offsets, view_in
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl.placement import plan
-from rl.shards import TensorInfo
+from rl.model.shards import TensorInfo
+from rl.placement.roles import plan
 from rl.sync.landing import Region
 from rl.sync.probe import difference, make_probe
 from rl.sync.proof import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl.shards import TensorInfo
+from rl.model.shards import TensorInfo
 from rl.sync.digest import digest_of, flat_part
 from rl.sync.landing import Landings, Region, Untraceable, trace
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl.shards import TensorInfo
+from rl.model.shards import TensorInfo
 from rl.sync.plan import Plan
 from rl.sync.wire import Wire, _Pool
 

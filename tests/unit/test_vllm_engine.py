@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.config import Config
+from rl.config.schema import Config
 from rl.watch.heart import HEART
 
 pytestmark = pytest.mark.timeout(120)  # the import of vLLM
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)  # the import of vLLM
 def engines() -> Any:
     """The module; what it puts into the environment is not for what other tests start."""
     before = dict(os.environ)
-    module = importlib.import_module("rl.rollout.vllm_engine")
+    module = importlib.import_module("rl.rollout.vllm.engine")
     os.environ.clear()
     os.environ.update(before)
     return module
@@ -202,7 +202,7 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
     seat = SimpleNamespace(name="test", tp_rank=0, tp_size=1, stop_token_ids=[], shares_device=True)
     seat.device = torch.device("cuda")
     built = engines.build(Config(), tmp_path, seat, failed=SimpleNamespace(abandon=lambda: group))
-    assert switched_on == (["rl.rollout.vllm_attention.DecodeBackend", scheduler] if is_tested else [])
+    assert switched_on == (["rl.rollout.vllm.attention.DecodeBackend", scheduler] if is_tested else [])
     assert (built.notice == "") == is_tested
     if not is_tested:
         assert built.notice.startswith(f"vLLM {version} is outside the tested versions (")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rl.config import ROOT
+from rl.config.schema import ROOT
 from tests.unit.test_vllm_scheduling import make_request, make_scheduler
 
 pytestmark = pytest.mark.timeout(120)  # the import of vLLM
@@ -129,7 +129,7 @@ REQUEST = [
 def vllm_is_quiet() -> None:
     """What our import of it puts into the environment is not for what other tests start."""
     before = dict(os.environ)
-    importlib.import_module("rl.rollout.vllm_engine")
+    importlib.import_module("rl.rollout.vllm.engine")
     os.environ.clear()
     os.environ.update(before)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.config import ROOT
+from rl.config.schema import ROOT
 
 pytestmark = pytest.mark.timeout(120)  # the import of vLLM
 BLOCK_SIZE, STOP_TOKEN, MAX_STEPS = 4, 2, 1500
@@ -21,10 +21,10 @@ BLOCK_SIZE, STOP_TOKEN, MAX_STEPS = 4, 2, 1500
 def scheduling() -> Any:
     """The module; what comes with it into the environment is not for what other tests start."""
     before = dict(os.environ)
-    importlib.import_module("rl.rollout.vllm_engine")
+    importlib.import_module("rl.rollout.vllm.engine")
     os.environ.clear()
     os.environ.update(before)
-    return importlib.import_module("rl.rollout.vllm_scheduling")
+    return importlib.import_module("rl.rollout.vllm.scheduling")
 
 
 def make_cache_config(num_blocks: int) -> Any:

@@ -19,8 +19,7 @@ from typing import Any
 
 import pytest
 
-from rl.config import ROOT
-from rl.ends import Memory, Report
+from rl.config.schema import ROOT
 from rl.watch import board as board_module
 from rl.watch import recorder
 from rl.watch.board import CUT_S, DEADLOCK_S, Board
@@ -30,11 +29,12 @@ from rl.watch.host import Host
 from rl.watch.launcher import Launcher
 from rl.watch.lines import Lines
 from rl.watch.process import RankProcess
+from rl.watch.reports import Memory, Report
 from rl.watch.silence import STRETCH, Limits, Watch
 from rl.watch.stacks import Stacks, stands_in_collective
 from rl.watch.watchdog import Watchdog
 from rl.watch.witness import Witness
-from rl.world import World
+from rl.world.world import World
 from tests.launcher import until
 from tests.mails import connected
 
@@ -327,10 +327,10 @@ def test_the_culprit_is_the_one_that_the_others_wait_for(culprit: dict[str, Any]
 
 
 def test_a_stack_tells_whether_a_rank_stands_in_a_collective() -> None:
-    lines = ["Thread 0x1 (most recent call first):", '  File "rl/mail.py", line 1 in _serve', ""]
+    lines = ["Thread 0x1 (most recent call first):", '  File "rl/world/mail.py", line 1 in _serve', ""]
     lines += ["Current thread 0x2 (most recent call first):", '  File "torch/distributed/x.py", line 1 in all_gather']
     assert stands_in_collective("\n".join(lines))
-    assert not stands_in_collective("\n".join([*lines[:4], '  File "rl/learner.py", line 9 in update']))
+    assert not stands_in_collective("\n".join([*lines[:4], '  File "rl/learner/policy.py", line 9 in update']))
     assert not stands_in_collective("")
 
 

@@ -1,0 +1,1 @@
+"""Checks of a cluster before training: versions, GPUs, network, disks and memory."""

@@ -1,0 +1,142 @@
+"""How fast nodes are with each other: a schedule of pairs, rates over plain TCP, and who is slow against the others."""
+
+import json
+import socket
+import statistics
+import struct
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from launch.checks.net import CONNECT_S, listen, reason
+from launch.checks.table import Names
+
+Link = tuple[int, int]  # from, to
+SLOW = 0.5  # of what the others reach
+BLOCK = bytes(1 << 18)
+RESET = struct.pack("ii", 1, 0)  # what is not sent yet when a measurement ends must not disturb the next
+
+
+def rounds(count: int) -> list[list[Link]]:
+    """All pairs of `count`, in rounds in which each takes part at most once: as many rounds as there are members."""
+    members: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    found = []
+    for _ in range(len(members) - 1):
+        half = len(members) // 2
+        pairs = zip(members[:half], reversed(members[half:]))
+        found.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        members = [members[0], members[-1], *members[1:-1]]
+    return found
+
+
+def usual_rate(rates: Mapping[Link, float]) -> float:
+    """The median of what the members reach at best: with one slow member of three, most of the links are slow."""
+    best: dict[int, float] = defaultdict(float)
+    for link, rate in rates.items():
+        for member in link:
+            best[member] = max(best[member], rate)
+    return statistics.median(best.values())
+
+
+def slow_links(rates: Mapping[Link, float], floor: float) -> list[Link]:
+    """Those below half of what is usual, and below the floor: what is fast enough may differ."""
+    if not rates:
+        return []
+    limit = min(SLOW * usual_rate(rates), floor)
+    return sorted(link for link, rate in rates.items() if rate < limit or not rate)
+
+
+def describe_slow(slow: Iterable[Link], rates: Mapping[Link, float], names: Names) -> list[str]:
+    """Who is slow with all others is named once; other pairs each."""
+    left, lines = set(slow), []
+    for word, ends in (
+        ("is slow with all others", (0, 1)),
+        ("sends slowly to all", (0,)),
+        ("gets slowly from all", (1,)),
+    ):
+        for member in sorted({member for link in rates for member in link}):
+            links = {link for link in rates if any(link[end] == member for end in ends)}
+            if len({*links}) > len(ends) and links <= left:
+                lines.append(f"{names.one(member)} {word}: {show_rate(max(rates[link] for link in links))} at best")
+                left -= links
+    for a, b in sorted(left):
+        if (b, a) not in left:
+            lines.append(f"{names.one(a)} to {names.one(b)}: {show_rate(rates[a, b])}")
+        elif a < b:
+            lines.append(f"{names.one(a)} and {names.one(b)}: {show_rate(min(rates[a, b], rates[b, a]))}")
+    return lines
+
+
+def show_rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 5e7 else f"{bytes_per_s / 1e6:.2g} MB/s"
+
+
+class Sink:
+    """Takes what others send, and tells them how much came in the time they gave."""
+
+    def __init__(self) -> None:
+        self._server = listen(0)
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._server.accept()
+            threading.Thread(target=self._take, args=[connection], daemon=True).start()
+
+    def _take(self, connection: socket.socket) -> None:
+        buffer = bytearray(len(BLOCK))
+        with connection, suppress(OSError, ValueError, struct.error):
+            connection.settimeout(CONNECT_S)
+            seconds = struct.unpack("d", connection.recv(8, socket.MSG_WAITALL))[0]
+            count, begun = 0, time.perf_counter()
+            with suppress(TimeoutError):
+                while (left := begun + seconds - time.perf_counter()) > 0:
+                    connection.settimeout(left)
+                    size = connection.recv_into(buffer)
+                    if not size:
+                        return
+                    count += size
+            took = time.perf_counter() - begun
+            connection.settimeout(CONNECT_S)
+            connection.sendall(json.dumps({"rate": count / took}).encode())
+            while connection.recv_into(buffer):  # the answer must get there before the end
+                pass
+
+
+def send_to(address: str, port: int, seconds: float) -> dict[str, Any]:
+    """How many bytes a second arrive there, or why none do."""
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            connection.sendall(struct.pack("d", seconds))
+            end = time.perf_counter() + seconds
+            with suppress(TimeoutError):
+                while (left := end - time.perf_counter()) > 0:
+                    connection.settimeout(left)
+                    connection.send(BLOCK)
+            connection.settimeout(CONNECT_S)
+            return json.loads(connection.recv(4096))
+    except (OSError, ValueError) as error:
+        return {"error": reason(error)}
+
+
+def unreachable(places: Mapping[str, tuple[str, int]], timeout_s: float = CONNECT_S) -> dict[str, str]:
+    """Of these, which do not take a connection, and why; all are tried at once."""
+    errors: dict[str, str] = {}
+
+    def knock(key: str, place: tuple[str, int]) -> None:
+        try:
+            socket.create_connection(place, timeout=timeout_s).close()
+        except OSError as error:
+            errors[key] = reason(error)
+
+    threads = [threading.Thread(target=knock, args=[key, tuple(place)], daemon=True) for key, place in places.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s + 1.0)
+    return errors

@@ -1,0 +1,1 @@
+"""Evaluation on held-out prompts, and the statistics of its results."""

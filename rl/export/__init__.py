@@ -1,0 +1,1 @@
+"""Export of checkpoints: gathering shards from nodes, merging them into safetensors, and uploading."""

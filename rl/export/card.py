@@ -1,0 +1,170 @@
+"""The card of a merged model: what it was trained from, how, and what came of it, with a picture of the reward.
+
+Cards are published. No path of a machine is in them, but for its last part, and no host's name.
+"""
+
+import dataclasses
+import html
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from rl.checkpoint.manifest import Manifest
+from rl.config.schema import Config, resolve_path
+from rl.export.curve import Points, draw_curve
+
+REWARD, ACCURACY = "reward/mean", "eval/accuracy"
+PICTURE = "reward.png"
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+LOCATION = re.compile(r"(/|~|\.\.(/|$)|file:)")  # how a path begins that says where on a machine something lies
+ADVANTAGES = {
+    "grpo": "GRPO",
+    "dr_grpo": "Dr.GRPO",
+    "rloo": "RLOO",
+    "reinforce_pp": "REINFORCE++",
+    "reinforce_pp_baseline": "REINFORCE++-baseline",
+    "gae": "PPO with a critic",
+}
+LOSSES = {"clip": "clipped-ratio", "gspo": "GSPO", "cispo": "CISPO"}
+OF_THE_RUN = ("run.dir", "run.name")  # say nothing about the model
+
+
+def model_card(manifest: Manifest, metrics: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, bytes]:
+    """Files for the model's folder: README.md, and the picture where there is something to draw. `metrics` are the rows
+    of the run's metrics.jsonl; rows of later steps do not count."""
+    series = _series(metrics, manifest.step)
+    rewards, accuracies = series.get(REWARD, []), series.get(ACCURACY, [])
+    files: dict[str, bytes] = {}
+    if rewards or accuracies:
+        files[PICTURE] = draw_curve(f"{manifest.run_name}, step {manifest.step}", rewards, accuracies)
+    config = _without_places(manifest.config)
+    text = "\n\n".join(
+        [
+            _front_matter(manifest),
+            f"# {html.escape(_plain(manifest.run_name))}, step {manifest.step}",
+            _introduction(manifest, dtype),
+            _figures(manifest, series) if series else "The run's metrics were not found.",
+            f"![reward by step]({PICTURE})" if PICTURE in files else "The reward curve was not found.",
+            "## Settings that differ from the defaults",
+            _differences(config),
+            f"<details>\n<summary>All settings</summary>\n\n```yaml\n{_yaml(config)}```\n\n</details>",
+        ]
+    )
+    return {"README.md": f"{text}\n".encode(), **files}
+
+
+def _front_matter(manifest: Manifest) -> str:
+    values: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    values["tags"] = ["oneworld", "reinforcement-learning"]
+    if base := _base_model(manifest):
+        values["base_model"] = base
+    return f"---\n{_yaml(values)}---"
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+def _base_model(manifest: Manifest) -> str:
+    """The model's name on the hub; empty where it was a folder."""
+    path = str(manifest.config.get("model", {}).get("path", ""))
+    return path if HUB_NAME.fullmatch(path) and not resolve_path(path).exists() else ""
+
+
+def _introduction(manifest: Manifest, dtype: str) -> str:
+    base, path = _base_model(manifest), str(manifest.config.get("model", {}).get("path", ""))
+    origin = f"[{base}](https://huggingface.co/{base})" if base else _code(_without_places(path))
+    num_steps, num_updates = manifest.config.get("train", {}).get("num_steps"), manifest.state.get("num_updates")
+    rows = {
+        "run": _code(manifest.run_name),
+        "step": f"{manifest.step} of {num_steps}" if num_steps else str(manifest.step),
+        "optimizer updates": "unknown" if num_updates is None else str(num_updates),
+        "saved": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(manifest.saved_at)),
+        "weights": dtype,
+    }
+    table = _table(["", ""], rows.items())
+    return f"Trained from {origin} with reinforcement learning{_algorithm(manifest)} by oneworld.\n\n{table}"
+
+
+def _algorithm(manifest: Manifest) -> str:
+    """Name the advantages and the loss of the run; a name that this version does not know stands as it is."""
+    algo = manifest.config.get("algo", {})
+    advantage, loss = str(algo.get("advantage", "")), str(algo.get("loss", ""))
+    if not advantage or not loss:
+        return ""
+    return f" ({ADVANTAGES.get(advantage, _plain(advantage))}, {LOSSES.get(loss, _plain(loss))} loss)"
+
+
+def _figures(manifest: Manifest, series: Mapping[str, Points]) -> str:
+    keep = manifest.config.get("checkpoint", {})
+    rows = []
+    for name, points in series.items():
+        pick = min if keep.get("best_is_lowest") and keep.get("best_metric") == name else max
+        best = pick(points, key=lambda point: point[1])
+        rows.append([_code(name), *(f"{value:.4g} (step {step})" for step, value in (points[0], points[-1], best))])
+    return _table(["", "first", "last", "best"], rows)
+
+
+def _differences(config: Mapping[str, Any]) -> str:
+    defaults = _flat(dataclasses.asdict(Config()))
+    rows = [
+        [_code(name), _code(value), _code(defaults.get(name, ""))]
+        for name, value in _flat(config).items()
+        if name not in OF_THE_RUN and (name not in defaults or value != defaults[name])
+    ]
+    return _table(["setting", "value", "default"], rows) if rows else "None."
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """By dotted name; a placement is one value."""
+    flat: dict[str, Any] = {}
+    for section, values in config.items():
+        if isinstance(values, Mapping) and section != "placement":
+            flat |= {f"{section}.{name}": value for name, value in values.items()}
+        else:
+            flat[section] = values
+    return flat
+
+
+def _without_places(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        names = [_without_places(str(name)) for name in value]  # a path has a weight in data.train
+        if len(set(names)) < len(names):
+            names = [f"{number}. {name}" for number, name in enumerate(names, start=1)]
+        return {name: _without_places(entry) for name, entry in zip(names, value.values())}
+    if isinstance(value, list | tuple):
+        return [_without_places(entry) for entry in value]
+    return PurePosixPath(value).name if isinstance(value, str) and LOCATION.match(value) else value
+
+
+def _code(value: Any) -> str:
+    text = _plain(str(value))
+    return f"`{text}`" if text else ""
+
+
+def _plain(text: str) -> str:
+    """Without what would end a table's cell or inline code."""
+    return " ".join(text.replace("`", "'").replace("|", "/").split())
+
+
+def _series(metrics: Sequence[Mapping[str, Any]], last_step: int) -> dict[str, Points]:
+    """The reward and all evaluations, where they are numbers; a step that was done twice counts as it was at last."""
+    found: dict[str, dict[int, float]] = {}
+    for row in metrics:
+        step = row.get("step")
+        if not isinstance(step, int) or step > last_step:
+            continue
+        for name, value in row.items():
+            is_ours = name == REWARD or name.startswith("eval/")
+            if is_ours and isinstance(value, int | float) and math.isfinite(value):
+                found.setdefault(name, {})[step] = float(value)
+    return {name: sorted(found[name].items()) for name in sorted(found, key=lambda name: (name != REWARD, name))}

@@ -1,0 +1,267 @@
+"""Where the files of a run may lie: in folders of this machine, or on nodes that answer to ssh.
+
+Nodes need a POSIX shell with sha256sum, stat and tail, and nothing else: no rsync and no Python. Each command reaches
+them as a script on the standard input of `sh -s`, so that the login shell's own quoting does not matter.
+"""
+
+import hashlib
+import os
+import re
+import select
+import shlex
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Protocol
+
+from rl.checkpoint.manifest import COMMITTED, MANIFEST, STEP_FOLDER, step_folder
+from rl.export.errors import MergeError
+
+CHECKPOINTS = "checkpoints"
+ANSWER_TIMEOUT_S = 300.0
+SILENCE_S, POLL_S = 60.0, 0.5
+PIECE_BYTES = 1 << 20
+NUM_LISTED_AT_ONCE = 16
+SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+LINE = re.compile(r"([0-9a-f]+) +\*?(step_\d+)/(.+)")
+BEGIN, END = b"oneworld begin\n", b"oneworld end\n"  # login shells may print greetings before
+ENTER = """
+cd -- {root} || exit 3
+if [ -d {checkpoints} ]; then cd {checkpoints} || exit 3; fi
+echo oneworld begin
+"""
+LIST = """
+echo run_id $(cat run_id 2>/dev/null)
+sha256sum step_*/{manifest} 2>/dev/null
+echo sizes
+find -L . -path './step_*' -type f -exec stat -L -c '%s %n' {{}} + 2>/dev/null | sed 's, \\./, ,'
+echo oneworld end
+"""
+READ = "exec tail -c +{first} {name}"
+READ_WHOLE = "cat {name} && echo oneworld end"
+REMEDIES = {
+    "Permission denied": "it refused the key: give --identity KEY and --ssh-user NAME, or run ssh-copy-id for it",
+    "Host key verification failed": "its host key is not known here: run ssh to it once by hand and accept the key",
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key changed: see ssh-keygen -R, if you know why it did",
+    "Could not resolve hostname": "its name is not known here: give its address with --nodes ADDRESS:FOLDER,...",
+}
+UNREACHABLE = "is it up, and is its ssh port open? --nodes HOST:FOLDER,... gives other addresses"
+
+
+class Unreachable(MergeError):
+    """A node did not answer, or its answer broke off; trying again may help."""
+
+
+class Refused(MergeError):
+    """A node that does not let us in; trying again does not help."""
+
+
+class Missing(MergeError):
+    """The node answered, but what was asked for is not there."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A step's folder in one place."""
+
+    step: int
+    sizes: dict[str, int]  # of the files in it, by name
+    manifest: str  # SHA-256 of its manifest, which is the same on every node of a save; empty: none can be read
+    run_id: str  # of the run that works in this place; empty: not known
+
+    @property
+    def is_committed(self) -> bool:
+        return COMMITTED in self.sizes
+
+
+class Place(Protocol):
+    """A folder of checkpoints, as a person would write it, and what lies in it."""
+
+    name: str
+
+    def steps(self) -> list[Listing]: ...
+
+    def read(self, file: str) -> bytes | None:
+        """A small file, its path relative to the folder of checkpoints; None where it is not there."""
+
+
+class Folder:
+    """On this machine: a private disk, or a filesystem that nodes share."""
+
+    def __init__(self, root: Path):
+        self.root, self.name = root, str(root)
+
+    def steps(self) -> list[Listing]:
+        folders = [path for path in self.root.glob("step_*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
+        run_id = (self.read("run_id") or b"").decode(errors="replace")
+        return [_list_folder(path, run_id) for path in folders]
+
+    def read(self, file: str) -> bytes | None:
+        try:
+            return (self.root / file).read_bytes()
+        except OSError:
+            return None
+
+    def path(self, step: int, file: str) -> Path:
+        return self.root / step_folder(step) / file
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """How nodes are called: a command such as `ssh -p 2222`, a user and a key where they differ from ssh's own."""
+
+    command: str = "ssh"
+    user: str = ""
+    identity: str = ""
+
+    def arguments(self, host: str) -> list[str]:
+        options = [argument for option in SSH_OPTIONS for argument in ("-o", option)]
+        user = ["-l", self.user] if self.user else []
+        identity = ["-i", self.identity, "-o", "IdentitiesOnly=yes"] if self.identity else []
+        return [*shlex.split(self.command), "-T", *options, *user, *identity, "--", host, "sh -s"]
+
+
+class Remote:
+    """On another node; `root` is the run's folder there, or its folder of checkpoints."""
+
+    def __init__(self, host: str, root: str, ssh: Ssh):
+        self.host, self.name = host, f"{host}:{root}"
+        self._ssh, self._root = ssh, root
+
+    def steps(self) -> list[Listing]:
+        head, _, text = self._run(self._script(LIST, manifest=MANIFEST)).decode(errors="replace").partition("\n")
+        digests, _, sizes = text.partition("sizes\n")
+        steps: dict[str, dict[str, int]] = {}
+        for line in sizes.splitlines():
+            if found := LINE.fullmatch(line):
+                steps.setdefault(found[2], {})[found[3]] = int(found[1])
+        manifests = {found[2]: found[1] for line in digests.splitlines() if (found := LINE.fullmatch(line))}
+        return [
+            Listing(int(folder.removeprefix("step_")), files, manifests.get(folder, ""), head[len("run_id ") :])
+            for folder, files in steps.items()
+        ]
+
+    def read(self, file: str) -> bytes | None:
+        script = self._script(READ_WHOLE, name=shlex.quote(file))
+        try:
+            return self._run(script)
+        except Missing:
+            return None
+
+    def _run(self, script: bytes) -> bytes:
+        """What a script prints, in full: ssh may report success although its connection broke before the end."""
+        command = self._ssh.arguments(self.host)
+        try:
+            done = subprocess.run(command, input=script, capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise Unreachable(f"{self.name}: no answer within {ANSWER_TIMEOUT_S:.0f} s; {UNREACHABLE}") from None
+        _, begin, answer = done.stdout.partition(BEGIN)
+        if done.returncode or not begin or not answer.endswith(END):
+            raise self._failure(done.returncode, done.stderr)
+        return answer.removesuffix(END)
+
+    @contextmanager
+    def stream(self, file: str, begin: int, stop: threading.Event) -> Iterator[Iterator[bytes]]:
+        """A file's bytes from `begin` on, maybe fewer than there are: the caller must count them. Ends when `stop` is
+        set, and raises when nothing comes for long."""
+        with (
+            tempfile.TemporaryFile() as errors,
+            subprocess.Popen(
+                self._ssh.arguments(self.host), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+            ) as ssh,
+        ):
+            try:
+                yield self._pieces(ssh, self._script(READ, first=begin + 1, name=shlex.quote(file)), errors, stop)
+            finally:
+                ssh.kill()
+
+    def _pieces(
+        self, process: "subprocess.Popen[bytes]", script: bytes, errors: IO[bytes], stop: threading.Event
+    ) -> Iterator[bytes]:
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(BrokenPipeError), process.stdin:  # where it has ended already, its code says why
+            process.stdin.write(script)
+        greeting: bytes | None = b""  # what a login shell says first
+        silent_s = 0.0
+        while not stop.is_set():
+            if not select.select([process.stdout], [], [], POLL_S)[0]:
+                silent_s += POLL_S
+                if silent_s > SILENCE_S:
+                    raise Unreachable(f"{self.name}: nothing came for {SILENCE_S:.0f} s; {UNREACHABLE}")
+                continue
+            silent_s = 0.0
+            piece = os.read(process.stdout.fileno(), PIECE_BYTES)
+            if not piece:
+                break
+            if greeting is not None:
+                greeting += piece
+                _, begin, piece = greeting.partition(BEGIN)
+                greeting = None if begin else greeting
+            if piece:
+                yield piece
+        if not stop.is_set() and process.wait():
+            errors.seek(0)
+            raise self._failure(process.returncode, errors.read())
+
+    def _script(self, text: str, **values: object) -> bytes:
+        home = "~/" if self._root.startswith("~/") else ""  # which quotes would hide from the shell
+        quoted = {"root": home + shlex.quote(self._root.removeprefix(home)), "checkpoints": CHECKPOINTS}
+        return (ENTER + text).format(**quoted, **values).encode()
+
+    def _failure(self, code: int, error: bytes) -> MergeError:
+        lines = [line.strip() for line in error.decode(errors="replace").splitlines() if line.strip()]
+        said = lines[-1] if lines else f"its command ended with {code}"
+        if code in (0, 255) or code < 0:
+            for text, remedy in REMEDIES.items():
+                if any(text in line for line in lines):
+                    return Refused(f"{self.name}: {said}; {remedy}")
+            return Unreachable(f"{self.name}: {said}; {UNREACHABLE}")
+        return Missing(f"{self.name}: {said}; --nodes HOST:FOLDER,... says in which folder the run lies there")
+
+
+@dataclass
+class Survey:
+    """What all places hold, and why some of them did not say."""
+
+    asked: list[Place] = field(default_factory=list)
+    listings: list[tuple[Place, Listing]] = field(default_factory=list)
+    failures: dict[str, MergeError] = field(default_factory=dict)  # by the place's name
+
+
+def survey(places: Sequence[Place]) -> Survey:
+    found = Survey(list(places))
+
+    def ask(place: Place) -> list[Listing] | MergeError:
+        try:
+            return place.steps()
+        except MergeError as error:
+            return error
+
+    with ThreadPoolExecutor(NUM_LISTED_AT_ONCE) as pool:
+        for place, answer in zip(places, pool.map(ask, places)):
+            if isinstance(answer, MergeError):
+                found.failures[place.name] = answer
+            else:
+                found.listings += [(place, listing) for listing in answer]
+    return found
+
+
+def _list_folder(folder: Path, run_id: str) -> Listing:
+    sizes: dict[str, int] = {}
+    try:
+        for path in folder.rglob("*"):
+            with suppress(OSError):
+                if path.is_file():
+                    sizes[str(path.relative_to(folder))] = path.stat().st_size
+    except OSError:  # a live run removes its oldest step, or we may not look into it
+        pass
+    try:
+        digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    except OSError:
+        digest = ""
+    return Listing(int(folder.name.removeprefix("step_")), sizes, digest, run_id)

@@ -1,0 +1,83 @@
+"""From rewards to advantages: what is added to a response's reward, and the rule that gives its tokens credit."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl.algo import advantages as rules
+from rl.algo.kl import kl_penalty
+from rl.algo.segments import sequence_sums
+from rl.config.schema import AlgoConfig
+from rl.data.batch import Batch
+from rl.report.metrics import Measures
+
+
+def assign_credit(
+    batch: Batch, algo: AlgoConfig, max_new_tokens: int, kl_coef: float, pg: dist.ProcessGroup, measures: Measures
+) -> Batch:
+    """Return the batch with advantages, and for a critic with returns. Whole groups are here; what is averaged over the
+    batch is averaged over all ranks of the process group, so all of them call this.
+
+    Responses that algo.mask_truncated masks count nowhere: neither in the mean of their group nor in that of the batch.
+    """
+    kept = batch.trained_sequences(algo.mask_truncated)
+    credited = _credit(batch.select(kept), algo, max_new_tokens, kl_coef, pg, measures)
+    fields = {"advantages": credited.advantages, "returns": credited.returns}
+    return batch.replace(**{name: batch.at_sequences(kept, of) for name, of in fields.items() if of is not None})
+
+
+def _credit(
+    batch: Batch, algo: AlgoConfig, max_new_tokens: int, kl_coef: float, pg: dist.ProcessGroup, measures: Measures
+) -> Batch:
+    segments, lengths = batch.response_segment_ids, batch.response_lengths
+    rewards = _shaped(batch, algo, max_new_tokens, measures)
+    kl = _kl(batch, algo, kl_coef, measures)
+    if algo.advantage in ("grpo", "dr_grpo", "rloo"):
+        if kl is not None:
+            rewards = rewards - kl_coef * sequence_sums(kl, segments, lengths).float()
+        if algo.advantage == "rloo":
+            credit = rules.leave_one_out(rewards, batch.group_ids)
+        else:
+            credit = rules.group_relative(rewards, batch.group_ids, normalize_std=algo.advantage == "grpo")
+        return batch.replace(advantages=batch.at_responses(credit[segments]))
+    if algo.advantage == "reinforce_pp_baseline":
+        rewards = rules.minus_group_mean(rewards, batch.group_ids)
+    token_rewards = rules.token_rewards(rewards, kl, kl_coef, segments, lengths)
+    if algo.advantage == "gae":
+        assert batch.values is not None
+        values = batch.values[batch.response_mask]
+        credit, returns = rules.gae(token_rewards, values, segments, algo.gamma, algo.lam)
+        batch = batch.replace(returns=batch.at_responses(returns))
+        measures.mean("critic/return_mean", returns.sum(), len(returns))
+    else:
+        gamma = algo.gamma if algo.advantage == "reinforce_pp" else 1.0
+        credit = rules.returns_to_go(token_rewards, segments, gamma)
+    moments = rules.moments(credit)
+    dist.all_reduce(moments, group=pg)
+    return batch.replace(advantages=batch.at_responses(rules.standardize(credit, moments)))
+
+
+def _shaped(batch: Batch, algo: AlgoConfig, max_new_tokens: int, measures: Measures) -> Tensor:
+    rewards, count = batch.rewards, batch.num_sequences
+    if algo.overlong_tokens:
+        penalty = rules.overlong_penalty(batch.response_lengths, max_new_tokens, algo.overlong_tokens)
+        rewards = rewards + penalty
+        measures.mean("reward/overlong", penalty.sum(), count)
+    if algo.certainty_coef:
+        assert batch.certainty is not None
+        sums = sequence_sums(batch.certainty[batch.response_mask], batch.response_segment_ids, batch.response_lengths)
+        certainty = (sums / batch.response_lengths.clamp(min=1)).float()
+        rewards = rewards + algo.certainty_coef * certainty
+        measures.mean("reward/certainty", certainty.sum(), count)
+    return rewards
+
+
+def _kl(batch: Batch, algo: AlgoConfig, kl_coef: float, measures: Measures) -> Tensor | None:
+    """[R] of each response token, where rewards pay for it."""
+    if not algo.has_kl_in_reward:
+        return None
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+    mask = batch.response_mask
+    kl = kl_penalty(batch.old_logprobs[mask], batch.ref_logprobs[mask], algo.kl_estimator)
+    measures.mean("reward/kl", kl.sum(), torch.tensor(kl.numel()))
+    return kl

@@ -1,0 +1,60 @@
+"""The critic of PPO, on the actor mesh: the layers of a model under a head of one row, with an optimizer of its own."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl.algo.losses import value_loss
+from rl.config.schema import ActorConfig, AlgoConfig, CriticConfig
+from rl.data.batch import Batch
+from rl.data.micro_batches import cut_together, over_micro_batches
+from rl.learner.sharded_trainer import ShardedTrainer
+from rl.model.logprobs import hidden_size_of, value_responses
+from rl.model.shards import reshard
+from rl.report.metrics import Measures
+
+
+class Critic(ShardedTrainer):
+    kind, metric, outputs, remedy = "critic", "critic", "values of the critic", ""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pg: dist.ProcessGroup,
+        device: torch.device,
+        actor: ActorConfig,
+        algo: AlgoConfig,
+        critic: CriticConfig,
+        max_tokens: int,
+    ):
+        """`max_tokens` are those of one forward when values are asked for."""
+        super().__init__(model, pg, device, actor, algo, critic.lr, lambda step: 1.0)
+        self._clip, self._max_tokens = critic.clip, max_tokens
+
+    @torch.no_grad()
+    def judge(self, batch: Batch) -> Batch:
+        """With what it expects before each response token. A collective: its forwards are."""
+        micro_batches = cut_together(batch, self._max_tokens, hidden_size_of(self.model), self._pg)
+
+        def values(micro_batch: Batch) -> list[Tensor]:
+            return [value_responses(self.model, micro_batch, self._device)]
+
+        (judged,) = over_micro_batches(batch, micro_batches, values, "values")
+        reshard(self.model)
+        return batch.replace(values=judged)
+
+    def _denominator(self, mini_batch: Batch) -> Tensor:
+        return mini_batch.response_lengths.sum()
+
+    def _accumulate(self, micro_batch: Batch, scale: float, measures: Measures) -> None:
+        assert micro_batch.values is not None and micro_batch.returns is not None
+        mask = micro_batch.response_mask
+        old_values, returns = self._move(micro_batch.values[mask]), self._move(micro_batch.returns[mask])
+        values = value_responses(self.model, micro_batch, self._device)
+        self._count_bad(values)
+        loss, clipped = value_loss(values, old_values, returns, self._clip)
+        (loss.sum() * scale).backward()
+        count = mask.sum()
+        measures.mean("critic/loss", loss.sum(), count)
+        measures.mean("critic/clip_fraction", clipped.sum(), count)
+        measures.mean("critic/value_mean", values.sum(), count)

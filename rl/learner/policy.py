@@ -1,0 +1,154 @@
+"""The policy on the actor mesh and its optimizer: one batch in, new weights and metrics out."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl.algo.correction import Correction, importance_weights
+from rl.algo.kl import adapt_kl_coef, kl_penalty
+from rl.algo.losses import PolicyLoss, clipped_ratio, clipped_weight, sequence_ratio, token_weights
+from rl.algo.mismatch import check_mismatch, mismatch_kl
+from rl.config.schema import ActorConfig, AlgoConfig, RolloutConfig
+from rl.data.batch import Batch, empty_batch
+from rl.learner.sharded_trainer import ShardedTrainer, lr_schedule
+from rl.model.head import Reference
+from rl.model.logprobs import TokenScores, reference_of_responses, score_responses
+from rl.model.shards import reshard
+from rl.report.metrics import Measures
+
+
+class Learner(ShardedTrainer):
+    def __init__(
+        self,
+        model: nn.Module,
+        pg: dist.ProcessGroup,
+        device: torch.device,
+        actor: ActorConfig,
+        algo: AlgoConfig,
+        rollout: RolloutConfig,
+        num_optimizer_steps: int,
+    ):
+        schedule = lr_schedule(actor.lr_schedule, actor.warmup_steps, num_optimizer_steps)
+        super().__init__(model, pg, device, actor, algo, actor.lr, schedule)
+        self._rollout = rollout
+        self.kl_coef = algo.kl_coef  # now; algo.kl_target adapts it
+        self.reference: nn.Module | None = None  # where a KL over the whole vocabulary needs it beside the policy
+        # They ride along with every update's first forward. So a checkpoint costs no forward of its own, and whether
+        # one was saved changes no rounding.
+        self.probe_tokens: Sequence[int] = ()
+        self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, by the policy before the last update
+        self._is_probe_due = False
+
+    def run_probe(self) -> None:
+        """A forward for the probe alone, where no update follows; on every rank, since it is a collective."""
+        self._is_probe_due = True
+        with torch.no_grad():
+            self._score(empty_batch(), None)
+        reshard(self.model)
+
+    def restore_kl_coef(self, kl_coef: float) -> None:
+        """Where it adapts; otherwise this run's settings rule."""
+        if self._algo.kl_target:
+            self.kl_coef = kl_coef
+
+    def adapt(self, kl: float, num_sequences: int) -> None:
+        """Adapt the KL coefficient after a step whose mean KL to the reference, per token, was this."""
+        if self._algo.kl_target and math.isfinite(kl):
+            self.kl_coef = adapt_kl_coef(self.kl_coef, kl, self._algo.kl_target, num_sequences)
+
+    def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
+        """A batch without old logprobs was sampled by this very policy and takes one step: its own forward gives
+        them."""
+        assert batch.old_logprobs is not None or self._algo.num_mini_batches * self._algo.num_epochs == 1
+        self._is_probe_due = True
+        super().update(batch, num_prompts, measures)
+
+    def _score(self, micro_batch: Batch, reference: Reference | None) -> TokenScores:
+        probe = self.probe_tokens if self._is_probe_due else ()
+        self._is_probe_due = False
+        scores = score_responses(self.model, micro_batch, self._rollout.temperature, self._device, probe, reference)
+        if probe:
+            self.probe_logits = scores.probe_logits
+        return scores
+
+    def _denominator(self, mini_batch: Batch) -> Tensor:
+        return self._weights(mini_batch)[1]
+
+    def _weights(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        segments, longest = batch.response_segment_ids, self._rollout.max_new_tokens
+        return token_weights(self._algo.loss_norm, batch.response_lengths, segments, longest)
+
+    def _check(self, mini_batch: Batch, measures: Measures) -> None:
+        if mini_batch.old_logprobs is None:
+            mismatch = measures.reduce(self._pg, "policy/mismatch_kl")
+            check_mismatch(mismatch["policy/mismatch_kl"], self._rollout.max_mismatch_kl)
+
+    def _accumulate(self, micro_batch: Batch, scale: float, measures: Measures) -> None:
+        assert micro_batch.advantages is not None
+        mask, algo = micro_batch.response_mask, self._algo
+        count, (weights, denominator) = mask.sum(), self._weights(micro_batch)
+        scores = self._score(micro_batch, self._reference_of(micro_batch))
+        self._count_bad(scores.logprobs + scores.reference_kl)
+        rollout_logprobs = self._move(micro_batch.rollout_logprobs[mask])
+        if micro_batch.old_logprobs is None:
+            old_logprobs = scores.logprobs.detach()
+            measures.mean("policy/mismatch_kl", mismatch_kl(old_logprobs, rollout_logprobs), count)
+        else:
+            old_logprobs = self._move(micro_batch.old_logprobs[mask])
+        advantages = self._move(micro_batch.advantages[mask])
+        segments, lengths = self._move(micro_batch.response_segment_ids), self._move(micro_batch.response_lengths)
+        if algo.correction != "none":
+            limit = algo.correction_limit
+            correction = importance_weights(old_logprobs, rollout_logprobs, segments, lengths, algo.correction, limit)
+            # Every loss scales with the advantage, by any factor that is not negative. So these weights scale the loss,
+            # and a token of weight 0 has the loss 0, however large its ratio.
+            advantages = advantages * correction.weights
+            _measure_correction(correction, count, measures)
+        policy = self._policy_loss(scores.logprobs, old_logprobs, advantages, segments, lengths)
+        loss = policy.loss
+        weights = self._move(weights)
+        measures.mean("loss/policy", (loss * weights).sum(), denominator)
+        if algo.has_kl_in_loss:
+            kl = self._kl(micro_batch, scores)
+            loss = loss + self.kl_coef * kl
+            measures.mean("loss/kl", kl.sum(), count)
+        if algo.entropy_coef:
+            loss = loss - algo.entropy_coef * scores.entropy
+        ((loss * weights).sum() * scale).backward()
+        measures.sum("policy/tokens", count)
+        measures.mean("policy/clip_fraction", policy.clipped.sum(), count)
+        measures.mean("policy/entropy", scores.entropy.sum(), count)
+
+    def _policy_loss(
+        self, new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, segment_ids: Tensor, lengths: Tensor
+    ) -> PolicyLoss:
+        """Where to add a loss: docs/algorithms.md."""
+        algo, tokens = self._algo, (new_logprobs, old_logprobs, advantages)
+        bounds = algo.clip_low, algo.clip_high
+        if algo.loss == "gspo":
+            return sequence_ratio(*tokens, segment_ids, lengths, *bounds)
+        if algo.loss == "cispo":
+            return clipped_weight(*tokens, *bounds)
+        return clipped_ratio(*tokens, *bounds, algo.dual_clip)
+
+    def _reference_of(self, micro_batch: Batch) -> Reference | None:
+        if self.reference is None:
+            return None
+        with torch.no_grad():
+            return reference_of_responses(self.reference, micro_batch, self._rollout.temperature, self._device)
+
+    def _kl(self, micro_batch: Batch, scores: TokenScores) -> Tensor:
+        if self._algo.kl_estimator == "full":
+            return scores.reference_kl
+        assert micro_batch.ref_logprobs is not None
+        ref_logprobs = self._move(micro_batch.ref_logprobs[micro_batch.response_mask])
+        return kl_penalty(scores.logprobs, ref_logprobs, self._algo.kl_estimator)
+
+
+def _measure_correction(correction: Correction, count: Tensor, measures: Measures) -> None:
+    """Near 1 and 0 where engine and learner agree."""
+    measures.mean("policy/correction_mean", correction.weights.sum(), count)
+    measures.mean("policy/correction_cut", correction.cut.sum(), count)

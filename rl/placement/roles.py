@@ -1,0 +1,369 @@
+"""Who does what: the `placement` section of a config, turned into the roles of every rank and the engines they host.
+
+    placement:                  placement:                    placement:
+      actor,rollout: all          rollout: 0-19                 rollout: 62.5%
+                                  inference: 20-23              inference: 4 ranks
+                                  actor: 24-31                  actor: rest
+
+A key is a role, or roles joined by commas that share the ranks beside it; each rank stands in exactly one entry, so
+sharing is always written (`actor,rollout: 0-7` with `rollout: 8-31`). A value is one of
+    all         every rank
+    0-3,8,10    inclusive ranges and single ranks; a plain integer is one rank
+    4 ranks     a count, 25% a share: consecutive ranks from 0 in the order of the entries, for any world size
+    rest        what the other entries leave
+`num_nodes` and `num_gpus_per_node` may stand beside the roles and are checked against the real world.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rl.config.schema import PLACEMENT_SIZES, ConfigError
+
+ROLES = ("rollout", "inference", "actor")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The roles of every rank; an engine is the tuple of ranks that host it, the first of them its lead."""
+
+    num_nodes: int
+    num_ranks_per_node: int
+    roles: tuple[tuple[str, ...], ...]
+    engines: tuple[tuple[int, ...], ...]
+    num_replicas: int = 1  # of the policy; each is sharded over consecutive actors
+
+    @property
+    def world_size(self) -> int:
+        return len(self.roles)
+
+    def ranks(self, role: str) -> list[int]:
+        return [rank for rank, roles in enumerate(self.roles) if role in roles]
+
+    @property
+    def actors(self) -> list[int]:
+        return self.ranks("actor")
+
+    @property
+    def scorers(self) -> list[int]:
+        """Ranks that hold a copy of their own for logprobs; empty when the actors compute them."""
+        inference = self.ranks("inference")
+        return [] if inference == self.actors else inference
+
+    @property
+    def leader(self) -> int:
+        """The first actor: the only reader of the prompt stream, and the writer of metrics."""
+        return self.actors[0]
+
+    @property
+    def replicas(self) -> list[list[int]]:
+        """The actors of each replica; the i-th of each holds the i-th shard."""
+        size = len(self.actors) // self.num_replicas
+        return [self.actors[start : start + size] for start in range(0, len(self.actors), size)]
+
+    @property
+    def owners(self) -> list[int]:
+        """The actor that sends each shard; replicas take turns, so that all of them share the work."""
+        shards = len(self.replicas[0])
+        return [self.replicas[shard % self.num_replicas][shard] for shard in range(shards)]
+
+    def shard_of(self, actor: int) -> int:
+        """Which shard this actor holds."""
+        return self.actors.index(actor) % len(self.replicas[0])
+
+    @property
+    def node_leads(self) -> list[int]:
+        """The first rank of each node: those that are asked about its disk."""
+        return list(range(0, self.world_size, self.num_ranks_per_node))
+
+    @property
+    def receivers(self) -> list[int]:
+        """Ranks that need every version: they host an engine, or a copy for logprobs."""
+        return sorted({*self.ranks("rollout"), *self.scorers})
+
+    def sync_ranks(self, owner: int) -> list[int]:
+        """Among whom an owner's slices travel."""
+        return sorted({owner, *self.receivers})
+
+    def engine_of(self, rank: int) -> int | None:
+        return next((index for index, ranks in enumerate(self.engines) if rank in ranks), None)
+
+    def summary(self) -> str:
+        parts = [f"{role} {_compact(self.ranks(role), word='')}" for role in ROLES if self.ranks(role)]
+        world = f"{_counted(self.world_size, 'rank')} on {_counted(self.num_nodes, 'node')}"
+        return f"{world}: {', '.join(parts)}; {_counted(len(self.engines), 'engine')}"
+
+    def table(self) -> str:
+        rows = [("rank", "node", "roles", "engine")]
+        for rank, roles in enumerate(self.roles):
+            engine = self.engine_of(rank)
+            rows.append(
+                (
+                    str(rank),
+                    str(rank // self.num_ranks_per_node),
+                    ",".join(roles),
+                    "-" if engine is None else str(engine),
+                )
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def plan(
+    spec: dict[str, Any],
+    num_nodes: int,
+    num_ranks_per_node: int,
+    tensor_parallel_size: int = 1,
+    num_replicas: int = 1,
+) -> Placement:
+    """Turns the placement section into the roles of every rank, or raises ConfigError with a corrected example."""
+    world_size = num_nodes * num_ranks_per_node
+    for name, real in zip(PLACEMENT_SIZES, (num_nodes, num_ranks_per_node)):
+        if spec.get(name) not in (None, real):
+            nodes, ranks = spec.get("num_nodes") or num_nodes, spec.get("num_gpus_per_node") or num_ranks_per_node
+            raise ConfigError(
+                f"placement.{name}: the config says {spec[name]}, but the world that torchrun started has {real}; "
+                f"start {nodes} x {ranks} = {nodes * ranks} ranks as the config says, or set placement.{name}={real}"
+            )
+    entries = [(_parse_roles(name), value) for name, value in spec.items() if name not in PLACEMENT_SIZES]
+    if not entries:
+        raise ConfigError("placement names no role; for example {'actor,rollout': all}")
+    assigned = _assign(entries, world_size, tensor_parallel_size)
+    roles = _roles_by_rank(entries, assigned, world_size)
+    engines = _group_engines(
+        [r for r in range(world_size) if "rollout" in roles[r]], num_ranks_per_node, tensor_parallel_size
+    )
+    placement = Placement(num_nodes, num_ranks_per_node, roles, engines, num_replicas)
+    _check_roles(placement, tensor_parallel_size)
+    return placement
+
+
+def _parse_roles(name: str) -> tuple[str, ...]:
+    roles = tuple(part.strip() for part in name.split(","))
+    for role in roles:
+        if role not in ROLES:
+            raise ConfigError(
+                f"placement: got the role {role!r} in {name!r}; roles are {', '.join(ROLES)}, for example "
+                "'actor,rollout: all'"
+            )
+    if len(set(roles)) < len(roles):
+        raise ConfigError(
+            f"placement: got {name!r}, which names a role twice; write {','.join(dict.fromkeys(roles))!r}"
+        )
+    return tuple(role for role in ROLES if role in roles)
+
+
+def _assign(entries: list[tuple[tuple[str, ...], Any]], world_size: int, tensor_parallel_size: int) -> list[list[int]]:
+    """The ranks of each entry, in the order of the entries."""
+    texts = [",".join(map(str, value)) if isinstance(value, list) else str(value).strip() for _, value in entries]
+    relative = [_parse_size(",".join(roles), text, world_size) for (roles, _), text in zip(entries, texts)]
+    if texts.count("rest") > 1:
+        raise ConfigError(
+            "placement: 'rest' is written twice; only one entry can take what the others leave, for example "
+            "{'rollout': '75%', 'actor': 'rest'}"
+        )
+    if any(size is not None for size in relative):
+        absolute = [text for text, size in zip(texts, relative) if size is None and text != "rest"]
+        if absolute:
+            raise ConfigError(
+                f"placement: got the absolute {absolute[0]!r} beside counts or shares; write all entries one way, for "
+                "example {'rollout': '75%', 'actor': 'rest'} or {'rollout': '0-2', 'actor': '3'}"
+            )
+        return _assign_sizes(entries, relative, world_size, tensor_parallel_size)
+    ranks = [
+        None if text == "rest" else _parse_ranks(",".join(roles), text, world_size)
+        for (roles, _), text in zip(entries, texts)
+    ]
+    taken = {rank for part in ranks if part is not None for rank in part}
+    if None in ranks and len(taken) == world_size:
+        name = ",".join(entries[ranks.index(None)][0])
+        raise ConfigError(
+            f"placement.{name}: got 'rest', but the other entries leave nothing of {world_size} ranks; an entry has "
+            "at least one rank: take ranks from another entry or leave this one out"
+        )
+    return [part if part is not None else [rank for rank in range(world_size) if rank not in taken] for part in ranks]
+
+
+def _parse_size(name: str, text: str, world_size: int) -> float | None:
+    """Ranks asked for as a count or a share, not yet rounded; None for every other form."""
+    number = None
+    if text.endswith("%"):
+        number, whole = text[:-1], 100.0
+    elif text.endswith(("rank", "ranks")):
+        number, whole = text.removesuffix("s").removesuffix("rank"), float(world_size)
+    if number is None:
+        return None
+    try:
+        value = float(number)
+    except ValueError:
+        raise ConfigError(f"placement.{name}: got {text!r}; a count is '4 ranks', a share '25%'") from None
+    if not 0 < value <= whole or (whole == world_size and not text.endswith("%") and value != int(value)):
+        raise ConfigError(
+            f"placement.{name}: got {text!r} in a world of {world_size} ranks; a count is a whole number from 1 to "
+            f"{world_size}, a share lies above 0% and up to 100%"
+        )
+    return value * world_size / whole
+
+
+def _assign_sizes(
+    entries: list[tuple[tuple[str, ...], Any]], sizes: list[float | None], world_size: int, tensor_parallel_size: int
+) -> list[list[int]]:
+    """Consecutive ranks. Counts are taken as written; shares are rounded to whole engines, each making up for the
+    rounding of the one before, and give way where another entry would be left without a rank."""
+    units = [tensor_parallel_size if "rollout" in roles else 1 for roles, _ in entries]
+    shares = [index for index, (_, value) in enumerate(entries) if str(value).strip().endswith("%")]
+    counts = [unit if size is None else round(size) for unit, size in zip(units, sizes)]
+    owed = 0.0
+    for index in shares:
+        owed += sizes[index] or 0.0
+        counts[index] = max(units[index], round(owed / units[index]) * units[index])
+        owed -= counts[index]
+    if sum(size or 0.0 for size in sizes) <= world_size:  # else it is a mistake, shown below as it was asked for
+        while sum(counts) > world_size and (wide := [index for index in shares if counts[index] > units[index]]):
+            largest = max(wide, key=lambda index: counts[index])
+            counts[largest] -= units[largest]
+    if None in sizes:
+        counts[sizes.index(None)] += world_size - sum(counts)
+    if sum(counts) != world_size or min(counts) < 1:
+        got = ", ".join(f"{','.join(roles)}: {value} = {count}" for (roles, value), count in zip(entries, counts))
+        raise ConfigError(
+            f"placement: got {got} ranks, which is {sum(counts)} of {world_size}; counts and shares must give each "
+            "entry at least one rank and cover the world: write 'rest' beside one of them"
+        )
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    return [list(range(start, start + count)) for start, count in zip(starts, counts)]
+
+
+def _parse_ranks(name: str, text: str, world_size: int) -> list[int]:
+    if text == "all":
+        return list(range(world_size))
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ConfigError(f"placement.{name}: got {text!r}; write ranks as 0-3,8, or all, rest, '4 ranks', '25%'")
+        low, high = int(first), int(last or first)
+        if low > high:
+            raise ConfigError(
+                f"placement.{name}: got {part.strip()!r}, a range that runs backwards; write {high}-{low}"
+            )
+        if high >= world_size:
+            raise ConfigError(
+                f"placement.{name}: got rank {high} in a world of {world_size} ranks, 0 to {world_size - 1}; write "
+                f"for example {min(low, world_size - 1)}-{world_size - 1}, or a share such as '25%'"
+            )
+        ranks.extend(range(low, high + 1))
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    if twice:
+        raise ConfigError(
+            f"placement.{name}: got {text!r}, which names {_compact(twice)} twice; write "
+            f"{_compact(sorted(set(ranks)), word='')}"
+        )
+    return ranks
+
+
+def _roles_by_rank(
+    entries: list[tuple[tuple[str, ...], Any]], assigned: list[list[int]], world_size: int
+) -> tuple[tuple[str, ...], ...]:
+    roles: list[tuple[str, ...]] = [()] * world_size
+    for (entry_roles, _), ranks in zip(entries, assigned):
+        shared = [rank for rank in ranks if roles[rank]]
+        if shared:
+            both = ",".join(role for role in ROLES if role in entry_roles + roles[shared[0]])
+            raise ConfigError(
+                f"placement: {_compact(shared)} {'stands' if len(shared) == 1 else 'stand'} under "
+                f"{','.join(roles[shared[0]])!r} and under "
+                f"{','.join(entry_roles)!r}; a rank stands in one entry. If it is to have both roles, write {both!r}: "
+                f"{_compact(shared, word='')}, and take it out of the other entries"
+            )
+        for rank in ranks:
+            roles[rank] = entry_roles
+    missing = [rank for rank in range(world_size) if not roles[rank]]
+    if missing:
+        last = ",".join(entries[-1][0])
+        raise ConfigError(
+            f"placement: {_compact(missing)} of {world_size} ranks {'has' if len(missing) == 1 else 'have'} no role; "
+            "every rank takes part: extend an "
+            f"entry, for example {last}: {_compact(sorted(assigned[-1] + missing), word='')}, or start fewer ranks"
+        )
+    return tuple(roles)
+
+
+def _group_engines(
+    rollout: list[int], num_ranks_per_node: int, tensor_parallel_size: int
+) -> tuple[tuple[int, ...], ...]:
+    tp = tensor_parallel_size
+    if len(rollout) % tp:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size: got {tp}, but there are {len(rollout)} rollout ranks "
+            f"({_compact(rollout)}); their number must be a multiple: give the role "
+            f"{max(tp, len(rollout) // tp * tp)} ranks, or set rollout.tensor_parallel_size=1"
+        )
+    engines = tuple(tuple(rollout[start : start + tp]) for start in range(0, len(rollout), tp))
+    for ranks in engines:
+        one_node = ranks[0] // num_ranks_per_node == ranks[-1] // num_ranks_per_node
+        if ranks[-1] - ranks[0] != tp - 1 or not one_node:
+            why = "not consecutive" if one_node else f"on different nodes of {num_ranks_per_node} ranks"
+            start = ranks[0] // num_ranks_per_node * num_ranks_per_node
+            remedy = f"start the rollout range at a multiple of {tp}, for example rollout: {start}-{start + tp - 1}"
+            if tp > num_ranks_per_node:
+                remedy = f"set for example rollout.tensor_parallel_size={num_ranks_per_node}"
+            raise ConfigError(
+                f"rollout.tensor_parallel_size: got {tp}, but ranks {', '.join(map(str, ranks))} of one engine are "
+                f"{why}; an engine's ranks are consecutive ranks of one node: {remedy}"
+            )
+    return engines
+
+
+def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
+    for role in ("actor", "rollout"):
+        if not placement.ranks(role):
+            raise ConfigError(
+                f"placement: no rank has the role {role!r}; for example {{'rollout': '75%', 'actor': 'rest'}} or "
+                "{'actor,rollout': 'all'}"
+            )
+    num_actors = len(placement.actors)
+    if num_actors % placement.num_replicas:
+        divisors = [str(n) for n in range(1, num_actors + 1) if num_actors % n == 0]
+        raise ConfigError(
+            f"actor.num_replicas: got {placement.num_replicas}, but there are {num_actors} actor ranks "
+            f"({_compact(placement.actors)}), which must divide into replicas of one size: choose one of "
+            f"{', '.join(divisors)}"
+        )
+    for ranks in placement.engines:
+        if len({placement.roles[rank] for rank in ranks}) > 1:
+            got = "; ".join(f"rank {rank} is {','.join(placement.roles[rank])}" for rank in ranks)
+            raise ConfigError(
+                f"placement: the ranks of one engine have different roles: {got}; with "
+                f"rollout.tensor_parallel_size={tensor_parallel_size} each run of {tensor_parallel_size} rollout "
+                f"ranks shares its roles: move the boundary of the ranges to a multiple of {tensor_parallel_size}"
+            )
+    shared = set(placement.scorers) & set(placement.actors)
+    if shared:
+        raise ConfigError(
+            f"placement: {_compact(sorted(shared))} {'is' if len(shared) == 1 else 'are'} actor and inference, other "
+            "ranks only one of them; inference "
+            "ranks either are all the actors (then leave the role out: actors compute logprobs themselves) or none "
+            "of them, for example {'actor,rollout': '0-2', 'inference': '3'}"
+        )
+    if tensor_parallel_size > 1 and set(placement.scorers) & set(placement.ranks("rollout")):
+        raise ConfigError(
+            "placement: ranks that are inference and rollout need rollout.tensor_parallel_size=1, since the two kinds "
+            "of collectives would wait for each other; give inference ranks of its own, for example {'rollout': "
+            "'50%', 'inference': '25%', 'actor': 'rest'}"
+        )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _compact(ranks: list[int], word: str = "rank ") -> str:
+    """[0, 1, 2, 5] -> 'ranks 0-2,5'."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    text = ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return f"{word.replace('rank', 'ranks') if len(ranks) > 1 else word}{text}"

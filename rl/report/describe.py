@@ -1,0 +1,50 @@
+"""What a batch says before anything is learnt from it."""
+
+import torch
+
+from rl.algo.mismatch import mismatch_kl
+from rl.data.batch import Batch
+from rl.data.prompts import Tokenizer
+from rl.report.metrics import Measures
+
+
+def describe(batch: Batch) -> Measures:
+    """Where there are no old logprobs yet, the update measures `policy/mismatch_kl`."""
+    measures = Measures()
+    mask, count = batch.response_mask, batch.num_sequences
+    measures.mean("reward/mean", batch.rewards.sum(), count)
+    measures.mean("rollout/length_mean", batch.response_lengths.sum(), count)
+    measures.mean("rollout/truncated", batch.truncated.sum(), count)
+    measures.sum("rollout/tokens", mask.sum())
+    if batch.old_logprobs is not None:
+        mismatch = mismatch_kl(batch.old_logprobs[mask], batch.rollout_logprobs[mask])
+        measures.mean("policy/mismatch_kl", mismatch, mask.sum())
+    return measures
+
+
+def check_finite(batch: Batch) -> None:
+    """Refuse logprobs and values with infinities or NaNs: one of them would spoil every weight of the model."""
+    for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "certainty", "values"):
+        scores = getattr(batch, name)
+        bad = [] if scores is None else (batch.response_mask & ~torch.isfinite(scores)).nonzero().flatten().tolist()
+        if bad:
+            first, sequence = bad[0], int(batch.segment_ids[bad[0]])
+            place = int(batch.positions[first] - batch.prompt_lengths[sequence])
+            raise FloatingPointError(
+                f"{len(bad)} of {int(batch.response_mask.sum())} {name} are not finite; the first is {scores[first]} "
+                f"at token {place} of a response to prompt {int(batch.group_ids[sequence])} of this step, sampled by "
+                f"version {int(batch.versions[first])}. A model has overflowed: try model.dtype=float32, or go on from "
+                "an earlier checkpoint with a lower learning rate"
+            )
+
+
+def show(batch: Batch, tokenizer: Tokenizer, count: int) -> str:
+    """The first rollouts as a Markdown table for TensorBoard."""
+    rows = ["| reward | prompt | response |", "| --- | --- | --- |"]
+    sequences = batch.tokens.split(batch.lengths.tolist())
+    for tokens, split, reward in list(zip(sequences, batch.prompt_lengths.tolist(), batch.rewards.tolist()))[:count]:
+        parts = (tokens[:split].tolist(), tokens[split:].tolist())
+        texts = [tokenizer.decode(part, skip_special_tokens=False) for part in parts]
+        cells = [text.replace("|", "\\|").replace("\n", "<br>") for text in texts]
+        rows.append(f"| {reward:g} | {cells[0]} | {cells[1]} |")
+    return "\n".join(rows)

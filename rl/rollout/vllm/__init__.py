@@ -1,0 +1,1 @@
+"""Everything that knows vLLM: the engine, its fast paths and its attention kernel."""

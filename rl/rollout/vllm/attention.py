@@ -1,0 +1,91 @@
+"""vLLM's FlashAttention, but for steps in which every sequence decodes one token and every query head has its own keys:
+there the cache is read by decode_attention.py. vLLM finds it by its name (vllm_engine.py)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from rl.rollout.vllm.decode_attention import attend
+
+MIN_HEADS_PER_PROCESSOR = 16  # of all sequences; fewer have not been timed in graphs
+MAX_TOKENS = 2048  # one warp reads a head's whole sequence: among short ones a longer one would be waited for
+
+
+class DecodeImpl(FlashAttentionImpl):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._reads_all_plainly = (
+            self.num_queries_per_kv == 1
+            and self.attn_type == AttentionType.DECODER
+            and self.kv_cache_dtype in ("auto", "float16", "bfloat16")
+            and self.sliding_window == (-1, -1)
+            and not self.logits_soft_cap
+            and self.alibi_slopes is None
+            and self.sinks is None
+            and not self.batch_invariant_enabled
+            and get_current_vllm_config().model_config.max_model_len <= MAX_TOKENS
+        )
+        num_processors = torch.cuda.get_device_properties().multi_processor_count
+        self._min_sequences = MIN_HEADS_PER_PROCESSOR * num_processors / self.num_heads
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FlashAttentionMetadata,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if not self._reads_all_plainly or not self._is_plain(attn_metadata):
+            scales = (output_scale, output_block_scale)
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        block_table, lengths = attn_metadata.block_table, attn_metadata.seq_lens
+        rows = slice(len(lengths))  # more of them are padding
+        attend(query[rows], keys, values, block_table, lengths, self.scale, output[rows])
+        return output
+
+    def _is_plain(self, metadata: FlashAttentionMetadata | None) -> bool:
+        """Not if fields for parts or windows are set, some of which only some versions of vLLM have."""
+        return (
+            metadata is not None
+            and metadata.max_query_len == 1
+            and len(metadata.seq_lens) >= self._min_sequences
+            and not getattr(metadata, "use_cascade", False)
+            and getattr(metadata, "sliding_window", None) in (None, (-1, -1))
+            and getattr(metadata, "rswa_prefix_lens", None) is None
+            and getattr(metadata, "dcp_context_kv_lens", None) is None
+        )
+
+
+class DecodeBuilder(FlashAttentionMetadataBuilder):
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """A graph that was captured with one token a sequence has our kernel in it, which takes no more."""
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        if model.get_num_attention_heads(parallel) == model.get_num_kv_heads(parallel):
+            return AttentionCGSupport.UNIFORM_BATCH
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+
+
+class DecodeBackend(FlashAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[DecodeImpl]:
+        return DecodeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[DecodeBuilder]:
+        return DecodeBuilder

@@ -1,0 +1,595 @@
+"""Shelves on private and on shared disks: what they answer, and that nothing is lost when several do the same."""
+
+import errno
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rl.checkpoint.manifest import CheckpointError, Manifest
+from rl.checkpoint.shard_file import digest
+from rl.checkpoint.store import CheckpointStore
+from rl.world.mail import Message
+from tests.mails import stores_on
+
+MANIFEST = Manifest("r1", "first", 4, "w1-4", 1700000000.5, {}, {}, {}, ())
+
+
+def answer(store: CheckpointStore, rank: int, operation: str, payload: bytes = b"", **meta: Any) -> Message:
+    return store.call(rank, operation, payload, **meta).result(timeout=10)
+
+
+def save_ids(step: int, save_id: str) -> dict[str, Any]:
+    return {"step": step, "save_id": save_id}
+
+
+def prepare(
+    store: CheckpointStore, step: int, save_id: str = "", expected: list[dict[str, int]] | None = None
+) -> list[bool]:
+    """As the leader does when all files are written, on all nodes; tells which of them put the step in place.
+    `expected` are the files of each node and their sizes."""
+    save_id = save_id or f"w1-{step}"
+    text = replace(MANIFEST, step=step, save_id=save_id).to_json()
+    meta = {"folder": f"step_{step}.tmp-{save_id}", "expected": expected or [{} for _ in store.node_leads]}
+    return [reply.meta["claimed"] for reply in store.ask_all("prepare", text, **meta, **save_ids(step, save_id))]
+
+
+def commit(store: CheckpointStore, step: int, save_id: str = "") -> None:
+    store.ask_all("commit", **save_ids(step, save_id or f"w1-{step}"))
+
+
+def write(root: Path, folder: str, **files: str) -> Path:
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (root / folder / name).write_text(text)
+    return root / folder
+
+
+def tree(root: Path) -> list[str]:
+    """Every file and every empty folder, apart from the run's id."""
+    paths = [path for path in root.rglob("*") if path.is_file() or not any(path.iterdir())]
+    paths = [path for path in paths if path.name != "run_id"]
+    return sorted(str(path.relative_to(root)) for path in paths)
+
+
+def test_making_the_folder_clears_what_killed_saves_left(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    for folder in ("step_2.tmp-w0-2", "step_2.old-w0-2", "step_2.claim-w0-2", "step_2", "step_4.tmp", "notes"):
+        write(root, folder, a="x")
+    with stores_on([root]) as (store,):
+        store.make_folders("r1")
+        assert store.hosts == [socket.gethostname()]
+        assert tree(root) == ["notes/a", "step_2/a", "step_4.tmp/a"]
+    assert capsys.readouterr().err == ""
+
+
+def test_making_the_folder_makes_its_parents(tmp_path: Path) -> None:
+    roots = [tmp_path / node / "run" / "checkpoints" for node in "ab"]
+    with stores_on(roots) as stores:
+        stores[1].make_folders("r1")
+        assert all(root.is_dir() for root in roots)
+        assert stores[1].hosts == [socket.gethostname()] * 2
+
+
+def test_what_cannot_be_deleted_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """It is of no use and of no harm: the run goes on."""
+    with stores_on([tmp_path]) as (store,):
+        store.make_folders("r1")
+        write(tmp_path, "step_2", model="1")
+        left = write(tmp_path, "step_1.tmp-w0-1", model="1")
+        monkeypatch.setattr(shutil, "rmtree", lambda *given, **options: None)
+        store.make_folders("r1")
+        told = r"oneworld: could not delete {}\.old-\w+, which nothing needs any more\n"
+        assert re.fullmatch(told.format(left), capsys.readouterr().err)
+        assert prepare(store, 4) == [True]
+        commit(store, 4)
+        assert re.fullmatch(told.format(tmp_path / "step_4.claim-w1-4"), capsys.readouterr().err)
+        store.ask_all("remove", steps=[2], **save_ids(4, "w1-4"))
+        assert re.fullmatch(told.format(tmp_path / "step_2.old-w1-4"), capsys.readouterr().err)
+
+
+def test_a_folder_keeps_the_id_of_its_run(tmp_path: Path) -> None:
+    """A run that was killed before its first checkpoint is the same run when it starts again."""
+    roots = [tmp_path / "a", tmp_path / "b"]
+    with stores_on(roots) as (store, other):
+        assert [reply.meta["run_id"] for reply in store.ask_all("list", where="root")] == ["", ""]
+        store.make_folders("r1")
+        assert store.run_id == "r1"
+        assert [(root / "run_id").read_text() for root in roots] == ["r1", "r1"]
+        other.make_folders("r2")
+        assert other.run_id == "r1"
+        assert [(root / "run_id").read_text() for root in roots] == ["r1", "r1"]
+        assert [reply.meta["run_id"] for reply in store.ask_all("list", where="root")] == ["r1", "r1"]
+
+
+def test_an_id_that_a_kill_cut_off_is_written_anew(tmp_path: Path) -> None:
+    (tmp_path / "run_id").touch()
+    with stores_on([tmp_path]) as (store,):
+        store.make_folders("r1")
+        assert (store.run_id, (tmp_path / "run_id").read_text()) == ("r1", "r1")
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with (
+        stores_on([tmp_path / "run" / "checkpoints"]) as (store,),
+        pytest.raises(CheckpointError) as caught,
+    ):
+        store.make_folders("r1")
+    assert f"cannot write {tmp_path}/run/checkpoints: Not a directory" in str(caught.value)
+
+
+def test_the_list_tells_steps_files_and_sizes(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    text = MANIFEST.to_json().decode()
+    write(root, "step_4", **{"manifest.json": text, "COMMITTED": "", "model-0": "12345"})
+    write(root, "step_4/hf", config="{}")
+    write(root, "step_12", model="1")
+    write(root, "step_6", **{"manifest.json": text[:40]})
+    write(root, "step_8.tmp-w1-8", model="1")
+    (root / "step_9").write_text("a file")
+    with stores_on([root]) as (store,):
+        meta = answer(store, 0, "list", where="root").meta
+    steps = {entry["step"]: entry for entry in meta["steps"]}
+    assert sorted(steps) == [4, 6, 12]
+    assert steps[4] == {
+        "step": 4,
+        "folder": str(root / "step_4"),
+        "files": {"manifest.json": len(text), "COMMITTED": 0, "model-0": 5, "hf/config": 2},
+        "error": "",
+        "committed": True,
+        "save_id": "w1-4",
+        "run_id": "r1",
+        "saved_at": 1700000000.5,
+    }
+    assert (steps[6]["committed"], steps[6]["save_id"], steps[6]["saved_at"]) == (False, "", 0.0)
+    assert steps[6]["error"].startswith(f"{root}/step_6/manifest.json is torn: ")
+    assert steps[12]["error"] == f"{root}/step_12/manifest.json cannot be read: No such file or directory"
+    assert steps[12]["files"] == {"model": 1}
+    assert (meta["place"], meta["exists"]) == (str(root), True)
+    assert meta["launched_at"] == psutil.Process().create_time()
+
+
+@pytest.mark.parametrize(
+    ("source", "place", "steps"),
+    [
+        ("other", "other/checkpoints", [2, 4]),
+        ("other/checkpoints", "other/checkpoints", [2, 4]),
+        ("other/checkpoints/step_2", "other/checkpoints/step_2", [2]),
+        ("other/checkpoints/step_3", "other/checkpoints/step_3", []),
+        ("nowhere", "nowhere", []),
+    ],
+)
+def test_the_list_of_another_runs_steps(tmp_path: Path, source: str, place: str, steps: list[int]) -> None:
+    for step in (2, 4):
+        write(tmp_path / "other" / "checkpoints", f"step_{step}", COMMITTED="")
+    with stores_on([tmp_path / "run" / "checkpoints"], [tmp_path / source]) as (store,):
+        meta = answer(store, 0, "list", where="source").meta
+        assert (meta["place"], [entry["step"] for entry in meta["steps"]]) == (str(tmp_path / place), steps)
+        assert meta["exists"] == bool(steps)
+        own = answer(store, 0, "list", where="root").meta
+        assert (own["exists"], own["steps"]) == (False, [])
+
+
+def test_bytes_of_another_nodes_file(tmp_path: Path) -> None:
+    folder = write(tmp_path / "b", "step_4", model="0123456789")
+    with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, _):
+        where = {"folder": str(folder), "file": "model"}
+        assert answer(store, 1, "get", **where, begin=0, num_bytes=None).payload == b"0123456789"
+        assert answer(store, 1, "get", **where, begin=3, num_bytes=4).payload == b"3456"
+        assert answer(store, 0, "get", **where, begin=9, num_bytes=1).payload == b"9"  # it sees that disk too
+
+
+def test_an_error_reaches_the_caller_and_the_shelf_lives_on(tmp_path: Path) -> None:
+    folder = write(tmp_path / "b", "step_4", model="0123456789")
+    with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, other):
+        for asking in (store, other):
+            with pytest.raises(CheckpointError, match=rf"get: FileNotFoundError: .*'{folder}/optimizer'"):
+                answer(asking, 1, "get", folder=str(folder), file="optimizer", begin=0, num_bytes=None)
+            with pytest.raises(CheckpointError, match=rf"{folder}/model has 10 bytes; 7 from byte 5 on were"):
+                asking.wait(asking.call(1, "get", folder=str(folder), file="model", begin=5, num_bytes=7))
+            assert answer(asking, 1, "list", where="root").meta["exists"]
+
+
+def test_whatever_goes_wrong_is_an_answer(tmp_path: Path) -> None:
+    """The one who asked would wait for ever, and the next one too if the thread died."""
+    tmp_path.joinpath("step_4").mkdir()
+    wrong = [
+        ("dance", {}, "dance: KeyError: 'dance'"),
+        ("get", {"folder": str(tmp_path)}, "get: KeyError: 'file'"),
+        ("list", {"where": "source"}, "list: AssertionError: "),
+        ("get", {"folder": str(tmp_path), "file": "step_4", "begin": 0, "num_bytes": 1}, "get: IsADirectoryError: "),
+        ("get", {"folder": 5, "file": "a", "begin": 0, "num_bytes": 1}, "get: TypeError: "),
+    ]
+    with stores_on([tmp_path, tmp_path]) as stores:
+        for operation, meta, text in wrong:
+            for store in stores:
+                with pytest.raises(CheckpointError, match=f"^{text}"):
+                    answer(store, 1, operation, **meta)
+        assert answer(stores[0], 1, "list", where="root").meta["exists"]
+
+
+def test_an_error_on_one_node_is_everybodys(tmp_path: Path) -> None:
+    (tmp_path / "b").write_text("a file")
+    with stores_on([tmp_path / "a", tmp_path / "b" / "checkpoints"]) as (store, _):
+        with pytest.raises(CheckpointError, match="/b/checkpoints: Not a directory"):
+            store.make_folders("r1")
+        assert (tmp_path / "a").is_dir()
+
+
+def test_a_wait_ends_with_the_world(tmp_path: Path) -> None:
+    with stores_on([tmp_path]) as (store,):
+        threading.Timer(0.1, lambda: store._mail.fail(RuntimeError("another rank failed"))).start()
+        with pytest.raises(RuntimeError, match="another rank failed"):
+            store.wait(Future())
+
+
+def put(store: CheckpointStore, rank: int, *chunks: bytes, file: str = "model-1", said: str = "") -> list[Message]:
+    begin, answers = 0, []
+    for number, chunk in enumerate(chunks, start=1):
+        meta = {"folder": "step_4.tmp-w1-4", "file": file, "begin": begin, "last": number == len(chunks)}
+        answers.append(answer(store, rank, "put", chunk, **meta, digest=said or digest(b"".join(chunks))))
+        begin += len(chunk)
+    return answers
+
+
+def test_a_file_is_put_on_another_nodes_disk_in_chunks(tmp_path: Path) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    with stores_on(roots) as (store, _):
+        store.make_folders("r1")
+        answers = put(store, 1, b"0123", b"4567", b"89")
+        assert [message.meta["is_here"] for message in answers] == [False] * 3
+        put(store, 1, b"{}", file="hf/config.json")
+        prepare(store, 4)
+    assert tree(tmp_path) == ["a/step_4.claim-w1-4", "a/step_4/manifest.json"] + [
+        f"b/{name}" for name in ("step_4.claim-w1-4", "step_4/hf/config.json", "step_4/manifest.json", "step_4/model-1")
+    ]
+    assert (tmp_path / "b" / "step_4" / "model-1").read_bytes() == b"0123456789"
+
+
+def test_files_of_several_ranks_arrive_at_once(tmp_path: Path) -> None:
+    with stores_on([tmp_path / node for node in "abc"]) as stores:
+        stores[0].make_folders("r1")
+        texts = {1: [b"1" * 9, b"2" * 9] * 20, 2: [b"3" * 5, b"4" * 5] * 20}
+        threads = [
+            threading.Thread(target=put, args=(stores[rank], 0, *chunks), kwargs={"file": f"model-{rank}"})
+            for rank, chunks in texts.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for rank, chunks in texts.items():
+            assert (tmp_path / "a" / "step_4.tmp-w1-4" / f"model-{rank}").read_bytes() == b"".join(chunks)
+
+
+def test_other_bytes_than_were_sent_are_not_kept(tmp_path: Path) -> None:
+    with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, _):
+        store.make_folders("r1")
+        with pytest.raises(CheckpointError, match=r"/b/step_4\.tmp-w1-4/model-1: other bytes arrived than were sent"):
+            put(store, 1, b"0123", b"4567", said=digest(b"01234568"))
+        assert list((tmp_path / "b" / "step_4.tmp-w1-4").iterdir()) == []
+        put(store, 1, b"0123", b"4567")
+        assert (tmp_path / "b" / "step_4.tmp-w1-4" / "model-1").read_bytes() == b"01234567"
+
+
+def test_a_disk_that_both_nodes_see_has_the_file_already(tmp_path: Path) -> None:
+    write(tmp_path, "step_4.tmp-w1-4", **{"model-1": "01234567"})
+    with stores_on([tmp_path, tmp_path]) as (store, _):
+        (first,) = put(store, 1, b"XX")
+        assert first.meta["is_here"]
+    assert (tmp_path / "step_4.tmp-w1-4" / "model-1").read_text() == "01234567"
+
+
+def test_a_disk_that_is_gone_gets_no_files(tmp_path: Path) -> None:
+    """A new folder in the mount point would hide that the disk is not there."""
+    with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, _):
+        store.make_folders("r1")
+        (tmp_path / "b").rename(tmp_path / "unmounted")
+        with pytest.raises(CheckpointError, match=rf"{tmp_path}/b is gone: was it deleted, or its disk unmounted\?"):
+            put(store, 1, b"0123", b"4567")
+        assert not (tmp_path / "b").exists()
+
+
+def test_a_piece_behind_one_that_failed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several are under way when the first answer comes."""
+
+    def fail(handle: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    meta = {"folder": "step_4.tmp-w1-4", "file": "model-1", "digest": digest(b"012345678"), "last": False}
+    path = tmp_path / "b" / "step_4.tmp-w1-4" / "model-1"
+    with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, _):
+        store.make_folders("r1")
+        answer(store, 1, "put", b"012", **meta, begin=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", fail)
+            with pytest.raises(CheckpointError, match=rf"cannot write {path}\.part: No space left on device"):
+                answer(store, 1, "put", b"345", **meta, begin=3)
+        for last in (False, True):
+            with pytest.raises(CheckpointError, match=rf"^{path}: an earlier piece of it could not be written"):
+                answer(store, 1, "put", b"678", **meta | {"last": last}, begin=6)
+        assert not path.exists()
+        put(store, 1, b"012", b"345", b"678")
+        assert path.read_bytes() == b"012345678"
+
+
+def test_an_empty_file_is_put_too(tmp_path: Path) -> None:
+    with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, _):
+        store.make_folders("r1")
+        (only,) = put(store, 1, b"", file="hf/merges.txt")
+        assert not only.meta["is_here"]
+    assert (tmp_path / "b" / "step_4.tmp-w1-4" / "hf" / "merges.txt").read_bytes() == b""
+
+
+def test_nodes_expect_the_files_that_were_written_there(tmp_path: Path) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    with stores_on(roots) as (_, store):
+        store.make_folders("r1")
+        write(roots[0], "step_4.tmp-w1-4", **{"model-0": "1", "model-1": "22"})
+        write(roots[1], "step_4.tmp-w1-4", **{"model-1": "22"})
+        assert prepare(store, 4, expected=[{"model-0": 1, "model-1": 2}, {"model-1": 2}]) == [True, True]
+    assert all((root / "step_4" / "manifest.json").exists() for root in roots)
+
+
+@pytest.mark.parametrize("fault", ["gone", "cut", "grown", "all gone"])
+def test_a_step_with_a_file_that_is_gone_or_cut_gets_no_name(tmp_path: Path, fault: str) -> None:
+    """Another world of the same run name clears what it takes for leftovers."""
+    roots = [tmp_path / "a", tmp_path / "b"]
+    with stores_on(roots) as (store, _):
+        store.make_folders("r1")
+        write(roots[0], "step_4.tmp-w1-4", **{"model-0": "333"})
+        folder = write(roots[1], "step_4.tmp-w1-4", **{"model-1": "333", "model-2": "4444"})
+        path = folder / "model-2"
+        {
+            "gone": path.unlink,
+            "cut": lambda: path.write_text("444"),
+            "grown": lambda: path.write_text("44444"),
+            "all gone": lambda: folder.rename(roots[1] / "away"),
+        }[fault]()
+        named = folder / ("model-1" if fault == "all gone" else "model-2")
+        message = rf"^{named} was written and is gone: does another run of this name work in {roots[1]}\?"
+        with pytest.raises(CheckpointError, match=message):
+            prepare(store, 4, expected=[{"model-0": 3}, {"model-1": 3, "model-2": 4}])
+        assert not (roots[1] / "step_4").exists()
+        assert not (roots[1] / "step_4.claim-w1-4").exists()
+
+
+def test_files_of_the_step_that_is_to_be_replaced_are_not_those_expected(tmp_path: Path) -> None:
+    """Two worlds of one name: the other one has saved this step, with files of the same sizes, and cleared ours."""
+    with stores_on([tmp_path]) as (store,):
+        text = replace(MANIFEST, save_id="w2-4").to_json().decode()
+        theirs = write(tmp_path, "step_4", **{"model-0": "333", "manifest.json": text, "COMMITTED": ""})
+        with pytest.raises(CheckpointError, match=r"/step_4\.tmp-w1-4/model-0 was written and is gone"):
+            prepare(store, 4, expected=[{"model-0": 3}])
+        assert (theirs / "model-0").read_text() == "333"
+        assert (theirs / "COMMITTED").exists()
+
+
+def test_the_name_may_be_given_while_another_node_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one disk the folder gets its final name between two looks at it."""
+    stat = Path.stat
+    looked = []
+
+    def stat_and_rename(path: Path, **options: Any) -> os.stat_result:
+        found = stat(path, **options)
+        if path == tmp_path / "step_4.tmp-w1-4" / "model-1" and not looked:
+            looked.append(path)
+            os.mkdir(tmp_path / "step_4.claim-w1-4")
+            os.rename(tmp_path / "step_4.tmp-w1-4", tmp_path / "step_4")
+        return found
+
+    with stores_on([tmp_path]) as (store,):
+        write(tmp_path, "step_4.tmp-w1-4", **{"model-1": "22", "manifest.json": MANIFEST.to_json().decode()})
+        monkeypatch.setattr(Path, "stat", stat_and_rename)
+        assert prepare(store, 4, expected=[{"model-1": 2}]) == [False]
+        assert looked
+
+
+def test_of_nodes_on_one_disk_one_puts_the_step_in_place(tmp_path: Path) -> None:
+    """The other one finds its files under the final name, and has nothing left to do."""
+    with stores_on([tmp_path, tmp_path]) as (store, _):
+        write(tmp_path, "step_4.tmp-w1-4", **{"model-0": "1", "model-1": "22"})
+        claims, meta = [], {"folder": "step_4.tmp-w1-4", "expected": [{"model-0": 1}, {"model-1": 2}]}
+        for rank in (1, 0):
+            reply = answer(store, rank, "prepare", MANIFEST.to_json(), **meta, **save_ids(4, "w1-4"))
+            claims.append(reply.meta["claimed"])
+        assert claims == [True, False]
+        with pytest.raises(CheckpointError, match=r"/step_4\.tmp-w1-4/model-2 was written and is gone"):
+            prepare(store, 4, expected=[{"model-0": 1}, {"model-2": 2}])
+
+
+def test_a_step_counts_when_it_is_committed(tmp_path: Path) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    with stores_on(roots) as (store, _):
+        store.make_folders("r1")
+        write(roots[0], "step_4.tmp-w1-4", model="1")  # the second node has no actor, and no folder yet
+        prepare(store, 4)
+        committed = [
+            entry["committed"] for reply in store.ask_all("list", where="root") for entry in reply.meta["steps"]
+        ]
+        assert committed == [False, False]
+        commit(store, 4)
+        (entry,), (other,) = (reply.meta["steps"] for reply in store.ask_all("list", where="root"))
+    assert (entry["step"], entry["committed"], entry["save_id"]) == (4, True, "w1-4")
+    assert (other["step"], other["committed"], other["save_id"]) == (4, True, "w1-4")
+    assert tree(tmp_path) == [
+        "a/step_4/COMMITTED",
+        "a/step_4/manifest.json",
+        "a/step_4/model",
+        "b/step_4/COMMITTED",
+        "b/step_4/manifest.json",
+    ]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_that_was_never_committed_is_replaced(tmp_path: Path, shared: bool) -> None:
+    roots = [tmp_path / "a", tmp_path / ("a" if shared else "b")]
+    for root in roots:
+        write(root, "step_4", old="1", **{"manifest.json": "of a killed save"})
+    with stores_on(roots) as (store, _):
+        store.make_folders("r1")
+        for root in roots:
+            write(root, "step_4.tmp-w1-4", model="2")
+        prepare(store, 4)
+        commit(store, 4)
+    for root in roots:
+        assert tree(root) == ["step_4/COMMITTED", "step_4/manifest.json", "step_4/model"]
+        assert (root / "step_4" / "model").read_text() == "2"
+        assert Manifest.from_json((root / "step_4" / "manifest.json").read_bytes(), "").save_id == "w1-4"
+
+
+def test_steps_that_are_not_kept_are_removed(tmp_path: Path) -> None:
+    with stores_on([tmp_path]) as (store,):
+        for step in (2, 4, 6, 20):
+            write(tmp_path, f"step_{step}.tmp-w1-{step}", model="1")
+            prepare(store, step)
+            commit(store, step)
+        store.ask_all("remove", steps=[2, 6, 18], **save_ids(20, "w1-20"))
+    assert tree(tmp_path) == [
+        f"step_{step}/{name}" for step in (20, 4) for name in ("COMMITTED", "manifest.json", "model")
+    ]
+
+
+def test_a_node_that_did_not_place_the_step_neither_commits_nor_removes(tmp_path: Path) -> None:
+    """Two nodes on one disk: the second would work on what the first has already replaced."""
+    with stores_on([tmp_path, tmp_path]) as (store, _):
+        write(tmp_path, "step_2", model="1")
+        text = MANIFEST.to_json()
+        for rank in (0, 1):
+            answer(
+                store,
+                rank,
+                "prepare",
+                text,
+                folder="step_4.tmp-w1-4",
+                expected=[{}, {}],
+                **save_ids(4, "w1-4"),
+            )
+        answer(store, 1, "commit", **save_ids(4, "w1-4"))
+        answer(store, 1, "remove", steps=[2], **save_ids(4, "w1-4"))
+        assert tree(tmp_path) == ["step_2/model", "step_4.claim-w1-4", "step_4/manifest.json"]
+        answer(store, 0, "commit", **save_ids(4, "w1-4"))
+        answer(store, 0, "remove", steps=[2], **save_ids(4, "w1-4"))
+        assert tree(tmp_path) == ["step_4/COMMITTED", "step_4/manifest.json"]
+
+
+def test_nodes_on_one_disk_lose_nothing(tmp_path: Path) -> None:
+    """Forty saves by three nodes, two of which share a disk."""
+    shared, private = tmp_path / "shared", tmp_path / "private"
+    roots = [shared, shared, private]
+    with stores_on(roots) as stores:
+        stores[0].make_folders("r1")
+        for step in range(1, 41):
+            start = threading.Barrier(len(roots))
+
+            def write_own(rank: int, step: int = step, start: threading.Barrier = start) -> None:
+                start.wait(timeout=10)
+                write(roots[rank], f"step_{step}.tmp-w1-{step}", **{f"model-{rank}": f"{step} of {rank}"})
+
+            threads = [threading.Thread(target=write_own, args=(rank,)) for rank in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if step % 5 == 0:
+                write(shared, f"step_{step}", left_by="a killed save")
+            expected = [{f"model-{rank}": len(f"{step} of {rank}")} for rank in range(3)]
+            claimed = prepare(stores[step % 3], step, expected=expected)
+            assert (sum(claimed[:2]), claimed[2]) == (1, True)
+            commit(stores[step % 3], step)
+            stores[step % 3].ask_all("remove", steps=[step - 1], **save_ids(step, f"w1-{step}"))
+            assert tree(shared) == [
+                f"step_{step}/{name}" for name in ("COMMITTED", "manifest.json", "model-0", "model-1")
+            ]
+            assert tree(private) == [f"step_{step}/{name}" for name in ("COMMITTED", "manifest.json", "model-2")]
+            assert [(shared / f"step_{step}" / f"model-{rank}").read_text() for rank in (0, 1)] == [
+                f"{step} of 0",
+                f"{step} of 1",
+            ]
+
+
+def test_nodes_on_one_disk_clear_set_aside_and_confirm_together(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    with stores_on([root, root, root]) as stores:
+        for number in range(40):
+            store = stores[number % 3]
+            for left in range(6):
+                write(root, f"step_{left}.tmp-w0-{left}", a="1", b="2")
+            folder = write(root, "step_4", **{"manifest.json": MANIFEST.to_json().decode(), "model": str(number)})
+            store.make_folders("r1")
+            store.ask_all("confirm", folder=str(folder), save_id="w1-4")
+            assert tree(root) == ["step_4/COMMITTED", "step_4/manifest.json", "step_4/model"]
+            store.ask_all("set aside", suffix=f"old{number}")
+            assert not root.exists()
+            assert (tmp_path / f"checkpoints.old{number}" / "step_4" / "model").read_text() == str(number)
+
+
+def test_what_is_set_aside_is_not_lost(tmp_path: Path) -> None:
+    roots = [tmp_path / node / "checkpoints" for node in "ab"]
+    write(roots[0], "step_4", model="1")  # the second node has none
+    with stores_on(roots) as (store, _):
+        store.ask_all("set aside", suffix="20260101-000000")
+    assert tree(tmp_path) == ["a/checkpoints.20260101-000000/step_4/model"]
+
+
+def test_a_step_that_was_committed_elsewhere_is_confirmed(tmp_path: Path) -> None:
+    with stores_on([tmp_path]) as (store,):
+        text = MANIFEST.to_json().decode()
+        here = write(tmp_path, "step_4", **{"manifest.json": text})
+        of_another_save = write(tmp_path, "step_5", **{"manifest.json": text.replace("w1-4", "w0-4")})
+        without_manifest = write(tmp_path, "step_6", model="1")
+        torn = write(tmp_path, "step_7", **{"manifest.json": text[:40]})
+        for folder in (here, here, of_another_save, without_manifest, torn, tmp_path / "step_8"):
+            answer(store, 0, "confirm", folder=str(folder), save_id="w1-4")
+    assert tree(tmp_path) == [
+        "step_4/COMMITTED",
+        "step_4/manifest.json",
+        "step_5/manifest.json",
+        "step_6/model",
+        "step_7/manifest.json",
+    ]
+
+
+def test_a_disk_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    with stores_on([root]) as (store,):
+        store.make_folders("r1")
+        root.rename(tmp_path / "unmounted")
+        with pytest.raises(CheckpointError, match=rf"{root} is gone: was it deleted, or its disk unmounted\?"):
+            prepare(store, 4)
+        (tmp_path / "unmounted").rename(root)
+        prepare(store, 4)
+        root.rename(tmp_path / "unmounted")
+        with pytest.raises(CheckpointError, match=rf"cannot write {root}/step_4/COMMITTED: No such file or directory"):
+            commit(store, 4)
+        assert not root.exists()
+
+
+def test_a_disk_that_fails_while_a_step_is_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The claim stays, so that no second node tries what the first could not."""
+    root = tmp_path / "checkpoints"
+    with stores_on([root, root]) as (store, _), monkeypatch.context() as patch:
+        store.make_folders("r1")
+        write(root, "step_4.tmp-w1-4", model="1")
+
+        def fail(handle: int) -> None:
+            raise OSError(5, "Input/output error")
+
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            prepare(store, 4)
+        time.sleep(0.05)
+        assert not (root / "step_4").exists()
+        assert (root / "step_4.tmp-w1-4" / "model").read_text() == "1"
