@@ -1,26 +1,27 @@
-"""Messages between ranks: small commands and packed payloads over plain TCP, beside torch.distributed.
+"""Messages between ranks: typed dataclasses and packed payloads over plain TCP, beside torch.distributed.
 
-    sender's thread --send--> socket --> receiver's I/O thread --> handler(kind), or the inbox --receive--> main thread
+    sender's thread --send--> socket --> receiver's I/O thread --> handler, or the inbox --receive--> main thread
 
-Why not c10d: a gloo send blocks until the other side enters the matching receive and cannot be polled, so an engine
-would stop for a busy actor, and a rank would wait for work inside a c10d call. Here the I/O thread always drains, a
-sender waits for the kernel alone, and the end of a peer's process closes its connection, which is noticed at once.
+Why not c10d: a gloo send blocks until the other side enters the matching receive, and it cannot be polled. An engine
+would stop for a busy actor, and a rank would wait for work inside a c10d call. Here the I/O thread always reads, and a
+sender waits for the kernel alone. When a process ends, its connections close, and its peers notice at once.
 
-A frame is a fixed prefix, a JSON header and raw bytes; nothing is unpickled. A connection opens with the run's token,
-which travels through the rendezvous store, so that a stranger's connection is dropped.
+A frame holds the name of the message class, its fields in msgpack, and raw bytes; nothing is unpickled. A connection
+opens with the run's token, which ranks get from the rendezvous store. Connections without it are dropped.
 """
 
-import json
 import selectors
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
 
 from rl.watch.heart import HEART
 
@@ -32,12 +33,66 @@ SEND_TIMEOUT_S = 60.0
 SILENCE_S = 16
 
 
-@dataclass(frozen=True)
 class Message:
+    """Base class of everything that ranks send. Subclasses are frozen dataclasses; the class name is the kind."""
+
     source: int
     kind: str
     meta: dict[str, Any]
+    payload: bytes | bytearray
+
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class Hello(Message):
+    """Open a connection."""
+
+    token: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Letter(Generic[M]):
+    """A message that arrived, with its sender and its raw bytes."""
+
+    source: int
+    message: M
     payload: bytes | bytearray = b""
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return self.message.meta
+
+    @property
+    def kind(self) -> str:
+        return self.message.kind
+
+
+class Plain(Message):
+    def __init__(self, kind: str, meta: dict[str, Any]):
+        self.kind, self.meta = kind, meta
+
+
+@dataclass(frozen=True)
+class _Undecoded:
+    """A message that arrived, and whose fields nobody has asked for."""
+
+    source: int
+    kind: str
+    fields: msgspec.Raw | Message  # the message itself where a rank wrote to itself
+    payload: bytes | bytearray
+
+    def decode(self, kind: type[M] | str) -> Letter[M]:
+        if isinstance(self.fields, Message):
+            return Letter(self.source, self.fields, self.payload)  # type: ignore[arg-type]
+        try:
+            if isinstance(kind, str):
+                return Letter(self.source, Plain(kind, msgspec.msgpack.decode(self.fields)), self.payload)  # type: ignore[arg-type]
+            return Letter(self.source, msgspec.msgpack.decode(self.fields, type=kind), self.payload)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"rank {self.source} sent a {self.kind} that cannot be read: {error}") from error
 
 
 class PeerLost(ConnectionError):
@@ -45,15 +100,15 @@ class PeerLost(ConnectionError):
 
 
 class Mail:
-    """One rank's mailbox. `on` registers what the I/O thread does at once; everything else waits for `receive`."""
+    """One rank's mailbox. The I/O thread handles the kinds given to `on` at once; the others wait for `receive`."""
 
     def __init__(self, rank: int, host: str, token: str):
         self.rank = rank
         self.token = token
-        self._inbox: deque[Message] = deque()
-        self._arrived = threading.Condition()
+        self._inbox: deque[_Undecoded] = deque()
+        self._arrived = threading.Condition(threading.RLock())
         self._failure: BaseException | None = None
-        self._handlers: dict[str, Callable[[Message], None]] = {}
+        self._handlers: dict[str, Callable[[_Undecoded], None]] = {}
         self._addresses: dict[int, tuple[str, int]] = {}
         self._outgoing: dict[int, socket.socket] = {}
         self._gone: set[int] = set()
@@ -70,34 +125,46 @@ class Mail:
         self._thread = threading.Thread(target=self._serve, name="mail", daemon=True)
         self._thread.start()
 
-    def on(self, kind: str, handler: Callable[[Message], None]) -> None:
-        """Messages of this kind are handled in the I/O thread, also while the main thread is busy."""
+    def on(self, kind: Any, handler: Callable[[Any], Any]) -> None:
+        """Handle messages of this kind in the I/O thread, also while the main thread is busy."""
+        name = _name(kind)
         with self._arrived:
-            self._handlers[kind] = handler
-            early = [message for message in self._inbox if message.kind == kind]
-            self._inbox = deque(message for message in self._inbox if message.kind != kind)
-        for message in early:
-            handler(message)
+            self._handlers[name] = lambda arrived: handler(arrived.decode(kind))
+            early = [arrived for arrived in self._inbox if arrived.kind == name]
+            self._inbox = deque(arrived for arrived in self._inbox if arrived.kind != name)
+        for arrived in early:
+            self._handlers[name](arrived)
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
-        """Called in the I/O thread with the rank of a peer whose connection ended."""
+        """Call the handler in the I/O thread with the rank of a peer whose connection ended."""
         self._on_lost = handler
 
     def watch(self, source: socket.socket, handler: Callable[[socket.socket], None]) -> None:
-        """Lets the I/O thread also serve another socket."""
+        """Let the I/O thread serve another socket too."""
         self._selector.register(source, selectors.EVENT_READ, lambda: handler(source))
 
     def learn(self, addresses: dict[int, tuple[str, int]]) -> None:
         self._addresses.update(addresses)
 
     def send(
-        self, rank: int, kind: str, meta: dict[str, Any] | None = None, payload: bytes | bytearray | memoryview = b""
+        self,
+        rank: int,
+        message: Message | str,
+        meta: dict[str, Any] | None = None,
+        payload: bytes | bytearray | memoryview = b"",
     ) -> None:
-        """Delivers in order per pair of ranks. Raises PeerLost when the other side does not take it in time."""
+        """Send a message. Messages of a pair of ranks arrive in order.
+
+        Raise PeerLost when the other side does not accept it in time.
+        """
+        if isinstance(message, str):
+            kind, body = message, cast(Message, Plain(message, meta or {}))
+        else:
+            kind, body = _name(type(message)), message
         if rank == self.rank:
-            self._deliver(Message(rank, kind, meta or {}, bytes(payload)))
+            self._deliver(_Undecoded(rank, kind, body, bytes(payload)))
             return
-        header = json.dumps([kind, meta or {}]).encode()
+        header = _encode(kind, body)
         with self._lock:
             lock = self._send_locks.setdefault(rank, threading.Lock())
         with lock:
@@ -114,26 +181,39 @@ class Mail:
                     f"could not send {kind!r} to rank {rank} at {self._addresses.get(rank)}: {error}"
                 ) from error
 
-    def receive(self, *kinds: str, timeout_s: float | None = None) -> Message | None:
-        """The oldest message of these kinds; None after `timeout_s`. Without a limit it waits as long as the world
-        lives."""
+    def receive(self, *kinds: Any, timeout_s: float | None = None) -> Any:
+        """Wait for the oldest message of these kinds, as long as the world lives."""
+        letter = self._take(kinds, timeout_s)
+        return letter
+
+    def receive_within(self, timeout_s: float, *kinds: type[M] | str) -> Letter[M] | None:
+        """Wait for the oldest message of these kinds; return None after the timeout."""
+        return self._take(kinds, timeout_s)
+
+    def check(self) -> None:
+        """Raise the error that ended the world, if one did."""
+        with self._arrived:
+            if self._failure is not None:
+                raise self._failure
+
+    def _take(self, kinds: Sequence[type[M] | str], timeout_s: float | None) -> Letter[M] | None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        by_name = {_name(kind): kind for kind in kinds}
         with self._arrived:
             while True:
-                if self._failure is not None:
-                    raise self._failure
-                for index, message in enumerate(self._inbox):
-                    if message.kind in kinds:
+                self.check()
+                for index, arrived in enumerate(self._inbox):
+                    if arrived.kind in by_name:
                         del self._inbox[index]
-                        return message
+                        return arrived.decode(by_name[arrived.kind])
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return None
-                with waiting(" or ".join(kinds) or "the others"):
+                with waiting(" or ".join(by_name) or "the others"):
                     self._arrived.wait(left)
 
     def fail(self, error: BaseException) -> None:
-        """From now on `receive` raises this."""
+        """Make `receive` and `check` raise this error from now on."""
         with self._arrived:
             self._failure = self._failure or error
             self._arrived.notify_all()
@@ -150,21 +230,21 @@ class Mail:
         _notice_silence(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(SEND_TIMEOUT_S)
-        hello = json.dumps(["hello", {"token": self.token, "rank": self.rank}]).encode()
+        hello = _encode(_name(Hello), Hello(self.token, self.rank))
         connection.sendall(PREFIX.pack(MAGIC, len(hello), 0) + hello)
         self._outgoing[rank] = connection
         # Nobody answers on this connection: it becomes readable only when the peer is gone.
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._drop(connection, rank))
         return connection
 
-    def _deliver(self, message: Message) -> None:
+    def _deliver(self, arrived: _Undecoded) -> None:
         with self._arrived:
-            handler = self._handlers.get(message.kind)
+            handler = self._handlers.get(arrived.kind)
             if handler is None:
-                self._inbox.append(message)
+                self._inbox.append(arrived)
                 self._arrived.notify_all()
                 return
-        handler(message)
+        handler(arrived)
 
     def _serve(self) -> None:
         while not self._closing:
@@ -174,9 +254,7 @@ class Mail:
                     return
                 try:
                     selected.data()
-                except (
-                    Exception
-                ) as error:  # a handler's failure must reach the main thread, and the thread must live on
+                except Exception as error:  # must reach the main thread, and this thread must live on
                     self.fail(error)
 
     def _accept(self) -> None:
@@ -194,7 +272,7 @@ class Mail:
         while True:
             try:
                 message = next(messages, None)
-            except (OSError, ValueError):
+            except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
                 return self._drop(inbound.connection, inbound.source)
             if message is None:
                 return None
@@ -230,6 +308,14 @@ def _notice_silence(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
 
 
+def _name(kind: type[Message] | str) -> str:
+    return kind if isinstance(kind, str) else kind.__name__
+
+
+def _encode(kind: str, message: Message) -> bytes:
+    return msgspec.msgpack.encode((kind, message.meta if isinstance(message, Plain) else message))
+
+
 class _Inbound:
     """Assembles frames from a connection that must not block."""
 
@@ -239,9 +325,9 @@ class _Inbound:
         self._token = token
         self._part, self._filled = bytearray(PREFIX.size), 0
         self._lengths: tuple[int, int] | None = None
-        self._header: list | None = None
+        self._header: tuple[str, msgspec.Raw] | None = None
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[_Undecoded]:
         while True:
             try:
                 count = self.connection.recv_into(memoryview(self._part)[self._filled :])
@@ -255,7 +341,7 @@ class _Inbound:
                 if message is not None:
                     yield message
 
-    def _advance(self) -> Message | None:
+    def _advance(self) -> _Undecoded | None:
         part = self._part
         if self._lengths is None:
             magic, header_bytes, payload_bytes = PREFIX.unpack(part)
@@ -265,22 +351,21 @@ class _Inbound:
             self._expect(header_bytes)
             return None
         if self._header is None:
-            self._header = json.loads(part)
-            if not isinstance(self._header, list) or len(self._header) != 2:
-                raise ValueError("not one of our headers")
+            self._header = msgspec.msgpack.decode(part, type=tuple[str, msgspec.Raw])
             self._expect(self._lengths[1])
             if self._lengths[1]:
                 return None
             part = self._part
-        kind, meta = self._header
+        kind, fields = self._header
         self._lengths = self._header = None
         self._expect(PREFIX.size)
         if self.source is None:
-            if kind != "hello" or not isinstance(meta, dict) or meta.get("token") != self._token:
+            hello = msgspec.msgpack.decode(fields, type=Hello)
+            if kind != _name(Hello) or hello.token != self._token:
                 raise ValueError("a connection without the run's token")
-            self.source = meta["rank"]
+            self.source = hello.rank
             return None
-        return Message(self.source, kind, meta, part)
+        return _Undecoded(self.source, kind, fields, part)
 
     def _expect(self, num_bytes: int) -> None:
         self._part, self._filled = bytearray(num_bytes), 0
