@@ -32,6 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.checks.net import CONNECT_S, is_own, listen, reason
+from rl.watch.text import count_of
 
 READY, NOT_READY, UNDER_WAY = 0, 1, 3
 DEFAULT_WAIT_S = 300.0
@@ -60,7 +61,7 @@ class Roll:
         """What is wrong with it; empty: nothing."""
         key = name if rank is None else rank
         if rank is not None and rank >= self.max_nodes:
-            return f"got node rank {rank} in a launch of {self.max_nodes} nodes; ranks count from 0"
+            return f"got node rank {rank} in a launch of {count_of(self.max_nodes, 'node')}; ranks count from 0"
         if self.here.get(key, name) != name:
             return f"node {rank} is {self.here[key]} already, and so says {name}; give each a rank of its own"
         self.here[key] = name

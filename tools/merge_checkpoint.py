@@ -33,10 +33,10 @@ from rl.export.find import Checkpoint, NotFound, describe, find_checkpoint, is_m
 from rl.export.gather import Gatherer
 from rl.export.layout import Output, index_of, lay_out, read_tensors
 from rl.export.places import Folder, Place, Ssh
-from rl.export.sizes import parse_size, size_text
 from rl.export.upload import Hub
 from rl.export.work import Work, left_in, read_record
 from rl.export.write import Merger, Progress, Sources, Spoilt
+from rl.watch.text import count_of, format_bytes, parse_bytes
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 INTERRUPTED = 130
@@ -92,7 +92,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def size_argument(text: str) -> int:
     try:
-        return parse_size(text)
+        return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -188,9 +188,13 @@ def announce(work: Work, checkpoint: Checkpoint, outputs: Sequence[Output], hub:
         hosts = sorted({holder.name for file in elsewhere for holder in checkpoint.holders(file.name)[:1]})
         if elsewhere:
             num_bytes = sum(file.num_bytes for file in elsewhere)
-            print(f"would gather {num_files(len(elsewhere))}, {size_text(num_bytes)}, from {', '.join(hosts)}")
+            print(
+                f"would gather {count_of(len(elsewhere), 'file')}, {format_bytes(num_bytes)}, from {', '.join(hosts)}"
+            )
         needed = work.missing_bytes(outputs, elsewhere)
-        print(f"would merge into {work.output}: {num_files(len(outputs))}, {size_text(needed)} to write in all")
+        print(
+            f"would merge into {work.output}: {count_of(len(outputs), 'file')}, {format_bytes(needed)} to write in all"
+        )
         work.check_space(needed)
     if hub is not None:
         print(f"would upload to {hub.check()}")
@@ -222,7 +226,7 @@ def merge(
     work.publish()
     num_bytes = sum(output.num_bytes for output in outputs)
     proof = "digests not checked" if args.no_verify else "every slice has the digest that it was saved with"
-    print(f"{work.output}: {num_files(len(outputs))}, {size_text(num_bytes)}; {proof}", flush=True)
+    print(f"{work.output}: {count_of(len(outputs), 'file')}, {format_bytes(num_bytes)}; {proof}", flush=True)
 
 
 def open_files(sources: Sources, checkpoint: Checkpoint) -> None:
@@ -296,10 +300,6 @@ def verify_logits(output: Path, checkpoint: Checkpoint, dtype: str | None) -> No
         )
     difference = compare_logits(output, data, checkpoint.trained_in, dtype or checkpoint.trained_in)
     print(f"logits equal those of the policy at the save: relative difference {difference:.2g}", flush=True)
-
-
-def num_files(count: int) -> str:
-    return f"{count} file{'s' if count != 1 else ''}"
 
 
 def say(text: str) -> None:

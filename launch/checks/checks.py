@@ -6,7 +6,7 @@ from typing import Any
 
 from launch.checks.links import Link, describe_slow, show_rate, slow_links, usual_rate
 from launch.checks.table import FAILED, WARNING, Findings, Names, Row
-from rl.export.sizes import size_text
+from rl.watch.text import count_of, format_bytes
 
 HARMLESS = ("python", "driver")  # a difference is told, and is no reason to stop
 CLOCK_LIMIT_S = 1.0
@@ -74,10 +74,11 @@ def check_gpus(
             found.add(FAILED, f"{name} has none that torch can use, and others have: {lead.get('hidden', 'no device')}")
         elif count < num_local and not share_gpu:
             found.add(
-                FAILED, f"{name} shows {count} to {num_local} ranks; give --nproc {count}, or look for lost cards"
+                FAILED,
+                f"{name} shows {count} to {count_of(num_local, 'rank')}; give --nproc {count}, or look for lost cards",
             )
         elif count > num_local and not share_gpu:
-            found.add(WARNING, f"{name} shows {count} to {num_local} ranks: {count - num_local} stay idle")
+            found.add(WARNING, f"{name} shows {count} to {count_of(num_local, 'rank')}: {count - num_local} stay idle")
     for rank, gpu in enumerate(gpus):
         if "error" in gpu:
             where = f"GPU {gpu['index']} of {names.one(rank // num_local)}"
@@ -87,7 +88,7 @@ def check_gpus(
         is_busy = used > CONTEXT_BYTES + BUSY_GPU * gpu.get("total", 0)
         if is_busy or (by and used > CONTEXT_BYTES):
             where = f"GPU {gpu['index']} of {names.one(rank // num_local)}"
-            text = f"{where} has {size_text(used)} of {size_text(gpu['total'])} in use"
+            text = f"{where} has {format_bytes(used)} of {format_bytes(gpu['total'])} in use"
             text += f" (processes there: {'; '.join(by)})" if by else ""
             found.add(FAILED if is_busy else WARNING, f"{text}; end what uses it")
     majority, odd = odd_ones({node: lead.get("name", "none") for node, lead in enumerate(leads)})
@@ -172,10 +173,12 @@ def check_folder(
             found.add(FAILED, f"{where} cannot be written to: {folder['error']}; mend it, or give another run.dir")
         elif free < one + LOG_BYTES:
             what = "a checkpoint and logs take" if one else "logs take"
-            text = f"{where} has {size_text(free)} left, and {what} {size_text(one + LOG_BYTES)}"
+            text = f"{where} has {format_bytes(free)} left, and {what} {format_bytes(one + LOG_BYTES)}"
             found.add(FAILED, f"{text}; make room, or give another run.dir")
         elif free < num_kept * one + LOG_BYTES:
-            text = f"{where} has {size_text(free)} left, and {num_kept} checkpoints take {size_text(num_kept * one)}"
+            text = (
+                f"{where} has {format_bytes(free)} left, and {num_kept} checkpoints take {format_bytes(num_kept * one)}"
+            )
             found.add(WARNING, f"{text}; make room, or lower checkpoint.keep_last")
     kind = "on this node" if len(names) == 1 else "shared by all nodes"
     if len(groups) > 1:
@@ -184,8 +187,8 @@ def check_folder(
             parts = "; ".join(names.many(group) for group in groups)
             found.add(WARNING, f"some nodes share it and some do not: {parts}; give one run.dir that all see, or none")
     least = min(folder.get("free", 0) for folder in folders)
-    size = f", a checkpoint takes {size_text(sum(checkpoint.values()))}" if checkpoint else ""
-    return found.row("run folder", f"{kind}, {size_text(least)} free{size}")
+    size = f", a checkpoint takes {format_bytes(sum(checkpoint.values()))}" if checkpoint else ""
+    return found.row("run folder", f"{kind}, {format_bytes(least)} free{size}")
 
 
 def check_memory(facts: Sequence[Mapping[str, Any]], need: Sequence[int] | None, has_gpus: bool, names: Names) -> Row:
@@ -195,18 +198,16 @@ def check_memory(facts: Sequence[Mapping[str, Any]], need: Sequence[int] | None,
         memory, shared, name = fact["memory"], fact["shared_memory"], names.one(node)
         wanted = need[node] if need is not None else 0
         if wanted > memory["available"]:
-            text = f"{name} has {size_text(memory['available'])} of {size_text(memory['total'])} available"
-            text += f", and its ranks take at least {size_text(wanted)}; start fewer ranks, or end what uses it"
+            text = f"{name} has {format_bytes(memory['available'])} of {format_bytes(memory['total'])} available"
+            text += f", and its ranks take at least {format_bytes(wanted)}; start fewer ranks, or end what uses it"
             found.add(FAILED if wanted > memory["total"] else WARNING, text)
         if shared["error"]:
             found.add(FAILED, f"{name}: {shared['error']}; mount a tmpfs at /dev/shm")
         elif has_gpus and shared["total"] < SHARED_MEMORY_MIN:
-            text = (
-                f"{name} has {size_text(shared['total'])} of /dev/shm, which NCCL and engines use; give its container"
-            )
-            found.add(WARNING, f"{text} --ipc host, or --shm-size {SHARED_MEMORY_MIN >> 30}g or more")
+            text = f"{name} has {format_bytes(shared['total'])} of /dev/shm, which NCCL and engines use; give its"
+            found.add(WARNING, f"{text} container --ipc host, or --shm-size {SHARED_MEMORY_MIN >> 30}g or more")
     least = min(fact["memory"]["available"] for fact in facts)
     shm = min(fact["shared_memory"].get("free", 0) for fact in facts)
-    text = f"{size_text(least)} available, /dev/shm {size_text(shm)} free"
-    text += f"; the ranks of a node take at least {size_text(max(need))}" if need else ""
+    text = f"{format_bytes(least)} available, /dev/shm {format_bytes(shm)} free"
+    text += f"; the ranks of a node take at least {format_bytes(max(need))}" if need else ""
     return found.row("host memory", text)

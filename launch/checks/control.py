@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.checks.net import CONNECT_S
-from rl.watch.culprit import show_ranks
 from rl.watch.lines import Lines
+from rl.watch.text import format_ranks
 
 Calls = Mapping[str, Callable[..., Any]]
 
@@ -46,7 +46,7 @@ class Hub:
             if left < 0:
                 missing = sorted(set(range(self._size)) - self._lines.keys())
                 raise Unanswered(
-                    f"{show_ranks(missing)} did not reach rank 0 on {socket.gethostname()} within {timeout_s:g} s; "
+                    f"{format_ranks(missing)} did not reach rank 0 on {socket.gethostname()} within {timeout_s:g} s; "
                     "what they print says why: every node must reach every other on any TCP port"
                 )
             for ready in select.select([self._server, *[lines.connection for lines in strangers]], [], [], left)[0]:
@@ -109,7 +109,7 @@ class Hub:
     def _who(self, ranks: list[int]) -> str:
         hosts = ", ".join(dict.fromkeys(self._hosts.get(rank, "?") for rank in ranks))
         last = {self._notes[rank] for rank in ranks if rank in self._notes}
-        return f"{show_ranks(ranks)} on {hosts}" + (f", last at {', '.join(sorted(last))}," if last else "")
+        return f"{format_ranks(ranks)} on {hosts}" + (f", last at {', '.join(sorted(last))}," if last else "")
 
     def end(self, code: int, text: str, is_whole: bool) -> None:
         """Every other rank ends. One prints: that of the head which said that it would, where it lives, else this."""

@@ -7,10 +7,9 @@ from typing import Any
 from launch.checks.memory import Need, checkpoint_bytes, estimate, num_kept, on_cpu
 from launch.checks.table import FAILED, OK, WARNING, Findings, Row
 from rl.config.schema import Config, ConfigError
-from rl.export.sizes import size_text
 from rl.model.shape import check_model, count_parameters, local_folder
 from rl.placement.roles import Placement, plan
-from rl.watch.culprit import show_ranks
+from rl.watch.text import format_bytes, format_ranks
 
 ROOM = 0.1  # of a GPU, for activations
 
@@ -75,19 +74,22 @@ def check_placement(
 
 
 def _check_role(need: Need, config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    who = f"{','.join(need.roles)} ({show_ranks(need.ranks)})"
+    who = f"{','.join(need.roles)} ({format_ranks(need.ranks)})"
     parts = {"learner": need.learner, "engine's weights": need.engine}
-    shown = ", ".join(f"{size_text(size)} {name}" for name, size in parts.items() if size)
+    shown = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size)
     card = min((gpus[rank].get("total", 0) for rank in need.ranks), default=0)
     if not card or config.debug.share_gpu:
-        return OK, f"{who}: each at least {size_text(on_cpu(need, config))} of host memory ({shown})"
+        return OK, f"{who}: each at least {format_bytes(on_cpu(need, config))} of host memory ({shown})"
     share = int(config.rollout.gpu_memory_fraction * card)
     worst_moment = need.on_device(share)
-    text = f"{who}: each {shown}, and {size_text(need.host)} of host memory; its GPU has {size_text(card)}"
+    text = f"{who}: each {shown}, and {format_bytes(need.host)} of host memory; its GPU has {format_bytes(card)}"
     if need.engine > share:
-        return FAILED, f"{text}, of which the engine may fill {size_text(share)}; raise rollout.tensor_parallel_size"
+        return FAILED, f"{text}, of which the engine may fill {format_bytes(share)}; raise rollout.tensor_parallel_size"
     if worst_moment > card:
-        return FAILED, f"{text}, and {size_text(worst_moment)} would be in use at once; {_remedy(need, config, card)}"
+        return (
+            FAILED,
+            f"{text}, and {format_bytes(worst_moment)} would be in use at once; {_remedy(need, config, card)}",
+        )
     limit = int((1 - ROOM) * card)
     if need.learner and max(need.learner, worst_moment if need.resting < need.learner else 0) > limit:
         return WARNING, f"{text}: little is left for activations; {_remedy(need, config, limit)}"

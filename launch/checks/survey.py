@@ -11,8 +11,9 @@ from launch.checks import checks
 from launch.checks.control import Hub, Unanswered, every
 from launch.checks.links import Link, rounds, slow_links
 from launch.checks.needs import Needs, check_placement
-from launch.checks.table import FAILED, OK, WARNING, Names, Row, count_of
+from launch.checks.table import FAILED, OK, WARNING, Names, Row
 from rl.config.schema import Config, ConfigError
+from rl.watch.text import count_of
 
 DESCRIBE_S = 25.0  # torch is imported for it where there are GPUs
 ANSWER_S = 8.0
@@ -39,8 +40,8 @@ class Survey:
             raise ConfigError(errors[0])
         if [rank for rank, about in sorted(told.items()) if "versions" in about] != self._leads:
             raise ConfigError(
-                f"got {len(told)} ranks, {self._num_local} of them on the node of rank 0; all nodes need equally many: "
-                "give the same --nproc-per-node on each"
+                f"got {count_of(len(told), 'rank')}, {self._num_local} of them on the node of rank 0; all nodes "
+                "need equally many: give the same --nproc-per-node on each"
             )
         self._about = [told[lead] for lead in self._leads]
         numbers = [about["number"] for about in self._about]

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rl.watch.text import count_of
+
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
 
 
@@ -68,12 +70,9 @@ def verdict(rows: Sequence[Row], num_nodes: int, num_ranks: int, seconds: float)
     """One line."""
     problems = [row for row in rows if row.state == FAILED]
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        return f"preflight: {count}: " + "; ".join(f"{row.name}: {row.result}" for row in problems)
+        return f"preflight: {count_of(len(problems), 'problem')}: " + "; ".join(
+            f"{row.name}: {row.result}" for row in problems
+        )
     warned = sum(row.state == WARNING for row in rows)
     text = f"preflight: ready, {count_of(num_nodes, 'node')}, {count_of(num_ranks, 'rank')}, {seconds:.1f} s"
     return text + (f", {count_of(warned, 'warning')}" if warned else "")
-
-
-def count_of(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -18,6 +18,7 @@ import xxhash
 
 from rl.checkpoint.manifest import FORMAT, ITEM_BYTES, CheckpointError, File, Slice
 from rl.watch.heart import HEART
+from rl.watch.text import format_bytes
 
 CHUNK_BYTES = 16 << 20
 # So that a slow disk is seen to get on: a sync at the end alone could take longer than silence may.
@@ -133,7 +134,7 @@ def cannot_write(path: Path, error: OSError) -> CheckpointError:
     try:
         folder = next(parent for parent in path.parents if parent.exists())
         space = os.statvfs(folder)
-        left = f"{folder} has {space.f_bavail * space.f_frsize / 1e6:.0f} MB left"
+        left = f"{folder} has {format_bytes(space.f_bavail * space.f_frsize)} left"
     except OSError as failure:
         left = f"its folder cannot be read either: {failure.strerror}"
     return CheckpointError(

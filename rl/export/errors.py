@@ -4,7 +4,7 @@ import errno
 import shutil
 from pathlib import Path
 
-from rl.export.sizes import size_text
+from rl.watch.text import format_bytes
 
 
 class MergeError(RuntimeError):
@@ -13,7 +13,7 @@ class MergeError(RuntimeError):
 
 def cannot_write(path: Path, error: OSError) -> MergeError:
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    mend = f"free space ({size_text(free_bytes(path))} are left there)" if is_full else "mend that"
+    mend = f"free space ({format_bytes(free_bytes(path))} are left there)" if is_full else "mend that"
     return MergeError(
         f"cannot write {error.filename or path}: {error.strerror}. What is complete stays: {mend}, or give --output a "
         "folder on another disk, and start again"

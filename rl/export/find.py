@@ -13,7 +13,7 @@ from pathlib import Path
 from rl.checkpoint.manifest import MANIFEST, STEP_FOLDER, CheckpointError, File, Manifest, step_folder
 from rl.export.errors import MergeError
 from rl.export.places import CHECKPOINTS, Folder, Listing, Place, Remote, Ssh, Survey, survey
-from rl.export.sizes import size_text
+from rl.watch.text import format_bytes
 
 MAX_LINES = 20
 
@@ -311,5 +311,5 @@ def describe(checkpoint: Checkpoint) -> str:
     num_bytes = sum(file.num_bytes for file in shards)
     return (
         f"step {manifest.step} of {manifest.run_name}, saved {saved}: {len(shards)} shards of the model, "
-        f"{size_text(num_bytes)}"
+        f"{format_bytes(num_bytes)}"
     )

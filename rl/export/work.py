@@ -22,7 +22,7 @@ from rl.export.errors import MergeError, cannot_write, free_bytes, part_of
 from rl.export.find import Checkpoint
 from rl.export.layout import Output
 from rl.export.places import Folder
-from rl.export.sizes import size_text
+from rl.watch.text import format_bytes
 
 RECORD, SHARDS = "merge.json", "shards"
 
@@ -62,8 +62,8 @@ class Work:
         free = free_bytes(self.output.parent)
         if num_bytes > free:
             raise MergeError(
-                f"{size_text(num_bytes)} are to be written to {self.output.parent}, whose disk has {size_text(free)} "
-                f"left; free space, or give --output a folder on another disk. Nothing was written"
+                f"{format_bytes(num_bytes)} are to be written to {self.output.parent}, whose disk has "
+                f"{format_bytes(free)} left; free space, or give --output a folder on another disk. Nothing was written"
             )
 
     def open(self, checkpoint: Checkpoint) -> None:

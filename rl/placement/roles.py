@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.config.schema import PLACEMENT_SIZES, ConfigError
+from rl.watch.text import count_of, format_ranges, format_ranks
 
 ROLES = ("rollout", "inference", "actor")
 
@@ -88,9 +89,9 @@ class Placement:
         return next((index for index, ranks in enumerate(self.engines) if rank in ranks), None)
 
     def summary(self) -> str:
-        parts = [f"{role} {_compact(self.ranks(role), word='')}" for role in ROLES if self.ranks(role)]
-        world = f"{_counted(self.world_size, 'rank')} on {_counted(self.num_nodes, 'node')}"
-        return f"{world}: {', '.join(parts)}; {_counted(len(self.engines), 'engine')}"
+        parts = [f"{role} {format_ranges(self.ranks(role))}" for role in ROLES if self.ranks(role)]
+        world = f"{count_of(self.world_size, 'rank')} on {count_of(self.num_nodes, 'node')}"
+        return f"{world}: {', '.join(parts)}; {count_of(len(self.engines), 'engine')}"
 
     def table(self) -> str:
         rows = [("rank", "node", "roles", "engine")]
@@ -177,8 +178,8 @@ def _assign(entries: list[tuple[tuple[str, ...], Any]], world_size: int, tensor_
     if None in ranks and len(taken) == world_size:
         name = ",".join(entries[ranks.index(None)][0])
         raise ConfigError(
-            f"placement.{name}: got 'rest', but the other entries leave nothing of {world_size} ranks; an entry has "
-            "at least one rank: take ranks from another entry or leave this one out"
+            f"placement.{name}: got 'rest', but the other entries leave nothing of {count_of(world_size, 'rank')}; an "
+            "entry has at least one rank: take ranks from another entry or leave this one out"
         )
     return [part if part is not None else [rank for rank in range(world_size) if rank not in taken] for part in ranks]
 
@@ -198,8 +199,8 @@ def _parse_size(name: str, text: str, world_size: int) -> float | None:
         raise ConfigError(f"placement.{name}: got {text!r}; a count is '4 ranks', a share '25%'") from None
     if not 0 < value <= whole or (whole == world_size and not text.endswith("%") and value != int(value)):
         raise ConfigError(
-            f"placement.{name}: got {text!r} in a world of {world_size} ranks; a count is a whole number from 1 to "
-            f"{world_size}, a share lies above 0% and up to 100%"
+            f"placement.{name}: got {text!r} in a world of {count_of(world_size, 'rank')}; a count is a whole "
+            f"number from 1 to {world_size}, a share lies above 0% and up to 100%"
         )
     return value * world_size / whole
 
@@ -248,15 +249,16 @@ def _parse_ranks(name: str, text: str, world_size: int) -> list[int]:
             )
         if high >= world_size:
             raise ConfigError(
-                f"placement.{name}: got rank {high} in a world of {world_size} ranks, 0 to {world_size - 1}; write "
-                f"for example {min(low, world_size - 1)}-{world_size - 1}, or a share such as '25%'"
+                f"placement.{name}: got rank {high} in a world of {count_of(world_size, 'rank')}, 0 to "
+                f"{world_size - 1}; write for example {min(low, world_size - 1)}-{world_size - 1}, or a share such as "
+                "'25%'"
             )
         ranks.extend(range(low, high + 1))
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
     if twice:
         raise ConfigError(
-            f"placement.{name}: got {text!r}, which names {_compact(twice)} twice; write "
-            f"{_compact(sorted(set(ranks)), word='')}"
+            f"placement.{name}: got {text!r}, which names {format_ranks(twice)} twice; write "
+            f"{format_ranges(set(ranks))}"
         )
     return ranks
 
@@ -270,10 +272,10 @@ def _roles_by_rank(
         if shared:
             both = ",".join(role for role in ROLES if role in entry_roles + roles[shared[0]])
             raise ConfigError(
-                f"placement: {_compact(shared)} {'stands' if len(shared) == 1 else 'stand'} under "
+                f"placement: {format_ranks(shared)} {'stands' if len(shared) == 1 else 'stand'} under "
                 f"{','.join(roles[shared[0]])!r} and under "
                 f"{','.join(entry_roles)!r}; a rank stands in one entry. If it is to have both roles, write {both!r}: "
-                f"{_compact(shared, word='')}, and take it out of the other entries"
+                f"{format_ranges(shared)}, and take it out of the other entries"
             )
         for rank in ranks:
             roles[rank] = entry_roles
@@ -281,9 +283,9 @@ def _roles_by_rank(
     if missing:
         last = ",".join(entries[-1][0])
         raise ConfigError(
-            f"placement: {_compact(missing)} of {world_size} ranks {'has' if len(missing) == 1 else 'have'} no role; "
-            "every rank takes part: extend an "
-            f"entry, for example {last}: {_compact(sorted(assigned[-1] + missing), word='')}, or start fewer ranks"
+            f"placement: {format_ranks(missing)} of {count_of(world_size, 'rank')} "
+            f"{'has' if len(missing) == 1 else 'have'} no role; every rank takes part: extend an "
+            f"entry, for example {last}: {format_ranges(assigned[-1] + missing)}, or start fewer ranks"
         )
     return tuple(roles)
 
@@ -294,15 +296,15 @@ def _group_engines(
     tp = tensor_parallel_size
     if len(rollout) % tp:
         raise ConfigError(
-            f"rollout.tensor_parallel_size: got {tp}, but there are {len(rollout)} rollout ranks "
-            f"({_compact(rollout)}); their number must be a multiple: give the role "
-            f"{max(tp, len(rollout) // tp * tp)} ranks, or set rollout.tensor_parallel_size=1"
+            f"rollout.tensor_parallel_size: got {tp}, but the rollout role has {count_of(len(rollout), 'rank')} "
+            f"({format_ranks(rollout)}); their number must be a multiple: give the role "
+            f"{count_of(max(tp, len(rollout) // tp * tp), 'rank')}, or set rollout.tensor_parallel_size=1"
         )
     engines = tuple(tuple(rollout[start : start + tp]) for start in range(0, len(rollout), tp))
     for ranks in engines:
         one_node = ranks[0] // num_ranks_per_node == ranks[-1] // num_ranks_per_node
         if ranks[-1] - ranks[0] != tp - 1 or not one_node:
-            why = "not consecutive" if one_node else f"on different nodes of {num_ranks_per_node} ranks"
+            why = "not consecutive" if one_node else f"on different nodes of {count_of(num_ranks_per_node, 'rank')}"
             start = ranks[0] // num_ranks_per_node * num_ranks_per_node
             remedy = f"start the rollout range at a multiple of {tp}, for example rollout: {start}-{start + tp - 1}"
             if tp > num_ranks_per_node:
@@ -325,8 +327,8 @@ def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
     if num_actors % placement.num_replicas:
         divisors = [str(n) for n in range(1, num_actors + 1) if num_actors % n == 0]
         raise ConfigError(
-            f"actor.num_replicas: got {placement.num_replicas}, but there are {num_actors} actor ranks "
-            f"({_compact(placement.actors)}), which must divide into replicas of one size: choose one of "
+            f"actor.num_replicas: got {placement.num_replicas}, but the actor role has {count_of(num_actors, 'rank')} "
+            f"({format_ranks(placement.actors)}), which must divide into replicas of one size: choose one of "
             f"{', '.join(divisors)}"
         )
     for ranks in placement.engines:
@@ -340,8 +342,8 @@ def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
     shared = set(placement.scorers) & set(placement.actors)
     if shared:
         raise ConfigError(
-            f"placement: {_compact(sorted(shared))} {'is' if len(shared) == 1 else 'are'} actor and inference, other "
-            "ranks only one of them; inference "
+            f"placement: {format_ranks([*shared])} {'is' if len(shared) == 1 else 'are'} actor and inference, "
+            "other ranks only one of them; inference "
             "ranks either are all the actors (then leave the role out: actors compute logprobs themselves) or none "
             "of them, for example {'actor,rollout': '0-2', 'inference': '3'}"
         )
@@ -351,19 +353,3 @@ def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
             "of collectives would wait for each other; give inference ranks of its own, for example {'rollout': "
             "'50%', 'inference': '25%', 'actor': 'rest'}"
         )
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _compact(ranks: list[int], word: str = "rank ") -> str:
-    """[0, 1, 2, 5] -> 'ranks 0-2,5'."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    text = ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-    return f"{word.replace('rank', 'ranks') if len(ranks) > 1 else word}{text}"

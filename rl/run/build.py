@@ -42,6 +42,7 @@ from rl.run.actor import Actor
 from rl.sync.plan import make_plan
 from rl.sync.probe import LIMITS, Probe, make_probe
 from rl.sync.weights import Receiver, SyncService, WeightSync, share_tensors
+from rl.watch.text import count_of
 from rl.world.bootstrap import collect_garbage_from_now_on, reward_server
 from rl.world.restarts import launcher_process
 from rl.world.service import EndService, Service, serve
@@ -78,8 +79,8 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     num_nodes, uneven = divmod(world.size, world.num_ranks_per_node)
     if uneven:
         raise ConfigError(
-            f"got {world.size} ranks, {world.num_ranks_per_node} of them on the node of rank {world.rank}; all nodes "
-            "need equally many: give the same --nproc-per-node on each"
+            f"got {count_of(world.size, 'rank')}, {world.num_ranks_per_node} of them on the node of rank {world.rank}; "
+            "all nodes need equally many: give the same --nproc-per-node on each"
         )
     placement = plan(
         config.placement,
@@ -132,7 +133,7 @@ def agree_on_steps(world: World, placement: Placement, config: Config, data: Dat
     if data is not None:
         num_prompts = len(data.stream) * config.train.num_epochs
         num_steps = -(-num_prompts // config.train.num_prompts_per_step)
-        print(f"oneworld: train.num_epochs = {config.train.num_epochs}: {num_steps} steps", flush=True)
+        print(f"oneworld: train.num_epochs = {config.train.num_epochs}: {count_of(num_steps, 'step')}", flush=True)
         for rank in range(placement.world_size):
             world.mail.send(rank, "steps", {"num_steps": num_steps})
     message = world.mail.receive("steps")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl.config.schema import Config
-from rl.watch.culprit import show_ranks
+from rl.watch.text import format_bytes, format_ranks
 from rl.world.world import World
 
 
@@ -37,13 +37,12 @@ def share_footprints(world: World, leader: int) -> None:
     print("\n".join(describe(footprints, world.stage_seconds)), flush=True)
 
 
-def _footprint(device: torch.device) -> dict[str, float]:
-    """The most so far; of a GPU the allocator's, with what else is in use on it now, such as engines and NCCL."""
-    found = {"host_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+def _footprint(device: torch.device) -> dict[str, int]:
+    """The most bytes so far; of a GPU the allocator's, with what else is in use on it now, such as engines and NCCL."""
+    found = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        found["gpu_peak_mb"] = torch.cuda.max_memory_reserved(device) / 2**20
-        found |= {"gpu_now_mb": (total - free) / 2**20, "gpu_mb": total / 2**20}
+        found |= {"gpu_peak": torch.cuda.max_memory_reserved(device), "gpu_now": total - free, "gpu": total}
     return found
 
 
@@ -55,13 +54,13 @@ def describe(footprints: dict[int, dict[str, Any]], stage_seconds: dict[str, flo
     for rank, footprint in sorted(footprints.items()):
         ranks[footprint["roles"]].append(rank)
     for roles, members in ranks.items():
-        most = {name: max(footprints[rank].get(name, 0.0) for rank in members) for name in _NAMES}
-        text = f"  {show_ranks(members)} ({roles}): at most {most['host_mb'] / 1024:.1f} GB of host memory each"
-        if most["gpu_mb"]:
-            peak, now, total = (most[name] / 1024 for name in ("gpu_peak_mb", "gpu_now_mb", "gpu_mb"))
-            text += f"; GPU: {peak:.1f} GB by the allocator, {now:.1f} of {total:.1f} GB in use at the end"
+        most = {name: max(footprints[rank].get(name, 0) for rank in members) for name in _NAMES}
+        text = f"  {format_ranks(members)} ({roles}): at most {format_bytes(most['host'])} of host memory each"
+        if most["gpu"]:
+            peak, now, total = (format_bytes(most[name]) for name in ("gpu_peak", "gpu_now", "gpu"))
+            text += f"; GPU: {peak} by the allocator, {now} of {total} in use at the end"
         lines.append(text)
     return lines
 
 
-_NAMES = ("host_mb", "gpu_peak_mb", "gpu_now_mb", "gpu_mb")
+_NAMES = ("host", "gpu_peak", "gpu_now", "gpu")

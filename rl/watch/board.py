@@ -17,11 +17,11 @@ from rl.watch.culprit import (
     describe_silence,
     find_culprit,
     is_excused,
-    show_ranks,
     waits_for_others,
 )
 from rl.watch.in_time import in_time
 from rl.watch.reports import CAUSES, Memory, Report
+from rl.watch.text import format_ranks
 
 COLLECT_S = 0.7  # reports
 MAX_COLLECT_S = 3.0  # while all that has come are broken connections: who broke them will be told
@@ -194,7 +194,7 @@ class Board:
             return Report(*place, describe_silence(culprit), "\n".join(lines), "silent")
         if report.cause == "lost":
             also = [r.rank for r in self._reports if r.cause == "lost" and r.rank != report.rank]
-            lines = [report.trace, *([f"  also gone: {show_ranks(also)}"] if also else [])]
+            lines = [report.trace, *([f"  also gone: {format_ranks(also)}"] if also else [])]
             lines += describe_others(account for rank, account in accounts.items() if rank not in (*also, report.rank))
             return replace(report, trace="\n".join(lines))
         if report.cause == "error":

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rl.watch.heart import OWN
+from rl.watch.text import format_ranks
 
 
 @dataclass(frozen=True)
@@ -68,19 +69,7 @@ def describe_others(accounts: Iterable[Account]) -> list[str]:
         alike[account.roles, account.stage, "in a debugger" if account.debugged else doing].append(account)
     lines = []
     for (roles, stage, doing), group in sorted(alike.items(), key=lambda pair: pair[1][0].rank):
-        ranks = show_ranks([account.rank for account in group])
+        ranks = format_ranks([account.rank for account in group])
         seconds = max(account.silent_s for account in group)
         lines.append(f"  {ranks} ({roles}): stage {stage}, {doing}, silent for up to {seconds:.0f} s")
     return lines
-
-
-def show_ranks(ranks: Sequence[int]) -> str:
-    """rank 3; ranks 0-2, 5."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"

@@ -30,8 +30,8 @@ def test_one_step_without_weights_saves_nothing(tmp_path: Path) -> None:
     assert process.returncode == 0, output
     said = r"^dry run: one step took \d+\.\d s, nothing was saved; in seconds: .*rollout \d"
     assert re.search(said, output, re.M), output
-    assert re.search(r"^  rank 0 \(rollout\): at most \d\.\d GB of host memory each$", output, re.M), output
-    assert re.search(r"^  rank 1 \(actor\): at most \d\.\d GB of host memory each$", output, re.M), output
+    assert re.search(r"^  rank 0 \(rollout\): at most \d+\.\d\d [MG]B of host memory each$", output, re.M), output
+    assert re.search(r"^  rank 1 \(actor\): at most \d+\.\d\d [MG]B of host memory each$", output, re.M), output
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints"]
     left = [path for path in (run.parent / "x.dry-run").rglob("*") if path.is_file()]
     assert {path.parent.name for path in left} == {"attempt_1", "status", "checkpoints"}, left
@@ -42,12 +42,12 @@ def test_what_it_changes_and_what_it_says() -> None:
     config = for_dry_run(load_config(None, ["train.num_epochs=3", "checkpoint.save_interval=1"]), "default")
     assert (config.run.name, config.train.num_steps, config.train.num_epochs) == ("default.dry-run", 1, 0)
     assert (config.eval.interval, config.checkpoint.save_interval, config.debug.dry_run) == (0, 0, True)
-    gpu = {"gpu_peak_mb": 10_240.0, "gpu_now_mb": 20_480.0, "gpu_mb": 81_920.0}
-    footprints = {0: {"roles": "rollout", "host_mb": 2048.0}, 1: {"roles": "rollout", "host_mb": 3072.0}}
-    footprints |= {2: json.loads(json.dumps({"roles": "actor", "host_mb": 512.0, **gpu}))}
+    gpu = {"gpu_peak": 10 * 10**9, "gpu_now": 20 * 10**9, "gpu": 80 * 10**9}
+    footprints = {0: {"roles": "rollout", "host": 2 * 10**9}, 1: {"roles": "rollout", "host": 3 * 10**9}}
+    footprints |= {2: json.loads(json.dumps({"roles": "actor", "host": 5 * 10**8, **gpu}))}
     assert describe(footprints, {"step": 3.0, "rollout": 2.0, "update": 1.0}) == [
         "dry run: one step took 3.0 s, nothing was saved; in seconds: rollout 2.0, update 1.0",
-        "  ranks 0-1 (rollout): at most 3.0 GB of host memory each",
-        "  rank 2 (actor): at most 0.5 GB of host memory each; GPU: 10.0 GB by the allocator, 20.0 of 80.0 GB in use "
-        "at the end",
+        "  ranks 0-1 (rollout): at most 3.00 GB of host memory each",
+        "  rank 2 (actor): at most 500.00 MB of host memory each; GPU: 10.00 GB by the allocator, 20.00 GB of "
+        "80.00 GB in use at the end",
     ]

@@ -94,6 +94,6 @@ def test_a_disk_that_hangs_is_named(tmp_path: Path) -> None:
     assert block[0].startswith("oneworld: rank 1 (rollout,actor) on "), output
     assert ", waiting for its checkpoint, " in block[0]
     assert "shard_file.py" in Path(block[1].removeprefix("  stacks: ")).read_text()
-    assert block[2].startswith("  ranks 0, 2 (rollout,actor): stage checkpoint, waiting for the others' checkpoints, ")
+    assert block[2].startswith("  ranks 0,2 (rollout,actor): stage checkpoint, waiting for the others' checkpoints, ")
     assert output.count("oneworld: rank ") == 1, output
     assert time.monotonic() - started < cap_s + MAX_NAMED_S + 15.0

@@ -28,6 +28,7 @@ from rl.checkpoint.shard_file import (
     write_shard,
     write_whole,
 )
+from rl.watch.text import parse_bytes
 
 DIGEST_OF_NOTHING = "2d06800538d394c2"  # XXH3's own test vector
 ABOUT = {"run_id": "r1", "step": 4, "save_id": "w1-4"}
@@ -253,9 +254,9 @@ def test_a_finished_file_takes_no_more(tmp_path: Path) -> None:
 def test_what_cannot_be_written_where_and_what_to_do(tmp_path: Path) -> None:
     text = str(cannot_write(tmp_path / "no" / "such" / "a", OSError(errno.EROFS, os.strerror(errno.EROFS))))
     assert text.startswith(f"cannot write {tmp_path}/no/such/a: Read-only file system ({tmp_path} has ")
-    megabytes = int(re.search(r"has (\d+) MB left", text).group(1))
+    left = parse_bytes(re.search(r"has ([\d.]+ .B) left", text).group(1))
     space = os.statvfs(tmp_path)
-    assert megabytes == pytest.approx(space.f_bavail * space.f_frsize / 1e6, rel=0.2)
+    assert left == pytest.approx(space.f_bavail * space.f_frsize, rel=0.2)
     assert "checkpoints that were committed before stay as they are" in text
     assert "Free space or mend the folder, and start again" in text
 

@@ -16,7 +16,6 @@ import pytest
 
 from rl.config.schema import ROOT
 from rl.export import write
-from rl.export.sizes import parse_size, size_text
 from tests.checkpoint_files import Array, Box, Made, by_rows, read_model, write_checkpoint
 from tools.merge_checkpoint import main
 
@@ -373,15 +372,6 @@ def test_a_dry_run_changes_nothing(made: Made, capsys: pytest.CaptureFixture[str
     assert "model-00003" in failure(capsys, *nodes(made), "--dry-run")
 
 
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("600", 600), ("2kb", 2000)])
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-def test_sizes_are_written_short() -> None:
-    assert [size_text(size) for size in (0, 999, 1500, 5 * 10**9)] == ["0 B", "999 B", "1.50 kB", "5.00 GB"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -417,7 +407,6 @@ def test_upload_without_a_name(made: Made, capsys: pytest.CaptureFixture[str]) -
 KILLED = """
 import os, sys
 from rl.export import write
-from rl.export.sizes import parse_size, size_text
 count = int(sys.argv.pop(1))
 def counted(function):
     def call(*arguments):

@@ -272,7 +272,7 @@ MISTAKES = {
     ),
     "tp does not divide": Mistake(
         {"rollout": "0-2", "actor": "3"},
-        "got 2, but there are 3 rollout ranks (ranks 0-2)",
+        "got 2, but the rollout role has 3 ranks (ranks 0-2)",
         "their number must be a multiple",
         "give the role 2 ranks",
         {"rollout": "2 ranks", "actor": "rest"},
@@ -384,7 +384,7 @@ MISTAKES = {
     ),
     "replicas of different sizes": Mistake(
         {"rollout": "0-1", "actor": "2-7"},
-        "actor.num_replicas: got 4, but there are 6 actor ranks (ranks 2-7)",
+        "actor.num_replicas: got 4, but the actor role has 6 ranks (ranks 2-7)",
         "must divide into replicas of one size",
         "choose one of 1, 2, 3, 6",
         shape=(1, 8),
@@ -392,7 +392,7 @@ MISTAKES = {
     ),
     "more replicas than actors": Mistake(
         {"rollout": "0-2", "actor": "3"},
-        "actor.num_replicas: got 2, but there are 1 actor ranks (rank 3)",
+        "actor.num_replicas: got 2, but the actor role has 1 rank (rank 3)",
         "must divide into replicas of one size",
         "choose one of 1",
         num_replicas=2,

@@ -23,7 +23,7 @@ from rl.config.schema import ROOT
 from rl.watch import board as board_module
 from rl.watch import recorder
 from rl.watch.board import CUT_S, DEADLOCK_S, Board
-from rl.watch.culprit import Account, find_culprit, show_ranks
+from rl.watch.culprit import Account, find_culprit
 from rl.watch.heart import HEART, MAX_SHAPES, Beat, Heart, size_class
 from rl.watch.host import Host
 from rl.watch.launcher import Launcher
@@ -354,11 +354,6 @@ def test_stacks_are_read_however_many_were_written_before() -> None:
     subprocess.run([sys.executable, "-c", ASKS_AGAIN], cwd=ROOT, check=True, timeout=30)
 
 
-def test_ranks_are_shown_as_ranges() -> None:
-    assert show_ranks([5, 0, 1, 2]) == "ranks 0-2, 5"
-    assert show_ranks([4]) == "rank 4"
-
-
 class FakeWorld:
     """A board with four ranks, and what it told and said."""
 
@@ -417,7 +412,7 @@ class TestBoard:
             "oneworld: rank 2 (actor) on node1, stage update, step 7: its process ended without a word",
             "  12 s after that stage began",
             "  rank 0 (rollout): stage rollout, waiting for work, silent for up to 10 s",
-            "  ranks 1, 3 (actor): stage update, working, or in a collective, silent for up to 10 s",
+            "  ranks 1,3 (actor): stage update, working, or in a collective, silent for up to 10 s",
         ]
 
     def test_a_silent_rank_may_not_be_the_culprit(self, world: FakeWorld) -> None:
