@@ -6,6 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl.watch.files import write_atomically
+
 # What may end a world, the best explanation first: after a loss agents terminate the rest and connections break.
 CAUSES = ("interrupt", "fatal", "error", "lost", "stopped", "silent", "terminated", "connection")
 
@@ -62,7 +64,7 @@ class Memory:
         now = report.signature()
         try:
             before = json.loads(self._last_error.read_text()) if self._last_error.exists() else None
-            self._last_error.write_text(json.dumps(now))
+            write_atomically(self._last_error, json.dumps(now))
         except (OSError, ValueError) as error:
             print(f"oneworld: cannot remember this error for the next attempt: {error}", file=sys.stderr, flush=True)
             return False
@@ -93,13 +95,11 @@ class Memory:
 
     def _write_attempts(self, count: int, furthest: int) -> None:
         with suppress(OSError):
-            part = self._attempts.with_suffix(".part")
-            part.write_text(json.dumps([count, furthest]))
-            part.replace(self._attempts)
+            write_atomically(self._attempts, json.dumps([count, furthest]))
 
     def write_fatal(self, text: str) -> None:
         try:
-            self._fatal.write_text(text + "\n", errors="replace")
+            write_atomically(self._fatal, (text + "\n").encode(errors="replace"))
         except OSError as error:
             print(f"oneworld: cannot write {self._fatal}: {error}", file=sys.stderr, flush=True)
 

@@ -1,13 +1,13 @@
 """What people are shown of a rank: files in its node's run folder, which tools/status.py reads."""
 
 import json
-import os
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rl.watch.files import write_atomically
 from rl.watch.process import RankProcess
 
 WRITE_S = 1.0  # for a disk to take what is written last
@@ -48,6 +48,4 @@ def write(folder: Path, files: dict[str, dict[str, Any]]) -> None:
     with suppress(OSError):
         folder.mkdir(exist_ok=True)
         for name, value in files.items():
-            part = folder / f"{name}.{os.getpid()}.part"
-            part.write_text(json.dumps(value))
-            part.replace(folder / f"{name}.json")
+            write_atomically(folder / f"{name}.json", json.dumps(value))
