@@ -15,32 +15,31 @@ import sys
 from pathlib import Path
 
 import rl.world.bootstrap  # noqa: F401  before torch
-from rl.algo.mismatch import check_mismatch
 from rl.config.load import add_arguments, load_config
 from rl.config.schema import DEFAULT_CONFIG, Config, ConfigError, resolve_path
-from rl.data.batch import Batch
-from rl.evaluation.evaluation import check_best_metric, for_evaluation, show_evaluation
+from rl.evaluation.evaluation import check_best_metric, for_evaluation
+from rl.model.shape import check_model
 from rl.placement.roles import plan
-from rl.report.describe import describe, show
 from rl.report.metrics import Measures
-from rl.report.profile import profiled
 from rl.rewards.find import check_rewards
-from rl.rewards.totals import metrics_of
 from rl.run.actor import Actor
-from rl.run.build import build_actor, check_model, end_run, open_run, serve_run
+from rl.run.build import build_actor
 from rl.run.dry_run import for_dry_run, share_footprints
+from rl.run.open import open_run
+from rl.run.serve import end_run, serve_run
 from rl.world.world import World, join
 
 
 def train(world: World, config: Config, actor: Actor) -> None:
     """The loop: prompts -> rollout and reward -> old logprobs -> advantages -> update -> weight sync -> checkpoint."""
+    start, reporter = actor.start, actor.reporter
     with world.stage("sync"):
         version = actor.publish()  # engines start from dummy weights
-    if not actor.is_evaluated:  # before training, or where a signal cut it off
-        report(world, config, actor, actor.step, version, evaluate(world, config, actor, actor.step, version))
-    for step in range(actor.step + 1, config.train.num_steps + 1):
-        world.step = step
-        with profiled(profile_target(world, config, actor.folder)), world.stage("step"):
+    if not start.is_evaluated:  # before training, or where a signal interrupted it
+        reporter.report(start.step, version, evaluate(world, config, actor, start.step, version))
+    for step in range(start.step + 1, config.train.num_steps + 1):
+        world.progress.begin_step(step)
+        with reporter.profile(), world.stage("step"):
             with world.stage("handover"):
                 actor.give_device_to_engine()
             measures = Measures()
@@ -50,23 +49,21 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 actor.give_device_to_learner()
             with world.stage("logprobs"):
                 batch = actor.score(batch, version)
-                values = describe(batch).reduce(actor.pg) | metrics_of(totals)
-                check_mismatch(values.get("policy/mismatch_kl", 0.0), config.rollout.max_mismatch_kl)
+                values = actor.describe(batch, totals)
             with world.stage("advantages"):
                 batch = actor.assign_credit(batch, measures)
-                save_rollouts(world, config, actor.folder, batch)
+                reporter.save_rollouts(batch)
             with world.stage("update"):
-                actor.checkpoints.wait_copied()
                 actor.update(batch, step, num_prompts, measures)
                 values |= measures.reduce(actor.pg)
                 values |= actor.adapt(values, num_prompts)
             with world.stage("sync"):
                 version = actor.publish()
-        actor.checkpoints.end_update(step, version, actor.stream)
+        actor.checkpoints.end_update(step, version, actor.sampler.stream)
         try:
             values |= evaluate(world, config, actor, step, version)
         finally:  # a signal may stop the run here, after this step was saved
-            report(world, config, actor, step, version, values, batch)
+            reporter.report(step, version, values, batch)
         with world.stage("checkpoint"):
             actor.checkpoints.end_step(step, values)
     with world.stage("checkpoint"):
@@ -75,7 +72,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
 
 
 def evaluate(world: World, config: Config, actor: Actor, step: int, version: int) -> dict[str, float]:
-    """On held-out prompts: before training, every eval.interval steps, and after the last."""
+    """Evaluate on held-out prompts: before training, every eval.interval steps, and after the last step."""
     interval = config.eval.interval
     if actor.evaluation is None or (step % interval and step != config.train.num_steps):
         return {}
@@ -85,54 +82,19 @@ def evaluate(world: World, config: Config, actor: Actor, step: int, version: int
 
 
 def evaluate_alone(world: World, actor: Actor) -> None:
-    """Of what the run has come to: leaves its metrics and checkpoints as they are."""
+    """Evaluate the newest checkpoint; leave metrics and checkpoints as they are."""
     assert actor.evaluation is not None
     with world.stage("sync"):
         version = actor.publish()
     with world.stage("evaluate"):
         actor.give_device_to_engine()
-        values = actor.evaluation.run(actor.step, version)
-    if actor.stream is not None:
-        show_evaluation(actor.folder, actor.step, values)
-
-
-def profile_target(world: World, config: Config, folder: Path) -> Path | None:
-    first = config.debug.profile_step
-    is_wanted = first and first <= world.step < first + config.debug.profile_num_steps
-    return folder / "profile" / f"step_{world.step}.rank_{world.rank}" if is_wanted else None
-
-
-def save_rollouts(world: World, config: Config, folder: Path, batch: Batch) -> None:
-    if config.debug.save_rollouts:
-        file = folder / "rollouts" / f"step_{world.step}.rank_{world.rank}.safetensors"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(batch.to_bytes())
-
-
-def report(
-    world: World,
-    config: Config,
-    actor: Actor,
-    step: int,
-    version: int,
-    values: dict[str, float],
-    batch: Batch | None = None,
-) -> None:
-    """On the leader: one step's metrics, and now and then what was sampled."""
-    if config.debug.dry_run:
-        return
-    seconds = {f"time/{stage}": seconds for stage, seconds in world.take_stage_seconds().items()}
-    if actor.writer is None:
-        return
-    if batch is not None:
-        values = values | {"perf/tokens_per_s": values["rollout/tokens"] / seconds["time/step"]}
-        if config.metrics.samples_interval and (step - 1) % config.metrics.samples_interval == 0:
-            actor.writer.write_text("rollout/samples", show(batch, actor.tokenizer, config.metrics.num_samples), step)
-    actor.writer.write(step, version, values | seconds)
+        values = actor.evaluation.run(actor.start.step, version)
+    if actor.sampler.stream is not None:
+        actor.reporter.report_evaluation(actor.start.step, values)
 
 
 def print_plan(args: argparse.Namespace) -> int:
-    """The table of ranks and roles, or the mistake; needs no torchrun, no GPU and no model that is not local."""
+    """Print the table of ranks and roles, or the mistake. Needs no torchrun, no GPU and no download."""
     try:
         config = load_config(args.config, args.overrides)
         config = for_evaluation(config) if args.eval_only else config

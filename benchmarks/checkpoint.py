@@ -51,7 +51,8 @@ from rl.model.load import load_model
 from rl.placement.groups import make_groups
 from rl.placement.roles import plan
 from rl.report.metrics import Measures
-from rl.run.build import Run, build_checkpoints
+from rl.run.build import build_checkpoints
+from rl.run.open import Inputs, Run, Saved
 from rl.sync.weights import share_tensors
 from rl.world.world import World, join
 
@@ -99,16 +100,15 @@ class Bench:
         if self.is_leader:
             self.store.make_folders("benchmark")
         self.wait()
-        folder, model_folder = self.folder, self.folder / "model"
         run = Run(
             self.world,
             self.config,
             self.placement,
-            folder,
-            model_folder,
             self.groups,
-            self.store,
-            resume=None,
+            folder=self.folder,
+            model_folder=self.folder / "model",
+            saved=Saved(self.store, resume=None),
+            inputs=Inputs(data=None, rewards=None),
         )
         tensors = share_tensors(self.world.mail, self.placement, self.learner.model, self.config.model.dtype)
         return build_checkpoints(run, self.learner, tensors)

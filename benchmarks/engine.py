@@ -27,7 +27,9 @@ from benchmarks.program import run_torchrun
 from benchmarks.step import arguments, settings_of, write_inputs
 from rl.config.load import load_config
 from rl.config.schema import RolloutConfig
-from rl.run.build import build_actor, end_run, open_run
+from rl.run.build import build_actor
+from rl.run.open import open_run
+from rl.run.serve import end_run
 from rl.world.world import join
 
 WARM_UP_ROUNDS = 1
@@ -42,14 +44,14 @@ def measure(settings: list[str], rounds: int, file: Path) -> None:
         actor = build_actor(run)
         version = actor.publish()
         actor.give_device_to_engine()
-        assert actor.stream is not None
-        prompts = actor.stream.take(config.train.num_prompts_per_step)
-        engine = actor.rollouts._service.engine  # type: ignore[union-attr]
+        stream, rollouts = actor.sampler.stream, actor.sampler.rollouts
+        assert stream is not None and rollouts.service is not None
+        prompts, engine = stream.take(config.train.num_prompts_per_step), rollouts.service.engine
         for _ in range(WARM_UP_ROUNDS + rounds):
             start = time.perf_counter()
-            number = actor.rollouts.start(prompts, actor.sampling, version)
-            gathered = actor.rollouts.gather(number)
-            batch = actor.rollouts.settle(number, gathered.groups, gathered.owners)
+            number = rollouts.start(prompts, actor.sampler.sampling, version)
+            gathered = rollouts.gather(number)
+            batch = rollouts.settle(number, gathered.groups, gathered.owners)
             seconds["ours"].append(time.perf_counter() - start)
             start = time.perf_counter()
             num_tokens = generate(engine, [prompt.tokens for prompt in prompts], config.rollout)

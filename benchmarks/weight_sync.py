@@ -99,7 +99,7 @@ class Bench:
             deterministic=self.config.rollout.deterministic,
         )
         engine = build_engine(self.config, folder, seat)
-        self.world.closers.append(engine.close)
+        self.world.at_end(engine.close)
         return engine
 
     def sync(self, verify: str, bare: bool = False) -> WeightSync:

@@ -28,7 +28,8 @@ from rl.checkpoint.write import Record, Writer
 from rl.placement.roles import Placement
 from rl.watch.heart import OWN
 from rl.world.mail import Message, waiting
-from rl.world.world import Stopped, World
+from rl.world.faults import Stopped
+from rl.world.world import World
 
 # What a main thread may wait for, so that the rank is blamed whose disk hangs, and no other.
 OWN_FILES, OTHERS_FILES, COMMIT = f"{OWN}checkpoint", "the others' checkpoints", f"{OWN}commit on all nodes"
@@ -104,7 +105,7 @@ class Saver:
             try:
                 work()
             except BaseException as error:  # whatever it was: the run must not go on unsaved without a word
-                self._world.fail_in_background(error, "checkpoint", step)
+                self._world.faults.fail_in_background(error, "checkpoint", step)
                 # Then: others of this node that still write there fail by it, and must not be heard first.
                 shutil.rmtree(self._store.root / self._temporary(step), ignore_errors=True)
                 return

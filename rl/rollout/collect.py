@@ -1,13 +1,13 @@
 """The rollout stage as the loop sees it: prompts in, this actor's share of the finished groups out, in stream order.
 
-`start` hands a batch to the engines, `gather` waits for it, `settle` evens it out. They are apart so that more than one
-batch can be in flight, and a batch of several rounds is evened out once.
+`start` hands a batch to the engines, `gather` waits for it, `settle` balances it. Dynamic sampling starts and gathers
+several times for one batch, and settles once.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from rl.data.batch import Batch
 from rl.data.packing import mini_batch_of
@@ -16,33 +16,37 @@ from rl.placement.roles import Placement
 from rl.rewards.totals import Totals, total
 from rl.rollout.balance import Balancer
 from rl.rollout.dispatch import Dispatcher, Sampling, Task
-from rl.rollout.orders import Orders, OrderService
-from rl.rollout.service import RolloutService
-from rl.world.mail import Mail
+from rl.rollout.orders import BatchComplete, Collected, Execute, OrderGate, OrderService
+from rl.rollout.service import RolloutService, ScoredGroup
+from rl.world.mail import Mail, Message
+from rl.world.orders import Action
 
-Results = list[dict[str, Any]]  # of the reward functions, by sample
+Results = list[dict[str, Any]]  # results of the reward functions, by sample
 
 
-class _Arrived(NamedTuple):
-    """A group, as its engine sent it."""
+@dataclass(frozen=True)
+class BatchStarted(Message):
+    """Tell an actor how many groups a batch has, so that it knows which of them it gets."""
 
-    rollouts: Batch
-    scores: Results
-    num_preemptions: int
+    batch: int
+    num_prompts: int
+    is_dealt: bool  # to all actors; else the leader gets every group
+
+    awaited = "a batch"
 
 
 @dataclass(frozen=True)
 class Gathered:
     """A batch that was sampled, as one actor has it."""
 
-    groups: dict[int, Batch]  # this actor's, by position
-    owners: list[int]  # of all groups: places among the actors
+    groups: dict[int, Batch]  # of this actor, by position
+    owners: list[int]  # of all groups, as places among the actors
     scores: dict[int, Results]  # of this actor's groups, by position
     totals: Totals  # of all actors
 
 
 class Rollouts:
-    """On every actor rank; the leader alone gives prompts. `service` is this rank's own engine, if it hosts one."""
+    """Runs on every actor; only the leader gives prompts. `service` is this rank's own engine, if it hosts one."""
 
     def __init__(
         self,
@@ -50,102 +54,100 @@ class Rollouts:
         placement: Placement,
         num_mini_batches: int,
         service: RolloutService | None,
-        obey: Callable[[str], None],
+        execute: Callable[[Action], None],
         balancer: Balancer,
     ):
-        self._mail, self._actors, self._service = mail, placement.actors, service
+        self._mail, self._actors, self.service = mail, placement.actors, service
         self._num_mini_batches, self._balancer = num_mini_batches, balancer
-        followers = service.followers if service is not None else ()
-        self._leader, self._orders = placement.leader, OrderService(mail, followers, obey)
+        followers = service.host.followers if service is not None else ()
+        self._leader, self._orders = placement.leader, OrderService(mail, followers, execute)
         self._dispatcher: Dispatcher | None = None
-        self._orders_gate: Orders | None = None
+        self._gate: OrderGate | None = None
         if mail.rank == placement.leader:
             self._dispatcher = Dispatcher(mail, len(placement.engines))
             followers_of_any = {rank for ranks in placement.engines for rank in ranks[1:]}
             heads = [rank for rank in placement.actors if rank not in followers_of_any]
-            self._orders_gate = Orders(mail, len(placement.actors), heads)
+            self._gate = OrderGate(mail, len(placement.actors), heads)
         self.engine_name = "no engine yet"
-        self._started = 0
-        self._arrived: dict[int, dict[int, _Arrived]] = defaultdict(dict)  # batch -> position -> group
-        self._owners: dict[int, list[int]] = {}  # batch -> position -> place among the actors of who gets the group
+        self._num_started = 0
+        # batch -> position -> group
+        self._arrived: dict[int, dict[int, tuple[ScoredGroup, Batch]]] = defaultdict(dict)
+        self._owners: dict[int, list[int]] = {}  # batch -> position -> place of the owner among the actors
 
     def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int, is_dealt: bool = True) -> int:
-        """Called by all actors in the same order; returns the number of the batch, which is sampled from this version.
-        What is not dealt out to the actors goes to the leader."""
-        self._started += 1
+        """Start a batch, which is sampled from this version, and return its number.
+
+        All actors call it in the same order. Groups that are not dealt to the actors go to the leader.
+        """
+        self._num_started += 1
+        batch = self._num_started
         if self._dispatcher is not None:
             assert prompts is not None, "the leader gives the prompts"
             owners = self._deal(len(prompts), is_dealt)
             tasks = [
-                Task(self._started, position, self._actors[owner], prompt, sampling, version)
+                Task(batch, position, self._actors[owner], prompt, sampling, version)
                 for position, (owner, prompt) in enumerate(zip(owners, prompts, strict=True))
             ]
             for rank in self._actors:
-                about = {"batch": self._started, "num_prompts": len(prompts), "is_dealt": is_dealt}
-                self._mail.send(rank, "batch", about)
-            self._dispatcher.open(tasks, self._started)
-        return self._started
+                self._mail.send(rank, BatchStarted(batch, len(prompts), is_dealt))
+            self._dispatcher.open(tasks, batch)
+        return batch
 
     def gather(self, batch: int) -> Gathered:
-        """Waits until every actor has all groups of this batch that it owns; meanwhile this rank's engine, if any,
-        samples."""
-        if self._orders_gate is not None:
-            self._orders_gate.open()
-        if self._service is not None:
-            self._service.serve_batch(batch, self._orders)
+        """Wait until every actor has all of its groups of this batch. This rank's engine, if any, samples meanwhile."""
+        if self._gate is not None:
+            self._gate.open()
+        if self.service is not None:
+            self.service.serve_batch(batch, self._orders)
         me = self._actors.index(self._mail.rank)
         while batch not in self._owners or len(self._arrived[batch]) < self._owners[batch].count(me):
-            message = self._mail.receive("batch", "group", "obey")
-            assert message is not None
-            if message.kind == "obey":
-                self._orders.handle(message)
-            elif message.kind == "batch":
-                self._owners[message.meta["batch"]] = self._deal(message.meta["num_prompts"], message.meta["is_dealt"])
+            letter = self._mail.receive(BatchStarted, ScoredGroup, Execute)
+            message = letter.message
+            if isinstance(message, Execute):
+                self._orders.handle(letter)
+            elif isinstance(message, BatchStarted):
+                self._owners[message.batch] = self._deal(message.num_prompts, message.is_dealt)
             else:
-                self.engine_name = message.meta["engine"]
-                rollouts, meta = Batch.from_bytes(message.payload), message.meta
-                group = _Arrived(rollouts, meta["scores"], meta["num_preemptions"])
-                self._arrived[meta["batch"]][meta["position"]] = group
+                self.engine_name = message.engine
+                self._arrived[message.batch][message.position] = (message, Batch.from_bytes(letter.payload))
         owners, arrived = self._owners.pop(batch), self._arrived.pop(batch, {})
-        groups = {position: group.rollouts for position, group in arrived.items()}
-        scores = {position: arrived[position].scores for position in sorted(arrived)}
+        groups = {position: rollouts for position, (_, rollouts) in arrived.items()}
+        scores = {position: arrived[position][0].scores for position in sorted(arrived)}
         totals = total(score for group in scores.values() for score in group)
-        totals["rollout/preemptions"] = [float(sum(group.num_preemptions for group in arrived.values())), 0.0]
-        return Gathered(groups, owners, scores, self._pass_gate(batch, totals))
+        num_preemptions = sum(group.num_preemptions for group, _ in arrived.values())
+        totals["rollout/preemptions"] = [float(num_preemptions), 0.0]
+        return Gathered(groups, owners, scores, self._wait_for_actors(batch, totals))
 
     def settle(self, batch: int, groups: Mapping[int, Batch], owners: Sequence[int]) -> Batch:
-        """The actors even out what they hold, and put it into stream order. A collective, after `gather`."""
+        """Balance the groups between the actors and put this rank's into stream order. A collective, after `gather`."""
         groups = self._balancer.balance(batch, groups, owners, self._mini_batches(len(owners)))
         return Batch.concat([groups[position] for position in sorted(groups)])
 
-    def _pass_gate(self, batch: int, scores: Totals) -> Totals:
-        """Past here come collectives; no order may call an actor away from them. Brings this rank's sums, returns those
-        of all."""
-        self._mail.send(self._leader, "collected", {"batch": batch, "scores": scores})
-        while True:
-            message = self._mail.receive("go", "obey")
-            assert message is not None
-            if message.kind == "go":
-                assert message.meta["batch"] == batch, (message.meta, batch)
-                self._orders.pass_on(message)
-                return message.meta["scores"]
-            self._orders.handle(message)
+    def _wait_for_actors(self, batch: int, totals: Totals) -> Totals:
+        """Bring this rank's sums to the leader; return those of all actors when all have their groups.
 
-    @property
-    def hosts_engine(self) -> bool:
-        return self._service is not None
+        Collectives follow, and no order may call an actor away from them.
+        """
+        self._mail.send(self._leader, Collected(batch, totals))
+        while True:
+            letter = self._mail.receive(BatchComplete, Execute)
+            message = letter.message
+            if isinstance(message, BatchComplete):
+                assert message.batch == batch, (message, batch)
+                self._orders.pass_on(message)
+                return message.totals
+            self._orders.handle(letter)
 
     def release_device(self) -> None:
-        """The engine of this rank gives the device's memory to its learner."""
-        if self._service is not None:
-            self._service.engine.sleep()
+        """Give the memory of this rank's engine, if it hosts one, to the learner."""
+        if self.service is not None:
+            self.service.engine.sleep()
 
     def _mini_batches(self, num_prompts: int) -> list[int]:
         return [mini_batch_of(position, num_prompts, self._num_mini_batches) for position in range(num_prompts)]
 
     def _deal(self, num_prompts: int, is_dealt: bool) -> list[int]:
-        """Whom engines send the groups to: each mini-batch is dealt out to all actors, so that none idles during an
-        optimizer step; or all go to the leader."""
+        """Return the owner of each group. Each mini-batch is dealt to all actors, so that none idles during a step."""
         if not is_dealt:
             return [self._actors.index(self._leader)] * num_prompts
         mini_batches = self._mini_batches(num_prompts)

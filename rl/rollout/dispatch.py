@@ -1,18 +1,17 @@
-"""Hands out the prompts of a batch. On the actor leader, in the mailbox's I/O thread, so that engines never wait for
-a busy leader.
+"""Hands out the prompts of a batch, on the leader.
 
-Engines pull when they have room. An engine holds at most its even share of the batch at a time, so the first to ask
-does not take all, and one that is done early takes more.
+It runs in the mailbox's I/O thread, so that engines never wait for a busy leader. Engines pull when they have room. An
+engine holds at most its even share of the batch at a time: the first to ask does not take all, and one that finishes
+early takes more.
 """
 
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rl.data.prompts import Prompt
-from rl.world.mail import Mail, Message
+from rl.world.mail import Letter, Mail, Message
 
 
 @dataclass(frozen=True)
@@ -22,12 +21,12 @@ class Sampling:
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int = 0  # 0: all
-    answer_of: str = ""  # the reward function that tells the final answer too; empty: none
+    answer_of: str = ""  # the reward function that also extracts the final answer; empty: none
 
 
 @dataclass(frozen=True)
 class Task:
-    """One prompt to sample a group for; the group goes to the owner, an actor rank."""
+    """One prompt to sample a group for. The group goes to its owner, an actor rank."""
 
     batch: int
     position: int
@@ -36,9 +35,34 @@ class Task:
     sampling: Sampling
     version: int  # of the weights to sample from
 
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> "Task":
-        return Task(**{**data, "prompt": Prompt(**data["prompt"]), "sampling": Sampling(**data["sampling"])})
+    @property
+    def group_id(self) -> tuple[int, int]:
+        return self.batch, self.position
+
+
+@dataclass(frozen=True)
+class Pull(Message):
+    """Ask the leader for tasks, on behalf of an engine."""
+
+    room: int  # groups that the engine can take
+    held: int  # groups that it is sampling
+    batch: int | None  # the batch that the rank's own loop waits for; None on ranks that only serve
+
+
+@dataclass(frozen=True)
+class Work(Message):
+    """Give tasks to an engine."""
+
+    tasks: list[Task]
+
+
+@dataclass(frozen=True)
+class Drained(Message):
+    """Tell an engine that all tasks of a batch are handed out."""
+
+    batch: int
+
+    awaited = "the end of the batch"
 
 
 class Dispatcher:
@@ -47,30 +71,29 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._tasks: deque[Task] = deque()
         self._share = 0
-        self._opened = 0  # number of the newest batch
-        self._parked: dict[int, dict[str, Any]] = {}  # engine lead -> its latest pull
-        mail.on("pull", self._on_pull)
+        self._newest_batch = 0
+        self._waiting: dict[int, Pull] = {}  # by engine lead: its latest pull
+        mail.on(Pull, self._on_pull)
 
     def open(self, tasks: Sequence[Task], batch: int) -> None:
         with self._lock:
             self._tasks.extend(tasks)
             self._share = -(-len(tasks) // self._num_engines)
-            self._opened = batch
+            self._newest_batch = batch
             self._answer()
 
-    def _on_pull(self, message: Message) -> None:
+    def _on_pull(self, letter: Letter[Pull]) -> None:
         with self._lock:
-            self._parked[message.source] = message.meta
+            self._waiting[letter.source] = letter.message
             self._answer()
 
     def _answer(self) -> None:
-        for lead, pull in list(self._parked.items()):
-            count = min(pull["room"], self._share - pull["held"], len(self._tasks))
+        for lead, pull in list(self._waiting.items()):
+            count = min(pull.room, self._share - pull.held, len(self._tasks))
             if count > 0:
-                taken = [asdict(self._tasks.popleft()) for _ in range(count)]
-                self._mail.send(lead, "work", {"tasks": taken})
-            elif not self._tasks and pull["batch"] is not None and pull["batch"] <= self._opened:
-                self._mail.send(lead, "drained", {"batch": pull["batch"]})
+                self._mail.send(lead, Work([self._tasks.popleft() for _ in range(count)]))
+            elif not self._tasks and pull.batch is not None and pull.batch <= self._newest_batch:
+                self._mail.send(lead, Drained(pull.batch))
             else:
                 continue
-            del self._parked[lead]
+            del self._waiting[lead]

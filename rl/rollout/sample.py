@@ -1,8 +1,8 @@
-"""A batch of the prompt stream: a fixed interval of it, or with dynamic sampling one that grows until enough of its
-groups say something.
+"""A batch of the prompt stream: a fixed interval of it, or with dynamic sampling one that grows.
 
-A group of equal rewards has no advantages, so DAPO (arXiv 2503.14476) leaves it out and draws further prompts. How far
-the interval grows depends on rewards alone, never on timing, and the first groups in stream order are kept.
+A group of equal rewards has no advantages, so DAPO (arXiv 2503.14476) leaves it out and draws further prompts until
+enough groups are informative. The size of the interval depends on rewards alone, never on timing, and the first groups
+in stream order are kept.
 """
 
 from dataclasses import dataclass
@@ -22,70 +22,78 @@ from rl.rollout.dispatch import Sampling
 
 class Sampled(NamedTuple):
     batch: Batch  # this actor's share
-    num_prompts: int  # of the whole
-    totals: Totals  # of all that was sampled
+    num_prompts: int  # of the whole batch
+    totals: Totals  # of everything that was sampled
 
 
 @dataclass(frozen=True)
 class DynamicSampling:
     max_rounds: int
-    mask_truncated: bool  # truncated responses are not learnt from, so their rewards make no group informative
+    mask_truncated: bool  # truncated responses are not trained on, so their rewards make no group informative
 
 
-def sample(
-    rollouts: Rollouts,
-    stream: PromptStream | None,
-    num_prompts: int,
-    dynamic: DynamicSampling | None,
-    sampling: Sampling,
-    version: int,
-    pg: dist.ProcessGroup,
-    measures: Measures,
-) -> Sampled:
-    """Sample on every actor; the leader alone has the stream. Without `dynamic` groups of equal rewards stay in it."""
+@dataclass(frozen=True)
+class Sampler:
+    """Draws batches from the prompt stream, on every actor. Only the leader has the stream."""
 
-    def start(count: int) -> int:
-        return rollouts.start(stream.take(count) if stream else None, sampling, version)
+    rollouts: Rollouts
+    stream: PromptStream | None
+    pg: dist.ProcessGroup  # of the actors
+    num_prompts: int  # per batch
+    sampling: Sampling
+    dynamic: DynamicSampling | None  # None: groups of equal rewards stay in the batch
 
-    if dynamic is None:
-        batch = start(num_prompts)
-        gathered = rollouts.gather(batch)
-        return Sampled(rollouts.settle(batch, gathered.groups, gathered.owners), num_prompts, gathered.totals)
-    groups: dict[int, Batch] = {}  # this rank's, by position in the interval
-    owners: list[int] = []  # of all groups
-    informative: list[int] = []  # positions, of all ranks
-    totals: list[Totals] = []
-    for _ in range(dynamic.max_rounds):
-        first, count = len(owners), next_count(num_prompts, len(owners), len(informative))
-        batch = start(count)
-        gathered = rollouts.gather(batch)
-        flags = torch.zeros(count, dtype=torch.int64)
-        for position, group in gathered.groups.items():
-            learnt = group.select(group.trained_sequences(dynamic.mask_truncated))
-            flags[position] = is_informative(learnt.rewards, learnt.group_ids).any()
-        dist.all_reduce(flags, group=pg)
-        groups |= {first + position: group for position, group in gathered.groups.items()}
-        owners += gathered.owners
-        totals.append(gathered.totals)
-        informative += [first + position for position in flags.nonzero().flatten().tolist()]
-        if len(informative) >= num_prompts:
-            break
-    is_leader = float(stream is not None)
-    measures.sum("rollout/sampled_prompts", is_leader * len(owners))
-    measures.sum("rollout/informative_prompts", is_leader * len(informative))
-    kept = informative[:num_prompts] or list(range(min(num_prompts, len(owners))))
-    renumbered = {
-        place: groups[position].replace(group_ids=torch.full_like(groups[position].group_ids, place))
-        for place, position in enumerate(kept)
-        if position in groups
-    }
-    settled = rollouts.settle(batch, renumbered, [owners[position] for position in kept])
-    return Sampled(settled, len(kept), add(totals))
+    def sample(self, version: int, measures: Measures) -> Sampled:
+        """Sample the next batch from this version."""
+        if self.dynamic is not None:
+            return self._sample_dynamically(self.dynamic, version, measures)
+        batch = self._start(self.num_prompts, version)
+        gathered = self.rollouts.gather(batch)
+        settled = self.rollouts.settle(batch, gathered.groups, gathered.owners)
+        return Sampled(settled, self.num_prompts, gathered.totals)
+
+    def _sample_dynamically(self, dynamic: DynamicSampling, version: int, measures: Measures) -> Sampled:
+        groups: dict[int, Batch] = {}  # of this rank, by position in the interval
+        owners: list[int] = []  # of all groups
+        informative: list[int] = []  # positions of all ranks
+        totals: list[Totals] = []
+        for _ in range(dynamic.max_rounds):
+            first, count = len(owners), next_count(self.num_prompts, len(owners), len(informative))
+            batch = self._start(count, version)
+            gathered = self.rollouts.gather(batch)
+            flags = torch.zeros(count, dtype=torch.int64)
+            for position, group in gathered.groups.items():
+                trained = group.select(group.trained_sequences(dynamic.mask_truncated))
+                flags[position] = is_informative(trained.rewards, trained.group_ids).any()
+            dist.all_reduce(flags, group=self.pg)
+            groups |= {first + position: group for position, group in gathered.groups.items()}
+            owners += gathered.owners
+            totals.append(gathered.totals)
+            informative += [first + position for position in flags.nonzero().flatten().tolist()]
+            if len(informative) >= self.num_prompts:
+                break
+        is_leader = float(self.stream is not None)
+        measures.sum("rollout/sampled_prompts", is_leader * len(owners))
+        measures.sum("rollout/informative_prompts", is_leader * len(informative))
+        kept = informative[: self.num_prompts] or list(range(min(self.num_prompts, len(owners))))
+        renumbered = {
+            place: groups[position].replace(group_ids=torch.full_like(groups[position].group_ids, place))
+            for place, position in enumerate(kept)
+            if position in groups
+        }
+        settled = self.rollouts.settle(batch, renumbered, [owners[position] for position in kept])
+        return Sampled(settled, len(kept), add(totals))
+
+    def _start(self, count: int, version: int) -> int:
+        prompts = self.stream.take(count) if self.stream is not None else None
+        return self.rollouts.start(prompts, self.sampling, version)
 
 
 def next_count(wanted: int, sampled: int, found: int) -> int:
-    """How many prompts to draw next: as many as fill the batch if the share of informative ones stays what it was, and
-    at most a batch at a time."""
+    """Return how many prompts to draw next, at most a batch.
+
+    They fill the batch if the share of informative prompts stays the same.
+    """
     if not sampled:
         return wanted
     missing = wanted - found

@@ -2,96 +2,118 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
+from rl.algo.mismatch import check_mismatch
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.data.prompts import PromptStream, Tokenizer
 from rl.evaluation.evaluation import Evaluation
 from rl.learner.credit import assign_credit
 from rl.learner.critic import Critic
 from rl.learner.policy import Learner
 from rl.learner.scoring import Scorer
-from rl.report.describe import check_finite
-from rl.report.metrics import Measures, MetricsWriter
-from rl.rollout.collect import Rollouts
-from rl.rollout.dispatch import Sampling
-from rl.rollout.sample import DynamicSampling, Sampled, sample
+from rl.report.describe import check_finite, describe
+from rl.report.metrics import Measures
+from rl.rewards.totals import Totals, metrics_of
+from rl.rollout.sample import Sampled, Sampler
+from rl.run.reporter import Reporter
 from rl.sync.weights import WeightSync
 
 
-@dataclass
-class Actor:
-    """`stream` and `writer` are the leader's."""
+@dataclass(frozen=True)
+class Trainers:
+    """Everything of an actor that computes on its device, except the engine."""
 
-    config: Config
     learner: Learner
     critic: Critic | None
     scorer: Scorer
-    rollouts: Rollouts
-    sync: WeightSync
-    checkpoints: Checkpoints
-    step: int  # that the run goes on from; 0: it starts from the model
-    is_evaluated: bool  # whether that step was, where it had to be
-    pg: dist.ProcessGroup
-    folder: Path  # of the run
-    tokenizer: Tokenizer
-    evaluation: Evaluation | None  # where any is asked for
-    stream: PromptStream | None = None
-    writer: MetricsWriter | None = None
+
+    def release_device(self) -> None:
+        self.scorer.release_device()
+        for trainer in self.all:
+            trainer.release_device()
+
+    def take_device(self) -> None:
+        self.scorer.take_device()
+        for trainer in self.all:
+            trainer.take_device()
 
     @property
-    def sampling(self) -> Sampling:
-        rollout = self.config.rollout
-        return Sampling(
-            rollout.num_samples_per_prompt, rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k
-        )
+    def all(self) -> list[Learner | Critic]:
+        return [self.learner] if self.critic is None else [self.learner, self.critic]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts or goes on."""
+
+    step: int = 0  # the last one that was trained
+    is_evaluated: bool = False
+
+
+@dataclass(frozen=True)
+class Actor:
+    config: Config
+    trainers: Trainers
+    sampler: Sampler
+    sync: WeightSync
+    checkpoints: Checkpoints
+    evaluation: Evaluation | None  # None if no evaluation is wanted
+    reporter: Reporter
+    start: Start
+
+    @property
+    def pg(self) -> dist.ProcessGroup:
+        return self.sampler.pg
 
     def sample(self, version: int, measures: Measures) -> Sampled:
-        """The next batch, from this version."""
-        algo = self.config.algo
-        dynamic = DynamicSampling(algo.max_sampling_rounds, algo.mask_truncated) if algo.dynamic_sampling else None
-        num_prompts = self.config.train.num_prompts_per_step
-        return sample(self.rollouts, self.stream, num_prompts, dynamic, self.sampling, version, self.pg, measures)
+        """Sample the next batch from this version."""
+        return self.sampler.sample(version, measures)
 
     def score(self, batch: Batch, version: int) -> Batch:
         """Add logprobs of policy and reference, and the critic's values, where anything needs them."""
-        batch = self.scorer.score(batch, version)
-        batch = batch if self.critic is None else self.critic.judge(batch)
+        batch = self.trainers.scorer.score(batch, version)
+        batch = batch if self.trainers.critic is None else self.trainers.critic.judge(batch)
         check_finite(batch)
         return batch
 
+    def describe(self, batch: Batch, totals: Totals) -> dict[str, float]:
+        """Return the metrics of the whole batch. Raise if engine and learner disagree about its logprobs."""
+        values = describe(batch).reduce(self.pg) | metrics_of(totals)
+        check_mismatch(values.get("policy/mismatch_kl", 0.0), self.config.rollout.max_mismatch_kl)
+        return values
+
     def assign_credit(self, batch: Batch, measures: Measures) -> Batch:
-        config = self.config
-        longest, kl_coef = config.rollout.max_new_tokens, self.learner.kl_coef
-        return assign_credit(batch, config.algo, longest, kl_coef, self.pg, measures)
+        """Turn rewards into advantages of tokens."""
+        longest, kl_coef = self.config.rollout.max_new_tokens, self.trainers.learner.kl_coef
+        return assign_credit(batch, self.config.algo, longest, kl_coef, self.pg, measures)
 
     def update(self, batch: Batch, step: int, num_prompts: int, measures: Measures) -> None:
-        """A critic learns first alone, if it is to warm up."""
-        if self.critic is not None:
-            self.critic.update(batch, num_prompts, measures)
+        """Train on the batch: the critic first, and the policy unless the critic is still warming up."""
+        learner, critic = self.trainers.learner, self.trainers.critic
+        self.checkpoints.wait_copied()
+        if critic is not None:
+            critic.update(batch, num_prompts, measures)
             if step <= self.config.critic.warmup_steps:
-                self.learner.run_probe()
+                learner.run_probe()
                 return
-        self.learner.update(batch, num_prompts, measures)
+        learner.update(batch, num_prompts, measures)
 
     def adapt(self, values: Mapping[str, float], num_prompts: int) -> dict[str, float]:
-        """Adapt the KL coefficient to what an update measured, and warn if the policy collapses into certainty. Return
-        what else is worth a curve."""
-        algo, found = self.config.algo, {}
+        """Adapt the KL coefficient, warn if the policy collapses, and return further metrics."""
+        algo, learner, found = self.config.algo, self.trainers.learner, {}
         if not values.get("policy/tokens"):  # only the critic learnt, or every response was masked
             return {}
         if algo.kl_target:
             kl = values["reward/kl" if algo.has_kl_in_reward else "loss/kl"]
-            self.learner.adapt(kl, num_prompts * self.config.rollout.num_samples_per_prompt)
-            found["policy/kl_coef"] = self.learner.kl_coef
+            learner.adapt(kl, num_prompts * self.config.rollout.num_samples_per_prompt)
+            found["policy/kl_coef"] = learner.kl_coef
         if algo.certainty_coef:
             is_collapsed = values["policy/entropy"] < algo.collapse_entropy
             found["policy/is_collapsed"] = float(is_collapsed)
-            if is_collapsed and self.writer is not None:
+            if is_collapsed and self.reporter.is_writing:
                 print(
                     f"oneworld: the policy collapses: its entropy per token is {values['policy/entropy']:.2g}, below "
                     f"algo.collapse_entropy = {algo.collapse_entropy:g}, with self-certainty as a reward; look at the "
@@ -101,26 +123,18 @@ class Actor:
         return found
 
     def publish(self) -> int:
-        """Brings the next version of the weights to all engines; returns its number."""
-        for trainer in self._trainers:
-            trainer.start_leaving()  # after the update's metrics have been read, which copies would delay
+        """Bring the next version of the weights to all engines; return its number."""
+        for trainer in self.trainers.all:
+            trainer.start_leaving()  # after the metrics of the update were read: copies would delay them
         return self.sync.publish()
 
     def give_device_to_engine(self) -> None:
-        """Where this rank hosts one. What leaves the device must have been copied, if a checkpoint is under way."""
-        if self.rollouts.hosts_engine:
-            if self.learner.offloads:
+        """Release the device if this rank hosts an engine. A checkpoint is copied first: it needs the weights here."""
+        if self.sampler.rollouts.service is not None:
+            if self.trainers.learner.offloads:
                 self.checkpoints.wait_copied()
-            self.scorer.release_device()
-            for trainer in self._trainers:
-                trainer.release_device()
+            self.trainers.release_device()
 
     def give_device_to_learner(self) -> None:
-        self.rollouts.release_device()
-        self.scorer.take_device()
-        for trainer in self._trainers:
-            trainer.take_device()
-
-    @property
-    def _trainers(self) -> list[Learner | Critic]:
-        return [self.learner] if self.critic is None else [self.learner, self.critic]
+        self.sampler.rollouts.release_device()
+        self.trainers.take_device()

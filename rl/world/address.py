@@ -1,4 +1,4 @@
-"""The address at which the other nodes reach this one. Launchers ask here too, so torch is not imported."""
+"""The address at which other nodes reach this one. Launchers use it too, so torch is not imported."""
 
 import ipaddress
 import json
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def own_address(store: "dist.Store") -> str:
-    """It is the one on the way to the rendezvous host.
+    """Return this node's address on the route to the rendezvous host.
 
-    On that host itself its name may mean the loopback (Debian's 127.0.1.1), which is of no use to other nodes; then it
-    is the one on the way to another node, if there is one: all "nodes" may be one host. gloo would take the host name's
-    address as well, so it is told the interface.
+    On that host itself its name may resolve to the loopback (Debian's 127.0.1.1), which other nodes cannot reach. Then
+    the address on the route to another node is returned, if there is another: all "nodes" may be one host. gloo would
+    use the address of the host name too, so the interface is set for it.
     """
     master = os.environ["MASTER_ADDR"]
     address = address_towards(master)
@@ -32,7 +32,7 @@ def own_address(store: "dist.Store") -> str:
     if not outside and len(hosts) > 1:
         raise ConfigError(
             f"every node reaches the head, {master}, through its own loopback, so none has an address for the others "
-            f"({', '.join(hosts)}): give one that they can reach, --rdzv-endpoint ADDRESS:PORT, or --head of a launcher"
+            f"({', '.join(hosts)}): give one that all can reach, --rdzv-endpoint ADDRESS:PORT, or --head of a launcher"
         )
     if outside and ipaddress.ip_address(address).is_loopback:
         address = address_towards(outside[0])
@@ -43,7 +43,7 @@ def own_address(store: "dist.Store") -> str:
 
 
 def address_towards(host: str) -> str:
-    """This node's, on the way to that host. Nothing is sent to find it."""
+    """Return this node's address on the route to that host. Nothing is sent."""
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)

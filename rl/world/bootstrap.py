@@ -1,9 +1,8 @@
-"""What a rank does before torch is imported: the first import of every program that joins a world.
+"""What a rank does before torch is imported. Every program that joins a world imports this module first.
 
-What copies its output to a log and its watchdog are forked while the process is small, and the server of its reward
-functions is started. And no garbage is looked for: imports make a million objects that stay, and looking through them
-takes a second of every start, and now and then a part of it in the loop; so it is looked for when a run is built, among
-what came later.
+The log writer and the watchdog are forked while the process is still small, and the server of the reward functions is
+started. Garbage collection is off until the run is built: imports make a million objects that stay, and scanning them
+would take a second of every start and time in the loop.
 """
 
 import atexit
@@ -24,7 +23,7 @@ MARK = "ONEWORLD_RANK_PROCESS"
 
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
-    die_with_parent(signal.SIGKILL)  # a killed agent must not leave orphans that hold GPUs
+    die_with_parent(signal.SIGKILL)  # else a killed agent leaves orphans that hold GPUs
 _line = None
 _tee: socket.socket | None = None
 _reward_server: Launched | None = None
@@ -33,16 +32,16 @@ if "RANK" in os.environ and MARK not in os.environ:
     gc.disable()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # rank 0 and its watchdog have connections to all
-    _tee = start_tee()  # first: what the watchdog says belongs into the log
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # rank 0 and its watchdog connect to all ranks
+    _tee = start_tee()  # first: the watchdog writes to the log too
     _line = start_watchdog()
     _reward_server = launch()
-    # Reached by a process that never joined a world, as when a module cannot be imported; joined ones end otherwise.
+    # Only a process that never joined a world ends through atexit, for example when an import fails.
     atexit.register(_line.send, "raised")
 
 
 def line_to_watchdog() -> Lines:
-    """A process that torchrun did not start gets its watchdog when it first asks."""
+    """Return the connection to this rank's watchdog; start the watchdog if torchrun did not start this process."""
     global _line
     if _line is None:
         _line = start_watchdog()
@@ -50,18 +49,19 @@ def line_to_watchdog() -> Lines:
 
 
 def log_to(path: Path) -> None:
-    """The console of a rank that torchrun started, from its first line on; others have a console to themselves."""
+    """Copy this rank's console output, from its first line on, to a file; only where torchrun started the rank."""
     if _tee is not None:
         write_log(_tee, path)
 
 
 def reward_server() -> Launched:
-    """Likewise. Whoever asks has it to itself."""
+    """Hand the reward server over to the caller; start one if torchrun did not start this process."""
     global _reward_server
     server, _reward_server = _reward_server or launch(), None
     return server
 
 
-def collect_garbage_from_now_on() -> None:
+def enable_garbage_collection() -> None:
+    """Collect garbage from now on, but not among the objects that exist already."""
     gc.freeze()
     gc.enable()

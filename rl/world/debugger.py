@@ -1,7 +1,8 @@
-"""`breakpoint()` on a rank: pdb on a socket in the run's folder, to which a person attaches by rank (tools/debug.py).
+"""`breakpoint()` on a rank: pdb on a socket in the run's folder; a person attaches to it with tools/debug.py.
 
-Ranks have no terminal of their own: torchrun's is shared by all, and theirs may be on another host. While a debugger is
-open the heart says so: nobody takes the silence of this rank, or of those that wait for it, for a failure.
+Ranks have no terminal of their own: all ranks of a node share torchrun's, which may be on another host. While a
+debugger is open, the heartbeat says so. Then nobody takes the silence of this rank, or of ranks that wait for it, for a
+failure.
 """
 
 import io
@@ -18,25 +19,34 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, cast
 
+from rl.watch.files import write_atomically
 from rl.watch.heart import HEART
 
-MAX_PATH = 100  # bytes; the kernel takes 107 for a socket
-MAX_UNSEEN = 1 << 16  # characters that whoever attaches is shown of what was said before
-ASKS = "\x05"  # sent where a line is read: what stands before it is the prompt
+MAX_PATH = 100  # bytes; the kernel accepts 107 for a socket
+MAX_UNSEEN = 1 << 16  # characters of earlier output that a person sees after attaching
+ASKS = "\x05"  # marks the place where a line is read; the text before it is the prompt
 
 
 class Debugger:
-    """Of one rank. `folder` is the run's, once it is known."""
+    """The debugger of one rank. `announce` prints a line about it to the console."""
 
-    def __init__(self, rank: int, say: Callable[[str], None]):
-        self.folder: Path | None = None
-        self.others_wait_s: float | None = None  # before their collectives fail
-        self._rank, self._say = rank, say
+    def __init__(self, rank: int, announce: Callable[[str], None]):
+        self._rank, self._announce = rank, announce
+        self._folder: Path | None = None  # of the run, once it is known
+        self._peer_timeout_s: float | None = None
         self._terminal: Terminal | None = None
         self._lock = threading.Lock()
 
     def install(self) -> None:
         sys.breakpointhook = self._break
+
+    def begin_run(self, folder: Path, peer_timeout_s: float | None) -> None:
+        """Put sockets into the run's folder from now on.
+
+        `peer_timeout_s` is how long other ranks wait for this one before their collectives fail; None if they wait as
+        long as a debugger is open.
+        """
+        self._folder, self._peer_timeout_s = folder, peer_timeout_s
 
     def _break(self, *args: Any, **kwargs: Any) -> None:
         _RemotePdb(self).set_trace(sys._getframe(1))
@@ -50,16 +60,15 @@ class Debugger:
         self.close()
 
     def terminal(self, place: str) -> "Terminal":
-        """Opened where there is none; `place` is where the rank stands."""
+        """Return the terminal, and open one if there is none; `place` is the line of code that the rank stops at."""
         with self._lock:
             if self._terminal is None:
-                self._terminal = Terminal(self.folder, self._rank, place)
+                self._terminal = Terminal(self._folder, self._rank, place)
                 text = f"stands at {place}; to debug it type there: {self._terminal.command}"
-                if self.others_wait_s is not None:
-                    text += (
-                        f" (who waits for it gives up after {self.others_wait_s:g} s, unless debug.breakpoints=true)"
-                    )
-                self._say(text)
+                if self._peer_timeout_s is not None:
+                    text += f" (ranks that wait for it give up after {self._peer_timeout_s:g} s; debug.breakpoints=true"
+                    text += " lets them wait)"
+                self._announce(text)
             return self._terminal
 
     def close(self) -> None:
@@ -70,7 +79,7 @@ class Debugger:
 
 
 class _RemotePdb(pdb.Pdb):
-    """Whose terminal is opened when it first has something to say."""
+    """A pdb that opens its terminal when it first writes."""
 
     def __init__(self, owner: Debugger):
         self._owner = owner
@@ -113,7 +122,7 @@ def _place(frame: FrameType | None, traceback: TracebackType | None) -> str:
 
 
 class _Output(io.TextIOBase):
-    """What pdb reads and writes, before there is a terminal and after."""
+    """The stream that pdb reads and writes. It keeps the output until there is a terminal."""
 
     def __init__(self) -> None:
         self.terminal: Terminal | None = None
@@ -137,7 +146,10 @@ class _Output(io.TextIOBase):
 
 
 class Terminal:
-    """One person at a time. Who hangs up leaves the rank where it stands; the next is shown what was said last."""
+    """A socket for one person at a time.
+
+    A person who hangs up leaves the rank where it is, and the next one sees the latest output.
+    """
 
     def __init__(self, folder: Path | None, rank: int, place: str):
         self._folder = None if folder is None else folder.resolve() / "debug"
@@ -148,9 +160,7 @@ class Terminal:
             self.command = f"python tools/debug.py {folder} --rank {rank}"
             self._sign = self._folder / f"rank_{rank}.json"
             sign = {"host": socket.gethostname(), "pid": os.getpid(), "socket": str(self._path), "place": place}
-            part = self._sign.with_suffix(".part")
-            part.write_text(json.dumps(sign))
-            part.replace(self._sign)
+            write_atomically(self._sign, json.dumps(sign))
         self._connection: socket.socket | None = None
         self._unread, self._unseen = b"", ""
 
@@ -159,7 +169,7 @@ class Terminal:
         self._send(text)
 
     def readline(self) -> str:
-        """Waits for somebody to attach, and to type."""
+        """Wait for a person to attach, and to type a line."""
         while True:
             if self._connection is None:
                 self._connection, _ = self._listener.accept()
@@ -177,7 +187,7 @@ class Terminal:
             self._hang_up()
 
     def _receive(self) -> str:
-        """A line; empty where there is nobody any more."""
+        """Return a line, or an empty string if the person hung up."""
         while b"\n" not in self._unread:
             try:
                 part = self._connection.recv(1 << 16) if self._connection is not None else b""
@@ -207,8 +217,10 @@ class Terminal:
 
 
 def _listen(folder: Path | None, name: str) -> tuple[socket.socket, Path]:
-    """In the run's folder, or in one of its own where that has too long a path or takes no sockets. Only its owner can
-    enter either: who attaches can do what the run can."""
+    """Listen in the run's folder, or in a temporary one if its path is too long or its file system has no sockets.
+
+    Only the owner can enter either: a person who attaches can do everything that the run can.
+    """
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
@@ -221,7 +233,7 @@ def _listen(folder: Path | None, name: str) -> tuple[socket.socket, Path]:
 
 
 def _bind(path: Path) -> socket.socket:
-    path.unlink(missing_ok=True)  # of a process that was killed
+    path.unlink(missing_ok=True)  # a killed process may have left it
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(str(path))

@@ -10,6 +10,7 @@ A frame holds the name of the message class, its fields in msgpack, and raw byte
 opens with the run's token, which ranks get from the rendezvous store. Connections without it are dropped.
 """
 
+import re
 import selectors
 import socket
 import struct
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import msgspec
 
@@ -35,6 +36,8 @@ SILENCE_S = 16
 
 class Message:
     """Base class of everything that ranks send. Subclasses are frozen dataclasses; the class name is the kind."""
+
+    awaited: ClassVar[str] = ""  # what a rank that waits for it says; empty: the words of the class name
 
     source: int
     kind: str
@@ -67,7 +70,11 @@ class Letter(Generic[M]):
 
     @property
     def kind(self) -> str:
-        return self.message.kind
+        return self.message.kind if isinstance(self.message, Plain) else type(self.message).__name__
+
+    @property
+    def key(self) -> Any:
+        return self.message.kind if isinstance(self.message, Plain) else type(self.message)
 
 
 class Plain(Message):
@@ -209,7 +216,7 @@ class Mail:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return None
-                with waiting(" or ".join(by_name) or "the others"):
+                with waiting(" or ".join(map(_words, kinds))):
                     self._arrived.wait(left)
 
     def fail(self, error: BaseException) -> None:
@@ -310,6 +317,13 @@ def _notice_silence(connection: socket.socket) -> None:
 
 def _name(kind: type[Message] | str) -> str:
     return kind if isinstance(kind, str) else kind.__name__
+
+
+def _words(kind: type[Message] | str) -> str:
+    """Return what a rank waits for, in words: EngineFailed -> engine failed."""
+    if isinstance(kind, str):
+        return kind
+    return kind.awaited or re.sub("(?<!^)([A-Z])", r" \1", kind.__name__).lower()
 
 
 def _encode(kind: str, message: Message) -> bytes:

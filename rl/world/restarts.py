@@ -1,4 +1,4 @@
-"""This start of a launch's world among those before it: its number and logs, and whether they get any further."""
+"""Bookkeeping of restarts: the number and the logs of this attempt, and whether attempts get any further."""
 
 import os
 import sys
@@ -17,19 +17,22 @@ from rl.world.bootstrap import log_to
 MAX_BACK_OFF_S = 60.0
 
 
-class Attempt:
-    """What a rank does about it. Each node's first rank keeps the node's memory; rank 0 decides for all, by how far it
-    got itself: ranks that only serve are a step ahead of those that train, and nodes may share the folder."""
+class Restarts:
+    """Count attempts of one launch that make no progress, wait longer after each, and give up in the end.
+
+    Each node's first rank keeps the node's memory. Rank 0 decides for all by how far it got itself: ranks that only
+    serve are a step ahead of those that train, and nodes may share the folder.
+    """
 
     def __init__(self, rank: int, local_rank: int):
         self._rank, self._is_first_on_node = rank, local_rank == 0
         self._memory: Memory | None = None
         self._first_step = 0
-        self._furthest_step = 0  # at which attempts before this one ended
+        self._furthest_step = 0  # of earlier attempts
         self._has_got_further = False
 
-    def remember(self, folder: Path) -> None:
-        """What attempts before this one of the same launch left in the run's folder."""
+    def open_memory(self, folder: Path) -> None:
+        """Read what earlier attempts of the same launch left in the run's folder."""
         if not self._is_first_on_node:
             return
         try:
@@ -40,7 +43,7 @@ class Attempt:
         self._memory.forget_before(launcher_process().create_time())
 
     def open_log(self, logs: Path, store: dist.Store) -> None:
-        """Attempts have the same number on all nodes, whatever each node's disk has seen of them."""
+        """Write this rank's output to a log. An attempt has the same number on all nodes, whatever their disks hold."""
         if self._rank == 0:
             store.set("attempt", str(next_attempt(logs)))
         number = int(store.get("attempt"))
@@ -50,16 +53,16 @@ class Attempt:
             print(f"oneworld: rank {self._rank} has no log of its own: {error}", file=sys.stderr, flush=True)
 
     def back_off(self, max_attempts: int) -> None:
-        """Where attempts end one after the other at the same step: waits longer each time, and then gives up."""
-        if self._rank != 0:  # nodes may share the folder; the others wait for rank 0 where all meet
+        """Wait before an attempt that follows fruitless ones, and raise after `max_attempts` of them in a row."""
+        if self._rank != 0:  # nodes may share the folder; the other ranks wait where all meet
             return
         assert self._memory is not None
         count, self._furthest_step = self._memory.count_attempt()
         before = count - 1
         if before >= max_attempts:
             raise ConfigError(
-                f"{before} attempts in a row got no further than those before (world.max_fruitless_attempts); what "
-                "ended them is above and in the logs of the other nodes: mend that and start again"
+                f"{before} attempts in a row got no further than those before (world.max_fruitless_attempts); their "
+                "errors are above and in the logs of the other nodes: mend the cause and start again"
             )
         if before >= 2:
             wait_s = min(MAX_BACK_OFF_S, 2.0 ** (before - 2))
@@ -69,6 +72,7 @@ class Attempt:
             HEART.wait("")
 
     def reach(self, step: int) -> None:
+        """Forget fruitless attempts once this one gets further than they did."""
         self._first_step = self._first_step or step
         if self._rank != 0 or self._memory is None or self._has_got_further:
             return
@@ -76,14 +80,16 @@ class Attempt:
             self._has_got_further = True
             self._memory.forget_attempts()
 
-    def end_well(self) -> None:
+    def end_cleanly(self) -> None:
         if self._memory is not None:
             self._memory.forget()
 
 
 def launcher_process() -> psutil.Process:
-    """The loop of launch/run_node.sh, which lives through all attempts of a launch, or torchrun's agent, which lives
-    through restarts; this process where there is neither."""
+    """Return the process that lives through all attempts of a launch.
+
+    It is the loop of launch/run_node.sh, or torchrun's agent, or this process where there is neither.
+    """
     if (loop := int(os.environ.get("ONEWORLD_LAUNCHER", 0))) and psutil.pid_exists(loop):
         return psutil.Process(loop)
     return psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())

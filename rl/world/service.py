@@ -1,52 +1,59 @@
-"""What a rank does while others drive: it answers messages, and works on what it has been given in between."""
+"""What a rank does while others drive: it answers messages, and works on its tasks in between."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from rl.world.mail import Message
+from rl.world.mail import Letter, Message
 from rl.world.world import World
 
 
 class Service:
-    """Answers messages of its kinds; the name is the stage in which it does so."""
+    """Answers messages of its kinds; `name` is the stage in which it does so."""
 
     name = "serve"
-    kinds: tuple[str, ...] = ()
+    kinds: tuple[Any, ...] = ()
 
     @property
     def busy(self) -> bool:
         return False
 
-    def handle(self, message: Message) -> None:
+    def handle(self, letter: Any) -> None:
         raise NotImplementedError
 
     def work(self) -> None:
-        """One short piece of work, such as an engine step; called while busy."""
+        """Do one short piece of work, such as an engine step; called while busy."""
         raise NotImplementedError
 
 
 def serve(world: World, services: Sequence[Service], until: Callable[[], bool]) -> None:
-    """Waits in the mailbox, never inside a c10d call; a lost peer ends the wait."""
+    """Run the services until the condition holds. They wait in the mailbox, never inside a c10d call."""
     by_kind = {kind: service for service in services for kind in service.kinds}
     while not until():
         busy = [service for service in services if service.busy]
-        message = world.mail.receive(*by_kind, timeout_s=0 if busy else None)
-        if message is not None:
-            service = by_kind[message.kind]
-            with world.stage(service.name, message.kind):
-                service.handle(message)
+        letter = world.mail.receive_within(0, *by_kind) if busy else world.mail.receive(*by_kind)
+        if letter is not None:
+            service = by_kind[letter.key]
+            with world.stage(service.name, letter.kind):
+                service.handle(letter)
             continue
         for service in busy:
             with world.stage(service.name):
                 service.work()
 
 
+@dataclass(frozen=True)
+class EndRun(Message):
+    """Tell a rank that only serves that the run is over."""
+
+
 class EndService(Service):
     """Ends `serve` on ranks that only serve."""
 
-    kinds = ("end",)
+    kinds = (EndRun,)
 
     def __init__(self) -> None:
         self.ended = False
 
-    def handle(self, message: Message) -> None:
+    def handle(self, letter: Letter[EndRun]) -> None:
         self.ended = True

@@ -96,7 +96,7 @@ def rank_of_world(rank: int, size: int, port: int, folder: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with join() as world:
         placement = plan({"rollout": 0, "actor": f"1-{NUM_ACTORS}"}, 1, size)
-        world.introduce(",".join(placement.roles[rank]))
+        world.progress.set_roles(",".join(placement.roles[rank]))
         world.connect(share_gpu=False, timeout_s=30)
         pg = make_groups(placement, rank, "cpu", timeout_s=30).actor_pg
         if rank in placement.actors:

@@ -32,7 +32,8 @@ from rl.model.load import load_model
 from rl.placement.groups import make_groups
 from rl.placement.roles import plan
 from rl.report.metrics import Measures
-from rl.run.build import Run, build_checkpoints
+from rl.run.build import build_checkpoints
+from rl.run.open import Inputs, Run, Saved
 from rl.sync.plan import wire_tensors
 from rl.world.world import World, join
 
@@ -84,10 +85,10 @@ def digest_of(learner: Learner) -> str:
 
 
 def open_run(world: World, job: Job) -> Run:
-    """As rl.run.build.open_run does, but every rank is a node, with the folder that the job names."""
+    """Open a run as rl.run.open does, but with every rank as a node, and in the folder that the job names."""
     config = load_config(None, ["eval.interval=0", "checkpoint.save_interval=1", "actor.lr=0.01", *job.settings])
     placement = plan(job.placement, world.size, 1, num_replicas=job.num_replicas)
-    world.introduce(",".join(placement.roles[world.rank]))
+    world.progress.set_roles(",".join(placement.roles[world.rank]))
     folder = Path(job.folders[world.rank])
     world.begin_run(folder, config)
     world.connect(share_gpu=False, timeout_s=60)
@@ -97,7 +98,8 @@ def open_run(world: World, job: Job) -> Run:
     store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, store, config)
-    return Run(world, config, placement, folder, Path(job.model), groups, store, resume)
+    saved, inputs = Saved(store, resume), Inputs(data=None, rewards=None)
+    return Run(world, config, placement, groups, folder, Path(job.model), saved, inputs)
 
 
 def train(run: Run, job: Job) -> None:
@@ -105,16 +107,16 @@ def train(run: Run, job: Job) -> None:
     is_leader = world.rank == run.placement.leader
     torch.manual_seed(world.rank)
     model = load_model(
-        run.model_folder, run.groups.actor_mesh, world.device, config.model.dtype, True, filled=run.resume is None
+        run.model_folder, run.groups.actor_mesh, world.device, config.model.dtype, True, filled=run.saved.resume is None
     )
     learner = Learner(model, pg, world.device, config.actor, config.algo, config.rollout, job.num_steps)
-    if run.resume is not None:
-        restore(learner, run.resume, run.store, run.placement, world.rank)
+    if run.saved.resume is not None:
+        restore(learner, run.saved.resume, run.saved.store, run.placement, world.rank)
     checkpoints = build_checkpoints(run, learner, wire_tensors(model, config.model.dtype))
-    first = run.resume.manifest.step if run.resume is not None else 0
+    first = run.saved.resume.manifest.step if run.saved.resume is not None else 0
     stream = PromptStream([Prompt(i, 0, str(i), "", [1]) for i in range(7)], seed=0) if is_leader else None
     if stream is not None:
-        stream.position = run.resume.manifest.state["position"] if run.resume is not None else 0
+        stream.position = run.saved.resume.manifest.state["position"] if run.saved.resume is not None else 0
 
     def note(**values: Any) -> None:
         values |= {"state": digest_of(learner), "generator": torch.get_rng_state().sum().item()}
@@ -125,7 +127,7 @@ def train(run: Run, job: Job) -> None:
     note(step=first, resumed=True, taken=stream.position if stream else 0)
     share = [s for s in range(NUM_PROMPTS * 2) if s // 2 % dist.get_world_size(pg) == dist.get_rank(pg)]
     for step in range(first + 1, job.num_steps + 1):
-        world.step = step
+        world.progress.begin_step(step)
         learner.take_device()
         taken = [prompt.id for prompt in stream.take(NUM_PROMPTS)] if stream else []
         torch.rand(step)  # as dropout would

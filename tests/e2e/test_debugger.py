@@ -125,5 +125,5 @@ def test_quitting_ends_the_run_as_an_interrupt_does(tmp_path: Path) -> None:
     assert "42" in said.stdout and "the debugger is closed" in said.stderr
     output = finish(process, 60)
     assert "oneworld: interrupted at step 2, stage update" in output, output
-    assert "(who waits for it gives up after 300 s, unless debug.breakpoints=true)" in output
+    assert "(ranks that wait for it give up after 300 s; debug.breakpoints=true lets them wait)" in output
     assert not (run / "FATAL").exists()

@@ -269,7 +269,7 @@ def test_who_waits_for_a_checkpoint_says_whose_it_is(tmp_path: Path, monkeypatch
         errors: list[BaseException] = []
         for rank, store in enumerate(stores):
             world: Any = SimpleNamespace(rank=rank, mail=store._mail, id="w1", device=torch.device("cpu"))
-            world.fail_in_background = lambda error, *place: errors.append(error)
+            world.faults = SimpleNamespace(fail_in_background=lambda error, *place: errors.append(error))
             savers.append(Saver(world, placement, store, record_of(), copies=1))
             savers[rank].start(Snapshot(4, [], None, {}, {}, frozenset([4])))
         threads = [threading.Thread(target=saver.wait_committed, name=str(rank)) for rank, saver in enumerate(savers)]

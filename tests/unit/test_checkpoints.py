@@ -11,7 +11,7 @@ from rl.checkpoint.manifest import Manifest
 from rl.checkpoint.resume import Resume
 from rl.checkpoint.snapshot import Snapshot
 from rl.config.schema import CheckpointConfig
-from rl.world.world import Stopped
+from rl.world.faults import Stopped
 
 
 class Saver:

@@ -52,7 +52,7 @@ def test_a_person_may_leave_and_come_back(
     said: list[str] = []
     opened = threading.Event()
     debugger = Debugger(3, lambda text: (said.append(text), opened.set())[1])  # type: ignore[func-returns-value]
-    debugger.folder = tmp_path
+    debugger.begin_run(tmp_path, None)
     seen: list[Any] = []
     thread = in_thread(work, debugger, seen)
     assert opened.wait(10)

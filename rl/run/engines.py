@@ -1,0 +1,82 @@
+"""The engine of a rank, its rollout service, and the weight sync that feeds it."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoConfig
+
+from rl.data.prompts import Tokenizer, sample_seed
+from rl.learner.policy import Learner
+from rl.model.load import stop_token_ids
+from rl.model.shards import TensorInfo
+from rl.rollout.build import build_engine
+from rl.rollout.engine import Engine, EngineSeat
+from rl.rollout.groups import OpenGroups
+from rl.rollout.recovery import EngineHost
+from rl.rollout.service import RolloutService, SamplingLimits
+from rl.run.open import Run
+from rl.sync.plan import make_plan
+from rl.sync.probe import LIMITS, Probe, make_probe
+from rl.sync.weights import Receiver, WeightSync
+
+
+def build_rollout_service(run: Run, tokenizer: Tokenizer, index: int) -> RolloutService:
+    """Build this rank's part of the engine with this index, and the service that samples on it."""
+    config, world = run.config, run.world
+    ranks = run.placement.engines[index]
+    seat = EngineSeat(
+        name=f"oneworld-{world.id}-engine{index}",
+        tp_rank=ranks.index(world.rank),
+        tp_size=len(ranks),
+        store=world.store,
+        device=world.device,
+        shares_device="actor" in run.roles,
+        stop_token_ids=[] if config.debug.ignore_stop_tokens else stop_token_ids(run.model_folder),
+        # Ranks of one engine sample the same tokens only if nothing else draws from their generators.
+        deterministic=config.rollout.deterministic or len(ranks) > 1,
+    )
+
+    def build(failed: Engine | None = None) -> Engine:
+        with world.stage("build engine"):
+            return build_engine(config, run.model_folder, seat, failed)
+
+    engine = build()
+    if engine.notice and index == seat.tp_rank == 0:
+        print(f"oneworld: {engine.notice}", flush=True)
+    torch.manual_seed(sample_seed(config.run.seed, 0, index, 0))  # engines differ
+    host = EngineHost(world, ranks, engine, build)
+    world.at_end(lambda: host.engine.close())
+    limits = SamplingLimits(
+        max_num_groups=max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt),
+        run_seed=config.run.seed if seat.deterministic else None,
+        leader=run.placement.leader,
+    )
+    return RolloutService(world, host, limits, OpenGroups(run.inputs.rewards, tokenizer))
+
+
+def build_sync(
+    run: Run, tensors: list[TensorInfo], receivers: Sequence[Receiver], learner: Learner | None = None
+) -> WeightSync:
+    config, placement = run.config, run.placement
+    sync = WeightSync(
+        run.world.mail,
+        placement,
+        make_plan(tensors, placement, config.sync.bucket_mb, run.world.device),
+        run.groups.sync_pgs,
+        config.sync,
+        run.world.device,
+        probe_of(run),
+        model=learner.model if learner is not None else None,
+        receivers=receivers,
+        slices=learner.weight_slices if learner is not None else None,
+    )
+    if run.saved.resume is not None:
+        sync.version = run.saved.resume.version - 1  # which the first publication brings
+    run.world.send_orders_to(placement.leader)
+    return sync
+
+
+def probe_of(run: Run) -> Probe:
+    config = run.config
+    vocab_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().vocab_size
+    return make_probe(vocab_size, config.data.max_prompt_tokens, config.sync.probe_limit or LIMITS[config.model.dtype])

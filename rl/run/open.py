@@ -1,0 +1,186 @@
+"""Opening a run: everything that can be checked before a model is loaded, and what all ranks then know about it."""
+
+import dataclasses
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from rl.checkpoint.resume import Resume, agree_on_resume
+from rl.checkpoint.store import CheckpointStore
+from rl.config.schema import Config, ConfigError, with_patience
+from rl.data.sources import Data, read_data
+from rl.evaluation.evaluation import check_best_metric
+from rl.model.load import find_model
+from rl.model.shape import check_model
+from rl.placement.groups import Groups, make_groups
+from rl.placement.roles import Placement, plan
+from rl.rewards.pool import RewardPool
+from rl.rollout.service import Scored
+from rl.world.bootstrap import reward_server
+from rl.world.mail import Message
+from rl.world.restarts import launcher_process
+from rl.world.world import World
+
+MAX_REWARD_WORKERS = 8
+
+
+@dataclass(frozen=True)
+class NumSteps(Message):
+    """Tell a rank the number of steps, which follows from the size of the data."""
+
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Checkpoints of the run: where they are, and the one to resume from, if any."""
+
+    store: CheckpointStore
+    resume: Resume | None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Parts that only some ranks have."""
+
+    data: Data | None  # on the leader
+    rewards: RewardPool | None  # on ranks that lead an engine
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every rank knows about the run before it builds anything."""
+
+    world: World
+    config: Config  # with the number of steps, also where it follows from train.num_epochs
+    placement: Placement
+    groups: Groups
+    folder: Path
+    model_folder: Path
+    saved: Saved
+    inputs: Inputs
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return self.placement.roles[self.world.rank]
+
+
+def open_run(world: World, config: Config, config_name: str) -> Run:
+    """Check everything that can be checked without loading a model, then connect the process groups."""
+    config = with_patience(config)
+    folder = Path(config.run.dir) / _run_name(world, config, config_name)
+    world.begin_run(folder, config)
+    placement = _place(world, config)
+    world.progress.set_roles(",".join(placement.roles[world.rank]))
+    check_best_metric(config)
+    rewards = _start_rewards(world, config, placement)
+    _check_inference(world, config, placement, folder)
+    model_folder = find_model(config.model.path)
+    check_model(config, model_folder)
+    if rewards is not None:
+        rewards.wait_ready()
+    world.meet("model found")  # a download may take long, and what follows has a time limit
+    world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
+    groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
+    with world.stage("read data"):
+        data = None
+        if world.rank == placement.leader:
+            data = read_data(config, AutoTokenizer.from_pretrained(model_folder))
+        config = agree_on_steps(world, placement, config, data)
+    path = config.checkpoint.resume
+    source = None if path in ("auto", "never") else Path(path)
+    store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads)
+    with world.stage("resume"):
+        resume = agree_on_resume(world.mail, placement, store, config)
+    saved, inputs = Saved(store, resume), Inputs(data, rewards)
+    return Run(world, config, placement, groups, folder, model_folder, saved, inputs)
+
+
+def agree_on_steps(world: World, placement: Placement, config: Config, data: Data | None) -> Config:
+    """Turn train.num_epochs into steps. Only the leader can count them, and tells the others."""
+    if not config.train.num_epochs:
+        return config
+    if data is not None:
+        num_prompts = len(data.stream) * config.train.num_epochs
+        num_steps = -(-num_prompts // config.train.num_prompts_per_step)
+        print(f"oneworld: train.num_epochs = {config.train.num_epochs}: {num_steps} steps", flush=True)
+        for rank in range(placement.world_size):
+            world.mail.send(rank, NumSteps(num_steps))
+    num_steps = world.mail.receive(NumSteps).message.num_steps
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=num_steps))
+
+
+def score_fields(config: Config) -> list[str]:
+    """Return what a separate pass over the batch computes."""
+    algo = config.algo
+    wanted = {
+        "old_logprobs": algo.has_old_pass,
+        "certainty": bool(algo.certainty_coef),
+        "ref_logprobs": bool(algo.kl_coef) and algo.kl_estimator != "full",
+    }
+    return [name for name, is_wanted in wanted.items() if is_wanted]
+
+
+def _place(world: World, config: Config) -> Placement:
+    num_nodes, remainder = divmod(world.size, world.num_ranks_per_node)
+    if remainder:
+        raise ConfigError(
+            f"got {world.size} ranks, {world.num_ranks_per_node} of them on the node of rank {world.rank}; all nodes "
+            "need the same number of ranks: give the same --nproc-per-node on each"
+        )
+    return plan(
+        config.placement,
+        num_nodes,
+        world.num_ranks_per_node,
+        config.rollout.tensor_parallel_size,
+        config.actor.num_replicas,
+    )
+
+
+def _check_inference(world: World, config: Config, placement: Placement, folder: Path) -> None:
+    if placement.scorers and config.algo.kl_coef and config.algo.kl_estimator == "full":
+        raise ConfigError(
+            "algo.kl_estimator=full computes the reference beside the policy, on the actors; give the inference ranks "
+            "another role, or choose k1, k2 or k3"
+        )
+    if world.rank == placement.leader:
+        print(f"{folder}: {placement.summary()}; loading", flush=True)
+        if placement.scorers and not score_fields(config):
+            print(
+                "oneworld: the inference ranks have nothing to do: without algo.kl_coef there is no reference, and one "
+                "update on exactly on-policy data needs no separate pass for old logprobs (algo.old_logprobs=auto); "
+                "give these ranks another role",
+                flush=True,
+            )
+
+
+def _start_rewards(world: World, config: Config, placement: Placement) -> RewardPool | None:
+    """Start to import the reward functions in the server of each rank that leads an engine; end the other servers."""
+    server = reward_server()
+    if not any(ranks[0] == world.rank for ranks in placement.engines):
+        server.dismiss()
+        return None
+
+    def deliver(key: tuple[int, ...], result: dict[str, Any]) -> None:
+        world.mail.send(world.rank, Scored(key, result))
+
+    share = len(os.sched_getaffinity(0)) // world.num_ranks_per_node
+    num_workers = config.reward.num_workers or max(1, min(MAX_REWARD_WORKERS, share))
+    pool = RewardPool(server, config.reward, num_workers, deliver, world.mail.fail)
+    world.at_end(pool.close)
+    return pool
+
+
+def _run_name(world: World, config: Config, config_name: str) -> str:
+    """Return run.name, or the config's name and the time the launcher started: a restarted world finds its folder."""
+    if config.run.name:
+        return config.run.name
+    if world.rank == 0:
+        launcher = launcher_process()
+        started = time.strftime("%Y%m%d-%H%M%S", time.localtime(launcher.create_time()))
+        world.store.set("run/name", f"{config_name}-{started}-{launcher.pid}")
+    return world.store.get("run/name").decode()

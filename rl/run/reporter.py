@@ -1,0 +1,59 @@
+"""What one rank of a run leaves behind for people: metrics, samples, saved rollouts and profiles."""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from rl.config.schema import Config
+from rl.data.batch import Batch
+from rl.data.prompts import Tokenizer
+from rl.evaluation.evaluation import show_evaluation
+from rl.report.describe import show
+from rl.report.metrics import MetricsWriter
+from rl.report.profile import profiled
+from rl.world.world import World
+
+
+class Reporter:
+    """Writes the reports of an actor. Only the leader has a metrics writer, and only while it trains."""
+
+    def __init__(self, world: World, config: Config, folder: Path, tokenizer: Tokenizer, writer: MetricsWriter | None):
+        self._world, self._config, self._folder = world, config, folder
+        self._tokenizer, self._writer = tokenizer, writer
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writer is not None
+
+    def profile(self) -> AbstractContextManager[None]:
+        """Profile the step if debug.profile_step and debug.profile_num_steps ask for it."""
+        first, step = self._config.debug.profile_step, self._world.step
+        is_wanted = first and first <= step < first + self._config.debug.profile_num_steps
+        return profiled(self._folder / "profile" / self._name() if is_wanted else None)
+
+    def save_rollouts(self, batch: Batch) -> None:
+        """Save this rank's batch if debug.save_rollouts asks for it."""
+        if self._config.debug.save_rollouts:
+            file = self._folder / "rollouts" / f"{self._name()}.safetensors"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(batch.to_bytes())
+
+    def report(self, step: int, version: int, values: dict[str, float], batch: Batch | None = None) -> None:
+        """Write the metrics of one step, and now and then samples of its batch."""
+        if self._config.debug.dry_run:
+            return
+        seconds = {f"time/{stage}": seconds for stage, seconds in self._world.progress.take_seconds().items()}
+        if self._writer is None:
+            return
+        metrics = self._config.metrics
+        if batch is not None:
+            values = values | {"perf/tokens_per_s": values["rollout/tokens"] / seconds["time/step"]}
+            if metrics.samples_interval and (step - 1) % metrics.samples_interval == 0:
+                self._writer.write_text("rollout/samples", show(batch, self._tokenizer, metrics.num_samples), step)
+        self._writer.write(step, version, values | seconds)
+
+    def report_evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Print an evaluation that belongs to no training step."""
+        show_evaluation(self._folder, step, values)
+
+    def _name(self) -> str:
+        return f"step_{self._world.step}.rank_{self._world.rank}"

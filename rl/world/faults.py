@@ -1,0 +1,161 @@
+"""How an error of this rank reaches all others, and how theirs reach this one.
+
+A rank that fails tells its watchdog (rl/watch). The watchdog tells the board, which runs in the watchdog of rank 0.
+The board also hears of deaths and of silent ranks. It prints one report and tells every watchdog to end its rank. A
+watchdog kills a rank whose main thread does not end by itself, so a stuck collective cannot keep the world alive.
+
+torchrun restarts workers after any failure, whatever their exit code. After a fatal error (bad settings, Ctrl-C, the
+same error at the same step twice) the watchdog of each node's first rank therefore stops its agent, and the file
+`FATAL` in the run's folder says why.
+"""
+
+import bdb
+import select
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from rl.config.schema import ConfigError
+from rl.watch.lines import Lines
+from rl.watch.reports import Report
+from rl.world.debugger import Debugger
+from rl.world.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, exit_now
+from rl.world.mail import Mail, PeerLost
+from rl.world.progress import Progress
+
+VERDICT_TIMEOUT_S = 5.0
+WATCHDOG_TIMEOUT_S = 10.0  # to open the board's port
+MAX_TEXT = 32_768  # characters of an error and of its trace
+INTERRUPTS = (KeyboardInterrupt, bdb.BdbQuit)  # the latter is `q` in a debugger
+
+
+class Aborted(Exception):
+    """Another rank failed; its report has been printed."""
+
+
+class Stopped(Exception):
+    """A signal asked for the end of the run, and everything that can be saved is saved; the message says what."""
+
+
+class Faults:
+    """Report this rank's errors to its watchdog, and end this rank when the watchdog says so."""
+
+    def __init__(self, progress: Progress, mail: Mail, watchdog: Lines, debugger: Debugger):
+        self.is_over = False  # the world is ending
+        self._progress, self._mail, self._watchdog, self._debugger = progress, mail, watchdog, debugger
+        self._has_post_mortem = False
+        self._is_finished = False
+        self._verdict = threading.Event()
+        self._stops_launcher = False
+        self._lock = threading.Lock()
+
+    def listen(self) -> None:
+        self._mail.on_lost(self._on_lost)
+        self._mail.watch(self._watchdog.connection, self._on_watchdog)
+
+    def open_post_mortem(self) -> None:
+        """Open a debugger at every error of this rank from now on, before it is reported."""
+        self._has_post_mortem = True
+
+    def finish(self) -> None:
+        """Treat closed connections as normal from now on: this rank has done its work."""
+        self._is_finished = True
+
+    def fail(self, error: BaseException) -> int:
+        """Report an exception of this rank, wait for the verdict, and return the exit code."""
+        if not isinstance(error, Aborted):
+            report = self._describe(error)
+            if self._has_post_mortem and report.cause == "error":
+                self._debugger.post_mortem(error)
+            self._report(report)
+        self._verdict.wait(VERDICT_TIMEOUT_S)
+        if self._stops_launcher:
+            time.sleep(1.0)  # an agent that sees a dead worker before it is told to stop begins a restart
+        if isinstance(error, Stopped):
+            return EXIT_STOPPED
+        return EXIT_INTERRUPTED if isinstance(error, INTERRUPTS) else EXIT_FAILED
+
+    def fail_in_background(self, error: BaseException, stage: str, step: int) -> None:
+        """End the world for an error in a thread of this rank, although the main thread goes on."""
+        if not isinstance(error, Aborted):
+            self._report(replace(self._describe(error), stage=stage, step=step))
+
+    def end_world(self, cause: str, text: str) -> None:
+        """End the world for a cause (rl/watch/reports.py) that is no exception."""
+        self._report(self._progress.report(cause, text))
+
+    def announce_interrupt(self) -> None:
+        """Tell the watchdog that a Ctrl-C came first, whatever this rank reports later."""
+        self.tell_watchdog("interrupting", **asdict(self._describe(KeyboardInterrupt())))
+
+    def tell_watchdog(self, kind: str, **values: Any) -> None:
+        with self._lock:
+            self._watchdog.send(kind, **values)
+            self._watchdog.flush_within(1.0)
+
+    def host_board(self, address: str, token: str) -> int:
+        """Let this rank's watchdog open the board; return the board's port."""
+        self.tell_watchdog("host", address=address, token=token)
+        while select.select([self._watchdog.connection], [], [], WATCHDOG_TIMEOUT_S)[0]:
+            for message in self._watchdog.receive():
+                assert message["kind"] == "hosted", message
+                return message["port"]
+            if not self._watchdog.is_open:
+                break
+        raise RuntimeError(
+            f"the watchdog of rank {self._progress.rank} has ended, or did not answer within {WATCHDOG_TIMEOUT_S:g} s"
+        )
+
+    def _describe(self, error: BaseException) -> Report:
+        trace = ""
+        if isinstance(error, INTERRUPTS):
+            cause = "interrupt"
+        elif isinstance(error, Stopped):
+            cause = "stopped"
+        elif isinstance(error, ConfigError):
+            cause = "fatal"
+        else:
+            cause = "connection" if _is_connection_error(error) else "error"
+            trace = "".join(traceback.format_exception(error))[-MAX_TEXT:]
+        text = str(error)
+        if not isinstance(error, ConfigError | Stopped | KeyboardInterrupt | bdb.BdbQuit):
+            text = f"{type(error).__name__}: {error}"
+        return self._progress.report(cause, text[:MAX_TEXT], trace, failed=True)
+
+    def _report(self, report: Report) -> None:
+        if not self._verdict.is_set():
+            self.tell_watchdog("report", **asdict(report))
+
+    def _on_watchdog(self, source: socket.socket) -> None:
+        """Run in the I/O thread."""
+        for message in self._watchdog.receive():
+            assert message["kind"] == "abort", message
+            self._stops_launcher = message["stop"]
+            self._verdict.set()
+            self.is_over = True
+            self._mail.fail(Aborted("another rank failed"))
+        if not self._watchdog.is_open:
+            rank, roles = self._progress.rank, self._progress.roles
+            with suppress(OSError):
+                print(f"oneworld: rank {rank} ({roles}) ends because its watchdog has ended", file=sys.stderr)
+            exit_now(EXIT_FAILED)
+
+    def _on_lost(self, rank: int) -> None:
+        """Report a closed connection. If the peer's process ended, its own watchdog reports that too."""
+        if not self._is_finished:
+            self.end_world("connection", f"its connection to rank {rank} broke")
+
+
+def _is_connection_error(error: BaseException) -> bool:
+    """Whether this error may be a consequence of another rank's end."""
+    if isinstance(error, PeerLost | dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
+        return True
+    words = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Timed out waiting", "Broken pipe")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

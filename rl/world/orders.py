@@ -1,0 +1,15 @@
+"""Orders: what all actors do together, at the same place in the loop, after a signal or the loss of an engine."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rl.world.mail import Message
+
+Action = Literal["save", "stop", "publish again"]
+
+
+@dataclass(frozen=True)
+class Order(Message):
+    """Ask the leader to pass an action on to every actor (rl/rollout/orders.py)."""
+
+    action: Action

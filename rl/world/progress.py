@@ -1,0 +1,66 @@
+"""Where this rank is in the run: its roles, step and stage, as error reports, heartbeats and metrics show them."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from torch.profiler import record_function
+
+from rl.watch.heart import HEART
+from rl.watch.reports import Report
+from rl.world.restarts import Restarts
+
+
+class Progress:
+    """Track the step and the stage of this rank, and measure how long each stage takes."""
+
+    def __init__(self, rank: int, restarts: Restarts):
+        self.rank = rank
+        self.roles = "no role yet"
+        self.step = 0
+        self.seconds: dict[str, float] = {}  # by stage, since `take_seconds`
+        self._restarts = restarts
+        self._stage = "start"
+        self._failed_stage: str | None = None
+
+    def set_roles(self, roles: str) -> None:
+        self.roles = roles
+        HEART.describe(roles=roles)
+
+    def begin_step(self, step: int) -> None:
+        self._restarts.reach(step)
+        self.step = step
+        HEART.describe(step=step)
+
+    @contextmanager
+    def stage(self, name: str, item: str = "") -> Iterator[None]:
+        """Time a stage and put its name into every error that leaves it.
+
+        `item` says what the stage works on, where that differs from one time to the next.
+        """
+        outer, self._stage = self._stage, name
+        HEART.enter(name, item)
+        is_counted = outer in ("start", "step")  # a nested stage belongs to the stage around it
+        started = time.perf_counter()
+        try:
+            with record_function(f"stage {name}") if is_counted else nullcontext():  # for a profile
+                yield
+        except BaseException:
+            self._failed_stage = self._failed_stage or name
+            raise
+        finally:
+            if is_counted:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            self._stage = outer
+            HEART.enter(outer)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return the seconds of every stage since the last call."""
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+    def report(self, cause: str, error: str, trace: str = "", failed: bool = False) -> Report:
+        """Describe this rank for the others; with `failed`, at the stage that an exception left first."""
+        stage = self._failed_stage if failed and self._failed_stage else self._stage
+        return Report(self.rank, self.roles, socket.gethostname(), stage, self.step, error, trace, cause)
