@@ -1,11 +1,18 @@
-"""Mailboxes and checkpoint stores of several ranks, all in this process, over real sockets."""
+"""Mailboxes, worlds and checkpoint stores of several ranks, all in this process, over real sockets."""
 
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from rl.checkpoint.store import CheckpointStore
-from rl.world.mail import Mail, Message
+from rl.watch.lines import Lines
+from rl.world.mail import Letter, Mail, Message
+from rl.world.world import Place, World
 
 HOST = "127.0.0.1"
 WAIT_S = 10.0  # for what must happen
@@ -24,6 +31,26 @@ def connected(count: int) -> Iterator[list[Mail]]:
 
 
 @contextmanager
+def connected_worlds(count: int) -> Iterator[list[World]]:
+    """Worlds of ranks on one node, each with a mailbox; nobody reads what they tell their watchdogs."""
+    with connected(count) as mails:
+        lines = [socket.socketpair() for _ in mails]
+        store = dist.HashStore()
+        yield [
+            World(Place(mail.rank, mail.rank, count, count), store, mail, Lines(ours))
+            for mail, (ours, _) in zip(mails, lines, strict=True)
+        ]
+        for pair in lines:
+            for end in pair:
+                end.close()
+
+
+@dataclass(frozen=True)
+class Mark(Message):
+    """Sent behind other messages: whoever has it has those too."""
+
+
+@contextmanager
 def stores_on(roots: Sequence[Path], sources: Sequence[Path] | None = None) -> Iterator[list[CheckpointStore]]:
     """A store for each root, as if each were on a node of its own; equal roots are a disk that nodes share."""
     places = sources or [None] * len(roots)
@@ -31,7 +58,7 @@ def stores_on(roots: Sequence[Path], sources: Sequence[Path] | None = None) -> I
         yield [CheckpointStore(mail, root, place, range(len(roots))) for mail, root, place in zip(mails, roots, places)]
 
 
-def take(mail: Mail, *kinds: str) -> Message:
-    message = mail.receive(*kinds, timeout_s=WAIT_S)
-    assert message is not None, f"no {kinds} within {WAIT_S} s"
-    return message
+def take(mail: Mail, *kinds: Any) -> Letter[Any]:
+    letter = mail.receive_within(WAIT_S, *kinds)
+    assert letter is not None, f"no {kinds} within {WAIT_S} s"
+    return letter

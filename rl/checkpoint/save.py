@@ -27,8 +27,8 @@ from rl.checkpoint.store import POLL_S, CheckpointStore
 from rl.checkpoint.write import Record, Writer
 from rl.placement.roles import Placement
 from rl.watch.heart import OWN
-from rl.world.mail import Message, waiting
 from rl.world.faults import Stopped
+from rl.world.mail import Message, waiting
 from rl.world.world import World
 
 # What a main thread may wait for, so that the rank is blamed whose disk hangs, and no other.

@@ -12,7 +12,7 @@ from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.resume import Resume, restore
 from rl.checkpoint.save import Saver
 from rl.checkpoint.write import Record, read_hf_files
-from rl.config.schema import Config, ConfigError
+from rl.config.schema import AlgoConfig, Config, ConfigError
 from rl.data.prompts import PromptStream, Tokenizer
 from rl.evaluation.evaluation import Evaluation
 from rl.learner.critic import Critic
@@ -113,9 +113,8 @@ def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
         stream = run.inputs.data.stream
         if resume is not None and trains:
             _restore_position(resume, stream)
-    algo, num_prompts = config.algo, config.train.num_prompts_per_step
-    dynamic = DynamicSampling(algo.max_sampling_rounds, algo.mask_truncated) if algo.dynamic_sampling else None
-    return Sampler(rollouts, stream, run.groups.actor_pg, num_prompts, sampling_of(config), dynamic)
+    pg, num_prompts = run.groups.actor_pg, config.train.num_prompts_per_step
+    return Sampler(rollouts, stream, pg, num_prompts, sampling_of(config), dynamic_sampling_of(config.algo))
 
 
 def sampling_of(config: Config) -> Sampling:
@@ -123,6 +122,10 @@ def sampling_of(config: Config) -> Sampling:
     return Sampling(
         rollout.num_samples_per_prompt, rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k
     )
+
+
+def dynamic_sampling_of(algo: AlgoConfig) -> DynamicSampling | None:
+    return DynamicSampling(algo.max_sampling_rounds, algo.mask_truncated) if algo.dynamic_sampling else None
 
 
 def _restore_position(resume: Resume, stream: PromptStream) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from rl.config.schema import Config, ConfigError
+from rl.watch.lines import Lines
 from rl.watch.recorder import keep_collectives
 from rl.world.address import own_address
 from rl.world.bootstrap import line_to_watchdog
@@ -62,7 +63,7 @@ class World:
     `join` makes it. The process groups follow in `connect`, when the config is known.
     """
 
-    def __init__(self, place: Place, store: dist.Store, mail: Mail):
+    def __init__(self, place: Place, store: dist.Store, mail: Mail, watchdog: Lines):
         self.rank, self.local_rank, self.size = place.rank, place.local_rank, place.size
         self.num_ranks_per_node = place.num_ranks_per_node
         self.store, self.mail = store, mail
@@ -71,7 +72,7 @@ class World:
         self._restarts = Restarts(place.rank, place.local_rank)
         self.progress = Progress(place.rank, self._restarts)
         self._debugger = Debugger(place.rank, self._print_about_debugger)
-        self.faults = Faults(self.progress, mail, line_to_watchdog(), self._debugger)
+        self.faults = Faults(self.progress, mail, watchdog, self._debugger)
         self._signals = Signals(mail, self.faults)
         self._closers: list[Callable[[], None]] = []
         self._num_arrived: dict[str, int] = {}  # on the hub, by meeting
@@ -194,6 +195,6 @@ def _join() -> World:
         store.set("mail/token", secrets.token_hex(16))
     address, token = own_address(store), store.get("mail/token").decode()
     place = Place(rank, local_rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-    world = World(place, store, Mail(rank, address, token))
+    world = World(place, store, Mail(rank, address, token), line_to_watchdog())
     world.enter()
     return world

@@ -1,5 +1,6 @@
-"""What the loop asks of an actor, with stand-ins for the parts that need other ranks."""
+"""What the loop asks of an actor, with stand-ins for parts that need other ranks."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,10 @@ import torch
 from rl.config.schema import AlgoConfig, Config
 from rl.data.batch import Batch
 from rl.learner.policy import Learner
-from rl.report.metrics import Measures
 from rl.rollout.sample import DynamicSampling
-from rl.run import actor as actors
-from rl.run.actor import Actor
+from rl.run.actor import Actor, Trainers
+from rl.run.build import dynamic_sampling_of
+from rl.run.reporter import Reporter
 from tests.unit.test_batch import make_batch
 
 
@@ -26,9 +27,11 @@ class Scorer:
         return batch.replace(old_logprobs=torch.full((batch.num_tokens,), self._logprob))
 
 
-def make_actor(config: Config, **parts: Any) -> Actor:
-    names = ("learner", "critic", "scorer", "rollouts", "sync", "checkpoints", "step", "is_evaluated", "pg", "folder")
-    return Actor(config, **(dict.fromkeys((*names, "tokenizer", "evaluation")) | parts))
+def make_actor(config: Config, learner: Any = None, scorer: Any = None) -> Actor:
+    parts = dict.fromkeys(("sampler", "sync", "checkpoints", "evaluation", "start"))
+    world: Any = None
+    reporter = Reporter(world, config, Path(), tokenizer=world, writer=None)
+    return Actor(config, Trainers(learner, None, scorer), reporter=reporter, **parts)  # type: ignore[arg-type]
 
 
 def test_logprobs_that_are_not_finite_do_not_reach_the_update() -> None:
@@ -38,15 +41,10 @@ def test_logprobs_that_are_not_finite_do_not_reach_the_update() -> None:
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
-def test_dynamic_sampling_knows_which_responses_are_masked(
-    mask_truncated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(actors, "sample", lambda *args: asked.append(args[3]))
-    for dynamic in (True, False):
-        algo = AlgoConfig(dynamic_sampling=dynamic, max_sampling_rounds=7, mask_truncated=mask_truncated)
-        make_actor(Config(algo=algo)).sample(1, Measures())
-    assert asked == [DynamicSampling(7, mask_truncated), None]
+def test_dynamic_sampling_knows_which_responses_are_masked(mask_truncated: bool) -> None:
+    algo = AlgoConfig(dynamic_sampling=True, max_sampling_rounds=7, mask_truncated=mask_truncated)
+    assert dynamic_sampling_of(algo) == DynamicSampling(7, mask_truncated)
+    assert dynamic_sampling_of(AlgoConfig(mask_truncated=mask_truncated)) is None
 
 
 @pytest.mark.parametrize("num_tokens", [0, 10])

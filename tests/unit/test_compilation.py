@@ -18,7 +18,7 @@ from rl.rollout.engine import Completion
 from rl.rollout.fake_engine import FakeEngine
 from rl.watch.compilation import mark_compilation
 from rl.watch.heart import HEART, Beat
-from tests.mails import connected
+from tests.mails import connected_worlds
 from tests.unit.test_engine_failures import HARMLESS, fail
 from tests.unit.test_probe_rides_along import batch_of
 from tests.unit.test_reward_service import NUM_SAMPLES, STOP, Bench
@@ -178,8 +178,8 @@ def test_engine_steps_say_their_shape_and_a_new_engine_has_used_none(monkeypatch
     monkeypatch.setattr(Bench, "make_engine", lambda bench: SeenEngine(8, STOP))
     reads, decodes = "reads up to 256 tokens of prompts", "decodes up to 8 responses"
     HEART.enter("another stage of this test")
-    with connected(2) as mails:
-        bench = Bench(mails)
+    with connected_worlds(2) as worlds:
+        bench = Bench(worlds)
         bench.start(0)
         for _ in range(2):
             bench.service.work()

@@ -1,13 +1,13 @@
 """Who gets which prompts of a batch: engines that pull from the dispatcher through real mailboxes."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import pytest
 
 from rl.data.prompts import Prompt
-from rl.rollout.dispatch import Dispatcher, Sampling, Task
+from rl.rollout.dispatch import Dispatcher, Drained, Pull, Sampling, Task, Work
 from rl.world.mail import Mail
+from tests.mails import take
 
 LEADER, FIRST, SECOND = 0, 1, 2
 SAMPLING = Sampling(num_samples=2, temperature=0.5, max_new_tokens=3)
@@ -27,21 +27,17 @@ class Hall:
         self.dispatcher = Dispatcher(self.mails[LEADER], num_engines=2)
 
     def pull(self, engine: int, held: int = 0, room: int = 100, batch: int | None = None) -> None:
-        self.mails[engine].send(LEADER, "pull", {"room": room, "held": held, "batch": batch})
+        self.mails[engine].send(LEADER, Pull(room, held, batch))
 
     def positions(self, engine: int) -> list[int]:
-        """Of the tasks in the next answer."""
-        message = self.mails[engine].receive("work", timeout_s=10)
-        assert message is not None
-        return [Task.from_dict(task).position for task in message.meta["tasks"]]
+        """Return the positions of the tasks in the next answer."""
+        return [task.position for task in take(self.mails[engine], Work).message.tasks]
 
     def drained(self, engine: int) -> int:
-        message = self.mails[engine].receive("drained", timeout_s=10)
-        assert message is not None
-        return message.meta["batch"]
+        return take(self.mails[engine], Drained).message.batch
 
     def silent(self, engine: int) -> bool:
-        return self.mails[engine].receive("work", "drained", timeout_s=0.15) is None
+        return self.mails[engine].receive_within(0.15, Work, Drained) is None
 
 
 @pytest.fixture
@@ -90,7 +86,7 @@ def test_an_engine_that_holds_its_share_waits_though_tasks_are_left(hall: Hall) 
     assert hall.positions(FIRST) == [0]
 
 
-def test_drained_is_said_of_open_batches_alone(hall: Hall) -> None:
+def test_only_open_batches_are_drained(hall: Hall) -> None:
     hall.pull(FIRST, batch=1)
     assert hall.silent(FIRST)  # batch 1 is still to come
     hall.dispatcher.open([], batch=1)
@@ -115,7 +111,7 @@ def test_an_engine_that_waits_for_no_batch_is_never_told_that_one_is_drained(hal
     assert hall.silent(FIRST)
 
 
-def test_parked_pulls_are_answered_when_a_batch_opens(hall: Hall) -> None:
+def test_waiting_pulls_are_answered_when_a_batch_opens(hall: Hall) -> None:
     hall.pull(FIRST)
     hall.pull(SECOND, batch=1)
     assert hall.silent(FIRST)
@@ -132,11 +128,8 @@ def test_the_leaders_own_engine_pulls_too(hall: Hall) -> None:
     assert hall.positions(LEADER) == [0]
 
 
-def test_tasks_survive_the_way(hall: Hall) -> None:
+def test_tasks_arrive_unchanged(hall: Hall) -> None:
     (task,) = make_tasks(1)
-    assert Task.from_dict(asdict(task)) == task
     hall.pull(FIRST)
     hall.dispatcher.open([task], batch=1)
-    message = hall.mails[FIRST].receive("work", timeout_s=10)
-    assert message is not None
-    assert [Task.from_dict(data) for data in message.meta["tasks"]] == [task]
+    assert take(hall.mails[FIRST], Work).message == Work([task])

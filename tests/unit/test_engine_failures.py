@@ -1,4 +1,4 @@
-"""Which exceptions of an engine's step the service gets over, and which end its rank."""
+"""Exceptions of an engine's step that the service recovers from, and those that end its rank."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +9,13 @@ import torch.distributed as dist
 
 from rl.rollout.engine import Completion
 from rl.rollout.fake_engine import FakeEngine
-from rl.rollout.service import RolloutService
-from rl.world.mail import Mail, Message
-from tests.mails import connected, take
+from rl.rollout.groups import OpenGroups
+from rl.rollout.recovery import EngineFailed, EngineHost
+from rl.rollout.service import RebuildEngine, RolloutService, SamplingLimits, StepEngine
+from rl.world.mail import Letter
+from rl.world.orders import Order
+from rl.world.world import World
+from tests.mails import connected_worlds, take
 from tests.unit.test_reward_service import NUM_SAMPLES, STOP, Bench
 
 pytestmark = pytest.mark.timeout(20)
@@ -33,7 +37,7 @@ HARMLESS = [
 
 
 def wrapped(error: Exception) -> Exception:
-    """As engines do."""
+    """Wrap an error as engines do."""
     outer = ValueError("the engine's step failed")
     outer.__cause__ = error
     return outer
@@ -66,14 +70,14 @@ def fail(service: RolloutService, error: Exception) -> None:
 
 
 @pytest.fixture
-def mails() -> Iterator[list[Mail]]:
-    with connected(2) as mails:
-        yield mails
+def worlds() -> Iterator[list[World]]:
+    with connected_worlds(2) as worlds:
+        yield worlds
 
 
-def test_a_group_that_fails_a_second_engine_ends_the_rank(mails: list[Mail]) -> None:
+def test_a_group_that_fails_a_second_engine_ends_the_rank(worlds: list[World]) -> None:
     """Although shorter responses end in between, every time."""
-    bench = LateBench(mails)
+    bench = LateBench(worlds)
     bench.start(0, 1)
     bench.sample()
     bench.service.engine.confirm(6)
@@ -84,9 +88,9 @@ def test_a_group_that_fails_a_second_engine_ends_the_rank(mails: list[Mail]) -> 
     assert [key for key, *_ in bench.rewards.calls if key[3] == 1], "one has ended"
 
 
-def test_a_second_exception_in_a_row_ends_the_rank(mails: list[Mail]) -> None:
+def test_a_second_exception_in_a_row_ends_the_rank(worlds: list[World]) -> None:
     """Also when work came in between."""
-    bench = Bench(mails)
+    bench = Bench(worlds)
     bench.start(0)
     fail(bench.service, HARMLESS[0])
     bench.service.work()
@@ -98,8 +102,8 @@ def test_a_second_exception_in_a_row_ends_the_rank(mails: list[Mail]) -> None:
         bench.service.work()
 
 
-def test_each_group_may_fail_one_engine(mails: list[Mail]) -> None:
-    bench = Bench(mails)
+def test_each_group_may_fail_one_engine(worlds: list[World]) -> None:
+    bench = Bench(worlds)
     for position in range(3):
         bench.start(position)
         fail(bench.service, HARMLESS[0])
@@ -112,8 +116,8 @@ def test_each_group_may_fail_one_engine(mails: list[Mail]) -> None:
 
 
 @pytest.mark.parametrize("error", [*BREAKING, wrapped(BREAKING[0])], ids=repr)
-def test_an_error_of_the_device_or_a_process_group_ends_the_rank(error: Exception, mails: list[Mail]) -> None:
-    bench = Bench(mails)
+def test_an_error_of_the_device_or_a_process_group_ends_the_rank(error: Exception, worlds: list[World]) -> None:
+    bench = Bench(worlds)
     bench.start(0)
     fail(bench.service, error)
     with pytest.raises(type(error)) as raised:
@@ -123,29 +127,30 @@ def test_an_error_of_the_device_or_a_process_group_ends_the_rank(error: Exceptio
 
 
 @pytest.mark.parametrize("error", [*HARMLESS, wrapped(HARMLESS[0])], ids=repr)
-def test_any_other_error_is_survived(error: Exception, mails: list[Mail]) -> None:
-    bench = Bench(mails)
+def test_any_other_error_is_survived(error: Exception, worlds: list[World]) -> None:
+    bench = Bench(worlds)
     bench.start(0)
     fail(bench.service, error)
     bench.service.work()
-    assert take(bench.leader, "order").meta == {"order": "publish again"}
+    assert take(bench.leader, Order).message == Order("publish again")
     assert bench.service.engine is not bench.engine
 
 
 @pytest.mark.parametrize(("error", "is_survived"), [(BREAKING[1], False), (HARMLESS[0], True)])
-def test_a_follower_judges_alike(error: Exception, is_survived: bool, mails: list[Mail]) -> None:
+def test_a_follower_decides_alike(error: Exception, is_survived: bool, worlds: list[World]) -> None:
     """It tells the lead, which decides, or ends its own rank."""
-    bench = Bench(mails)
+    bench = Bench(worlds)
     tokenizer: Any = None
     engine = FakeEngine(8, STOP)
-    service = RolloutService(bench.world, engine, (1, 0), 1, 4, 0, None, tokenizer, lambda old: FakeEngine(8, STOP))
+    host = EngineHost(bench.world, (1, 0), engine, lambda failed: FakeEngine(8, STOP))
+    service = RolloutService(bench.world, host, SamplingLimits(4, 0, leader=1), OpenGroups(None, tokenizer))
     fail(service, error)
-    step = Message(1, "mirror", {"call": "step"})
+    step = Letter(1, StepEngine())
     if not is_survived:
         with pytest.raises(RuntimeError, match=FAILED):
             service.handle(step)
         return
     service.handle(step)
-    take(bench.leader, "engine failed")
-    service.handle(Message(1, "mirror", {"call": "rebuild"}))
+    take(bench.leader, EngineFailed)
+    service.handle(Letter(1, RebuildEngine()))
     assert service.engine is not engine

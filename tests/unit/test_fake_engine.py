@@ -2,8 +2,6 @@
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +9,15 @@ import torch
 
 from rl.data.prompts import Prompt
 from rl.model.shards import TensorInfo
-from rl.rollout.dispatch import Sampling, Task
+from rl.rollout.dispatch import Sampling, Task, Work
 from rl.rollout.engine import Completion, Request
 from rl.rollout.fake_engine import FakeEngine
-from rl.rollout.service import RolloutService, clear_frames, pack_group
-from rl.world.mail import Mail, Message
+from rl.rollout.groups import OpenGroups, pack_group
+from rl.rollout.recovery import EngineHost, clear_frames
+from rl.rollout.service import RolloutService, SamplingLimits
+from rl.world.mail import Letter
+from rl.world.world import World
+from tests.mails import connected_worlds
 
 STOP = 0
 
@@ -107,23 +109,21 @@ TASK = Task(2, 3, 0, Prompt(9, 0, "text", "abc", [11, 12]), Sampling(2, 1.0, 3),
 
 
 @pytest.fixture
-def mail() -> Iterator[Mail]:
-    mail = Mail(0, "127.0.0.1", "token")
-    mail.learn({0: mail.address})
-    yield mail
-    mail.close()
+def world() -> Iterator[World]:
+    with connected_worlds(1) as (world,):
+        yield world
 
 
 @pytest.mark.parametrize(
     ("held", "has"), [(5, "confirmed version 5"), (7, "confirmed version 7"), (0, "confirmed none")]
 )
-def test_a_service_refuses_a_task_of_another_version(mail: Mail, held: int, has: str) -> None:
+def test_a_service_refuses_a_task_of_another_version(world: World, held: int, has: str) -> None:
     engine = FakeEngine(8, STOP)
     engine.confirm(held)
-    world: Any = SimpleNamespace(mail=mail)  # a real one needs a launcher
     tokenizer: Any = None
-    service = RolloutService(world, engine, (0,), 0, 4, 0, None, tokenizer, lambda failed: failed)
-    work = Message(0, "work", {"tasks": [asdict(TASK)]})
+    host = EngineHost(world, (0,), engine, lambda failed: failed)
+    service = RolloutService(world, host, SamplingLimits(4, 0, leader=0), OpenGroups(None, tokenizer))
+    work = Letter(0, Work([TASK]))
     with pytest.raises(RuntimeError, match=f"a rollout of version 6, but this engine has {has}"):
         service.handle(work)
     engine.confirm(6)

@@ -1,28 +1,29 @@
-"""Scores come when they come: late, out of order, after the engine was built anew; each group is delivered once."""
+"""Scores may come late, out of order, or after the engine was rebuilt; each group is delivered once."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.rollout.dispatch import Sampling, Task
+from rl.rollout.dispatch import Drained, Pull, Sampling, Task, Work
 from rl.rollout.fake_engine import FakeEngine
-from rl.rollout.service import RolloutService
-from rl.world.mail import Mail, Message
+from rl.rollout.groups import OpenGroups
+from rl.rollout.recovery import EngineHost
+from rl.rollout.service import RolloutService, SamplingLimits, Scored, ScoredGroup
+from rl.world.mail import Letter, Mail
+from rl.world.orders import Order
 from rl.world.service import Service
-from tests.mails import connected, take
+from rl.world.world import World
+from tests.mails import Mark, connected_worlds, take
 
 STOP = 0
 NUM_SAMPLES = 3
 
 
 class Rewards:
-    """In place of the pool: keeps the calls, and says what it is told to, when it is told to."""
+    """Stands in for the pool: keeps the calls, and sends the scores that a test tells it to."""
 
     def __init__(self, mail: Mail):
         self.calls: list[tuple[tuple[int, ...], str, str, dict[str, Any]]] = []
@@ -33,7 +34,7 @@ class Rewards:
 
     def say(self, key: tuple[int, ...], score: float, status: str = "ok") -> None:
         result = {"status": status, "score": score, "parts": {"rule": score}, "answer": None, "text": ""}
-        self._mail.send(0, "scored", {"key": key, "result": result})
+        self._mail.send(0, Scored(key, result))
 
 
 class Tokenizer:
@@ -47,19 +48,18 @@ class BrokenEngine(FakeEngine):
 
 
 class Bench:
-    """A service on a mailbox of its own; rank 1 is the leader and the owner of all groups."""
+    """A service on rank 0; rank 1 is the leader and the owner of all groups."""
 
-    def __init__(self, mails: list[Mail], max_num_groups: int = 4):
-        self.mail, self.leader = mails
+    def __init__(self, worlds: list[World]):
+        self.world = worlds[0]
+        self.mail, self.leader = (world.mail for world in worlds)
         self.rewards = Rewards(self.mail)
         self.engine = self.make_engine()
         self.engine.confirm(6)
-        stage = contextmanager(lambda name, item="": iter([None]))
-        self.world: Any = SimpleNamespace(mail=self.mail, stage=stage, step=1)
         tokenizer: Any = Tokenizer()
-        self.service = RolloutService(
-            self.world, self.engine, (0,), 1, max_num_groups, 0, self.rewards, tokenizer, lambda old: self.make_engine()
-        )
+        host = EngineHost(self.world, (0,), self.engine, lambda failed: self.make_engine())
+        limits = SamplingLimits(max_num_groups=4, run_seed=0, leader=1)
+        self.service = RolloutService(self.world, host, limits, OpenGroups(self.rewards, tokenizer))
 
     def make_engine(self) -> FakeEngine:
         return FakeEngine(8, STOP)
@@ -69,7 +69,7 @@ class Bench:
             Task(2, p, 1, Prompt(p, 0, f"prompt {p}", f"{p}", [11], {"level": p}), Sampling(NUM_SAMPLES, 1.0, 9), 6)
             for p in positions
         ]
-        self.service.handle(Message(1, "work", {"tasks": [asdict(task) for task in tasks]}))
+        self.service.handle(Letter(1, Work(tasks)))
 
     def sample(self, steps: int = 100) -> None:
         while self.service.engine.num_unfinished and steps:
@@ -77,29 +77,29 @@ class Bench:
             steps -= 1
 
     def hear(self) -> None:
-        """All scores that have been said."""
-        while (message := self.mail.receive("scored", timeout_s=0)) is not None:
-            self.service.handle(message)
+        """Handle all scores that were sent."""
+        while (letter := self.mail.receive_within(0, Scored)) is not None:
+            self.service.handle(letter)
 
-    def delivered(self) -> list[Message]:
-        self.mail.send(1, "mark")
+    def delivered(self) -> list[Letter[ScoredGroup]]:
+        self.mail.send(1, Mark())
         groups = []
-        while (message := take(self.leader, "group", "mark")).kind == "group":
-            groups.append(message)
+        while isinstance((letter := take(self.leader, ScoredGroup, Mark)).message, ScoredGroup):
+            groups.append(letter)
         return groups
 
-    def pulls(self) -> list[dict[str, Any]]:
-        self.mail.send(1, "mark")
+    def pulls(self) -> list[Pull]:
+        self.mail.send(1, Mark())
         pulls = []
-        while (message := take(self.leader, "pull", "mark")).kind == "pull":
-            pulls.append(message.meta)
+        while isinstance(message := take(self.leader, Pull, Mark).message, Pull):
+            pulls.append(message)
         return pulls
 
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    with connected(2) as mails:
-        yield Bench(mails)
+    with connected_worlds(2) as worlds:
+        yield Bench(worlds)
 
 
 def test_scoring_starts_as_each_response_ends(bench: Bench) -> None:
@@ -122,17 +122,17 @@ def test_a_group_is_delivered_once_when_its_last_score_has_come(bench: Bench) ->
     for sample, position in ((2, 1), (0, 1), (2, 0), (1, 1)):
         bench.rewards.say((2, position, sample, 0), 10.0 * position + sample)
     bench.hear()
-    (message,) = bench.delivered()
-    assert (message.meta["position"], message.meta["version"]) == (1, 6)
-    assert Batch.from_bytes(message.payload).rewards.tolist() == [10.0, 11.0, 12.0]
+    (letter,) = bench.delivered()
+    assert (letter.message.position, letter.message.version) == (1, 6)
+    assert Batch.from_bytes(letter.payload).rewards.tolist() == [10.0, 11.0, 12.0]
     wanted = [{"parts": {"rule": 10.0 + sample}, "status": "ok", "answer": None} for sample in range(3)]
-    assert message.meta["scores"] == wanted
+    assert letter.message.scores == wanted
     bench.rewards.say((2, 0, 0, 0), 0.0, status="timeout")
     bench.rewards.say((2, 0, 1, 0), 1.0)
     bench.hear()
-    (message,) = bench.delivered()
-    assert Batch.from_bytes(message.payload).rewards.tolist() == [0.0, 1.0, 2.0]
-    assert [score["status"] for score in message.meta["scores"]] == ["timeout", "ok", "ok"]
+    (letter,) = bench.delivered()
+    assert Batch.from_bytes(letter.payload).rewards.tolist() == [0.0, 1.0, 2.0]
+    assert [score["status"] for score in letter.message.scores] == ["timeout", "ok", "ok"]
     bench.rewards.say((2, 0, 1, 0), 1.0)
     bench.hear()
     assert bench.delivered() == []
@@ -143,17 +143,17 @@ def test_a_slow_score_does_not_keep_the_engine_from_work(bench: Bench) -> None:
     bench.start(0, 1)
     bench.pulls()
     bench.sample()
-    assert bench.pulls()[-1] == {"room": 4, "held": 0, "batch": None}
+    assert bench.pulls()[-1] == Pull(4, 0, None)
     assert not bench.service.busy
     bench.start(2)
     assert bench.service.busy
-    assert bench.pulls()[-1] == {"room": 3, "held": 1, "batch": None}
+    assert bench.pulls()[-1] == Pull(3, 1, None)
 
 
 def test_a_batch_ends_when_every_group_is_scored(bench: Bench) -> None:
     """Inside serve, which waits in the mailbox and is woken by the last score."""
     bench.start(0)
-    bench.mail.send(0, "drained", {"batch": 2})
+    bench.mail.send(0, Drained(2))
     submit = bench.rewards.submit
 
     def submit_and_say(key: tuple[int, ...], *call: Any) -> None:
@@ -174,15 +174,15 @@ def test_scores_of_an_engine_that_failed_are_worth_nothing(bench: Bench) -> None
     old = [key for key, *_ in bench.rewards.calls if key[1] == 1]
     bench.service.engine.__class__ = BrokenEngine
     bench.service.work()
-    assert take(bench.leader, "order").meta == {"order": "publish again"}
+    assert take(bench.leader, Order).message == Order("publish again")
     assert not bench.service.busy, "until the new engine has weights"
     for key in old:
         bench.rewards.say(key, 99.0)
     for sample in range(NUM_SAMPLES):
         bench.rewards.say((2, 0, sample, 0), float(sample))
     bench.hear()
-    (message,) = bench.delivered()
-    assert (message.meta["position"], message.meta["version"]) == (0, 6), "what was whole is not sampled again"
+    (letter,) = bench.delivered()
+    assert (letter.message.position, letter.message.version) == (0, 6), "what was whole is not sampled again"
     bench.service.engine.confirm(6)
     assert bench.service.busy
     bench.service.work()
@@ -193,8 +193,8 @@ def test_scores_of_an_engine_that_failed_are_worth_nothing(bench: Bench) -> None
         bench.rewards.say(key, float(key[2]))
     bench.rewards.say(old[0], 99.0)
     bench.hear()
-    (message,) = bench.delivered()
-    assert Batch.from_bytes(message.payload).rewards.tolist() == [0.0, 1.0, 2.0]
+    (letter,) = bench.delivered()
+    assert Batch.from_bytes(letter.payload).rewards.tolist() == [0.0, 1.0, 2.0]
     assert not bench.service.busy
 
 

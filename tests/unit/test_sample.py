@@ -1,4 +1,4 @@
-"""A batch that grows until enough of its groups say something; ranks are threads, with a gloo group among them."""
+"""Dynamic sampling: a batch grows until enough of its groups are informative. Ranks are threads with a gloo group."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ from rl.data.prompts import Prompt, PromptStream
 from rl.report.metrics import Measures
 from rl.rollout.collect import Gathered
 from rl.rollout.dispatch import Sampling
-from rl.rollout.sample import DynamicSampling, Sampled, next_count, sample
+from rl.rollout.sample import DynamicSampling, Sampled, Sampler, next_count
 
 SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=4)
 
@@ -35,12 +35,14 @@ def test_next_count(wanted: int, sampled: int, found: int, count: int) -> None:
     assert next_count(wanted, sampled, found) == count
 
 
-class Sampler:
-    """In place of the engines: of prompt i the two responses are the token i, with unequal rewards where it is
-    informative. Positions are dealt out to all ranks in turn."""
+class Engines:
+    """Stands in for engines: both responses of prompt i are the token i. Their rewards differ if it is informative.
+
+    Positions are dealt to all ranks in turn.
+    """
 
     def __init__(self, num_ranks: int, informative: set[int], truncated: frozenset[int] = frozenset()):
-        """Of `truncated` prompts the second response was cut."""
+        """The second response of the `truncated` prompts was cut off."""
         self.rounds: list[list[int]] = []  # prompts of each, as the leader gave them
         self.owners: list[list[int]] = []  # as ranks said who has what they settle
         self._num_ranks, self._informative, self._truncated = num_ranks, informative, truncated
@@ -63,37 +65,37 @@ class Sampler:
 
 
 class Rank:
-    def __init__(self, sampler: Sampler, rank: int):
-        self._sampler, self._rank, self._started = sampler, rank, 0
+    def __init__(self, engines: Engines, rank: int):
+        self._engines, self._rank, self._started = engines, rank, 0
 
     def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int) -> int:
         assert (sampling, version) == (SAMPLING, 7)
         assert (prompts is not None) == (self._rank == 0), "the leader alone has the stream"
         if prompts is not None:
-            self._sampler.rounds.append([prompt.id for prompt in prompts])
+            self._engines.rounds.append([prompt.id for prompt in prompts])
         self._started += 1
         return self._started
 
     def gather(self, batch: int) -> Gathered:
-        self._sampler._barrier.wait()
-        prompts, size = self._sampler.rounds[batch - 1], self._sampler._num_ranks
+        self._engines._barrier.wait()
+        prompts, size = self._engines.rounds[batch - 1], self._engines._num_ranks
         owners = [position % size for position in range(len(prompts))]
         mine = [position for position, owner in enumerate(owners) if owner == self._rank]
-        groups = {position: self._sampler.group(prompts[position], position) for position in mine}
+        groups = {position: self._engines.group(prompts[position], position) for position in mine}
         return Gathered(groups, owners, {}, {"reward/made_up": [float(len(prompts)), 1.0]})
 
     def settle(self, batch: int, groups: dict[int, Batch], owners: list[int]) -> Batch:
         """Nothing moves."""
         assert batch == self._started
         assert sorted(groups) == [place for place, owner in enumerate(owners) if owner == self._rank]
-        self._sampler.owners.append(owners)
+        self._engines.owners.append(owners)
         return Batch.concat([groups[place] for place in sorted(groups)])
 
 
 def draw(
-    sampler: Sampler, num_ranks: int, num_prompts: int, max_rounds: int, mask_truncated: bool = False
+    engines: Engines, num_ranks: int, num_prompts: int, max_rounds: int, mask_truncated: bool = False
 ) -> tuple[list[int], list[Sampled], dict[str, float], int]:
-    """Prompts that were kept, by place; what each rank got; metrics; where the stream stands."""
+    """Return the prompts that were kept, what each rank got, metrics, and the position of the stream."""
     stream = PromptStream([Prompt(i, 0, str(i), "", [i]) for i in range(100)], seed=0)
     stream._orders = [(0, list(range(100)))]  # not shuffled
     store = dist.HashStore()
@@ -103,8 +105,8 @@ def draw(
         measures.sum("ranks", 1)
         own = stream if rank == 0 else None
         dynamic = DynamicSampling(max_rounds, mask_truncated) if max_rounds else None
-        sampled = sample(sampler.of(rank), own, num_prompts, dynamic, SAMPLING, 7, pg, measures)
-        return sampled, measures.reduce(pg)
+        sampler = Sampler(engines.of(rank), own, pg, num_prompts, SAMPLING, dynamic)  # type: ignore[arg-type]
+        return sampler.sample(7, measures), measures.reduce(pg)
 
     with ThreadPoolExecutor(num_ranks) as pool:
         sampled, values = zip(*pool.map(of_rank, range(num_ranks)), strict=True)
@@ -119,11 +121,11 @@ def draw(
 def test_the_first_informative_groups_in_stream_order(num_ranks: int) -> None:
     """4 wanted. Of 0 to 3 one is informative, so 12 would be drawn, at most 4 are: of 4 to 7 two are. Then 1 is missing
     and 3 of 8 were: 3 are drawn, of which two are, and the first is kept."""
-    sampler = Sampler(num_ranks, {1, 4, 7, 8, 10})
-    kept, sampled, values, position = draw(sampler, num_ranks, 4, max_rounds=10)
-    assert sampler.rounds == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    engines = Engines(num_ranks, {1, 4, 7, 8, 10})
+    kept, sampled, values, position = draw(engines, num_ranks, 4, max_rounds=10)
+    assert engines.rounds == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
     assert kept == [1, 4, 7, 8]
-    assert all(owners == [1 % num_ranks, 0, 3 % num_ranks, 0] for owners in sampler.owners)
+    assert all(owners == [1 % num_ranks, 0, 3 % num_ranks, 0] for owners in engines.owners)
     assert [part.num_prompts for part in sampled] == [4] * num_ranks
     assert all(part.totals == {"reward/made_up": [11.0, 3.0]} for part in sampled)
     assert values == {"ranks": num_ranks, "rollout/sampled_prompts": 11, "rollout/informative_prompts": 5}
@@ -131,14 +133,14 @@ def test_the_first_informative_groups_in_stream_order(num_ranks: int) -> None:
 
 
 def test_a_full_first_round_draws_no_more() -> None:
-    kept, _, values, position = draw(Sampler(2, {0, 1, 2}), 2, 3, max_rounds=10)
+    kept, _, values, position = draw(Engines(2, {0, 1, 2}), 2, 3, max_rounds=10)
     assert (kept, position) == ([0, 1, 2], 3)
     assert values["rollout/sampled_prompts"] == values["rollout/informative_prompts"] == 3
 
 
 def test_the_last_round_leaves_a_smaller_batch() -> None:
     """Fewer groups than ranks, so that one has none."""
-    kept, sampled, values, position = draw(Sampler(3, {5, 7}), 3, 4, max_rounds=2)
+    kept, sampled, values, position = draw(Engines(3, {5, 7}), 3, 4, max_rounds=2)
     assert (kept, position) == ([5, 7], 8)
     assert [part.num_prompts for part in sampled] == [2, 2, 2]
     assert [part.batch.num_sequences for part in sampled] == [2, 2, 0]  # positions 1 and 3 of the second round
@@ -146,14 +148,14 @@ def test_the_last_round_leaves_a_smaller_batch() -> None:
 
 
 def test_equal_rewards_everywhere_fall_back_to_the_first_prompts() -> None:
-    kept, sampled, values, position = draw(Sampler(2, set()), 2, 4, max_rounds=3)
+    kept, sampled, values, position = draw(Engines(2, set()), 2, 4, max_rounds=3)
     assert (kept, position) == ([0, 1, 2, 3], 12)
     assert [part.num_prompts for part in sampled] == [4, 4]
     assert (values["rollout/sampled_prompts"], values["rollout/informative_prompts"]) == (12, 0)
 
 
 def test_without_rounds_every_group_stays() -> None:
-    kept, _, values, position = draw(Sampler(2, {1}), 2, 4, max_rounds=0)
+    kept, _, values, position = draw(Engines(2, {1}), 2, 4, max_rounds=0)
     assert (kept, position) == ([0, 1, 2, 3], 4)
     assert values == {"ranks": 2}
 
@@ -161,5 +163,5 @@ def test_without_rounds_every_group_stays() -> None:
 @pytest.mark.parametrize(("mask_truncated", "kept"), [(False, [1, 2]), (True, [2, 3])])
 def test_the_reward_of_a_masked_response_makes_no_group_informative(mask_truncated: bool, kept: list[int]) -> None:
     """Of prompt 1 the response with the other reward was cut."""
-    sampler = Sampler(1, {1, 2, 3}, truncated=frozenset({1}))
-    assert draw(sampler, 1, 2, max_rounds=10, mask_truncated=mask_truncated)[0] == kept
+    engines = Engines(1, {1, 2, 3}, truncated=frozenset({1}))
+    assert draw(engines, 1, 2, max_rounds=10, mask_truncated=mask_truncated)[0] == kept

@@ -13,7 +13,9 @@ import pytest
 
 import rl.world.signals
 from rl.config.schema import ROOT
-from rl.world.mail import Mail
+from rl.world.faults import Faults
+from rl.world.mail import Mail, Message
+from rl.world.orders import Order
 from rl.world.signals import Signals
 
 pytestmark = pytest.mark.timeout(10)
@@ -21,16 +23,31 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Watched:
-    """The part of Mail that is asked for; nobody does what is sent."""
+    """The part of Mail that signals use; nobody executes what is sent."""
 
     def __init__(self) -> None:
-        self.sent: Queue[tuple[int, str, dict[str, Any]]] = Queue()
+        self.sent: Queue[tuple[int, Message]] = Queue()
 
     def watch(self, source: socket.socket, read: Callable[[socket.socket], None]) -> None:
         self.source, self.read = source, read
 
-    def send(self, rank: int, kind: str, meta: dict[str, Any]) -> None:
-        self.sent.put((rank, kind, meta))
+    def send(self, rank: int, message: Message) -> None:
+        self.sent.put((rank, message))
+
+
+class Endings:
+    """The part of Faults that signals use."""
+
+    is_over = False
+
+    def __init__(self) -> None:
+        self.causes: Queue[tuple[str, str]] = Queue()
+
+    def end_world(self, cause: str, text: str) -> None:
+        self.causes.put((cause, text))
+
+    def announce_interrupt(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -55,7 +72,7 @@ def test_a_signal_that_comes_right_after_its_handler_is_heard(mail: Watched, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(signal, "signal", set_and_send)
-        Signals(cast(Mail, mail), lambda cause, text: None, lambda: None).listen()
+        Signals(cast(Mail, mail), cast(Faults, Endings())).listen()
     mail.source.settimeout(1.0)
     assert [*mail.source.recv(64)] == [*NUMBERS]
 
@@ -66,16 +83,16 @@ def test_what_is_not_saved_in_time_is_not_waited_for(
 ) -> None:
     assert rl.world.signals.STOP_S == 25.0, "torchrun kills after 30 s"
     monkeypatch.setattr(rl.world.signals, "STOP_S", 0.2)
-    ends: Queue[tuple[str, str]] = Queue()
-    signals = Signals(cast(Mail, mail), lambda cause, text: ends.put((cause, text)), lambda: None)
-    signals.order_taker = 3
+    endings = Endings()
+    signals = Signals(cast(Mail, mail), cast(Faults, endings))
+    signals.send_orders_to(3)
     signals.listen()
     os.kill(os.getpid(), number)
     mail.read(mail.source)
-    assert mail.sent.get(timeout=5.0) == (3, "order", {"order": "stop"})
-    assert ends.empty(), "it has time to save"
+    assert mail.sent.get(timeout=5.0) == (3, Order("stop"))
+    assert endings.causes.empty(), "it has time to save"
     late = f"told to end by {number.name}, and the checkpoint was not committed within 0.2 s"
-    assert ends.get(timeout=5.0) == ("terminated", late)
+    assert endings.causes.get(timeout=5.0) == ("terminated", late)
 
 
 CHILD = """
