@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl.model import host_memory
+from rl.model.host_memory import HostBuffers
 from rl.model.shards import LocalSlice
 from rl.watch.heart import HEART
-
-SLAB_BYTES = 256 << 20  # a power of two, which is what torch's pinned allocator rounds up to
-ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class HostCopy:
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
-        self._slabs: list[Tensor] = []
+        self._buffers: HostBuffers | None = None
 
     def mark(self) -> torch.cuda.Event | None:
         """In the thread that computes: what was enqueued there so far comes before the copy."""
@@ -46,34 +45,31 @@ class HostCopy:
 
     def take(self, tensors: Sequence[Tensor], ready: torch.cuda.Event | None) -> list[list[Tensor]]:
         """Each tensor's elements, flat, in pieces; valid until the next call."""
-        taken = []
-        slab, used = 0, 0
+        sizes = [size for tensor in tensors for size in _piece_sizes(tensor)]
+        if self._buffers is None or self._buffers.sizes != sizes:
+            self._buffers = None  # freed before others are allocated
+            self._buffers = HostBuffers(sizes, pinned=self._on_gpu)
+        buffers, taken = iter(self._buffers), []
         with torch.cuda.stream(self._stream):  # does nothing without a GPU
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
             for tensor in tensors:
-                flat, pieces = tensor.reshape(-1), []
-                while flat.numel():
-                    room = (SLAB_BYTES - used) // flat.itemsize
-                    if not room:
-                        slab, used = slab + 1, 0
-                        continue
-                    part, flat = flat[:room], flat[room:]
-                    piece = self._slab(slab)[used : used + part.nbytes].view(part.dtype)
-                    piece.copy_(part, non_blocking=True)
-                    HEART.touch_background()
-                    pieces.append(piece)
-                    used = -(-(used + part.nbytes) // ALIGNMENT) * ALIGNMENT
-                taken.append(pieces)
+                parts = tensor.reshape(-1).split([size // tensor.itemsize for size in _piece_sizes(tensor)])
+                taken.append([self._copy(part, next(buffers)) for part in parts])
         if self._stream is not None:
             self._stream.synchronize()
             HEART.touch_background()
         return taken
 
-    def _slab(self, index: int) -> Tensor:
-        if index == len(self._slabs):
-            self._slabs.append(torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=self._on_gpu))
-        return self._slabs[index]
+    def _copy(self, part: Tensor, buffer: Tensor) -> Tensor:
+        HEART.touch_background()
+        return buffer.view(part.dtype).copy_(part, non_blocking=True)
+
+
+def _piece_sizes(tensor: Tensor) -> list[int]:
+    """Return the bytes of the pieces that a tensor is copied in: one piece fits into a slab."""
+    num_whole, rest = divmod(tensor.nbytes, host_memory.SLAB_BYTES)
+    return [host_memory.SLAB_BYTES] * num_whole + [rest] * bool(rest)
 
 
 def generators() -> dict[str, str]:

@@ -5,13 +5,12 @@ are the same objects before and after, and at no time are there two copies on th
 stream of their own, beside whatever else is computed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-SLAB_BYTES = 1 << 30  # of host memory, in one allocation
-ALIGNMENT = 64
+from rl.model.host_memory import HostBuffers
 
 
 class Offload:
@@ -21,8 +20,8 @@ class Offload:
         self._storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         devices = {storage.device for storage in self._storages.values() if storage.device.type == "cuda"}
         self._stream = torch.cuda.Stream(devices.pop()) if devices else None
-        sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
-        self._host = _host_memory(sizes, pinned=self._stream is not None)
+        sizes = [storage.nbytes() for storage in self._storages.values()]
+        self._host = dict(zip(self._storages, HostBuffers(sizes, pinned=self._stream is not None), strict=True))
         self._away: set[int] = set()
         self._is_copied = False  # or being copied, on the stream
 
@@ -84,25 +83,6 @@ class Offload:
     def _follow(self) -> None:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-
-
-def _host_memory(sizes: Mapping[int, int], pinned: bool) -> dict[int, Tensor]:
-    """So many bytes for each, together in slabs: torch rounds every pinned allocation up to a power of two."""
-    slabs: list[dict[int, int]] = []  # where each begins
-    used: list[int] = []
-    for key in sorted(sizes, key=lambda key: -sizes[key]):
-        size = -(-sizes[key] // ALIGNMENT) * ALIGNMENT
-        index = next((n for n, taken in enumerate(used) if taken + size <= SLAB_BYTES), len(slabs))
-        if index == len(slabs):
-            slabs.append({})
-            used.append(0)
-        slabs[index][key] = used[index]
-        used[index] += size
-    host: dict[int, Tensor] = {}
-    for starts, num_bytes in zip(slabs, used, strict=True):
-        slab = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        host |= {key: slab[first : first + sizes[key]] for key, first in starts.items()}
-    return host
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

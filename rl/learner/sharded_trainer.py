@@ -22,7 +22,7 @@ from rl.data.batch import Batch
 from rl.data.micro_batches import cut_together, micro_batches_of
 from rl.data.packing import mini_batch_of
 from rl.learner.offload import Offload
-from rl.model.attention import to_device
+from rl.model.host_memory import to_device
 from rl.model.logprobs import hidden_size_of
 from rl.model.shards import LocalSlice, local_slices, reshard
 from rl.report.metrics import Measures

@@ -20,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from rl.config.schema import ConfigError
+from rl.model.host_memory import to_device
 
 RAGGED, VARLEN = "ragged", "varlen"
 # Of a padded block: how much longer its longest sequence may be than any other, as a factor and in tokens.
@@ -76,11 +77,6 @@ def _alike(lengths: Sequence[int]) -> list[list[int]]:
         else:
             blocks.append([sequence])
     return blocks
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for what the device is doing."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def in_memory_order(x: Tensor) -> Tensor:

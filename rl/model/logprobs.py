@@ -15,6 +15,7 @@ from rl.config.schema import ConfigError
 from rl.data.batch import Batch
 from rl.model import attention
 from rl.model.head import Reference, self_certainty, token_scores
+from rl.model.host_memory import to_device
 
 
 class TokenScores(NamedTuple):
@@ -128,6 +129,6 @@ def _inputs(model: Any, batch: Batch, device: torch.device, probe: Sequence[int]
         "kept": torch.cat([response - 1, batch.num_tokens + places[: len(probe)]]),
         "targets": batch.tokens[response],
     }
-    moved = {name: attention.to_device(tensor, device) for name, tensor in inputs.items()}
+    moved = {name: to_device(tensor, device) for name, tensor in inputs.items()}
     name = model.config._attn_implementation
     return moved | attention.arguments(name, batch.lengths.tolist(), len(riders), device)

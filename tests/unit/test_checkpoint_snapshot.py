@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl.checkpoint import snapshot
 from rl.checkpoint.snapshot import HostCopy, generators, restore_generators
+from rl.model import host_memory
 
 
 @pytest.fixture(autouse=True)
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "SLAB_BYTES", 256)
+    monkeypatch.setattr(host_memory, "SLAB_BYTES", 256)
 
 
 def joined(pieces: list[Tensor], like: Tensor) -> Tensor:
@@ -24,22 +24,19 @@ def counts(taken: list[list[Tensor]]) -> list[list[int]]:
     return [[piece.numel() for piece in pieces] for pieces in taken]
 
 
-def test_tensors_span_slabs() -> None:
-    """A slab has 64 floats, and each tensor starts at a multiple of 64 bytes."""
+def test_a_tensor_larger_than_a_slab_is_copied_in_pieces() -> None:
+    """A slab has 64 floats."""
     tensors = [
-        torch.arange(10.0),  # bytes 0 to 40 of the first slab
-        torch.arange(100.0, 150.0).view(5, 10),  # 48 from byte 64 on, 2 in the second slab
-        torch.arange(150.0),  # 48 from byte 64 of the second slab on, 64, 38
-        torch.arange(3, dtype=torch.uint8),  # behind byte 152 of the fourth
+        torch.arange(10.0),
+        torch.arange(100.0, 150.0).view(5, 10),
+        torch.arange(150.0),
+        torch.arange(3, dtype=torch.uint8),
     ]
     host = HostCopy(torch.device("cpu"))
     taken = host.take(tensors, host.mark())
-    assert counts(taken) == [[10], [48, 2], [48, 64, 38], [3]]
+    assert counts(taken) == [[10], [50], [64, 64, 22], [3]]
     for pieces, tensor in zip(taken, tensors, strict=True):
         assert torch.equal(joined(pieces, tensor), tensor)
-    base = taken[0][0].data_ptr()
-    assert taken[1][0].data_ptr() - base == 64
-    assert taken[3][0].data_ptr() - taken[2][2].data_ptr() == 192
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
@@ -75,9 +72,7 @@ def test_memory_is_kept_from_save_to_save() -> None:
     assert [piece.data_ptr() for pieces in second for piece in pieces] == pointers
     assert torch.equal(torch.cat(second[0]), torch.arange(100.0, 200.0))
     third = host.take([torch.arange(300.0)], None)
-    assert third[0][0].data_ptr() == pointers[0]
     assert torch.equal(torch.cat(third[0]), torch.arange(300.0))
-    assert len(host._slabs) == 5  # 1200 bytes
 
 
 def draw() -> tuple[list[float], list[float], list[int]]:
