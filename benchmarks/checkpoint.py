@@ -46,13 +46,15 @@ from rl.checkpoint.store import CheckpointStore
 from rl.config.load import load_config
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.learner.policy import Learner
+from rl.learner.policy import PolicySettings, PolicyTrainer
+from rl.learner.sharded_trainer import ShardedModel
 from rl.model.load import load_model
 from rl.placement.groups import make_groups
 from rl.placement.roles import plan
 from rl.report.metrics import Measures
 from rl.run.build import build_checkpoints
 from rl.run.open import Inputs, Run, Saved
+from rl.sync.probe import probe_of_run
 from rl.sync.weights import share_tensors
 from rl.world.world import World, join
 
@@ -88,11 +90,13 @@ class Bench:
             save_random_model(self.folder / "model", self.args.model, num_parameters, dtype, self.world.device)
         self.wait()
 
-    def _build_learner(self) -> Learner:
+    def _build_learner(self) -> PolicyTrainer:
         config, mesh = self.config, self.groups.actor_mesh
         assert mesh is not None
         model = load_model(self.folder / "model", mesh, self.world.device, config.model.dtype, trainable=True)
-        learner = Learner(model, self.groups.actor_pg, self.world.device, config.actor, config.algo, config.rollout, 1)
+        settings = PolicySettings(config.actor, config.algo, config.rollout, num_optimizer_steps=1)
+        probe = probe_of_run(config, self.folder / "model").tokens if self.is_leader else ()
+        learner = PolicyTrainer(ShardedModel(model, self.groups.actor_pg, self.world.device), settings, probe)
         learner.update(one_batch(), 1, Measures())
         return learner
 

@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 from benchmarks.random_batch import random_batch
 from benchmarks.random_model import SHAPES, save_random_model
 from rl.config.schema import ActorConfig, AlgoConfig, RolloutConfig
-from rl.learner.policy import Learner
+from rl.learner.policy import PolicySettings, PolicyTrainer
+from rl.learner.sharded_trainer import ShardedModel
 from rl.model.load import Compute, load_model
 from rl.report.metrics import Measures
 
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     mesh = DeviceMesh.from_group(pg, device.type)
     model = load_model(folder, mesh, device, args.dtype, trainable=True, compute=compute)
     actor = ActorConfig(max_tokens_per_micro_batch=args.max_tokens)
-    learner = Learner(model, pg, device, actor, AlgoConfig(), RolloutConfig(), args.rounds + WARM_UP_ROUNDS)
+    settings = PolicySettings(actor, AlgoConfig(), RolloutConfig(), args.rounds + WARM_UP_ROUNDS)
+    learner = PolicyTrainer(ShardedModel(model, pg, device), settings)
     shape = SHAPES[args.model]
     lengths, prompts = (torch.full((args.sequences,), length) for length in (args.length, args.prompt))
     batch = random_batch(lengths, prompts, shape.vocab)

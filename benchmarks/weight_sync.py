@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ from benchmarks.random_model import SHAPES, save_random_model
 from rl.config.load import load_config
 from rl.config.schema import Config
 from rl.model.load import load_model
+from rl.model.shards import local_slices
 from rl.placement.groups import make_groups
 from rl.placement.roles import plan
 from rl.rollout.build import build_engine
@@ -42,7 +44,7 @@ from rl.rollout.engine import Engine, EngineSeat
 from rl.sync.landing import Landings
 from rl.sync.plan import make_plan
 from rl.sync.probe import LIMITS, make_probe
-from rl.sync.weights import WeightSync, share_tensors
+from rl.sync.weights import SyncSettings, WeightSource, WeightSync, share_tensors
 from rl.world.world import World, join
 
 
@@ -103,17 +105,17 @@ class Bench:
         return engine
 
     def sync(self, verify: str, bare: bool = False) -> WeightSync:
-        return WeightSync(
-            self.world.mail,
+        settings = SyncSettings(
             self.placement,
             self.plan,
             self.groups.sync_pgs,
             dataclasses.replace(self.config.sync, verify=verify),
             self.world.device,
             make_probe(SHAPES[self.args.model].vocab, 64, LIMITS[self.config.model.dtype]),
-            model=self.model,
-            receivers=[self.engine] if self.engine is not None and not bare else [],
         )
+        source = WeightSource(self.model, partial(local_slices, self.model)) if self.model is not None else None
+        receivers = [self.engine] if self.engine is not None and not bare else []
+        return WeightSync(self.world.mail, settings, source, receivers)
 
     def publish(self, sync: WeightSync) -> None:
         # The syncs share their engines, and an engine takes no version that it already has.

@@ -12,8 +12,8 @@ from rl.checkpoint.save import Saver
 from rl.checkpoint.snapshot import Snapshot, generators
 from rl.config.schema import CheckpointConfig
 from rl.data.prompts import PromptStream
-from rl.learner.critic import Critic
-from rl.learner.policy import Learner
+from rl.learner.critic import CriticTrainer
+from rl.learner.policy import PolicyTrainer
 
 
 class Checkpoints:
@@ -22,11 +22,11 @@ class Checkpoints:
     def __init__(
         self,
         saver: Saver,
-        learner: Learner,
+        learner: PolicyTrainer,
         config: CheckpointConfig,
         num_steps: int,
         resume: Resume | None,
-        critic: Critic | None = None,
+        critic: CriticTrainer | None = None,
     ):
         self._saver, self._learner, self._critic = saver, learner, critic
         self._config, self._num_steps = config, num_steps

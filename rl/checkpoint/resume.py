@@ -24,8 +24,8 @@ from rl.checkpoint.shard_file import digest, read_bytes
 from rl.checkpoint.snapshot import restore_generators
 from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
 from rl.config.schema import Config, ConfigError
-from rl.learner.critic import Critic
-from rl.learner.policy import Learner
+from rl.learner.critic import CriticTrainer
+from rl.learner.policy import PolicyTrainer
 from rl.model.shards import LocalSlice
 from rl.placement.roles import Placement
 from rl.watch.heart import HEART
@@ -289,12 +289,12 @@ class SliceReader:
 
 
 def restore(
-    learner: Learner,
+    learner: PolicyTrainer,
     resume: Resume,
     store: CheckpointStore,
     placement: Placement,
     rank: int,
-    critic: Critic | None = None,
+    critic: CriticTrainer | None = None,
 ) -> None:
     """On every actor: learner and critic as they were, and this process's random generators."""
     reader, state = (

@@ -1,35 +1,34 @@
 """The critic of PPO, on the actor mesh: the layers of a model under a head of one row, with an optimizer of its own."""
 
+from dataclasses import dataclass
+
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl.algo.losses import value_loss
 from rl.config.schema import ActorConfig, AlgoConfig, CriticConfig
 from rl.data.batch import Batch
 from rl.data.micro_batches import cut_together, over_micro_batches
-from rl.learner.sharded_trainer import ShardedTrainer
+from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer
 from rl.model.logprobs import hidden_size_of, value_responses
 from rl.model.shards import reshard
 from rl.report.metrics import Measures
 
 
-class Critic(ShardedTrainer):
+@dataclass(frozen=True)
+class CriticSettings:
+    actor: ActorConfig
+    algo: AlgoConfig
+    critic: CriticConfig
+    max_tokens: int  # of one forward pass that only computes values
+
+
+class CriticTrainer(ShardedTrainer):
     kind, metric, outputs, remedy = "critic", "critic", "values of the critic", ""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        pg: dist.ProcessGroup,
-        device: torch.device,
-        actor: ActorConfig,
-        algo: AlgoConfig,
-        critic: CriticConfig,
-        max_tokens: int,
-    ):
-        """`max_tokens` are those of one forward when values are asked for."""
-        super().__init__(model, pg, device, actor, algo, critic.lr, lambda step: 1.0)
-        self._clip, self._max_tokens = critic.clip, max_tokens
+    def __init__(self, sharded: ShardedModel, settings: CriticSettings):
+        super().__init__(sharded, settings.actor, settings.algo, settings.critic.lr, lambda step: 1.0)
+        self._clip, self._max_tokens = settings.critic.clip, settings.max_tokens
 
     @torch.no_grad()
     def judge(self, batch: Batch) -> Batch:

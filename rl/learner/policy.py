@@ -1,10 +1,10 @@
 """The policy on the actor mesh and its optimizer: one batch in, new weights and metrics out."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl.algo.correction import Correction, importance_weights
@@ -13,32 +13,41 @@ from rl.algo.losses import PolicyLoss, clipped_ratio, clipped_weight, sequence_r
 from rl.algo.mismatch import check_mismatch, mismatch_kl
 from rl.config.schema import ActorConfig, AlgoConfig, RolloutConfig
 from rl.data.batch import Batch, empty_batch
-from rl.learner.sharded_trainer import ShardedTrainer, lr_schedule
+from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer, lr_schedule
 from rl.model.head import Reference
 from rl.model.logprobs import TokenScores, reference_of_responses, score_responses
 from rl.model.shards import reshard
 from rl.report.metrics import Measures
 
 
-class Learner(ShardedTrainer):
+@dataclass(frozen=True)
+class PolicySettings:
+    actor: ActorConfig
+    algo: AlgoConfig
+    rollout: RolloutConfig
+    num_optimizer_steps: int  # of the whole run, for the learning rate schedule
+
+
+class PolicyTrainer(ShardedTrainer):
     def __init__(
         self,
-        model: nn.Module,
-        pg: dist.ProcessGroup,
-        device: torch.device,
-        actor: ActorConfig,
-        algo: AlgoConfig,
-        rollout: RolloutConfig,
-        num_optimizer_steps: int,
+        sharded: ShardedModel,
+        settings: PolicySettings,
+        probe_tokens: Sequence[int] = (),
+        reference: Callable[[], nn.Module] | None = None,
     ):
-        schedule = lr_schedule(actor.lr_schedule, actor.warmup_steps, num_optimizer_steps)
-        super().__init__(model, pg, device, actor, algo, actor.lr, schedule)
-        self._rollout = rollout
+        """`reference` returns the reference model. It is needed only for a KL over the whole vocabulary, and called at
+        the first update: the model is loaded after an engine on the same device was built.
+
+        The probe tokens are part of every update's first forward pass. So a checkpoint costs no forward pass of its
+        own, and whether one was saved changes no rounding.
+        """
+        actor, algo = settings.actor, settings.algo
+        schedule = lr_schedule(actor.lr_schedule, actor.warmup_steps, settings.num_optimizer_steps)
+        super().__init__(sharded, actor, algo, actor.lr, schedule)
+        self._rollout, self._reference = settings.rollout, reference
         self.kl_coef = algo.kl_coef  # now; algo.kl_target adapts it
-        self.reference: nn.Module | None = None  # where a KL over the whole vocabulary needs it beside the policy
-        # They ride along with every update's first forward. So a checkpoint costs no forward of its own, and whether
-        # one was saved changes no rounding.
-        self.probe_tokens: Sequence[int] = ()
+        self.probe_tokens = probe_tokens
         self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, by the policy before the last update
         self._is_probe_due = False
 
@@ -135,10 +144,10 @@ class Learner(ShardedTrainer):
         return clipped_ratio(*tokens, *bounds, algo.dual_clip)
 
     def _reference_of(self, micro_batch: Batch) -> Reference | None:
-        if self.reference is None:
+        if self._reference is None:
             return None
         with torch.no_grad():
-            return reference_of_responses(self.reference, micro_batch, self._rollout.temperature, self._device)
+            return reference_of_responses(self._reference(), micro_batch, self._rollout.temperature, self._device)
 
     def _kl(self, micro_batch: Batch, scores: TokenScores) -> Tensor:
         if self._algo.kl_estimator == "full":

@@ -7,13 +7,15 @@ runs.
     actor --score--> first inference rank --forward--> every inference rank --scores--> actor
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rl.config.schema import AlgoConfig
 from rl.data.batch import Batch
 from rl.data.micro_batches import cut, cut_together, over_micro_batches
 from rl.data.packing import costs_of, count_micro_batches, split_evenly
@@ -26,32 +28,54 @@ from rl.world.mail import Mail, Message
 from rl.world.service import Service
 
 
-@torch.no_grad()
-def score_fields(
-    models: Mapping[str, nn.Module],
-    fields: Sequence[str],
-    batch: Batch,
-    micro_batches: list[list[int]],
-    temperature: float,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """[T] of each field: logprobs by the model of that name, and the policy's self-certainty by the way."""
-    scores: dict[str, Tensor] = {}
-    for name, model in models.items():
-        if name not in fields:
-            continue
-        with_certainty = name == "old_logprobs" and "certainty" in fields
+def fields_to_score(algo: AlgoConfig) -> list[str]:
+    """Return the fields of a batch that a separate forward pass computes."""
+    wanted = {
+        "old_logprobs": algo.has_old_pass,
+        "certainty": bool(algo.certainty_coef),
+        "ref_logprobs": bool(algo.kl_coef) and algo.kl_estimator != "full",
+    }
+    return [name for name, is_wanted in wanted.items() if is_wanted]
 
-        def compute(
-            micro_batch: Batch, model: nn.Module = model, with_certainty: bool = with_certainty
-        ) -> list[Tensor]:
-            if with_certainty:
-                return list(certainty_of_responses(model, micro_batch, temperature, device))
-            return [score_responses(model, micro_batch, temperature, device).logprobs]
 
-        names = [name, "certainty"] if with_certainty else [name]
-        scores |= zip(names, over_micro_batches(batch, micro_batches, compute, name), strict=True)
-    return scores
+def local_models(algo: AlgoConfig, policy: nn.Module, load_reference: Callable[[], nn.Module]) -> dict[str, nn.Module]:
+    """Return the models that actors compute logprobs with, by batch field. The reference is loaded if there is a KL."""
+    models = {"old_logprobs": policy} if algo.has_old_pass else {}
+    return models | ({"ref_logprobs": load_reference()} if algo.kl_coef else {})
+
+
+@dataclass(frozen=True)
+class ScoringModels:
+    """Models by the name of the batch field that each fills, and how their forward passes run."""
+
+    by_field: Mapping[str, nn.Module]
+    max_tokens: int  # of one forward pass
+    temperature: float
+    device: torch.device
+
+    @property
+    def hidden_size(self) -> int:
+        return hidden_size_of(next(iter(self.by_field.values())))
+
+    @torch.no_grad()
+    def score(self, fields: Sequence[str], batch: Batch, micro_batches: list[list[int]]) -> dict[str, Tensor]:
+        """Return [T] scores for each field: logprobs, and the policy's self-certainty from the same forward pass."""
+        scores: dict[str, Tensor] = {}
+        for name, model in self.by_field.items():
+            if name not in fields:
+                continue
+            with_certainty = name == "old_logprobs" and "certainty" in fields
+
+            def compute(
+                micro_batch: Batch, model: nn.Module = model, with_certainty: bool = with_certainty
+            ) -> list[Tensor]:
+                if with_certainty:
+                    return list(certainty_of_responses(model, micro_batch, self.temperature, self.device))
+                return [score_responses(model, micro_batch, self.temperature, self.device).logprobs]
+
+            names = [name, "certainty"] if with_certainty else [name]
+            scores |= zip(names, over_micro_batches(batch, micro_batches, compute, name), strict=True)
+        return scores
 
 
 class Scorer:
@@ -67,24 +91,20 @@ class Scorer:
 
 
 class LocalScorer(Scorer):
-    """The actors' own models, by the name of the batch field that each fills, of which `fields` are wanted. With
-    `reference_rests` the reference's weights lie in host memory between `release_device` and `take_device`."""
+    """Scores with the actors' own models. With `offloads_reference` the reference's weights lie in host memory between
+    `release_device` and `take_device`."""
 
     def __init__(
         self,
-        models: Mapping[str, nn.Module],
+        models: ScoringModels,
         fields: Sequence[str],
         pg: dist.ProcessGroup,
-        max_tokens: int,
-        temperature: float,
-        device: torch.device,
-        reference_rests: bool = False,
+        offloads_reference: bool = False,
     ):
-        self._models, self._fields, self._pg, self._max_tokens = models, fields, pg, max_tokens
-        self._temperature, self._device = temperature, device
-        self._reference = models.get("ref_logprobs")
+        self._models, self._fields, self._pg = models, fields, pg
+        self._reference = models.by_field.get("ref_logprobs")
         self._rest = None
-        if self._reference is not None and reference_rests:
+        if self._reference is not None and offloads_reference:
             self._rest = Offload(part.data for part in local_slices(self._reference))
 
     def release_device(self) -> None:
@@ -105,9 +125,8 @@ class LocalScorer(Scorer):
     def score(self, batch: Batch, version: int) -> Batch:
         if not self._fields:
             return batch
-        hidden_size = hidden_size_of(next(iter(self._models.values())))
-        micro_batches = cut_together(batch, self._max_tokens, hidden_size, self._pg)
-        scores = score_fields(self._models, self._fields, batch, micro_batches, self._temperature, self._device)
+        micro_batches = cut_together(batch, self._models.max_tokens, self._models.hidden_size, self._pg)
+        scores = self._models.score(self._fields, batch, micro_batches)
         self._reshard_reference()
         return batch.replace(**scores)
 
@@ -136,30 +155,21 @@ class RemoteScorer(Scorer):
 
 
 class LogprobService(Service):
-    """On every inference rank: `models` are its sharded copies, by the name of the batch field that each fills. The one
-    for old_logprobs follows the policy, so the service takes weights as engines do."""
+    """Scores on every inference rank with sharded copies of the models. The one for old_logprobs follows the policy, so
+    the service takes weights as engines do."""
 
     name = "logprobs"
     kinds = ("score", "forward")
 
-    def __init__(
-        self,
-        mail: Mail,
-        scorers: list[int],
-        models: Mapping[str, nn.Module],
-        max_tokens: int,
-        temperature: float,
-        device: torch.device,
-    ):
+    def __init__(self, mail: Mail, scorers: list[int], models: ScoringModels):
         self.version = 0
-        self.models = models
-        self._mail, self._scorers, self._max_tokens = mail, scorers, max_tokens
-        self._temperature, self._device = temperature, device
+        self._mail, self._scorers, self._models = mail, scorers, models
+        self._policy = models.by_field["old_logprobs"]
 
     def landings(self, tensors: Sequence[TensorInfo]) -> Landings:
         """Of the copy that follows the policy: this rank's rows of each tensor."""
         index = self._scorers.index(self._mail.rank)
-        parts = {part.info.name: part for part in local_slices(self.models["old_logprobs"])}
+        parts = {part.info.name: part for part in local_slices(self._policy)}
         ours = {name: part.info.shape for name, part in parts.items()}
         theirs = {info.name: info.shape for info in tensors}
         assert ours == theirs, f"this rank's copy is of another model: {set(ours.items()) ^ set(theirs.items())}"
@@ -172,14 +182,14 @@ class LogprobService(Service):
 
     def begin_version(self) -> None:
         self.version = 0
-        reshard(self.models["old_logprobs"])
+        reshard(self._policy)
 
     def confirm(self, version: int) -> None:
         self.version = version
 
     def probe(self, tokens: list[int]) -> list[float]:
         """On every inference rank, since a forward of the sharded copy is a collective."""
-        return learner_logprobs(self.models["old_logprobs"], tokens, self._device)
+        return learner_logprobs(self._policy, tokens, self._models.device)
 
     def handle(self, message: Message) -> None:
         if message.kind == "score":
@@ -190,8 +200,8 @@ class LogprobService(Service):
     def _cut(self, message: Message) -> None:
         batch = Batch.from_bytes(message.payload)
         lengths = batch.lengths.tolist()
-        parts = split_evenly(costs_of(lengths, hidden_size_of(self.models["old_logprobs"])), len(self._scorers))
-        count = max(count_micro_batches([lengths[s] for s in part], self._max_tokens) for part in parts)
+        parts = split_evenly(costs_of(lengths, self._models.hidden_size), len(self._scorers))
+        count = max(count_micro_batches([lengths[s] for s in part], self._models.max_tokens) for part in parts)
         for rank, part in zip(self._scorers, parts, strict=True):
             meta = {
                 "actor": message.source,
@@ -208,7 +218,7 @@ class LogprobService(Service):
             f"asked for logprobs of version {meta['version']}, this rank holds {self.version}"
         )
         batch = Batch.from_bytes(message.payload)
-        hidden_size = hidden_size_of(self.models["old_logprobs"])
-        micro_batches = cut(batch, self._max_tokens, hidden_size, meta["num_micro_batches"])
-        scores = score_fields(self.models, meta["fields"], batch, micro_batches, self._temperature, self._device)
+        models = self._models
+        micro_batches = cut(batch, models.max_tokens, models.hidden_size, meta["num_micro_batches"])
+        scores = models.score(meta["fields"], batch, micro_batches)
         self._mail.send(meta["actor"], "scores", {"sequences": meta["sequences"]}, safetensors.torch.save(scores))

@@ -8,6 +8,7 @@ factor `mesh size` undoes.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,15 @@ from rl.report.metrics import Measures
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by its own names
 
 
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model whose parameters are sharded over the ranks of a process group."""
+
+    model: nn.Module
+    pg: dist.ProcessGroup
+    device: torch.device
+
+
 class ShardedTrainer:
     kind = "model"  # of its weights in a checkpoint
     metric = "optim"  # prefix of what an optimizer step measures
@@ -38,32 +48,30 @@ class ShardedTrainer:
 
     def __init__(
         self,
-        model: nn.Module,
-        pg: dist.ProcessGroup,
-        device: torch.device,
+        sharded: ShardedModel,
         actor: ActorConfig,
         algo: AlgoConfig,
         lr: float,
         schedule: Callable[[int], float],
     ):
-        self.model = model
-        parameter = next(model.parameters())
+        self.model, self._pg, self._device = sharded.model, sharded.pg, sharded.device
+        parameter = next(self.model.parameters())
         assert isinstance(parameter, DTensor)
         self._mesh = parameter.device_mesh  # [shard], or [replica, shard]
-        self._pg, self._device, self._actor, self._algo = pg, device, actor, algo
+        self._actor, self._algo = actor, algo
         # Right after sharding: an optimizer made after a forward would miss the root's parameters without a word.
         self._optimizer = torch.optim.AdamW(
-            model.parameters(),
+            self.model.parameters(),
             lr=lr,
             betas=(actor.beta1, actor.beta2),
             eps=actor.eps,
             weight_decay=actor.weight_decay,
-            fused=device.type == "cuda" or None,  # also where actor.offload keeps them in host memory
+            fused=self._device.type == "cuda" or None,  # also where actor.offload keeps them in host memory
         )
         # Outputs of forward passes that were infinite or NaN: counted on the device, read once an optimizer step.
-        self._num_bad_outputs = torch.zeros((), dtype=torch.int64, device=device)
+        self._num_bad_outputs = torch.zeros((), dtype=torch.int64, device=self._device)
         self._rests: dict[str, Offload] = {}  # by kind of state, once it has left the device to an engine
-        layers = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+        _, *layers = (module for module in self.model.modules() if isinstance(module, FSDPModule))  # without the root
         self._layers = [(layer, _trained(layer)) for layer in layers]  # with what the optimizer knows them by
         self._schedule = schedule
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, schedule)

@@ -11,8 +11,8 @@ from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.evaluation.evaluation import Evaluation
 from rl.learner.credit import assign_credit
-from rl.learner.critic import Critic
-from rl.learner.policy import Learner
+from rl.learner.critic import CriticTrainer
+from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
 from rl.report.describe import check_finite, describe
 from rl.report.metrics import Measures
@@ -26,8 +26,8 @@ from rl.sync.weights import WeightSync
 class Trainers:
     """Everything of an actor that computes on its device, except the engine."""
 
-    learner: Learner
-    critic: Critic | None
+    learner: PolicyTrainer
+    critic: CriticTrainer | None
     scorer: Scorer
 
     def release_device(self) -> None:
@@ -41,7 +41,7 @@ class Trainers:
             trainer.take_device()
 
     @property
-    def all(self) -> list[Learner | Critic]:
+    def all(self) -> list[PolicyTrainer | CriticTrainer]:
         return [self.learner] if self.critic is None else [self.learner, self.critic]
 
 
@@ -126,7 +126,7 @@ class Actor:
         """Bring the next version of the weights to all engines; return its number."""
         for trainer in self.trainers.all:
             trainer.start_leaving()  # after the metrics of the update were read: copies would delay them
-        return self.sync.publish()
+        return self.sync.publish(self.give_device_to_engine)
 
     def give_device_to_engine(self) -> None:
         """Release the device if this rank hosts an engine. A checkpoint is copied first: it needs the weights here."""

@@ -5,6 +5,7 @@ that only trains does not import vLLM.
 """
 
 import dataclasses
+import functools
 
 from transformers import AutoConfig, AutoTokenizer
 
@@ -15,8 +16,8 @@ from rl.checkpoint.write import Record, read_hf_files
 from rl.config.schema import AlgoConfig, Config, ConfigError
 from rl.data.prompts import PromptStream, Tokenizer
 from rl.evaluation.evaluation import Evaluation
-from rl.learner.critic import Critic
-from rl.learner.policy import Learner
+from rl.learner.critic import CriticTrainer
+from rl.learner.policy import PolicyTrainer
 from rl.model.shards import TensorInfo
 from rl.report.metrics import MetricsWriter
 from rl.rollout.balance import Balancer
@@ -25,8 +26,8 @@ from rl.rollout.dispatch import Sampling
 from rl.rollout.sample import DynamicSampling, Sampler
 from rl.rollout.service import RolloutService
 from rl.run.actor import Actor, Start, Trainers
-from rl.run.engines import build_rollout_service, build_sync, probe_of
-from rl.run.models import build_critic, build_learner, build_scorer
+from rl.run.engines import build_rollout_service, build_sync
+from rl.run.models import build_critic, build_learner, build_scorer, load
 from rl.run.open import Run
 from rl.run.reporter import Reporter
 from rl.sync.weights import WeightSync, share_tensors
@@ -38,7 +39,9 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     """Build an actor. With `trains` False it only evaluates, and leaves the run's metrics alone."""
     config, mail, resume = run.config, run.world.mail, run.saved.resume
     tokenizer = AutoTokenizer.from_pretrained(run.model_folder)
-    learner = build_learner(run)
+    # The reference is loaded after the engine was built, which must find the device as it will have it later.
+    load_reference = functools.cache(lambda: load(run, trainable=False))
+    learner = build_learner(run, load_reference)
     critic = build_critic(run)
     tensors = share_tensors(mail, run.placement, learner.model, config.model.dtype)
     service, sync = _build_collocated(run, tokenizer, learner, critic, tensors)
@@ -53,13 +56,13 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         if action != "publish again":
             return checkpoints.obey(action)
         with run.world.stage("sync"):
-            sync.publish(again=True)
+            sync.publish_again()
 
     rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service, execute, balancer)
     start = Start(resume.manifest.step, resume.manifest.state["is_evaluated"]) if resume is not None else Start()
     actor = Actor(
         config,
-        Trainers(learner, critic, build_scorer(run, learner)),
+        Trainers(learner, critic, build_scorer(run, learner, load_reference)),
         _build_sampler(run, rollouts, trains),
         sync,
         checkpoints,
@@ -67,13 +70,12 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         _build_reporter(run, rollouts, tokenizer, start.step, trains),
         start,
     )
-    sync.make_room = actor.give_device_to_engine
     enable_garbage_collection()
     return actor
 
 
 def _build_collocated(
-    run: Run, tokenizer: Tokenizer, learner: Learner, critic: Critic | None, tensors: list[TensorInfo]
+    run: Run, tokenizer: Tokenizer, learner: PolicyTrainer, critic: CriticTrainer | None, tensors: list[TensorInfo]
 ) -> tuple[RolloutService | None, WeightSync]:
     """Build an actor's engine, if it hosts one, and its weight sync.
 
@@ -96,13 +98,12 @@ def _build_collocated(
 
 
 def build_checkpoints(
-    run: Run, learner: Learner, tensors: list[TensorInfo], critic: Critic | None = None
+    run: Run, learner: PolicyTrainer, tensors: list[TensorInfo], critic: CriticTrainer | None = None
 ) -> Checkpoints:
     config = run.config
     hf_files = read_hf_files(run.model_folder, config.model.dtype)
     record = Record(run.folder.name, dataclasses.asdict(config), tuple(tensors), hf_files)
     saver = Saver(run.world, run.placement, run.saved.store, record, config.checkpoint.copies)
-    learner.probe_tokens = probe_of(run).tokens if saver.is_leader else ()
     last_step = 0 if config.debug.dry_run else config.train.num_steps  # always saved
     return Checkpoints(saver, learner, config.checkpoint, last_step, run.saved.resume, critic)
 

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoConfig
 
 from rl.data.prompts import Tokenizer, sample_seed
-from rl.learner.policy import Learner
+from rl.learner.policy import PolicyTrainer
 from rl.model.load import stop_token_ids
 from rl.model.shards import TensorInfo
 from rl.rollout.build import build_engine
@@ -16,8 +15,8 @@ from rl.rollout.recovery import EngineHost
 from rl.rollout.service import RolloutService, SamplingLimits
 from rl.run.open import Run
 from rl.sync.plan import make_plan
-from rl.sync.probe import LIMITS, Probe, make_probe
-from rl.sync.weights import Receiver, WeightSync
+from rl.sync.probe import probe_of_run
+from rl.sync.weights import Receiver, SyncSettings, WeightSource, WeightSync
 
 
 def build_rollout_service(run: Run, tokenizer: Tokenizer, index: int) -> RolloutService:
@@ -55,28 +54,19 @@ def build_rollout_service(run: Run, tokenizer: Tokenizer, index: int) -> Rollout
 
 
 def build_sync(
-    run: Run, tensors: list[TensorInfo], receivers: Sequence[Receiver], learner: Learner | None = None
+    run: Run, tensors: list[TensorInfo], receivers: Sequence[Receiver], learner: PolicyTrainer | None = None
 ) -> WeightSync:
-    config, placement = run.config, run.placement
-    sync = WeightSync(
-        run.world.mail,
+    config, placement, resume = run.config, run.placement, run.saved.resume
+    settings = SyncSettings(
         placement,
         make_plan(tensors, placement, config.sync.bucket_mb, run.world.device),
         run.groups.sync_pgs,
         config.sync,
         run.world.device,
-        probe_of(run),
-        model=learner.model if learner is not None else None,
-        receivers=receivers,
-        slices=learner.weight_slices if learner is not None else None,
+        probe_of_run(config, run.model_folder),
     )
-    if run.saved.resume is not None:
-        sync.version = run.saved.resume.version - 1  # which the first publication brings
+    source = WeightSource(learner.model, learner.weight_slices) if learner is not None else None
+    version = resume.version - 1 if resume is not None else 0  # the first publication brings the next one
+    sync = WeightSync(run.world.mail, settings, source, receivers, version)
     run.world.send_orders_to(placement.leader)
     return sync
-
-
-def probe_of(run: Run) -> Probe:
-    config = run.config
-    vocab_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().vocab_size
-    return make_probe(vocab_size, config.data.max_prompt_tokens, config.sync.probe_limit or LIMITS[config.model.dtype])

@@ -1,62 +1,78 @@
 """The models of a rank: policy, critic and reference, and who computes logprobs."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import nn
 
-from rl.learner.critic import Critic
-from rl.learner.policy import Learner
-from rl.learner.scoring import LocalScorer, LogprobService, RemoteScorer, Scorer
+from rl.learner.critic import CriticSettings, CriticTrainer
+from rl.learner.policy import PolicySettings, PolicyTrainer
+from rl.learner.scoring import (
+    LocalScorer,
+    LogprobService,
+    RemoteScorer,
+    Scorer,
+    ScoringModels,
+    fields_to_score,
+    local_models,
+)
+from rl.learner.sharded_trainer import ShardedModel
 from rl.model.load import Compute, fill_with_noise, find_model, has_weights, load_model
 from rl.model.positions import freeze as freeze_positions
-from rl.run.open import Run, score_fields
+from rl.run.open import Run
+from rl.sync.probe import probe_of_run
 
 
-def build_learner(run: Run) -> Learner:
-    config = run.config
-    model = _load(run, trainable=True, filled=run.saved.resume is None)
-    updates = config.train.num_steps * config.algo.num_epochs * config.algo.num_mini_batches
-    return Learner(model, run.groups.actor_pg, run.world.device, config.actor, config.algo, config.rollout, updates)
+def build_learner(run: Run, load_reference: Callable[[], nn.Module]) -> PolicyTrainer:
+    config, algo = run.config, run.config.algo
+    model = load(run, trainable=True, filled=run.saved.resume is None)
+    num_updates = config.train.num_steps * algo.num_epochs * algo.num_mini_batches
+    is_leader = run.world.rank == run.placement.leader
+    return PolicyTrainer(
+        ShardedModel(model, run.groups.actor_pg, run.world.device),
+        PolicySettings(config.actor, algo, config.rollout, num_updates),
+        probe_of_run(config, run.model_folder).tokens if is_leader else (),
+        load_reference if algo.kl_coef and algo.kl_estimator == "full" else None,
+    )
 
 
-def build_critic(run: Run) -> Critic | None:
+def build_critic(run: Run) -> CriticTrainer | None:
     config, resume = run.config, run.saved.resume
     if not config.algo.has_critic:
         return None
     folder = find_model(config.critic.path) if config.critic.path else run.model_folder
     is_saved = resume is not None and resume.has_critic
-    model = _load(run, trainable=True, filled=not is_saved, folder=folder, as_critic=True)
-    max_tokens = config.inference.max_tokens_per_micro_batch
-    return Critic(model, run.groups.actor_pg, run.world.device, config.actor, config.algo, config.critic, max_tokens)
+    model = load(run, trainable=True, filled=not is_saved, folder=folder, as_critic=True)
+    settings = CriticSettings(config.actor, config.algo, config.critic, config.inference.max_tokens_per_micro_batch)
+    return CriticTrainer(ShardedModel(model, run.groups.actor_pg, run.world.device), settings)
 
 
-def build_scorer(run: Run, learner: Learner) -> Scorer:
-    config, fields = run.config, score_fields(run.config)
+def build_scorer(run: Run, learner: PolicyTrainer, load_reference: Callable[[], nn.Module]) -> Scorer:
+    config, fields = run.config, fields_to_score(run.config.algo)
     if run.placement.scorers:
         return RemoteScorer(run.world.mail, run.placement.scorers, fields)
-    models = {"old_logprobs": learner.model} if config.algo.has_old_pass else {}
-    if config.algo.kl_coef:
-        models["ref_logprobs"] = reference = _load(run, trainable=False)
-        if config.algo.kl_estimator == "full":
-            learner.reference = reference
-    max_tokens, temperature = config.inference.max_tokens_per_micro_batch, config.rollout.temperature
-    is_offloaded = config.actor.offload == "rollout"
-    return LocalScorer(models, fields, run.groups.actor_pg, max_tokens, temperature, run.world.device, is_offloaded)
+    models = local_models(config.algo, learner.model, load_reference)
+    offloads_reference = config.actor.offload == "rollout"
+    return LocalScorer(_scoring_models(run, models), fields, run.groups.actor_pg, offloads_reference)
 
 
 def build_logprob_service(run: Run) -> LogprobService:
+    fields = fields_to_score(run.config.algo)
+    names = [name for name in fields if name != "certainty"]  # the model of old_logprobs computes it too
+    models = {name: load(run, trainable=False) for name in dict.fromkeys(["old_logprobs", *names])}
+    return LogprobService(run.world.mail, run.placement.scorers, _scoring_models(run, models))
+
+
+def _scoring_models(run: Run, models: Mapping[str, nn.Module]) -> ScoringModels:
     config = run.config
-    names = [name for name in score_fields(config) if name != "certainty"]  # the model of old_logprobs gives it
-    models = {name: _load(run, trainable=False) for name in dict.fromkeys(["old_logprobs", *names])}
-    max_tokens = config.inference.max_tokens_per_micro_batch
-    return LogprobService(
-        run.world.mail, run.placement.scorers, models, max_tokens, config.rollout.temperature, run.world.device
-    )
+    max_tokens, temperature = config.inference.max_tokens_per_micro_batch, config.rollout.temperature
+    return ScoringModels(models, max_tokens, temperature, run.world.device)
 
 
-def _load(
+def load(
     run: Run, trainable: bool, filled: bool = True, folder: Path | None = None, as_critic: bool = False
 ) -> nn.Module:
+    """Load a model in shards over the ranks of its mesh. With `filled` False its weights come from a checkpoint."""
     mesh = run.groups.actor_mesh or run.groups.scorer_mesh
     assert mesh is not None
     config = run.config

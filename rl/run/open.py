@@ -14,6 +14,7 @@ from rl.checkpoint.store import CheckpointStore
 from rl.config.schema import Config, ConfigError, with_patience
 from rl.data.sources import Data, read_data
 from rl.evaluation.evaluation import check_best_metric
+from rl.learner.scoring import fields_to_score
 from rl.model.load import find_model
 from rl.model.shape import check_model
 from rl.placement.groups import Groups, make_groups
@@ -114,17 +115,6 @@ def agree_on_steps(world: World, placement: Placement, config: Config, data: Dat
     return dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=num_steps))
 
 
-def score_fields(config: Config) -> list[str]:
-    """Return what a separate pass over the batch computes."""
-    algo = config.algo
-    wanted = {
-        "old_logprobs": algo.has_old_pass,
-        "certainty": bool(algo.certainty_coef),
-        "ref_logprobs": bool(algo.kl_coef) and algo.kl_estimator != "full",
-    }
-    return [name for name, is_wanted in wanted.items() if is_wanted]
-
-
 def _place(world: World, config: Config) -> Placement:
     num_nodes, remainder = divmod(world.size, world.num_ranks_per_node)
     if remainder:
@@ -149,7 +139,7 @@ def _check_inference(world: World, config: Config, placement: Placement, folder:
         )
     if world.rank == placement.leader:
         print(f"{folder}: {placement.summary()}; loading", flush=True)
-        if placement.scorers and not score_fields(config):
+        if placement.scorers and not fields_to_score(config.algo):
             print(
                 "oneworld: the inference ranks have nothing to do: without algo.kl_coef there is no reference, and one "
                 "update on exactly on-policy data needs no separate pass for old logprobs (algo.old_logprobs=auto); "

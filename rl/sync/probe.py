@@ -7,10 +7,13 @@ in bfloat16 differ. So it is asked early, when engines still hold dummies, and d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import AutoConfig
 
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.model.logprobs import score_responses
 
@@ -22,6 +25,12 @@ LIMITS = {"float32": 1e-3, "bfloat16": 0.25}  # kernels in bfloat16 differ by 0.
 class Probe:
     tokens: list[int]
     limit: float  # mean absolute difference that is still agreement
+
+
+def probe_of_run(config: Config, model_folder: Path) -> Probe:
+    """Build the probe that all ranks of a run use."""
+    vocab_size = AutoConfig.from_pretrained(model_folder).get_text_config().vocab_size
+    return make_probe(vocab_size, config.data.max_prompt_tokens, config.sync.probe_limit or LIMITS[config.model.dtype])
 
 
 def make_probe(vocab_size: int, max_tokens: int, limit: float) -> Probe:

@@ -13,7 +13,7 @@ read back. A receiver confirms a version only after the leader's verdict, and se
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl.config.schema import SyncConfig
-from rl.model.shards import LocalSlice, TensorInfo, from_json, local_slices, to_json
+from rl.model.shards import LocalSlice, TensorInfo, from_json, to_json
 from rl.placement.roles import Placement
 from rl.sync.digest import NUM_SUMS, Digests, flat_part
 from rl.sync.landing import Landings, Opaque, Weights
@@ -60,36 +60,50 @@ class Receiver(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class SyncSettings:
+    """How weights travel and how their arrival is verified."""
+
+    placement: Placement
+    plan: Plan
+    pgs: Sequence[dist.ProcessGroup | None]  # by owner of a shard
+    config: SyncConfig
+    device: torch.device
+    probe: Probe
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """The policy of an actor. `slices` returns its weights, in host memory while they are offloaded."""
+
+    model: nn.Module
+    slices: Callable[[], Iterable[LocalSlice]]
+
+
 class WeightSync:
-    """On every rank. `model` is an actor's policy, `slices` gives its weights where they lie now; `receivers` are what
-    this rank feeds."""
+    """One rank's part in every sync: an actor sends its shard, and receivers of this rank are filled."""
 
     def __init__(
         self,
         mail: Mail,
-        placement: Placement,
-        plan: Plan,
-        pgs: Sequence[dist.ProcessGroup | None],
-        config: SyncConfig,
-        device: torch.device,
-        probe: Probe,
-        model: nn.Module | None = None,
-        receivers: Sequence[Receiver] = (),
-        slices: Callable[[], Iterable[LocalSlice]] | None = None,
+        settings: SyncSettings,
+        source: WeightSource | None,
+        receivers: Sequence[Receiver],
+        version: int = 0,
     ):
-        self.version = 0  # of a run that goes on: set to the one before the first that is published
-        self.make_room: Callable[[], None] = lambda: None  # for a probe of this rank's receivers
+        """`version` is the last one that was published: not 0 when a run resumes."""
+        self.version = version
         self._round = self._num_published = 0
         self._has_opaque = False  # whether any rank's receiver cannot be read back; the leader tells all ranks
         self._learner_logprobs: list[float] | None = None  # of the probe, by the current version; on actors
-        self._mail, self._placement, self._plan, self._config = mail, placement, plan, config
-        self._device, self._model, self._probe = device, model, probe
-        self._slices = slices or (lambda: local_slices(model) if model is not None else ())
-        self._shard = placement.shard_of(mail.rank) if model is not None else None
-        self._ways = [(receiver, receiver.landings(plan.tensors)) for receiver in receivers]
+        self._mail, self._source = mail, source
+        self._placement, self._plan, self._config = settings.placement, settings.plan, settings.config
+        self._device, self._probe = settings.device, settings.probe
+        self._shard = self._placement.shard_of(mail.rank) if source is not None else None
+        self._ways = [(receiver, receiver.landings(self._plan.tensors)) for receiver in receivers]
         self._taking = self._ways  # of the current version
         has_loader = any(isinstance(way, Opaque) for _, way in self._ways)  # which may keep what it is given
-        self._wire = Wire(plan, pgs, mail.rank, device, reuse=not has_loader)
+        self._wire = Wire(self._plan, settings.pgs, mail.rank, self._device, reuse=not has_loader)
         self._compare_plans()
 
     def forget(self, receiver: Receiver) -> None:
@@ -112,24 +126,32 @@ class WeightSync:
     def _opaque(self) -> list[Opaque]:
         return [way for _, way in self._taking if isinstance(way, Opaque)]
 
-    def publish(self, again: bool = False) -> int:
-        """On every actor: brings the next version to all; returns its number. With `again` the same version once more,
-        for receivers that do not hold it: the others take part and keep what they have."""
-        version = self.version if again else self.version + 1
+    def publish(self, free_device: Callable[[], None] = lambda: None) -> int:
+        """Bring the next version to all receivers and return its number; called by every actor. `free_device` is called
+        before receivers of this rank compute, so that the learner leaves them the device."""
+        self._announce(self.version + 1)
+        self._run(self.version + 1, free_device)
+        return self.version
+
+    def publish_again(self) -> int:
+        """Bring the current version to receivers that do not hold it. The others take part and keep what they have."""
+        self._announce(self.version)
+        self._run(self.version)
+        return self.version
+
+    def _announce(self, version: int) -> None:
         if self._mail.rank == self._placement.leader:
             led = {rank for ranks in self._placement.engines for rank in ranks[1:]}  # by the first rank of their engine
             for rank in range(self._placement.world_size):
                 if rank not in self._placement.actors and rank not in led:
                     self._mail.send(rank, "sync", {"version": version})
-        self._run(version)
-        return version
 
     def join(self, version: int) -> None:
         """On a rank that only serves, when a sync has been announced."""
         assert version in (self.version, self.version + 1), f"{version} was announced, this rank holds {self.version}"
         self._run(version)
 
-    def _run(self, version: int) -> None:
+    def _run(self, version: int, free_device: Callable[[], None] = lambda: None) -> None:
         what, timeout_s = f"version {version} of the weights", self._config.join_timeout_s
         is_again = version == self.version
         self._taking = [(receiver, way) for receiver, way in self._ways if receiver.version != version]
@@ -140,7 +162,8 @@ class WeightSync:
         if not is_again:
             self._ask_learner(version)
         if self._is_probed(version, is_again):
-            self._agree(f"{what}, not probed everywhere", self._ask_receivers(is_again), self._judge_probe, timeout_s)
+            free_device()
+            self._agree(f"{what}, not probed everywhere", self._ask_receivers(), self._judge_probe, timeout_s)
         for receiver, _ in self._taking:
             receiver.confirm(version)
         self.version = version
@@ -244,7 +267,8 @@ class WeightSync:
 
     def _feed(self, digests: "_VersionDigests", errors: list[str]) -> Weights:
         """Feeds the receivers with landings; yields every tensor, whole and in the wire's dtype, for the others."""
-        sources = {index: part.data.reshape(-1) for index, part in enumerate(self._slices())}
+        slices = self._source.slices() if self._source is not None else ()
+        sources = {index: part.data.reshape(-1) for index, part in enumerate(slices)}
         for bucket, whole in self._wire.buckets(sources):
             HEART.beat(f"the bucket from {self._plan.tensors[bucket.tensors[0]].name} on")
             if self._shard is not None and self._config.verify != "off":
@@ -294,14 +318,12 @@ class WeightSync:
         then the learner may lie in host memory. A failure in here ends the world at once: the others may be inside a
         forward with this rank."""
         is_needed = self._has_opaque and self._config.verify != "off"
-        if self._model is not None and (is_needed or self._is_probed(version, is_again=False)):
-            self._learner_logprobs = learner_logprobs(self._model, self._probe.tokens, self._device)
+        if self._source is not None and (is_needed or self._is_probed(version, is_again=False)):
+            self._learner_logprobs = learner_logprobs(self._source.model, self._probe.tokens, self._device)
 
-    def _ask_receivers(self, is_again: bool) -> dict[str, Any]:
+    def _ask_receivers(self) -> dict[str, Any]:
         """Return the logprobs to compare. A failure in here ends the world at once: the ranks of an engine compute
         together."""
-        if not is_again:  # else the engine has the device
-            self.make_room()
         answers = [receiver.probe(self._probe.tokens) for receiver, _ in self._taking]
         return {
             "learner": self._learner_logprobs,

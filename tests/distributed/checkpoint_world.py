@@ -26,8 +26,8 @@ from rl.checkpoint.store import CheckpointStore
 from rl.config.load import load_config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, PromptStream
-from rl.learner.policy import Learner
-from rl.learner.sharded_trainer import MOMENTS
+from rl.learner.policy import PolicySettings, PolicyTrainer
+from rl.learner.sharded_trainer import MOMENTS, ShardedModel
 from rl.model.load import load_model
 from rl.placement.groups import make_groups
 from rl.placement.roles import plan
@@ -35,6 +35,7 @@ from rl.report.metrics import Measures
 from rl.run.build import build_checkpoints
 from rl.run.open import Inputs, Run, Saved
 from rl.sync.plan import wire_tensors
+from rl.sync.probe import probe_of_run
 from rl.world.world import World, join
 
 NUM_PROMPTS = 5
@@ -71,7 +72,7 @@ def batch_of(step: int) -> Batch:
     )
 
 
-def digest_of(learner: Learner) -> str:
+def digest_of(learner: PolicyTrainer) -> str:
     """Of all parameters and moments, as whole tensors: the same at any number of ranks."""
     learner.state_slices()
     hasher = xxhash.xxh3_64()
@@ -109,7 +110,9 @@ def train(run: Run, job: Job) -> None:
     model = load_model(
         run.model_folder, run.groups.actor_mesh, world.device, config.model.dtype, True, filled=run.saved.resume is None
     )
-    learner = Learner(model, pg, world.device, config.actor, config.algo, config.rollout, job.num_steps)
+    settings = PolicySettings(config.actor, config.algo, config.rollout, job.num_steps)
+    probe = probe_of_run(config, run.model_folder).tokens if is_leader else ()
+    learner = PolicyTrainer(ShardedModel(model, pg, world.device), settings, probe)
     if run.saved.resume is not None:
         restore(learner, run.saved.resume, run.saved.store, run.placement, world.rank)
     checkpoints = build_checkpoints(run, learner, wire_tensors(model, config.model.dtype))

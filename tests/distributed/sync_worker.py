@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rl.config.schema import SyncConfig
-from rl.learner.scoring import LogprobService
+from rl.learner.scoring import LogprobService, ScoringModels
 from rl.model.load import load_model
 from rl.model.shards import local_slices
 from rl.placement.groups import Groups, make_groups
@@ -26,7 +27,7 @@ from rl.rollout.fake_engine import FakeEngine
 from rl.sync.landing import Landings
 from rl.sync.plan import Plan
 from rl.sync.probe import LIMITS, make_probe
-from rl.sync.weights import Receiver, SyncError, WeightSync, share_tensors
+from rl.sync.weights import Receiver, SyncError, SyncSettings, WeightSource, WeightSync, share_tensors
 from rl.sync.wire import Wire
 from rl.world.world import World, join
 
@@ -121,21 +122,22 @@ class Job:
         for part in local_slices(model):
             part.data.zero_()
         scorers = self.placement.scorers
-        return LogprobService(self.world.mail, scorers, {"old_logprobs": model}, 100, 1.0, self.world.device)
+        self.copied_model = model
+        models = ScoringModels({"old_logprobs": model}, max_tokens=100, temperature=1.0, device=self.world.device)
+        return LogprobService(self.world.mail, scorers, models)
 
     def make_sync(self, bucket_bytes: int = BUCKET_BYTES) -> WeightSync:
         receivers: list[Receiver] = [receiver for receiver in (self.engine, self.copy) if receiver is not None]
-        return WeightSync(
-            self.world.mail,
+        settings = SyncSettings(
             self.placement,
             Plan(self.tensors, tuple(self.placement.owners), tuple(self.placement.receivers), bucket_bytes),
             self.groups.sync_pgs,
             SyncConfig(join_timeout_s=JOIN_TIMEOUT_S, probe_interval=1, verify=self.job.get("verify", "full")),
             self.world.device,
             make_probe(32, 16, LIMITS[self.job["dtype"]]),
-            model=self.model,
-            receivers=receivers,
         )
+        source = WeightSource(self.model, partial(local_slices, self.model)) if self.model is not None else None
+        return WeightSync(self.world.mail, settings, source, receivers)
 
     def publish(self, sync: WeightSync) -> None:
         if self.model is not None:
@@ -161,7 +163,7 @@ class Job:
             if self.engine is not None:
                 assert torch.equal(self.engine.memory[info.name], expected), f"engine: {info.name}"
             if self.copy is not None:
-                part = list(local_slices(self.copy.models["old_logprobs"]))[index]
+                part = list(local_slices(self.copied_model))[index]
                 rank = self.placement.scorers.index(self.world.rank)
                 first, end = info.rows(rank, len(self.placement.scorers))
                 assert torch.equal(part.data, expected[first:end].float()), f"copy: {info.name}"

@@ -1,4 +1,4 @@
-"""Run by torchrun for tests/update.py: for each job one update by the real Learner or Critic on a mesh of all ranks."""
+"""Run by torchrun for tests/update.py: for each job one update of the policy or the critic on a mesh of all ranks."""
 
 import dataclasses
 import functools
@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.config.schema import ActorConfig, AlgoConfig, CriticConfig, RolloutConfig
 from rl.data.batch import Batch
-from rl.learner.critic import Critic
-from rl.learner.policy import Learner
-from rl.learner.scoring import LocalScorer
-from rl.learner.sharded_trainer import MOMENTS, ShardedTrainer
+from rl.learner.critic import CriticSettings, CriticTrainer
+from rl.learner.policy import PolicySettings, PolicyTrainer
+from rl.learner.scoring import LocalScorer, ScoringModels
+from rl.learner.sharded_trainer import MOMENTS, ShardedModel, ShardedTrainer
 from rl.model.load import Compute, load_model
 from rl.model.shards import local_slices
 from rl.report.metrics import Measures
@@ -52,22 +52,21 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         getattr(batch, field)[token] = value
     batch.truncated[:] |= job["all_truncated"]
     rollout = RolloutConfig(temperature=job["temperature"], max_new_tokens=job["max_new_tokens"])
-    learner = Learner(model, pg, device, actor, algo, rollout, num_optimizer_steps=4)
-    if algo.kl_estimator == "full":
-        learner.reference = load_model(folder / "reference", mesh, device, job["dtype"], trainable=False)
-    learner.probe_tokens = [1, 2, 3]
+    settings = PolicySettings(actor, algo, rollout, num_optimizer_steps=4)
+    reference = load_model(folder / "reference", mesh, device, job["dtype"], trainable=False)
+    load_reference = (lambda: reference) if algo.kl_estimator == "full" else None
+    learner = PolicyTrainer(ShardedModel(model, pg, device), settings, [1, 2, 3], load_reference)
     check_reduction(learner)
     measures = Measures()
     share = batch.select(owned_by(rank, size, batch, job))
     if job["old_logprobs"] != "given":
         share = dataclasses.replace(share, old_logprobs=None)
     if job["old_logprobs"] == "by a pass of their own":
-        scorer = LocalScorer({"old_logprobs": model}, ["old_logprobs"], pg, 30, job["temperature"], device)
+        scorer = LocalScorer(scoring_models("old_logprobs", model, job), ["old_logprobs"], pg)
         share = scorer.score(share, version=1)
     if learner.offloads:
-        scorer = LocalScorer(
-            {"ref_logprobs": model}, ["ref_logprobs"], pg, 30, job["temperature"], device, reference_rests=True
-        )
+        models = scoring_models("ref_logprobs", model, job)
+        scorer = LocalScorer(models, ["ref_logprobs"], pg, offloads_reference=True)
         scorer.score(share, version=1)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "the reference's root is whole"
         scorer.release_device()
@@ -91,6 +90,10 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         assert num_moments_away(learner) > 0
         learner.take_device()
     report(pg, folder, job, model, measures)
+
+
+def scoring_models(field: str, model: torch.nn.Module, job: dict) -> ScoringModels:
+    return ScoringModels({field: model}, 30, job["temperature"], torch.device(job["device"]))
 
 
 class CheckedOperators(TorchDispatchMode):
@@ -180,7 +183,7 @@ def judge(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     mesh, place = DeviceMesh.from_group(pg, device.type), folder / job["model"]
     compute = Compute(actor.compile, actor.recompute, on_host=actor.offload == "always")
     model = load_model(place, mesh, device, job["dtype"], trainable=True, compute=compute, as_critic=True)
-    critic = Critic(model, pg, device, actor, algo, critic_config, max_tokens=30)
+    critic = CriticTrainer(ShardedModel(model, pg, device), CriticSettings(actor, algo, critic_config, max_tokens=30))
     batch = Batch(**load_file(folder / "batch.safetensors"))
     owned = owned_by(dist.get_rank(pg), dist.get_world_size(pg), batch, job)
     share, measures = batch.select(owned), Measures()
@@ -192,8 +195,7 @@ def judge(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     rest(critic)
     found["after"] = critic.judge(share).values
     policy = load_model(place, mesh, device, job["dtype"], trainable=False)
-    fields = ["old_logprobs", "certainty"]
-    scorer = LocalScorer({"old_logprobs": policy}, fields, pg, 30, job["temperature"], device)
+    scorer = LocalScorer(scoring_models("old_logprobs", policy, job), ["old_logprobs", "certainty"], pg)
     scored = scorer.score(share, version=1)
     found |= {"old_logprobs": scored.old_logprobs, "certainty": scored.certainty}
     for name, values in found.items():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import train
 from rl.world import signals
-from rl.learner.policy import Learner
+from rl.learner.policy import PolicyTrainer
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.service import RolloutService
 from rl.sync.landing import Landings
@@ -148,7 +148,7 @@ def compile_and_sleep() -> None:
 
     compiled = torch.compile(lambda x: x + 1, backend=compile_graph)
     compiled(torch.zeros(2))  # so that no update begins with it
-    accumulate = Learner._accumulate
+    accumulate = PolicyTrainer._accumulate
 
     def replaced(*args: Any) -> None:
         nonlocal calls
@@ -157,20 +157,20 @@ def compile_and_sleep() -> None:
         time.sleep(LONG_S if calls == LATE_CALL + 1 else 0)
         accumulate(*args)
 
-    Learner._accumulate = replaced
+    PolicyTrainer._accumulate = replaced
 
 
 def break_(what: str, culprit: int) -> None:
     is_culprit = int(os.environ["RANK"]) == culprit
     is_first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if (what == "update" and is_culprit) or (what == "update, once" and is_culprit and is_first_attempt):
-        Learner.update = broken(Learner.update, fail)
+        PolicyTrainer.update = broken(PolicyTrainer.update, fail)
     elif what == "breakpoint" and is_culprit:
-        Learner.update = broken(Learner.update, stop_here)
+        PolicyTrainer.update = broken(PolicyTrainer.update, stop_here)
     elif what == "update, others hang":
-        Learner.update = broken(Learner.update, fail if is_culprit else hang)
+        PolicyTrainer.update = broken(PolicyTrainer.update, fail if is_culprit else hang)
     elif what == "all hang":
-        Learner.update = broken(Learner.update, hang)
+        PolicyTrainer.update = broken(PolicyTrainer.update, hang)
     elif what == "rollout" and is_culprit:
         RolloutService.work = broken(RolloutService.work, fail)
     elif what in ("engine, once", "engine, twice") and (is_culprit or culprit < 0):
@@ -178,11 +178,11 @@ def break_(what: str, culprit: int) -> None:
     elif what == "engine, twice in the first attempt" and is_culprit and is_first_attempt:
         fail_engines(2)
     elif what == "update, details" and is_culprit:
-        Learner.update = broken(Learner.update, fail_with_details)
+        PolicyTrainer.update = broken(PolicyTrainer.update, fail_with_details)
     elif what == "exchange" and is_culprit:
         Wire._finish = broken(Wire._finish, fail)
     elif what == "first two killed" and int(os.environ["RANK"]) < 2:
-        Learner.update = broken(Learner.update, kill)
+        PolicyTrainer.update = broken(PolicyTrainer.update, kill)
     elif what in ("slow engine", "slow engines") and (is_culprit or what == "slow engines"):
         slow_down_engines()
     elif what == "varied rewards":
@@ -200,17 +200,18 @@ def break_(what: str, culprit: int) -> None:
 
         vllm.__version__ = "99.0"
     elif what in ("sleeping", "stopped", "frozen") and is_culprit:
-        Learner._accumulate = broken(Learner._accumulate, {"sleeping": sleep, "stopped": stop, "frozen": freeze}[what])
+        fault = {"sleeping": sleep, "stopped": stop, "frozen": freeze}[what]
+        PolicyTrainer._accumulate = broken(PolicyTrainer._accumulate, fault)
     elif what == "compiles late, then sleeps" and is_culprit:
         compile_and_sleep()
     elif what == "disk hangs" and is_culprit:
-        Learner.update = broken(Learner.update, hang_disk)
+        PolicyTrainer.update = broken(PolicyTrainer.update, hang_disk)
     elif what == "killed" and is_culprit:
-        Learner.update = broken(Learner.update, kill)
+        PolicyTrainer.update = broken(PolicyTrainer.update, kill)
     elif what == "killed with shared memory" and is_culprit:
-        Learner.update = broken(Learner.update, share_memory_and_kill)
+        PolicyTrainer.update = broken(PolicyTrainer.update, share_memory_and_kill)
     elif what == "killed at once" and is_culprit:
-        Learner.update = lambda *args: kill()
+        PolicyTrainer.update = lambda *args: kill()
     elif what == "short notice":
         signals.STOP_S = 1.0
     elif what == "not importable" and is_culprit:
@@ -218,7 +219,7 @@ def break_(what: str, culprit: int) -> None:
     elif what == "killed early" and is_culprit:
         kill()
     elif what == "killed, once" and is_culprit and is_first_attempt:
-        Learner.update = broken(Learner.update, kill_later)
+        PolicyTrainer.update = broken(PolicyTrainer.update, kill_later)
 
 
 def main() -> None:

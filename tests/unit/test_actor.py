@@ -9,7 +9,7 @@ import torch
 
 from rl.config.schema import AlgoConfig, Config
 from rl.data.batch import Batch
-from rl.learner.policy import Learner
+from rl.learner.policy import PolicyTrainer
 from rl.rollout.sample import DynamicSampling
 from rl.run.actor import Actor, Trainers
 from rl.run.build import dynamic_sampling_of
@@ -52,7 +52,7 @@ def test_nothing_adapts_to_an_update_that_learnt_from_nothing(num_tokens: int) -
     """The means of such an update are 0, which says nothing about the policy."""
     algo = AlgoConfig(kl_coef=0.1, kl_target=0.2, certainty_coef=1.0)
     learner = SimpleNamespace(_algo=algo, kl_coef=0.1)
-    learner.adapt = lambda kl, count: Learner.adapt(learner, kl, count)  # type: ignore[arg-type]
+    learner.adapt = lambda kl, count: PolicyTrainer.adapt(learner, kl, count)  # type: ignore[arg-type]
     values = {"policy/tokens": num_tokens, "loss/kl": 0.0, "loss/policy": 0.0, "policy/entropy": 0.0}
     found = make_actor(Config(algo=algo), learner=learner).adapt(values, num_prompts=2)
     assert (learner.kl_coef < 0.1, bool(found)) == (num_tokens > 0, num_tokens > 0)

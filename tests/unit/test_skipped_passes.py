@@ -1,13 +1,13 @@
-"""No pass over the batch that nothing asks for: old and reference logprobs have one of their own where they must."""
+"""No forward pass over the batch that nothing needs, and no reference model that nothing compares with."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from rl import run
-from rl.config.schema import AlgoConfig, Config
+from rl.config.schema import AlgoConfig
+from rl.learner.scoring import LocalScorer, ScoringModels, fields_to_score, local_models
 
 
 @pytest.mark.parametrize(
@@ -20,21 +20,18 @@ from rl.config.schema import AlgoConfig, Config
         ({"num_mini_batches": 2, "kl_coef": 0.1}, ["old_logprobs", "ref_logprobs"], 1),
     ],
 )
-def test_what_a_scorer_computes(
-    algo: dict[str, Any], fields: list[str], num_references: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, loaded = Config(algo=AlgoConfig(**algo)), []
-    monkeypatch.setattr(run, "_load", lambda *args, **kwargs: loaded.append(kwargs))
-    world: Any = SimpleNamespace(device=torch.device("cpu"))
-    this: Any = SimpleNamespace(
-        config=config,
-        world=world,
-        placement=SimpleNamespace(scorers=[]),
-        groups=SimpleNamespace(actor_pg=None),
-    )
-    learner: Any = SimpleNamespace(model="the policy", reference=None)
-    scorer: Any = run._build_scorer(this, learner)
-    assert scorer._fields == fields and len(loaded) == num_references
-    assert ("old_logprobs" in scorer._models) == ("old_logprobs" in fields)
+def test_what_a_scorer_computes(algo: dict[str, Any], fields: list[str], num_references: int) -> None:
+    settings, policy, reference, loaded = AlgoConfig(**algo), nn.Linear(1, 1), nn.Linear(1, 1), []
+
+    def load_reference() -> nn.Module:
+        loaded.append(reference)
+        return reference
+
+    assert fields_to_score(settings) == fields
+    models = local_models(settings, policy, load_reference)
+    assert len(loaded) == num_references
+    assert (models.get("old_logprobs") is policy) == ("old_logprobs" in fields)
+    assert (models.get("ref_logprobs") is reference) == bool(num_references)
     if not fields:
+        scorer: Any = LocalScorer(ScoringModels(models, 1, 1.0, torch.device("cpu")), fields, None)  # type: ignore[arg-type]
         assert scorer.score("the batch", version=1) == "the batch"

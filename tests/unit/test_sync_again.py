@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl.config.schema import SyncConfig
 from rl.model.load import load_model
-from rl.model.shards import TensorInfo
+from rl.model.shards import TensorInfo, local_slices
 from rl.placement.roles import plan
 from rl.sync import weights
 from rl.sync.landing import Landing, Landings, Opaque, Region
 from rl.sync.plan import make_plan, wire_tensors
 from rl.sync.probe import learner_logprobs, make_probe
-from rl.sync.weights import SyncError, WeightSync
+from rl.sync.weights import SyncError, SyncSettings, WeightSource, WeightSync
 from tests.mails import connected
 
 CPU = torch.device("cpu")
@@ -68,8 +69,8 @@ def sync(model: nn.Module, request: pytest.FixtureRequest) -> Iterator[WeightSyn
     tensors = wire_tensors(model, "float32")
     with connected(1) as (mail,):
         engine = Engine(model, is_readable=config.bucket_mb == 1)
-        settings = (make_plan(tensors, placement, 1, CPU), [None], config, CPU, PROBE)
-        sync = WeightSync(mail, placement, *settings, model=model, receivers=[engine])
+        settings = SyncSettings(placement, make_plan(tensors, placement, 1, CPU), [None], config, CPU, PROBE)
+        sync = WeightSync(mail, settings, WeightSource(model, partial(local_slices, model)), [engine])
         for _ in range(3):
             sync.publish()
         assert (engine.version, engine.num_probes) == (3, 0 if config.verify == "off" else 2)
@@ -78,17 +79,13 @@ def sync(model: nn.Module, request: pytest.FixtureRequest) -> Iterator[WeightSyn
 
 
 @pytest.fixture
-def learner_is_away(monkeypatch: pytest.MonkeyPatch, sync: WeightSync) -> None:
+def learner_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the third version on: a collocated one may lie in host memory while engines sample."""
 
     def fail(*args: object) -> list[float]:
         raise AssertionError("a forward of a learner that is not on its device")
 
-    def make_room() -> None:
-        raise AssertionError("the engine has the device already")
-
     monkeypatch.setattr(weights, "learner_logprobs", fail)
-    monkeypatch.setattr(sync, "make_room", make_room)
 
 
 @pytest.mark.parametrize("sync", [{}, {"verify": "transport"}], indirect=True)
@@ -98,12 +95,12 @@ def test_a_rebuilt_engine_that_cannot_be_read_back_is_probed_before_it_serves(
     stale = Engine(model, is_stale=True)
     sync.add(stale)
     with pytest.raises(SyncError, match=r"version 3 .*not probed everywhere: rank 0 \(engine 0\): its logprobs"):
-        sync.publish(again=True)
+        sync.publish_again()
     assert (stale.version, stale.num_probes) == (0, 1)
     sync.forget(stale)
     right = Engine(model)
     sync.add(right)
-    assert sync.publish(again=True) == 3
+    assert sync.publish_again() == 3
     assert (right.version, right.num_probes) == (3, 1)
 
 
@@ -115,7 +112,7 @@ def test_digests_speak_for_one_that_can_be_read_back_and_nothing_for_one_that_is
 ) -> None:
     engine = Engine(model, is_readable, is_stale=True)
     sync.add(engine)
-    assert sync.publish(again=True) == 3
+    assert sync.publish_again() == 3
     assert (engine.version, engine.num_probes) == (3, 0)
 
 
