@@ -5,8 +5,7 @@
     answers.py     whether two are the same
     pool.py        the rank's side of the pool    totals.py   sums over samples, and the metrics that become of them
     launch.py      starts the server              server.py   hands calls to workers, enforces the wall, sweeps
-    worker.py      one call at a time             frames.py   what travels between the three
-    tree.py        processes below a process, and their end
+    worker.py      one call at a time             tree.py     processes below a process, and their end
 
     rank --submit--> server --call--> worker --> function
     rank <--result-- server <-------- worker      or, where it hangs or crashes, its end

@@ -12,9 +12,10 @@ from dataclasses import asdict
 from typing import Any
 
 from rl.config.schema import ConfigError, RewardConfig
+from rl.net.framing import Channel, pack
 from rl.rewards.find import read_rules
-from rl.rewards.frames import Frames, frame
 from rl.rewards.launch import Launched
+from rl.rewards.worker import MAX_CALL_ID
 
 READY_S = 120.0  # for the functions to be imported
 SILENCE_S = 30.0  # beyond the wall of a call, in which some result must have come
@@ -49,8 +50,8 @@ class RewardPool:
         self._reported: set[str] = set()
         rules = [asdict(rule) for rule in read_rules(config)]
         self._server = server
-        self._frames = Frames(self._server.line, MAX_BYTES)
-        self._send(0, {"rules": rules, "timeout_s": config.timeout_s, "num_workers": num_workers})
+        self._channel = Channel(self._server.line, MAX_CALL_ID, MAX_BYTES)
+        self._send(b"", {"rules": rules, "timeout_s": config.timeout_s, "num_workers": num_workers})
         self._thread = threading.Thread(target=self._read, name="rewards", daemon=True)
         self._thread.start()
 
@@ -73,7 +74,7 @@ class RewardPool:
             self._number += 1
             self._keys[self._number] = key
             self._changed_at = time.monotonic()
-            self._send(self._number, call)
+            self._send(str(self._number).encode(), call)
 
     def close(self) -> None:
         """Calls without a result get none."""
@@ -84,16 +85,17 @@ class RewardPool:
         self._server.line.close()
         self._server.process.wait(CLOSE_S)
 
-    def _send(self, number: int, body: dict[str, Any]) -> None:
+    def _send(self, call_id: bytes, values: dict[str, Any]) -> None:
+        body = json.dumps(values).encode()
         with suppress(BrokenPipeError, ConnectionResetError):  # the thread sees it too, and says so
-            self._server.line.sendall(frame(number, json.dumps(body).encode()))
+            self._server.line.sendall(pack(call_id, len(body)) + body)
 
     def _read(self) -> None:
         try:
-            while self._frames.is_open and not self._is_closing:
+            while self._channel.is_open and not self._is_closing:
                 self._wait()
-                for number, body in self._frames.receive():
-                    self._take(number, json.loads(body))
+                for call_id, body in self._channel.receive_frames():
+                    self._take(bytes(call_id), json.loads(body))
             if not self._is_closing:
                 code = self._server.process.wait(CLOSE_S)
                 raise RuntimeError(f"the reward server of this rank has ended with exit code {code}")
@@ -115,13 +117,13 @@ class RewardPool:
                     f"{self._limit_s:.0f} s, with {len(self._keys)} calls under way"
                 )
 
-    def _take(self, number: int, result: dict[str, Any]) -> None:
-        if not number:
+    def _take(self, call_id: bytes, result: dict[str, Any]) -> None:
+        if not call_id:
             self._error = result["error"]
             self._answered.set()
             return
         self._changed_at = time.monotonic()
-        key = self._keys.pop(number)
+        key = self._keys.pop(int(call_id))
         self._report(result)
         self._deliver(key, result)
 

@@ -20,12 +20,12 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
+from rl.net.framing import Buffer, Channel
 from rl.rewards import worker
-from rl.rewards.frames import Frames
 from rl.rewards.tree import adopt_orphans, children_of, descendants_of, end_tree
 from rl.watch.parent import die_with_parent
 
-MAX_CALL, MAX_RESULT = (1 << 32) - 1, 1 << 18  # bytes
+MAX_RESULT = 1 << 18  # bytes
 MAX_PROCESSES = 64  # below a worker
 LOOK_S = 0.1  # how often they are counted, of calls that last
 START_S = 30.0  # for a worker to begin
@@ -40,20 +40,20 @@ END_S = 5  # for the end of all processes below
 class _Worker:
     def __init__(self, pid: int, connection: socket.socket):
         self.pid, self.exit_fd = pid, os.pidfd_open(pid)
-        self.frames = Frames(connection, MAX_RESULT)
-        self.number: int | None = None  # of the call that it is at
+        self.channel = Channel(connection, worker.MAX_CALL_ID, MAX_RESULT)
+        self.call_id: bytes | None = None  # of the call that it runs
         self.began_at = time.monotonic()
         self.has_begun = False
 
     def close(self) -> None:
-        self.frames.close()
+        self.channel.close()
         os.close(self.exit_fd)
 
 
 class Server:
     def __init__(self, line: socket.socket, rank: int):
         """`rank` is the process that asked for it."""
-        self._line, self._rank_fd = Frames(line, MAX_CALL), os.pidfd_open(rank)
+        self._line, self._rank_fd = Channel(line, worker.MAX_CALL_ID, worker.MAX_CALL), os.pidfd_open(rank)
         self._is_over = os.getppid() != rank
         self._selector = selectors.DefaultSelector()
         self._selector.register(line, selectors.EVENT_READ, self._read_rank)
@@ -62,7 +62,7 @@ class Server:
         self._timeout_s, self._num_workers = math.inf, 0
         self._workers: list[_Worker] = []
         self._idle: deque[_Worker] = deque()
-        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._waiting: deque[tuple[bytes, Buffer]] = deque()
         self._num_stillborn = self._num_fork_failures = 0
         self._fork_at = self._look_at = 0.0
         self._has_orphans = False
@@ -87,9 +87,9 @@ class Server:
     # The rank
 
     def _read_rank(self) -> None:
-        for number, body in self._line.receive():
-            if number:
-                self._waiting.append((number, body))
+        for call_id, body in self._line.receive_frames():
+            if call_id:
+                self._waiting.append((bytes(call_id), body))
             else:
                 self._begin(**json.loads(body))
         self._line.flush()
@@ -114,10 +114,10 @@ class Server:
         self._timeout_s, self._num_workers = timeout_s, num_workers * bool(self._functions)
         gc.collect()
         gc.freeze()
-        self._tell_rank(0, answer)
+        self._tell_rank(b"", answer)
 
-    def _tell_rank(self, number: int, answer: dict[str, Any]) -> None:
-        self._line.send(number, json.dumps(answer).encode())
+    def _tell_rank(self, call_id: bytes, answer: dict[str, Any]) -> None:
+        self._line.send_frame(call_id, json.dumps(answer).encode())
         self._watch_for_room(self._line, self._read_rank)
 
     # Workers
@@ -156,34 +156,34 @@ class Server:
     def _hand_out(self) -> None:
         while self._waiting and self._idle:
             made = self._idle.popleft()
-            made.number, body = self._waiting.popleft()
+            made.call_id, body = self._waiting.popleft()
             made.began_at = time.monotonic()
-            made.frames.send(made.number, body)
-            self._watch_for_room(made.frames, lambda made=made: self._read_worker(made))  # type: ignore[misc]
+            made.channel.send_frame(made.call_id, body)
+            self._watch_for_room(made.channel, lambda made=made: self._read_worker(made))  # type: ignore[misc]
 
     def _read_worker(self, made: _Worker) -> None:
         if made not in self._workers:  # ended by what came before in the same moment
             return
-        frames = made.frames.receive()
-        made.frames.flush()
-        for number, body in frames:
-            if not made.has_begun and not number:
+        frames = made.channel.receive_frames()
+        made.channel.flush()
+        for call_id, body in frames:
+            if not made.has_begun and not call_id:
                 made.has_begun, self._num_stillborn = True, 0
                 self._idle.append(made)
                 continue
-            result = read_result(body) if number == made.number else None
+            result = read_result(body) if call_id == made.call_id else None
             if result is None:
                 self._lose(made, "crash", "its process answered nonsense")
                 return
             is_last = result.pop("is_last")
-            self._tell_rank(number, result)
-            made.number = None
+            self._tell_rank(bytes(call_id), result)
+            made.call_id = None
             if is_last:
                 self._drop(made)
                 return
             self._idle.append(made)
-        self._watch_for_room(made.frames, lambda: self._read_worker(made))
-        if not made.frames.is_open:
+        self._watch_for_room(made.channel, lambda: self._read_worker(made))
+        if not made.channel.is_open:
             select.select([made.exit_fd], [], [], LAST_MOMENT_S)
             self._lose(made, "crash", "its process ended, closed its line or answered with too much")
 
@@ -193,12 +193,12 @@ class Server:
             self._lose(made, "crash", "its process ended")
 
     def _lose(self, made: _Worker, status: str, text: str) -> None:
-        number = made.number
+        call_id = made.call_id
         code = self._drop(made)
-        if number is not None:
+        if call_id is not None:
             if code is not None and os.WIFSIGNALED(code):
                 text += f" by {signal.Signals(os.WTERMSIG(code)).name}"
-            self._tell_rank(number, worker.failed(status, [function.name for function in self._functions], text))
+            self._tell_rank(call_id, worker.failed(status, [function.name for function in self._functions], text))
         elif not made.has_begun:
             self._num_stillborn += 1
             if self._num_stillborn >= MAX_STILLBORN:
@@ -209,7 +209,7 @@ class Server:
         self._workers.remove(made)
         if made in self._idle:
             self._idle.remove(made)
-        self._selector.unregister(made.frames.connection)
+        self._selector.unregister(made.channel.connection)
         self._selector.unregister(made.exit_fd)
         made.close()
         pid, code = os.waitpid(made.pid, os.WNOHANG)
@@ -225,7 +225,7 @@ class Server:
         times = [self._fork_at] if len(self._workers) < self._num_workers else []
         times += [now + SWEEP_S] if self._has_orphans else []
         for made in self._workers:
-            if made.number is not None:
+            if made.call_id is not None:
                 times += [made.began_at + self._timeout_s, max(now, self._look_at) + LOOK_S]
             elif not made.has_begun:
                 times.append(made.began_at + START_S)
@@ -236,7 +236,7 @@ class Server:
         is_look = now >= self._look_at + LOOK_S
         for made in list(self._workers):
             took_s = now - made.began_at
-            if made.number is None:
+            if made.call_id is None:
                 if not made.has_begun and took_s > START_S:
                     self._lose(made, "crash", "")
             elif took_s >= self._timeout_s:
@@ -265,15 +265,15 @@ class Server:
                     return  # its descriptor says so too
                 os.waitpid(ended.si_pid, 0)
 
-    def _watch_for_room(self, frames: Frames, handler: Any) -> None:
+    def _watch_for_room(self, channel: Channel, handler: Any) -> None:
         """Whoever has not taken all that was sent to it yet."""
-        if frames.is_open:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if frames.has_unsent else 0)
-            if self._selector.get_key(frames.connection).events != events:
-                self._selector.modify(frames.connection, events, handler)
+        if channel.is_open:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+            if self._selector.get_key(channel.connection).events != events:
+                self._selector.modify(channel.connection, events, handler)
 
 
-def read_result(body: bytes) -> dict[str, Any] | None:
+def read_result(body: bytes | bytearray) -> dict[str, Any] | None:
     """None for anything but what a worker says by itself."""
     try:
         result = json.loads(body)

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rl.rewards.frames import HEAD, frame
+from rl.net.framing import FrameReader, pack
 from rl.rewards.tree import adopt_orphans
 from rl.watch.parent import die_with_parent
 
+MAX_CALL_ID, MAX_CALL = 20, (1 << 32) - 1  # bytes of a frame's head and payload
 MAX_CALLS = 2000  # of one process; what a function leaves behind goes with it
 MAX_GROWTH = 256 << 20  # bytes of memory that it keeps, likewise
 MAX_MEMORY = 2 << 30  # bytes beyond what the server has
@@ -76,10 +77,10 @@ def _settle(server: int) -> None:
 
 def _serve(connection: socket.socket, functions: list[Function]) -> None:
     begin, calls = _pages(1), 0
-    connection.sendall(frame(0, b""))
+    reader = FrameReader(connection, MAX_CALL_ID, MAX_CALL)
+    connection.sendall(pack(b""))
     while True:
-        number, size = HEAD.unpack(_read(connection, HEAD.size))
-        body = _read(connection, size)
+        call_id, body = reader.wait_for_frame()
         random.seed(zlib.crc32(body))  # a function that draws lots draws the same ones on every worker
         if (sympy := sys.modules.get("sympy.core.random")) is not None:
             sympy.seed(zlib.crc32(body))
@@ -88,18 +89,8 @@ def _serve(connection: socket.socket, functions: list[Function]) -> None:
         calls += 1
         grown = (_pages(1) - begin) * resource.getpagesize()
         is_last = calls >= MAX_CALLS or grown > MAX_GROWTH or threading.active_count() > 1 or _has_children()
-        connection.sendall(frame(number, json.dumps(result | {"is_last": is_last}).encode()))
-
-
-def _read(connection: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        count = connection.recv_into(view)
-        if not count:
-            raise ConnectionError("the server is gone")
-        view = view[count:]
-    return data
+        answer = json.dumps(result | {"is_last": is_last}).encode()
+        connection.sendall(pack(call_id, len(answer)) + answer)
 
 
 def _pages(field: int) -> int:

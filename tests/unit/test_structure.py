@@ -16,6 +16,7 @@ from rl.config.schema import ROOT
 
 # A package imports packages of the layers above it in this list, never one of its own layer.
 LAYERS = [
+    ("net",),
     ("config", "watch"),
     ("rewards", "placement", "data", "algo"),
     ("world", "report", "model"),
@@ -168,7 +169,7 @@ def test_what_may_not_be_installed_is_behind_lazy_imports(
     assert importers == seams
 
 
-EARLY = ("rl/watch/", "rl/world/bootstrap.py", "rl/rewards/launch.py")
+EARLY = ("rl/net/", "rl/watch/", "rl/world/bootstrap.py", "rl/rewards/launch.py")
 
 
 @pytest.mark.parametrize("file", [file for file in SOURCES if file.startswith(EARLY)])
@@ -176,7 +177,7 @@ def test_what_starts_before_torch_is_small(file: str) -> None:
     """A watchdog is forked before torch is imported, and stays beside every rank."""
     modules = {module for module, _ in imports(file, SOURCES[file])}
     others = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
-    allowed = ("rl.watch.", "rl.rewards.launch")
+    allowed = ("rl.net.", "rl.watch.", "rl.rewards.launch")
     assert {module for module in others if not module.startswith(allowed)} == set()
 
 

@@ -653,15 +653,15 @@ def test_a_rank_that_is_done_has_told_how_far_it_got() -> None:
         watchdog = threading.Thread(target=Watchdog(process.pid, 0, theirs, heart, Stacks()).run, daemon=True)
         watchdog.start()
         rank.send("join", rank=1, local_rank=1, token="token", board=listener.getsockname())
-        board = listener.accept()[0].makefile()
-        messages = [json.loads(board.readline()) for _ in range(2)]
+        board = Lines(listener.accept()[0])
+        messages: list[dict[str, Any]] = []
+        until(lambda: messages.extend(board.receive()) or len(messages) >= 2, "the first beat")
         heart.describe(step=7)
         rank.send("done")
         process.kill()
         process.wait()
         watchdog.join(10)
-        while messages[-1]["kind"] != "done":
-            messages.append(json.loads(board.readline()))
+        until(lambda: messages.extend(board.receive()) or messages[-1]["kind"] == "done", "the end")
     *_, beat, done = messages
     assert (beat["kind"], beat["account"]["step"], done["kind"]) == ("beat", 7, "done")
 
