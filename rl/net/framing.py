@@ -34,8 +34,8 @@ def pack(head: Buffer, payload_length: int = 0) -> bytes:
 
 
 class FrameReader:
-    """Assembles frames from a socket. Small frames are read together; a large head or payload is received straight
-    into the buffer that the caller gets.
+    """Assembles frames from a socket. Small frames are read together; a large one is received straight into the
+    buffers that the caller gets.
 
     `max_head_bytes` and `max_payload_bytes` may change between frames, for example after a handshake.
     """
@@ -43,11 +43,9 @@ class FrameReader:
     def __init__(self, connection: socket.socket, max_head_bytes: int, max_payload_bytes: int = 0):
         self.connection = connection
         self.max_head_bytes, self.max_payload_bytes = max_head_bytes, max_payload_bytes
-        self._unread = bytearray()
-        self._lengths: tuple[int, int] | None = None  # of the frame that is being assembled
-        self._head: bytearray | None = None
-        self._part: bytearray | None = None  # a large head or payload, of which `_filled` bytes have arrived
-        self._filled = 0
+        self._unread, self._begin = bytearray(), 0  # bytes before `_begin` belong to frames that were returned
+        self._large: Frame | None = None  # a frame of which the buffers in `_missing` are not filled yet
+        self._missing: list[memoryview] = []
 
     def frames(self) -> Iterator[Frame]:
         """Yield the frames that have arrived. Never block, unless the socket has a timeout.
@@ -56,14 +54,16 @@ class FrameReader:
         ValueError for a frame that is not ours or breaks a limit, ConnectionError at the end of the stream, and any
         other OSError of the socket.
         """
-        yield from self._buffered_frames()
-        for _ in range(MAX_READS):
+        num_reads, has_more = 0, True
+        while True:
+            while (frame := self._next_frame()) is not None:
+                yield frame
+            if not has_more or num_reads == MAX_READS:
+                return
+            num_reads += 1
             try:
                 has_more = self._receive(socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return
-            yield from self._buffered_frames()
-            if not has_more:
                 return
 
     def wait_for_frame(self) -> Frame:
@@ -74,62 +74,61 @@ class FrameReader:
 
     def _receive(self, flags: int) -> bool:
         """Read once. Return whether more may be there to read."""
-        if self._part is not None:
-            count = self.connection.recv_into(memoryview(self._part)[self._filled :], 0, flags)
-            self._filled += count
+        if self._missing:
+            count = self.connection.recv_into(self._missing[0], 0, flags)
+            self._missing[0] = self._missing[0][count:]
+            if not self._missing[0]:
+                del self._missing[0]
+            has_more = True
         else:
             data = self.connection.recv(READ_BYTES, flags)
+            del self._unread[: self._begin]
+            self._begin = 0
             self._unread += data
             count = len(data)
+            has_more = count == READ_BYTES
         if not count:
             raise ConnectionError("the peer closed the connection")
-        return self._part is not None or count == READ_BYTES
-
-    def _buffered_frames(self) -> Iterator[Frame]:
-        while (frame := self._next_frame()) is not None:
-            yield frame
+        return has_more
 
     def _next_frame(self) -> Frame | None:
-        """Return the next frame if it has arrived whole. A peer is to be authenticated here, before any of its bytes
-        are interpreted by anything but the prefix."""
-        if self._lengths is None:
-            if len(self._unread) < PREFIX.size:
-                return None
-            magic, head_length, payload_length = PREFIX.unpack_from(self._unread)
-            if magic != MAGIC or head_length > self.max_head_bytes or payload_length > self.max_payload_bytes:
-                raise ValueError(
-                    f"a frame begins with {magic!r}, a head of {head_length} bytes and a payload of {payload_length}; "
-                    f"expected {MAGIC!r} and at most {self.max_head_bytes} and {self.max_payload_bytes} bytes"
-                )
-            del self._unread[: PREFIX.size]
-            self._lengths = head_length, payload_length
-        if self._head is None:
-            self._head = self._take(self._lengths[0])
-            if self._head is None:
-                return None
-        payload = self._take(self._lengths[1])
-        if payload is None:
-            return None
-        frame = Frame(self._head, payload)
-        self._lengths = self._head = None
-        return frame
+        """Return the next frame if it has arrived whole.
 
-    def _take(self, length: int) -> bytearray | None:
-        """Return the next `length` bytes, or None while some are missing. Many bytes are then received in place."""
-        if self._part is None and length > max(len(self._unread), READ_BYTES):
-            self._part, self._filled = bytearray(length), len(self._unread)
-            self._part[: self._filled] = self._unread
-            self._unread.clear()
-        if self._part is not None:
-            if self._filled < length:
+        This is the place to authenticate a peer: nothing but the prefix has been interpreted yet.
+        """
+        if self._large is not None:
+            if self._missing:
                 return None
-            part, self._part = self._part, None
-            return part
-        if len(self._unread) < length:
+            frame, self._large = self._large, None
+            return frame
+        unread, begin = self._unread, self._begin
+        if len(unread) - begin < PREFIX.size:
             return None
-        part = self._unread[:length]
-        del self._unread[:length]
-        return part
+        magic, head_length, payload_length = PREFIX.unpack_from(unread, begin)
+        if magic != MAGIC or head_length > self.max_head_bytes or payload_length > self.max_payload_bytes:
+            raise ValueError(
+                f"a frame begins with {magic!r}, a head of {head_length} bytes and a payload of {payload_length}; "
+                f"expected {MAGIC!r} and at most {self.max_head_bytes} and {self.max_payload_bytes} bytes"
+            )
+        begin += PREFIX.size
+        middle = begin + head_length
+        end = middle + payload_length
+        if end <= len(unread):
+            self._begin = end
+            return Frame(unread[begin:middle], unread[middle:end])
+        if head_length + payload_length > READ_BYTES:
+            self._begin_large(Frame(bytearray(head_length), bytearray(payload_length)), begin)
+        return None
+
+    def _begin_large(self, frame: Frame, begin: int) -> None:
+        """Copy what has arrived of a large frame; `_receive` fills the rest."""
+        self._large, self._begin = frame, len(self._unread)
+        for buffer in frame:
+            arrived = self._unread[begin : begin + len(buffer)]
+            buffer[: len(arrived)] = arrived
+            begin += len(arrived)
+            if len(arrived) < len(buffer):
+                self._missing.append(memoryview(buffer)[len(arrived) :])
 
 
 class Channel:
@@ -159,8 +158,8 @@ class Channel:
     def send_frame(self, head: bytes, payload: Buffer = b"") -> None:
         """Send what the socket takes now and queue the rest for `flush`."""
         if self.is_open and self._unsent_bytes < self._max_unsent_bytes:
-            data = memoryview(b"".join((pack(head, len(payload)), payload)))
-            self._unsent.append(data)
+            data = pack(head, len(payload)) + payload
+            self._unsent.append(memoryview(data))
             self._unsent_bytes += len(data)
             self.flush()
 
