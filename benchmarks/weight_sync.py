@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 from benchmarks.program import run_torchrun
 from benchmarks.random_model import SHAPES, save_random_model
 from rl.config.load import load_config
-from rl.config.schema import Config
+from rl.config.schema import Config, Verify
 from rl.model.load import load_model
 from rl.model.shards import local_slices
 from rl.placement.groups import make_groups
@@ -104,7 +104,7 @@ class Bench:
         self.world.at_end(engine.close)
         return engine
 
-    def sync(self, verify: str, bare: bool = False) -> WeightSync:
+    def sync(self, verify: Verify, bare: bool = False) -> WeightSync:
         settings = SyncSettings(
             self.placement,
             self.plan,
@@ -183,7 +183,7 @@ class Bench:
         return round(int(grown) / 1e6, 1)
 
     def run(self) -> dict:
-        engines, engines_transport, engines_off = (self.sync(verify) for verify in ("full", "transport", "off"))
+        engines, engines_transport, engines_off = self.sync("full"), self.sync("transport"), self.sync("off")
         bare = self.sync("transport", bare=True)
         for sync in (engines_transport, engines_off, bare):
             for _ in range(2):

@@ -1,55 +1,61 @@
-"""Writes docs/configuration.md from the settings in rl/config/schema.py, where each key is documented.
+"""Write docs/configuration.md from rl/config/schema.py, where each key is documented.
 
-python tools/config_reference.py            writes the page
-python tools/config_reference.py --check    says whether it is current; exit code 1 if not
+python tools/config_reference.py            write the page
+python tools/config_reference.py --check    exit with 1 if the page is not current
 """
 
 import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from rl.config.keys import default_of, keys_of  # noqa: E402
 from rl.config.schema import Config  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
 
-Every setting, with its default: a config file says only what differs, and `key=value` on the command line comes last,
-as in `torchrun ... train.py --config configs/dapo.yaml actor.lr=2e-6`. Unknown keys and values that contradict each
-other are errors that say what to change; `python train.py --plan` finds them without a GPU. This page is written by
-`python tools/config_reference.py` from [rl/config/schema.py](../rl/config/schema.py).
+This page lists every setting with its default. A config file contains only what differs from the defaults.
+`key=value` on the command line overrides the file. Unknown keys and contradictory values are errors that say what to
+change. This command finds them without a GPU:
+
+```bash
+python train.py --plan --config configs/dapo.yaml actor.lr=2e-6
+```
+
+`python tools/config_reference.py` writes this page from [rl/config/schema.py](../rl/config/schema.py).
 """
 
 
 def render() -> str:
+    """Return the page: a table for each section of the config."""
     lines = [HEAD]
     for section in dataclasses.fields(Config):
-        if not dataclasses.is_dataclass(section.type):
-            lines += [
-                f"## {section.name}",
-                "",
-                f"{section.metadata['doc']}; default `{_shown(_default(section))}`.",
-                "",
-            ]
-            continue
-        lines += [f"## {section.name}", "", "| key | default | |", "| --- | --- | --- |"]
-        for entry in dataclasses.fields(section.type):
-            doc = entry.metadata["doc"].replace("|", "\\|")
-            lines.append(f"| `{section.name}.{entry.name}` | `{_shown(_default(entry))}` | {doc} |")
+        lines.append(f"## {section.name}\n")
+        if dataclasses.is_dataclass(section.type):
+            lines += ["| key | default | allowed | meaning |", "| --- | --- | --- | --- |"]
+            for name, entry in keys_of(section.type, f"{section.name}."):
+                lines.append(
+                    f"| `{name}` | `{_yaml(default_of(entry))}` | {_allowed(entry)} | {entry.metadata['doc']} |"
+                )
+        else:
+            lines.append(f"{section.metadata['doc']} Default: `{_yaml(default_of(section))}`.")
         lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(lines)
 
 
-def _default(entry: dataclasses.Field[Any]) -> Any:
-    return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+def _allowed(entry: dataclasses.Field[Any]) -> str:
+    if entry.metadata["allowed"]:
+        return entry.metadata["allowed"].text
+    choices = get_args(entry.type) if get_origin(entry.type) is Literal else ()
+    return ", ".join(f"`{choice}`" for choice in choices)
 
 
-def _shown(value: Any) -> str:
-    """As YAML has it."""
+def _yaml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "''" if value == "" else str(value)
@@ -64,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if PAGE.is_file() and PAGE.read_text() == render():
         return 0
-    print(f"{PAGE.relative_to(ROOT)} does not match rl/config/schema.py; run python tools/config_reference.py")
+    print(f"{PAGE.relative_to(ROOT)} is not current with rl/config/schema.py; run python tools/config_reference.py")
     return 1
 
 

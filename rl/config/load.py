@@ -1,5 +1,4 @@
-"""From a YAML file and `key=value` overrides, through OmegaConf, to settings. Unknown keys are errors that name the
-nearest known key."""
+"""Load the config from a YAML file and `key=value` overrides. An unknown key is an error that names the nearest one."""
 
 import argparse
 import dataclasses
@@ -9,25 +8,27 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl.config.rules import validate
+from rl.config.rules import check
 from rl.config.schema import DEFAULT_CONFIG, PLACEMENT_SIZES, Config, ConfigError, resolve_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of train.py that every program takes that is started with its arguments."""
-    parser.add_argument("--config", metavar="F", help="a YAML file; default: configs/default.yaml")
+    """Add the arguments of train.py that the programs around it take too."""
+    parser.add_argument("--config", metavar="F", help="YAML file; default: configs/default.yaml")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument(
         "--eval-only",
         action="store_true",
-        help="evaluate the newest checkpoint of run.name, or model.path where there is none: docs/evaluation.md",
+        help="evaluate the newest checkpoint of run.name, or model.path if there is none: docs/evaluation.md",
     )
-    kinds.add_argument("--dry-run", action="store_true", help="one step, of a model that may have no weights")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config file's")
+    kinds.add_argument(
+        "--dry-run", action="store_true", help="run one step and save nothing; the model may have no weights"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the config file")
 
 
 def load_config(path: str | Path | None = None, overrides: list[str] | None = None) -> Config:
-    """The defaults above, then the file, then the overrides; `path` None is configs/default.yaml."""
+    """Return the defaults, overridden by the file (configs/default.yaml if `path` is None) and then by `overrides`."""
     file = resolve_path(str(path)) if path else DEFAULT_CONFIG
     if not file.is_file():
         raise ConfigError(
@@ -39,18 +40,18 @@ def load_config(path: str | Path | None = None, overrides: list[str] | None = No
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(loaded, DictConfig):
         raise ConfigError(
-            f"{file} holds a {type(OmegaConf.to_container(loaded)).__name__}; a config is a mapping of sections"
+            f"{file} holds a {type(OmegaConf.to_container(loaded)).__name__}; a config must be a mapping of sections"
         )
     values = OmegaConf.to_container(loaded, resolve=False)
     assert isinstance(values, dict)
     if any(_names_a_role(override) for override in overrides or []):
-        # A role map is read as a whole: half of the file's map beside half of the command line's means nothing.
+        # A role on the command line replaces the file's whole role map, since half of each would be meaningless.
         placement = _placement_of(values)
         values["placement"] = {name: value for name, value in placement.items() if name in PLACEMENT_SIZES}
     for override in overrides or []:
         _apply_override(values, override)
     config = _typed(values)
-    validate(config)
+    check(config)
     return config
 
 
@@ -62,14 +63,14 @@ def _names_a_role(override: str) -> bool:
 def _placement_of(values: dict) -> dict:
     placement = values.get("placement") or {}
     if not isinstance(placement, dict):
-        raise ConfigError(f"placement: got {placement!r}; it is a mapping such as {{'actor,rollout': all}}")
+        raise ConfigError(f"placement: got {placement!r}; it must be a mapping such as {{'actor,rollout': all}}")
     return placement
 
 
 def _apply_override(values: dict, override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
-        raise ConfigError(f"got the argument {override!r}; an override is key=value, such as actor.lr=1e-5")
+        raise ConfigError(f"got the argument {override!r}; an override must be key=value, such as actor.lr=1e-5")
     *sections, leaf = dotted.split(".")
     node = values
     for section in sections:
@@ -87,7 +88,7 @@ def _typed(values: dict) -> Config:
     values.pop("placement", None)
     _check_keys(values, Config, "")
     if values.get("sync", {}).get("verify") is False:
-        values["sync"]["verify"] = "off"  # which YAML reads as a boolean
+        values["sync"]["verify"] = "off"  # YAML reads a bare `off` as a boolean
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values))
         config = OmegaConf.to_object(merged)
@@ -98,8 +99,10 @@ def _typed(values: dict) -> Config:
         for name in PLACEMENT_SIZES:
             size = placement.get(name)
             if size is not None and (type(size) is not int or size < 1):
-                raise ConfigError(f"placement.{name}: got {size!r}; it is a whole number from 1, such as {name}: 8")
-        roles = {} if set(placement) - set(PLACEMENT_SIZES) else config.placement  # sizes alone leave who does what
+                raise ConfigError(
+                    f"placement.{name}: got {size!r}; it must be a whole number from 1, such as {name}: 8"
+                )
+        roles = {} if set(placement) - set(PLACEMENT_SIZES) else config.placement  # sizes alone leave the roles
         config = dataclasses.replace(config, placement=roles | {str(name): value for name, value in placement.items()})
     return config
 
@@ -114,5 +117,5 @@ def _check_keys(values: dict, schema: type, prefix: str) -> None:
         nested = known[name].type
         if dataclasses.is_dataclass(nested) and isinstance(nested, type):
             if not isinstance(value, dict):
-                raise ConfigError(f"{prefix}{name}: got {value!r}; it is a section with keys of its own")
+                raise ConfigError(f"{prefix}{name}: got {value!r}; it must be a section with keys")
             _check_keys(value, nested, f"{prefix}{name}.")

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
-from rl.config.schema import Config, ConfigError, with_patience
+from rl.config.schema import Config, ConfigError, with_debugger_timeouts
 from rl.data.sources import Data, read_data
 from rl.evaluation.evaluation import check_best_metric
 from rl.learner.scoring import fields_to_score
@@ -72,7 +72,7 @@ class Run:
 
 def open_run(world: World, config: Config, config_name: str) -> Run:
     """Check everything that can be checked without loading a model, then connect the process groups."""
-    config = with_patience(config)
+    config = with_debugger_timeouts(config)
     folder = Path(config.run.dir) / _run_name(world, config, config_name)
     world.begin_run(folder, config)
     placement = _place(world, config)

@@ -13,7 +13,6 @@ opens with the run's token, which ranks get from the rendezvous store. Connectio
 import re
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -24,11 +23,11 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import msgspec
 
+from rl.net.framing import Frame, FrameReader, pack
 from rl.watch.heart import HEART
 
-PREFIX = struct.Struct("!4sIQ")  # magic, bytes of the header, bytes of the payload
-MAGIC = b"1wld"
-MAX_HEADER_BYTES = 64 << 20
+MAX_HELLO_BYTES = 1 << 10
+MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES = 64 << 20, 1 << 62
 CONNECT_TIMEOUT_S = 10.0
 SEND_TIMEOUT_S = 60.0
 SILENCE_S = 16
@@ -171,7 +170,7 @@ class Mail:
         if rank == self.rank:
             self._deliver(_Undecoded(rank, kind, body, bytes(payload)))
             return
-        header = _encode(kind, body)
+        head = _encode(kind, body)
         with self._lock:
             lock = self._send_locks.setdefault(rank, threading.Lock())
         with lock:
@@ -179,7 +178,7 @@ class Mail:
                 raise PeerLost(f"could not send {kind!r} to rank {rank}: its connection has ended")
             try:
                 connection = self._outgoing.get(rank) or self._connect(rank)
-                connection.sendall(PREFIX.pack(MAGIC, len(header), len(payload)) + header)
+                connection.sendall(pack(head, len(payload)))
                 if payload:
                     connection.sendall(payload)
             except OSError as error:
@@ -238,7 +237,7 @@ class Mail:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(SEND_TIMEOUT_S)
         hello = _encode(_name(Hello), Hello(self.token, self.rank))
-        connection.sendall(PREFIX.pack(MAGIC, len(hello), 0) + hello)
+        connection.sendall(pack(hello))
         self._outgoing[rank] = connection
         # Nobody answers on this connection: it becomes readable only when the peer is gone.
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._drop(connection, rank))
@@ -270,20 +269,24 @@ class Mail:
         except OSError:  # the peer hung up before it was accepted
             return
         _notice_silence(connection)
-        connection.setblocking(False)
-        inbound = _Inbound(connection, self.token)
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(inbound))
+        peer = _Peer(FrameReader(connection, MAX_HELLO_BYTES))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(peer))
 
-    def _read(self, inbound: "_Inbound") -> None:
-        messages = inbound.messages()
+    def _read(self, peer: "_Peer") -> None:
+        frames = peer.reader.frames()
         while True:
             try:
-                message = next(messages, None)
+                frame = next(frames, None)
+                arrived = None if frame is None else peer.open_frame(frame, self.token)
             except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
-                return self._drop(inbound.connection, inbound.source)
-            if message is None:
+                return self._drop(peer.reader.connection, peer.rank)
+            if frame is None:
                 return None
-            self._deliver(message)  # outside the try: a handler's ValueError is no fault of the sender
+            if arrived is not None:
+                try:
+                    self._deliver(arrived)
+                except Exception as error:  # of a handler: the frames behind this one are still to be delivered
+                    self.fail(error)
 
     def _drop(self, connection: socket.socket, rank: int | None) -> None:
         self._selector.unregister(connection)
@@ -330,56 +333,21 @@ def _encode(kind: str, message: Message) -> bytes:
     return msgspec.msgpack.encode((kind, message.meta if isinstance(message, Plain) else message))
 
 
-class _Inbound:
-    """Assembles frames from a connection that must not block."""
+class _Peer:
+    """The receiving end of a connection; `rank` is None until the peer has shown the run's token."""
 
-    def __init__(self, connection: socket.socket, token: str):
-        self.connection = connection
-        self.source: int | None = None
-        self._token = token
-        self._part, self._filled = bytearray(PREFIX.size), 0
-        self._lengths: tuple[int, int] | None = None
-        self._header: tuple[str, msgspec.Raw] | None = None
+    def __init__(self, reader: FrameReader):
+        self.reader = reader
+        self.rank: int | None = None
 
-    def messages(self) -> Iterator[_Undecoded]:
-        while True:
-            try:
-                count = self.connection.recv_into(memoryview(self._part)[self._filled :])
-            except BlockingIOError:
-                return
-            if count == 0:
-                raise ConnectionError("closed by the peer")
-            self._filled += count
-            while self._filled == len(self._part):
-                message = self._advance()
-                if message is not None:
-                    yield message
-
-    def _advance(self) -> _Undecoded | None:
-        part = self._part
-        if self._lengths is None:
-            magic, header_bytes, payload_bytes = PREFIX.unpack(part)
-            if magic != MAGIC or not 0 < header_bytes <= MAX_HEADER_BYTES or (self.source is None and payload_bytes):
-                raise ValueError("not one of our frames")
-            self._lengths = (header_bytes, payload_bytes)
-            self._expect(header_bytes)
-            return None
-        if self._header is None:
-            self._header = msgspec.msgpack.decode(part, type=tuple[str, msgspec.Raw])
-            self._expect(self._lengths[1])
-            if self._lengths[1]:
-                return None
-            part = self._part
-        kind, fields = self._header
-        self._lengths = self._header = None
-        self._expect(PREFIX.size)
-        if self.source is None:
-            hello = msgspec.msgpack.decode(fields, type=Hello)
-            if kind != _name(Hello) or hello.token != self._token:
-                raise ValueError("a connection without the run's token")
-            self.source = hello.rank
-            return None
-        return _Undecoded(self.source, kind, fields, part)
-
-    def _expect(self, num_bytes: int) -> None:
-        self._part, self._filled = bytearray(num_bytes), 0
+    def open_frame(self, frame: Frame, token: str) -> _Undecoded | None:
+        """Return the message in a frame; None for the frame that opens a connection."""
+        kind, fields = msgspec.msgpack.decode(frame.head, type=tuple[str, msgspec.Raw])
+        if self.rank is not None:
+            return _Undecoded(self.rank, kind, fields, frame.payload)
+        hello = msgspec.msgpack.decode(fields, type=Hello)
+        if kind != _name(Hello) or hello.token != token:
+            raise ValueError("a connection without the run's token")
+        self.rank = hello.rank
+        self.reader.max_head_bytes, self.reader.max_payload_bytes = MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES
+        return None

@@ -1,11 +1,12 @@
 """Defaults, the file, the overrides, and what each mistake in them says."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rl.config.keys import keys_of
 from rl.config.load import load_config
 from rl.config.schema import DEFAULT_CONFIG, ROOT, Config, ConfigError, DataConfig
 
@@ -22,17 +23,9 @@ def write(tmp_path: Path) -> Write:
     return write
 
 
-def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field]]:
-    for entry in dataclasses.fields(schema):
-        if isinstance(entry.type, type) and dataclasses.is_dataclass(entry.type):
-            yield from leaves(entry.type, f"{prefix}{entry.name}.")
-        else:
-            yield prefix + entry.name, entry
-
-
 def typed(name: str, number: int) -> int | float:
-    """As the field shows it: 0, or 0.0."""
-    return dict(leaves(Config))[name].type(number)
+    """Return the number in the type of the key: 0 or 0.0."""
+    return dict(keys_of(Config))[name].type(number)
 
 
 def failure(path: Path | None, *overrides: str) -> str:
@@ -203,34 +196,37 @@ NOT_NEGATIVE = [
     "sync.probe_limit",
 ]
 CHOICES = {
-    "model.dtype": "float32, bfloat16",
-    "rollout.engine": "vllm, fake",
-    "sync.verify": "full, transport, off",
-    "algo.kl_estimator": "k1, k2, k3, full",
-    "algo.kl_place": "loss, reward",
-    "algo.advantage": "grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, gae",
-    "algo.loss": "clip, gspo, cispo",
-    "algo.loss_norm": "token, sequence, constant",
-    "algo.correction": "none, token, sequence, token_mask, sequence_mask, sequence_mask_two_sided",
-    "actor.lr_schedule": "constant, linear, cosine",
-    "data.long_rows": "skip, fatal",
-    "data.bad_rows": "fatal, skip",
+    "model.dtype": ["float32", "bfloat16"],
+    "rollout.engine": ["vllm", "fake"],
+    "sync.verify": ["full", "transport", "off"],
+    "algo.kl_estimator": ["k1", "k2", "k3", "full"],
+    "algo.kl_place": ["loss", "reward"],
+    "algo.advantage": ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"],
+    "algo.loss": ["clip", "gspo", "cispo"],
+    "algo.loss_norm": ["token", "sequence", "constant"],
+    "algo.correction": ["none", "token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided"],
+    "actor.lr_schedule": ["constant", "linear", "cosine"],
+    "data.long_rows": ["skip", "fatal"],
+    "data.bad_rows": ["fatal", "skip"],
 }
 BAD_TRAIN = {"''": "''", "[]": "[]", "{}": "{}", "5": "5", "[a, 5]": "['a', 5]", "[a, a]": "['a', 'a']"}
-TRAIN_RULE = "it is a path, a list of different paths, or a mapping path -> weight"
-WEIGHT_RULE = "a mixing weight is a number greater than 0"
+TRAIN_RULE = "it must be a path, a list of different paths, or a mapping path -> weight"
+WEIGHT_RULE = "a mixing weight must be greater than 0"
 BAD_EVAL = {"5": "5", "[a, [b]]": "['a', ['b']]", "[a, a]": "['a', 'a']", "{a: 1}": "{'a': 1}"}
-EVAL_RULE = "it is a path, a list of different paths, or a mapping name -> path"
+EVAL_RULE = "it must be a path, a list of different paths, or a mapping name -> path"
 NAME_RULE = "a set's name has only letters, digits, '_', '-' and '.': give a mapping name -> path"
-BETWEEN_0_AND_1 = "it must lie between 0 and 1"
+BETWEEN_0_AND_1 = "it must be greater than 0 and less than 1"
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         *(([f"{name}=0"], f"{name}: got {typed(name, 0)}; it must be greater than 0") for name in POSITIVE),
-        *(([f"{name}=-1"], f"{name}: got {typed(name, -1)}; it must not be negative") for name in NOT_NEGATIVE),
-        *(([f"{name}=x"], f"{name}: got 'x'; choose one of {choices}") for name, choices in CHOICES.items()),
+        *(([f"{name}=-1"], f"{name}: got {typed(name, -1)}; it must be at least 0") for name in NOT_NEGATIVE),
+        *(
+            ([f"{name}=x"], f"{name}: Invalid value 'x', expected one of {choices}")
+            for name, choices in CHOICES.items()
+        ),
         (["rollout.temperature=nan"], "rollout.temperature: got nan; it must be greater than 0"),
         (["algo.clip_low=0"], f"algo.clip_low: got 0.0; {BETWEEN_0_AND_1}"),
         (["algo.clip_low=1"], f"algo.clip_low: got 1.0; {BETWEEN_0_AND_1}"),
@@ -249,9 +245,9 @@ BETWEEN_0_AND_1 = "it must lie between 0 and 1"
         *(
             (
                 [setting, *others],
-                f"rollout.top_p={top_p}, rollout.top_k={top_k}: engines would sample from a cut and rescaled "
-                "distribution, the learner computes probabilities over the whole vocabulary, and their ratio would be "
-                "wrong without a word. Set algo.correction=token, which weights each token by that ratio, or top_p=1 "
+                f"rollout.top_p={top_p}, rollout.top_k={top_k}: engines would sample from a truncated and rescaled "
+                "distribution, but the learner computes probabilities over the whole vocabulary, so their ratio would "
+                "be wrong. Set algo.correction=token, which weights each token by that ratio, or top_p=1 "
                 "top_k=0",
             )
             for setting, others, top_p, top_k in (
@@ -259,20 +255,20 @@ BETWEEN_0_AND_1 = "it must lie between 0 and 1"
                 ("rollout.top_k=20", ["algo.advantage=rloo"], "1", 20),
             )
         ),
-        (["rollout.top_p=0"], "rollout.top_p: got 0.0; it must be above 0 and at most 1"),
-        (["algo.gamma=1.1"], "algo.gamma: got 1.1; it must be above 0 and at most 1"),
-        (["algo.lam=0"], "algo.lam: got 0.0; it must be above 0 and at most 1"),
-        (["algo.dual_clip=1"], "algo.dual_clip: got 1.0; it must be above 1, or 0"),
+        (["rollout.top_p=0"], "rollout.top_p: got 0.0; it must be greater than 0 and at most 1"),
+        (["algo.gamma=1.1"], "algo.gamma: got 1.1; it must be greater than 0 and at most 1"),
+        (["algo.lam=0"], "algo.lam: got 0.0; it must be greater than 0 and at most 1"),
+        (["algo.dual_clip=1"], "algo.dual_clip: got 1.0; it must be 0 or greater than 1"),
         (
             ["algo.dual_clip=3", "algo.loss=gspo"],
             "algo.dual_clip: got 3.0, but algo.loss=gspo has no such bound; set it to 0",
         ),
-        (["algo.correction_limit=1"], "algo.correction_limit: got 1.0; it must be above 1"),
-        (["algo.correction_limit=.inf"], "algo.correction_limit: got inf; it must be above 1"),
-        (["algo.certainty_coef=.nan"], "algo.certainty_coef: got nan; it must be a number"),
+        (["algo.correction_limit=1"], "algo.correction_limit: got 1.0; it must be greater than 1"),
+        (["algo.correction_limit=.inf"], "algo.correction_limit: got inf; it must be greater than 1"),
+        (["algo.certainty_coef=.nan"], "algo.certainty_coef: got nan; it must be a finite number"),
         (
             ["algo.kl_target=0.1"],
-            "algo.kl_target is set, but algo.kl_coef=0 leaves nothing to adapt; give a coefficient to start",
+            "algo.kl_target is set, but algo.kl_coef=0 leaves nothing to adapt; give a coefficient to start with",
         ),
         (
             ["algo.kl_estimator=full", "algo.kl_coef=0.1", "algo.kl_place=reward"],
@@ -290,8 +286,8 @@ BETWEEN_0_AND_1 = "it must lie between 0 and 1"
         ),
         (
             ["algo.dynamic_sampling=true", "train.num_epochs=2"],
-            "train.num_epochs cannot be turned into steps with algo.dynamic_sampling, which decides as it goes how "
-            "many prompts a step takes; set train.num_steps",
+            "train.num_epochs cannot be turned into steps with algo.dynamic_sampling, because the number of "
+            "prompts per step is not known in advance; set train.num_steps",
         ),
         (
             ["eval.interval=5"],
@@ -312,7 +308,7 @@ BETWEEN_0_AND_1 = "it must lie between 0 and 1"
         ),
         (
             ["data.system_prompt=hello"],
-            "data.system_prompt is set, but has no place without data.chat_template=true",
+            "data.system_prompt is set, but only a chat template uses it; set data.chat_template=true",
         ),
         (
             ["data.template='say {}'"],
@@ -324,7 +320,7 @@ BETWEEN_0_AND_1 = "it must lie between 0 and 1"
             r"data.template: got '{prompt} \\boxed{answer}'; {answer} would put the reference answer into the prompt: "
             "use another word between these braces",
         ),
-        (["run.name=a/b"], "run.name: got 'a/b'; it is a folder's name, without '/' (run.dir is the path)"),
+        (["run.name=a/b"], "run.name: got 'a/b'; it must be a directory name without '/' (run.dir is the path)"),
     ],
 )
 def test_validation(write: Write, overrides: list[str], message: str) -> None:
@@ -375,7 +371,7 @@ def test_files_to_train_on_and_held_out_sets(write: Write) -> None:
 
 
 def test_fewer_than_120_keys_each_with_a_line_of_documentation() -> None:
-    fields = dict(leaves(Config))
+    fields = dict(keys_of(Config))
     assert {"placement", "actor.lr", "debug.share_gpu"} <= fields.keys()
     assert len(fields) < 120
     assert [name for name, entry in fields.items() if not entry.metadata.get("doc", "").strip()] == []

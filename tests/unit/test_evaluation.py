@@ -255,8 +255,8 @@ def test_metrics_that_can_be_best_are_those_that_are_reported() -> None:
         check_best_metric(load_config(None, [*SAMPLED, f"checkpoint.best_metric={metric}"]))
 
 
-NOT_NEGATIVE, ABOVE_0 = "it must not be negative", "it must be greater than 0"
-SHARE = "it must be above 0 and at most 1"
+NOT_NEGATIVE, ABOVE_0 = "it must be at least 0", "it must be greater than 0"
+SHARE = "it must be greater than 0 and at most 1"
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ SHARE = "it must be above 0 and at most 1"
         ),
         (
             ["reward.function={math: 1, my/file.py:nice: 1}", "eval.function=gsm8k"],
-            "eval.function: got 'gsm8k'; choose one of reward.function: math, nice",
+            "eval.function: got 'gsm8k'; it must be one of reward.function: math, nice",
         ),
         (
             ["checkpoint.best_metric=eval/accuracy", "eval.interval=0"],

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from rl.world.mail import MAGIC, PREFIX, Letter, Mail, Message, PeerLost
+from rl.net.framing import MAGIC, PREFIX
+from rl.world.mail import Letter, Mail, Message, PeerLost
 from tests.mails import Mark, take
 
 HOST = "127.0.0.1"

@@ -76,7 +76,7 @@ def test_settings_come_from_a_file_or_the_command_line(file: Path) -> None:
     assert load_config(None, [f"reward.function={{{file}:good: 0.5}}"]).reward.function == {f"{file}:good": 0.5}
     with pytest.raises(ConfigError, match=r"reward.timeout_s: got 0.0; it must be greater than 0"):
         load_config(None, ["reward.timeout_s=0"])
-    with pytest.raises(ConfigError, match=r"reward.num_workers: got -1; it must not be negative"):
+    with pytest.raises(ConfigError, match=r"reward.num_workers: got -1; it must be at least 0"):
         load_config(None, ["reward.num_workers=-1"])
 
 
