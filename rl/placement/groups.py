@@ -24,7 +24,7 @@ class Groups:
 
 
 def make_groups(placement: Placement, rank: int, device_type: str, timeout_s: float) -> Groups:
-    """Called by every rank; the order of the calls below is part of the protocol."""
+    """Make all groups. Every rank calls this; the order of the calls below is part of the protocol."""
 
     def group(ranks: list[int]) -> dist.ProcessGroup:
         return dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))

@@ -1,4 +1,4 @@
-"""Who does what: the `placement` section of a config, turned into the roles of every rank and the engines they host.
+"""The `placement` section of a config, turned into the roles of every rank and the engines that they host.
 
     placement:                  placement:                    placement:
       actor,rollout: all          rollout: 0-19                 rollout: 62.5%
@@ -25,13 +25,13 @@ ROLES = ("rollout", "inference", "actor")
 
 @dataclass(frozen=True)
 class Placement:
-    """The roles of every rank; an engine is the tuple of ranks that host it, the first of them its lead."""
+    """The roles of every rank. An engine is the tuple of ranks that host it; the first of them is its lead."""
 
     num_nodes: int
     num_ranks_per_node: int
     roles: tuple[tuple[str, ...], ...]
     engines: tuple[tuple[int, ...], ...]
-    num_replicas: int = 1  # of the policy; each is sharded over consecutive actors
+    num_replicas: int = 1  # copies of the policy; each is sharded over consecutive actors
 
     @property
     def world_size(self) -> int:
@@ -46,13 +46,13 @@ class Placement:
 
     @property
     def scorers(self) -> list[int]:
-        """Ranks that hold a copy of their own for logprobs; empty when the actors compute them."""
+        """The ranks that hold a copy of the policy for logprobs; empty if the actors compute them."""
         inference = self.ranks("inference")
         return [] if inference == self.actors else inference
 
     @property
     def leader(self) -> int:
-        """The first actor: the only reader of the prompt stream, and the writer of metrics."""
+        """The first actor, which reads the prompt stream and writes the metrics."""
         return self.actors[0]
 
     @property
@@ -63,26 +63,26 @@ class Placement:
 
     @property
     def owners(self) -> list[int]:
-        """The actor that sends each shard; replicas take turns, so that all of them share the work."""
+        """The actor that sends each shard. Replicas take turns, so that all of them share the work."""
         shards = len(self.replicas[0])
         return [self.replicas[shard % self.num_replicas][shard] for shard in range(shards)]
 
     def shard_of(self, actor: int) -> int:
-        """Which shard this actor holds."""
+        """Return the number of the shard that this actor holds."""
         return self.actors.index(actor) % len(self.replicas[0])
 
     @property
     def node_leads(self) -> list[int]:
-        """The first rank of each node: those that are asked about its disk."""
+        """The first rank of each node, which answers for the node's disk."""
         return list(range(0, self.world_size, self.num_ranks_per_node))
 
     @property
     def receivers(self) -> list[int]:
-        """Ranks that need every version: they host an engine, or a copy for logprobs."""
+        """The ranks that need every version: they host an engine, or a copy for logprobs."""
         return sorted({*self.ranks("rollout"), *self.scorers})
 
     def sync_ranks(self, owner: int) -> list[int]:
-        """Among whom an owner's slices travel."""
+        """Return the ranks between which the slices of an owner travel."""
         return sorted({owner, *self.receivers})
 
     def engine_of(self, rank: int) -> int | None:
@@ -116,7 +116,7 @@ def plan(
     tensor_parallel_size: int = 1,
     num_replicas: int = 1,
 ) -> Placement:
-    """Turns the placement section into the roles of every rank, or raises ConfigError with a corrected example."""
+    """Turn the placement section into the roles of every rank. Raise ConfigError with a corrected example."""
     world_size = num_nodes * num_ranks_per_node
     for name, real in zip(PLACEMENT_SIZES, (num_nodes, num_ranks_per_node)):
         if spec.get(name) not in (None, real):
@@ -154,7 +154,7 @@ def _parse_roles(name: str) -> tuple[str, ...]:
 
 
 def _assign(entries: list[tuple[tuple[str, ...], Any]], world_size: int, tensor_parallel_size: int) -> list[list[int]]:
-    """The ranks of each entry, in the order of the entries."""
+    """Return the ranks of each entry, in the order of the entries."""
     texts = [",".join(map(str, value)) if isinstance(value, list) else str(value).strip() for _, value in entries]
     relative = [_parse_size(",".join(roles), text, world_size) for (roles, _), text in zip(entries, texts)]
     if texts.count("rest") > 1:
@@ -185,7 +185,7 @@ def _assign(entries: list[tuple[tuple[str, ...], Any]], world_size: int, tensor_
 
 
 def _parse_size(name: str, text: str, world_size: int) -> float | None:
-    """Ranks asked for as a count or a share, not yet rounded; None for every other form."""
+    """Return a count or a share as a number of ranks, not yet rounded; None for every other form."""
     number = None
     if text.endswith("%"):
         number, whole = text[:-1], 100.0
@@ -208,8 +208,10 @@ def _parse_size(name: str, text: str, world_size: int) -> float | None:
 def _assign_sizes(
     entries: list[tuple[tuple[str, ...], Any]], sizes: list[float | None], world_size: int, tensor_parallel_size: int
 ) -> list[list[int]]:
-    """Consecutive ranks. Counts are taken as written; shares are rounded to whole engines, each making up for the
-    rounding of the one before, and give way where another entry would be left without a rank."""
+    """Return consecutive ranks. Counts are taken as written, and shares are rounded to whole engines.
+
+    Each share makes up for the rounding of the one before. Shares shrink if another entry would get no rank.
+    """
     units = [tensor_parallel_size if "rollout" in roles else 1 for roles, _ in entries]
     shares = [index for index, (_, value) in enumerate(entries) if str(value).strip().endswith("%")]
     counts = [unit if size is None else round(size) for unit, size in zip(units, sizes)]
@@ -218,7 +220,7 @@ def _assign_sizes(
         owed += sizes[index] or 0.0
         counts[index] = max(units[index], round(owed / units[index]) * units[index])
         owed -= counts[index]
-    if sum(size or 0.0 for size in sizes) <= world_size:  # else it is a mistake, shown below as it was asked for
+    if sum(size or 0.0 for size in sizes) <= world_size:  # otherwise the error below shows what was asked for
         while sum(counts) > world_size and (wide := [index for index in shares if counts[index] > units[index]]):
             largest = max(wide, key=lambda index: counts[index])
             counts[largest] -= units[largest]
