@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rl.checkpoint.store import CheckpointStore
 from rl.watch.lines import Lines
 from rl.world.mail import Letter, Mail, Message
-from rl.world.world import Place, World
+from rl.world.world import RankPlace, World
 
 HOST = "127.0.0.1"
 WAIT_S = 10.0  # for what must happen
@@ -37,7 +37,7 @@ def connected_worlds(count: int) -> Iterator[list[World]]:
         lines = [socket.socketpair() for _ in mails]
         store = dist.HashStore()
         yield [
-            World(Place(mail.rank, mail.rank, count, count), store, mail, Lines(ours))
+            World(RankPlace(mail.rank, mail.rank, count, count), store, mail, Lines(ours))
             for mail, (ours, _) in zip(mails, lines, strict=True)
         ]
         for pair in lines:

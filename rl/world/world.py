@@ -48,7 +48,7 @@ class Proceed(Message):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where torchrun put this rank."""
 
     rank: int
@@ -63,7 +63,7 @@ class World:
     `join` makes it. The process groups follow in `connect`, when the config is known.
     """
 
-    def __init__(self, place: Place, store: dist.Store, mail: Mail, watchdog: Lines):
+    def __init__(self, place: RankPlace, store: dist.Store, mail: Mail, watchdog: Lines):
         self.rank, self.local_rank, self.size = place.rank, place.local_rank, place.size
         self.num_ranks_per_node = place.num_ranks_per_node
         self.store, self.mail = store, mail
@@ -76,6 +76,7 @@ class World:
         self._signals = Signals(mail, self.faults)
         self._closers: list[Callable[[], None]] = []
         self._num_arrived: dict[str, int] = {}  # on the hub, by meeting
+        mail.on(Arrived, self._on_arrived)
 
     @property
     def step(self) -> int:
@@ -97,7 +98,6 @@ class World:
             self.store.set("board", json.dumps([self.mail.address[0], port]))
         place = {"rank": self.rank, "local_rank": self.local_rank}
         self.faults.tell_watchdog("join", token=self.mail.token, board=json.loads(self.store.get("board")), **place)
-        self.mail.on(Arrived, self._on_arrived)
         self.faults.listen()
         self._signals.listen()
         self.store.set(f"mail/{self.rank}", json.dumps(self.mail.address))
@@ -194,7 +194,7 @@ def _join() -> World:
     if rank == HUB:
         store.set("mail/token", secrets.token_hex(16))
     address, token = own_address(store), store.get("mail/token").decode()
-    place = Place(rank, local_rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    place = RankPlace(rank, local_rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     world = World(place, store, Mail(rank, address, token), line_to_watchdog())
     world.enter()
     return world

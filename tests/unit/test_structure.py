@@ -1,10 +1,11 @@
-"""The rules of the sources, read from their syntax trees: imports, process groups, the loop."""
+"""Rules of the sources, read from their syntax trees: layers, imports, process groups, signatures, the loop."""
 
 import ast
 import graphlib
 import inspect
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -131,6 +132,56 @@ def test_no_module_waits_for_itself() -> None:
         < order.index("rl.run.build")
         < order.index("train")
     )
+
+
+def test_rl_holds_packages_and_each_says_what_belongs_there() -> None:
+    loose = [file for file in SOURCES if file.startswith("rl/") and file.count("/") == 1]
+    assert loose == ["rl/__init__.py"]
+    for file, source in SOURCES.items():
+        if file.endswith("/__init__.py") and file.count("/") > 1:
+            assert ast.get_docstring(ast.parse(source)), f"{file}: say in its docstring what belongs there"
+
+
+MAX_PARAMETERS = 8
+DICTATED = {  # signatures that another library dictates, and Triton kernels
+    "rl/model/head.py": {"_score_chunk_backward"},
+    "rl/model/attention.py": {"varlen_attention"},
+    "rl/model/rotary_gpu.py": {"_rotate"},
+    "rl/rollout/vllm/attention.py": {"forward"},
+    "rl/rollout/vllm/decode_attention.py": {"_attend"},
+}
+ALL_SOURCES = SOURCES | {
+    str(path.relative_to(ROOT)): path.read_text()
+    for folder in ("tools", "launch")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+
+
+def test_functions_have_few_parameters() -> None:
+    found = []
+    for file, source in ALL_SOURCES.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                count = len([name for name in names if name not in ("self", "cls")])
+                if count > MAX_PARAMETERS and node.name not in DICTATED.get(file, ()):
+                    found.append(f"{file}: {node.name} takes {count} parameters; group them")
+    assert found == []
+
+
+def test_class_names_are_unique() -> None:
+    places = defaultdict(list)
+    for file, source in ALL_SOURCES.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(file)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_rl_knows_nothing_of_the_programs_around_it() -> None:
+    for file, source in SOURCES.items():
+        outside = {module.split(".")[0] for module, _ in imports(file, source)} & {"launch", "tools", "benchmarks"}
+        assert outside == set(), file
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,49 @@
+"""How ranks leave a world together."""
+
+import threading
+import time
+
+import pytest
+
+from rl.watch.heart import HEART
+from tests.mails import WAIT_S, connected_worlds
+
+
+@pytest.mark.timeout(30)
+def test_a_rank_that_is_done_waits_for_the_others() -> None:
+    """It says so in its heartbeat, so that it is not blamed when another rank never finishes."""
+    seen: list[str] = []
+    closed: list[int] = []
+    with connected_worlds(3) as worlds:
+        for world in worlds:
+            world.at_end(lambda rank=world.rank: closed.append(rank))  # type: ignore[misc]
+
+        def finish_others() -> None:
+            deadline = time.monotonic() + WAIT_S
+            while time.monotonic() < deadline and not ((beat := HEART.read()) and beat.waits_for):
+                time.sleep(0.01)
+            seen.append(beat.waits_for if beat else "")
+            assert closed == []
+            for world in worlds[1:]:
+                threading.Thread(target=world.close).start()
+
+        thread = threading.Thread(target=finish_others)
+        thread.start()
+        worlds[0].close()
+        thread.join(WAIT_S)
+        deadline = time.monotonic() + WAIT_S
+        while len(closed) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert seen == ["the other ranks"]
+    assert sorted(closed) == [0, 1, 2]
+
+
+def test_a_closer_that_fails_keeps_no_other_from_its_work(capsys: pytest.CaptureFixture[str]) -> None:
+    """The run is done and saved: an error here must not make torchrun start it again."""
+    closed: list[str] = []
+    with connected_worlds(1) as (world,):
+        world.at_end(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+        world.at_end(lambda: closed.append("second"))
+        world.close()
+    assert closed == ["second"]
+    assert "ZeroDivisionError" in capsys.readouterr().err
