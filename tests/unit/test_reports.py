@@ -7,7 +7,7 @@ import pytest
 
 from rl.config.schema import ConfigError
 from rl.watch.reports import Memory, Report
-from rl.world.restarts import Attempt
+from rl.world.restarts import Restarts
 
 
 def report(cause: str = "error", error: str = "MemoryError: 3 GiB", step: int = 4, stage: str = "update") -> Report:
@@ -75,9 +75,9 @@ def test_attempts_are_counted_where_nodes_share_the_folder(tmp_path: Path) -> No
     """Rank 2 is the first of another node, and only serves: it is a step ahead of rank 0."""
 
     def run(max_attempts: int) -> None:
-        zero, two = Attempt(0, 0), Attempt(2, 0)
+        zero, two = Restarts(0, 0), Restarts(2, 0)
         for attempt in (zero, two):
-            attempt.remember(tmp_path)
+            attempt.open_memory(tmp_path)
             attempt.back_off(max_attempts)
         for step in range(20, 24):
             two.reach(step + 1)
