@@ -41,7 +41,7 @@ from rl.placement.groups import make_groups
 from rl.placement.roles import plan
 from rl.rollout.build import build_engine
 from rl.rollout.engine import Engine, EngineSeat
-from rl.sync.landing import Landings
+from rl.sync.layout import MemoryLayout
 from rl.sync.plan import make_plan
 from rl.sync.probe import LIMITS, make_probe
 from rl.sync.weights import SyncSettings, WeightSource, WeightSync, share_tensors
@@ -132,7 +132,7 @@ class Bench:
         """The plan's bytes, bucket by bucket, from each owner."""
         for bucket in self.plan.buckets:
             for owner, pg in enumerate(self.groups.sync_pgs):
-                num_bytes = bucket.wire_bytes(owner) if bucket.ranges[owner] else 0
+                num_bytes = bucket.sent_bytes(owner) if bucket.ranges[owner] else 0
                 if (
                     num_bytes
                     and pg is not None
@@ -144,7 +144,7 @@ class Bench:
     @torch.no_grad()
     def naive(self) -> None:
         parts = dict(self.model.named_parameters()) if self.model is not None else {}
-        landings = self.landings
+        layout = self.layout
         leader, pg = self.placement.leader, self.groups.sync_pgs[self.plan.owners.index(self.placement.leader)]
         for index, info in enumerate(self.tensors):
             whole = parts[info.name].full_tensor().to(info.torch_dtype) if parts else None  # type: ignore[attr-defined]
@@ -152,9 +152,9 @@ class Bench:
                 if whole is None:
                     whole = torch.empty(info.shape, dtype=info.torch_dtype, device=self.world.device)
                 dist.broadcast(whole, group=pg, group_src=dist.get_group_rank(pg, leader))
-            if landings is not None:
+            if layout is not None:
                 assert whole is not None
-                landings.fill({index: whole})
+                layout.fill({index: whole})
 
     def timed(self, work: Callable[[], None]) -> float:
         self.wait()
@@ -190,9 +190,9 @@ class Bench:
                 self.publish(sync)  # the first versions have a probe and fill caches
         engines._num_published = 2  # as if it had sent its probes: the peak is to be the transfer's
         peak = self.extra_mb(lambda: self.publish(engines))
-        landings = self.engine.landings(self.tensors) if self.engine is not None else None
-        assert landings is None or isinstance(landings, Landings), landings
-        self.landings = landings
+        layout = self.engine.memory_layout(self.tensors) if self.engine is not None else None
+        assert layout is None or isinstance(layout, MemoryLayout), layout
+        self.layout = layout
         works: dict[str, Callable[[], None]] = {
             "full": lambda: self.publish(engines),
             "transport": lambda: self.publish(engines_transport),
@@ -200,7 +200,7 @@ class Bench:
             "bare": lambda: self.publish(bare),
             "naive": self.naive,
         }
-        if self.plan.needs_wire:
+        if self.plan.needs_transfer:
             longest = max(bucket.num_bytes for bucket in self.plan.buckets)
             self.scratch = torch.zeros(longest, dtype=torch.uint8, device=self.world.device)
             works["wire"] = self.wire

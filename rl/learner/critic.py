@@ -31,7 +31,7 @@ class CriticTrainer(ShardedTrainer):
         self._clip, self._max_tokens = settings.critic.clip, settings.max_tokens
 
     @torch.no_grad()
-    def judge(self, batch: Batch) -> Batch:
+    def add_values(self, batch: Batch) -> Batch:
         """With what it expects before each response token. A collective: its forwards are."""
         micro_batches = cut_together(batch, self._max_tokens, hidden_size_of(self.model), self._pg)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rl.model.host_memory import HostBuffers
 
 
-class Offload:
+class Offloader:
     """The storages of these tensors. Host memory is pinned, and kept from one time to the next."""
 
     def __init__(self, tensors: Iterable[Tensor]):
@@ -26,14 +26,14 @@ class Offload:
         self._is_copied = False  # or being copied, on the stream
 
     @property
-    def is_away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Any of them."""
         return bool(self._away)
 
-    def start_leaving(self) -> None:
+    def start_offload(self) -> None:
         """To the host, in the order of what the current stream has done so far; until `leave` nothing writes to them.
         They can still be read."""
-        if self.is_away:
+        if self.is_offloaded:
             return
         self._follow()
         with torch.cuda.stream(self._stream):  # does nothing without a GPU
@@ -41,12 +41,12 @@ class Offload:
                 self._host[key].copy_(_bytes(storage), non_blocking=True)
         self._is_copied = True
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Their memory on the device is free when this returns."""
-        if self.is_away:
+        if self.is_offloaded:
             return
         if not self._is_copied:
-            self.start_leaving()
+            self.start_offload()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).synchronize()  # which may be reading them
             self._stream.synchronize()
@@ -55,7 +55,7 @@ class Offload:
                 storage.resize_(0)
         self._away, self._is_copied = set(self._storages), False
 
-    def come_back(self, tensors: Iterable[Tensor] | None = None) -> None:
+    def start_reload(self, tensors: Iterable[Tensor] | None = None) -> None:
         """Starts, of these or of all; whoever uses them next calls `wait` first."""
         keys = set(self._away) if tensors is None else {tensor.untyped_storage()._cdata for tensor in tensors}
         storages = {key: self._storages[key] for key in keys & self._away}
@@ -75,7 +75,7 @@ class Offload:
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
-    def on_host(self, tensor: Tensor) -> Tensor:
+    def host_copy(self, tensor: Tensor) -> Tensor:
         """One of the tensors as it lies in host memory."""
         whole = self._host[tensor.untyped_storage()._cdata].view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride(), whole.storage_offset() + tensor.storage_offset())

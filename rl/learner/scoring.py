@@ -19,10 +19,10 @@ from rl.config.schema import AlgoConfig
 from rl.data.batch import Batch
 from rl.data.micro_batches import cut, cut_together, over_micro_batches
 from rl.data.packing import costs_of, count_micro_batches, split_evenly
-from rl.learner.offload import Offload
+from rl.learner.offload import Offloader
 from rl.model.logprobs import certainty_of_responses, hidden_size_of, score_responses
 from rl.model.shards import TensorInfo, local_slices, reshard
-from rl.sync.landing import Landing, Landings, Region
+from rl.sync.layout import Destination, MemoryLayout, Region
 from rl.sync.probe import learner_logprobs
 from rl.world.mail import Mail, Message
 from rl.world.service import Service
@@ -83,16 +83,16 @@ class Scorer:
         """The batch with old_logprobs, where they need a pass of their own, and a reference's, if there is one."""
         raise NotImplementedError
 
-    def release_device(self) -> None:
+    def offload(self) -> None:
         """For an engine of this rank."""
 
-    def take_device(self) -> None:
+    def reload(self) -> None:
         """The engine sleeps."""
 
 
 class LocalScorer(Scorer):
     """Scores with the actors' own models. With `offloads_reference` the reference's weights lie in host memory between
-    `release_device` and `take_device`."""
+    `offload` and `reload`."""
 
     def __init__(
         self,
@@ -105,16 +105,16 @@ class LocalScorer(Scorer):
         self._reference = models.by_field.get("ref_logprobs")
         self._rest = None
         if self._reference is not None and offloads_reference:
-            self._rest = Offload(part.data for part in local_slices(self._reference))
+            self._rest = Offloader(part.data for part in local_slices(self._reference))
 
-    def release_device(self) -> None:
+    def offload(self) -> None:
         self._reshard_reference()  # which a loss with the full KL has used too
         if self._rest is not None:
-            self._rest.leave()
+            self._rest.offload()
 
-    def take_device(self) -> None:
+    def reload(self) -> None:
         if self._rest is not None:
-            self._rest.come_back()
+            self._rest.start_reload()
             self._rest.wait()
 
     def _reshard_reference(self) -> None:
@@ -166,7 +166,7 @@ class LogprobService(Service):
         self._mail, self._scorers, self._models = mail, scorers, models
         self._policy = models.by_field["old_logprobs"]
 
-    def landings(self, tensors: Sequence[TensorInfo]) -> Landings:
+    def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout:
         """Of the copy that follows the policy: this rank's rows of each tensor."""
         index = self._scorers.index(self._mail.rank)
         parts = {part.info.name: part for part in local_slices(self._policy)}
@@ -177,8 +177,8 @@ class LogprobService(Service):
         for number, info in enumerate(tensors):
             first, _ = info.rows(index, len(self._scorers)) if info.sharded else (0, 0)
             data = parts[info.name].data.view(1, -1)
-            landed.append(Landing(number, Region(first * info.row_elements, 1, data.numel(), 0), data))
-        return Landings(tensors, [landing for landing in landed if landing.region.num_elements])
+            landed.append(Destination(number, Region(first * info.row_elements, 1, data.numel(), 0), data))
+        return MemoryLayout(tensors, [landing for landing in landed if landing.region.num_elements])
 
     def begin_version(self) -> None:
         self.version = 0

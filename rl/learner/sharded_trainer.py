@@ -22,7 +22,7 @@ from rl.config.schema import ActorConfig, AlgoConfig
 from rl.data.batch import Batch
 from rl.data.micro_batches import cut_together, micro_batches_of
 from rl.data.packing import mini_batch_of
-from rl.learner.offload import Offload
+from rl.learner.offload import Offloader
 from rl.model.host_memory import to_device
 from rl.model.logprobs import hidden_size_of
 from rl.model.shards import LocalSlice, local_slices, reshard
@@ -70,7 +70,7 @@ class ShardedTrainer:
         )
         # Outputs of forward passes that were infinite or NaN: counted on the device, read once an optimizer step.
         self._num_bad_outputs = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._rests: dict[str, Offload] = {}  # by kind of state, once it has left the device to an engine
+        self._rests: dict[str, Offloader] = {}  # by kind of state, once it has left the device to an engine
         _, *layers = (module for module in self.model.modules() if isinstance(module, FSDPModule))  # without the root
         self._layers = [(layer, _trained(layer)) for layer in layers]  # with what the optimizer knows them by
         self._schedule = schedule
@@ -94,9 +94,9 @@ class ShardedTrainer:
                 state = self._moments(parameter)
                 parts += [(self._moment_kind(of), LocalSlice(infos[name], _local(state[of]))) for of in MOMENTS]
         for kind, rest in self._rests.items():
-            if rest.is_away:
+            if rest.is_offloaded:
                 parts = [
-                    (of, LocalSlice(part.info, rest.on_host(part.data)) if of == kind else part) for of, part in parts
+                    (of, LocalSlice(part.info, rest.host_copy(part.data)) if of == kind else part) for of, part in parts
                 ]
             else:
                 rest.wait()
@@ -105,7 +105,7 @@ class ShardedTrainer:
     def weight_slices(self) -> Iterator[LocalSlice]:
         """Of the weights alone, where they lie now."""
         for part in local_slices(self.model):
-            yield LocalSlice(part.info, self._rests[self.kind].on_host(part.data)) if self.is_away else part
+            yield LocalSlice(part.info, self._rests[self.kind].host_copy(part.data)) if self.is_offloaded else part
 
     @property
     def offloads(self) -> bool:
@@ -113,32 +113,32 @@ class ShardedTrainer:
         return self._actor.offload in ("rollout", "moments")
 
     @property
-    def is_away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """The weights are in host memory: nothing can be computed."""
-        return self.kind in self._rests and self._rests[self.kind].is_away
+        return self.kind in self._rests and self._rests[self.kind].is_offloaded
 
-    def start_leaving(self) -> None:
-        """What `release_device` will wait for and no other rank needs; nothing is updated until then."""
+    def start_offload(self) -> None:
+        """What `offload` will wait for and no other rank needs; nothing is updated until then."""
         for kind, rest in self._rests.items():
             if kind != self.kind:
-                rest.start_leaving()
+                rest.start_offload()
 
-    def release_device(self) -> None:
+    def offload(self) -> None:
         """For an engine of this rank: what only the update needed, and what actor.offload says."""
         reshard(self.model)  # a probe leaves a part of it gathered
         for kind, tensors in self._state_so_far().items() if self.offloads else ():
             if kind == self.kind and self._actor.offload == "moments":
                 continue
             if kind not in self._rests:
-                self._rests[kind] = Offload(tensors)
-            self._rests[kind].leave()
+                self._rests[kind] = Offloader(tensors)
+            self._rests[kind].offload()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator keeps what was freed otherwise
 
-    def take_device(self) -> None:
+    def reload(self) -> None:
         """The weights; moments come when an optimizer step is near."""
         if self.kind in self._rests:
-            self._rests[self.kind].come_back()
+            self._rests[self.kind].start_reload()
             self._rests[self.kind].wait()
 
     def restore_schedule(self, num_updates: int) -> None:
@@ -190,7 +190,7 @@ class ShardedTrainer:
             with self._moments_returning() if is_last else nullcontext():
                 self._accumulate(micro_batch, scale, measures)
         for rest in self._rests.values():
-            rest.come_back()
+            rest.start_reload()
         self._check(mini_batch, measures)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._actor.max_grad_norm)
         norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(self._device)  # 0.0 without gradients
@@ -229,19 +229,19 @@ class ShardedTrainer:
         together; beside the backward passes of the layers before it."""
         rests = {of: self._rests[kind] for of in MOMENTS if (kind := self._moment_kind(of)) in self._rests}
 
-        def come_back(parameters: list[nn.Parameter], gradient: Tensor) -> None:
+        def start_reload(parameters: list[nn.Parameter], gradient: Tensor) -> None:
             for of, rest in rests.items():
-                rest.come_back(_local(self._moments(parameter)[of]) for parameter in parameters)
+                rest.start_reload(_local(self._moments(parameter)[of]) for parameter in parameters)
 
         def before_forward(
             parameters: list[nn.Parameter], layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
         ) -> None:
             for value in (*inputs, *options.values()):
                 if isinstance(value, Tensor) and value.requires_grad:
-                    value.register_hook(partial(come_back, parameters))  # the last gradient that a layer computes
+                    value.register_hook(partial(start_reload, parameters))  # the last gradient that a layer computes
                     return
 
-        layers = self._layers if any(rest.is_away for rest in rests.values()) else ()
+        layers = self._layers if any(rest.is_offloaded for rest in rests.values()) else ()
         handles = [
             layer.register_forward_pre_hook(partial(before_forward, parameters), with_kwargs=True)
             for layer, parameters in layers

@@ -32,19 +32,19 @@ def implementation(device: torch.device, dtype: str) -> str:
     return VARLEN if device.type == "cuda" and dtype == "bfloat16" else RAGGED
 
 
-def arguments(name: str, lengths: Sequence[int], num_riders: int, device: torch.device) -> dict[str, Any]:
+def arguments(name: str, lengths: Sequence[int], num_probe_tokens: int, device: torch.device) -> dict[str, Any]:
     """What the attention of this name needs to know about a row of tokens: sequences of these lengths, and riders at
     the end that are one more sequence."""
     if name == VARLEN:
-        every = [*lengths, num_riders] if num_riders else lengths
+        every = [*lengths, num_probe_tokens] if num_probe_tokens else lengths
         cu_lengths = F.pad(torch.tensor(every, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
         # The kernel needs a bound alone; the next power of two keeps the number of compiled variants small.
         bound = 1 << max(every, default=1).bit_length()
         return {"cu_lengths": to_device(cu_lengths, device), "max_length": bound}
     starts = [0, *itertools.accumulate(lengths)]
     blocks = [_Block.of([starts[s] for s in block], [lengths[s] for s in block]) for block in _alike(lengths)]
-    if num_riders:
-        blocks.append(_Block.of([starts[-1]], [num_riders]))
+    if num_probe_tokens:
+        blocks.append(_Block.of([starts[-1]], [num_probe_tokens]))
     return {"blocks": [block.to(device) for block in blocks]}
 
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rl.config.schema import ConfigError, resolve_path
 from rl.model import attention, rotary
-from rl.model.logprobs import give_scores, give_values, hidden_size_of
+from rl.model.logprobs import hidden_size_of, patch_forward_to_score, patch_forward_to_value
 from rl.model.shards import local_slices
 from rl.watch.compilation import mark_compilation
 
@@ -74,7 +74,7 @@ def load_model(
     rotary.replace(model)
     own_head = _give_value_head(model) if as_critic else ""
     if not as_critic:
-        give_scores(model)
+        patch_forward_to_score(model)
     model.requires_grad_(trainable)
     _set_compute(model, compute)
     _turn_dropout_off(model)
@@ -95,7 +95,7 @@ def _give_value_head(model: Any) -> str:
     with torch.device("meta"):
         head = nn.Linear(hidden_size_of(model), 1, bias=False, dtype=torch.float32)
     model.set_output_embeddings(head)
-    give_values(model)
+    patch_forward_to_value(model)
     return next(name for name, parameter in model.named_parameters() if parameter is head.weight)
 
 

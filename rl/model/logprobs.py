@@ -27,7 +27,7 @@ class TokenScores(NamedTuple):
     probe_logits: Tensor  # [P, vocabulary] float32 of the probe that was carried along, without gradient
 
 
-def give_scores(model: Any) -> None:
+def patch_forward_to_score(model: Any) -> None:
     """From now on this causal LM of transformers returns TokenScores."""
     if getattr(model.config, "final_logit_softcapping", None):
         raise ConfigError(f"{type(model).__name__} caps its logits, which the learner does not do yet; choose another")
@@ -36,7 +36,7 @@ def give_scores(model: Any) -> None:
     model.forward = MethodType(_scores_of, model)
 
 
-def give_values(model: Any) -> None:
+def patch_forward_to_value(model: Any) -> None:
     """From now on it returns one float32 value for each place that is kept; its head has one row."""
     model.forward = MethodType(_values_of, model)
 

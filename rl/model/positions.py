@@ -14,7 +14,7 @@ from torch import Tensor
 from rl.config.schema import ConfigError
 
 
-def freeze(model: Any, max_tokens: int) -> None:
+def freeze_frequencies(model: Any, max_tokens: int) -> None:
     """Fix the frequencies; `max_tokens` is the length of the longest sequence that the run allows."""
     for module in model.modules():
         for layer_type, rope_type in _scalings(module).items():

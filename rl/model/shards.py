@@ -5,9 +5,8 @@ tensors alone: FSDP2 cuts the first dimension into chunks of ceil(n / ranks) row
 or none.
 """
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -88,11 +87,3 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def to_json(infos: list[TensorInfo]) -> str:
-    return json.dumps([asdict(info) for info in infos])
-
-
-def from_json(text: str) -> list[TensorInfo]:
-    return [TensorInfo(row["name"], tuple(row["shape"]), row["dtype"], row["sharded"]) for row in json.loads(text)]

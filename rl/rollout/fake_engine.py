@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl.model.shards import TensorInfo
 from rl.rollout.engine import Completion, Request
-from rl.sync.landing import Landing, Landings, Region
+from rl.sync.layout import Destination, MemoryLayout, Region
 
 
 class FakeEngine:
@@ -44,12 +44,14 @@ class FakeEngine:
                 self._running.remove(entry)
         return ended
 
-    def landings(self, tensors: Sequence[TensorInfo]) -> Landings:
+    def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout:
         self.memory = {
             info.name: torch.zeros(info.shape, dtype=info.torch_dtype, device=self._device) for info in tensors
         }
         views = [self.memory[info.name].view(1, -1) for info in tensors]
-        return Landings(tensors, [Landing(i, Region(0, 1, view.numel(), 0), view) for i, view in enumerate(views)])
+        return MemoryLayout(
+            tensors, [Destination(i, Region(0, 1, view.numel(), 0), view) for i, view in enumerate(views)]
+        )
 
     def begin_version(self) -> None:
         self.version = 0

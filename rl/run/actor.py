@@ -30,15 +30,15 @@ class Trainers:
     critic: CriticTrainer | None
     scorer: Scorer
 
-    def release_device(self) -> None:
-        self.scorer.release_device()
+    def offload(self) -> None:
+        self.scorer.offload()
         for trainer in self.all:
-            trainer.release_device()
+            trainer.offload()
 
-    def take_device(self) -> None:
-        self.scorer.take_device()
+    def reload(self) -> None:
+        self.scorer.reload()
         for trainer in self.all:
-            trainer.take_device()
+            trainer.reload()
 
     @property
     def all(self) -> list[PolicyTrainer | CriticTrainer]:
@@ -75,7 +75,7 @@ class Actor:
     def score(self, batch: Batch, version: int) -> Batch:
         """Add logprobs of policy and reference, and the critic's values, where anything needs them."""
         batch = self.trainers.scorer.score(batch, version)
-        batch = batch if self.trainers.critic is None else self.trainers.critic.judge(batch)
+        batch = batch if self.trainers.critic is None else self.trainers.critic.add_values(batch)
         check_finite(batch)
         return batch
 
@@ -125,7 +125,7 @@ class Actor:
     def publish(self) -> int:
         """Bring the next version of the weights to all engines; return its number."""
         for trainer in self.trainers.all:
-            trainer.start_leaving()  # after the metrics of the update were read: copies would delay them
+            trainer.start_offload()  # after the metrics of the update were read: copies would delay them
         return self.sync.publish(self.give_device_to_engine)
 
     def give_device_to_engine(self) -> None:
@@ -133,8 +133,8 @@ class Actor:
         if self.sampler.rollouts.service is not None:
             if self.trainers.learner.offloads:
                 self.checkpoints.wait_copied()
-            self.trainers.release_device()
+            self.trainers.offload()
 
     def give_device_to_learner(self) -> None:
         self.sampler.rollouts.release_device()
-        self.trainers.take_device()
+        self.trainers.reload()

@@ -87,13 +87,13 @@ def _build_collocated(
         return None, build_sync(run, tensors, [], learner)
     trainers = [learner] if critic is None else [learner, critic]
     for trainer in trainers:
-        trainer.release_device()
+        trainer.offload()
     service = build_rollout_service(run, tokenizer, index)
     sync = build_sync(run, tensors, [service.engine], learner)
     service.host.add_user(sync)
     service.engine.sleep()
     for trainer in trainers:
-        trainer.take_device()
+        trainer.reload()
     return service, sync
 
 

@@ -18,7 +18,7 @@ from rl.learner.scoring import (
 )
 from rl.learner.sharded_trainer import ShardedModel
 from rl.model.load import Compute, fill_with_noise, find_model, has_weights, load_model
-from rl.model.positions import freeze as freeze_positions
+from rl.model.positions import freeze_frequencies
 from rl.run.open import Run
 from rl.sync.probe import probe_of_run
 
@@ -83,7 +83,7 @@ def load(
     is_made_up = filled and config.debug.dry_run and not has_weights(folder)
     filled = filled and not is_made_up
     model = load_model(folder, mesh, run.world.device, dtype, trainable, filled, compute, as_critic)
-    freeze_positions(model, config.max_sequence_tokens)
+    freeze_frequencies(model, config.max_sequence_tokens)
     if is_made_up:
         fill_with_noise(model, mesh)
     return model

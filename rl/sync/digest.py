@@ -1,7 +1,7 @@
 """Digests of tensors that depend on every bit and its place, and that add up over parts.
 
-A digest is two numbers modulo 2^32. That of a tensor is the sum of those of the parts into which it is cut, each of
-which depends on its place in the whole. So what several owners sent can be compared with what a receiver got, and that
+A digest is two numbers modulo 2^32. The digest of a tensor is the sum of the digests of its parts, each of which
+depends on its place in the whole. So what several owners sent can be compared with what a receiver received, and that
 with what lies in an engine's fused or tensor-parallel parameters, as long as both sides cut the tensor alike.
 
 On a CPU a part's digest is XXH3 of its bytes, seeded with its place: as fast as reading them. On a GPU, where no such
@@ -16,23 +16,23 @@ import xxhash
 from torch import Tensor
 
 NUM_SUMS = 2
-CAST_ELEMENTS = 1 << 22  # that are cast at a time, where the bits of another dtype are meant
+CAST_ELEMENTS = 1 << 22  # cast at a time, if the digest is of another dtype
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A [rows, columns] piece of a tensor: element (r, c) is number start + r * row_stride + c of the whole."""
 
     tensor: int
     values: Tensor
     start: int
     row_stride: int
-    dtype: torch.dtype  # whose bits are meant; `values` may be wider, such as an actor's float32 masters
+    dtype: torch.dtype  # that the digest is of; `values` may be wider, such as an actor's float32 masters
 
 
-def flat_part(tensor: int, values: Tensor, start: int, dtype: torch.dtype) -> Part:
-    """Consecutive elements of a tensor."""
-    return Part(tensor, values.reshape(1, -1), start, 0, dtype)
+def flat_part(tensor: int, values: Tensor, start: int, dtype: torch.dtype) -> TensorPart:
+    """Return consecutive elements of a tensor as a part."""
+    return TensorPart(tensor, values.reshape(1, -1), start, 0, dtype)
 
 
 class Digests:
@@ -41,7 +41,7 @@ class Digests:
     def __init__(self, num_tensors: int, device: torch.device):
         self._sums = torch.zeros(num_tensors, NUM_SUMS, dtype=torch.int32, device=device)
 
-    def add(self, parts: Sequence[Part]) -> None:
+    def add(self, parts: Sequence[TensorPart]) -> None:
         if self._sums.device.type == "cuda":
             from rl.sync import digest_gpu  # needs triton, which only GPU builds of torch bring
 
@@ -52,12 +52,12 @@ class Digests:
                 self._sums[part.tensor] += digest_of(part)
 
     def result(self) -> Tensor:
-        """[num_tensors, 2] int32, on the host."""
+        """Return the digests, [num_tensors, 2] int32 on the host."""
         return self._sums.cpu()
 
 
-def digest_of(part: Part) -> Tensor:
-    """[2] int32: the digest of one part, on the CPU."""
+def digest_of(part: TensorPart) -> Tensor:
+    """Return the digest of one part, [2] int32, computed on the CPU."""
     hasher = xxhash.xxh3_64(seed=part.start)
     for row in part.values:
         pieces = (row,) if row.dtype == part.dtype else row.split(CAST_ELEMENTS)

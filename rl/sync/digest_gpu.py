@@ -3,8 +3,8 @@
     digest = sum over elements i of  mix(bits of element i) * w(i mod 256) * m(i div 256)    modulo 2^32, for two m
 
 Element i is counted in the whole tensor. `mix` is a bijection that carries every bit, the sign too, into the low half;
-w and m are odd and pseudo-random. So one wrong element is always noticed, and others go unnoticed with a chance of
-about 2^-32 when they lie within 256 elements, and 2^-64 otherwise.
+w and m are odd and pseudo-random. So one wrong element always changes the digest. Several wrong elements leave it
+unchanged with a probability of about 2^-32 if they lie within 256 elements, and 2^-64 otherwise.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl.sync.digest import Part
+from rl.sync.digest import TensorPart
 
 BLOCK = 256
-PROGRAM_BLOCKS = 256  # that one program of the kernel covers, in steps of STEP_BLOCKS: measured on an H200
+PROGRAM_BLOCKS = 256  # covered by one program of the kernel, in steps of STEP_BLOCKS; chosen on an H200
 STEP_BLOCKS = 4
 NUM_WARPS = 2
 TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
@@ -25,9 +25,9 @@ FLAT, WHOLE_BLOCKS = tl.constexpr(1), tl.constexpr(2)  # else: element by elemen
 ELEMENT_SALT, FIRST_SALT, SECOND_SALT = (tl.constexpr(salt) for salt in (0x13198A2E, 0x243F6A88, 0x85A308D3))
 
 
-def add(sums: Tensor, parts: Sequence[Part]) -> None:
-    """Adds the digests of the parts to [num_tensors, 2] int32 `sums`."""
-    kinds: dict[tuple[int, bool, int], list[Part]] = {}
+def add(sums: Tensor, parts: Sequence[TensorPart]) -> None:
+    """Add the digests of the parts to `sums`, [num_tensors, 2] int32."""
+    kinds: dict[tuple[int, bool, int], list[TensorPart]] = {}
     for part in map(_in_words, parts):
         if part.values.numel():
             assert part.values.stride(1) == 1 or part.values.shape[1] == 1
@@ -38,22 +38,22 @@ def add(sums: Tensor, parts: Sequence[Part]) -> None:
         _launch(sums, alike, *kind)
 
 
-def _in_words(part: Part) -> Part:
-    """Elements of 64 bits count as two of 32."""
+def _in_words(part: TensorPart) -> TensorPart:
+    """Split elements of 64 bits into two of 32."""
     if part.dtype.itemsize < 8:
         return part
-    return Part(part.tensor, part.values.view(torch.int32), 2 * part.start, 2 * part.row_stride, torch.int32)
+    return TensorPart(part.tensor, part.values.view(torch.int32), 2 * part.start, 2 * part.row_stride, torch.int32)
 
 
-def _layout(part: Part) -> int:
-    """How the part lies in the blocks of the whole."""
+def _layout(part: TensorPart) -> int:
+    """Return how the part lies in the blocks of the whole tensor."""
     num_rows, num_columns = part.values.shape
     if part.start % BLOCK == 0 and num_rows == 1:
         return FLAT.value
     return WHOLE_BLOCKS.value if part.start % BLOCK == part.row_stride % BLOCK == num_columns % BLOCK == 0 else 0
 
 
-def _launch(sums: Tensor, parts: list[Part], itemsize: int, is_cast: bool, layout: int) -> None:
+def _launch(sums: Tensor, parts: list[TensorPart], itemsize: int, is_cast: bool, layout: int) -> None:
     rows = [
         (part.values.data_ptr(), part.values.stride(0), *part.values.shape, part.start, part.row_stride, part.tensor)
         for part in parts

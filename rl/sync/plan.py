@@ -1,16 +1,16 @@
-"""The plan of a weight sync: which bytes travel when, from whom and to whom.
+"""The plan of a weight sync: which bytes are sent when, by whom and to whom.
 
-Every rank derives it from the list of tensors, so no rank has to be told: a bucket is a run of whole tensors in model
+Every rank derives it from the list of tensors, so no rank has to be told. A bucket is a run of whole tensors in model
 order, and every owner sends its slices of a bucket before the next begins.
 
-    bucket 0   [ q_proj.weight | k_proj.weight | v_proj.weight ]    whole tensors, side by side, in the wire's dtype
+    bucket 0   [ q_proj.weight | k_proj.weight | v_proj.weight ]    whole tensors, side by side, in their transfer dtype
                  owner 0        owner 0         owner 0             one broadcast: owner 0's rows of each, packed
                  owner 1        owner 1         owner 1             another
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rl.model.shards import TensorInfo, local_slices
 from rl.placement.roles import Placement
 
-BUCKET_MB = {"cuda": 128, "cpu": 32}  # on a CPU what arrives is used while it is in the cache
+BUCKET_MB = {"cuda": 128, "cpu": 32}  # a CPU uses what arrives while it is in the cache
 ALIGNMENT = 16  # bytes; tensors and packed slices start at multiples of it
 
 
@@ -49,16 +49,16 @@ class Bucket:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether each owner's part is one stretch of the bucket's memory, so that receivers need not unpack it."""
+        """Whether each owner's part is contiguous in the bucket's memory, so that receivers need not unpack it."""
         return sum(map(bool, self.ranges)) == 1 or all(len(ranges) < 2 for ranges in self.ranges)
 
     def stretch(self, owner: int) -> slice:
-        """That stretch: one slice, or all of the bucket where it has one owner."""
+        """Return where the owner's part lies in a bucket that is in place."""
         ranges = self.ranges[owner]
         return ranges[0].stretch if len(ranges) == 1 else slice(0, self.packed_bytes(owner))
 
-    def wire_bytes(self, owner: int) -> int:
-        """What the owner sends."""
+    def sent_bytes(self, owner: int) -> int:
+        """Return how many bytes the owner sends."""
         ranges = self.ranges[owner]
         return ranges[0].num_bytes if len(ranges) == 1 else self.packed_bytes(owner)
 
@@ -75,7 +75,7 @@ class Plan:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        max_bytes = self.bucket_bytes if self.needs_wire else self.num_bytes + ALIGNMENT * len(self.tensors)
+        max_bytes = self.bucket_bytes if self.needs_transfer else self.num_bytes + ALIGNMENT * len(self.tensors)
         return tuple(self._bucket(tensors) for tensors in cut_buckets(self.tensors, max_bytes))
 
     @cached_property
@@ -88,7 +88,7 @@ class Plan:
         return cuts
 
     @property
-    def needs_wire(self) -> bool:
+    def needs_transfer(self) -> bool:
         return set(self.owners) != set(self.receivers) or len(self.owners) > 1
 
     @property
@@ -102,7 +102,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Equal on all ranks, or they would wait for each other inside a transfer."""
+        """A digest that must be equal on all ranks: otherwise they would wait for each other inside a transfer."""
         text = repr((self.tensors, self.owners, self.receivers, self.bucket_bytes))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -132,7 +132,7 @@ def make_plan(tensors: Sequence[TensorInfo], placement: Placement, bucket_mb: in
 
 
 def cut_buckets(tensors: tuple[TensorInfo, ...], max_bytes: int) -> list[range]:
-    """Runs of whole tensors in model order, each at most `max_bytes` unless one tensor alone is larger."""
+    """Return runs of whole tensors in model order, each at most `max_bytes` unless one tensor alone is larger."""
     buckets: list[range] = []
     used = 0
     for index, info in enumerate(tensors):
@@ -144,24 +144,24 @@ def cut_buckets(tensors: tuple[TensorInfo, ...], max_bytes: int) -> list[range]:
     return buckets
 
 
-def wire_tensors(model: nn.Module, dtype: str) -> list[TensorInfo]:
-    """The tensors of an actor's model as they travel: parameters in the engine's dtype, buffers as they are."""
+def transferred_tensors(model: nn.Module, dtype: str) -> list[TensorInfo]:
+    """Return the tensors of an actor's model as they are sent: parameters in the engine's dtype."""
     parameters = {name for name, _ in model.named_parameters()}
     infos = []
     for part in local_slices(model):
         info = part.info
-        travels_as = dtype if info.name in parameters and info.torch_dtype.is_floating_point else info.dtype
-        infos.append(TensorInfo(info.name, info.shape, travels_as, info.sharded))
+        is_cast = info.name in parameters and info.torch_dtype.is_floating_point
+        infos.append(replace(info, dtype=dtype if is_cast else info.dtype))
     return infos
 
 
 def view_in(memory: Tensor, offset: int, info: TensorInfo, num_elements: int) -> Tensor:
-    """Elements of a tensor in a bucket's bytes, flat, in the wire's dtype."""
+    """Return a flat view of a tensor's elements in a bucket's bytes."""
     return memory[offset : offset + num_elements * info.torch_dtype.itemsize].view(info.torch_dtype)
 
 
 def packed_offsets(ranges: tuple[Range, ...]) -> list[int]:
-    """Where each of an owner's ranges lies in its packed memory."""
+    """Return where each of an owner's ranges begins in its packed memory."""
     offsets, used = [], 0
     for part in ranges:
         offsets.append(used)

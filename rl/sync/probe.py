@@ -1,8 +1,9 @@
 """A fixed sequence of tokens whose logprobs engine and learner compare now and then.
 
-Digests prove what lies in parameters; the probe shows what is computed with, such as a packed copy that no reading of
-parameters finds. It finds weights of another model, not those of the last version: an update changes less than kernels
-in bfloat16 differ. So it is asked early, when engines still hold dummies, and digests are asked always.
+Digests verify what lies in parameters. The probe shows which weights are computed with: an engine may use a packed copy
+that differs from its parameters. It finds weights of another model, but not those of the last version, since an update
+changes logprobs less than kernels in bfloat16 differ. So the probe is used for the first versions, when engines held
+dummy weights, and digests always.
 """
 
 from collections.abc import Sequence
@@ -34,14 +35,14 @@ def probe_of_run(config: Config, model_folder: Path) -> Probe:
 
 
 def make_probe(vocab_size: int, max_tokens: int, limit: float) -> Probe:
-    """At least two tokens, spread over the vocabulary; nothing but their being fixed matters."""
+    """Build a probe of at least two tokens, spread over the vocabulary. It matters only that they are fixed."""
     count = max(2, min(NUM_TOKENS, max_tokens))
     return Probe([(7 + 7919 * index) % vocab_size for index in range(count)], limit)
 
 
 @torch.no_grad()
 def learner_logprobs(model: nn.Module, tokens: list[int], device: torch.device) -> list[float]:
-    """Logprobs of all but the first token; a forward of a sharded model, so on every rank of its mesh."""
+    """Return the logprobs of all tokens but the first. It is a collective: a forward pass of a sharded model."""
     count = len(tokens)
     batch = Batch(
         tokens=torch.tensor(tokens),
@@ -57,6 +58,6 @@ def learner_logprobs(model: nn.Module, tokens: list[int], device: torch.device) 
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Mean absolute difference; NaN where one of them is."""
+    """Return the mean absolute difference; NaN if any logprob is NaN."""
     assert len(ours) == len(theirs), (len(ours), len(theirs))
     return sum(abs(a - b) for a, b in zip(ours, theirs)) / len(ours)

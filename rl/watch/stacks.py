@@ -14,7 +14,13 @@ SIGNAL = signal.SIGUSR2
 MEMORY = "stacks"  # by which tools/stacks.py finds it
 ANSWER_S = 0.5  # for a rank to write them
 # In paths: calls that need other ranks, or wait for a device that does.
-WAITING_WORDS = ("torch/distributed/", "torch/autograd/", "torch/utils/checkpoint", "torch/cuda/", "rl/sync/wire.py")
+WAITING_WORDS = (
+    "torch/distributed/",
+    "torch/autograd/",
+    "torch/utils/checkpoint",
+    "torch/cuda/",
+    "rl/sync/transfer.py",
+)
 MAX_BYTES = 1 << 20
 
 

@@ -34,7 +34,7 @@ from rl.placement.roles import plan
 from rl.report.metrics import Measures
 from rl.run.build import build_checkpoints
 from rl.run.open import Inputs, Run, Saved
-from rl.sync.plan import wire_tensors
+from rl.sync.plan import transferred_tensors
 from rl.sync.probe import probe_of_run
 from rl.world.world import World, join
 
@@ -115,7 +115,7 @@ def train(run: Run, job: Job) -> None:
     learner = PolicyTrainer(ShardedModel(model, pg, world.device), settings, probe)
     if run.saved.resume is not None:
         restore(learner, run.saved.resume, run.saved.store, run.placement, world.rank)
-    checkpoints = build_checkpoints(run, learner, wire_tensors(model, config.model.dtype))
+    checkpoints = build_checkpoints(run, learner, transferred_tensors(model, config.model.dtype))
     first = run.saved.resume.manifest.step if run.saved.resume is not None else 0
     stream = PromptStream([Prompt(i, 0, str(i), "", [1]) for i in range(7)], seed=0) if is_leader else None
     if stream is not None:
@@ -131,7 +131,7 @@ def train(run: Run, job: Job) -> None:
     share = [s for s in range(NUM_PROMPTS * 2) if s // 2 % dist.get_world_size(pg) == dist.get_rank(pg)]
     for step in range(first + 1, job.num_steps + 1):
         world.progress.begin_step(step)
-        learner.take_device()
+        learner.reload()
         taken = [prompt.id for prompt in stream.take(NUM_PROMPTS)] if stream else []
         torch.rand(step)  # as dropout would
         checkpoints.wait_copied()
@@ -141,9 +141,9 @@ def train(run: Run, job: Job) -> None:
         note(step=step, loss=values["loss/policy"], taken=taken)
         checkpoints.end_update(step, step + 1, stream)
         checkpoints.wait_copied()
-        learner.release_device()
+        learner.offload()
         checkpoints.end_step(step, values)
-    learner.take_device()
+    learner.reload()
     checkpoints.close()
 
 

@@ -24,11 +24,11 @@ from rl.model.shards import local_slices
 from rl.placement.groups import Groups, make_groups
 from rl.placement.roles import Placement, plan
 from rl.rollout.fake_engine import FakeEngine
-from rl.sync.landing import Landings
+from rl.sync.layout import MemoryLayout
 from rl.sync.plan import Plan
 from rl.sync.probe import LIMITS, make_probe
+from rl.sync.transfer import BucketTransfer
 from rl.sync.weights import Receiver, SyncError, SyncSettings, WeightSource, WeightSync, share_tensors
-from rl.sync.wire import Wire
 from rl.world.world import World, join
 
 BUCKET_BYTES = 6000  # several tensors in most buckets, and some tensors larger than one
@@ -46,37 +46,37 @@ def replaced(owner: type, name: str, function: Callable) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def flip_a_byte(finish: Callable, wire: Wire, flight: Any) -> Tensor | None:
+def flip_a_byte(finish: Callable, wire: BucketTransfer, flight: Any) -> Tensor | None:
     memory = finish(wire, flight)
     memory[5] ^= 1
     return memory
 
 
-def swap_slices(unpack: Callable, wire: Wire, bucket: Any, piece: Any, memory: Tensor) -> None:
+def swap_slices(unpack: Callable, wire: BucketTransfer, bucket: Any, piece: Any, memory: Tensor) -> None:
     """The first two owners' rows of every tensor change places."""
     piece.owner = {0: 1, 1: 0}.get(piece.owner, piece.owner)
     unpack(wire, bucket, piece, memory)
 
 
-def drop_second_bucket(fill: Callable, landings: Landings, whole: dict[int, Tensor]) -> None:
-    landings.num_fills = getattr(landings, "num_fills", 0) + 1
-    if landings.num_fills != 2:
-        fill(landings, whole)
+def drop_second_bucket(fill: Callable, layout: MemoryLayout, whole: dict[int, Tensor]) -> None:
+    layout.num_fills = getattr(layout, "num_fills", 0) + 1
+    if layout.num_fills != 2:
+        fill(layout, whole)
     else:
-        landings.num_fills = 10**6  # in this version only
+        layout.num_fills = 10**6  # in this version only
 
 
-def load_nothing(fill: Callable, landings: Landings, whole: dict[int, Tensor]) -> None:
+def load_nothing(fill: Callable, layout: MemoryLayout, whole: dict[int, Tensor]) -> None:
     pass
 
 
-def fail_in_the_middle(fill: Callable, landings: Landings, whole: dict[int, Tensor]) -> None:
+def fail_in_the_middle(fill: Callable, layout: MemoryLayout, whole: dict[int, Tensor]) -> None:
     if 2 in whole:
         raise ZeroDivisionError("planted")
-    fill(landings, whole)
+    fill(layout, whole)
 
 
-def spoil_what_is_sent(pack: Callable, wire: Wire, bucket: Any, owner: int, buffer: Tensor) -> None:
+def spoil_what_is_sent(pack: Callable, wire: BucketTransfer, bucket: Any, owner: int, buffer: Tensor) -> None:
     pack(wire, bucket, owner, buffer)
     buffer[-1] ^= 1
 
@@ -87,12 +87,12 @@ def be_late(run: Callable, sync: WeightSync, version: int) -> None:
 
 
 FAULTS: dict[str, tuple[type, str, Callable]] = {
-    "flipped byte": (Wire, "_finish", flip_a_byte),
-    "swapped slices": (Wire, "_unpack", swap_slices),
-    "dropped bucket": (Landings, "fill", drop_second_bucket),
-    "loads nothing": (Landings, "fill", load_nothing),
-    "fails in the middle": (Landings, "fill", fail_in_the_middle),
-    "spoilt sender": (Wire, "_pack", spoil_what_is_sent),
+    "flipped byte": (BucketTransfer, "_finish", flip_a_byte),
+    "swapped slices": (BucketTransfer, "_unpack", swap_slices),
+    "dropped bucket": (MemoryLayout, "fill", drop_second_bucket),
+    "loads nothing": (MemoryLayout, "fill", load_nothing),
+    "fails in the middle": (MemoryLayout, "fill", fail_in_the_middle),
+    "spoilt sender": (BucketTransfer, "_pack", spoil_what_is_sent),
     "late": (WeightSync, "_run", be_late),
 }
 

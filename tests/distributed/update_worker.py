@@ -69,15 +69,15 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         scorer = LocalScorer(models, ["ref_logprobs"], pg, offloads_reference=True)
         scorer.score(share, version=1)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "the reference's root is whole"
-        scorer.release_device()
+        scorer.offload()
         assert not any(part.data.untyped_storage().nbytes() for part in local_slices(model)), "the reference rests"
-        scorer.take_device()
-        learner.release_device()
+        scorer.reload()
+        learner.offload()
         on_device = [bool(part.data.untyped_storage().nbytes()) for part in local_slices(model)]
         assert on_device == [actor.offload == "moments"] * len(on_device), (
             "the learner rests, or its moments alone will"
         )
-        learner.take_device()
+        learner.reload()
         rest_before_steps(learner)
     try:
         learner.update(share, num_prompts=job["num_prompts"], measures=measures)
@@ -86,9 +86,9 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         return
     assert learner.probe_logits is not None, "the probe was left out"
     if learner.offloads:
-        learner.release_device()
+        learner.offload()
         assert num_moments_away(learner) > 0
-        learner.take_device()
+        learner.reload()
     report(pg, folder, job, model, measures)
 
 
@@ -139,8 +139,8 @@ def rest_before_steps(trainer: ShardedTrainer) -> None:
     away: list[int] = []  # moments, after each micro-batch
 
     def optimizer_step(*args: Any) -> None:
-        trainer.release_device()
-        trainer.take_device()
+        trainer.offload()
+        trainer.reload()
         before = num_moments_away(trainer)
         away.clear()
         step(*args)
@@ -187,13 +187,13 @@ def judge(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     batch = Batch(**load_file(folder / "batch.safetensors"))
     owned = owned_by(dist.get_rank(pg), dist.get_world_size(pg), batch, job)
     share, measures = batch.select(owned), Measures()
-    found = {"before": critic.judge(share).values}
+    found = {"before": critic.add_values(share).values}
     rest(critic)
     if critic.offloads:
         rest_before_steps(critic)
     critic.update(share, job["num_prompts"], measures)
     rest(critic)
-    found["after"] = critic.judge(share).values
+    found["after"] = critic.add_values(share).values
     policy = load_model(place, mesh, device, job["dtype"], trainable=False)
     scorer = LocalScorer(scoring_models("old_logprobs", policy, job), ["old_logprobs", "certainty"], pg)
     scored = scorer.score(share, version=1)
@@ -209,9 +209,9 @@ def judge(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
 
 def rest(trainer: ShardedTrainer) -> None:
     if trainer.offloads:
-        trainer.release_device()
+        trainer.offload()
         assert not any(part.data.untyped_storage().nbytes() for part in local_slices(trainer.model)), "it rests"
-        trainer.take_device()
+        trainer.reload()
 
 
 def main() -> None:

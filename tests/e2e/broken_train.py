@@ -19,8 +19,8 @@ from rl.world import signals
 from rl.learner.policy import PolicyTrainer
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.service import RolloutService
-from rl.sync.landing import Landings
-from rl.sync.wire import Wire
+from rl.sync.layout import MemoryLayout
+from rl.sync.transfer import BucketTransfer
 
 CALL = 2  # the call of the broken method at which it breaks
 LATE_CALL = 4  # after three quick ones
@@ -41,13 +41,13 @@ def broken(method: Callable, action: Callable[[], None]) -> Callable:
 
 
 def from_version_2(fill: Callable, action: Callable[[], None]) -> Callable:
-    """Landings.fill, which gets the first tensor once a version; from the second version on the action in its place."""
+    """Replace MemoryLayout.fill, which gets the first tensor once a version, by the action from version 2 on."""
     version = 0
 
-    def replaced(landings: Landings, whole: dict[int, Tensor]) -> None:
+    def replaced(layout: MemoryLayout, whole: dict[int, Tensor]) -> None:
         nonlocal version
         version += 0 in whole
-        fill(landings, whole) if version < 2 else action()
+        fill(layout, whole) if version < 2 else action()
 
     return replaced
 
@@ -180,7 +180,7 @@ def break_(what: str, culprit: int) -> None:
     elif what == "update, details" and is_culprit:
         PolicyTrainer.update = broken(PolicyTrainer.update, fail_with_details)
     elif what == "exchange" and is_culprit:
-        Wire._finish = broken(Wire._finish, fail)
+        BucketTransfer._finish = broken(BucketTransfer._finish, fail)
     elif what == "first two killed" and int(os.environ["RANK"]) < 2:
         PolicyTrainer.update = broken(PolicyTrainer.update, kill)
     elif what in ("slow engine", "slow engines") and (is_culprit or what == "slow engines"):
@@ -188,9 +188,9 @@ def break_(what: str, culprit: int) -> None:
     elif what == "varied rewards":
         vary_rewards()
     elif what == "load" and is_culprit:
-        Landings.fill = from_version_2(Landings.fill, fail)
+        MemoryLayout.fill = from_version_2(MemoryLayout.fill, fail)
     elif what == "loads once" and is_culprit:
-        Landings.fill = from_version_2(Landings.fill, lambda: None)
+        MemoryLayout.fill = from_version_2(MemoryLayout.fill, lambda: None)
     elif what == "packed layers" and is_culprit:
         from rl.rollout.vllm import engine as vllm_engine
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl.sync.digest import Digests, Part, flat_part
+from rl.sync.digest import Digests, TensorPart, flat_part
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 MASK = 0xFFFFFFFF
@@ -18,7 +18,7 @@ def odd_hash(number: Tensor, salt: int) -> Tensor:
     return (mixed ^ (mixed >> 16)) | 1
 
 
-def formula(part: Part) -> Tensor:
+def formula(part: TensorPart) -> Tensor:
     """[2]: the sums over mixed bits times the factors of their places."""
     values, start, stride = part.values.to(part.dtype).cpu().contiguous(), part.start, part.row_stride
     if part.dtype.itemsize == 8:
@@ -32,7 +32,7 @@ def formula(part: Part) -> Tensor:
     return torch.stack(sums)
 
 
-def make_parts(device: str) -> list[Part]:
+def make_parts(device: str) -> list[TensorPart]:
     """Flat and sliced, ragged and in whole blocks, several of one tensor, with and without a cast."""
     torch.manual_seed(0)
     wide, small = torch.randn(300, 1024).to(device), torch.randn(40_001).to(device)
@@ -44,16 +44,16 @@ def make_parts(device: str) -> list[Part]:
         flat_part(1, small[:5], 3, torch.float32),
         flat_part(2, wide, 77, torch.bfloat16),
         flat_part(3, wide.bfloat16(), 77, torch.bfloat16),
-        Part(4, wide.bfloat16()[:, 256:768], 256, 1024, torch.bfloat16),
-        Part(5, wide[:, 1:600], 1, 1024, torch.bfloat16),
-        Part(5, wide[10:20, 600:], 10_600, 1024, torch.bfloat16),
+        TensorPart(4, wide.bfloat16()[:, 256:768], 256, 1024, torch.bfloat16),
+        TensorPart(5, wide[:, 1:600], 1, 1024, torch.bfloat16),
+        TensorPart(5, wide[10:20, 600:], 10_600, 1024, torch.bfloat16),
         flat_part(6, (small * 50).to(torch.uint8), 9, torch.uint8),
         flat_part(7, numbers, 5, torch.int64),
         flat_part(8, small[:0], 0, torch.float32),
     ]
 
 
-def expected_sums(parts: list[Part]) -> Tensor:
+def expected_sums(parts: list[TensorPart]) -> Tensor:
     sums = torch.zeros(NUM_TENSORS, 2, dtype=torch.int64)
     for part in parts:
         sums[part.tensor] += formula(part)

@@ -89,8 +89,8 @@ def test_weights_come_before_samples() -> None:
     assert engine.version == 0
     with pytest.raises(AssertionError, match="before the first weight sync"):
         engine.add([request("a", seed=2)])
-    landings = engine.landings([TensorInfo("a", (2, 1), "bfloat16", True), TensorInfo("b", (), "int64", False)])
-    landings.fill({0: torch.tensor([[1.0], [2.5]]), 1: torch.tensor(7)})
+    layout = engine.memory_layout([TensorInfo("a", (2, 1), "bfloat16", True), TensorInfo("b", (), "int64", False)])
+    layout.fill({0: torch.tensor([[1.0], [2.5]]), 1: torch.tensor(7)})
     assert {name: tensor.tolist() for name, tensor in engine.memory.items()} == {"a": [[1.0], [2.5]], "b": 7}
     engine.confirm(4)
     engine.add([request("a", seed=2)])

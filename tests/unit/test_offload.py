@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl.learner.offload import Offload
+from rl.learner.offload import Offloader
 from rl.model import host_memory
 
 
@@ -12,32 +12,32 @@ def test_views_stay_valid_and_their_memory_is_free_meanwhile() -> None:
     whole = torch.arange(12, dtype=torch.float32)
     row, column = whole.view(3, 4)[1], whole.view(3, 4)[:, 2]
     other = torch.ones(2, dtype=torch.bfloat16)
-    offload = Offload([whole, row, other])
-    offload.come_back()  # from nowhere
-    offload.leave()
-    offload.leave()
-    assert offload.is_away and whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
-    assert offload.on_host(row).tolist() == [4, 5, 6, 7]
-    assert offload.on_host(column).tolist() == [2, 6, 10]
-    assert offload.on_host(other).dtype == torch.bfloat16
-    offload.come_back()
-    assert not offload.is_away
+    offload = Offloader([whole, row, other])
+    offload.start_reload()  # from nowhere
+    offload.offload()
+    offload.offload()
+    assert offload.is_offloaded and whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    assert offload.host_copy(row).tolist() == [4, 5, 6, 7]
+    assert offload.host_copy(column).tolist() == [2, 6, 10]
+    assert offload.host_copy(other).dtype == torch.bfloat16
+    offload.start_reload()
+    assert not offload.is_offloaded
     assert (row.tolist(), column.tolist(), other.tolist()) == ([4, 5, 6, 7], [2, 6, 10], [1, 1])
     whole.mul_(2)
-    offload.leave()
-    assert offload.on_host(row).tolist() == [8, 10, 12, 14], "the host has what was last on the device"
+    offload.offload()
+    assert offload.host_copy(row).tolist() == [8, 10, 12, 14], "the host has what was last on the device"
 
 
 def test_tensors_of_all_sizes_leave_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "SLAB_BYTES", 8192)
     tensors = [torch.randn(size) for size in [*[300] * 20, 1, 0, 4096]]  # the last is larger than a slab
     wanted = [tensor.clone() for tensor in tensors]
-    offload = Offload(tensors)
-    offload.leave()
+    offload = Offloader(tensors)
+    offload.offload()
     for tensor, value in zip(tensors, wanted, strict=True):
-        assert torch.equal(offload.on_host(tensor), value) and not tensor.untyped_storage().nbytes()
-    offload.come_back(tensors[:2])
-    offload.come_back()
+        assert torch.equal(offload.host_copy(tensor), value) and not tensor.untyped_storage().nbytes()
+    offload.start_reload(tensors[:2])
+    offload.start_reload()
     for tensor, value in zip(tensors, wanted, strict=True):
         assert torch.equal(tensor, value)
 
@@ -53,9 +53,9 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened() -> None:
             optimizer.zero_grad()
             if offloads:
                 moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-                offload = Offload([*(parameter.detach() for parameter in layer.parameters()), *moments])
-                offload.leave()
-                offload.come_back()
+                offload = Offloader([*(parameter.detach() for parameter in layer.parameters()), *moments])
+                offload.offload()
+                offload.start_reload()
         return [value for parameter in layer.parameters() for value in parameter.flatten().tolist()]
 
     assert train(offloads=True) == train(offloads=False)

@@ -17,7 +17,7 @@ from rl.config.schema import ConfigError
 from rl.data.batch import Batch
 from rl.model.load import PLAIN, Compute, _turn_dropout_off, load_model
 from rl.model.logprobs import score_responses
-from rl.model.positions import freeze
+from rl.model.positions import freeze_frequencies
 from tests.e2e.test_families import EXACT
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def logprobs(model: Any, lengths: list[int]) -> torch.Tensor:
 
 def load(folder: Path, mesh: DeviceMesh, compute: Compute = PLAIN, max_tokens: int = LONGEST) -> Any:
     model = load_model(folder, mesh, CPU, "float32", trainable=True, compute=compute)
-    freeze(model, max_tokens)
+    freeze_frequencies(model, max_tokens)
     return model
 
 
@@ -142,10 +142,10 @@ def test_a_family_that_cannot_be_frozen_is_refused_where_it_matters(mesh: Device
     positions = {"max_position_embeddings": LONGEST, "original_max_position_embeddings": ORIGINAL}
     config = AutoConfig.for_model("phimoe", **SHAPE, **positions, rope_parameters=options)
     model = AutoModelForCausalLM.from_config(config)
-    freeze(model, ORIGINAL)  # no row can be longer
+    freeze_frequencies(model, ORIGINAL)  # no row can be longer
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match=rf"depend on the longest sequence .* at most {ORIGINAL}"):
-        freeze(model, LONGEST)
+        freeze_frequencies(model, LONGEST)
 
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])
@@ -191,7 +191,7 @@ def test_frequencies_of_each_type_of_layer_are_frozen() -> None:
     assert not torch.equal(*angles())
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **options))
     (rotary,) = [module for module in model.modules() if hasattr(module, "rope_type")]
-    freeze(model, LONGEST)
+    freeze_frequencies(model, LONGEST)
     assert torch.equal(*angles())
 
 

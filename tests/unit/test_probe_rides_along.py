@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from rl.data.batch import Batch, empty_batch
 from rl.model import attention
-from rl.model.logprobs import give_scores, score_responses
+from rl.model.logprobs import patch_forward_to_score, score_responses
 
 CPU = torch.device("cpu")
 PROBE = [5, 3, 30, 7, 7, 1, 2]
@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
     attention.register()
     config = request.param(**SHAPE)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.RAGGED)
-    give_scores(model)
+    patch_forward_to_score(model)
     return model
 
 

@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from rl.model.shards import TensorInfo, from_json, local_slices, to_json
-from rl.sync.plan import wire_tensors
+from rl.model.shards import TensorInfo, local_slices
+from rl.placement.roles import plan
+from rl.sync.plan import transferred_tensors
+from rl.sync.weights import share_tensors
+from tests.mails import connected
 
 
 def info(*shape: int, name: str = "weight", dtype: str = "float32", sharded: bool = True) -> TensorInfo:
@@ -54,10 +57,12 @@ def test_bytes(dtype: str, num_bytes: int) -> None:
     assert info(3, 2, dtype=dtype).num_bytes == num_bytes
 
 
-def test_json_round_trip() -> None:
-    infos = [info(4, 3, name="a.weight"), info(name="b", dtype="int64", sharded=False), info(7, dtype="bfloat16")]
-    assert from_json(to_json(infos)) == infos
-    assert from_json(to_json(infos))[2].torch_dtype is torch.bfloat16
+def test_the_leader_tells_ranks_without_a_model_the_tensors() -> None:
+    placement = plan({"actor": "0", "rollout": "1"}, 1, 2)
+    with connected(2) as mails:
+        told = share_tensors(mails[0], placement, Tied(), "bfloat16")
+        assert share_tensors(mails[1], placement, None, "bfloat16") == told
+    assert {info.torch_dtype for info in told} >= {torch.bfloat16}
 
 
 class Tied(nn.Module):
@@ -84,7 +89,7 @@ def test_local_slices_are_views_of_each_stored_tensor_once() -> None:
 
 
 def test_parameters_travel_in_the_engines_dtype_and_buffers_in_their_own() -> None:
-    assert [(part.name, part.dtype) for part in wire_tensors(Tied(), "bfloat16")] == [
+    assert [(part.name, part.dtype) for part in transferred_tensors(Tied(), "bfloat16")] == [
         ("embed.weight", "bfloat16"),
         ("steps", "int64"),
         ("scale", "float32"),

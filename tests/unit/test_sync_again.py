@@ -17,8 +17,8 @@ from rl.model.load import load_model
 from rl.model.shards import TensorInfo, local_slices
 from rl.placement.roles import plan
 from rl.sync import weights
-from rl.sync.landing import Landing, Landings, Opaque, Region
-from rl.sync.plan import make_plan, wire_tensors
+from rl.sync.layout import Destination, MemoryLayout, OpaqueLoader, Region
+from rl.sync.plan import make_plan, transferred_tensors
 from rl.sync.probe import learner_logprobs, make_probe
 from rl.sync.weights import SyncError, SyncSettings, WeightSource, WeightSync
 from tests.mails import connected
@@ -35,11 +35,11 @@ class Engine:
         self.version, self.num_probes = 0, 0
         self._model, self._is_readable, self._is_stale = model, is_readable, is_stale
 
-    def landings(self, tensors: Sequence[TensorInfo]) -> Landings | Opaque:
+    def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout | OpaqueLoader:
         if not self._is_readable:
-            return Opaque(lambda stream: [*stream] and None, "it packs its layers")
+            return OpaqueLoader(lambda stream: [*stream] and None, "it packs its layers")
         memory = [torch.zeros(1, info.num_elements, dtype=info.torch_dtype) for info in tensors]
-        return Landings(tensors, [Landing(i, Region(0, 1, to.numel(), 0), to) for i, to in enumerate(memory)])
+        return MemoryLayout(tensors, [Destination(i, Region(0, 1, to.numel(), 0), to) for i, to in enumerate(memory)])
 
     def begin_version(self) -> None:
         self.version = 0
@@ -66,7 +66,7 @@ def model(tmp_path: Path) -> Iterator[nn.Module]:
 def sync(model: nn.Module, request: pytest.FixtureRequest) -> Iterator[WeightSync]:
     """At version 3, which no probe has seen; `request.param` are the settings."""
     placement, config = plan({"actor,rollout": "all"}, 1, 1), SyncConfig(probe_interval=0, **request.param)
-    tensors = wire_tensors(model, "float32")
+    tensors = transferred_tensors(model, "float32")
     with connected(1) as (mail,):
         engine = Engine(model, is_readable=config.bucket_mb == 1)
         settings = SyncSettings(placement, make_plan(tensors, placement, 1, CPU), [None], config, CPU, PROBE)
@@ -74,7 +74,7 @@ def sync(model: nn.Module, request: pytest.FixtureRequest) -> Iterator[WeightSyn
         for _ in range(3):
             sync.publish()
         assert (engine.version, engine.num_probes) == (3, 0 if config.verify == "off" else 2)
-        sync.forget(engine)
+        sync.remove_receiver(engine)
         yield sync
 
 
@@ -93,13 +93,13 @@ def test_a_rebuilt_engine_that_cannot_be_read_back_is_probed_before_it_serves(
     sync: WeightSync, model: nn.Module, learner_is_away: None
 ) -> None:
     stale = Engine(model, is_stale=True)
-    sync.add(stale)
+    sync.add_receiver(stale)
     with pytest.raises(SyncError, match=r"version 3 .*not probed everywhere: rank 0 \(engine 0\): its logprobs"):
         sync.publish_again()
     assert (stale.version, stale.num_probes) == (0, 1)
-    sync.forget(stale)
+    sync.remove_receiver(stale)
     right = Engine(model)
-    sync.add(right)
+    sync.add_receiver(right)
     assert sync.publish_again() == 3
     assert (right.version, right.num_probes) == (3, 1)
 
@@ -111,7 +111,7 @@ def test_digests_speak_for_one_that_can_be_read_back_and_nothing_for_one_that_is
     sync: WeightSync, model: nn.Module, is_readable: bool, learner_is_away: None
 ) -> None:
     engine = Engine(model, is_readable, is_stale=True)
-    sync.add(engine)
+    sync.add_receiver(engine)
     assert sync.publish_again() == 3
     assert (engine.version, engine.num_probes) == (3, 0)
 
@@ -120,4 +120,4 @@ def test_digests_speak_for_one_that_can_be_read_back_and_nothing_for_one_that_is
 def test_a_rebuilt_engine_that_can_no_longer_be_read_back_is_refused(sync: WeightSync, model: nn.Module) -> None:
     """No logprobs were kept that it could be compared with."""
     with pytest.raises(SyncError, match="cannot be read back, though the first one could: it packs its layers"):
-        sync.add(Engine(model, is_readable=False))
+        sync.add_receiver(Engine(model, is_readable=False))

@@ -9,7 +9,7 @@ import xxhash
 from torch import Tensor
 
 from rl.sync import digest
-from rl.sync.digest import Digests, Part, digest_of, flat_part
+from rl.sync.digest import Digests, TensorPart, digest_of, flat_part
 
 CPU = torch.device("cpu")
 FLOAT, BFLOAT, BYTE, LONG = torch.float32, torch.bfloat16, torch.uint8, torch.int64
@@ -26,7 +26,7 @@ def of(values: Tensor, start: int = 0) -> list[int]:
     return digest_of(flat_part(0, values, start, values.dtype)).tolist()
 
 
-def total(parts: list[Part]) -> list[int]:
+def total(parts: list[TensorPart]) -> list[int]:
     digests = Digests(1, CPU)
     digests.add(parts)
     return digests.result()[0].tolist()
@@ -56,15 +56,15 @@ def test_a_cast_in_several_pieces_is_one_hash(at_a_time: int, monkeypatch: pytes
     monkeypatch.setattr(digest, "CAST_ELEMENTS", at_a_time)
     assert digest_of(flat_part(0, torch.tensor(VALUES), 3, BFLOAT)).tolist() == hashed(BFLOATS, 3)
     rows = torch.tensor([[9.0, *VALUES[:3]], [9.0, *VALUES[3:]]])
-    assert digest_of(Part(0, rows[:, 1:], 3, 4, BFLOAT)).tolist() == hashed(BFLOATS, 3)
+    assert digest_of(TensorPart(0, rows[:, 1:], 3, 4, BFLOAT)).tolist() == hashed(BFLOATS, 3)
 
 
 def test_rows_of_a_slice_are_laid_end_to_end() -> None:
     whole = torch.arange(20, dtype=BYTE).view(4, 5)
-    part = Part(0, whole[1:, 1:3], 6, 5, BYTE)
+    part = TensorPart(0, whole[1:, 1:3], 6, 5, BYTE)
     assert digest_of(part).tolist() == hashed(bytes([6, 7, 11, 12, 16, 17]), 6)
     wide = torch.arange(20).view(4, 5)
-    assert digest_of(Part(0, wide[1:, 4:], 9, 5, LONG)).tolist() == hashed(struct.pack("<3q", 9, 14, 19), 9)
+    assert digest_of(TensorPart(0, wide[1:, 4:], 9, 5, LONG)).tolist() == hashed(struct.pack("<3q", 9, 14, 19), 9)
 
 
 def test_parts_add_up_lane_by_lane_modulo_2_to_the_32() -> None:
@@ -85,7 +85,9 @@ def test_each_tensor_has_a_digest_that_grows_with_every_call() -> None:
     digests.add([flat_part(2, torch.tensor([4, 5], dtype=BYTE), 0, BYTE)])
     digests.add([])
     digests.add([flat_part(0, torch.tensor([6], dtype=BYTE), 1, BYTE), flat_part(2, torch.zeros(0), 9, FLOAT)])
-    digests.add([Part(1, torch.zeros(0, 4), 0, 4, FLOAT), Part(1, torch.zeros(3, 0), 0, 4, FLOAT)])  # nothing
+    digests.add(
+        [TensorPart(1, torch.zeros(0, 4), 0, 4, FLOAT), TensorPart(1, torch.zeros(3, 0), 0, 4, FLOAT)]
+    )  # nothing
     assert digests.result().tolist() == [hashed(b"\x06", 1), [0, 0], hashed(b"\x04\x05", 0)]
     assert digests.result().dtype == torch.int32
 

@@ -146,7 +146,7 @@ def received(plan: Plan, bucket: Bucket, wholes: list[Tensor]) -> Tensor:
     for owner, ranges in enumerate(bucket.ranges):
         if not ranges:
             continue
-        sent = torch.zeros(bucket.wire_bytes(owner), dtype=torch.uint8)
+        sent = torch.zeros(bucket.sent_bytes(owner), dtype=torch.uint8)
         for part, offset in zip(ranges, packed_offsets(ranges), strict=True):
             tensor = plan.tensors[part.tensor]
             piece = sliced(wholes[part.tensor], tensor, owner, len(plan.owners))
@@ -225,7 +225,7 @@ def test_other_plans_have_other_digests(other: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owners", "receivers", "needs_wire"),
+    ("owners", "receivers", "needs_transfer"),
     [
         ((0,), (0,), False),  # one rank does it all
         ((0,), (1,), True),
@@ -234,14 +234,14 @@ def test_other_plans_have_other_digests(other: Plan) -> None:
         ((0, 1), (0,), True),
     ],
 )
-def test_needs_wire(owners: tuple[int, ...], receivers: tuple[int, ...], needs_wire: bool) -> None:
-    assert Plan(PLAN.tensors, owners, receivers, 1024).needs_wire is needs_wire
+def test_needs_transfer(owners: tuple[int, ...], receivers: tuple[int, ...], needs_transfer: bool) -> None:
+    assert Plan(PLAN.tensors, owners, receivers, 1024).needs_transfer is needs_transfer
 
 
 @pytest.mark.parametrize(
     ("owners", "receivers", "num_buckets"), [((0,), (0,), 1), ((0,), (0, 1), 3), ((0, 1), (0,), 3)]
 )
-def test_without_a_wire_there_is_one_bucket(
+def test_without_a_transfer_there_is_one_bucket(
     owners: tuple[int, ...], receivers: tuple[int, ...], num_buckets: int
 ) -> None:
     """With room for tensors of 32, 12 and 33 bytes, each from a multiple of 16 on."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rl.model.shards import TensorInfo
 from rl.sync.digest import digest_of, flat_part
-from rl.sync.landing import Landings, Region, Untraceable, trace
+from rl.sync.layout import MemoryLayout, Region, Untraceable, trace
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,9 @@ FLOATS = ("float32", "float32")  # of the source and of the parameter
 Load = Callable[[Tensor, Tensor], Any]  # the parameter's memory and a tensor of the policy
 
 
-def watch(load: Load, shape: tuple[int, ...], source: tuple[int, ...], dtypes: tuple[str, str] = FLOATS) -> Landings:
+def watch(
+    load: Load, shape: tuple[int, ...], source: tuple[int, ...], dtypes: tuple[str, str] = FLOATS
+) -> MemoryLayout:
     model = nn.Module()
     memory = torch.full(shape, 7, dtype=getattr(torch, dtypes[1]))
     parameter = nn.Parameter(memory, requires_grad=False)
@@ -55,10 +57,10 @@ def test_copies(shape: tuple[int, ...], source: tuple[int, ...], load: Load, reg
 
 
 def test_a_wider_parameter_is_a_copy_too() -> None:
-    landings = watch(lambda p, w: p.copy_(w), (2, 3), (2, 3), ("bfloat16", "float32"))
+    layout = watch(lambda p, w: p.copy_(w), (2, 3), (2, 3), ("bfloat16", "float32"))
     values = torch.randn(2, 3, dtype=torch.bfloat16)
-    landings.fill({0: values})
-    (held,) = landings.held([[(0, 6)]])
+    layout.fill({0: values})
+    (held,) = layout.held([[(0, 6)]])
     assert held.values.dtype == torch.float32
     assert digest_of(held).tolist() == digest_of(flat_part(0, values, 0, torch.bfloat16)).tolist()
 
@@ -141,8 +143,8 @@ def test_parameters_that_share_memory_are_filled_each() -> None:
 def test_a_loader_that_stops_early_fills_what_it_took() -> None:
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2))})
     infos = [TensorInfo(name, (2,), "float32", True) for name in "ab"]
-    landings = trace(infos, model, lambda weights: model["a"].data.copy_(next(iter(weights))[1]), CPU)
-    assert landings.regions == [flat(0, 2), []]
+    layout = trace(infos, model, lambda weights: model["a"].data.copy_(next(iter(weights))[1]), CPU)
+    assert layout.regions == [flat(0, 2), []]
 
 
 def test_a_loader_that_gathers_before_it_copies_is_untraceable() -> None:

@@ -6,8 +6,8 @@ every vLLM call and away otherwise, also while the body of a weight iterator run
 that names new groups is part of the swap: else later groups of the trainer get different names on different ranks.
 
 Weights start as dummies and arrive by the first sync, which thereby proves its path before the first token. Where the
-parameters are all that the model computes with, a sync writes into them directly, along the landings that vLLM's own
-loader showed; otherwise it goes through `reload_weights`, which repacks.
+parameters are all that the model computes with, a sync writes into them directly, along the record of vLLM's own
+loader; otherwise it goes through `reload_weights`, which repacks.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ from torch import nn
 from rl.config.schema import Config, ConfigError
 from rl.model.shards import TensorInfo
 from rl.rollout.engine import Completion, EngineSeat, Request
-from rl.sync.landing import Landings, Opaque, Untraceable, Weights, trace
+from rl.sync.layout import MemoryLayout, OpaqueLoader, Untraceable, Weights, trace
 from rl.watch.compilation import mark_compilation
 from rl.watch.heart import HEART
 
@@ -324,7 +324,7 @@ class VllmEngine:
             ended.append(Completion(response.id, tokens, response.logprobs, is_cut, request.num_preemptions))
         return ended
 
-    def landings(self, tensors: Sequence[TensorInfo]) -> Landings | Opaque:
+    def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout | OpaqueLoader:
         with self._group.entered(), set_current_vllm_config(self._engine.vllm_config):
             model = self._llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
             try:
@@ -333,7 +333,7 @@ class VllmEngine:
                     raise Untraceable(reason)
                 return trace(tensors, model, model.load_weights, self._device)
             except Untraceable as error:
-                return Opaque(self._reload, str(error))
+                return OpaqueLoader(self._reload, str(error))
 
     def begin_version(self) -> None:
         self.version = 0

@@ -1,12 +1,12 @@
-"""Moves the buckets of a plan from their owners to the receivers, each byte once, one bucket ahead of its use.
+"""Send the buckets of a plan from their owners to the receivers, each byte once, one bucket ahead of its use.
 
     owner      pack k+1 | send k+1 ...
     receiver              receive k+1 ...        into memory of its own, while bucket k is used
 
-A bucket that consists of one stretch for each owner is received in place, and two such buckets may be in flight.
-Others arrive packed and are unpacked when the memory of the bucket before is free again. Either way a rank holds at
-most two buckets; only a tensor that is larger than a bucket adds its size. On a GPU all of this runs on a stream of
-its own, and the current stream waits for a bucket only when it uses it.
+A bucket in which each owner's part is contiguous is received in place, and two such buckets may be in flight. Others
+arrive packed and are unpacked when the memory of the bucket before is free again. Either way a rank holds at most two
+buckets; only a tensor that is larger than a bucket adds its size. On a GPU all of this runs on a stream of its own, and
+the current stream waits for a bucket only when it uses it.
 """
 
 import itertools
@@ -24,53 +24,49 @@ from rl.sync.plan import Bucket, Plan, packed_offsets, view_in
 
 @dataclass
 class _Piece:
-    """One owner's part of a bucket on its way."""
+    """One owner's part of a bucket that is being sent."""
 
     owner: int
-    buffer: Tensor  # part of one of the flight's memories
+    buffer: Tensor  # part of the flight's `memory` or `packed`
     work: dist.Work | None
 
 
 @dataclass
 class _Flight:
+    """A bucket that is being sent or received."""
+
     bucket: Bucket
     pieces: list[_Piece]
-    memory: Tensor | None  # of the whole bucket, where it is received in place
-    packed: Tensor | None  # of the pieces, elsewhere
+    memory: Tensor | None  # of the whole bucket, if it is received in place
+    packed: Tensor | None  # of the pieces, otherwise
     arrived: torch.cuda.Event | None  # on a GPU
 
 
-class Wire:
-    """`pgs` are the groups by owner, None where the owner is the only member. With `reuse` the memory of a bucket is
-    used again, so receivers must not keep it."""
+class BucketTransfer:
+    """Moves all buckets of a plan. `pgs` are the process groups by owner, None where the owner is the only member. With
+    `reuse` the memory of a bucket is used again, so receivers must not keep it."""
 
     def __init__(
-        self,
-        plan: Plan,
-        pgs: Sequence[dist.ProcessGroup | None],
-        rank: int,
-        device: torch.device,
-        reuse: bool,
+        self, plan: Plan, pgs: Sequence[dist.ProcessGroup | None], rank: int, device: torch.device, reuse: bool
     ):
         self._plan, self._pgs, self._rank, self._device = plan, pgs, rank, device
         self._sources: dict[int, Tensor] = {}
         self._receives = rank in plan.receivers
         regular = [self._most_bytes(bucket) for bucket in plan.buckets if bucket.num_bytes <= plan.bucket_bytes]
-        self._pool = _Pool(device, max(regular, default=0), reuse)
+        self._pool = _BufferPool(device, max(regular, default=0), reuse)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.is_in_step = True  # False from the first transfer to the last
 
     def buckets(self, sources: dict[int, Tensor]) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
-        """Each bucket with its whole tensors by index; with none on ranks that only send. `sources` are this rank's own
-        slices by index, flat; they may lie in host memory."""
+        """Yield each bucket with its whole tensors by index; without tensors on ranks that only send.
+
+        `sources` are this rank's own slices by index, flat; they may lie in host memory.
+        """
         self._sources = sources
-        if not self._plan.needs_wire:
+        if not self._plan.needs_transfer:
             for bucket in self._plan.buckets:
-                own = bucket.tensors if self._receives else ()  # else another replica's rank is the only receiver
-                yield (
-                    bucket,
-                    {i: self._sources[i].to(self._device).view(self._plan.tensors[i].shape) for i in own},
-                )
+                own = bucket.tensors if self._receives else ()  # otherwise another replica's rank is the only receiver
+                yield bucket, {i: sources[i].to(self._device).view(self._plan.tensors[i].shape) for i in own}
             return
         self.is_in_step = False
         yield from self._receive() if self._receives else self._send()
@@ -79,7 +75,7 @@ class Wire:
             self._pool.clear()
 
     def _send(self) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
-        """Each bucket as soon as it is on its way; two are at a time."""
+        """Yield each bucket as soon as it is being sent; two are sent at a time."""
         flights: deque[_Flight] = deque()
         for bucket in self._plan.buckets:
             flights.append(self._start(bucket))
@@ -91,7 +87,7 @@ class Wire:
         self.is_in_step = True
 
     def _receive(self) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
-        """Each bucket as soon as it is there, with the next on its way wherever there is memory for both."""
+        """Yield each bucket as soon as it has arrived. The next is being received if there is memory for both."""
         flights: deque[_Flight] = deque()
         for bucket, following in itertools.pairwise([*self._plan.buckets, None]):
             assert bucket is not None
@@ -121,7 +117,7 @@ class Wire:
                     buffer = memory[bucket.stretch(owner)]
                 else:
                     assert packed is not None
-                    buffer = packed[used : used + bucket.wire_bytes(owner)]
+                    buffer = packed[used : used + bucket.sent_bytes(owner)]
                     used += bucket.packed_bytes(owner)
                 if self._plan.owners[owner] == self._rank:
                     self._pack(bucket, owner, buffer)
@@ -130,11 +126,11 @@ class Wire:
         return _Flight(bucket, pieces, memory, packed, arrived)
 
     def _most_bytes(self, bucket: Bucket) -> int:
-        """The largest memory that this rank takes for a bucket."""
+        """Return the largest memory that this rank takes for a bucket."""
         return max(bucket.num_bytes if self._receives else 0, sum(map(bucket.packed_bytes, self._owners(bucket))))
 
     def _owners(self, bucket: Bucket) -> list[int]:
-        """Those whose part of the bucket this rank sends or receives."""
+        """Return the owners whose part of the bucket this rank sends or receives."""
         return [
             owner
             for owner, rank in enumerate(self._plan.owners)
@@ -146,11 +142,11 @@ class Wire:
         if pg is None:
             return None
         source = dist.get_group_rank(pg, self._plan.owners[owner])
-        # On a GPU "synchronous" means in the order of the stream: two communicators at once could block each other.
+        # On a GPU a synchronous call waits in the stream only. Two communicators at once could block each other.
         return dist.broadcast(buffer, group=pg, group_src=source, async_op=self._stream is None)
 
     def _finish(self, flight: _Flight) -> Tensor:
-        """The memory of a bucket that has arrived, on receivers."""
+        """Return the memory of a bucket that has arrived, on a receiver."""
         memory, arrived = flight.memory, flight.arrived
         self._wait(flight)
         if memory is None:
@@ -169,7 +165,7 @@ class Wire:
         self._release(flight)
 
     def _wait(self, flight: _Flight) -> None:
-        """On a GPU the order of the stream does this."""
+        """Wait for the broadcasts. On a GPU there is nothing to wait for: they are ordered by the stream."""
         for piece in flight.pieces:
             if piece.work is not None:
                 piece.work.wait()
@@ -204,26 +200,26 @@ class Wire:
     def _on_stream(self) -> AbstractContextManager:
         if self._stream is None:
             return nullcontext()
-        # What the current stream did so far includes its use of memory that is taken again here.
+        # The current stream may still read memory that is used again here.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
 
-class _Pool:
-    """Bytes for buckets, used again. On a CPU fresh memory costs a page fault for every 4 KB, which halves the speed of
-    a sync, so there they are kept from version to version too. Blocks for tensors that are larger than a bucket are
-    apart: a bucket in one of them would force a second of that size."""
+class _BufferPool:
+    """Memory for buckets, used again. On a CPU fresh memory costs a page fault for every 4 KB, which halves the speed
+    of a sync, so there it is kept from version to version too. Blocks for tensors that are larger than a bucket are
+    never used for ordinary buckets: the next large tensor would need a second block of that size."""
 
     def __init__(self, device: torch.device, bucket_bytes: int, reuse: bool):
         self._device, self._bucket_bytes, self._reuse = device, bucket_bytes, reuse
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """At least so many."""
+        """Return a block of at least this size."""
         is_large = num_bytes > self._bucket_bytes
         alike = [memory for memory in self._free if (len(memory) > self._bucket_bytes) == is_large]
         fitting = [memory for memory in alike if len(memory) >= num_bytes]
-        dropped = fitting[:1] or alike  # what is free but too small goes
+        dropped = fitting[:1] or alike  # blocks that are free but too small are freed
         self._free = [memory for memory in self._free if not any(memory is block for block in dropped)]
         if fitting:
             return fitting[0]

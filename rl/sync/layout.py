@@ -1,13 +1,13 @@
-"""Where tensors land in a receiver's memory: which rows and columns of each, and at which addresses.
+"""Where tensors lie in a receiver's memory: which rows and columns of each, and at which addresses.
 
 An engine fuses q, k and v into one parameter and keeps a tensor-parallel slice of most. Instead of a table of model
-families we watch the engine's own loader once, with copies recorded and not made. The record then serves twice: a
-sync copies along it in one call, without the loader, and the proof reads back along it what the engine really holds.
+families we watch the engine's own loader once, with copies recorded and not made. The record serves twice: a sync
+copies along it in one call, without the loader, and verification reads back along it what the engine really holds.
 
     q_proj.weight [rows, columns]  --(rows 0-511, columns 256-511)-->  a view of qkv_proj.weight
 
 A loader that does anything but copy (it packs, transposes, quantizes) cannot be followed: `Untraceable` says why. Such
-a receiver is `Opaque`: fed through its loader, and proven by what it received.
+a receiver is filled through its loader (`OpaqueLoader`), and verified by what it received.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.model.shards import TensorInfo
-from rl.sync.digest import Part, flat_part
+from rl.sync.digest import TensorPart, flat_part
 
 Weights = Iterator[tuple[str, Tensor]]
 Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -31,11 +31,11 @@ class Untraceable(Exception):
 
 
 @dataclass(frozen=True)
-class Opaque:
-    """A receiver that takes whole tensors, under their Hugging Face names, through a loader of its own."""
+class OpaqueLoader:
+    """The loader of a receiver that takes whole tensors, under their Hugging Face names."""
 
     load: Callable[[Weights], None]
-    reason: str  # why its landings are not known
+    reason: str  # why its memory layout is not known
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Region:
         return self.num_rows * self.num_columns
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The [rows, columns] view of this region in a contiguous tensor."""
+        """Return the [rows, columns] view of this region in a contiguous tensor."""
         offset = tensor.storage_offset() + self.start
         return tensor.as_strided((self.num_rows, self.num_columns), (self.row_stride, 1), offset)
 
 
 @dataclass(frozen=True)
-class Landing:
+class Destination:
     """A region of a tensor and its place in the receiver: a [rows, columns] view of a parameter."""
 
     tensor: int  # index into the list of tensors
@@ -66,71 +66,76 @@ class Landing:
     target: Tensor
 
 
-class Landings:
-    """All landings of one receiver. `zeros` are paddings, which no tensor fills."""
+class MemoryLayout:
+    """All destinations of one receiver. `zeros` are paddings, which no tensor fills."""
 
-    def __init__(self, tensors: Sequence[TensorInfo], landings: Sequence[Landing], zeros: Sequence[Tensor] = ()):
+    def __init__(
+        self, tensors: Sequence[TensorInfo], destinations: Sequence[Destination], zeros: Sequence[Tensor] = ()
+    ):
         self._dtypes = [info.torch_dtype for info in tensors]
         self._zeros = list(zeros)
-        self._held: list[Part] | None = None  # thousands of views that never change
-        self._of: list[list[Landing]] = [[] for _ in tensors]
-        for landing in landings:
-            self._of[landing.tensor].append(landing)
-        wholes = [Region(0, 1, info.num_elements, 0) for info in tensors]
-        self.is_whole = [self._regions(index) == [whole] for index, whole in enumerate(wholes)]
+        self._held: list[TensorPart] | None = None  # thousands of views that never change
+        self._by_tensor: list[list[Destination]] = [[] for _ in tensors]
+        for destination in destinations:
+            self._by_tensor[destination.tensor].append(destination)
+        wholes = [[Region(0, 1, info.num_elements, 0)] for info in tensors]
+        self.is_whole = [regions == whole for regions, whole in zip(self.regions, wholes, strict=True)]
 
     @property
     def regions(self) -> list[list[Region]]:
         """What this receiver takes of each tensor."""
-        return [self._regions(index) for index in range(len(self._of))]
-
-    def _regions(self, tensor: int) -> list[Region]:
-        return [landing.region for landing in self._of[tensor]]
+        return [[destination.region for destination in destinations] for destinations in self._by_tensor]
 
     def fill(self, whole: Mapping[int, Tensor]) -> None:
-        """Copies from whole tensors, by index, into the receiver's memory."""
-        landings = [landing for index in whole for landing in self._of[index]]
-        sources = [landing.region.of(whole[landing.tensor]) for landing in landings]
-        if landings:  # a bucket may hold nothing for this receiver
-            torch._foreach_copy_([landing.target for landing in landings], sources)
+        """Copy whole tensors, given by index, into the receiver's memory."""
+        destinations = [destination for index in whole for destination in self._by_tensor[index]]
+        sources = [destination.region.of(whole[destination.tensor]) for destination in destinations]
+        if destinations:  # a bucket may hold nothing for this receiver
+            torch._foreach_copy_([destination.target for destination in destinations], sources)
 
     def fill_zeros(self) -> None:
         for target in self._zeros:
             target.zero_()
 
-    def expected(self, whole: Mapping[int, Tensor]) -> list[Part]:
-        """For digests of what the receiver should hold of tensors of which it takes only parts."""
+    def expected(self, whole: Mapping[int, Tensor]) -> list[TensorPart]:
+        """Return what the receiver should hold of those tensors of which it takes only parts, for digests."""
         return [
-            Part(index, landing.region.of(whole[index]), landing.region.start, landing.region.row_stride, dtype)
-            for index, dtype in ((index, self._dtypes[index]) for index in whole if not self.is_whole[index])
-            for landing in self._of[index]
+            _part(destination, destination.region.of(whole[index]), self._dtypes[index])
+            for index in whole
+            if not self.is_whole[index]
+            for destination in self._by_tensor[index]
         ]
 
-    def held(self, cuts: Sequence[Sequence[tuple[int, int]]]) -> list[Part]:
-        """For digests of what the receiver holds, read from its own memory. `cuts` are the start and the number of
-        elements of the parts in which each tensor arrived, the same at each call: whole ones are read back in them."""
+    def held(self, cuts: Sequence[Sequence[tuple[int, int]]]) -> list[TensorPart]:
+        """Return what the receiver holds, as views of its own memory, for digests. `cuts` are the start and the number
+        of elements of the parts in which each tensor arrived, the same at each call. Whole tensors are read back in
+        these parts."""
         if self._held is None:
-            self._held = self._held_parts(cuts)
+            self._held = [
+                part
+                for index, destinations in enumerate(self._by_tensor)
+                for destination in destinations
+                for part in self._held_parts(destination, cuts[index])
+            ]
         return self._held
 
-    def _held_parts(self, cuts: Sequence[Sequence[tuple[int, int]]]) -> list[Part]:
-        parts = []
-        for index, dtype in enumerate(self._dtypes):
-            for landing in self._of[index]:
-                region, target = landing.region, landing.target
-                if self.is_whole[index]:
-                    parts += [flat_part(index, target[0, a : a + count], a, dtype) for a, count in cuts[index]]
-                else:
-                    parts.append(Part(index, target, region.start, region.row_stride, dtype))
-        return parts
+    def _held_parts(self, destination: Destination, cuts: Sequence[tuple[int, int]]) -> list[TensorPart]:
+        index, target, dtype = destination.tensor, destination.target, self._dtypes[destination.tensor]
+        if self.is_whole[index]:
+            return [flat_part(index, target[0, start : start + count], start, dtype) for start, count in cuts]
+        return [_part(destination, target, dtype)]
 
 
-def uncovered(tensors: Sequence[TensorInfo], regions_by_rank: Sequence[list[list[Region]]]) -> list[str]:
-    """Parameters of which the ranks of one engine together take less or more than all. Two ranks take either the same
-    region or regions apart. Buffers, which are never cut, may be of no use to an engine."""
+def _part(destination: Destination, values: Tensor, dtype: torch.dtype) -> TensorPart:
+    return TensorPart(destination.tensor, values, destination.region.start, destination.region.row_stride, dtype)
+
+
+def uncovered(tensors: Sequence[TensorInfo], regions_by_rank: Sequence[Sequence[Sequence[Region]]]) -> list[str]:
+    """Return the parameters of which the ranks of one engine together take less or more than all. Two ranks take either
+    the same region or regions that do not overlap."""
     names = []
     for index, info in enumerate(tensors):
-        if not info.sharded:
+        if not info.sharded:  # a buffer, which an engine may not need
             continue
         distinct = {region for regions in regions_by_rank for region in regions[index]}
         if sum(region.num_elements for region in distinct) != info.num_elements:
@@ -138,14 +143,14 @@ def uncovered(tensors: Sequence[TensorInfo], regions_by_rank: Sequence[list[list
     return names
 
 
-def trace(tensors: Sequence[TensorInfo], model: nn.Module, load: Loader, device: torch.device) -> Landings:
-    """Watches `load` place each tensor into the model; raises Untraceable where it does more than copy."""
+def trace(tensors: Sequence[TensorInfo], model: nn.Module, load: Loader, device: torch.device) -> MemoryLayout:
+    """Record where `load` puts each tensor in the model. Raise Untraceable if it does more than copy."""
     parameters = dict(model.named_parameters())
     recorder = _Recorder(parameters | dict(model.named_buffers()))
 
     def weights() -> Weights:
         for index, info in enumerate(tensors):
-            source = torch.ones(info.shape, dtype=info.torch_dtype, device=device)  # what is set to 0 is a padding
+            source = torch.ones(info.shape, dtype=info.torch_dtype, device=device)  # zeros are padding
             with recorder.placing(index, source):
                 yield info.name, source
 
@@ -157,7 +162,7 @@ def trace(tensors: Sequence[TensorInfo], model: nn.Module, load: Loader, device:
     except Exception as error:  # whatever the loader of a repacked layer trips over
         raise Untraceable(f"its loader cannot be watched ({type(error).__name__}: {error})") from error
     _check_filled(parameters, recorder)
-    return Landings(tensors, recorder.landings, recorder.zeros)
+    return MemoryLayout(tensors, recorder.destinations, recorder.zeros)
 
 
 class _Recorder(TorchDispatchMode):
@@ -165,7 +170,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, memory: Mapping[str, Tensor]):
         super().__init__()
-        self.landings: list[Landing] = []
+        self.destinations: list[Destination] = []
         self.zeros: list[Tensor] = []
         self._names = {_storage(tensor): name for name, tensor in memory.items() if tensor.numel()}
         self._dtypes = {_storage(tensor): tensor.dtype for tensor in memory.values()}
@@ -195,7 +200,7 @@ class _Recorder(TorchDispatchMode):
         return target
 
     def _record_zeros(self, name: str, target: Tensor) -> None:
-        if any(_overlap(target, landing.target) for landing in self.landings):
+        if any(_overlap(target, destination.target) for destination in self.destinations):
             raise Untraceable(f"its loader puts zeros over what it copied into {name}")
         self.zeros.append(target)
 
@@ -216,11 +221,11 @@ class _Recorder(TorchDispatchMode):
         region = Region(int(source.storage_offset()), num_rows, sizes[-1], source_strides[0] if len(sizes) == 2 else 0)
         view_strides = (target_strides[0] if len(sizes) == 2 else 0, 1)
         view = target.detach().as_strided((num_rows, sizes[-1]), view_strides, target.storage_offset())
-        self.landings.append(Landing(self._index, region, view))
+        self.destinations.append(Destination(self._index, region, view))
 
 
 def _merged_axes(source: Tensor, target: Tensor) -> tuple[list[int], list[int], list[int]]:
-    """Sizes and strides with every two axes merged that lie behind each other in both tensors."""
+    """Return sizes and strides after merging every two axes that are contiguous in both tensors."""
     sizes, source_strides, target_strides = [1], [1], [1]
     for size, source_stride, target_stride in zip(source.shape, source.stride(), target.stride(), strict=True):
         if size == 1:
@@ -236,9 +241,9 @@ def _merged_axes(source: Tensor, target: Tensor) -> tuple[list[int], list[int], 
 
 
 def _check_filled(parameters: Mapping[str, Tensor], recorder: _Recorder) -> None:
-    """A parameter that no tensor fills would keep the values it was made with."""
+    """Raise Untraceable if a parameter is not filled completely: it would keep the values it was made with."""
     targets: dict[int, list[Tensor]] = {}
-    for target in [*(landing.target for landing in recorder.landings), *recorder.zeros]:
+    for target in [*(destination.target for destination in recorder.destinations), *recorder.zeros]:
         targets.setdefault(_storage(target), []).append(target)
     for name, tensor in parameters.items():
         num_elements = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
@@ -250,7 +255,7 @@ def _check_filled(parameters: Mapping[str, Tensor], recorder: _Recorder) -> None
 
 
 def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The arguments that an operator changes."""
+    """Return the arguments that an operator changes."""
     if not func._schema.is_mutable:
         return []
     given = dict(zip((argument.name for argument in func._schema.arguments), args)) | dict(kwargs)
@@ -263,7 +268,7 @@ def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether their stretches of one memory meet."""
+    """Return whether two views overlap in memory."""
     if _storage(one) != _storage(other):
         return False
     ends = [

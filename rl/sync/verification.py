@@ -1,8 +1,8 @@
-"""What the leader concludes from the reports of all ranks about a version; an empty text is the proof.
+"""Checks by which the leader verifies a version. Each returns what is wrong, or an empty text.
 
-sent by the actors, slice by slice  ==  got by each receiver        compared here, by digests
-got by a receiver                   ==  what lies in its memory     compared on its rank, by digests
-logprobs of the learner             ~   logprobs of each engine     compared here
+digests of what the actors sent       ==  digests of what each receiver received    compared here
+digests of what a receiver received   ==  digests of what lies in its memory        compared on its rank
+logprobs of the learner               ~   logprobs of each engine                   compared here
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from rl.model.shards import TensorInfo
 from rl.placement.roles import Placement
-from rl.sync.landing import Region, uncovered
+from rl.sync.layout import Region, uncovered
 from rl.sync.probe import difference
 
 MAX_NAMES = 8  # of tensors in an error
 
 
-def who(rank: int, placement: Placement) -> str:
+def describe_rank(rank: int, placement: Placement) -> str:
     engine = placement.engine_of(rank)
     return f"rank {rank}" if engine is None else f"rank {rank} (engine {engine})"
 
 
 def differing(ours: Tensor, theirs: Tensor, tensors: Sequence[TensorInfo]) -> str:
-    """The names of the tensors whose digests differ; empty when none does."""
+    """Return the names of the tensors whose digests differ."""
     wrong = (ours != theirs).any(1).nonzero().flatten().tolist()
     return _listed([tensors[index].name for index in wrong])
 
@@ -34,10 +34,10 @@ def _listed(names: Sequence[str]) -> str:
     return f"{text} and {len(names) - MAX_NAMES} more tensors" if len(names) > MAX_NAMES else text
 
 
-def judge_plans(digests: Mapping[int, str], placement: Placement) -> str:
-    """All ranks must have derived the leader's plan."""
-    ours = digests[placement.leader]
-    others = [who(rank, placement) for rank, digest in sorted(digests.items()) if digest != ours]
+def check_plans(plans: Mapping[int, str], placement: Placement) -> str:
+    """Check that all ranks have derived the leader's plan."""
+    ours = plans[placement.leader]
+    others = [describe_rank(rank, placement) for rank, plan in sorted(plans.items()) if plan != ours]
     if not others:
         return ""
     return (
@@ -46,56 +46,56 @@ def judge_plans(digests: Mapping[int, str], placement: Placement) -> str:
     )
 
 
-def judge_regions(
-    regions: Mapping[int, Sequence[Sequence[Sequence[int]]]], tensors: Sequence[TensorInfo], placement: Placement
+def check_regions(
+    regions: Mapping[int, Sequence[Sequence[Region]]], tensors: Sequence[TensorInfo], placement: Placement
 ) -> str:
-    """The ranks of an engine together take all of every tensor; ranks that cannot tell are left out."""
+    """Check that the ranks of each engine together take all of every tensor. Engines of which a rank cannot tell are
+    left out."""
     errors = []
     for index, ranks in enumerate(placement.engines):
         if all(rank in regions for rank in ranks):
-            taken = [[[Region(*region) for region in tensor] for tensor in regions[rank]] for rank in ranks]
-            missing = uncovered(tensors, taken)
+            missing = uncovered(tensors, [regions[rank] for rank in ranks])
             if missing:
                 errors.append(f"engine {index} does not take all of {_listed(missing)}")
     return "; ".join(errors)
 
 
-def judge_transfer(
+def check_transfer(
     errors: Mapping[int, Sequence[str]],
     sent: Mapping[int, Tensor],
-    got: Mapping[int, Tensor],
+    received: Mapping[int, Tensor],
     tensors: Sequence[TensorInfo],
     placement: Placement,
 ) -> str:
-    """`sent` are the digests of the actors' slices: equal in all replicas, and those of one replica add up; `got` are
-    those of whole tensors."""
-    found = [f"{who(rank, placement)}: {text}" for rank, texts in sorted(errors.items()) for text in texts]
+    """Check digests: those of the actors' slices (`sent`) are equal in all replicas, and those of one replica add up to
+    those of the whole tensors that each receiver got (`received`)."""
+    found = [f"{describe_rank(rank, placement)}: {text}" for rank, texts in sorted(errors.items()) for text in texts]
     for shard, owner in enumerate(placement.owners):
         for rank in (replica[shard] for replica in placement.replicas if sent):
             names = differing(sent[rank], sent[owner], tensors)
             if names:
-                found.append(f"{who(rank, placement)}: holds another replica than rank {owner} of {names}")
+                found.append(f"{describe_rank(rank, placement)}: holds another replica than rank {owner} of {names}")
     if sent:
         total = torch.stack([sent[owner] for owner in placement.owners]).sum(0).to(torch.int32)
-        for rank, digests in sorted(got.items()):
+        for rank, digests in sorted(received.items()):
             names = differing(digests, total, tensors)
             if names:
-                found.append(f"{who(rank, placement)}: received other bytes than were sent of {names}")
+                found.append(f"{describe_rank(rank, placement)}: received other bytes than were sent of {names}")
     return "; ".join(found)
 
 
-def judge_probe(
+def check_probe(
     learner: Sequence[float], receivers: Mapping[int, Sequence[Sequence[float]]], limit: float, placement: Placement
 ) -> str:
-    """The logprobs of engines and inference ranks against the learner's; a NaN does not pass."""
+    """Check that the logprobs of engines and inference ranks are near the learner's. NaN is an error."""
     found = []
     for rank, answers in sorted(receivers.items()):
         for logprobs in answers:
             gap = difference(learner, logprobs)
             if not gap <= limit:
                 found.append(
-                    f"{who(rank, placement)}: its logprobs of the probe differ from the learner's by {gap:.3g} on "
-                    f"average (limit {limit:g}), though the weights arrived: it computes with others, such as a packed "
-                    "copy"
+                    f"{describe_rank(rank, placement)}: its logprobs of the probe differ from the learner's by "
+                    f"{gap:.3g} on average (limit {limit:g}), though the weights arrived: it computes with others, "
+                    "such as a packed copy"
                 )
     return "; ".join(found)

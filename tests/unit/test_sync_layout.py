@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rl.model.shards import TensorInfo
 from rl.sync.digest import Digests, flat_part
-from rl.sync.landing import Landing, Landings, Region, Untraceable, trace, uncovered
+from rl.sync.layout import Destination, MemoryLayout, Region, Untraceable, trace, uncovered
 
 CPU = torch.device("cpu")
 HIDDEN, VOCAB, PADDED_VOCAB = 6, 10, 12
@@ -84,9 +84,9 @@ RANKS = pytest.mark.parametrize(
 @RANKS
 def test_regions_are_what_the_loader_takes(tp_rank: int, tp_size: int, regions: list[list[Region]]) -> None:
     engine = Engine(tp_rank, tp_size)
-    landings = trace(TENSORS, engine, engine.load_weights, CPU)
-    assert landings.regions == regions
-    assert landings.is_whole == [found == whole != [] for found, whole in zip(regions, WHOLE, strict=True)]
+    layout = trace(TENSORS, engine, engine.load_weights, CPU)
+    assert layout.regions == regions
+    assert layout.is_whole == [found == whole != [] for found, whole in zip(regions, WHOLE, strict=True)]
     assert all(bool((parameter == 7).all()) for parameter in engine.parameters())  # watched, not made
 
 
@@ -107,10 +107,10 @@ def test_fill_does_what_the_loader_does(
     infos = [TensorInfo(info.name, info.shape, str(dtype)[6:], True) for info in TENSORS[:-1]] + TENSORS[-1:]
     engine, loaded = Engine(tp_rank, tp_size, dtype), Engine(tp_rank, tp_size, dtype)
     whole = whole_tensors()
-    landings = trace(infos, engine, engine.load_weights, CPU)
-    landings.fill_zeros()
+    layout = trace(infos, engine, engine.load_weights, CPU)
+    layout.fill_zeros()
     for bucket in ((0, 1), (2, 3, 4, STEPS), (5, 6, 7, 8)):
-        landings.fill({index: whole[index] for index in bucket})
+        layout.fill({index: whole[index] for index in bucket})
     loaded.load_weights((infos[index].name, tensor.to(infos[index].torch_dtype)) for index, tensor in whole.items())
     for name, parameter in loaded.named_parameters():
         assert getattr(engine, name).tolist() == parameter.tolist(), name
@@ -120,15 +120,15 @@ def test_fill_does_what_the_loader_does(
 CUTS = [[(0, 5), (5, info.num_elements - 5)] for info in TENSORS[:-1]] + [[(0, 1)]]  # as of two owners
 
 
-def misplaced(landings: Landings, whole: Mapping[int, Tensor]) -> list[str]:
+def misplaced(layout: MemoryLayout, whole: Mapping[int, Tensor]) -> list[str]:
     """Names of the tensors of which other values are held than were given."""
     held, expected, arrived = (Digests(len(TENSORS), CPU) for _ in range(3))
-    held.add(landings.held(CUTS))
-    expected.add(landings.expected(whole))
+    held.add(layout.held(CUTS))
+    expected.add(layout.expected(whole))
     for index, tensor in whole.items():
         flat_tensor, dtype = tensor.view(-1), TENSORS[index].torch_dtype
         arrived.add([flat_part(index, flat_tensor[a : a + count], a, dtype) for a, count in CUTS[index]])
-    is_whole = torch.tensor(landings.is_whole).unsqueeze(1)
+    is_whole = torch.tensor(layout.is_whole).unsqueeze(1)
     wanted = torch.where(is_whole, arrived.result(), expected.result())
     wrong = (held.result() != wanted).any(1)
     return [info.name for info, is_wrong in zip(TENSORS, wrong, strict=True) if is_wrong]
@@ -143,16 +143,16 @@ def test_what_is_held_is_read_back(
     tp_rank: int, tp_size: int, regions: list[list[Region]], parameter: str, element: int, name: str
 ) -> None:
     engine = Engine(tp_rank, tp_size)
-    landings, whole = trace(TENSORS, engine, engine.load_weights, CPU), whole_tensors()
-    landings.fill(whole_tensors(seed=1))
-    assert misplaced(landings, whole) == list(SHAPES)
-    landings.fill(whole)
-    assert misplaced(landings, whole) == []
-    cut = [index for index, taken in enumerate(regions) if taken and not landings.is_whole[index]]
-    assert [part.tensor for part in landings.expected(whole)] == cut  # whole ones are known by what arrived
+    layout, whole = trace(TENSORS, engine, engine.load_weights, CPU), whole_tensors()
+    layout.fill(whole_tensors(seed=1))
+    assert misplaced(layout, whole) == list(SHAPES)
+    layout.fill(whole)
+    assert misplaced(layout, whole) == []
+    cut = [index for index, taken in enumerate(regions) if taken and not layout.is_whole[index]]
+    assert [part.tensor for part in layout.expected(whole)] == cut  # whole ones are known by what arrived
     with torch.no_grad():
         getattr(engine, parameter).view(-1)[element] += 1
-    assert misplaced(landings, whole) == [name]
+    assert misplaced(layout, whole) == [name]
 
 
 @pytest.mark.parametrize(
@@ -168,24 +168,24 @@ def test_what_is_held_is_read_back(
 )
 def test_whole_is_one_region_that_is_everything(regions: list[Region], is_whole: bool) -> None:
     infos = [TensorInfo("a", (2,), "float32", True), TensorInfo("b", (3, 4), "float32", True)]
-    landings = [Landing(1, region, torch.zeros(region.num_rows, region.num_columns)) for region in regions]
-    assert Landings(infos, landings).is_whole == [False, is_whole]
+    layout = [Destination(1, region, torch.zeros(region.num_rows, region.num_columns)) for region in regions]
+    assert MemoryLayout(infos, layout).is_whole == [False, is_whole]
 
 
 def test_whole_tensors_are_read_back_in_the_parts_that_arrived_and_others_as_they_lie() -> None:
     infos = [TensorInfo("a", (3, 4), "bfloat16", True), TensorInfo("b", (3, 4), "float32", True)]
     memory = torch.arange(24.0)
-    landing_a = Landing(0, Region(0, 1, 12, 0), memory[:12].view(1, 12))
-    landing_b = Landing(1, Region(2, 3, 2, 4), memory[12:18].view(3, 2))
-    landings = Landings(infos, [landing_b, landing_a])
+    landing_a = Destination(0, Region(0, 1, 12, 0), memory[:12].view(1, 12))
+    landing_b = Destination(1, Region(2, 3, 2, 4), memory[12:18].view(3, 2))
+    layout = MemoryLayout(infos, [landing_b, landing_a])
     cuts = [[(0, 8), (8, 4)], [(0, 8), (8, 4)]]
-    found = [(part.tensor, part.values.tolist(), part.start, part.row_stride) for part in landings.held(cuts)]
+    found = [(part.tensor, part.values.tolist(), part.start, part.row_stride) for part in layout.held(cuts)]
     halves = [(0, [[0, 1, 2, 3, 4, 5, 6, 7]], 0, 0), (0, [[8, 9, 10, 11]], 8, 0)]
     assert found == [*halves, (1, [[12, 13], [14, 15], [16, 17]], 2, 4)]
-    assert [part.dtype for part in landings.held(cuts)] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert [part.dtype for part in layout.held(cuts)] == [torch.bfloat16, torch.bfloat16, torch.float32]
     memory[:] = 1  # the views are kept, and show what lies there now
-    assert landings.held(cuts) is landings.held(cuts)
-    assert landings.held(cuts)[1].values.tolist() == [[1, 1, 1, 1]]
+    assert layout.held(cuts) is layout.held(cuts)
+    assert layout.held(cuts)[1].values.tolist() == [[1, 1, 1, 1]]
 
 
 class Untied(Engine):
@@ -212,9 +212,9 @@ def test_a_policy_without_one_of_the_tensors_leaves_a_parameter_unfilled(missing
 
 def test_a_bucket_of_which_a_receiver_takes_nothing() -> None:
     engine = Engine(0, 1)
-    landings = trace(TENSORS, engine, engine.load_weights, CPU)
-    landings.fill({STEPS: torch.tensor(3)})
-    landings.fill({})
+    layout = trace(TENSORS, engine, engine.load_weights, CPU)
+    layout.fill({STEPS: torch.tensor(3)})
+    layout.fill({})
     assert bool((engine.embed == 7).all())
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rl.model.shards import TensorInfo
 from rl.sync.plan import Plan
-from rl.sync.wire import Wire, _Pool
+from rl.sync.transfer import BucketTransfer, _Pool
 
 CPU = torch.device("cpu")
 
@@ -25,11 +25,11 @@ def own_slices(plan: Plan, rank: int) -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize(("rank", "got"), [(0, {0: [1] * 8, 1: [2] * 3}), (1, {})])
-def test_without_a_wire_the_owner_has_whole_tensors_and_a_second_replica_nothing(
+def test_without_a_transfer_the_owner_has_whole_tensors_and_a_second_replica_nothing(
     rank: int, got: dict[int, list[int]]
 ) -> None:
     plan = make_plan([8, 3], (0,), (0,), bucket_bytes=16)
-    wire = Wire(plan, [None], rank, CPU, reuse=True)
+    wire = BucketTransfer(plan, [None], rank, CPU, reuse=True)
     found = [
         {index: tensor.tolist() for index, tensor in whole.items()} for _, whole in wire.buckets(own_slices(plan, rank))
     ]
@@ -40,7 +40,7 @@ def test_without_a_wire_the_owner_has_whole_tensors_and_a_second_replica_nothing
 def test_an_owner_that_receives_has_its_own_part_in_place(bucket_bytes: int) -> None:
     """Packed, or where it belongs; what the other owner would send is whatever was there."""
     plan = make_plan([40, 10, 6], (0, 1), (0,), bucket_bytes)
-    wire = Wire(plan, [None, None], 0, CPU, reuse=True)
+    wire = BucketTransfer(plan, [None, None], 0, CPU, reuse=True)
     found = {
         index: tensor.tolist() for _, whole in wire.buckets(own_slices(plan, 0)) for index, tensor in whole.items()
     }
@@ -75,7 +75,7 @@ class WatchedPool(_Pool):
 
 def watch(plan: Plan, rank: int, reuse: bool) -> WatchedPool:
     """Two versions."""
-    wire = Wire(plan, [None] * len(plan.owners), rank, CPU, reuse)
+    wire = BucketTransfer(plan, [None] * len(plan.owners), rank, CPU, reuse)
     pool = wire._pool = WatchedPool(CPU, wire._pool._bucket_bytes, reuse)
     for _ in range(2):
         seen: list[int] = []

@@ -1,8 +1,7 @@
-"""What the leader concludes from the reports about a version: nothing to say, or who and what is wrong."""
+"""The checks of a version: an empty text, or which rank is wrong and in which tensors."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple
 
 import pytest
 import torch
@@ -10,16 +9,16 @@ from torch import Tensor
 
 from rl.model.shards import TensorInfo
 from rl.placement.roles import plan
-from rl.sync.landing import Region
+from rl.sync.layout import Region
 from rl.sync.probe import difference, make_probe
-from rl.sync.proof import (
+from rl.sync.verification import (
     MAX_NAMES,
+    check_plans,
+    check_probe,
+    check_regions,
+    check_transfer,
+    describe_rank,
     differing,
-    judge_plans,
-    judge_probe,
-    judge_regions,
-    judge_transfer,
-    who,
 )
 
 # Engine 0 on ranks 0 and 1, engine 1 on 2 and 3; rank 4 computes logprobs, 5 (the leader) and 6 learn.
@@ -39,8 +38,8 @@ def digests(**changed: int) -> Tensor:
 @pytest.mark.parametrize(
     ("rank", "text"), [(0, "rank 0 (engine 0)"), (1, "rank 1 (engine 0)"), (2, "rank 2 (engine 1)"), (4, "rank 4")]
 )
-def test_who(rank: int, text: str) -> None:
-    assert who(rank, PLACEMENT) == text
+def test_a_rank_is_described_with_its_engine(rank: int, text: str) -> None:
+    assert describe_rank(rank, PLACEMENT) == text
 
 
 @pytest.mark.parametrize(
@@ -75,16 +74,16 @@ def test_differing_names_tensors_and_cuts_long_lists(wrong: Sequence[int], text:
     ],
 )
 def test_plans(others: dict[int, str], text: str) -> None:
-    verdict = judge_plans(dict.fromkeys(range(7), "a") | others, PLACEMENT)
+    verdict = check_plans(dict.fromkeys(range(7), "a") | others, PLACEMENT)
     assert verdict.startswith(text)
     assert bool(verdict) == bool(others)
     assert not others or "model.dtype, sync.* and actor.num_replicas" in verdict
 
 
-Regions = list[list[tuple[int, int, int, int]]]
-ALL: Regions = [[(0, 1, 8, 0)]] * 12
-UPPER: Regions = [[(0, 1, 4, 0)]] * 12
-LOWER: Regions = [[(4, 1, 4, 0)]] * 12
+Regions = list[list[Region]]
+ALL: Regions = [[Region(0, 1, 8, 0)]] * 12
+UPPER: Regions = [[Region(0, 1, 4, 0)]] * 12
+LOWER: Regions = [[Region(4, 1, 4, 0)]] * 12
 
 
 @pytest.mark.parametrize(
@@ -102,12 +101,12 @@ LOWER: Regions = [[(4, 1, 4, 0)]] * 12
     ],
 )
 def test_regions(regions: dict[int, Regions], text: str) -> None:
-    assert judge_regions(regions, TENSORS, PLACEMENT) == text
+    assert check_regions(regions, TENSORS, PLACEMENT) == text
 
 
-def test_regions_come_back_from_a_message_as_lists() -> None:
-    columns = [[[list(astuple(Region(start, 4, 1, 2)))]] for start in (0, 1)]
-    assert judge_regions(dict(enumerate(columns)), TENSORS[:1], PLACEMENT) == ""
+def test_ranks_that_take_different_columns_cover_a_tensor() -> None:
+    columns = [[[Region(start, 4, 1, 2)]] for start in (0, 1)]
+    assert check_regions(dict(enumerate(columns)), TENSORS[:1], PLACEMENT) == ""
 
 
 @pytest.mark.parametrize(
@@ -123,8 +122,8 @@ def test_regions_come_back_from_a_message_as_lists() -> None:
 def test_what_several_actors_sent_adds_up_modulo_2_to_the_32(parts: tuple[int, int], total: int) -> None:
     sent = {5: digests(t4=parts[0]), 6: torch.zeros(12, 2, dtype=torch.int32)}
     sent[6][4, 0] = parts[1]
-    assert judge_transfer({}, sent, {0: digests(t4=total)}, TENSORS, PLACEMENT) == ""
-    wrong = judge_transfer({}, sent, {0: digests(t4=total ^ 1)}, TENSORS, PLACEMENT)
+    assert check_transfer({}, sent, {0: digests(t4=total)}, TENSORS, PLACEMENT) == ""
+    wrong = check_transfer({}, sent, {0: digests(t4=total ^ 1)}, TENSORS, PLACEMENT)
     assert wrong == "rank 0 (engine 0): received other bytes than were sent of t4"
 
 
@@ -153,7 +152,7 @@ CLEAN: dict[int, list[str]] = {rank: [] for rank in (6, 5, 4, 3, 2, 1, 0)}  # as
     ],
 )
 def test_transfers(errors: dict[int, list[str]], got: dict[int, Tensor], text: str) -> None:
-    assert judge_transfer(CLEAN | errors, RIGHT, got, TENSORS, PLACEMENT) == text
+    assert check_transfer(CLEAN | errors, RIGHT, got, TENSORS, PLACEMENT) == text
 
 
 def test_replicas_hold_the_same() -> None:
@@ -163,14 +162,14 @@ def test_replicas_hold_the_same() -> None:
     shards = [digests(), digests(t2=7)]
     sent = {1: shards[0], 2: shards[1], 3: shards[0], 4: shards[1]}
     got = {0: shards[0] + shards[1]}
-    assert judge_transfer({}, sent, got, TENSORS, placement) == ""
+    assert check_transfer({}, sent, got, TENSORS, placement) == ""
     sent[2] = digests(t2=7, t5=1)
-    assert judge_transfer({}, sent, got, TENSORS, placement) == "rank 2: holds another replica than rank 4 of t5"
+    assert check_transfer({}, sent, got, TENSORS, placement) == "rank 2: holds another replica than rank 4 of t5"
 
 
 def test_without_digests_only_errors_count() -> None:
-    assert judge_transfer(CLEAN, {}, {}, TENSORS, PLACEMENT) == ""
-    assert judge_transfer({0: ["lost"]}, {}, {}, TENSORS, PLACEMENT) == "rank 0 (engine 0): lost"
+    assert check_transfer(CLEAN, {}, {}, TENSORS, PLACEMENT) == ""
+    assert check_transfer({0: ["lost"]}, {}, {}, TENSORS, PLACEMENT) == "rank 0 (engine 0): lost"
 
 
 LEARNER = [-1.0, -2.0, -4.0]
@@ -188,13 +187,13 @@ LEARNER = [-1.0, -2.0, -4.0]
     ],
 )
 def test_probes(logprobs: list[float], gap: str | None) -> None:
-    verdict = judge_probe(LEARNER, {0: [LEARNER], 3: [LEARNER, logprobs], 4: []}, 0.25, PLACEMENT)
+    verdict = check_probe(LEARNER, {0: [LEARNER], 3: [LEARNER, logprobs], 4: []}, 0.25, PLACEMENT)
     text = f"rank 3 (engine 1): its logprobs of the probe differ from the learner's by {gap} on average (limit 0.25)"
     assert verdict.startswith(text) if gap else verdict == ""
 
 
 def test_a_learner_that_computes_nan_passes_nowhere() -> None:
-    verdict = judge_probe([math.nan] * 3, {2: [LEARNER], 0: [LEARNER]}, 0.25, PLACEMENT)
+    verdict = check_probe([math.nan] * 3, {2: [LEARNER], 0: [LEARNER]}, 0.25, PLACEMENT)
     assert [part[:17] for part in verdict.split("; ")] == ["rank 0 (engine 0)", "rank 2 (engine 1)"]
 
 
