@@ -1,4 +1,4 @@
-"""From rewards to advantages: what is added to a response's reward, and the rule that gives its tokens credit."""
+"""Turn rewards into advantages: shape a response's reward, then assign credit to its tokens."""
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,10 @@ from rl.report.metrics import Measures
 def assign_credit(
     batch: Batch, algo: AlgoConfig, max_new_tokens: int, kl_coef: float, pg: dist.ProcessGroup, measures: Measures
 ) -> Batch:
-    """Return the batch with advantages, and for a critic with returns. Whole groups are here; what is averaged over the
-    batch is averaged over all ranks of the process group, so all of them call this.
+    """Return the batch with advantages, and for a critic with returns. It is a collective: means over the batch are
+    means over all ranks of the process group. A rank's batch holds whole groups.
 
-    Responses that algo.mask_truncated masks count nowhere: neither in the mean of their group nor in that of the batch.
+    Responses that algo.mask_truncated masks count neither in the mean of their group nor in that of the batch.
     """
     kept = batch.trained_sequences(algo.mask_truncated)
     credited = _credit(batch.select(kept), algo, max_new_tokens, kl_coef, pg, measures)
@@ -30,7 +30,7 @@ def _credit(
     batch: Batch, algo: AlgoConfig, max_new_tokens: int, kl_coef: float, pg: dist.ProcessGroup, measures: Measures
 ) -> Batch:
     segments, lengths = batch.response_segment_ids, batch.response_lengths
-    rewards = _shaped(batch, algo, max_new_tokens, measures)
+    rewards = _shaped_rewards(batch, algo, max_new_tokens, measures)
     kl = _kl(batch, algo, kl_coef, measures)
     if algo.advantage in ("grpo", "dr_grpo", "rloo"):
         if kl is not None:
@@ -57,7 +57,7 @@ def _credit(
     return batch.replace(advantages=batch.at_responses(rules.standardize(credit, moments)))
 
 
-def _shaped(batch: Batch, algo: AlgoConfig, max_new_tokens: int, measures: Measures) -> Tensor:
+def _shaped_rewards(batch: Batch, algo: AlgoConfig, max_new_tokens: int, measures: Measures) -> Tensor:
     rewards, count = batch.rewards, batch.num_sequences
     if algo.overlong_tokens:
         penalty = rules.overlong_penalty(batch.response_lengths, max_new_tokens, algo.overlong_tokens)
@@ -73,7 +73,7 @@ def _shaped(batch: Batch, algo: AlgoConfig, max_new_tokens: int, measures: Measu
 
 
 def _kl(batch: Batch, algo: AlgoConfig, kl_coef: float, measures: Measures) -> Tensor | None:
-    """[R] of each response token, where rewards pay for it."""
+    """Return the KL of each response token, [R], if it is subtracted from rewards."""
     if not algo.has_kl_in_reward:
         return None
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None

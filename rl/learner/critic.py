@@ -1,4 +1,4 @@
-"""The critic of PPO, on the actor mesh: the layers of a model under a head of one row, with an optimizer of its own."""
+"""The trainer of PPO's critic on the actor mesh: a model's layers with a head of one row, and its own optimizer."""
 
 from dataclasses import dataclass
 
@@ -32,15 +32,15 @@ class CriticTrainer(ShardedTrainer):
 
     @torch.no_grad()
     def add_values(self, batch: Batch) -> Batch:
-        """With what it expects before each response token. A collective: its forwards are."""
+        """Return the batch with the critic's value before each response token. It is a collective."""
         micro_batches = cut_together(batch, self._max_tokens, hidden_size_of(self.model), self._pg)
 
         def values(micro_batch: Batch) -> list[Tensor]:
             return [value_responses(self.model, micro_batch, self._device)]
 
-        (judged,) = over_micro_batches(batch, micro_batches, values, "values")
+        (found,) = over_micro_batches(batch, micro_batches, values, "values")
         reshard(self.model)
-        return batch.replace(values=judged)
+        return batch.replace(values=found)
 
     def _denominator(self, mini_batch: Batch) -> Tensor:
         return mini_batch.response_lengths.sum()

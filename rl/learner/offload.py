@@ -1,11 +1,12 @@
-"""Tensors that change places between the device and host memory, while everything that refers to them stays valid.
+"""Move tensors between the device and host memory, while everything that refers to them stays valid.
 
-Their storages are emptied and filled again: parameters, the views that FSDP keeps of them, and the optimizer's moments
-are the same objects before and after, and at no time are there two copies on the device. On a GPU the copies run on a
-stream of their own, beside whatever else is computed.
+Their storages are emptied and filled again. Parameters, the views that FSDP keeps of them, and the optimizer's moments
+are the same objects before and after, and the device never holds two copies. On a GPU the copies run on a stream of
+their own, beside other computation.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from rl.model.host_memory import HostBuffers
 
 
 class Offloader:
-    """The storages of these tensors. Host memory is pinned, and kept from one time to the next."""
+    """Moves the storages of some tensors to host buffers, which it keeps, and back."""
 
     def __init__(self, tensors: Iterable[Tensor]):
         self._storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
@@ -22,67 +23,68 @@ class Offloader:
         self._stream = torch.cuda.Stream(devices.pop()) if devices else None
         sizes = [storage.nbytes() for storage in self._storages.values()]
         self._host = dict(zip(self._storages, HostBuffers(sizes, pinned=self._stream is not None), strict=True))
-        self._away: set[int] = set()
+        self._offloaded: set[int] = set()
         self._is_copied = False  # or being copied, on the stream
 
     @property
     def is_offloaded(self) -> bool:
-        """Any of them."""
-        return bool(self._away)
+        """Whether any of the tensors is in host memory only."""
+        return bool(self._offloaded)
 
     def start_offload(self) -> None:
-        """To the host, in the order of what the current stream has done so far; until `leave` nothing writes to them.
-        They can still be read."""
+        """Start the copy to host memory. Until `offload` the tensors can be read, but nothing may write to them."""
         if self.is_offloaded:
             return
-        self._follow()
-        with torch.cuda.stream(self._stream):  # does nothing without a GPU
+        with self._after_current_stream():
             for key, storage in self._storages.items():
                 self._host[key].copy_(_bytes(storage), non_blocking=True)
         self._is_copied = True
 
     def offload(self) -> None:
-        """Their memory on the device is free when this returns."""
+        """Copy the tensors to host memory and free their memory on the device."""
         if self.is_offloaded:
             return
         if not self._is_copied:
             self.start_offload()
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).synchronize()  # which may be reading them
+            torch.cuda.current_stream(self._stream.device).synchronize()  # it may be reading them
             self._stream.synchronize()
         for storage in self._storages.values():
-            if storage.resizable():  # not where numpy has looked at it, on a CPU
+            if storage.resizable():  # on a CPU not every storage is, such as one that numpy shares
                 storage.resize_(0)
-        self._away, self._is_copied = set(self._storages), False
+        self._offloaded, self._is_copied = set(self._storages), False
 
     def start_reload(self, tensors: Iterable[Tensor] | None = None) -> None:
-        """Starts, of these or of all; whoever uses them next calls `wait` first."""
-        keys = set(self._away) if tensors is None else {tensor.untyped_storage()._cdata for tensor in tensors}
-        storages = {key: self._storages[key] for key in keys & self._away}
+        """Start the copy of these tensors, or of all, back to the device. Call `wait` before they are used."""
+        keys = set(self._offloaded) if tensors is None else {tensor.untyped_storage()._cdata for tensor in tensors}
+        storages = {key: self._storages[key] for key in keys & self._offloaded}
         if not storages:
             return
         for key, storage in storages.items():
             if not storage.nbytes():
                 storage.resize_(self._host[key].nbytes)
-        self._follow()
-        with torch.cuda.stream(self._stream):
+        with self._after_current_stream():
             for key, storage in storages.items():
                 _bytes(storage).copy_(self._host[key], non_blocking=True)
-        self._away -= keys
+        self._offloaded -= keys
 
     def wait(self) -> None:
-        """What the current stream does next comes after what was copied so far; the host does not wait."""
+        """Let the current stream wait for the copies that were started; the host does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def host_copy(self, tensor: Tensor) -> Tensor:
-        """One of the tensors as it lies in host memory."""
+        """Return a view of one of the tensors in host memory."""
         whole = self._host[tensor.untyped_storage()._cdata].view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride(), whole.storage_offset() + tensor.storage_offset())
 
-    def _follow(self) -> None:
+    @contextmanager
+    def _after_current_stream(self) -> Iterator[None]:
+        """Run copies on our stream, after what the current stream has been given so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):  # does nothing without a GPU
+            yield
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -1,4 +1,4 @@
-"""The policy on the actor mesh and its optimizer: one batch in, new weights and metrics out."""
+"""The trainer of the policy on the actor mesh: one batch in, new weights and metrics out."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -46,31 +46,31 @@ class PolicyTrainer(ShardedTrainer):
         schedule = lr_schedule(actor.lr_schedule, actor.warmup_steps, settings.num_optimizer_steps)
         super().__init__(sharded, actor, algo, actor.lr, schedule)
         self._rollout, self._reference = settings.rollout, reference
-        self.kl_coef = algo.kl_coef  # now; algo.kl_target adapts it
+        self.kl_coef = algo.kl_coef  # the current one; algo.kl_target adapts it
         self.probe_tokens = probe_tokens
         self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, by the policy before the last update
         self._is_probe_due = False
 
     def run_probe(self) -> None:
-        """A forward for the probe alone, where no update follows; on every rank, since it is a collective."""
+        """Run a forward pass for the probe alone, in a step without an update. It is a collective."""
         self._is_probe_due = True
         with torch.no_grad():
             self._score(empty_batch(), None)
         reshard(self.model)
 
     def restore_kl_coef(self, kl_coef: float) -> None:
-        """Where it adapts; otherwise this run's settings rule."""
+        """Continue with an adapted KL coefficient. Without algo.kl_target this run's setting is used."""
         if self._algo.kl_target:
             self.kl_coef = kl_coef
 
     def adapt(self, kl: float, num_sequences: int) -> None:
-        """Adapt the KL coefficient after a step whose mean KL to the reference, per token, was this."""
+        """Adapt the KL coefficient to a step's mean KL to the reference per token."""
         if self._algo.kl_target and math.isfinite(kl):
             self.kl_coef = adapt_kl_coef(self.kl_coef, kl, self._algo.kl_target, num_sequences)
 
     def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
-        """A batch without old logprobs was sampled by this very policy and takes one step: its own forward gives
-        them."""
+        """Update the policy. A batch without old logprobs was sampled by this policy and takes one step, whose forward
+        pass computes them."""
         assert batch.old_logprobs is not None or self._algo.num_mini_batches * self._algo.num_epochs == 1
         self._is_probe_due = True
         super().update(batch, num_prompts, measures)
@@ -112,7 +112,7 @@ class PolicyTrainer(ShardedTrainer):
         if algo.correction != "none":
             limit = algo.correction_limit
             correction = importance_weights(old_logprobs, rollout_logprobs, segments, lengths, algo.correction, limit)
-            # Every loss scales with the advantage, by any factor that is not negative. So these weights scale the loss,
+            # Every loss is linear in the advantage for factors that are not negative. So these weights scale the loss,
             # and a token of weight 0 has the loss 0, however large its ratio.
             advantages = advantages * correction.weights
             _measure_correction(correction, count, measures)
@@ -134,7 +134,7 @@ class PolicyTrainer(ShardedTrainer):
     def _policy_loss(
         self, new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, segment_ids: Tensor, lengths: Tensor
     ) -> PolicyLoss:
-        """Where to add a loss: docs/algorithms.md."""
+        """Return the loss of each token. docs/algorithms.md says how to add one."""
         algo, tokens = self._algo, (new_logprobs, old_logprobs, advantages)
         bounds = algo.clip_low, algo.clip_high
         if algo.loss == "gspo":
@@ -158,6 +158,6 @@ class PolicyTrainer(ShardedTrainer):
 
 
 def _measure_correction(correction: Correction, count: Tensor, measures: Measures) -> None:
-    """Near 1 and 0 where engine and learner agree."""
+    """Measure the mean weight and the share of cut weights: near 1 and 0 if engine and learner agree."""
     measures.mean("policy/correction_mean", correction.weights.sum(), count)
     measures.mean("policy/correction_cut", correction.cut.sum(), count)

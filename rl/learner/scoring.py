@@ -1,8 +1,8 @@
-"""Who computes old and reference logprobs: this learner's own model, or the inference ranks.
+"""Scoring: old and reference logprobs of a batch, computed by the actors' own models or by the inference ranks.
 
-A forward of a sharded model is a collective, so the ranks of a mesh run equally many. Actors agree on a count among
-themselves; for inference ranks the first of them cuts arriving work into even parts and says how many forwards each
-runs.
+A forward pass of a sharded model is a collective, so the ranks of a mesh must run equally many. Actors agree on a count
+among themselves. The first inference rank cuts arriving work into even parts and tells each rank how many forward
+passes to run.
 
     actor --score--> first inference rank --forward--> every inference rank --scores--> actor
 """
@@ -80,18 +80,18 @@ class ScoringModels:
 
 class Scorer:
     def score(self, batch: Batch, version: int) -> Batch:
-        """The batch with old_logprobs, where they need a pass of their own, and a reference's, if there is one."""
+        """Return the batch with old and reference logprobs, as far as they need a separate forward pass."""
         raise NotImplementedError
 
     def offload(self) -> None:
-        """For an engine of this rank."""
+        """Free device memory for an engine of this rank."""
 
     def reload(self) -> None:
-        """The engine sleeps."""
+        """Bring back to the device what `offload` moved to host memory."""
 
 
 class LocalScorer(Scorer):
-    """Scores with the actors' own models. With `offloads_reference` the reference's weights lie in host memory between
+    """Scores with the actors' own models. With `offloads_reference` the reference's weights are in host memory between
     `offload` and `reload`."""
 
     def __init__(
@@ -103,22 +103,22 @@ class LocalScorer(Scorer):
     ):
         self._models, self._fields, self._pg = models, fields, pg
         self._reference = models.by_field.get("ref_logprobs")
-        self._rest = None
+        self._offloader = None
         if self._reference is not None and offloads_reference:
-            self._rest = Offloader(part.data for part in local_slices(self._reference))
+            self._offloader = Offloader(part.data for part in local_slices(self._reference))
 
     def offload(self) -> None:
-        self._reshard_reference()  # which a loss with the full KL has used too
-        if self._rest is not None:
-            self._rest.offload()
+        self._reshard_reference()  # a loss with the full KL has used it too
+        if self._offloader is not None:
+            self._offloader.offload()
 
     def reload(self) -> None:
-        if self._rest is not None:
-            self._rest.start_reload()
-            self._rest.wait()
+        if self._offloader is not None:
+            self._offloader.start_reload()
+            self._offloader.wait()
 
     def _reshard_reference(self) -> None:
-        """Nothing but the next batch needs its root again; that of the policy is what the update begins with."""
+        """Free the reference's root parameters until the next batch. The policy's stay: the update begins with them."""
         if self._reference is not None:
             reshard(self._reference)
 
@@ -132,7 +132,7 @@ class LocalScorer(Scorer):
 
 
 class RemoteScorer(Scorer):
-    """Asks the inference ranks."""
+    """Lets the inference ranks score."""
 
     def __init__(self, mail: Mail, scorers: list[int], fields: list[str]):
         self._mail, self._scorers, self._fields = mail, scorers, fields
@@ -167,18 +167,18 @@ class LogprobService(Service):
         self._policy = models.by_field["old_logprobs"]
 
     def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout:
-        """Of the copy that follows the policy: this rank's rows of each tensor."""
+        """Return this rank's rows of each tensor in the copy that follows the policy."""
         index = self._scorers.index(self._mail.rank)
         parts = {part.info.name: part for part in local_slices(self._policy)}
         ours = {name: part.info.shape for name, part in parts.items()}
         theirs = {info.name: info.shape for info in tensors}
         assert ours == theirs, f"this rank's copy is of another model: {set(ours.items()) ^ set(theirs.items())}"
-        landed = []
+        destinations = []
         for number, info in enumerate(tensors):
             first, _ = info.rows(index, len(self._scorers)) if info.sharded else (0, 0)
             data = parts[info.name].data.view(1, -1)
-            landed.append(Destination(number, Region(first * info.row_elements, 1, data.numel(), 0), data))
-        return MemoryLayout(tensors, [landing for landing in landed if landing.region.num_elements])
+            destinations.append(Destination(number, Region(first * info.row_elements, 1, data.numel(), 0), data))
+        return MemoryLayout(tensors, [each for each in destinations if each.region.num_elements])
 
     def begin_version(self) -> None:
         self.version = 0
@@ -188,7 +188,7 @@ class LogprobService(Service):
         self.version = version
 
     def probe(self, tokens: list[int]) -> list[float]:
-        """On every inference rank, since a forward of the sharded copy is a collective."""
+        """Return the copy's logprobs of these tokens. It is a collective of the inference ranks."""
         return learner_logprobs(self._policy, tokens, self._models.device)
 
     def handle(self, message: Message) -> None:

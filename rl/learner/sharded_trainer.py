@@ -1,8 +1,8 @@
-"""A sharded model under AdamW: its state by slices, where it lies, and optimizer steps over micro-batches.
+"""A trainer of a sharded model with AdamW: its state by slices, offloading, and optimizer steps over micro-batches.
 
-Losses are sums; the division by the mini-batch's own denominator, over all ranks, happens once, so the result depends
-neither on the number of ranks nor on the split into micro-batches. FSDP averages gradients over the mesh, which the
-factor `mesh size` undoes.
+Losses are sums. They are divided once, by the mini-batch's denominator over all ranks, so the result depends neither on
+the number of ranks nor on the split into micro-batches. FSDP averages gradients over the mesh; the factor `mesh size`
+undoes that.
 """
 
 import math
@@ -28,7 +28,7 @@ from rl.model.logprobs import hidden_size_of
 from rl.model.shards import LocalSlice, local_slices, reshard
 from rl.report.metrics import Measures
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by its own names
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's own names
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,12 @@ class ShardedModel:
 
 
 class ShardedTrainer:
-    kind = "model"  # of its weights in a checkpoint
-    metric = "optim"  # prefix of what an optimizer step measures
+    """Base class of the trainers of policy and critic."""
+
+    kind = "model"  # the name of its weights in a checkpoint
+    metric = "optim"  # the prefix of its metrics
     outputs = "logprobs of the policy"
-    remedy = " or set algo.dual_clip"  # of gradients that are not finite, beside a lower learning rate
+    remedy = " or set algo.dual_clip"  # if gradients are not finite, besides a lower learning rate
 
     def __init__(
         self,
@@ -59,20 +61,20 @@ class ShardedTrainer:
         assert isinstance(parameter, DTensor)
         self._mesh = parameter.device_mesh  # [shard], or [replica, shard]
         self._actor, self._algo = actor, algo
-        # Right after sharding: an optimizer made after a forward would miss the root's parameters without a word.
+        # Built right after sharding: after a forward pass it would silently miss the root's parameters.
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=lr,
             betas=(actor.beta1, actor.beta2),
             eps=actor.eps,
             weight_decay=actor.weight_decay,
-            fused=self._device.type == "cuda" or None,  # also where actor.offload keeps them in host memory
+            fused=self._device.type == "cuda" or None,  # also if actor.offload keeps them in host memory
         )
-        # Outputs of forward passes that were infinite or NaN: counted on the device, read once an optimizer step.
+        # Infinite or NaN outputs of forward passes: counted on the device, read once per optimizer step.
         self._num_bad_outputs = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._rests: dict[str, Offloader] = {}  # by kind of state, once it has left the device to an engine
+        self._offloaders: dict[str, Offloader] = {}  # by kind of state, from its first offload on
         _, *layers = (module for module in self.model.modules() if isinstance(module, FSDPModule))  # without the root
-        self._layers = [(layer, _trained(layer)) for layer in layers]  # with what the optimizer knows them by
+        self._layers = [(layer, _trained(layer)) for layer in layers]
         self._schedule = schedule
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, schedule)
 
@@ -85,64 +87,61 @@ class ShardedTrainer:
         return moment if self.kind == "model" else f"{self.kind}_{moment}"
 
     def state_slices(self) -> list[tuple[str, LocalSlice]]:
-        """This rank's part of all that training changes, by kind: parameters (the float32 masters) and buffers, then
-        the moments. Views of the memory that is trained, or of the host's while it lies there."""
+        """Return this rank's part of the training state, by kind: float32 parameters and buffers, then moments. They
+        are views: of host memory while a kind is offloaded, otherwise of the memory that is trained."""
         parts = [(self.kind, part) for part in local_slices(self.model)]
         infos = {part.info.name: part.info for _, part in parts}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 state = self._moments(parameter)
                 parts += [(self._moment_kind(of), LocalSlice(infos[name], _local(state[of]))) for of in MOMENTS]
-        for kind, rest in self._rests.items():
-            if rest.is_offloaded:
-                parts = [
-                    (of, LocalSlice(part.info, rest.host_copy(part.data)) if of == kind else part) for of, part in parts
-                ]
-            else:
-                rest.wait()
-        return parts
+        for offloader in self._offloaders.values():
+            if not offloader.is_offloaded:
+                offloader.wait()
+        return [(kind, self._where_it_lies(kind, part)) for kind, part in parts]
+
+    def _where_it_lies(self, kind: str, part: LocalSlice) -> LocalSlice:
+        offloader = self._offloaders.get(kind)
+        if offloader is None or not offloader.is_offloaded:
+            return part
+        return LocalSlice(part.info, offloader.host_copy(part.data))
 
     def weight_slices(self) -> Iterator[LocalSlice]:
-        """Of the weights alone, where they lie now."""
+        """Yield this rank's part of the weights; in host memory while they are offloaded."""
         for part in local_slices(self.model):
-            yield LocalSlice(part.info, self._rests[self.kind].host_copy(part.data)) if self.is_offloaded else part
+            yield self._where_it_lies(self.kind, part)
 
     @property
     def offloads(self) -> bool:
-        """Whether it, or a part of it, leaves the device to an engine of the same rank."""
+        """Whether all or a part of the state is offloaded while an engine of the same rank uses the device."""
         return self._actor.offload in ("rollout", "moments")
 
-    @property
-    def is_offloaded(self) -> bool:
-        """The weights are in host memory: nothing can be computed."""
-        return self.kind in self._rests and self._rests[self.kind].is_offloaded
-
     def start_offload(self) -> None:
-        """What `offload` will wait for and no other rank needs; nothing is updated until then."""
-        for kind, rest in self._rests.items():
+        """Start the copies of the moments that `offload` will wait for. Until then there may be no update."""
+        for kind, offloader in self._offloaders.items():
             if kind != self.kind:
-                rest.start_offload()
+                offloader.start_offload()
 
     def offload(self) -> None:
-        """For an engine of this rank: what only the update needed, and what actor.offload says."""
+        """Free device memory for an engine of this rank: temporary memory, and what actor.offload says."""
         reshard(self.model)  # a probe leaves a part of it gathered
         for kind, tensors in self._state_so_far().items() if self.offloads else ():
             if kind == self.kind and self._actor.offload == "moments":
                 continue
-            if kind not in self._rests:
-                self._rests[kind] = Offloader(tensors)
-            self._rests[kind].offload()
+            if kind not in self._offloaders:
+                self._offloaders[kind] = Offloader(tensors)
+            self._offloaders[kind].offload()
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the allocator keeps what was freed otherwise
+            torch.cuda.empty_cache()  # otherwise the allocator keeps what was freed
 
     def reload(self) -> None:
-        """The weights; moments come when an optimizer step is near."""
-        if self.kind in self._rests:
-            self._rests[self.kind].start_reload()
-            self._rests[self.kind].wait()
+        """Bring the weights back to the device. The moments follow shortly before an optimizer step."""
+        if self.kind in self._offloaders:
+            self._offloaders[self.kind].start_reload()
+            self._offloaders[self.kind].wait()
 
     def restore_schedule(self, num_updates: int) -> None:
-        """As after so many optimizer steps; learning rate and schedule are this run's own."""
+        """Continue after this number of optimizer steps, with the learning rate and schedule of this run."""
         self._scheduler.last_epoch = num_updates
         rates = [base * self._schedule(num_updates) for base in self._scheduler.base_lrs]
         self._scheduler._last_lr = rates
@@ -152,15 +151,15 @@ class ShardedTrainer:
             self._moments(parameter)["step"].fill_(num_updates)
 
     def _state_so_far(self) -> dict[str, list[Tensor]]:
-        """By kind; without moments before the first update, so that none are made only to leave. Then of all, also of
-        parameters that had no gradient yet."""
+        """Return the tensors that exist, by kind. Moments are missing before the first update: none are made only to be
+        offloaded. Afterwards all trained parameters have them, even those without a gradient so far."""
         tensors = {self.kind: [part.data for part in local_slices(self.model)]}
         trained = _trained(self.model) if self._optimizer.state else []
         states = [self._moments(parameter) for parameter in trained]
         return tensors | {self._moment_kind(of): [_local(state[of]) for state in states] for of in MOMENTS if states}
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """AdamW makes them at its first step; a checkpoint may need them before."""
+        """Return a parameter's moments. AdamW makes them at its first step, but a checkpoint may need them before."""
         state = self._optimizer.state[parameter]
         if not state:
             where = parameter.device if self._optimizer.defaults["fused"] else None
@@ -170,7 +169,7 @@ class ShardedTrainer:
 
     def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
         """Run epochs of optimizer steps over mini-batches, which are runs of whole groups in stream order. Masked
-        responses are in none of them."""
+        responses are left out."""
         count, positions = self._algo.num_mini_batches, batch.group_ids.tolist()
         kept = batch.trained_sequences(self._algo.mask_truncated)
         for _ in range(self._algo.num_epochs):
@@ -187,32 +186,32 @@ class ShardedTrainer:
         for number, micro_batch in enumerate(micro_batches_of(mini_batch, micro_batches, self.kind)):
             is_last = number + 1 == len(micro_batches)
             self._set_reduction(is_last)
-            with self._moments_returning() if is_last else nullcontext():
+            with self._reloading_moments() if is_last else nullcontext():
                 self._accumulate(micro_batch, scale, measures)
-        for rest in self._rests.values():
-            rest.start_reload()
+        for offloader in self._offloaders.values():
+            offloader.start_reload()
         self._check(mini_batch, measures)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._actor.max_grad_norm)
         norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(self._device)  # 0.0 without gradients
         norm_value, num_bad = torch.stack([norm.double(), self._num_bad_outputs.double()]).tolist()
         if num_bad:
             raise FloatingPointError(
-                f"{num_bad:.0f} {self.outputs} are not finite: its weights or activations have overflowed. Go on from "
+                f"{num_bad:.0f} {self.outputs} are not finite: its weights or activations have overflowed. Resume from "
                 "an earlier checkpoint with a lower learning rate"
             )
         is_finite = math.isfinite(norm_value)  # the same on every rank, as the norm is
         self._count_skipped(not is_finite, norm_value, measures)
         measures.mean(f"{self.metric}/grad_norm", torch.where(torch.isfinite(norm), norm, 0.0), float(is_finite))
         measures.mean(f"{self.metric}/lr", self._scheduler.get_last_lr()[0], 1)
-        for rest in self._rests.values():
-            rest.wait()
-        if denominator and is_finite:  # without anything to learn from AdamW would still move by its momentum
+        for offloader in self._offloaders.values():
+            offloader.wait()
+        if denominator and is_finite:  # without tokens AdamW would still move by its momentum
             self._optimizer.step()
             self._scheduler.step()
         self._optimizer.zero_grad(set_to_none=True)
 
     def _count_skipped(self, is_skipped: bool, norm: float, measures: Measures) -> None:
-        """Count an optimizer step that a gradient with infinities or NaNs would have spoilt. The first rank counts."""
+        """Count a step that is skipped because the gradient has infinities or NaNs. Only the first rank counts it."""
         is_first = dist.get_rank(self._pg) == 0
         measures.sum(f"{self.metric}/skipped_steps", float(is_skipped and is_first))
         if is_skipped and is_first:
@@ -224,24 +223,25 @@ class ShardedTrainer:
             )
 
     @contextmanager
-    def _moments_returning(self) -> Iterator[None]:
-        """Those of a layer when its backward pass has freed its activations, so that the two are never there
-        together; beside the backward passes of the layers before it."""
-        rests = {of: self._rests[kind] for of in MOMENTS if (kind := self._moment_kind(of)) in self._rests}
+    def _reloading_moments(self) -> Iterator[None]:
+        """Reload a layer's moments as soon as its backward pass has freed its activations, so that the device never
+        holds both. The copies run beside the backward passes of the layers before it."""
+        kinds = {moment: self._moment_kind(moment) for moment in MOMENTS}
+        offloaders = {of: self._offloaders[kind] for of, kind in kinds.items() if kind in self._offloaders}
 
         def start_reload(parameters: list[nn.Parameter], gradient: Tensor) -> None:
-            for of, rest in rests.items():
-                rest.start_reload(_local(self._moments(parameter)[of]) for parameter in parameters)
+            for moment, offloader in offloaders.items():
+                offloader.start_reload(_local(self._moments(parameter)[moment]) for parameter in parameters)
 
         def before_forward(
             parameters: list[nn.Parameter], layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
         ) -> None:
             for value in (*inputs, *options.values()):
                 if isinstance(value, Tensor) and value.requires_grad:
-                    value.register_hook(partial(start_reload, parameters))  # the last gradient that a layer computes
+                    value.register_hook(partial(start_reload, parameters))  # a layer computes this gradient last
                     return
 
-        layers = self._layers if any(rest.is_offloaded for rest in rests.values()) else ()
+        layers = self._layers if any(offloader.is_offloaded for offloader in offloaders.values()) else ()
         handles = [
             layer.register_forward_pre_hook(partial(before_forward, parameters), with_kwargs=True)
             for layer, parameters in layers
@@ -253,10 +253,11 @@ class ShardedTrainer:
                 handle.remove()
 
     def _set_reduction(self, is_last: bool) -> None:
-        """Gradients of micro-batches add up first where their sum takes no more room: on a rank that has the whole
-        model, and of one shard before its replicas exchange them. Over shards each is reduced at once."""
+        """Add up the gradients of micro-batches before they are reduced, if the sum takes no more memory: on a rank
+        that has the whole model, and for a shard before its replicas exchange it. Over shards each is reduced at once.
+        """
         assert isinstance(self.model, FSDPModule)
-        if self._actor.offload == "always":  # FSDP brings them to host memory when it has reduced them
+        if self._actor.offload == "always":  # FSDP moves gradients to host memory when it has reduced them
             return
         if self._mesh.size(self._mesh.ndim - 1) == 1:
             self.model.set_requires_gradient_sync(is_last)
@@ -264,18 +265,18 @@ class ShardedTrainer:
             self.model.set_requires_all_reduce(is_last)
 
     def _denominator(self, mini_batch: Batch) -> Tensor:
-        """This rank's part of what the sum of losses is divided by."""
+        """Return this rank's part of the number by which the sum of losses is divided."""
         raise NotImplementedError
 
     def _accumulate(self, micro_batch: Batch, scale: float, measures: Measures) -> None:
-        """Forward and backward of one micro-batch; an empty one takes part with a loss of 0."""
+        """Run forward and backward of one micro-batch. An empty one takes part with a loss of 0."""
         raise NotImplementedError
 
     def _count_bad(self, outputs: Tensor) -> None:
         self._num_bad_outputs = self._num_bad_outputs + (~torch.isfinite(outputs.detach())).sum()
 
     def _check(self, mini_batch: Batch, measures: Measures) -> None:
-        """Before the optimizer steps."""
+        """Check a mini-batch before its optimizer step."""
 
     def _move(self, tensor: Tensor) -> Tensor:
         return to_device(tensor, self._device)
@@ -290,7 +291,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def lr_schedule(name: str, warmup_steps: int, num_steps: int) -> Callable[[int], float]:
-    """The factor on the learning rate at each optimizer step, counted from 0."""
+    """Return a function that gives the factor on the learning rate at each optimizer step, counted from 0."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:
