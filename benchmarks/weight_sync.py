@@ -44,7 +44,7 @@ from rl.rollout.engine import Engine, EngineSeat
 from rl.sync.layout import MemoryLayout
 from rl.sync.plan import make_plan
 from rl.sync.probe import LIMITS, make_probe
-from rl.sync.weights import SyncSettings, WeightSource, WeightSync, share_tensors
+from rl.sync.weights import StartSync, SyncSettings, WeightSource, WeightSync, share_tensors
 from rl.world.world import World, join
 
 
@@ -123,9 +123,7 @@ class Bench:
         if self.model is not None:
             sync.publish()
         else:
-            message = self.world.mail.receive("sync")
-            assert message is not None
-            sync.join(message.meta["version"])
+            sync.join(self.world.mail.receive(StartSync).message.version)
         assert sync.version == self.version, (sync.version, self.version)
 
     def wire(self) -> None:

@@ -4,11 +4,12 @@ A forward pass of a sharded model is a collective, so the ranks of a mesh must r
 among themselves. The first inference rank cuts arriving work into even parts and tells each rank how many forward
 passes to run.
 
-    actor --score--> first inference rank --forward--> every inference rank --scores--> actor
+    actor --ScoreBatch--> first inference rank --ScorePart--> every inference rank --PartScores--> actor
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -24,7 +25,7 @@ from rl.model.logprobs import certainty_of_responses, hidden_size_of, score_resp
 from rl.model.shards import TensorInfo, local_slices, reshard
 from rl.sync.layout import Destination, MemoryLayout, Region
 from rl.sync.probe import learner_logprobs
-from rl.world.mail import Mail, Message
+from rl.world.mail import Letter, Mail, Message
 from rl.world.service import Service
 
 
@@ -76,6 +77,32 @@ class ScoringModels:
             names = [name, "certainty"] if with_certainty else [name]
             scores |= zip(names, over_micro_batches(batch, micro_batches, compute, name), strict=True)
         return scores
+
+
+@dataclass(frozen=True)
+class ScoreBatch(Message):
+    """Ask the first inference rank for scores of the batch in the payload."""
+
+    version: int
+    fields: list[str]
+
+
+@dataclass(frozen=True)
+class ScorePart(Message):
+    """Ask an inference rank for scores of a part of an actor's batch."""
+
+    actor: int
+    version: int
+    fields: list[str]
+    sequences: list[int]  # of the actor's batch
+    num_micro_batches: int
+
+
+@dataclass(frozen=True)
+class PartScores(Message):
+    """Scores of some sequences of an actor's batch, in the payload."""
+
+    sequences: list[int]
 
 
 class Scorer:
@@ -141,13 +168,12 @@ class RemoteScorer(Scorer):
         merged = {name: torch.zeros(batch.num_tokens) for name in self._fields}
         if batch.num_sequences == 0 or not merged:
             return batch.replace(**merged)
-        self._mail.send(self._scorers[0], "score", {"version": version, "fields": self._fields}, batch.to_bytes())
+        self._mail.send(self._scorers[0], ScoreBatch(version, self._fields), payload=batch.to_bytes())
         starts = batch.cu_lengths.tolist()
         for _ in self._scorers:
-            message = self._mail.receive("scores")
-            assert message is not None
-            for name, scores in safetensors.torch.load(bytes(message.payload)).items():
-                sequences = message.meta["sequences"]
+            letter = self._mail.receive(PartScores)
+            sequences = letter.message.sequences
+            for name, scores in safetensors.torch.load(bytes(letter.payload)).items():
                 pieces = scores.split([starts[s + 1] - starts[s] for s in sequences])
                 for sequence, piece in zip(sequences, pieces, strict=True):
                     merged[name][starts[sequence] : starts[sequence + 1]] = piece
@@ -159,7 +185,7 @@ class LogprobService(Service):
     the service takes weights as engines do."""
 
     name = "logprobs"
-    kinds = ("score", "forward")
+    kinds = (ScoreBatch, ScorePart)
 
     def __init__(self, mail: Mail, scorers: list[int], models: ScoringModels):
         self.version = 0
@@ -191,34 +217,26 @@ class LogprobService(Service):
         """Return the copy's logprobs of these tokens. It is a collective of the inference ranks."""
         return learner_logprobs(self._policy, tokens, self._models.device)
 
-    def handle(self, message: Message) -> None:
-        if message.kind == "score":
-            self._cut(message)
+    def handle(self, letter: Letter[Any]) -> None:
+        if isinstance(letter.message, ScoreBatch):
+            self._cut(letter)
         else:
-            self._forward(message)
+            self._score_part(letter)
 
-    def _cut(self, message: Message) -> None:
-        batch = Batch.from_bytes(message.payload)
+    def _cut(self, letter: Letter[ScoreBatch]) -> None:
+        asked, models, batch = letter.message, self._models, Batch.from_bytes(letter.payload)
         lengths = batch.lengths.tolist()
-        parts = split_evenly(costs_of(lengths, self._models.hidden_size), len(self._scorers))
-        count = max(count_micro_batches([lengths[s] for s in part], self._models.max_tokens) for part in parts)
+        parts = split_evenly(costs_of(lengths, models.hidden_size), len(self._scorers))
+        count = max(count_micro_batches([lengths[s] for s in part], models.max_tokens) for part in parts)
         for rank, part in zip(self._scorers, parts, strict=True):
-            meta = {
-                "actor": message.source,
-                "version": message.meta["version"],
-                "fields": message.meta["fields"],
-                "sequences": part,
-                "num_micro_batches": count,
-            }
-            self._mail.send(rank, "forward", meta, batch.select(part).to_bytes())
+            message = ScorePart(letter.source, asked.version, asked.fields, part, count)
+            self._mail.send(rank, message, payload=batch.select(part).to_bytes())
 
-    def _forward(self, message: Message) -> None:
-        meta = message.meta
-        assert meta["version"] == self.version, (
-            f"asked for logprobs of version {meta['version']}, this rank holds {self.version}"
+    def _score_part(self, letter: Letter[ScorePart]) -> None:
+        asked, models, batch = letter.message, self._models, Batch.from_bytes(letter.payload)
+        assert asked.version == self.version, (
+            f"asked for logprobs of version {asked.version}, this rank holds {self.version}"
         )
-        batch = Batch.from_bytes(message.payload)
-        models = self._models
-        micro_batches = cut(batch, models.max_tokens, models.hidden_size, meta["num_micro_batches"])
-        scores = models.score(meta["fields"], batch, micro_batches)
-        self._mail.send(meta["actor"], "scores", {"sequences": meta["sequences"]}, safetensors.torch.save(scores))
+        micro_batches = cut(batch, models.max_tokens, models.hidden_size, asked.num_micro_batches)
+        scores = models.score(asked.fields, batch, micro_batches)
+        self._mail.send(asked.actor, PartScores(asked.sequences), payload=safetensors.torch.save(scores))

@@ -31,9 +31,9 @@ class EngineFailed(Message):
 class EngineUser(Protocol):
     """Whatever holds memory of the engine."""
 
-    def forget(self, receiver: Engine) -> None: ...
+    def remove_receiver(self, receiver: Engine) -> None: ...
 
-    def add(self, receiver: Engine) -> None: ...
+    def add_receiver(self, receiver: Engine) -> None: ...
 
 
 class EngineHost:
@@ -65,11 +65,11 @@ class EngineHost:
             self._timer.cancel()
         self._failure = None
         for user in self._users:
-            user.forget(self.engine)
+            user.remove_receiver(self.engine)
         self.engine = self._rebuild(self.engine)
         HEART.forget_shapes()  # all are new to this engine
         for user in self._users:
-            user.add(self.engine)
+            user.add_receiver(self.engine)
 
     def check_follower(self) -> None:
         """Raise the last failure of this follower: the lead goes on, so its own step did not fail."""

@@ -82,6 +82,13 @@ class WeightSource:
 
 
 @dataclass(frozen=True)
+class StartSync(Message):
+    """The leader's announcement to ranks that only serve."""
+
+    version: int
+
+
+@dataclass(frozen=True)
 class SyncReport(Message):
     """A rank's report to the leader. It says only that the rank has come this far."""
 
@@ -194,7 +201,7 @@ class WeightSync:
             followers = {rank for ranks in self._placement.engines for rank in ranks[1:]}
             for rank in range(self._placement.world_size):
                 if rank not in self._placement.actors and rank not in followers:
-                    self._mail.send(rank, "sync", {"version": version})
+                    self._mail.send(rank, StartSync(version))
 
     def _run(self, version: int, free_device: Callable[[], None] = lambda: None) -> None:
         what, timeout_s = f"version {version} of the weights", self._config.join_timeout_s
@@ -431,16 +438,16 @@ class SyncService(Service):
     order of its other calls."""
 
     name = "sync"
-    kinds = ("sync",)
+    kinds = (StartSync,)
 
     def __init__(self, sync: WeightSync, mail: Mail, followers: Sequence[int], on_version: Callable[[int], None]):
         self._sync, self._mail, self._followers, self._on_version = sync, mail, followers, on_version
 
-    def handle(self, message: Message) -> None:
+    def handle(self, letter: Letter[StartSync]) -> None:
         for rank in self._followers:
-            self._mail.send(rank, "sync", message.meta)
-        self._sync.join(message.meta["version"])
-        self._on_version(message.meta["version"])
+            self._mail.send(rank, letter.message)
+        self._sync.join(letter.message.version)
+        self._on_version(letter.message.version)
 
 
 def share_tensors(mail: Mail, placement: Placement, model: nn.Module | None, dtype: str) -> list[TensorInfo]:

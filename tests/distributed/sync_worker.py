@@ -28,7 +28,7 @@ from rl.sync.layout import MemoryLayout
 from rl.sync.plan import Plan
 from rl.sync.probe import LIMITS, make_probe
 from rl.sync.transfer import BucketTransfer
-from rl.sync.weights import Receiver, SyncError, SyncSettings, WeightSource, WeightSync, share_tensors
+from rl.sync.weights import Receiver, StartSync, SyncError, SyncSettings, WeightSource, WeightSync, share_tensors
 from rl.world.world import World, join
 
 BUCKET_BYTES = 6000  # several tensors in most buckets, and some tensors larger than one
@@ -142,10 +142,8 @@ class Job:
     def publish(self, sync: WeightSync) -> None:
         if self.model is not None:
             sync.publish()
-            return
-        message = self.world.mail.receive("sync")
-        assert message is not None
-        sync.join(message.meta["version"])
+        else:
+            sync.join(self.world.mail.receive(StartSync).message.version)
 
     @torch.no_grad()
     def train(self) -> None:
