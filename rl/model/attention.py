@@ -1,10 +1,10 @@
-"""Attention over a ragged batch, registered with transformers under two names.
+"""Attention over packed sequences, registered with transformers under two names.
 
-A micro-batch is one row of tokens in which sequences lie end to end; where they begin travels through the model's
-keyword arguments. Each sequence attends causally to itself alone.
+A micro-batch is one row of tokens in which sequences lie end to end. The model's keyword arguments say where they
+begin. Each sequence attends causally to itself alone.
 
-    varlen    torch's own kernel for ragged rows: half precision on GPUs
-    ragged    exact on every device: sequences of like lengths are gathered into padded blocks, where padding comes
+    varlen    torch's own kernel for packed rows: half precision on GPUs
+    ragged    exact on every device: sequences of similar lengths are gathered into padded blocks, where padding comes
               after the last real key and so is never attended to
 """
 
@@ -23,22 +23,23 @@ from rl.config.schema import ConfigError
 from rl.model.host_memory import to_device
 
 RAGGED, VARLEN = "ragged", "varlen"
-# Of a padded block: how much longer its longest sequence may be than any other, as a factor and in tokens.
+# How much longer the longest sequence of a padded block may be than any other, as a factor and in tokens.
 MAX_STRETCH, FREE_PADDING = 1.25, 16
 TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 does not
 
 
 def implementation(device: torch.device, dtype: str) -> str:
+    """Return the name of the attention for this device and dtype."""
     return VARLEN if device.type == "cuda" and dtype == "bfloat16" else RAGGED
 
 
 def arguments(name: str, lengths: Sequence[int], num_probe_tokens: int, device: torch.device) -> dict[str, Any]:
-    """What the attention of this name needs to know about a row of tokens: sequences of these lengths, and riders at
-    the end that are one more sequence."""
+    """Return the keyword arguments of this attention for a row of sequences, and a probe as one more sequence at its
+    end."""
     if name == VARLEN:
         every = [*lengths, num_probe_tokens] if num_probe_tokens else lengths
         cu_lengths = F.pad(torch.tensor(every, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-        # The kernel needs a bound alone; the next power of two keeps the number of compiled variants small.
+        # The kernel needs only an upper bound; a power of two keeps the number of compiled variants small.
         bound = 1 << max(every, default=1).bit_length()
         return {"cu_lengths": to_device(cu_lengths, device), "max_length": bound}
     starts = [0, *itertools.accumulate(lengths)]
@@ -51,10 +52,10 @@ def arguments(name: str, lengths: Sequence[int], num_probe_tokens: int, device: 
 class _Block(NamedTuple):
     """Sequences that are padded to the longest of them."""
 
-    tokens: Tensor  # [N] places of their tokens in the row
-    sequences: Tensor  # [N] which of the block's sequences each belongs to
-    places: Tensor  # [N] its place in that
-    shape: tuple[int, int]  # sequences, longest length
+    tokens: Tensor  # [N] position of each token in the row
+    sequences: Tensor  # [N] which of the block's sequences it belongs to
+    places: Tensor  # [N] its position in that sequence
+    shape: tuple[int, int]  # number of sequences, longest length
 
     @staticmethod
     def of(starts: Sequence[int], lengths: Sequence[int]) -> "_Block":
@@ -69,7 +70,7 @@ class _Block(NamedTuple):
 
 
 def _alike(lengths: Sequence[int]) -> list[list[int]]:
-    """Sequences by falling length, cut where padding would get long."""
+    """Group sequences by similar length, longest first, so that a group needs little padding."""
     blocks: list[list[int]] = []
     for sequence in sorted(range(len(lengths)), key=lambda s: -lengths[s]):
         if blocks and lengths[blocks[-1][0]] <= MAX_STRETCH * lengths[sequence] + FREE_PADDING:
@@ -80,7 +81,7 @@ def _alike(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def in_memory_order(x: Tensor) -> Tensor:
-    """[1, heads, T, head_dim] as [T, heads, head_dim]; not by x[0], whose backward pass copies all of it."""
+    """Return [1, heads, T, head_dim] as [T, heads, head_dim]. The backward pass of x[0] would copy all of it."""
     return x.squeeze(0).transpose(0, 1)
 
 
@@ -94,12 +95,11 @@ def varlen_attention(
     cu_lengths: Tensor,  # [sequences + 1] int32
     max_length: int,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    **others: object,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    _refuse(others)
+    _check_supported(others)
     query, key, value = (in_memory_order(x) for x in (query, key, value))
-    options: dict[str, Any] = {"scale": scaling, "window_size": ((sliding_window or 0) - 1, 0)}
+    options: dict[str, Any] = {"scale": scaling, "window_size": ((others.get("sliding_window") or 0) - 1, 0)}
     if query.shape[1] != key.shape[1]:
         if TAKES_GQA:
             options["enable_gqa"] = True
@@ -120,15 +120,15 @@ def ragged_attention(
     *,
     blocks: Sequence[_Block],
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    **others: object,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    _refuse(others)
+    _check_supported(others)
+    sliding_window = others.get("sliding_window")
     longest = max(block.shape[1] for block in blocks)
     if sliding_window is not None and longest > sliding_window:
         raise ConfigError(
-            f"a sequence has {longest} tokens, but the model attends to the last {sliding_window} only, which the "
-            "learner does on GPUs in bfloat16 alone; lower rollout.max_new_tokens"
+            f"a sequence has {longest} tokens, but the model attends only to the last {sliding_window}, which the "
+            "learner supports only on GPUs in bfloat16; lower rollout.max_new_tokens"
         )
     grouped = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": grouped}
@@ -142,8 +142,8 @@ def ragged_attention(
     return output.unsqueeze(0), None
 
 
-def _refuse(others: Mapping[str, object]) -> None:
-    """What would change the result. The rest, as position ids, is of no use here."""
+def _check_supported(others: Mapping[str, object]) -> None:
+    """Raise ConfigError for an argument that would change the result. Others, such as position ids, are not used."""
     for name, what in (("softcap", "caps its scores"), ("s_aux", "has sinks")):
         if others.get(name) is not None:
             raise ConfigError(
@@ -153,12 +153,12 @@ def _refuse(others: Mapping[str, object]) -> None:
 
 
 def _pad(flat: Tensor, block: _Block) -> Tensor:
-    """[N, heads, head_dim] -> [sequences, heads, longest, head_dim]."""
+    """Return [N, heads, head_dim] as [sequences, heads, longest, head_dim]."""
     padded = flat.new_zeros(*block.shape, *flat.shape[1:])
     return padded.index_put((block.sequences, block.places), flat).transpose(1, 2)
 
 
 def register() -> None:
     for name, function in ((RAGGED, ragged_attention), (VARLEN, varlen_attention)):
-        # Without a mask of the same name: for one of none transformers would wait for the device in every forward.
+        # Without a mask function of this name: with one, transformers would wait for the device in every forward pass.
         AttentionInterface.register(name, function)

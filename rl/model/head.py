@@ -1,8 +1,8 @@
-"""What is needed of a model's distributions, straight from hidden states: never more than one chunk of logits exists.
+"""Logprobs, entropies and KLs straight from hidden states, a chunk at a time: all logits never exist at once.
 
-The backward pass makes each chunk's logits anew: one more product with the head, a few percent of a model's work, in
-place of [tokens, vocabulary] in memory. Products run in the dtype of the hidden states, everything else in float32,
-fused by torch.compile on GPUs.
+The backward pass computes each chunk's logits again. That is one more product with the head, a few percent of a model's
+work, and saves [tokens, vocabulary] of memory. Products run in the dtype of the hidden states, everything else in
+float32, fused by torch.compile on GPUs.
 """
 
 import math
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 27  # of logits that exist at a time
+CHUNK_ELEMENTS = 1 << 27  # logits that exist at a time
 
 
 class Scores(NamedTuple):
-    """Of each row of hidden states: [R] float32."""
+    """Scores of each row of hidden states: [R] float32."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -25,7 +25,7 @@ class Scores(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What another model says in the same places: its distribution is that of hidden @ weight.T / divisor."""
+    """The reference model's distributions at the same places: its logits are hidden @ weight.T / divisor."""
 
     hidden: Tensor  # [R, D]
     weight: Tensor  # [V, D]
@@ -35,14 +35,14 @@ class Reference(NamedTuple):
 def token_scores(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, reference: Reference | None = None
 ) -> Scores:
-    """hidden [R, D], weight [V, D], targets [R]; logits are hidden @ weight.T / temperature. All scores carry the
-    gradient."""
+    """Return the scores of hidden [R, D], weight [V, D] and targets [R], with logits hidden @ weight.T / temperature.
+    All scores carry the gradient."""
     return Scores(*_TokenScores.apply(hidden, weight, targets, temperature, reference))
 
 
 @torch.no_grad()
 def self_certainty(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """[R] KL(uniform || policy) over the whole vocabulary (arXiv 2502.18581, rewards of Intuitor 2505.19590)."""
+    """Return KL(uniform || policy) over the whole vocabulary, [R] (arXiv 2502.18581; a reward in arXiv 2505.19590)."""
     certainty = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
     measure = _on(hidden.device.type, _certainty_of_chunk)
     for part in _chunks(hidden.shape[0], weight.shape[0]):
@@ -51,9 +51,20 @@ def self_certainty(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor
 
 
 def _certainty_of_chunk(logits: Tensor, temperature: float) -> Tensor:
-    """-log V - mean(log p)."""
+    """Compute -log V - mean(log p)."""
     logits = logits.float() / temperature
     return torch.logsumexp(logits, -1) - logits.mean(-1) - math.log(logits.shape[1])
+
+
+class _Statistics(NamedTuple):
+    """What the backward pass needs of each row, [R]."""
+
+    log_sums: Tensor  # logarithms of the sums of exponentials
+    entropy: Tensor
+    reference_kl: Tensor
+
+    def at(self, part: slice) -> "_Statistics":
+        return _Statistics(*(tensor[part] for tensor in self))
 
 
 class _TokenScores(torch.autograd.Function):
@@ -74,16 +85,17 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, weight, targets, log_sums, entropy, reference_kl = ctx.saved_tensors
-        by_scores = [log_sums.new_zeros(log_sums.shape) if grad is None else grad for grad in gradients]
+        hidden, weight, targets, *rows = ctx.saved_tensors
+        statistics = _Statistics(*rows)
+        by_scores = [torch.zeros_like(statistics.log_sums) if grad is None else grad for grad in gradients]
         backward = _on(hidden.device.type, _score_chunk_backward)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for part in _chunks(hidden.shape[0], weight.shape[0]):
-            statistics = log_sums[part], entropy[part], reference_kl[part]
-            by_part = [grad[part] for grad in by_scores]
+            by_part = Scores(*(grad[part] for grad in by_scores))
             others = _other_logits(ctx.reference, part)
-            grad = backward(hidden[part] @ weight.t(), targets[part], *statistics, *by_part, ctx.temperature, others)
+            logits = hidden[part] @ weight.t()
+            grad = backward(logits, targets[part], statistics.at(part), by_part, ctx.temperature, others)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.t() @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
@@ -101,7 +113,7 @@ def _chunks(num_rows: int, vocab_size: int) -> list[slice]:
 
 
 def _score_chunk(logits: Tensor, targets: Tensor, temperature: float, others: Tensor | None) -> Tensor:
-    """[4, R]: logprobs, entropies, KLs and the logarithms of the sums of exponentials."""
+    """Return [4, R]: logprobs, entropies, KLs and the logarithms of the sums of exponentials."""
     logits = logits.float() / temperature
     log_sums = torch.logsumexp(logits, -1)
     log_p = logits - log_sums.unsqueeze(1)
@@ -114,27 +126,25 @@ def _score_chunk(logits: Tensor, targets: Tensor, temperature: float, others: Te
 def _score_chunk_backward(
     logits: Tensor,
     targets: Tensor,
-    log_sums: Tensor,
-    entropy: Tensor,
-    reference_kl: Tensor,
-    by_logprob: Tensor,
-    by_entropy: Tensor,
-    by_kl: Tensor,
+    statistics: _Statistics,
+    gradients: Scores,
     temperature: float,
     others: Tensor | None,
 ) -> Tensor:
-    """The gradient by the logits before the temperature, in their dtype: d logprob = onehot - p, d entropy =
+    """Return the gradient by the logits before the temperature, in their dtype: d logprob = onehot - p, d entropy =
     -p (log p + entropy), d KL = p (log p - log q - KL)."""
-    log_p = logits.float() / temperature - log_sums.unsqueeze(1)
+    by_logprob, by_entropy, by_kl = gradients
+    log_p = logits.float() / temperature - statistics.log_sums.unsqueeze(1)
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
-    by_p = by_logprob.unsqueeze(1) + by_entropy.unsqueeze(1) * (log_p + entropy.unsqueeze(1))
+    by_p = by_logprob.unsqueeze(1) + by_entropy.unsqueeze(1) * (log_p + statistics.entropy.unsqueeze(1))
     if others is not None:
-        by_p = by_p - by_kl.unsqueeze(1) * (log_p - torch.log_softmax(others, -1) - reference_kl.unsqueeze(1))
+        kl = statistics.reference_kl.unsqueeze(1)
+        by_p = by_p - by_kl.unsqueeze(1) * (log_p - torch.log_softmax(others, -1) - kl)
     grad = is_target * by_logprob.unsqueeze(1) - torch.exp(log_p) * by_p
     return (grad / temperature).to(logits.dtype)
 
 
 @cache
 def _on(device: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Chunks differ in their number of rows, so that one is left open."""
+    """Compile the function on GPUs, for any number of rows: chunks differ in it."""
     return torch.compile(function, dynamic=True) if device == "cuda" else function

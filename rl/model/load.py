@@ -1,7 +1,7 @@
-"""A Hugging Face causal LM on a mesh: built without memory, sharded by FSDP2, filled from safetensors slice by slice.
+"""Load a Hugging Face causal LM on a mesh: built on the meta device, sharded by FSDP2, filled from safetensors.
 
-No rank ever holds the whole model: each reads the rows it owns. Parameters are float32 masters; with bfloat16 the
-forward and backward passes run in bfloat16 and gradients are reduced in float32.
+No rank ever holds the whole model: each reads the rows that it owns. Parameters are float32 masters. With bfloat16 the
+forward and backward passes run in bfloat16, and gradients are reduced in float32.
 """
 
 import itertools
@@ -29,14 +29,14 @@ MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def find_model(path: str) -> Path:
-    """The local folder of a model; a hub name is downloaded into the hub's cache."""
+    """Return the local folder of a model. A hub name is downloaded into the hub's cache."""
     folder = resolve_path(path)
     if not folder.exists():
         try:
             folder = Path(snapshot_download(path, allow_patterns=MODEL_FILES))
         except Exception as error:  # the client raises many unrelated types: offline, no such name, no permission
             raise ConfigError(
-                f"model.path: {path!r} is no local folder, and the hub did not give it: {error}"
+                f"model.path: {path!r} is not a local folder, and it could not be downloaded from the hub: {error}"
             ) from None
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path: {folder} has no config.json; give the folder of a Hugging Face model")
@@ -45,11 +45,11 @@ def find_model(path: str) -> Path:
 
 @dataclass(frozen=True)
 class Compute:
-    """How layers are computed, which changes nothing but speed and memory."""
+    """How layers are computed. It changes only speed and memory."""
 
     compiled: bool = False
-    recomputed: str = "none"  # in the backward pass: none, every second layer (selective) or all of them (full)
-    on_host: bool = False  # parameters and gradients lie in host memory; a layer comes to the device when it computes
+    recomputed: str = "none"  # activations in backward: none, every second layer (selective) or all layers (full)
+    on_host: bool = False  # parameters and gradients are in host memory; a layer is on the device while it computes
 
 
 PLAIN = Compute()
@@ -65,7 +65,8 @@ def load_model(
     compute: Compute = PLAIN,
     as_critic: bool = False,
 ) -> nn.Module:
-    """With `filled` False parameters and saved buffers hold no values yet: a checkpoint has newer ones."""
+    """Build a sharded model. With `filled` False, parameters and saved buffers get no values: a checkpoint has newer
+    ones."""
     attention.register()
     config = AutoConfig.from_pretrained(folder, **({"tie_word_embeddings": False} if as_critic else {}))
     with torch.device("meta"):
@@ -91,7 +92,7 @@ def load_model(
 
 
 def _give_value_head(model: Any) -> str:
-    """One row in place of a vocabulary; returns its name, which no file has."""
+    """Replace the head by one with a single row; return its name, which is in no file."""
     with torch.device("meta"):
         head = nn.Linear(hidden_size_of(model), 1, bias=False, dtype=torch.float32)
     model.set_output_embeddings(head)
@@ -100,7 +101,7 @@ def _give_value_head(model: Any) -> str:
 
 
 def stop_token_ids(folder: Path) -> list[int]:
-    """The tokens that end a response, from generation_config.json or else config.json."""
+    """Return the tokens that end a response, from generation_config.json or else config.json."""
     has_own = (folder / "generation_config.json").is_file()
     source = GenerationConfig.from_pretrained(folder) if has_own else AutoConfig.from_pretrained(folder)
     ids = getattr(source, "eos_token_id", None)
@@ -119,7 +120,8 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _set_compute(model: Any, compute: Compute) -> None:
-    """Layers are compiled inside the hooks of FSDP and inside what recomputes them; one graph serves all of them."""
+    """Set recomputation and compilation of layers. They are compiled inside the hooks of FSDP and of recomputation, so
+    one graph serves all of them."""
     layers: list[Any] = _layers(model)
     if compute.recomputed != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -131,8 +133,8 @@ def _set_compute(model: Any, compute: Compute) -> None:
 
 
 def _turn_dropout_off(model: nn.Module) -> None:
-    """Compute as an engine does, whatever dropout config.json asks for. transformers recomputes a layer only in
-    training mode. So recomputed layers stay in it, and all modules inside them are in evaluation mode."""
+    """Turn dropout off, as in an engine, whatever config.json says. transformers recomputes a layer only in training
+    mode. So recomputed layers stay in it, and all modules inside them are in evaluation mode."""
     model.eval()
     for layer in _layers(model):
         if getattr(layer, "gradient_checkpointing", False):
@@ -149,13 +151,13 @@ def _shard(model: nn.Module, mesh: DeviceMesh, dtype: str, on_host: bool) -> Non
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
     layers = [fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload) for layer in _layers(model)]
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    for layer, following in itertools.pairwise(layers):  # backward passes do so by themselves
+    for layer, following in itertools.pairwise(layers):  # FSDP itself prefetches in backward passes
         layer.set_modules_to_forward_prefetch([following])
 
 
 def _place_buffers(model: nn.Module, device: torch.device) -> None:
-    """On the device, also where parameters are not. Those that no file holds (rotary frequencies) are computed, by a
-    fresh module of the same class."""
+    """Put buffers on the device, even if parameters are in host memory. Those that no file holds (rotary frequencies)
+    are computed by a fresh module of the same class."""
     for name, module in model.named_modules():
         for buffer, value in module.named_buffers(recurse=False):
             setattr(module, buffer, value.to(device))
@@ -173,7 +175,7 @@ def _place_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh, own_head: str) -> None:
-    """A critic's head starts with zeros: who knows nothing expects nothing."""
+    """Fill this rank's slices from safetensors. A critic's head, which is in no file, starts at zero."""
     files = tensor_files(folder)
     parts = [part for part in local_slices(model) if part.info.name != own_head]
     for part in local_slices(model):
@@ -186,7 +188,7 @@ def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh, own_head:
             "folder must hold safetensors of the architecture that its config.json names"
         )
     handles = {file: safe_open(folder / file, framework="pt") for file in set(files.values())}
-    shard_axis = mesh.ndim - 1  # an axis of replicas may stand before it
+    shard_axis = mesh.ndim - 1  # an axis of replicas may come before it
     for part in parts:
         info, file = part.info, files[part.info.name]
         source = handles[file].get_slice(info.name)
@@ -208,7 +210,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def fill_with_noise(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Weights that mean nothing and are as large as trained ones, for trying out a run; replicas get the same."""
+    """Fill with random weights of the usual size, to try out a run. Replicas get equal weights."""
     for part in local_slices(model):
         if len(part.info.shape) < 2:  # scales of norms; a bias of 1 does no harm
             part.data.fill_(1.0)
@@ -219,7 +221,7 @@ def fill_with_noise(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
-    """Which file of a model folder holds each tensor."""
+    """Return the file of each tensor in a model folder."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return json.loads(index.read_text())["weight_map"]

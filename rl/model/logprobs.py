@@ -1,7 +1,7 @@
-"""Token logprobs and values of a ragged micro-batch under a model, whose forward pass is replaced by one that returns
-them.
+"""Token logprobs and values of a packed micro-batch.
 
-The head runs inside the model's own forward: there FSDP has its weight in place, and frees it again.
+A model's forward is replaced by one that returns them. So the head runs inside the model's own forward pass, where FSDP
+has gathered its weight and frees it again.
 """
 
 from collections.abc import Sequence
@@ -19,25 +19,25 @@ from rl.model.host_memory import to_device
 
 
 class TokenScores(NamedTuple):
-    """Of the R response tokens of a micro-batch, laid end to end."""
+    """Scores of the R response tokens of a micro-batch, end to end."""
 
     logprobs: Tensor  # [R] float32, carries the gradient
     entropy: Tensor  # [R] float32, carries the gradient
     reference_kl: Tensor  # [R] float32, over the whole vocabulary, carries the gradient; 0 without a reference
-    probe_logits: Tensor  # [P, vocabulary] float32 of the probe that was carried along, without gradient
+    probe_logits: Tensor  # [P, vocabulary] float32 of the probe tokens, without gradient
 
 
 def patch_forward_to_score(model: Any) -> None:
-    """From now on this causal LM of transformers returns TokenScores."""
+    """Let this causal LM of transformers return TokenScores."""
     if getattr(model.config, "final_logit_softcapping", None):
-        raise ConfigError(f"{type(model).__name__} caps its logits, which the learner does not do yet; choose another")
+        raise ConfigError(f"{type(model).__name__} caps its logits, which the learner does not support; choose another")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise ConfigError(f"{type(model).__name__} has a bias in its head, which the learner does not add yet")
+        raise ConfigError(f"{type(model).__name__} has a bias in its head, which the learner does not support")
     model.forward = MethodType(_scores_of, model)
 
 
 def patch_forward_to_value(model: Any) -> None:
-    """From now on it returns one float32 value for each place that is kept; its head has one row."""
+    """Let this model, whose head has one row, return a float32 value for each place that is kept."""
     model.forward = MethodType(_values_of, model)
 
 
@@ -52,16 +52,16 @@ def _scores_of(
     self: Any,
     tokens: Tensor,  # [T]
     positions: Tensor,  # [T]
-    kept: Tensor,  # [R + P] places whose logits count: those before response tokens, then a probe's
+    kept: Tensor,  # [R + P] places whose logits are needed: those before response tokens, then the probe's
     targets: Tensor,  # [R]
     temperature: float,
     wanted: str = "scores",
     reference: Reference | None = None,
     **about_sequences: Any,
 ) -> TokenScores | tuple[Tensor, Tensor] | Reference:
-    """`wanted` is scores, certainty (logprobs and self-certainty), or reference (what another model's scores need)."""
+    """Return what is `wanted`: scores, certainty (logprobs and self-certainty) or reference (for the policy's KL)."""
     hidden = _hidden_of(self, tokens, positions, kept, about_sequences)
-    hidden, riders = hidden.split([len(targets), len(kept) - len(targets)])
+    hidden, probe_rows = hidden.split([len(targets), len(kept) - len(targets)])
     weight, divisor = self.get_output_embeddings().weight, _logit_divisor(self.config)
     if wanted == "reference":
         return Reference(hidden, weight, temperature * divisor)
@@ -69,7 +69,7 @@ def _scores_of(
     if wanted == "certainty":
         return scores.logprobs, self_certainty(hidden, weight, temperature * divisor)
     with torch.no_grad():
-        probe_logits = (riders @ weight.t()).float() / divisor
+        probe_logits = (probe_rows @ weight.t()).float() / divisor
     return TokenScores(*scores, probe_logits)
 
 
@@ -81,7 +81,7 @@ def _values_of(
 
 
 def _logit_divisor(config: Any) -> float:
-    """Granite divides its logits by a constant, Cohere multiplies them."""
+    """Return the constant that logits are divided by. Granite divides them, Cohere multiplies them."""
     return getattr(config, "logits_scaling", 1.0) / getattr(config, "logit_scale", 1.0)
 
 
@@ -97,38 +97,38 @@ def score_responses(
     probe: Sequence[int] = (),
     reference: Reference | None = None,
 ) -> TokenScores:
-    """Scores of the response tokens of a batch in host memory, on the device. The tokens of a `probe` ride along as one
-    more sequence."""
+    """Return scores, on the device, of the response tokens of a batch in host memory. The tokens of a `probe` are one
+    more sequence of the forward pass."""
     return model(**_inputs(model, batch, device, probe), temperature=temperature, reference=reference)
 
 
 def certainty_of_responses(model: Any, batch: Batch, temperature: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Logprobs and self-certainty of the response tokens."""
+    """Return logprobs and self-certainty of the response tokens."""
     return model(**_inputs(model, batch, device), temperature=temperature, wanted="certainty")
 
 
 def reference_of_responses(model: Any, batch: Batch, temperature: float, device: torch.device) -> Reference:
-    """What `score_responses` of the policy needs for a KL over the whole vocabulary."""
+    """Return the reference that `score_responses` needs for a KL over the whole vocabulary."""
     return model(**_inputs(model, batch, device), temperature=temperature, wanted="reference")
 
 
 def value_responses(model: Any, batch: Batch, device: torch.device) -> Tensor:
-    """[R] the critic's value of what stands before each response token."""
+    """Return the critic's value before each response token, [R]."""
     return model(**_inputs(model, batch, device))
 
 
 def _inputs(model: Any, batch: Batch, device: torch.device, probe: Sequence[int] = ()) -> dict[str, Any]:
-    """An empty batch still has a token: its forward is a collective."""
+    """Return a forward pass's inputs. An empty batch gets one token, since the forward pass is a collective."""
     response = batch.response_mask.nonzero().squeeze(1)
-    riders = torch.tensor(probe or ([] if batch.num_tokens else [0]), dtype=torch.int64)
-    places = torch.arange(len(riders))
+    extra = torch.tensor(probe or ([] if batch.num_tokens else [0]), dtype=torch.int64)
+    places = torch.arange(len(extra))
     inputs = {
-        "tokens": torch.cat([batch.tokens, riders]),
+        "tokens": torch.cat([batch.tokens, extra]),
         "positions": torch.cat([batch.positions, places]),
-        # A token is predicted at the place before it; of a probe every place is wanted.
+        # A token is predicted at the place before it. For a probe all places are wanted.
         "kept": torch.cat([response - 1, batch.num_tokens + places[: len(probe)]]),
         "targets": batch.tokens[response],
     }
     moved = {name: to_device(tensor, device) for name, tensor in inputs.items()}
     name = model.config._attn_implementation
-    return moved | attention.arguments(name, batch.lengths.tolist(), len(riders), device)
+    return moved | attention.arguments(name, batch.lengths.tolist(), len(extra), device)

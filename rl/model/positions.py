@@ -1,9 +1,9 @@
 """Rotary frequencies that do not depend on what a token is packed with.
 
 For `dynamic` and `longrope` scaling transformers chooses the frequencies in every forward pass, by the longest sequence
-of the row. vLLM chooses once: for `longrope` by the longest sequence that it may be asked for (max_model_len), for
-`dynamic` those that the model was trained with. The learner does as vLLM does, so a token's logprob depends on its own
-sequence alone, and is the engine's.
+of the row. vLLM chooses once: for `longrope` by the longest sequence that it allows (max_model_len), for `dynamic`
+those that the model was trained with. The learner does as vLLM does, so a token's logprob depends on its own sequence
+alone and equals the engine's.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def freeze_frequencies(model: Any, max_tokens: int) -> None:
             if "dynamic" not in rope_type and rope_type != "longrope":
                 continue
             if rope_type == "longrope":
-                _angles(module, [max_tokens - 1], layer_type)  # the module itself chooses, and keeps its choice
+                _angles(module, [max_tokens - 1], layer_type)  # the module chooses by itself and keeps its choice
             is_single = layer_type is None
             module.rope_type = "default" if is_single else module.rope_type | {layer_type: "default"}
             if not _is_frozen(module, max_tokens, layer_type):

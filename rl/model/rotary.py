@@ -1,7 +1,7 @@
-"""Rotary positions as most families compute them, in one kernel each way.
+"""Rotary position embeddings as most model families compute them, in one kernel each for forward and backward.
 
-A family's own function gets queries and keys as [1, heads, T, head_dim], while they lie in memory as attention wants
-them, [T, heads, head_dim]. Compiled, it comes to a fifth of the speed that memory has (benchmarks/RESULTS.md).
+A family's own function gets queries and keys as [1, heads, T, head_dim], while they lie in memory as [T, heads,
+head_dim], which attention needs. Compiled, it reaches a fifth of the memory bandwidth (benchmarks/RESULTS.md).
 """
 
 import sys
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from rl.model.attention import in_memory_order
 
 NAME = "apply_rotary_pos_emb"
-OURS: set[Callable] = set()  # with the one that each stands for as `__wrapped__`
+OURS: set[Callable] = set()  # our functions; `__wrapped__` is the one that each replaces
 
 
 def load_kernels() -> None:
-    """Import what computes on a GPU, before a forward pass needs it."""
+    """Import the GPU kernel before a forward pass needs it."""
     from rl.model import rotary_gpu  # noqa: F401  needs triton, which only GPU builds of torch bring
 
 
 def replace(model: nn.Module) -> None:
-    """The function of the model's family, in the module that defines it, if it is the usual one."""
+    """Replace the function of the model's family, in the module that defines it, if it is the usual one."""
     family = sys.modules[type(model).__module__]
     rotate: Any = getattr(family, NAME, None)
     if rotate is not None and rotate not in OURS and _is_usual(rotate):
@@ -46,14 +46,14 @@ def _ours_for(theirs: Callable) -> Callable:
 
 
 def _is_row(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Of tokens, one; with angles for whole heads, of their type, that nobody learns."""
+    """Return whether these are one row of tokens, with angles for whole heads, of the same dtype and not trained."""
     is_one = len(q) == len(k) == 1 and q.shape[2:] == k.shape[2:] and cos.shape == sin.shape == (1, *q.shape[2:])
     return is_one and q.dtype == k.dtype == cos.dtype == sin.dtype and not (cos.requires_grad or sin.requires_grad)
 
 
 @torch.library.custom_op("oneworld::rotate_heads", mutates_args=())
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[T, heads, head_dim] by the angles of [T, head_dim]."""
+    """Rotate [T, heads, head_dim] by the angles whose cosines and sines are [T, head_dim]."""
     if x.is_cuda:
         from rl.model import rotary_gpu  # needs triton, which only GPU builds of torch bring
 
@@ -62,7 +62,7 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The halves of each head against each other."""
+    """Rotate the two halves of each head against each other."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
@@ -85,8 +85,9 @@ rotate_heads.register_autograd(_turn_back, setup_context=_save)
 
 
 def _is_usual(rotate: Callable) -> bool:
-    """It turns the two halves of a head against each other, in the type that it is given: on a CPU to the same bits as
-    ours. The kernel rounds once, at the end, as what is compiled from theirs does."""
+    """Return whether a family's function rotates the two halves of a head against each other, in the dtype of its
+    inputs. On a CPU its results must equal ours bit by bit. The GPU kernel rounds once at the end, as their compiled
+    code does."""
     query = torch.arange(48.0).sin().view(1, 2, 3, 8)
     angles = torch.arange(24.0).view(1, 3, 8)
     for dtype in (torch.float32, torch.bfloat16):
@@ -94,7 +95,7 @@ def _is_usual(rotate: Callable) -> bool:
         try:
             theirs, ours = rotate(q, k, cos, sin), _ours_for(rotate)(q, k, cos, sin)
             pairs = list(zip(theirs, ours, strict=True))
-        except (RuntimeError, TypeError, ValueError):  # it takes or returns other things
+        except (RuntimeError, TypeError, ValueError):  # it takes or returns something else
             return False
         if any(x.dtype != y.dtype or not x.equal(y) for x, y in pairs):
             return False

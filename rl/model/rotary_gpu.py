@@ -1,11 +1,11 @@
-"""The kernel of rotary positions: a program turns some heads of one token, in float32 whatever their type."""
+"""The GPU kernel of rotary position embeddings: a program rotates some heads of one token, in float32."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 1024  # elements of each half of the heads that a program turns
+TILE = 1024  # elements in each half of the heads that one program rotates
 NUM_WARPS = 4
 
 
@@ -46,7 +46,7 @@ def _rotate(
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As in rotary.py."""
+    """Rotate [T, heads, head_dim]; see rotary.py."""
     num_tokens, num_heads, head_dim = x.shape
     assert cos.shape == sin.shape == (num_tokens, head_dim), (x.shape, cos.shape, sin.shape)
     x, cos, sin = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, cos, sin))

@@ -1,4 +1,4 @@
-"""What a model's folder says about it without loading anything, or torch."""
+"""Facts about a model from the files of its folder, without loading weights or torch."""
 
 import json
 import math
@@ -8,21 +8,21 @@ from rl.config.schema import Config, ConfigError, resolve_path
 
 
 def local_folder(path: str) -> Path | None:
-    """Where a model lies on this machine, its hub's cache included; None: nowhere, or without a config.json."""
+    """Return a model's folder on this machine, also in the hub's cache; None if there is none with a config.json."""
     folder = resolve_path(path)
     if not folder.exists() and not Path(path).is_absolute():
         from huggingface_hub import try_to_load_from_cache
 
         try:
             found = try_to_load_from_cache(path, "config.json")
-        except ValueError:  # no hub name
+        except ValueError:  # not a hub name
             return None
         return Path(found).parent if isinstance(found, str) else None
     return folder if (folder / "config.json").is_file() else None
 
 
 def count_parameters(folder: Path) -> int | None:
-    """By the heads of its safetensors files; None where it has none, or not all of them."""
+    """Count parameters by the headers of the safetensors files; return None if a file is missing."""
     index, files = folder / "model.safetensors.index.json", [folder / "model.safetensors"]
     try:
         if index.is_file():
@@ -36,13 +36,13 @@ def _count_in(file: Path) -> int:
     with file.open("rb") as handle:
         size = int.from_bytes(handle.read(8), "little")
         if size > file.stat().st_size:
-            raise ValueError(f"{file} is no safetensors file")
+            raise ValueError(f"{file} is not a safetensors file")
         head = json.loads(handle.read(size))
     return sum(math.prod(entry["shape"]) for name, entry in head.items() if name != "__metadata__")
 
 
 def check_model(config: Config, model_folder: Path) -> None:
-    """What config.json says against the settings, before anything is loaded."""
+    """Raise ConfigError if the settings do not fit config.json, before anything is loaded."""
     shape = json.loads((model_folder / "config.json").read_text())
     heads, tp = shape.get("num_attention_heads", 0), config.rollout.tensor_parallel_size
     if heads % tp:

@@ -1,8 +1,7 @@
-"""The slice map of a sharded model: which part of which tensor lies on which rank of a mesh.
+"""The shards of a model: which rows of which tensor lie on which rank of a mesh.
 
-Load, weight sync, checkpoint and merge all speak of tensors by this map. Every rank can derive it from the list of
-tensors alone: FSDP2 cuts the first dimension into chunks of ceil(n / ranks) rows, so late ranks may hold fewer rows
-or none.
+Loading, weight sync, checkpoints and merging all use this map. Every rank can derive it from the list of tensors: FSDP2
+cuts the first dimension into chunks of ceil(n / ranks) rows, so the last ranks may hold fewer rows or none.
 """
 
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ class TensorInfo:
         return self.num_elements * self.torch_dtype.itemsize
 
     def rows(self, index: int, num_ranks: int) -> tuple[int, int]:
-        """First row and end of the slice that rank `index` of the mesh owns; of a replicated tensor rank 0 owns all."""
+        """Return the first row and the end of what rank `index` of the mesh owns. Rank 0 owns replicated tensors."""
         num_rows = self.shape[0] if self.shape else 1
         if not self.sharded:
             return (0, num_rows) if index == 0 else (num_rows, num_rows)
@@ -50,18 +49,18 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class LocalSlice:
-    """What this rank holds of a tensor; `data` is a view of the model's own memory."""
+    """This rank's rows of a tensor; `data` is a view of the model's own memory."""
 
     info: TensorInfo
     data: Tensor
 
 
 def local_slices(model: nn.Module) -> Iterator[LocalSlice]:
-    """This rank's part of every parameter and persistent buffer, in model order; tied parameters come once."""
+    """Yield this rank's part of every parameter and persistent buffer, in model order; tied parameters come once."""
     reshard(model)
     for name, tensor in _named_tensors(model):
         if isinstance(tensor, DTensor):
-            placement = tensor.placements[-1]  # of a mesh of replicas the last axis is the one that cuts
+            placement = tensor.placements[-1]  # the last axis of a mesh shards; an axis of replicas comes before it
             assert isinstance(placement, Shard | Replicate), placement
             assert not isinstance(placement, Shard) or placement.dim == 0, f"{name} is cut along {placement}"
             info = TensorInfo(name, tuple(tensor.shape), _dtype_name(tensor), isinstance(placement, Shard))
@@ -71,8 +70,8 @@ def local_slices(model: nn.Module) -> Iterator[LocalSlice]:
 
 
 def reshard(model: nn.Module) -> None:
-    """After a forward without backward the root's parameters are still whole: they are not the memory that is read
-    and written by slices, and the next forward would use them as they are."""
+    """Free the root's gathered parameters. After a forward pass without a backward pass they still exist, so slices
+    would be read and written elsewhere, and the next forward pass would use stale values."""
     if isinstance(model, FSDPModule):
         model.reshard()
 

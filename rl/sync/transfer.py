@@ -53,7 +53,7 @@ class BucketTransfer:
         self._sources: dict[int, Tensor] = {}
         self._receives = rank in plan.receivers
         regular = [self._most_bytes(bucket) for bucket in plan.buckets if bucket.num_bytes <= plan.bucket_bytes]
-        self._pool = _BufferPool(device, max(regular, default=0), reuse)
+        self._pool = BufferPool(device, max(regular, default=0), reuse)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.is_in_step = True  # False from the first transfer to the last
 
@@ -205,7 +205,7 @@ class BucketTransfer:
         return torch.cuda.stream(self._stream)
 
 
-class _BufferPool:
+class BufferPool:
     """Memory for buckets, used again. On a CPU fresh memory costs a page fault for every 4 KB, which halves the speed
     of a sync, so there it is kept from version to version too. Blocks for tensors that are larger than a bucket are
     never used for ordinary buckets: the next large tensor would need a second block of that size."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rl.model.shards import TensorInfo
 from rl.sync.plan import Plan
-from rl.sync.transfer import BucketTransfer, _Pool
+from rl.sync.transfer import BucketTransfer, BufferPool
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_an_owner_that_receives_has_its_own_part_in_place(bucket_bytes: int) -> 
     assert (found[0][:20], found[1][:5], found[2][:3]) == ([1] * 20, [2] * 5, [3] * 3)
 
 
-class WatchedPool(_Pool):
+class WatchedPool(BufferPool):
     """Knows how many bytes are out at most, and how many it holds at most, with those that are free."""
 
     def __init__(self, device: torch.device, bucket_bytes: int, reuse: bool):
