@@ -89,16 +89,19 @@ class ShardedTrainer:
     def state_slices(self) -> list[tuple[str, LocalSlice]]:
         """Return this rank's part of the training state, by kind: float32 parameters and buffers, then moments. They
         are views: of host memory while a kind is offloaded, otherwise of the memory that is trained."""
-        parts = [(self.kind, part) for part in local_slices(self.model)]
-        infos = {part.info.name: part.info for _, part in parts}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                state = self._moments(parameter)
-                parts += [(self._moment_kind(of), LocalSlice(infos[name], _local(state[of]))) for of in MOMENTS]
         for offloader in self._offloaders.values():
             if not offloader.is_offloaded:
                 offloader.wait()
-        return [(kind, self._where_it_lies(kind, part)) for kind, part in parts]
+        return [(kind, self._where_it_lies(kind, part)) for kind, part in self._slices(with_moments=True)]
+
+    def _slices(self, with_moments: bool) -> list[tuple[str, LocalSlice]]:
+        parts = [(self.kind, part) for part in local_slices(self.model)]
+        infos = {part.info.name: part.info for _, part in parts}
+        for name, parameter in self.model.named_parameters() if with_moments else ():
+            if parameter.requires_grad:
+                state = self._moments(parameter)
+                parts += [(self._moment_kind(of), LocalSlice(infos[name], _local(state[of]))) for of in MOMENTS]
+        return parts
 
     def _where_it_lies(self, kind: str, part: LocalSlice) -> LocalSlice:
         offloader = self._offloaders.get(kind)
@@ -125,11 +128,14 @@ class ShardedTrainer:
     def offload(self) -> None:
         """Free device memory for an engine of this rank: temporary memory, and what actor.offload says."""
         reshard(self.model)  # a probe leaves a part of it gathered
-        for kind, tensors in self._state_so_far().items() if self.offloads else ():
-            if kind == self.kind and self._actor.offload == "moments":
-                continue
+        tensors: dict[str, list[Tensor]] = {}
+        # None are made only to be offloaded. After the first update all trained parameters have moments.
+        for kind, part in self._slices(with_moments=bool(self._optimizer.state)) if self.offloads else ():
+            if kind != self.kind or self._actor.offload != "moments":
+                tensors.setdefault(kind, []).append(part.data)
+        for kind in tensors:
             if kind not in self._offloaders:
-                self._offloaders[kind] = Offloader(tensors)
+                self._offloaders[kind] = Offloader(tensors[kind])
             self._offloaders[kind].offload()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # otherwise the allocator keeps what was freed
@@ -149,14 +155,6 @@ class ShardedTrainer:
             group["lr"] = rate
         for parameter in self._optimizer.param_groups[0]["params"]:
             self._moments(parameter)["step"].fill_(num_updates)
-
-    def _state_so_far(self) -> dict[str, list[Tensor]]:
-        """Return the tensors that exist, by kind. Moments are missing before the first update: none are made only to be
-        offloaded. Afterwards all trained parameters have them, even those without a gradient so far."""
-        tensors = {self.kind: [part.data for part in local_slices(self.model)]}
-        trained = _trained(self.model) if self._optimizer.state else []
-        states = [self._moments(parameter) for parameter in trained]
-        return tensors | {self._moment_kind(of): [_local(state[of]) for state in states] for of in MOMENTS if states}
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's moments. AdamW makes them at its first step, but a checkpoint may need them before."""

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from rl.config.schema import Config
-from rl.data.batch import Batch
+from rl.data.batch import empty_batch
 from rl.model.logprobs import score_responses
 
 NUM_TOKENS = 24
@@ -43,18 +43,9 @@ def make_probe(vocab_size: int, max_tokens: int, limit: float) -> Probe:
 @torch.no_grad()
 def learner_logprobs(model: nn.Module, tokens: list[int], device: torch.device) -> list[float]:
     """Return the logprobs of all tokens but the first. It is a collective: a forward pass of a sharded model."""
-    count = len(tokens)
-    batch = Batch(
-        tokens=torch.tensor(tokens),
-        lengths=torch.tensor([count]),
-        prompt_lengths=torch.tensor([1]),
-        versions=torch.zeros(count, dtype=torch.int32),
-        rollout_logprobs=torch.zeros(count),
-        rewards=torch.zeros(1),
-        group_ids=torch.zeros(1, dtype=torch.int64),
-        truncated=torch.zeros(1, dtype=torch.bool),
-    )
-    return score_responses(model, batch, 1.0, device).logprobs.tolist()
+    logits = score_responses(model, empty_batch(), 1.0, device, probe=tokens).probe_logits[:-1]
+    targets = torch.tensor(tokens[1:], device=device).unsqueeze(1)
+    return torch.log_softmax(logits, -1).gather(1, targets).squeeze(1).tolist()
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -19,16 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.sync.plan import Bucket, Plan, packed_offsets, view_in
-
-
-@dataclass
-class _Piece:
-    """One owner's part of a bucket that is being sent."""
-
-    owner: int
-    buffer: Tensor  # part of the flight's `memory` or `packed`
-    work: dist.Work | None
+from rl.sync.plan import Bucket, Plan, Range, packed_offsets, view_in
 
 
 @dataclass
@@ -36,9 +27,10 @@ class _Flight:
     """A bucket that is being sent or received."""
 
     bucket: Bucket
-    pieces: list[_Piece]
     memory: Tensor | None  # of the whole bucket, if it is received in place
-    packed: Tensor | None  # of the pieces, otherwise
+    packed: Tensor | None  # of the owners' parts, otherwise
+    buffers: dict[int, Tensor]  # by owner: its part, in one of these memories
+    works: list[dist.Work]  # on a CPU
     arrived: torch.cuda.Event | None  # on a GPU
 
 
@@ -81,9 +73,9 @@ class BucketTransfer:
             flights.append(self._start(bucket))
             yield bucket, {}
             if len(flights) == 2:
-                self._finish_sending(flights.popleft())
+                self._finish(flights.popleft())
         while flights:
-            self._finish_sending(flights.popleft())
+            self._finish(flights.popleft())
         self.is_in_step = True
 
     def _receive(self) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
@@ -97,6 +89,7 @@ class BucketTransfer:
             if following is not None and fits and bucket.is_in_place and following.is_in_place:
                 flights.append(self._start(following))
             memory = self._finish(flights.popleft())
+            assert memory is not None
             if following is not None and fits and not flights:
                 flights.append(self._start(following))
             self.is_in_step = following is None
@@ -108,10 +101,9 @@ class BucketTransfer:
         in_place = self._receives and bucket.is_in_place
         owners = self._owners(bucket)
         memory = self._pool.take(bucket.num_bytes) if in_place else None
-        pieces = []
         with self._on_stream():
             packed = None if in_place else self._pool.take(sum(map(bucket.packed_bytes, owners)))
-            used = 0
+            buffers, works, used = {}, [], 0
             for owner in owners:
                 if memory is not None:
                     buffer = memory[bucket.stretch(owner)]
@@ -120,10 +112,11 @@ class BucketTransfer:
                     buffer = packed[used : used + bucket.sent_bytes(owner)]
                     used += bucket.packed_bytes(owner)
                 if self._plan.owners[owner] == self._rank:
-                    self._pack(bucket, owner, buffer)
-                pieces.append(_Piece(owner, buffer, self._broadcast(owner, buffer)))
+                    self._pack(bucket.ranges[owner], buffer)
+                buffers[owner] = buffer
+                works += self._broadcast(owner, buffer)
             arrived = self._stream.record_event() if self._stream is not None else None
-        return _Flight(bucket, pieces, memory, packed, arrived)
+        return _Flight(bucket, memory, packed, buffers, works, arrived)
 
     def _most_bytes(self, bucket: Bucket) -> int:
         """Return the largest memory that this rank takes for a bucket."""
@@ -137,57 +130,42 @@ class BucketTransfer:
             if bucket.ranges[owner] and (self._receives or rank == self._rank)
         ]
 
-    def _broadcast(self, owner: int, buffer: Tensor) -> dist.Work | None:
+    def _broadcast(self, owner: int, buffer: Tensor) -> list[dist.Work]:
         pg = self._pgs[owner]
         if pg is None:
-            return None
+            return []
         source = dist.get_group_rank(pg, self._plan.owners[owner])
         # On a GPU a synchronous call waits in the stream only. Two communicators at once could block each other.
-        return dist.broadcast(buffer, group=pg, group_src=source, async_op=self._stream is None)
+        work = dist.broadcast(buffer, group=pg, group_src=source, async_op=self._stream is None)
+        return [] if work is None else [work]
 
-    def _finish(self, flight: _Flight) -> Tensor:
-        """Return the memory of a bucket that has arrived, on a receiver."""
+    def _finish(self, flight: _Flight) -> Tensor | None:
+        """Wait until a bucket has been sent or has arrived; return its memory on a receiver."""
         memory, arrived = flight.memory, flight.arrived
-        self._wait(flight)
-        if memory is None:
+        for work in flight.works:
+            work.wait()
+        if self._receives and memory is None:
             memory = self._pool.take(flight.bucket.num_bytes)
             with self._on_stream():
-                for piece in flight.pieces:
-                    self._unpack(flight.bucket, piece, memory)
+                for owner, buffer in flight.buffers.items():
+                    self._unpack(flight.bucket.ranges[owner], buffer, memory)
                 arrived = self._stream.record_event() if self._stream is not None else None
-        if arrived is not None:
+        if self._receives and arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(arrived)
-        self._release(flight)
-        return memory
-
-    def _finish_sending(self, flight: _Flight) -> None:
-        self._wait(flight)
-        self._release(flight)
-
-    def _wait(self, flight: _Flight) -> None:
-        """Wait for the broadcasts. On a GPU there is nothing to wait for: they are ordered by the stream."""
-        for piece in flight.pieces:
-            if piece.work is not None:
-                piece.work.wait()
-
-    def _release(self, flight: _Flight) -> None:
         if flight.packed is not None:
             self._pool.give(flight.packed)
+        return memory
 
-    def _pack(self, bucket: Bucket, owner: int, buffer: Tensor) -> None:
-        ranges = bucket.ranges[owner]
+    def _pack(self, ranges: tuple[Range, ...], buffer: Tensor) -> None:
         views = [
             view_in(buffer, offset, self._plan.tensors[part.tensor], part.num_elements)
             for part, offset in zip(ranges, packed_offsets(ranges), strict=True)
         ]
         torch._foreach_copy_(views, [self._sources[part.tensor] for part in ranges])
 
-    def _unpack(self, bucket: Bucket, piece: _Piece, memory: Tensor) -> None:
-        ranges = bucket.ranges[piece.owner]
-        sources = [
-            piece.buffer[offset : offset + part.num_bytes]
-            for part, offset in zip(ranges, packed_offsets(ranges), strict=True)
-        ]
+    def _unpack(self, ranges: tuple[Range, ...], buffer: Tensor, memory: Tensor) -> None:
+        places = zip(ranges, packed_offsets(ranges), strict=True)
+        sources = [buffer[offset : offset + part.num_bytes] for part, offset in places]
         torch._foreach_copy_([memory[part.stretch] for part in ranges], sources)
 
     def _whole(self, bucket: Bucket, memory: Tensor) -> dict[int, Tensor]:
