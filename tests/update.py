@@ -1,4 +1,4 @@
-"""A plain single-process update, the reference for the sharded learner's, and how to run the learner beside it."""
+"""A plain single-process update as the reference for the sharded trainers, and jobs that run these."""
 
 import json
 import math
@@ -20,7 +20,7 @@ MAX_NEW_TOKENS = 20
 NUM_PROMPTS = 5
 ACTOR = {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.05, "warmup_steps": 2, "lr_schedule": "linear"}
 ALGO = {"clip_low": 0.1, "clip_high": 0.3, "kl_coef": 0.2, "kl_estimator": "k3", "num_mini_batches": 2, "num_epochs": 2}
-MIN_LIKENESS = 0.99  # of the ways that weights went, as a cosine; in bfloat16 it is 0.9997
+MIN_LIKENESS = 0.99  # cosine of the changes of weights; 0.9997 in bfloat16
 CRITIC = {"lr": 3e-3, "clip": 0.05}
 SHAPE = {
     "vocab_size": 37,  # divides by no number of ranks
@@ -45,7 +45,7 @@ def make_model(folder: Path, kind: str, seed: int = 0) -> torch.nn.Module:
 
 
 def make_batch() -> Batch:
-    """5 groups of 3 rollouts with lengths from 3 to 20; old logprobs are off by enough to reach both clips."""
+    """Build 5 groups of 3 rollouts with lengths from 3 to 20. Old logprobs differ enough to reach both clips."""
     torch.manual_seed(1)
     lengths = torch.randint(3, 21, (NUM_PROMPTS * 3,))
     num_tokens = int(lengths.sum())
@@ -67,13 +67,13 @@ def make_batch() -> Batch:
 
 
 def token_logprobs(model: torch.nn.Module, tokens: Tensor) -> Tensor:
-    """Of tokens[1:], one sequence at a time."""
+    """Return the logprobs of tokens[1:]."""
     logits = model(tokens.unsqueeze(0)).logits[0, :-1] / TEMPERATURE
     return torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
 
 
 def reference_update(model: torch.nn.Module, batch: Batch) -> list[tuple[float, float, int]]:
-    """Two epochs of two optimizer steps; returns policy loss, KL and number of tokens of each step."""
+    """Run two epochs of two optimizer steps; return policy loss, KL and number of tokens of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=ACTOR["lr"], weight_decay=ACTOR["weight_decay"])
     starts = batch.cu_lengths.tolist()
     # warm-up over 2 of 4 steps, then linearly to 0
@@ -141,7 +141,7 @@ def clip(new: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
 
 
 def gspo(new: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
-    """The paper's first form: one ratio, with its gradient."""
+    """Compute the paper's first form: one ratio, with its gradient."""
     ratio = torch.exp((new - old).mean())
     return torch.stack([-torch.minimum(ratio * a, ratio.clamp(0.9, 1.3) * a) for a in advantages])
 
@@ -151,7 +151,7 @@ def mask(weight: Tensor, lowest: float, highest: float) -> Tensor:
 
 
 def variant_update(model: torch.nn.Module, reference: torch.nn.Module, batch: Batch, name: str) -> tuple[float, float]:
-    """One optimizer step over the whole batch, one sequence at a time; returns loss and gradient norm."""
+    """Run one optimizer step over the whole batch, one sequence at a time; return loss and gradient norm."""
     settings, loss_of = VARIANTS[name]
     optimizer = torch.optim.AdamW(model.parameters(), lr=ACTOR["lr"] / 2, weight_decay=ACTOR["weight_decay"])
     starts, norm, sums, tokens, sequences = batch.cu_lengths.tolist(), settings.get("loss_norm", "token"), [], 0, 0
@@ -179,7 +179,7 @@ def variant_update(model: torch.nn.Module, reference: torch.nn.Module, batch: Ba
 
 
 class Judged(NamedTuple):
-    """What a critic expects after an update, and how it got there."""
+    """Values, metrics and weights of a critic after an update."""
 
     weights: dict[str, Tensor]
     values: Tensor  # [R]
@@ -189,14 +189,14 @@ class Judged(NamedTuple):
 
 
 def critic_update(model: torch.nn.Module, batch: Batch) -> Judged:
-    """Two epochs of two optimizer steps of a head of zeros on the model's layers, one sequence at a time."""
+    """Train a head of zeros on the model's layers for two epochs of two optimizer steps, one sequence at a time."""
     model.lm_head = torch.nn.Linear(SHAPE["hidden_size"], 1, bias=False)
     torch.nn.init.zeros_(model.lm_head.weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=CRITIC["lr"], weight_decay=ACTOR["weight_decay"])
     starts, clip, terms, norms, num_clipped = batch.cu_lengths.tolist(), CRITIC["clip"], [], [], 0
 
     def values_of_sequence(s: int) -> Tensor:
-        """Before each response token."""
+        """Return the value before each response token."""
         tokens = batch.tokens[starts[s] : starts[s + 1]]
         hidden = model.model(tokens.unsqueeze(0)).last_hidden_state[0]
         return model.lm_head(hidden).squeeze(1)[batch.prompt_lengths[s] - 1 : -1]
@@ -225,7 +225,7 @@ def critic_update(model: torch.nn.Module, batch: Batch) -> Judged:
 
 @torch.no_grad()
 def certainties(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logprobs and KL(uniform, policy) of all response tokens."""
+    """Return logprobs and KL(uniform, policy) of all response tokens."""
     logprobs, found, size = [], [], SHAPE["vocab_size"]
     for s, tokens in enumerate(batch.tokens.split(batch.lengths.tolist())):
         first = int(batch.prompt_lengths[s]) - 1
@@ -267,7 +267,7 @@ def make_reference(folder: Path) -> Reference:
 
 
 def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **options: Any) -> dict[str, Any]:
-    """`options` are settings of the actor, or `idle`: the last rank owns nothing, or the `device`."""
+    """Build a job. `options` are settings of the actor, or `idle` (the last rank owns nothing), or the `device`."""
     others = {"idle": options.pop("idle", False), "device": options.pop("device", "cpu")}
     actor = ACTOR | {"max_tokens_per_micro_batch": max_tokens, "compile": False} | options
     fixed = {"algo": ALGO, "temperature": TEMPERATURE, "num_prompts": NUM_PROMPTS, "old_logprobs": "given"}
@@ -276,7 +276,7 @@ def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **o
 
 
 def spoilt_token(batch: Batch, is_truncated: bool) -> int:
-    """A response token of negative advantage, so that no clip bounds its loss."""
+    """Return a response token of negative advantage, so that no clip bounds its loss."""
     assert batch.advantages is not None
     is_cut = torch.repeat_interleave(batch.truncated, batch.lengths)
     fitting = batch.response_mask & (batch.advantages < 0) & (is_cut == is_truncated)
@@ -289,7 +289,7 @@ def variant_job(name: str) -> dict[str, Any]:
 
 
 def mini_batch_jobs(device: str = "cpu") -> list[dict[str, Any]]:
-    """Five groups, each in a mini-batch of its own, without and with empty ones between them."""
+    """Five groups, each in its own mini-batch, without and with empty mini-batches between them."""
     return [
         job(f"{count} mini-batches on {device}", MODELS[0], device=device)
         | {"algo": ALGO | {"num_mini_batches": count}}

@@ -1,4 +1,4 @@
-"""Run by torchrun from test_weight_sync.py: weight syncs in several placements, sound and broken, with fake engines.
+"""Run by torchrun from test_weight_sync.py: weight syncs in several placements, with fake engines and planted faults.
 
 `sync_worker.py FOLDER JOBS`: each job is a placement of all ranks and a model in FOLDER. Every rank writes what it saw
 to FOLDER/JOB.RANK.json. Weights are multiplied by 1.5 between versions, so a stale tensor is a wrong one.
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from rl.placement.groups import Groups, make_groups
 from rl.placement.roles import Placement, plan
 from rl.rollout.fake_engine import FakeEngine
 from rl.sync.layout import MemoryLayout
-from rl.sync.plan import Plan
+from rl.sync.plan import Bucket, Plan
 from rl.sync.probe import LIMITS, make_probe
 from rl.sync.transfer import BucketTransfer
 from rl.sync.weights import Receiver, StartSync, SyncError, SyncSettings, WeightSource, WeightSync, share_tensors
@@ -37,25 +38,32 @@ SCALE = 1.5  # exact in bfloat16 for weights of few bits
 
 
 @contextmanager
-def replaced(owner: type, name: str, function: Callable) -> Iterator[None]:
+def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
     original = getattr(owner, name)
-    setattr(owner, name, lambda *args: function(original, *args))
+    setattr(owner, name, lambda *args, **options: function(original, *args, **options))
     try:
         yield
     finally:
         setattr(owner, name, original)
 
 
-def flip_a_byte(finish: Callable, wire: BucketTransfer, flight: Any) -> Tensor | None:
-    memory = finish(wire, flight)
-    memory[5] ^= 1
-    return memory
+Buckets = Iterator[tuple[Bucket, dict[int, Tensor]]]
 
 
-def swap_slices(unpack: Callable, wire: BucketTransfer, bucket: Any, piece: Any, memory: Tensor) -> None:
-    """The first two owners' rows of every tensor change places."""
-    piece.owner = {0: 1, 1: 0}.get(piece.owner, piece.owner)
-    unpack(wire, bucket, piece, memory)
+def flip_a_byte(buckets: Callable[..., Buckets], *args: Any) -> Buckets:
+    for bucket, whole in buckets(*args):
+        whole[bucket.tensors[0]].view(-1).view(torch.uint8)[5] ^= 1
+        yield bucket, whole
+
+
+def swap_slices(buckets: Callable[..., Buckets], *args: Any) -> Buckets:
+    """Exchange the rows of the first two of four owners in every tensor."""
+    for bucket, whole in buckets(*args):
+        for tensor in whole.values():
+            count = -(-len(tensor) // 4)
+            if 2 * count <= len(tensor):
+                tensor[: 2 * count] = torch.cat([tensor[count : 2 * count], tensor[:count]])
+        yield bucket, whole
 
 
 def drop_second_bucket(fill: Callable, layout: MemoryLayout, whole: dict[int, Tensor]) -> None:
@@ -76,24 +84,24 @@ def fail_in_the_middle(fill: Callable, layout: MemoryLayout, whole: dict[int, Te
     fill(layout, whole)
 
 
-def spoil_what_is_sent(pack: Callable, wire: BucketTransfer, bucket: Any, owner: int, buffer: Tensor) -> None:
-    pack(wire, bucket, owner, buffer)
+def spoil_what_is_sent(broadcast: Callable, buffer: Tensor, **options: Any) -> Any:
     buffer[-1] ^= 1
+    return broadcast(buffer, **options)
 
 
-def be_late(run: Callable, sync: WeightSync, version: int) -> None:
+def be_late(join: Callable, sync: WeightSync, version: int) -> None:
     time.sleep(JOIN_TIMEOUT_S + 1)
-    run(sync, version)
+    join(sync, version)
 
 
-FAULTS: dict[str, tuple[type, str, Callable]] = {
-    "flipped byte": (BucketTransfer, "_finish", flip_a_byte),
-    "swapped slices": (BucketTransfer, "_unpack", swap_slices),
+FAULTS: dict[str, tuple[Any, str, Callable]] = {
+    "flipped byte": (BucketTransfer, "buckets", flip_a_byte),
+    "swapped slices": (BucketTransfer, "buckets", swap_slices),
     "dropped bucket": (MemoryLayout, "fill", drop_second_bucket),
     "loads nothing": (MemoryLayout, "fill", load_nothing),
     "fails in the middle": (MemoryLayout, "fill", fail_in_the_middle),
-    "spoilt sender": (BucketTransfer, "_pack", spoil_what_is_sent),
-    "late": (WeightSync, "_run", be_late),
+    "spoilt sender": (dist, "broadcast", spoil_what_is_sent),
+    "late": (WeightSync, "join", be_late),
 }
 
 
@@ -153,7 +161,7 @@ class Job:
                 part.data.mul_(SCALE)
 
     def check(self, sync: WeightSync) -> None:
-        """Everything that this rank was given is what the files say, times the scale."""
+        """Check that this rank's receivers hold the weights of the files, times the scale."""
         self.seen["versions"].append(sync.version)
         files = load_file(self.folder / "model.safetensors")
         for index, info in enumerate(self.tensors):
@@ -186,10 +194,10 @@ class Job:
             except SyncError as error:
                 self.seen["errors"][name] = str(error)
             assert sync.version == before
-            unproven = before if name == "late" else 0  # nothing had arrived when that one was given up
+            unproven = before if name == "late" else 0  # nothing had arrived when the sync was given up
             assert self.engine is None or self.engine.version == unproven, "serves a version that was not proven"
             self.world.meet(name)
-            self.publish(sync)  # the groups are still in step
+            self.publish(sync)  # the process groups are still in step
             self.check(sync)
             self.train()
         if "other_plan" in self.job:

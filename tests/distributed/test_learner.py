@@ -1,4 +1,4 @@
-"""Loss and gradient of the sharded learner against a plain single-process reference (tests/update.py)."""
+"""Updates of the sharded trainers, compared with a plain single-process reference (tests/update.py)."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.update import (
     weights_of,
 )
 
-pytestmark = pytest.mark.timeout(300)  # the fixture's worlds count for whoever comes first
+pytestmark = pytest.mark.timeout(300)  # the first test waits for the fixture's worlds
 
 # By number of ranks, for every model: tokens a micro-batch, and what must not change the result. `idle`: a rank owns
 # nothing.
@@ -45,7 +45,7 @@ WAYS = {
         {"max_tokens": 10, "num_replicas": 4},
     ],
 }
-COMPILED = job("compiled", MODELS[0], compile=True, recompute="selective")  # tracing takes long: once
+COMPILED = job("compiled", MODELS[0], compile=True, recompute="selective")  # only once, since tracing is slow
 IN_BF16 = {num_ranks: job(f"bf16 {num_ranks}", MODELS[0], "bfloat16") for num_ranks in (1, 2)}
 ONE_UPDATE = ALGO | {"num_mini_batches": 1, "num_epochs": 1, "kl_coef": 0.0}
 ON_POLICY = [
@@ -119,7 +119,7 @@ def ways(num_ranks: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Everything below has been run beside it, in one world for each number of ranks."""
+    """Compute the reference and run all jobs, in one world for each number of ranks."""
     reference = make_reference(tmp_path_factory.mktemp("learner"))
     for num_ranks in WAYS:
         critics = [CRITICS[num_ranks, model] for model in MODELS]
@@ -129,16 +129,16 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.mark.parametrize("num_ranks", WAYS)
 def test_one_denominator_and_equal_micro_batch_counts(reference: Reference, num_ranks: int) -> None:
-    """The update equals the reference for any number of ranks, any split, with uneven and empty work, and every way to
-    compute it."""
+    """The update equals the reference for any number of ranks and any split, with uneven and empty work, and however it
+    is computed."""
     for way in ways(num_ranks):
         check(reference, way, loss_tolerance=1e-5, weight_tolerance=2e-5)  # a step moves a weight by up to 1e-3
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_loss_equals_the_plain_one(reference: Reference, name: str) -> None:
-    """On 2 ranks with uneven micro-batches. AdamW's first step shows little but the gradient's signs, so its norm is
-    compared too."""
+    """On 2 ranks with uneven micro-batches. AdamW's first step depends on little but the signs of the gradient, so its
+    norm is compared too."""
     weights, loss, norm = reference.variants[name]
     values = values_of(reference.folder, ALGORITHMS[name])
     assert values["optim/grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -150,8 +150,8 @@ def test_every_loss_equals_the_plain_one(reference: Reference, name: str) -> Non
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_ranks", CRITIC_WAYS)
 def test_critic(reference: Reference, num_ranks: int, model: str) -> None:
-    """A head of zeros expects 0 of everything; after an update weights, values, losses and the share of clipped values
-    are those of a plain one, with uneven and empty work and where it rests in host memory meanwhile."""
+    """A head of zeros gives values of 0. After an update weights, values, losses and the share of clipped values are
+    those of the reference, with uneven and empty work and with offloading."""
     job, wanted, mask = CRITICS[num_ranks, model], reference.judged[model], make_batch().response_mask
     found = load_file(reference.folder / f"{job['name']}.values.safetensors")
     assert not found["before"].any()
@@ -171,7 +171,7 @@ def test_critic(reference: Reference, num_ranks: int, model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_ranks", CRITIC_WAYS)
 def test_certainty(reference: Reference, num_ranks: int, model: str) -> None:
-    """Of a scoring pass, beside its logprobs: the plain KL(uniform, policy) at the sampling temperature."""
+    """A scoring pass also computes KL(uniform, policy) at the sampling temperature."""
     found = load_file(reference.folder / f"{CRITICS[num_ranks, model]['name']}.values.safetensors")
     mask = make_batch().response_mask
     for name, wanted in zip(("old_logprobs", "certainty"), reference.certainties[model], strict=True):
@@ -184,13 +184,13 @@ def test_compiled_layers(reference: Reference) -> None:
 
 
 def test_on_policy_data_need_no_pass_for_old_logprobs(reference: Reference) -> None:
-    """One update: the same weights and losses as with old logprobs from a pass of their own, and without any the update
-    itself measures how far the engine is from the learner."""
+    """One update without old logprobs gives the same weights and losses as with old logprobs from a separate pass, and
+    it measures the mismatch between engine and learner."""
     none, passed = (values_of(reference.folder, each) for each in ON_POLICY)
     for name in ("loss/policy", "optim/grad_norm", "policy/entropy", "policy/clip_fraction"):
         assert none[name] == pytest.approx(passed[name], abs=1e-5), name
     assert none["policy/clip_fraction"] == 0.0
-    assert none["policy/mismatch_kl"] > 0.01 and "policy/mismatch_kl" not in passed  # the engine's are made up
+    assert none["policy/mismatch_kl"] > 0.01 and "policy/mismatch_kl" not in passed  # the engine's logprobs are random
     without, with_pass = (weights_of(reference.folder, each) for each in ON_POLICY)
     for name, tensor in without.items():
         assert (tensor - with_pass[name]).abs().max() < 2e-5, name
@@ -202,7 +202,7 @@ def test_an_empty_mini_batch_moves_nothing(reference: Reference) -> None:
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(reference: Reference) -> None:
-    """Without a clip that bounds it, an infinite ratio makes the gradient infinite: no weight moves."""
+    """Without a clip that bounds it, an infinite ratio makes the gradient infinite, and no weight changes."""
     values = values_of(reference.folder, SPOILT[False])
     assert (values["optim/skipped_steps"], values["optim/grad_norm"]) == (1, 0)
     begun = load_file(reference.folder / MODELS[0] / "model.safetensors")
@@ -211,7 +211,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(reference: 
 
 
 def test_a_skipped_step_leaves_the_others_alone(reference: Reference) -> None:
-    """One of two: the mean of the gradient norms is that of the other."""
+    """One of two steps is skipped: the mean of the gradient norms is that of the other."""
     values = values_of(reference.folder, HALF_SPOILT)
     assert values["optim/skipped_steps"] == 1 and 0 < values["optim/grad_norm"] < 100
     begun = load_file(reference.folder / MODELS[0] / "model.safetensors")
@@ -219,7 +219,7 @@ def test_a_skipped_step_leaves_the_others_alone(reference: Reference) -> None:
 
 
 def test_a_batch_in_which_every_response_is_masked_moves_nothing(reference: Reference) -> None:
-    """But it has all the measures of an update, and the worker checks that the probe rode along."""
+    """It has all the metrics of an update, and the worker checks that the probe was computed."""
     begun = load_file(reference.folder / MODELS[0] / "model.safetensors")
     for each in ALL_MASKED:
         values = values_of(reference.folder, each)
@@ -254,16 +254,16 @@ def test_the_critic_does_not_learn_from_masked_responses(reference: Reference) -
 
 
 def test_moments_of_a_part_that_is_not_trained(reference: Reference) -> None:
-    here, away = (weights_of(reference.folder, each) for each in FROZEN)
-    check_weights(away, here, 1e-6, FROZEN[1])
+    on_device, offloaded = (weights_of(reference.folder, each) for each in FROZEN)
+    check_weights(offloaded, on_device, 1e-6, FROZEN[1])
     begun = load_file(reference.folder / MODELS[0] / "model.safetensors")
-    for name, tensor in here.items():
+    for name, tensor in on_device.items():
         assert torch.equal(tensor, begun[name]) == (name in FROZEN[0]["frozen"]), name
 
 
 @pytest.mark.parametrize("num_ranks", IN_BF16)
 def test_bfloat16_keeps_float32_masters(reference: Reference, num_ranks: int) -> None:
-    """Passes in bfloat16 come close to the float32 losses, and updates smaller than its precision are not lost."""
+    """Losses in bfloat16 are close to those in float32, and updates smaller than its precision are not lost."""
     check(reference, IN_BF16[num_ranks], loss_tolerance=2e-2, weight_tolerance=4e-3)
     for name, tensor in weights_of(reference.folder, IN_BF16[num_ranks]).items():
         assert tensor.dtype == torch.float32

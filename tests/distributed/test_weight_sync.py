@@ -1,5 +1,5 @@
-"""The weight sync between real processes: every placement gets exactly what the actors hold, and every way in which a
-version can go wrong is caught, named and raised on every rank, after which the next version arrives.
+"""The weight sync between real processes. In every placement receivers get exactly what the actors hold. Every planted
+fault is found, named and raised on every rank, and the next version arrives.
 
 The engines here are fakes with real memory; test_placement_equality.py and test_proven_weights.py run vLLM.
 """
@@ -70,7 +70,7 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
-    """What each rank saw, by job."""
+    """Run all jobs; return what each rank saw, by job."""
     folder = tmp_path_factory.mktemp("sync")
     torch.manual_seed(0)
     llama = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
@@ -90,7 +90,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", JOBS)
 def test_every_receiver_holds_what_the_actors_hold(name: str, seen: dict[str, list[dict]]) -> None:
-    """The worker compares every tensor of every receiver with the files, and would have failed."""
+    """The worker compares every tensor of every receiver with the files, and fails if one differs."""
     expected = [1, 2, 3, *range(4, 4 + len(JOBS[name].get("faults", {})))]
     assert [rank["versions"] for rank in seen[name]] == [expected] * NUM_RANKS
 

@@ -26,7 +26,7 @@ from rl.model.shards import local_slices
 from rl.report.metrics import Measures
 
 if not torch.cuda.is_available():
-    # Without Inductor, which needs a C++ compiler: what is tested is how layers are traced, cut and called.
+    # Without Inductor, which needs a C++ compiler. The test is about how layers are traced, cut and called.
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
@@ -40,9 +40,7 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     compute = Compute(actor.compile, actor.recompute, on_host=actor.offload == "always")
     model = load_model(folder / job["model"], mesh, device, job["dtype"], trainable=True, compute=compute)
     layers = model.model.layers
-    assert all(layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers[:-1]), (
-        "no layer is fetched early"
-    )
+    assert all(layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers[:-1]), "no layer is prefetched"
     for name in job["frozen"]:
         model.get_parameter(name).requires_grad_(False)
     if job["poisoned"]:
@@ -68,26 +66,28 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         models = scoring_models("ref_logprobs", model, job)
         scorer = LocalScorer(models, ["ref_logprobs"], pg, offloads_reference=True)
         scorer.score(share, version=1)
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "the reference's root is whole"
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), (
+            "the reference's root is still gathered"
+        )
         scorer.offload()
-        assert not any(part.data.untyped_storage().nbytes() for part in local_slices(model)), "the reference rests"
+        assert not any(part.data.untyped_storage().nbytes() for part in local_slices(model)), (
+            "the reference is not offloaded"
+        )
         scorer.reload()
         learner.offload()
         on_device = [bool(part.data.untyped_storage().nbytes()) for part in local_slices(model)]
-        assert on_device == [actor.offload == "moments"] * len(on_device), (
-            "the learner rests, or its moments alone will"
-        )
+        assert on_device == [actor.offload == "moments"] * len(on_device), "actor.offload=moments offloads only moments"
         learner.reload()
-        rest_before_steps(learner)
+        offload_before_steps(learner)
     try:
         learner.update(share, num_prompts=job["num_prompts"], measures=measures)
     except FloatingPointError as error:
         (folder / f"{job['name']}.{rank}.error").write_text(str(error))
         return
-    assert learner.probe_logits is not None, "the probe was left out"
+    assert learner.probe_logits is not None, "the probe was not computed"
     if learner.offloads:
         learner.offload()
-        assert num_moments_away(learner) > 0
+        assert num_moments_offloaded(learner) > 0
         learner.reload()
     report(pg, folder, job, model, measures)
 
@@ -97,8 +97,8 @@ def scoring_models(field: str, model: torch.nn.Module, job: dict) -> ScoringMode
 
 
 class CheckedOperators(TorchDispatchMode):
-    """No value leaves a tensor for Python, which on a GPU would wait for all that was asked of it; and positions are
-    rotated our way."""
+    """Checks that no tensor's value is read by Python, which would wait for the GPU, and that our rotary function is
+    used."""
 
     has_rotated = False
 
@@ -109,11 +109,11 @@ class CheckedOperators(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        assert self.has_rotated or error[0], "rotary positions are the family's own"
+        assert self.has_rotated or error[0], "the family's own rotary function was used"
 
 
 def check_reduction(trainer: ShardedTrainer) -> None:
-    """A rank with the whole model, and replicas, have no gradients to exchange before the last micro-batch."""
+    """Check that a rank with the whole model, and replicas, reduce gradients only after the last micro-batch."""
     step, accumulate = trainer._optimizer_step, trainer._accumulate
     mesh, has_gradients = trainer._mesh, []
     waits = trainer._actor.offload != "always" and (mesh.ndim == 2 or mesh.size() == 1)
@@ -132,38 +132,42 @@ def check_reduction(trainer: ShardedTrainer) -> None:
     trainer._optimizer_step, trainer._accumulate = optimizer_step, micro_batch  # type: ignore[method-assign]
 
 
-def rest_before_steps(trainer: ShardedTrainer) -> None:
-    """Before every optimizer step. Its moments are away until the last backward pass has freed the activations of their
-    layer; those of no layer until the very end."""
+def offload_before_steps(trainer: ShardedTrainer) -> None:
+    """Offload before every optimizer step. Check that moments stay offloaded until the last backward pass has freed the
+    activations of their layer, and moments that belong to no layer until the end."""
     step, accumulate = trainer._optimizer_step, trainer._accumulate
-    away: list[int] = []  # moments, after each micro-batch
+    offloaded: list[int] = []  # moments after each micro-batch
 
     def optimizer_step(*args: Any) -> None:
         trainer.offload()
         trainer.reload()
-        before = num_moments_away(trainer)
-        away.clear()
+        before = num_moments_offloaded(trainer)
+        offloaded.clear()
         step(*args)
-        assert num_moments_away(trainer) == 0
+        assert num_moments_offloaded(trainer) == 0
         if before:
             of_layers = [parameter for _, parameters in trainer._layers for parameter in parameters]
             others = before - sum(parameter.to_local().numel() > 0 for parameter in of_layers) * len(MOMENTS)
-            assert away == [before] * (len(away) - 1) + [others] and others < before, (away, before, others)
+            assert offloaded == [before] * (len(offloaded) - 1) + [others] and others < before, (
+                offloaded,
+                before,
+                others,
+            )
 
     def micro_batch(*args: Any) -> None:
         accumulate(*args)
-        away.append(num_moments_away(trainer))
+        offloaded.append(num_moments_offloaded(trainer))
 
     trainer._optimizer_step, trainer._accumulate = optimizer_step, micro_batch  # type: ignore[method-assign]
 
 
-def num_moments_away(trainer: ShardedTrainer) -> int:
+def num_moments_offloaded(trainer: ShardedTrainer) -> int:
     moments = [state[of].to_local() for state in trainer._optimizer.state.values() for of in MOMENTS]
     return sum(moment.numel() > 0 and not moment.untyped_storage().nbytes() for moment in moments)
 
 
 def owned_by(rank: int, size: int, batch: Batch, job: dict) -> list[int]:
-    """Every size-th group, as the rollout stage deals them out; when "idle" the last rank owns nothing."""
+    """Return every size-th group, as in the rollout stage. If "idle", the last rank owns nothing."""
     owners = size - 1 if job["idle"] else size
     return [s for s in range(batch.num_sequences) if int(batch.group_ids[s]) % owners == rank]
 
@@ -176,8 +180,8 @@ def report(pg: dist.ProcessGroup, folder: Path, job: dict, model: torch.nn.Modul
         (folder / f"{job['name']}.json").write_text(json.dumps(values))
 
 
-def judge(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
-    """Values of a critic before and after one update, and the self-certainty of the policy that it came from."""
+def update_critic(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
+    """Write a critic's values before and after one update, and the self-certainty of the policy that it came from."""
     device = torch.device(job["device"])
     actor, algo, critic_config = ActorConfig(**job["actor"]), AlgoConfig(**job["algo"]), CriticConfig(**job["critic"])
     mesh, place = DeviceMesh.from_group(pg, device.type), folder / job["model"]
@@ -188,11 +192,11 @@ def judge(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     owned = owned_by(dist.get_rank(pg), dist.get_world_size(pg), batch, job)
     share, measures = batch.select(owned), Measures()
     found = {"before": critic.add_values(share).values}
-    rest(critic)
+    offload_and_reload(critic)
     if critic.offloads:
-        rest_before_steps(critic)
+        offload_before_steps(critic)
     critic.update(share, job["num_prompts"], measures)
-    rest(critic)
+    offload_and_reload(critic)
     found["after"] = critic.add_values(share).values
     policy = load_model(place, mesh, device, job["dtype"], trainable=False)
     scorer = LocalScorer(scoring_models("old_logprobs", policy, job), ["old_logprobs", "certainty"], pg)
@@ -207,10 +211,12 @@ def judge(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     report(pg, folder, job, model, measures)
 
 
-def rest(trainer: ShardedTrainer) -> None:
+def offload_and_reload(trainer: ShardedTrainer) -> None:
     if trainer.offloads:
         trainer.offload()
-        assert not any(part.data.untyped_storage().nbytes() for part in local_slices(trainer.model)), "it rests"
+        assert not any(part.data.untyped_storage().nbytes() for part in local_slices(trainer.model)), (
+            "it is not offloaded"
+        )
         trainer.reload()
 
 
@@ -220,7 +226,7 @@ def main() -> None:
     pg = dist.group.WORLD
     assert pg is not None
     for job in json.loads(sys.argv[2]):
-        judge(pg, folder, job) if "critic" in job else update(pg, folder, job)
+        update_critic(pg, folder, job) if "critic" in job else update(pg, folder, job)
     dist.barrier(group=pg)
     dist.destroy_process_group(pg)
 

@@ -1,4 +1,4 @@
-"""What the learner's attention does not compute is refused: results would be wrong without a word."""
+"""Attention that the learner does not support is an error: otherwise results would be silently wrong."""
 
 from typing import Any
 

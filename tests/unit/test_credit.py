@@ -1,4 +1,4 @@
-"""From rewards to advantages: every rule against numbers worked out by hand, and the same whoever holds the groups.
+"""Advantages by every rule, compared with numbers worked out by hand, and equal for any split of groups over ranks.
 
 Ranks are threads here, with a gloo group among them.
 """
@@ -21,10 +21,10 @@ from rl.report.metrics import Measures
 from tests.unit.ragged import close
 
 MAX_NEW_TOKENS = 4
-IN_PROMPTS = 99.0  # which nothing may read
+IN_PROMPTS = 99.0  # nothing may read it
 PROMPT_LENGTHS, RESPONSE_LENGTHS = [1, 2, 1, 1], [2, 1, 3, 2]
 REWARDS, GROUP_IDS = [1.0, 0.0, 2.0, 4.0], [0, 0, 1, 1]
-# Of the response tokens, by sequence.
+# Values of the response tokens, by sequence.
 VALUES = [[0.5, 0.0], [1.0], [0.0, 1.0, 1.0], [2.0, 2.0]]
 KLS = [[1.0, 0.0], [2.0], [0.0, 1.0, 1.0], [-1.0, 0.0]]
 CERTAINTY = [[1.0, 3.0], [4.0], [1.0, 1.0, 4.0], [0.0, 2.0]]
@@ -55,7 +55,7 @@ def make_batch() -> Batch:
 
 
 def on_ranks(parts: list[Batch], algo: AlgoConfig) -> tuple[list[Batch], list[dict[str, float]]]:
-    """What every rank gets for its part, and the metrics that it sees."""
+    """Return what every rank gets for its part of the batch, and the metrics that it sees."""
     store = dist.HashStore()
 
     def of_rank(rank: int) -> tuple[Batch, dict[str, float]]:
@@ -113,7 +113,7 @@ def test_every_rule_by_hand(settings: dict[str, Any], wanted: list[list[float]])
 
 
 def test_the_critic_learns_returns_that_are_not_standardised() -> None:
-    """Advantages before they are, plus values."""
+    """Return what gae adds up: advantages before they are standardized, plus values."""
     batch, values = credit(advantage="gae", lam=0.5)
     check(batch.returns, [[0.5, 1], [0], [1.25, 1.5, 2], [3, 4]])
     assert values["critic/return_mean"] == pytest.approx(13.25 / 8)
@@ -141,7 +141,7 @@ def test_kl_in_the_reward(advantage: str, wanted: list[list[float]]) -> None:
 
 
 def test_the_coefficient_is_the_adapted_one() -> None:
-    """Not the one of the settings: it is 1 now, so that rewards are 0, -2, 0, 5."""
+    """The current coefficient is used, not the configured one: it is 1, so rewards are 0, -2, 0, 5."""
     pg = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=20))
     algo = AlgoConfig(advantage="dr_grpo", kl_coef=0.5, kl_estimator="k1", kl_place="reward", kl_target=0.1)
     batch = assign_credit(make_batch(), algo, MAX_NEW_TOKENS, 1.0, pg, Measures())
@@ -155,7 +155,7 @@ def test_a_kl_in_the_loss_leaves_rewards_alone() -> None:
 
 
 def test_overlong_responses_pay() -> None:
-    """Of 4 tokens the last 2 cost a half each, so the response of 3 has the reward 1.5."""
+    """The last 2 of 4 tokens cost a half each, so the response of 3 tokens has the reward 1.5."""
     batch, values = credit(advantage="dr_grpo", overlong_tokens=2)
     check(batch.advantages, by_sequence([0.5, -0.5, -1.25, 1.25]))
     assert values["reward/overlong"] == pytest.approx(-0.5 / 4)
@@ -186,7 +186,7 @@ ADVANTAGES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"
     ids=lambda value: value.get("advantage") if isinstance(value, dict) else "",
 )
 def test_masked_responses_count_nowhere(settings: dict[str, Any], wanted: list[list[float]]) -> None:
-    """By hand; and their rewards, values and KLs could be anything."""
+    """Their rewards, values and KLs may be anything."""
     batch = make_batch().replace(truncated=torch.tensor([True, False, False, False]))
     algo = AlgoConfig(mask_truncated=True, **settings)
     (credited,), (values,) = on_ranks([batch], algo)
@@ -200,7 +200,7 @@ def test_masked_responses_count_nowhere(settings: dict[str, Any], wanted: list[l
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_a_batch_with_masked_responses_is_worth_one_without_them(advantage: str) -> None:
-    """Advantages, returns and what is measured, with everything that rewards can be made of."""
+    """Compare advantages, returns and metrics, with everything that rewards can consist of."""
     settings = {"kl_coef": 0.3, "kl_place": "reward", "overlong_tokens": 2, "certainty_coef": 0.7, "gamma": 0.9}
     algo = AlgoConfig(advantage=advantage, mask_truncated=True, **settings)
     batch = random_batch().replace(truncated=torch.arange(21) % 4 == 1)
@@ -215,13 +215,13 @@ def test_a_batch_with_masked_responses_is_worth_one_without_them(advantage: str)
 
 
 def test_reinforce_pp_baseline_has_no_discount() -> None:
-    """Neither the paper nor any peer discounts it, whatever algo.gamma says."""
+    """Neither the paper nor other trainers discount it, whatever algo.gamma says."""
     batch, _ = credit(advantage="reinforce_pp_baseline", gamma=0.5)
     check(batch.advantages, standard(by_sequence([0.5, -0.5, -1, 1])))
 
 
 def random_batch() -> Batch:
-    """7 groups of 3, some responses without a token."""
+    """Build 7 groups of 3; some responses have no token."""
     generator = torch.Generator().manual_seed(0)
     response_lengths = torch.randint(0, MAX_NEW_TOKENS + 1, (21,), generator=generator)
     prompt_lengths = torch.randint(1, 4, (21,), generator=generator)
@@ -243,7 +243,7 @@ def random_batch() -> Batch:
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 @pytest.mark.parametrize("owners", [[0, 1, 1, 0, 1, 1, 1], [2, 0, 2, 2, 0, 0, 2]], ids=["2 ranks", "3, one empty"])
 def test_whole_groups_on_any_rank_get_the_same(advantage: str, owners: list[int]) -> None:
-    """Each sequence's advantages and returns, and the metrics on every rank."""
+    """Return each sequence's advantages and returns, and the metrics of every rank."""
     settings = {"kl_coef": 0.3, "kl_place": "reward", "overlong_tokens": 2, "certainty_coef": 0.7}
     algo = AlgoConfig(advantage=advantage, gamma=0.9, lam=0.8, **settings)
     batch = random_batch()

@@ -1,4 +1,4 @@
-"""Logprobs, entropies, KLs and self-certainty equal the plain way, forward and backward, whatever the chunks."""
+"""Logprobs, entropies, KLs and self-certainty equal a plain computation, forward and backward, for all chunk sizes."""
 
 import math
 from typing import Any
@@ -84,7 +84,7 @@ def test_self_certainty(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Rows(TorchDispatchMode):
-    """The most rows of something as wide as the vocabulary that any operation has made."""
+    """Records the most rows of any tensor as wide as the vocabulary that an operation has made."""
 
     most = 0
 
@@ -97,7 +97,7 @@ class Rows(TorchDispatchMode):
 
 
 def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward; what is kept between them has no dimension of the vocabulary but the weight's."""
+    """This holds for forward and backward. Of what is saved in between, only the weight is as wide as the vocabulary."""
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 4 * VOCABULARY)
     hidden, weight, targets = inputs(20)
     with Rows() as forward:

@@ -1,4 +1,4 @@
-"""The learning rate's schedule, against numbers worked out by hand."""
+"""The learning rate schedule, compared with numbers worked out by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tensors that go to host memory and come back: the same objects, the same views, the same values."""
+"""Tensors that are offloaded and reloaded are the same objects with the same views and values."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def test_views_stay_valid_and_their_memory_is_free_meanwhile() -> None:
     row, column = whole.view(3, 4)[1], whole.view(3, 4)[:, 2]
     other = torch.ones(2, dtype=torch.bfloat16)
     offload = Offloader([whole, row, other])
-    offload.start_reload()  # from nowhere
+    offload.start_reload()  # nothing is offloaded yet
     offload.offload()
     offload.offload()
     assert offload.is_offloaded and whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0

@@ -103,7 +103,7 @@ def load(folder: Path, mesh: DeviceMesh, compute: Compute = PLAIN, max_tokens: i
     [(f, s) for f in EXACT for s in SCALINGS if f != "phi3" or s in ("default", "longrope")],  # phi3 takes no others
 )
 def test_packed_and_single_forwards_are_equal(family: str, scaling: str, mesh: DeviceMesh, tmp_path: Path) -> None:
-    """Of sequences on both sides of the length that the model was trained on."""
+    """Sequences are shorter and longer than the length that the model was trained on."""
     positions = {"max_position_embeddings": ORIGINAL if scaling == "dynamic" else LONGEST}
     model = load(save(tmp_path, family, **positions, rope_parameters=SCALINGS[scaling], **DROPOUTS), mesh)
     packed = logprobs(model, LENGTHS)
@@ -115,7 +115,7 @@ def test_packed_and_single_forwards_are_equal(family: str, scaling: str, mesh: D
 def test_longrope_goes_by_the_longest_sequence_of_the_run(
     max_tokens: int, factors: str, mesh: DeviceMesh, tmp_path: Path
 ) -> None:
-    """As vLLM goes by max_model_len: the frequencies 10000^(-i / 8) over the short or the long factors, for all."""
+    """vLLM chooses by max_model_len: the frequencies 10000^(-i / 8) over the short or the long factors, for all rows."""
     model = load(save(tmp_path, "phi3", rope_parameters=LONGROPE), mesh, max_tokens=max_tokens)
     wanted = [1 / (factor * 10000 ** (i / 8)) for i, factor in enumerate(LONGROPE[factors])]
     for lengths in ([5], [ORIGINAL], [12, 5]):
@@ -128,7 +128,7 @@ def test_longrope_goes_by_the_longest_sequence_of_the_run(
 
 
 def test_dynamic_frequencies_stay_as_they_were_trained(mesh: DeviceMesh, tmp_path: Path) -> None:
-    """As in vLLM, also beyond the length of that training."""
+    """vLLM uses them beyond the trained length too."""
     options = {"max_position_embeddings": ORIGINAL, "rope_parameters": SCALINGS["dynamic"]}
     model = load(save(tmp_path, "llama", **options), mesh)
     logprobs(model, [LONGEST])
@@ -137,7 +137,7 @@ def test_dynamic_frequencies_stay_as_they_were_trained(mesh: DeviceMesh, tmp_pat
 
 
 def test_a_family_that_cannot_be_frozen_is_refused_where_it_matters(mesh: DeviceMesh, tmp_path: Path) -> None:
-    """phimoe chooses its scale in a forward of its own, by the row."""
+    """phimoe chooses its scale in its own forward, by the longest sequence of the row."""
     options = LONGROPE | {"short_mscale": 1.0, "long_mscale": 1.5}
     positions = {"max_position_embeddings": LONGEST, "original_max_position_embeddings": ORIGINAL}
     config = AutoConfig.for_model("phimoe", **SHAPE, **positions, rope_parameters=options)
@@ -151,7 +151,7 @@ def test_a_family_that_cannot_be_frozen_is_refused_where_it_matters(mesh: Device
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 @pytest.mark.parametrize("family", EXACT)
 def test_dropout_is_off(family: str, recomputed: str, mesh: DeviceMesh, tmp_path: Path) -> None:
-    """Whatever config.json says: two forwards are equal, and equal to one of transformers in evaluation mode."""
+    """Whatever config.json says, two forward passes are equal, and equal to transformers in evaluation mode."""
     folder = save(tmp_path, family, **DROPOUTS)
     model = load(folder, mesh, Compute(recomputed=recomputed))
     assert model.config.attention_dropout == 0.5
@@ -166,7 +166,7 @@ def test_dropout_is_off(family: str, recomputed: str, mesh: DeviceMesh, tmp_path
 
 
 def test_dropout_of_a_layer_itself_is_off() -> None:
-    """opt drops in the forward of its layer, which is in training mode where it is recomputed."""
+    """opt applies dropout in the forward of its layer, which is in training mode if it is recomputed."""
     sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 64, "num_hidden_layers": 2}
     options = {"vocab_size": 96, "max_position_embeddings": LONGEST, "num_attention_heads": 4, "dropout": 0.5}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **sizes, **options))
@@ -178,7 +178,7 @@ def test_dropout_of_a_layer_itself_is_off() -> None:
 
 
 def test_frequencies_of_each_type_of_layer_are_frozen() -> None:
-    """gemma3 has two: of the one that would vary, a row's angles do not depend on its longest sequence."""
+    """gemma3 has two kinds of layers. The angles of the scaled kind do not depend on the row's longest sequence."""
     layers = {"full_attention": SCALINGS["dynamic"], "sliding_attention": SCALINGS["default"]}
     options = SHAPE | {"max_position_embeddings": ORIGINAL, "num_hidden_layers": 6, "rope_parameters": layers}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **options))
@@ -196,7 +196,7 @@ def test_frequencies_of_each_type_of_layer_are_frozen() -> None:
 
 
 def test_layers_that_are_to_be_computed_again_are(mesh: DeviceMesh, tmp_path: Path) -> None:
-    """transformers does so only for layers in training mode; their own dropouts are 0 then."""
+    """transformers recomputes only layers in training mode; their own dropout is set to 0."""
     folder = save(tmp_path, "llama")
     for recomputed, wanted in (("none", [False, False]), ("selective", [True, False]), ("full", [True, True])):
         model = load(folder, mesh, Compute(recomputed=recomputed))

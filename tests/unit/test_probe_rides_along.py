@@ -1,4 +1,4 @@
-"""The probe of a checkpoint in the forward of a micro-batch: its logits, and nothing else changes."""
+"""A probe in the forward pass of a micro-batch: its logits are right, and nothing else changes."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
 
 
 def plain_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
-    """By transformers' own attention."""
+    """Return logits by transformers' own attention."""
     model.set_attn_implementation("sdpa")
     logits = type(model).forward(model, torch.tensor([tokens])).logits[0]
     model.set_attn_implementation(attention.RAGGED)

@@ -1,4 +1,4 @@
-"""Our way to rotate positions takes the place of a family's own, where both give the same bits."""
+"""Our rotary function replaces a family's own if both give the same bits."""
 
 import importlib
 from typing import Any
@@ -26,7 +26,7 @@ def make_model(family: str, **options: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which tests before may have replaced; those after get back what they had."""
+    """Restore a family's own function, which earlier tests may have replaced, for the time of a test."""
     for name in ("llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "glm4", "olmo2"):
         family = family_of(name)
         rotate: Any = family.apply_rotary_pos_emb
@@ -34,7 +34,7 @@ def own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def computed(model: Any) -> list[Tensor]:
-    """Logits and gradients."""
+    """Return logits and gradients."""
     model.zero_grad()
     logits = model(TOKENS).logits
     logits.square().sum().backward()

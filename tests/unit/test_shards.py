@@ -1,4 +1,4 @@
-"""The slice map of a sharded model, and the dtypes in which its tensors travel."""
+"""The rows of each rank in a sharded model, and the dtypes in which its tensors are sent."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A rebuilt engine gets the current version again. If it cannot be read back, the probe must speak for it first."""
+"""A rebuilt engine gets the current version again. If it cannot be read back, it must pass the probe first."""
 
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -29,7 +29,7 @@ SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidd
 
 
 class Engine:
-    """Takes weights through a loader of its own, or into memory that can be read; computes with them or with others."""
+    """Takes weights through its own loader or into memory that can be read. A stale engine computes with others."""
 
     def __init__(self, model: nn.Module, is_readable: bool = False, is_stale: bool = False):
         self.version, self.num_probes = 0, 0
@@ -64,7 +64,7 @@ def model(tmp_path: Path) -> Iterator[nn.Module]:
 
 @pytest.fixture
 def sync(model: nn.Module, request: pytest.FixtureRequest) -> Iterator[WeightSync]:
-    """At version 3, which no probe has seen; `request.param` are the settings."""
+    """A sync at version 3, which was not probed; `request.param` are the settings."""
     placement, config = plan({"actor,rollout": "all"}, 1, 1), SyncConfig(probe_interval=0, **request.param)
     tensors = transferred_tensors(model, "float32")
     with connected(1) as (mail,):
@@ -79,8 +79,8 @@ def sync(model: nn.Module, request: pytest.FixtureRequest) -> Iterator[WeightSyn
 
 
 @pytest.fixture
-def learner_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the third version on: a collocated one may lie in host memory while engines sample."""
+def offloaded_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a forward pass of the learner an error, since a collocated learner may be offloaded while engines sample."""
 
     def fail(*args: object) -> list[float]:
         raise AssertionError("a forward of a learner that is not on its device")
@@ -90,7 +90,7 @@ def learner_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("sync", [{}, {"verify": "transport"}], indirect=True)
 def test_a_rebuilt_engine_that_cannot_be_read_back_is_probed_before_it_serves(
-    sync: WeightSync, model: nn.Module, learner_is_away: None
+    sync: WeightSync, model: nn.Module, offloaded_learner: None
 ) -> None:
     stale = Engine(model, is_stale=True)
     sync.add_receiver(stale)
@@ -107,8 +107,8 @@ def test_a_rebuilt_engine_that_cannot_be_read_back_is_probed_before_it_serves(
 @pytest.mark.parametrize(
     ("sync", "is_readable"), [({"bucket_mb": 1}, True), ({"verify": "off"}, False)], indirect=["sync"]
 )
-def test_digests_speak_for_one_that_can_be_read_back_and_nothing_for_one_that_is_not_verified(
-    sync: WeightSync, model: nn.Module, is_readable: bool, learner_is_away: None
+def test_an_engine_that_can_be_read_back_or_is_not_verified_is_not_probed(
+    sync: WeightSync, model: nn.Module, is_readable: bool, offloaded_learner: None
 ) -> None:
     engine = Engine(model, is_readable, is_stale=True)
     sync.add_receiver(engine)
@@ -118,6 +118,6 @@ def test_digests_speak_for_one_that_can_be_read_back_and_nothing_for_one_that_is
 
 @pytest.mark.parametrize("sync", [{"bucket_mb": 1}], indirect=True)
 def test_a_rebuilt_engine_that_can_no_longer_be_read_back_is_refused(sync: WeightSync, model: nn.Module) -> None:
-    """No logprobs were kept that it could be compared with."""
+    """The sync kept no logprobs to compare it with."""
     with pytest.raises(SyncError, match="cannot be read back, though the first one could: it packs its layers"):
         sync.add_receiver(Engine(model, is_readable=False))

@@ -1,4 +1,4 @@
-"""Digests on a CPU: XXH3 of bytes that are laid out here by hand, their sums over parts, and the errors they see."""
+"""Digests on a CPU: XXH3 of bytes that are written out here, their sums over parts, and the errors that they find."""
 
 import itertools
 import struct

@@ -1,4 +1,4 @@
-"""Where tensors land in an engine that fuses and cuts them as vLLM does: watched, filled, and read back."""
+"""The memory layout of an engine that fuses and cuts tensors as vLLM does: traced, filled and read back."""
 
 from collections.abc import Iterable, Mapping
 
@@ -24,12 +24,12 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "norm": (HIDDEN,),
 }
 TENSORS = [TensorInfo(name, shape, "float32", True) for name, shape in SHAPES.items()]
-TENSORS.append(TensorInfo("steps", (), "int64", False))  # a buffer that engines have no use for
+TENSORS.append(TensorInfo("steps", (), "int64", False))  # a buffer that engines do not need
 STEPS = len(TENSORS) - 1
 
 
 class Engine(nn.Module):
-    """One tensor-parallel rank: fused and cut as vLLM does it, with a padded vocabulary and a tied head."""
+    """One tensor-parallel rank of an engine like vLLM, with a padded vocabulary and a tied head."""
 
     def __init__(self, tp_rank: int, tp_size: int, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -87,11 +87,11 @@ def test_regions_are_what_the_loader_takes(tp_rank: int, tp_size: int, regions: 
     layout = trace(TENSORS, engine, engine.load_weights, CPU)
     assert layout.regions == regions
     assert layout.is_whole == [found == whole != [] for found, whole in zip(regions, WHOLE, strict=True)]
-    assert all(bool((parameter == 7).all()) for parameter in engine.parameters())  # watched, not made
+    assert all(bool((parameter == 7).all()) for parameter in engine.parameters())  # the copies were recorded, not made
 
 
 def whole_tensors(seed: int = 0) -> dict[int, Tensor]:
-    """Side by side in the memory of one bucket."""
+    """Return tensors side by side in the memory of one bucket."""
     sizes = [info.num_elements for info in TENSORS]
     pieces = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed)).split(sizes)
     tensors = {index: pieces[index].view(info.shape) for index, info in enumerate(TENSORS)}
@@ -103,7 +103,7 @@ def whole_tensors(seed: int = 0) -> dict[int, Tensor]:
 def test_fill_does_what_the_loader_does(
     tp_rank: int, tp_size: int, regions: list[list[Region]], dtype: torch.dtype
 ) -> None:
-    """Also where the source is wider than what travels, such as the float32 masters of a bfloat16 engine."""
+    """The source may be wider than the engine's memory, such as float32 masters for a bfloat16 engine."""
     infos = [TensorInfo(info.name, info.shape, str(dtype)[6:], True) for info in TENSORS[:-1]] + TENSORS[-1:]
     engine, loaded = Engine(tp_rank, tp_size, dtype), Engine(tp_rank, tp_size, dtype)
     whole = whole_tensors()
@@ -117,11 +117,11 @@ def test_fill_does_what_the_loader_does(
     assert (engine.embed[4:].abs().sum() == 0) == (tp_rank == 1)
 
 
-CUTS = [[(0, 5), (5, info.num_elements - 5)] for info in TENSORS[:-1]] + [[(0, 1)]]  # as of two owners
+CUTS = [[(0, 5), (5, info.num_elements - 5)] for info in TENSORS[:-1]] + [[(0, 1)]]  # as if from two owners
 
 
 def misplaced(layout: MemoryLayout, whole: Mapping[int, Tensor]) -> list[str]:
-    """Names of the tensors of which other values are held than were given."""
+    """Return the names of the tensors of which the engine holds other values than it was given."""
     held, expected, arrived = (Digests(len(TENSORS), CPU) for _ in range(3))
     held.add(layout.held(CUTS))
     expected.add(layout.expected(whole))
@@ -149,7 +149,7 @@ def test_what_is_held_is_read_back(
     layout.fill(whole)
     assert misplaced(layout, whole) == []
     cut = [index for index, taken in enumerate(regions) if taken and not layout.is_whole[index]]
-    assert [part.tensor for part in layout.expected(whole)] == cut  # whole ones are known by what arrived
+    assert [part.tensor for part in layout.expected(whole)] == cut  # whole ones are compared with what arrived
     with torch.no_grad():
         getattr(engine, parameter).view(-1)[element] += 1
     assert misplaced(layout, whole) == [name]
@@ -189,7 +189,7 @@ def test_whole_tensors_are_read_back_in_the_parts_that_arrived_and_others_as_the
 
 
 class Untied(Engine):
-    """A head with memory of its own, which the checkpoint has no tensor for."""
+    """A head with memory of its own, for which the model has no tensor."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)

@@ -1,4 +1,4 @@
-"""The plan of a weight sync: its buckets, and which bytes of them come from whom."""
+"""The plan of a weight sync: its buckets, and which of their bytes each owner sends."""
 
 import random
 from collections import Counter
@@ -133,7 +133,7 @@ def random_tensor(tensor: TensorInfo) -> Tensor:
 
 
 def sliced(whole: Tensor, tensor: TensorInfo, owner: int, num_owners: int) -> Tensor:
-    """An owner's slice as torch itself would cut it."""
+    """Return an owner's slice as torch cuts it."""
     if not tensor.sharded or not tensor.shape:
         return whole if owner == 0 else whole.reshape(-1)[:0]
     chunks = whole.chunk(num_owners)
@@ -141,7 +141,7 @@ def sliced(whole: Tensor, tensor: TensorInfo, owner: int, num_owners: int) -> Te
 
 
 def received(plan: Plan, bucket: Bucket, wholes: list[Tensor]) -> Tensor:
-    """The bucket's memory, after each owner packed its slices and sent them."""
+    """Return the bucket's memory after each owner has packed and sent its slices."""
     memory = torch.full((bucket.num_bytes,), 170, dtype=torch.uint8)
     for owner, ranges in enumerate(bucket.ranges):
         if not ranges:
@@ -244,7 +244,7 @@ def test_needs_transfer(owners: tuple[int, ...], receivers: tuple[int, ...], nee
 def test_without_a_transfer_there_is_one_bucket(
     owners: tuple[int, ...], receivers: tuple[int, ...], num_buckets: int
 ) -> None:
-    """With room for tensors of 32, 12 and 33 bytes, each from a multiple of 16 on."""
+    """Tensors of 32, 12 and 33 bytes begin at multiples of 16."""
     plan = Plan((*PLAN.tensors, info("c", 33, dtype="uint8")), owners, receivers, bucket_bytes=32)
     assert len(plan.buckets) == num_buckets
     assert sum(bucket.num_bytes for bucket in plan.buckets) == 32 + 16 + 48

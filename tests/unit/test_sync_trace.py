@@ -1,4 +1,4 @@
-"""Watching a loader: what counts as a copy, what cannot be followed, and what is left unfilled."""
+"""Tracing a loader: what counts as a copy, what cannot be traced, and what is left unfilled."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,6 @@
-"""What a rank gets of each bucket, and how much memory it holds meanwhile; in one process, so nothing is broadcast."""
+"""What a rank receives of each bucket, and how much memory it holds; in one process, so nothing is broadcast."""
+
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ def make_plan(sizes: list[int], owners: tuple[int, ...], receivers: tuple[int, .
 
 
 def own_slices(plan: Plan, rank: int) -> dict[int, Tensor]:
-    """Tensor i consists of i + 1."""
+    """Return a rank's slices: all elements of tensor i are i + 1."""
     if rank not in plan.owners:
         return {}
     rows = [info.rows(plan.owners.index(rank), len(plan.owners)) for info in plan.tensors]
@@ -29,27 +31,28 @@ def test_without_a_transfer_the_owner_has_whole_tensors_and_a_second_replica_not
     rank: int, got: dict[int, list[int]]
 ) -> None:
     plan = make_plan([8, 3], (0,), (0,), bucket_bytes=16)
-    wire = BucketTransfer(plan, [None], rank, CPU, reuse=True)
+    transfer = BucketTransfer(plan, [None], rank, CPU, reuse=True)
     found = [
-        {index: tensor.tolist() for index, tensor in whole.items()} for _, whole in wire.buckets(own_slices(plan, rank))
+        {index: tensor.tolist() for index, tensor in whole.items()}
+        for _, whole in transfer.buckets(own_slices(plan, rank))
     ]
     assert found == [got]
 
 
 @pytest.mark.parametrize("bucket_bytes", [16, 64])
 def test_an_owner_that_receives_has_its_own_part_in_place(bucket_bytes: int) -> None:
-    """Packed, or where it belongs; what the other owner would send is whatever was there."""
+    """In packed buckets and in buckets in place. The other owner's part is undefined, as nothing is broadcast."""
     plan = make_plan([40, 10, 6], (0, 1), (0,), bucket_bytes)
-    wire = BucketTransfer(plan, [None, None], 0, CPU, reuse=True)
+    transfer = BucketTransfer(plan, [None, None], 0, CPU, reuse=True)
     found = {
-        index: tensor.tolist() for _, whole in wire.buckets(own_slices(plan, 0)) for index, tensor in whole.items()
+        index: tensor.tolist() for _, whole in transfer.buckets(own_slices(plan, 0)) for index, tensor in whole.items()
     }
     assert {index: len(values) for index, values in found.items()} == {0: 40, 1: 10, 2: 6}
     assert (found[0][:20], found[1][:5], found[2][:3]) == ([1] * 20, [2] * 5, [3] * 3)
 
 
 class WatchedPool(BufferPool):
-    """Knows how many bytes are out at most, and how many it holds at most, with those that are free."""
+    """Measures how many bytes are in use at most, and how many the pool holds at most, with free ones."""
 
     def __init__(self, device: torch.device, bucket_bytes: int, reuse: bool):
         super().__init__(device, bucket_bytes, reuse)
@@ -74,18 +77,25 @@ class WatchedPool(BufferPool):
 
 
 def watch(plan: Plan, rank: int, reuse: bool) -> WatchedPool:
-    """Two versions."""
-    wire = BucketTransfer(plan, [None] * len(plan.owners), rank, CPU, reuse)
-    pool = wire._pool = WatchedPool(CPU, wire._pool._bucket_bytes, reuse)
+    """Transfer two versions and return the pool that they used."""
+    pools: list[WatchedPool] = []
+
+    def make_pool(device: torch.device, bucket_bytes: int, reuse: bool) -> WatchedPool:
+        pools.append(WatchedPool(device, bucket_bytes, reuse))
+        return pools[-1]
+
+    with patch("rl.sync.transfer.BufferPool", make_pool):
+        transfer = BucketTransfer(plan, [None] * len(plan.owners), rank, CPU, reuse)
+    (pool,) = pools
     for _ in range(2):
         seen: list[int] = []
-        for bucket, whole in wire.buckets(own_slices(plan, rank)):
+        for bucket, whole in transfer.buckets(own_slices(plan, rank)):
             assert pool.out or rank not in plan.owners + plan.receivers
             assert [*whole] == ([*bucket.tensors] if rank in plan.receivers else [])
             seen += bucket.tensors
         assert seen == list(range(len(plan.tensors)))
         assert pool.out == []
-        assert wire.is_in_step
+        assert transfer.is_in_step
     return pool
 
 
@@ -122,7 +132,7 @@ def test_a_rank_holds_at_most_two_buckets(
     pool = watch(plan, rank, reuse)
     assert pool.most_held <= limit * 512
     if sizes is EVEN:
-        assert pool.most_out == limit * 512  # not less, or nothing would travel while a bucket is used
+        assert pool.most_out == limit * 512  # not less: a bucket is on its way while another is used
 
 
 @pytest.mark.parametrize(
@@ -132,14 +142,14 @@ def test_a_rank_holds_at_most_two_buckets(
         [128, 128, 256],  # a packed one, then one in place: 3.5 from the second version on
     ],
 )
-def test_so_it_does_where_some_buckets_are_packed_and_some_are_not(sizes: list[int]) -> None:
+def test_a_rank_holds_at_most_two_buckets_if_only_some_are_packed(sizes: list[int]) -> None:
     plan = make_plan(sizes, FOUR, (9,), bucket_bytes=256)
     assert {bucket.is_in_place for bucket in plan.buckets} == {True, False}
     assert watch(plan, 9, reuse=True).most_out <= 2 * 256
 
 
 def test_a_tensor_that_is_larger_than_a_bucket_adds_its_size() -> None:
-    """As an embedding and a head with layers between them."""
+    """An embedding and a head are such tensors, with layers between them."""
     plan = make_plan([1024, *[128] * 6, 1024], (0,), (9,), bucket_bytes=256)
     for rank in (0, 9):
         assert watch(plan, rank, reuse=True).most_held <= 2 * 256 + 1024
