@@ -178,7 +178,7 @@ def variant_update(model: torch.nn.Module, reference: torch.nn.Module, batch: Ba
     return loss.item(), norm_of_gradient.item()
 
 
-class Judged(NamedTuple):
+class CriticResult(NamedTuple):
     """Values, metrics and weights of a critic after an update."""
 
     weights: dict[str, Tensor]
@@ -188,7 +188,7 @@ class Judged(NamedTuple):
     grad_norm: float
 
 
-def critic_update(model: torch.nn.Module, batch: Batch) -> Judged:
+def critic_update(model: torch.nn.Module, batch: Batch) -> CriticResult:
     """Train a head of zeros on the model's layers for two epochs of two optimizer steps, one sequence at a time."""
     model.lm_head = torch.nn.Linear(SHAPE["hidden_size"], 1, bias=False)
     torch.nn.init.zeros_(model.lm_head.weight)
@@ -220,7 +220,7 @@ def critic_update(model: torch.nn.Module, batch: Batch) -> Judged:
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with torch.no_grad():
         values = torch.cat([values_of_sequence(s) for s in range(batch.num_sequences)])
-    return Judged(weights, values, sum(terms) / len(terms), num_clipped, sum(norms) / len(norms))
+    return CriticResult(weights, values, sum(terms) / len(terms), num_clipped, sum(norms) / len(norms))
 
 
 @torch.no_grad()
@@ -242,20 +242,20 @@ class Reference(NamedTuple):
     folder: Path  # of the models and the batch, and of what jobs write
     expected: dict[str, tuple[dict[str, Tensor], list[tuple[float, float, int]]]]  # by model: weights, losses
     variants: dict[str, tuple[dict[str, Tensor], float, float]]  # weights, loss and gradient norm
-    judged: dict[str, Judged]  # by model
-    judged_without_truncated: Judged  # of the first model
+    critics: dict[str, CriticResult]  # by model
+    critic_without_truncated: CriticResult  # of the first model
     certainties: dict[str, tuple[Tensor, Tensor]]  # by model: logprobs and self-certainty of response tokens
 
 
 def make_reference(folder: Path) -> Reference:
-    batch, expected, variants, judged, certain = make_batch(), {}, {}, {}, {}
+    batch, expected, variants, critics, certain = make_batch(), {}, {}, {}, {}
     save_file(batch._tensors(), folder / "batch.safetensors")
     for kind in MODELS:
         model = make_model(folder / kind, kind)
         certain[kind] = certainties(model, batch)
         losses = reference_update(model, batch)
         expected[kind] = {name: parameter.detach() for name, parameter in model.named_parameters()}, losses
-        judged[kind] = critic_update(make_model(folder / kind, kind), batch)
+        critics[kind] = critic_update(make_model(folder / kind, kind), batch)
     other = make_model(folder / "reference", MODELS[0], seed=2)
     for name in VARIANTS:
         model = make_model(folder / MODELS[0], MODELS[0])
@@ -263,7 +263,7 @@ def make_reference(folder: Path) -> Reference:
         variants[name] = {name: parameter.detach() for name, parameter in model.named_parameters()}, *results
     kept = batch.select(batch.trained_sequences(mask_truncated=True))
     without_truncated = critic_update(make_model(folder / MODELS[0], MODELS[0]), kept)
-    return Reference(folder, expected, variants, judged, without_truncated, certain)
+    return Reference(folder, expected, variants, critics, without_truncated, certain)
 
 
 def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **options: Any) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def test_every_loss_equals_the_plain_one(reference: Reference, name: str) -> Non
 def test_critic(reference: Reference, num_ranks: int, model: str) -> None:
     """A head of zeros gives values of 0. After an update weights, values, losses and the share of clipped values are
     those of the reference, with uneven and empty work and with offloading."""
-    job, wanted, mask = CRITICS[num_ranks, model], reference.judged[model], make_batch().response_mask
+    job, wanted, mask = CRITICS[num_ranks, model], reference.critics[model], make_batch().response_mask
     found = load_file(reference.folder / f"{job['name']}.values.safetensors")
     assert not found["before"].any()
     assert wanted.values.abs().max() > 0.1
@@ -247,7 +247,7 @@ def test_logprobs_that_are_not_finite_end_the_run(reference: Reference) -> None:
 
 
 def test_the_critic_does_not_learn_from_masked_responses(reference: Reference) -> None:
-    wanted, values = reference.judged_without_truncated, values_of(reference.folder, MASKED_CRITIC)
+    wanted, values = reference.critic_without_truncated, values_of(reference.folder, MASKED_CRITIC)
     assert values["critic/loss"] == pytest.approx(wanted.loss, abs=1e-5)
     assert values["critic/grad_norm"] == pytest.approx(wanted.grad_norm, rel=1e-4)
     check_weights(weights_of(reference.folder, MASKED_CRITIC), wanted.weights, 6e-5, MASKED_CRITIC)

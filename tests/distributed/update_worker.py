@@ -70,13 +70,10 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
             "the reference's root is still gathered"
         )
         scorer.offload()
-        assert not any(part.data.untyped_storage().nbytes() for part in local_slices(model)), (
-            "the reference is not offloaded"
-        )
+        assert not any(on_device(model)), "the reference is not offloaded"
         scorer.reload()
         learner.offload()
-        on_device = [bool(part.data.untyped_storage().nbytes()) for part in local_slices(model)]
-        assert on_device == [actor.offload == "moments"] * len(on_device), "actor.offload=moments offloads only moments"
+        assert set(on_device(model)) == {actor.offload == "moments"}, "actor.offload=moments offloads only moments"
         learner.reload()
         offload_before_steps(learner)
     try:
@@ -90,6 +87,11 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         assert num_moments_offloaded(learner) > 0
         learner.reload()
     report(pg, folder, job, model, measures)
+
+
+def on_device(model: torch.nn.Module) -> list[bool]:
+    """Return for each tensor of this rank whether its memory on the device exists."""
+    return [bool(part.data.untyped_storage().nbytes()) for part in local_slices(model)]
 
 
 def scoring_models(field: str, model: torch.nn.Module, job: dict) -> ScoringModels:
@@ -148,11 +150,8 @@ def offload_before_steps(trainer: ShardedTrainer) -> None:
         if before:
             of_layers = [parameter for _, parameters in trainer._layers for parameter in parameters]
             others = before - sum(parameter.to_local().numel() > 0 for parameter in of_layers) * len(MOMENTS)
-            assert offloaded == [before] * (len(offloaded) - 1) + [others] and others < before, (
-                offloaded,
-                before,
-                others,
-            )
+            assert others < before, (others, before)
+            assert offloaded == [before] * (len(offloaded) - 1) + [others], (offloaded, before, others)
 
     def micro_batch(*args: Any) -> None:
         accumulate(*args)
@@ -214,9 +213,7 @@ def update_critic(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
 def offload_and_reload(trainer: ShardedTrainer) -> None:
     if trainer.offloads:
         trainer.offload()
-        assert not any(part.data.untyped_storage().nbytes() for part in local_slices(trainer.model)), (
-            "it is not offloaded"
-        )
+        assert not any(on_device(trainer.model)), "it is not offloaded"
         trainer.reload()
 
 

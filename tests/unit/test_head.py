@@ -97,7 +97,7 @@ class Rows(TorchDispatchMode):
 
 
 def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds for forward and backward. Of what is saved in between, only the weight is as wide as the vocabulary."""
+    """In forward and backward. Of what is saved in between, only the weight is as wide as the vocabulary."""
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 4 * VOCABULARY)
     hidden, weight, targets = inputs(20)
     with Rows() as forward:

@@ -115,7 +115,7 @@ def test_packed_and_single_forwards_are_equal(family: str, scaling: str, mesh: D
 def test_longrope_goes_by_the_longest_sequence_of_the_run(
     max_tokens: int, factors: str, mesh: DeviceMesh, tmp_path: Path
 ) -> None:
-    """vLLM chooses by max_model_len: the frequencies 10000^(-i / 8) over the short or the long factors, for all rows."""
+    """vLLM chooses by max_model_len: the frequencies 10000^(-i / 8) over the short or the long factors."""
     model = load(save(tmp_path, "phi3", rope_parameters=LONGROPE), mesh, max_tokens=max_tokens)
     wanted = [1 / (factor * 10000 ** (i / 8)) for i, factor in enumerate(LONGROPE[factors])]
     for lengths in ([5], [ORIGINAL], [12, 5]):
