@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rl.algo.correction import Correction, importance_weights
+from rl.algo.correction import importance_weights
 from rl.algo.kl import adapt_kl_coef, kl_penalty
 from rl.algo.losses import PolicyLoss, clipped_ratio, clipped_weight, sequence_ratio, token_weights
 from rl.algo.mismatch import check_mismatch, mismatch_kl
@@ -115,7 +115,8 @@ class PolicyTrainer(ShardedTrainer):
             # Every loss is linear in the advantage for factors that are not negative. So these weights scale the loss,
             # and a token of weight 0 has the loss 0, however large its ratio.
             advantages = advantages * correction.weights
-            _measure_correction(correction, count, measures)
+            measures.mean("policy/correction_mean", correction.weights.sum(), count)  # near 1 if both agree
+            measures.mean("policy/correction_cut", correction.cut.sum(), count)  # near 0
         policy = self._policy_loss(scores.logprobs, old_logprobs, advantages, segments, lengths)
         loss = policy.loss
         weights = self._move(weights)
@@ -155,9 +156,3 @@ class PolicyTrainer(ShardedTrainer):
         assert micro_batch.ref_logprobs is not None
         ref_logprobs = self._move(micro_batch.ref_logprobs[micro_batch.response_mask])
         return kl_penalty(scores.logprobs, ref_logprobs, self._algo.kl_estimator)
-
-
-def _measure_correction(correction: Correction, count: Tensor, measures: Measures) -> None:
-    """Measure the mean weight and the share of cut weights: near 1 and 0 if engine and learner agree."""
-    measures.mean("policy/correction_mean", correction.weights.sum(), count)
-    measures.mean("policy/correction_cut", correction.cut.sum(), count)

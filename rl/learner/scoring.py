@@ -9,6 +9,7 @@ passes to run.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import safetensors.torch
@@ -63,20 +64,16 @@ class ScoringModels:
         """Return [T] scores for each field: logprobs, and the policy's self-certainty from the same forward pass."""
         scores: dict[str, Tensor] = {}
         for name, model in self.by_field.items():
-            if name not in fields:
-                continue
-            with_certainty = name == "old_logprobs" and "certainty" in fields
-
-            def compute(
-                micro_batch: Batch, model: nn.Module = model, with_certainty: bool = with_certainty
-            ) -> list[Tensor]:
-                if with_certainty:
-                    return list(certainty_of_responses(model, micro_batch, self.temperature, self.device))
-                return [score_responses(model, micro_batch, self.temperature, self.device).logprobs]
-
-            names = [name, "certainty"] if with_certainty else [name]
-            scores |= zip(names, over_micro_batches(batch, micro_batches, compute, name), strict=True)
+            if name in fields:
+                names = [name, "certainty"] if name == "old_logprobs" and "certainty" in fields else [name]
+                compute = partial(self._forward, model, "certainty" in names)
+                scores |= zip(names, over_micro_batches(batch, micro_batches, compute, name), strict=True)
         return scores
+
+    def _forward(self, model: nn.Module, with_certainty: bool, micro_batch: Batch) -> list[Tensor]:
+        if with_certainty:
+            return list(certainty_of_responses(model, micro_batch, self.temperature, self.device))
+        return [score_responses(model, micro_batch, self.temperature, self.device).logprobs]
 
 
 @dataclass(frozen=True)

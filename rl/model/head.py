@@ -56,17 +56,6 @@ def _certainty_of_chunk(logits: Tensor, temperature: float) -> Tensor:
     return torch.logsumexp(logits, -1) - logits.mean(-1) - math.log(logits.shape[1])
 
 
-class _Statistics(NamedTuple):
-    """What the backward pass needs of each row, [R]."""
-
-    log_sums: Tensor  # logarithms of the sums of exponentials
-    entropy: Tensor
-    reference_kl: Tensor
-
-    def at(self, part: slice) -> "_Statistics":
-        return _Statistics(*(tensor[part] for tensor in self))
-
-
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -77,25 +66,22 @@ class _TokenScores(torch.autograd.Function):
         for part in _chunks(hidden.shape[0], weight.shape[0]):
             others = _other_logits(reference, part)
             scores[:, part] = forward(hidden[part] @ weight.t(), targets[part], temperature, others)
-        logprobs, entropy, reference_kl, log_sums = scores
-        ctx.save_for_backward(hidden, weight, targets, log_sums, entropy, reference_kl)
+        ctx.save_for_backward(hidden, weight, targets, scores)
         ctx.temperature, ctx.reference = temperature, reference
         ctx.set_materialize_grads(False)
+        logprobs, entropy, reference_kl, _ = scores
         return logprobs.clone(), entropy.clone(), reference_kl.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, weight, targets, *rows = ctx.saved_tensors
-        statistics = _Statistics(*rows)
-        by_scores = [torch.zeros_like(statistics.log_sums) if grad is None else grad for grad in gradients]
+        hidden, weight, targets, scores = ctx.saved_tensors
+        by_scores = torch.stack([torch.zeros_like(scores[0]) if grad is None else grad for grad in gradients])
         backward = _on(hidden.device.type, _score_chunk_backward)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for part in _chunks(hidden.shape[0], weight.shape[0]):
-            by_part = Scores(*(grad[part] for grad in by_scores))
-            others = _other_logits(ctx.reference, part)
-            logits = hidden[part] @ weight.t()
-            grad = backward(logits, targets[part], statistics.at(part), by_part, ctx.temperature, others)
+            others, logits = _other_logits(ctx.reference, part), hidden[part] @ weight.t()
+            grad = backward(logits, targets[part], scores[:, part], by_scores[:, part], ctx.temperature, others)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.t() @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
@@ -124,23 +110,18 @@ def _score_chunk(logits: Tensor, targets: Tensor, temperature: float, others: Te
 
 
 def _score_chunk_backward(
-    logits: Tensor,
-    targets: Tensor,
-    statistics: _Statistics,
-    gradients: Scores,
-    temperature: float,
-    others: Tensor | None,
+    logits: Tensor, targets: Tensor, scores: Tensor, by_scores: Tensor, temperature: float, others: Tensor | None
 ) -> Tensor:
     """Return the gradient by the logits before the temperature, in their dtype: d logprob = onehot - p, d entropy =
     -p (log p + entropy), d KL = p (log p - log q - KL)."""
-    by_logprob, by_entropy, by_kl = gradients
-    log_p = logits.float() / temperature - statistics.log_sums.unsqueeze(1)
+    by_logprob, by_entropy, by_kl = by_scores.unsqueeze(2)
+    _, entropy, kl, log_sums = scores.unsqueeze(2)
+    log_p = logits.float() / temperature - log_sums
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
-    by_p = by_logprob.unsqueeze(1) + by_entropy.unsqueeze(1) * (log_p + statistics.entropy.unsqueeze(1))
+    by_p = by_logprob + by_entropy * (log_p + entropy)
     if others is not None:
-        kl = statistics.reference_kl.unsqueeze(1)
-        by_p = by_p - by_kl.unsqueeze(1) * (log_p - torch.log_softmax(others, -1) - kl)
-    grad = is_target * by_logprob.unsqueeze(1) - torch.exp(log_p) * by_p
+        by_p = by_p - by_kl * (log_p - torch.log_softmax(others, -1) - kl)
+    grad = is_target * by_logprob - torch.exp(log_p) * by_p
     return (grad / temperature).to(logits.dtype)
 
 

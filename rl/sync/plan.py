@@ -59,8 +59,8 @@ class Bucket:
 
     def sent_bytes(self, owner: int) -> int:
         """Return how many bytes the owner sends."""
-        ranges = self.ranges[owner]
-        return ranges[0].num_bytes if len(ranges) == 1 else self.packed_bytes(owner)
+        stretch = self.stretch(owner)
+        return stretch.stop - stretch.start
 
     def packed_bytes(self, owner: int) -> int:
         return sum(_aligned(part.num_bytes) for part in self.ranges[owner])
