@@ -1,1 +1,1 @@
-"""Weight sync: the transfer of a new version to all engines, and the proof that it arrived."""
+"""Weight sync: the transfer of a new version to all engines, and the check that it arrived."""
