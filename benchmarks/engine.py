@@ -63,7 +63,7 @@ def measure(settings: list[str], rounds: int, file: Path) -> None:
 
 @contextmanager
 def vllms_own(scheduler: Any) -> Iterator[None]:
-    """Its methods, in the place of those that ours put over them (rl/rollout/vllm/scheduling.py)."""
+    """Put vLLM's own methods back in the place of ours (rl/rollout/vllm/fast_decode.py)."""
     owners, names = (scheduler, scheduler.kv_cache_manager), ("update_from_output", "allocate_slots", "cache_blocks")
     ours = [(owner, name, vars(owner).pop(name)) for owner in owners for name in names if name in vars(owner)]
     try:

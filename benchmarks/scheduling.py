@@ -1,9 +1,10 @@
-"""What vLLM does on the CPU in a step of many sequences: as it is, and as our engines have it. Prints one JSON line.
+"""Measure vLLM's CPU work in a decode step of many sequences, with and without our fast path. Prints one JSON line.
 
     python benchmarks/scheduling.py [--sequences 512] [--new-tokens 200] [--rounds 3]
 
-The model runner is replaced by one that answers at once, so a step is scheduling, taking outputs in and handing them to
-us; vLLM's asynchronous scheduler, prefix caching on. Medians of rounds in turns, after one of each that warms up.
+The model runner is replaced by one that answers at once, so a step consists of scheduling and of processing outputs.
+The scheduler is vLLM's asynchronous one, with prefix caching. Rounds of both take turns after a warm-up round of each;
+medians are printed.
 """
 
 import argparse
@@ -24,13 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 from rl.config.schema import ROOT
 from rl.rollout.engine import Request
-from rl.rollout.vllm import engine as vllm_engine
+from rl.rollout.vllm.engine import VllmEngine, vllm
+from rl.rollout.vllm.fast_decode import install_fast_decode
 
 PROMPT_TOKENS = 63
 
 
 class InstantExecutor:
-    """Every sequence that has its prompt gets the same token."""
+    """An executor that returns the same token for every sequence whose prompt is complete."""
 
     def __init__(self, executor: Any, scheduler: Any):
         self._executor, self._scheduler = executor, scheduler
@@ -63,8 +65,8 @@ class InstantExecutor:
 
 
 def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any, dict[str, list[Any]]]:
-    """An engine, what has the methods that we replace, and these methods: vLLM's and ours."""
-    llm = vllm_engine.vllm.LLM(
+    """Return an engine, the owners and names of the methods that we replace, and these methods: vLLM's and ours."""
+    llm = vllm.LLM(
         model=str(ROOT / "configs" / "tiny"),
         skip_tokenizer_init=True,
         load_format="dummy",
@@ -82,10 +84,10 @@ def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any, dict
     places.append((core.scheduler.kv_cache_manager, "allocate_slots"))
     methods = {"vllm": [getattr(owner, name) for owner, name in places]}
     responses: dict[str, Any] = {}
-    vllm_engine.spare(core.scheduler, responses)
+    install_fast_decode(core.scheduler, responses)
     methods["ours"] = [getattr(owner, name) for owner, name in places]
     group = SimpleNamespace(entered=nullcontext)
-    engine = vllm_engine.VllmEngine(llm, group, seat, responses)  # type: ignore[arg-type]
+    engine = VllmEngine(llm, group, seat, responses)  # type: ignore[arg-type]
     engine.version = 1
     return engine, places, methods
 
@@ -118,7 +120,7 @@ def main() -> None:
                 taken[name].append(value)
     medians = {f"{name}_ms": round(statistics.median(values), 2) for name, values in taken.items()}
     rounds = {name: [round(value, 2) for value in values] for name, values in taken.items()}
-    versions = {"vllm": vllm_engine.vllm.__version__}
+    versions = {"vllm": vllm.__version__}
     print(json.dumps({"benchmark": "scheduling"} | vars(args) | versions | medians | {"rounds": rounds}), flush=True)
 
 

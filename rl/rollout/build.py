@@ -1,4 +1,4 @@
-"""Chooses the engine that the config names; a rank without a vLLM engine does not import vLLM."""
+"""Build the engine that the config names. Only ranks with a vLLM engine import vLLM."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from rl.watch.heart import HEART
 
 
 def build_engine(config: Config, model_folder: Path, seat: EngineSeat, failed: Engine | None = None) -> Engine:
-    """Build an engine. `failed` is the one that it replaces, which nothing may use any more. Each build is exceptional
-    work: it loads, compiles and captures as much as it has to, whatever the one before took."""
+    """Build an engine, in the place of `failed` if that is given, which is not used any more. Each build counts as
+    exceptional work: earlier builds do not tell how long it takes to load, compile and capture graphs."""
     with HEART.exceptional("building the engine"):
         if config.rollout.engine == "fake":
             return FakeEngine(config.rollout.max_num_seqs, next(iter(seat.stop_token_ids), None), seat.device)
         HEART.beat("the import of vLLM")
-        from rl.rollout.vllm import engine as vllm_engine  # seconds of imports that ranks without an engine do not need
+        from rl.rollout.vllm.build import VllmEngine, build  # lazily: the import takes seconds
 
-        assert failed is None or isinstance(failed, vllm_engine.VllmEngine)
-        return vllm_engine.build(config, model_folder, seat, failed)
+        assert failed is None or isinstance(failed, VllmEngine)
+        return build(config, model_folder, seat, failed)

@@ -1,7 +1,6 @@
-"""The engine seam: what the rollout service asks of whatever samples tokens.
+"""The interface between the rollout service and whatever samples tokens.
 
-Two stand behind it: vLLM (vllm_engine.py) and a fake without a model for tests of the
-plumbing.
+There are two implementations: vLLM (rl/rollout/vllm) and an engine without a model for tests (fake_engine.py).
 """
 
 from collections.abc import Sequence
@@ -20,26 +19,26 @@ class Request:
     tokens: list[int]
     temperature: float  # 0: greedy
     max_new_tokens: int
-    seed: int | None  # None: whatever comes next from the engine's generator
+    seed: int | None  # None: the engine's own random generator decides
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0: no limit
 
 
 @dataclass(frozen=True)
 class Completion:
     id: str
-    tokens: list[int]  # the stop token included
-    logprobs: list[float]  # at the sampling temperature, one a token
+    tokens: list[int]  # with the stop token
+    logprobs: list[float]  # one per token, at the sampling temperature
     truncated: bool
-    num_preemptions: int = 0  # times that the engine ran out of KV cache for it, and computed it again
+    num_preemptions: int = 0  # how often the engine ran out of KV cache and had to compute the response again
 
 
 class Engine(Receiver, Protocol):
-    """Samples, and takes weights as every receiver does."""
+    """Samples completions, and receives weights as every receiver does."""
 
-    name: str  # for people: 'vllm 0.32.0'
-    notice: str  # what people should know about it; empty: nothing
-    version: int  # of the weights it samples from; 0 while none is confirmed
+    name: str  # to be shown, such as "vllm 0.32.0"
+    notice: str  # a warning for the user, or empty
+    version: int  # version of the weights it samples from; 0 while none is confirmed
 
     @property
     def num_unfinished(self) -> int: ...
@@ -47,27 +46,27 @@ class Engine(Receiver, Protocol):
     def add(self, requests: Sequence[Request]) -> None: ...
 
     def step(self) -> list[Completion]:
-        """Decodes one token for every running request; returns those that ended."""
+        """Decode one token for every running request, and return the completions that ended."""
         ...
 
     def sleep(self) -> None:
-        """Frees the device for the learner of the same rank; the next version and the next requests take it back."""
+        """Free the device for the learner of the same rank. The next version and the next requests take it back."""
         ...
 
     def close(self) -> None:
-        """The end of the process group too: nothing collective may follow on this rank."""
+        """Shut down, and end the process groups: no collective may follow on this rank."""
         ...
 
 
 @dataclass(frozen=True)
 class EngineSeat:
-    """Where one rank's part of an engine sits."""
+    """The place of one rank's part of an engine: its name, its tensor-parallel rank and its device."""
 
-    name: str  # unique in the run
+    name: str  # of the engine, unique in the run
     tp_rank: int
     tp_size: int
     store: Store
     device: torch.device
-    shares_device: bool  # the learner of this rank wants the memory between batches
-    stop_token_ids: list[int]  # none: responses go on to their limit
+    shares_device: bool  # the learner of this rank needs the memory between batches
+    stop_token_ids: list[int]  # if empty, responses go on to their limit
     deterministic: bool  # requests have seeds

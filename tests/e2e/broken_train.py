@@ -192,9 +192,9 @@ def break_(what: str, culprit: int) -> None:
     elif what == "loads once" and is_culprit:
         MemoryLayout.fill = from_version_2(MemoryLayout.fill, lambda: None)
     elif what == "packed layers" and is_culprit:
-        from rl.rollout.vllm import engine as vllm_engine
+        from rl.rollout.vllm import build
 
-        vllm_engine._turn_off_packing = lambda: None
+        build.turn_off_packing = lambda: None
     elif what == "untested vLLM":
         import vllm
 

@@ -31,11 +31,16 @@ LAYERS = [
 LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 FILES = [ROOT / "train.py", *sorted((ROOT / "rl").rglob("*.py"))]
 SOURCES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
-VLLM_ENGINE = "rl/rollout/vllm/engine.py"
-VLLM_ATTENTION = "rl/rollout/vllm/attention.py"  # vLLM imports it, by its name
-VLLM_SCHEDULING = "rl/rollout/vllm/scheduling.py"
-VLLM_FILES = (VLLM_ENGINE, VLLM_ATTENTION, VLLM_SCHEDULING)
-DECODE_ATTENTION = "rl/rollout/vllm/decode_attention.py"
+VLLM = "rl/rollout/vllm"
+VLLM_BUILD = f"{VLLM}/build.py"
+VLLM_ENGINE = f"{VLLM}/engine.py"
+VLLM_ATTENTION = f"{VLLM}/attention.py"  # vLLM imports it, by its name
+VLLM_SCHEDULING = f"{VLLM}/fast_decode.py"
+VLLM_WEIGHTS = f"{VLLM}/weights.py"
+VLLM_MEMORY = f"{VLLM}/memory.py"
+VLLM_GROUP = f"{VLLM}/process_group.py"
+VLLM_FILES = (VLLM_BUILD, VLLM_ENGINE, VLLM_ATTENTION, VLLM_SCHEDULING, VLLM_WEIGHTS, VLLM_MEMORY)
+DECODE_ATTENTION = f"{VLLM}/decode_attention.py"
 DIGEST_GPU = "rl/sync/digest_gpu.py"
 ROTARY_GPU = "rl/model/rotary_gpu.py"
 
@@ -190,8 +195,11 @@ def test_rl_knows_nothing_of_the_programs_around_it() -> None:
         (
             "vllm",
             {
-                VLLM_ENGINE: {("rl/rollout/build.py", True)},
-                VLLM_SCHEDULING: {(VLLM_ENGINE, False)},
+                VLLM_BUILD: {("rl/rollout/build.py", True)},
+                VLLM_ENGINE: {(VLLM_BUILD, False)},
+                VLLM_SCHEDULING: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
+                VLLM_WEIGHTS: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
+                VLLM_MEMORY: {(VLLM_ENGINE, False)},
                 VLLM_ATTENTION: set(),
             },
         ),
@@ -316,7 +324,7 @@ def group_makers(source: str) -> list[str]:
     return [name for name in calls if MAKES_GROUPS & set(name.split("."))]
 
 
-@pytest.mark.parametrize("file", [file for file in SOURCES if file not in ("rl/world/world.py", VLLM_ENGINE)])
+@pytest.mark.parametrize("file", sorted(SOURCES.keys() - {"rl/world/world.py", VLLM_BUILD, VLLM_GROUP}))
 def test_no_default_group(file: str) -> None:
     assert default_group_uses(SOURCES[file]) == []
     if file != "rl/placement/groups.py":

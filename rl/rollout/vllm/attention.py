@@ -1,5 +1,8 @@
-"""vLLM's FlashAttention, but for steps in which every sequence decodes one token and every query head has its own keys:
-there the cache is read by decode_attention.py. vLLM finds it by its name (vllm_engine.py)."""
+"""An attention backend for vLLM: FlashAttention, except where decode_attention.py is faster.
+
+Our kernel is used in steps in which every sequence decodes one token, for models whose query heads each have keys of
+their own. build.py registers the backend under its name, and vLLM imports it.
+"""
 
 from typing import Any
 
@@ -16,14 +19,14 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from rl.rollout.vllm.decode_attention import attend
 
-MIN_HEADS_PER_PROCESSOR = 16  # of all sequences; fewer have not been timed in graphs
-MAX_TOKENS = 2048  # one warp reads a head's whole sequence: among short ones a longer one would be waited for
+MIN_HEADS_PER_PROCESSOR = 16  # heads of all sequences for each multiprocessor; fewer were not timed in CUDA graphs
+MAX_TOKENS = 2048  # one warp reads a head's whole sequence, so a long sequence among short ones would hold up the step
 
 
 class DecodeImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._reads_all_plainly = (
+        self._model_is_plain = (
             self.num_queries_per_kv == 1
             and self.attn_type == AttentionType.DECODER
             and self.kv_cache_dtype in ("auto", "float16", "bfloat16")
@@ -49,17 +52,18 @@ class DecodeImpl(FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        if not self._reads_all_plainly or not self._is_plain(attn_metadata):
+        if not self._model_is_plain or not self._step_is_plain(attn_metadata):
             scales = (output_scale, output_block_scale)
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         block_table, lengths = attn_metadata.block_table, attn_metadata.seq_lens
-        rows = slice(len(lengths))  # more of them are padding
+        rows = slice(len(lengths))  # the rest is padding
         attend(query[rows], keys, values, block_table, lengths, self.scale, output[rows])
         return output
 
-    def _is_plain(self, metadata: FlashAttentionMetadata | None) -> bool:
-        """Not if fields for parts or windows are set, some of which only some versions of vLLM have."""
+    def _step_is_plain(self, metadata: FlashAttentionMetadata | None) -> bool:
+        """Return whether our kernel can compute this step: enough sequences, one token each, whole contexts. Some
+        fields exist only in some versions of vLLM."""
         return (
             metadata is not None
             and metadata.max_query_len == 1
@@ -74,7 +78,7 @@ class DecodeImpl(FlashAttentionImpl):
 class DecodeBuilder(FlashAttentionMetadataBuilder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """A graph that was captured with one token a sequence has our kernel in it, which takes no more."""
+        """Limit CUDA graphs to uniform batches: one captured with one token a sequence contains our kernel."""
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if model.get_num_attention_heads(parallel) == model.get_num_kv_heads(parallel):
             return AttentionCGSupport.UNIFORM_BATCH

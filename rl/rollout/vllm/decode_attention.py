@@ -1,8 +1,8 @@
-"""Attention of one new token a sequence over a paged cache, for models whose query heads each have keys of their own.
+"""A Triton kernel for attention of one new token per sequence over a paged KV cache.
 
-Kernels for tensor cores pad a head's one query to sixteen, and read the cache at about half of the memory's speed;
-plain arithmetic keeps up with the memory (benchmarks/RESULTS.md). Each row of a tile has a softmax of its own over the
-tokens that come by; they are joined once, after the last.
+It is for models whose query heads each have keys of their own. Kernels for tensor cores pad a head's single query to
+sixteen, and read the cache at about half of the memory's speed. Plain arithmetic keeps up with the memory
+(benchmarks/RESULTS.md). Each row of a tile keeps its own running softmax; the rows are combined once, at the end.
 """
 
 import triton
@@ -64,7 +64,7 @@ def _attend(
         top = new_top
 
     shrink = tl.exp2(top - tl.max(top, axis=0))
-    total = tl.maximum(tl.sum(total * shrink, axis=0), 1e-30)  # what pads a graph's batch has no tokens
+    total = tl.maximum(tl.sum(total * shrink, axis=0), 1e-30)  # padding of a CUDA graph's batch has no tokens
     output = (tl.sum(sums * shrink[:, None], axis=0) / total).to(outputs.dtype.element_ty)
     tl.store(outputs + sequence * output_stride + head * output_head_stride + columns, output, mask=is_column)
 
@@ -72,8 +72,8 @@ def _attend(
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, scale: float, outputs: Tensor
 ) -> None:
-    """Queries and outputs are [sequences, heads, head size], keys and values [blocks, tokens of a block, heads, head
-    size], of the same strides. A sequence's length counts the token that its query is of."""
+    """Compute attention into `outputs`. Queries and outputs are [sequences, heads, head size]. Keys and values are
+    [blocks, tokens of a block, heads, head size], with equal strides. A sequence's length includes the new token."""
     num_sequences, num_heads, head_size = queries.shape
     padded_head_size = triton.next_power_of_2(head_size)
     _attend[(num_heads, num_sequences)](
@@ -93,5 +93,5 @@ def attend(
         PADDED_HEAD_SIZE=padded_head_size,
         TILE=TILE,
         NUM_STAGES=NUM_STAGES,
-        num_warps=NUM_WARPS * max(1, padded_head_size // 128),  # or registers spill
+        num_warps=NUM_WARPS * max(1, padded_head_size // 128),  # fewer would spill registers
     )

@@ -1,6 +1,8 @@
-"""Less of what vLLM does in Python for every token of every sequence: with hundreds of short ones the GPU waits for it.
+"""A fast path for steps in which every sequence only decodes.
 
-All replace methods of one scheduler, and leave all but the next token of a sequence that goes on to vLLM's own.
+With hundreds of short sequences the GPU waits for the Python code that vLLM runs for every token of each. This module
+replaces three methods of a scheduler by shorter ones. They handle the next token of a sequence that goes on, and leave
+everything else to vLLM's own methods: prompts, preemptions, first and last tokens. Results are the same.
 """
 
 from collections.abc import Mapping
@@ -19,11 +21,11 @@ from vllm.v1.request import Request, RequestStatus
 
 
 @dataclass(slots=True)
-class Response:
-    """One that is being sampled. Its tokens are the request's."""
+class RunningResponse:
+    """A response that is being sampled. Its tokens are in the scheduler's own request."""
 
     id: str
-    request: Request  # as the scheduler has it
+    request: Request
     logprobs: list[float] = field(default_factory=list)
     stop_token_ids: frozenset[int | None] = field(init=False)
 
@@ -32,24 +34,24 @@ class Response:
         self.stop_token_ids = frozenset([params.eos_token_id, *(params.stop_token_ids or ())])
 
 
-def spare(scheduler: Scheduler, responses: Mapping[str, Response]) -> None:
-    """`responses` are those under way, by the names of their requests."""
-    if can_spare(scheduler):
-        look_for_blocks_at_their_ends(scheduler)
+def install_fast_decode(scheduler: Scheduler, responses: Mapping[str, RunningResponse]) -> None:
+    """Replace the scheduler's methods if its cache allows it. `responses` are the running ones, by request id."""
+    if supports_fast_decode(scheduler):
+        allocate_at_block_ends(scheduler)
         schedule_next_tokens(scheduler)
-        take_tokens_aside(scheduler, responses)
+        append_next_tokens(scheduler, responses)
 
 
-def can_spare(scheduler: Scheduler) -> bool:
-    """Sequences grow by single tokens, in blocks that stay: no windows, no states in their place."""
+def supports_fast_decode(scheduler: Scheduler) -> bool:
+    """Return whether sequences grow by single tokens, in blocks that stay: no windows, and no states in their place."""
     groups = scheduler.kv_cache_manager.coordinator.single_type_managers
     is_plain = scheduler.connector is None and scheduler.num_spec_tokens == 0 and not scheduler.use_pp
     return is_plain and len(groups) == 1 and type(groups[0]) is FullAttentionManager
 
 
-def look_for_blocks_at_their_ends(scheduler: Scheduler) -> None:
-    """For every token vLLM looks for a place in the cache, and for a full block that others may share. But only a
-    block's first token takes a new one, and only its last makes it full."""
+def allocate_at_block_ends(scheduler: Scheduler) -> None:
+    """Allocate only at the ends of a block. vLLM looks for a place in the cache for every token, and for a full block
+    that others may share. But only a block's first token takes a new block, and only its last token fills it."""
     manager = scheduler.kv_cache_manager
     allocate, block_size = manager.allocate_slots, _block_size(scheduler)
 
@@ -63,13 +65,13 @@ def look_for_blocks_at_their_ends(scheduler: Scheduler) -> None:
 
 
 def schedule_next_tokens(scheduler: Scheduler) -> None:
-    """Where sequences only go on, a step is the next token of each, and vLLM asks for each of them what else it could
-    be. Here vLLM schedules such a step as if it were paused, and the tokens are added to it."""
+    """Schedule steps that consist of the next token of each running sequence. vLLM schedules such a step as if it were
+    paused, and the tokens are added to its empty result."""
     schedule_any, manager, block_size = scheduler.schedule, scheduler.kv_cache_manager, _block_size(scheduler)
     last_place = scheduler.max_model_len - 1
     is_async, has_old_runner = isinstance(scheduler, AsyncScheduler), not scheduler.use_v2_model_runner
 
-    def all_go_on() -> bool:
+    def is_decode_only() -> bool:
         running, (_, num_waiting) = scheduler.running, scheduler.get_request_counts()
         return (
             scheduler.pause_state == PauseState.UNPAUSED
@@ -79,13 +81,13 @@ def schedule_next_tokens(scheduler: Scheduler) -> None:
         )
 
     def schedule(throttle_prefills: bool = False) -> SchedulerOutput:
-        if throttle_prefills or not all_go_on():
+        if throttle_prefills or not is_decode_only():
             return schedule_any(throttle_prefills)
         next_tokens, counts = CachedRequestData.make_empty(), {}
         for request in scheduler.running:
             place, num_under_way = request.num_computed_tokens, request.num_output_placeholders
             if num_under_way and place + 2 - num_under_way >= request.num_prompt_tokens + request.max_tokens:
-                continue  # the last of them
+                continue  # its last token is already being computed
             counts[request.request_id] = 1
             is_inside_block = 0 < place % block_size < block_size - 1
             blocks = None if is_inside_block else manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
@@ -116,13 +118,14 @@ def schedule_next_tokens(scheduler: Scheduler) -> None:
     scheduler.schedule = schedule
 
 
-def take_tokens_aside(scheduler: Scheduler, responses: Mapping[str, Response]) -> None:
-    """Of tokens after which their sequence goes on; the logprobs are added to its response. vLLM makes objects for a
-    server of all others alone: of a response's first and last, and of those of sequences that were preempted."""
+def append_next_tokens(scheduler: Scheduler, responses: Mapping[str, RunningResponse]) -> None:
+    """Append a token after which its sequence goes on directly to the request, and its logprob to the response. vLLM
+    builds a server's objects only for the others: a response's first and last token, and sequences that were preempted.
+    """
     update, manager, block_size = scheduler.update_from_output, scheduler.kv_cache_manager, _block_size(scheduler)
     max_model_len, is_async = scheduler.max_model_len, isinstance(scheduler, AsyncScheduler)
 
-    def goes_on(response: Response, tokens: list[int], count: int) -> bool:
+    def goes_on(response: RunningResponse, tokens: list[int], count: int) -> bool:
         request = response.request
         return (
             count == len(tokens) == 1

@@ -1,0 +1,125 @@
+"""Build one rank's part of a vLLM engine."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+import vllm
+from pydantic import ValidationError
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+from rl.config.schema import Config, ConfigError
+from rl.rollout.engine import EngineSeat
+from rl.rollout.vllm.engine import VllmEngine
+from rl.rollout.vllm.fast_decode import RunningResponse, install_fast_decode
+from rl.rollout.vllm.process_group import PrivateDefaultGroup
+from rl.rollout.vllm.versions import untested_notice
+from rl.rollout.vllm.weights import turn_off_packing
+from rl.watch.compilation import mark_compilation
+from rl.watch.heart import HEART
+
+CPU_KV_CACHE_MB = 256
+
+
+def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngine | None = None) -> VllmEngine:
+    """Build an engine. If it replaces a failed one it takes over its process groups; vLLM finds its own again too."""
+    notice = untested_notice(vllm.__version__)
+    if seat.device.type == "cpu":
+        turn_off_packing()
+    elif not notice:
+        register_backend(AttentionBackendEnum.FLASH_ATTN, "rl.rollout.vllm.attention.DecodeBackend")
+    HEART.beat("its process groups" if failed is None else "the memory of the failed engine")
+    group = failed.abandon() if failed is not None else PrivateDefaultGroup(seat)
+    options = _engine_options(config, model_folder, seat)
+    with _untouched_rng(), group.entered():
+        HEART.beat("vLLM's start")
+        mark_compilation()
+        try:
+            llm = vllm.LLM(**options)
+        except ValidationError as error:  # bad settings; other errors, such as too little free memory, may pass
+            raise ConfigError(f"vLLM refuses these settings: {error}") from error
+        mark_compilation()  # again, for modules that vLLM imports only when it builds
+        HEART.beat("a barrier of the engine's ranks")
+        c10d.barrier()  # of the engine's ranks: this default group is the private one
+    _unlink_shared_memory(seat)
+    responses: dict[str, RunningResponse] = {}
+    if not notice:
+        install_fast_decode(llm.llm_engine.engine_core.engine_core.scheduler, responses)
+    return VllmEngine(llm, group, seat, responses, notice)
+
+
+def _engine_options(config: Config, model_folder: Path, seat: EngineSeat) -> dict[str, Any]:
+    """Return the arguments of vllm.LLM: ours and those of `rollout.engine_options`, which may not repeat ours."""
+    rollout, is_cpu = config.rollout, seat.device.type == "cpu"
+    kv_cache_mb = rollout.kv_cache_mb or (CPU_KV_CACHE_MB if is_cpu else 0)
+    memory = (
+        {"kv_cache_memory_bytes": kv_cache_mb << 20}
+        if kv_cache_mb
+        else {"gpu_memory_utilization": rollout.gpu_memory_fraction}
+    )
+    options: dict[str, Any] = {
+        "model": str(model_folder),
+        "skip_tokenizer_init": True,
+        "dtype": config.model.dtype,
+        "load_format": "dummy",
+        "max_model_len": max(3, config.max_sequence_tokens),  # the shortest probe
+        "max_num_seqs": rollout.max_num_seqs,
+        "tensor_parallel_size": seat.tp_size,
+        "distributed_executor_backend": _executor(seat),
+        "disable_custom_all_reduce": config.debug.share_gpu,
+        "enforce_eager": rollout.enforce_eager or is_cpu,
+        "enable_sleep_mode": seat.shares_device and seat.device.type == "cuda",
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, which vLLM's default ignores
+        # With asynchronous scheduling the order of calls depends on timing, but an engine's ranks need the same order.
+        "async_scheduling": seat.tp_size == 1 and seat.device.type == "cuda",
+        "seed": 0,
+        **memory,
+    }
+    if ours := sorted(options.keys() & rollout.engine_options.keys()):
+        raise ConfigError(f"rollout.engine_options: other settings decide {', '.join(ours)}; leave that out")
+    if unknown := sorted(rollout.engine_options.keys() - {option.name for option in fields(EngineArgs)}):
+        raise ConfigError(f"rollout.engine_options: vLLM {vllm.__version__} knows no {', '.join(unknown)}")
+    return {**options, **rollout.engine_options}
+
+
+def _executor(seat: EngineSeat) -> type[ExecutorWithExternalLauncher]:
+    class SeatExecutor(ExecutorWithExternalLauncher):
+        """vLLM derives shared-memory names from the init method, so it is unique to the run and the engine."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return f"env://:{seat.name}", seat.tp_rank, seat.device.index or 0
+
+    return SeatExecutor
+
+
+@contextmanager
+def _untouched_rng() -> Iterator[None]:
+    """Restore the random generators of the process, all of which vLLM seeds."""
+    state, cpu_state = random.getstate(), torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        torch.set_rng_state(cpu_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
+
+
+def _unlink_shared_memory(seat: EngineSeat) -> None:
+    """Remove the names of shared memory that every rank of the engine has mapped. Without a name it is freed when the
+    last of them ends, however that happens."""
+    for segment in Path("/dev/shm").glob(f"{seat.name}-*"):
+        segment.unlink(missing_ok=True)
+    queue = get_tp_group().mq_broadcaster  # Python chose the name of its segment
+    if queue is not None and queue.buffer.is_creator:
+        queue.buffer.shared_memory.unlink()
+        queue.buffer.is_creator = False  # the creator would unlink it again

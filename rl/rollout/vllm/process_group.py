@@ -1,0 +1,55 @@
+"""The default process group that vLLM sees.
+
+vLLM builds its groups over the whole default group of torch.distributed, which hangs when only some ranks host
+engines. So each engine gets a private default group of its tensor-parallel ranks alone. It is in place during every
+call of vLLM, and the trainer's own is in place otherwise, also while a weight iterator that vLLM consumes runs
+collectives. The counter that names new groups is swapped too: otherwise later groups of the trainer would have
+different names on different ranks.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed.distributed_c10d as c10d
+
+from rl.rollout.engine import EngineSeat
+
+FIRST_PRIVATE_GROUP_NUMBER = 1_000_000  # far from the names of the trainer's groups
+
+
+class PrivateDefaultGroup:
+    """A default process group for one engine, which `entered` swaps in and `left` swaps out."""
+
+    def __init__(self, seat: EngineSeat):
+        self._group: c10d.ProcessGroup | None = None
+        self._count = FIRST_PRIVATE_GROUP_NUMBER
+        self._environment = {
+            "RANK": str(seat.tp_rank),
+            "WORLD_SIZE": str(seat.tp_size),
+            "LOCAL_RANK": str(seat.device.index or 0),
+        }
+        backend = "cpu:gloo,cuda:nccl" if seat.device.type == "cuda" else "gloo"
+        excepthook = sys.excepthook  # init_process_group wraps it
+        with self.entered():
+            store = c10d.PrefixStore(f"vllm/{seat.name}", seat.store)
+            c10d.init_process_group(backend, store=store, rank=seat.tp_rank, world_size=seat.tp_size)
+        sys.excepthook = excepthook
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    left = entered  # the same swap, from inside
+
+    def _swap(self) -> None:
+        world = c10d._world
+        self._group, world.default_pg = world.default_pg, self._group
+        self._count, world.group_count = world.group_count, self._count
+        for name, value in self._environment.items():
+            self._environment[name], os.environ[name] = os.environ[name], value
