@@ -39,7 +39,7 @@ VLLM_SCHEDULING = f"{VLLM}/fast_decode.py"
 VLLM_WEIGHTS = f"{VLLM}/weights.py"
 VLLM_MEMORY = f"{VLLM}/memory.py"
 VLLM_GROUP = f"{VLLM}/process_group.py"
-VLLM_FILES = (VLLM_BUILD, VLLM_ENGINE, VLLM_ATTENTION, VLLM_SCHEDULING, VLLM_WEIGHTS, VLLM_MEMORY)
+VLLM_FILES = (VLLM_BUILD, VLLM_ENGINE, VLLM_ATTENTION, VLLM_SCHEDULING, VLLM_WEIGHTS, VLLM_MEMORY, VLLM_GROUP)
 DECODE_ATTENTION = f"{VLLM}/decode_attention.py"
 DIGEST_GPU = "rl/sync/digest_gpu.py"
 ROTARY_GPU = "rl/model/rotary_gpu.py"
@@ -200,6 +200,7 @@ def test_rl_knows_nothing_of_the_programs_around_it() -> None:
                 VLLM_SCHEDULING: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
                 VLLM_WEIGHTS: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
                 VLLM_MEMORY: {(VLLM_ENGINE, False)},
+                VLLM_GROUP: {(VLLM_BUILD, False), (VLLM_ENGINE, False), (VLLM_WEIGHTS, False)},
                 VLLM_ATTENTION: set(),
             },
         ),

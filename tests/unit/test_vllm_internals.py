@@ -1,10 +1,9 @@
-"""The internals of vLLM that rl/rollout relies on. One that changes fails here by its name, before a run meets it."""
+"""The internals of vLLM that rl/rollout/vllm relies on. A change of one fails here, by name, and not in a run."""
 
 import ast
 import dataclasses
 import importlib
 import inspect
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 import pytest
 
 from rl.config.schema import ROOT
-from tests.unit.test_vllm_scheduling import make_request, make_scheduler
+from tests.unit.test_vllm_fast_decode import make_request, make_scheduler
 
-pytestmark = pytest.mark.timeout(120)  # the import of vLLM
-FILES = sorted((ROOT / "rl" / "rollout").glob("vllm_*.py"))
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("vllm_imported")]
+FILES = sorted((ROOT / "rl" / "rollout" / "vllm").glob("*.py"))
 
-# What rl/rollout imports or calls: module, name, and the parameters that it passes by name or relies on.
+# What we import or call, and the parameters that we pass by name or rely on.
 NAMES: dict[str, list[str]] = {
     "vllm.LLM": [],
     "vllm.LLM.collective_rpc": ["method", "kwargs"],
@@ -81,7 +80,7 @@ NAMES: dict[str, list[str]] = {
     "vllm.v1.request.RequestStatus.RUNNING": [],
     "vllm.v1.worker.gpu_worker.Worker.reload_weights": [],
 }
-# Only where FlashAttention can be imported, which a CPU build cannot always do: module, names.
+# Names that only a GPU build can always import.
 GPU_NAMES = ["FlashAttentionBackend", "FlashAttentionImpl", "FlashAttentionMetadata", "FlashAttentionMetadataBuilder"]
 # Fields of dataclasses and structs.
 FIELDS = {
@@ -125,17 +124,8 @@ REQUEST = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def vllm_is_quiet() -> None:
-    """What our import of it puts into the environment is not for what other tests start."""
-    before = dict(os.environ)
-    importlib.import_module("rl.rollout.vllm.engine")
-    os.environ.clear()
-    os.environ.update(before)
-
-
 def find(path: str) -> Any:
-    """A module's attribute, or an attribute of that."""
+    """Return the object with this dotted name."""
     parts = path.split(".")
     for size in range(len(parts) - 1, 0, -1):
         try:
@@ -180,7 +170,7 @@ def follow(start: Any, path: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def made() -> SimpleNamespace:
+def made(vllm_imported: None) -> SimpleNamespace:
     scheduler = make_scheduler(True, num_blocks=20, max_tokens=33, shares_prefixes=True, policy="fcfs")
     return SimpleNamespace(scheduler=scheduler, request=make_request("0", [3, 4, 5], 4, 0))
 
@@ -200,7 +190,7 @@ def test_a_cache_with_blocks_in_use_is_not_cleared_and_says_so(made: SimpleNames
 
 
 def test_flash_attention() -> None:
-    """By its source, which needs no GPU."""
+    """Read its source, since the import needs a GPU build."""
     file = Path(find("vllm.v1.attention.backends.registry").__file__).parent / "flash_attn.py"
     tree = {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)}
     assert not [name for name in GPU_NAMES if name not in tree]
@@ -220,6 +210,7 @@ def test_flash_attention() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_every_import_from_vllm_is_listed(file: Path) -> None:
+    assert len(FILES) > 5
     listed = [*NAMES, *FIELDS, *SET, *(f"vllm.v1.attention.backends.flash_attn.{name}" for name in GPU_NAMES)]
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):

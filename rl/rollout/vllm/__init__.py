@@ -1,7 +1,7 @@
 """Everything that knows vLLM. It runs in the rank's own process and is stepped by us; tested with 0.26 to 0.32.
 
-    build.py            build the engine of one rank: options, executor, shared memory
-    process_group.py    the private default process group that vLLM sees
+    build.py            build the engine of one rank: its options and its executor
+    process_group.py    the private default process group that vLLM sees; shared memory
     engine.py           VllmEngine: requests in, completions out; versions of the weights
     weights.py          where new weights go in the model, and the reload for models that repack them
     memory.py           sleep and wake-up on a device that is shared with the learner; memory of a failed engine

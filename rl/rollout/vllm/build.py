@@ -11,7 +11,6 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 import vllm
 from pydantic import ValidationError
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -20,7 +19,7 @@ from rl.config.schema import Config, ConfigError
 from rl.rollout.engine import EngineSeat
 from rl.rollout.vllm.engine import VllmEngine
 from rl.rollout.vllm.fast_decode import RunningResponse, install_fast_decode
-from rl.rollout.vllm.process_group import PrivateDefaultGroup
+from rl.rollout.vllm.process_group import PrivateDefaultGroup, unlink_shared_memory
 from rl.rollout.vllm.versions import untested_notice
 from rl.rollout.vllm.weights import turn_off_packing
 from rl.watch.compilation import mark_compilation
@@ -49,7 +48,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
         mark_compilation()  # again, for modules that vLLM imports only when it builds
         HEART.beat("a barrier of the engine's ranks")
         c10d.barrier()  # of the engine's ranks: this default group is the private one
-    _unlink_shared_memory(seat)
+    unlink_shared_memory(seat)
     responses: dict[str, RunningResponse] = {}
     if not notice:
         install_fast_decode(llm.llm_engine.engine_core.engine_core.scheduler, responses)
@@ -112,14 +111,3 @@ def _untouched_rng() -> Iterator[None]:
         torch.set_rng_state(cpu_state)
         if cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state)
-
-
-def _unlink_shared_memory(seat: EngineSeat) -> None:
-    """Remove the names of shared memory that every rank of the engine has mapped. Without a name it is freed when the
-    last of them ends, however that happens."""
-    for segment in Path("/dev/shm").glob(f"{seat.name}-*"):
-        segment.unlink(missing_ok=True)
-    queue = get_tp_group().mq_broadcaster  # Python chose the name of its segment
-    if queue is not None and queue.buffer.is_creator:
-        queue.buffer.shared_memory.unlink()
-        queue.buffer.is_creator = False  # the creator would unlink it again

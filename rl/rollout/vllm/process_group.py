@@ -1,4 +1,4 @@
-"""The default process group that vLLM sees.
+"""The default process group that vLLM sees, and the shared memory of its ranks.
 
 vLLM builds its groups over the whole default group of torch.distributed, which hangs when only some ranks host
 engines. So each engine gets a private default group of its tensor-parallel ranks alone. It is in place during every
@@ -11,8 +11,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed.distributed_c10d as c10d
+from vllm.distributed.parallel_state import get_tp_group
 
 from rl.rollout.engine import EngineSeat
 
@@ -53,3 +55,14 @@ class PrivateDefaultGroup:
         self._count, world.group_count = world.group_count, self._count
         for name, value in self._environment.items():
             self._environment[name], os.environ[name] = os.environ[name], value
+
+
+def unlink_shared_memory(seat: EngineSeat) -> None:
+    """Remove the names of shared memory that every rank of the engine has mapped. Without a name it is freed when the
+    last of them ends, however that happens."""
+    for segment in Path("/dev/shm").glob(f"{seat.name}-*"):
+        segment.unlink(missing_ok=True)
+    queue = get_tp_group().mq_broadcaster  # Python chose the name of its segment
+    if queue is not None and queue.buffer.is_creator:
+        queue.buffer.shared_memory.unlink()
+        queue.buffer.is_creator = False  # the creator would unlink it again

@@ -1,7 +1,6 @@
-"""vLLM's schedulers with our methods in place of theirs do the same, on any mix of requests."""
+"""The fast path for decode steps does the same as vLLM's own schedulers, on any mix of requests."""
 
 import importlib
-import os
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -13,18 +12,13 @@ import torch
 
 from rl.config.schema import ROOT
 
-pytestmark = pytest.mark.timeout(120)  # the import of vLLM
+pytestmark = pytest.mark.timeout(120)
 BLOCK_SIZE, STOP_TOKEN, MAX_STEPS = 4, 2, 1500
 
 
-@pytest.fixture(scope="module")
-def scheduling() -> Any:
-    """The module; what comes with it into the environment is not for what other tests start."""
-    before = dict(os.environ)
-    importlib.import_module("rl.rollout.vllm.engine")
-    os.environ.clear()
-    os.environ.update(before)
-    return importlib.import_module("rl.rollout.vllm.scheduling")
+@pytest.fixture
+def fast_decode(vllm_imported: None) -> Any:
+    return importlib.import_module("rl.rollout.vllm.fast_decode")
 
 
 def make_cache_config(num_blocks: int) -> Any:
@@ -79,10 +73,10 @@ def make_request(name: str, tokens: list[int], max_tokens: int, priority: int) -
 
 
 class Run:
-    """Requests that come, share prefixes, stop, are preempted for want of blocks, are aborted; and all that is seen of
-    them. Asynchronous scheduling has one step under way when the next is scheduled."""
+    """Random requests that share prefixes, stop, are preempted for want of blocks or aborted, and all that a scheduler
+    does with them. With asynchronous scheduling one step still runs while the next is scheduled."""
 
-    def __init__(self, seed: int, scheduling: Any):
+    def __init__(self, seed: int, fast_decode: Any):
         self.counts: Counter[str] = Counter()
         self.seen: list[Any] = []
         self._generator = generator = random.Random(seed)
@@ -91,11 +85,11 @@ class Run:
         kinds = {"shares_prefixes": generator.random() < 0.8, "policy": generator.choice(["fcfs", "fcfs", "priority"])}
         self._scheduler = make_scheduler(self._is_async, **sizes, **kinds)
         self._scheduler.use_v2_model_runner = generator.random() < 0.5
-        self._scheduling, self._responses = scheduling, dict[str, Any]()
-        if scheduling is not None:
-            assert scheduling.can_spare(self._scheduler)
+        self._fast_decode, self._responses = fast_decode, dict[str, Any]()
+        if fast_decode is not None:
+            assert fast_decode.supports_fast_decode(self._scheduler)
             self._scheduler.schedule = self._counted(self._scheduler.schedule)
-            scheduling.spare(self._scheduler, self._responses)
+            fast_decode.install_fast_decode(self._scheduler, self._responses)
         self._num_left = generator.randint(6, 16)
         self._prefix = [generator.randint(3, 9) for _ in range(40)]
         self._under_way: list[tuple[Any, dict[str, bool]]] = []
@@ -130,8 +124,8 @@ class Run:
                 limits = (generator.randint(1, 40), generator.randint(0, 3))
                 request = make_request(str(self._num_left), tokens, *limits)
                 scheduler.add_request(request)
-                if self._scheduling is not None:
-                    self._responses[request.request_id] = self._scheduling.Response(request.request_id, request)
+                if self._fast_decode is not None:
+                    self._responses[request.request_id] = self._fast_decode.RunningResponse(request.request_id, request)
                 self._num_left -= 1
         if generator.random() < 0.02 and scheduler.requests:
             name = generator.choice(sorted(scheduler.requests))
@@ -178,9 +172,11 @@ class Run:
             for result in results.values()
             for one in result.outputs
         ]
-        aside = [response for name, response in self._responses.items() if len(response.logprobs) > before[name]]
-        self.counts["aside"] += len(aside)
-        tokens += [(one.id, one.request.output_token_ids[-1:], None, one.logprobs[before[one.id] :]) for one in aside]
+        appended = [response for name, response in self._responses.items() if len(response.logprobs) > before[name]]
+        self.counts["appended by us"] += len(appended)
+        tokens += [
+            (one.id, one.request.output_token_ids[-1:], None, one.logprobs[before[one.id] :]) for one in appended
+        ]
         self.seen.append(sorted(tokens))
         self.seen.append([state_of(request) for _, request in sorted(scheduler.requests.items())])
         self.seen.append(len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block))  # that others may share
@@ -192,18 +188,18 @@ def state_of(request: Any) -> tuple[Any, ...]:
     return (request.request_id, request.status, request.is_prefill_chunk, counts, tokens)
 
 
-def test_every_step_is_as_vllm_has_it(scheduling: Any) -> None:
+def test_every_step_equals_that_of_vllm(fast_decode: Any) -> None:
     counts: Counter[str] = Counter()
     for seed in range(60):
-        theirs, ours = Run(seed, None).go(), Run(seed, scheduling).go()
+        theirs, ours = Run(seed, None).go(), Run(seed, fast_decode).go()
         assert ours.seen == theirs.seen, f"seed {seed}"
         counts += ours.counts
-    assert counts["preempted"] > 50 and counts["aside"] > 2000, counts
+    assert counts["preempted"] > 50 and counts["appended by us"] > 2000, counts
     assert counts["scheduled while PAUSED_ALL"] > 500, counts
 
 
 class Manager:
-    """Asked for every token, unless ours is in the way."""
+    """A cache manager that counts how often it is asked."""
 
     empty_kv_cache_blocks = "none"
 
@@ -216,24 +212,24 @@ class Manager:
         return "some"
 
 
-def test_a_cache_is_asked_at_the_ends_of_blocks(scheduling: Any) -> None:
+def test_a_cache_is_asked_only_at_the_ends_of_blocks(fast_decode: Any) -> None:
     manager = Manager(SimpleNamespace(block_size=BLOCK_SIZE))
-    scheduling.look_for_blocks_at_their_ends(SimpleNamespace(kv_cache_manager=manager))
+    fast_decode.allocate_at_block_ends(SimpleNamespace(kv_cache_manager=manager))
     answers = []
     for number in range(2 * BLOCK_SIZE):
-        request = SimpleNamespace(status=scheduling.RequestStatus.RUNNING, num_computed_tokens=number)
+        request = SimpleNamespace(status=fast_decode.RequestStatus.RUNNING, num_computed_tokens=number)
         answers.append(manager.allocate_slots(request, 1, num_lookahead_tokens=0))
     assert answers == 2 * ["some", "none", "none", "some"]
     assert manager.num_calls == 4
 
 
 @pytest.mark.parametrize("change", [{"connector": 1}, {"num_spec_tokens": 2}, {"use_pp": True}, {"group": 1}])
-def test_other_caches_and_sequences_are_left_to_vllm(change: dict[str, Any], scheduling: Any) -> None:
-    group = scheduling.FullAttentionManager.__new__(scheduling.FullAttentionManager)
+def test_other_caches_and_sequences_are_left_to_vllm(change: dict[str, Any], fast_decode: Any) -> None:
+    group = fast_decode.FullAttentionManager.__new__(fast_decode.FullAttentionManager)
 
     def make(group: Any, **options: Any) -> Any:
         plain = {"connector": None, "num_spec_tokens": 0, "use_pp": False}
         return SimpleNamespace(**(plain | options), kv_cache_manager=Manager(group))
 
-    assert scheduling.can_spare(make(group))
-    assert not scheduling.can_spare(make(**({"group": group} | change)))
+    assert fast_decode.supports_fast_decode(make(group))
+    assert not fast_decode.supports_fast_decode(make(**({"group": group} | change)))
