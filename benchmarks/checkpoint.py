@@ -1,18 +1,18 @@
-"""A save beside torch's dcp.async_save of the same state, in one run: what training waits for. Prints one JSON line.
+"""Compare how long training waits for our save and for torch's dcp.async_save of the same state. Prints one JSON line.
 
     python benchmarks/checkpoint.py [--ranks 1] [--megabytes 200 | --model 1.7b] [--rollout-seconds 2] [--folder PATH]
 
-It starts its own torchrun. The learner, its moments after one optimizer step, and what saves them are train.py's; there
-are no engines. Rounds are interleaved on one disk, which is synced between them; figures are medians of five after one
-round that warms up, each the slowest rank's:
-    blocked_s                   in end_step and in wait_copied, were the next update to come at once
-    blocked_in_loop_s           the same when it comes after the next rollouts
+It starts its own torchrun. Learner, optimizer state (after one step) and checkpoints are those of train.py, without
+engines. Rounds of all ways take turns on one disk, which is synced between them. Figures are medians of five rounds
+after a warm-up round, each the slowest rank's:
+    blocked_s                   time in end_step and wait_copied if the next update comes at once
+    blocked_in_loop_s           the same if the next update comes after the next rollouts
     commit_s                    from end_step until committed; also how long a synchronous save would block
-    dcp_async_blocked_s         in async_save and until its copy is taken, by the fastest of the settings in `dcp`; the
-                                state dict is made before (dcp_state_dict_s)
+    dcp_async_blocked_s         time in async_save and until its copy is taken, by the fastest of the settings in `dcp`;
+                                the state dict is made before (dcp_state_dict_s)
     blocked_ratio_to_dcp_async  blocked_s / dcp_async_blocked_s
-    end_step_s, wait_copied_s   the parts of blocked_s; probe_s: a forward for the probe alone, as at the end
-    first_blocked_s             in the round that warms up: pages are faulted in, and pinned for a GPU
+    end_step_s, wait_copied_s   the parts of blocked_s; probe_s: the forward for the probe alone, as at the run's end
+    first_blocked_s             blocked_s of the warm-up round, in which memory is allocated, and pinned for a GPU
     write_gbps                  file_gb over the time from copied to committed
 """
 
@@ -38,14 +38,14 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
-from benchmarks.program import run_torchrun
+from benchmarks.program import gpu_name, run_torchrun
+from benchmarks.random_batch import random_batch
 from benchmarks.random_model import SHAPES, save_random_model
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.manifest import step_folder
 from rl.checkpoint.store import CheckpointStore
 from rl.config.load import load_config
 from rl.config.schema import Config
-from rl.data.batch import Batch
 from rl.learner.policy import PolicySettings, PolicyTrainer
 from rl.learner.sharded_trainer import ShardedModel
 from rl.model.load import load_model
@@ -82,7 +82,7 @@ class Bench:
         self.names = [part.info.name for kind, part in self.learner.state_slices() if kind == "model"]
         self.checkpoints = self._build_checkpoints()
         self.step = 0
-        self.num_bytes: dict[str, int] = {}  # of the files of each kind of round
+        self.num_bytes: dict[str, int] = {}  # of the files that each way wrote
 
     def _make_model(self, dtype: str) -> None:
         if self.world.rank == 0:
@@ -97,7 +97,7 @@ class Bench:
         settings = PolicySettings(config.actor, config.algo, config.rollout, num_optimizer_steps=1)
         probe = probe_of_run(config, self.folder / "model").tokens if self.is_leader else ()
         learner = PolicyTrainer(ShardedModel(model, self.groups.actor_pg, self.world.device), settings, probe)
-        learner.update(one_batch(), 1, Measures())
+        learner.update(random_batch(torch.tensor([16, 16]), torch.tensor([4, 4]), vocab=1000), 1, Measures())
         return learner
 
     def _build_checkpoints(self) -> Checkpoints:
@@ -118,7 +118,7 @@ class Bench:
         return build_checkpoints(run, self.learner, tensors)
 
     def ours(self, pause_s: float) -> dict[str, float]:
-        """A save, after which the next update comes when the pause is over."""
+        """Save once. The next update comes after `pause_s` seconds."""
         step = self.next_step()
         self.checkpoints.end_update(step, version=step, stream=None)
         started = self.start_together()
@@ -130,7 +130,7 @@ class Bench:
         copied = time.perf_counter()
         self.checkpoints._saver.wait_committed()
         committed = time.perf_counter()
-        self.checkpoints.close()  # with the logits, which in a run come with the next update
+        self.checkpoints.close()  # this computes the probe's logits, which in a run come with the next update
         self.remove("ours", self.store.root / step_folder(step))
         seconds = {"end_step_s": ended - started, "wait_copied_s": copied - resumed, "commit_s": committed - started}
         return seconds | {"blocked_s": seconds["end_step_s"] + seconds["wait_copied_s"]}
@@ -157,7 +157,7 @@ class Bench:
         return seconds
 
     def state_dict(self) -> dict[str, Any]:
-        """What dcp saves; a tied parameter comes once, as in ours."""
+        """Return what dcp saves. A tied parameter is saved once, as in our checkpoints."""
         model, optimizer = get_state_dict(self.learner.model, self.learner._optimizer)
         return {"model": {name: model[name] for name in self.names}, "optimizer": optimizer}
 
@@ -166,7 +166,7 @@ class Bench:
         return self.step
 
     def start_together(self) -> float:
-        """Neither pays for what the other left to be written."""
+        """Start on all ranks at once, on a disk that has nothing left to write."""
         if self.world.local_rank == 0:
             os.sync()
         self.wait()
@@ -231,7 +231,7 @@ class Bench:
             "dcp_state_dict_s": theirs["state_dict_s"],
         }
         row: dict[str, Any] = {"benchmark": "checkpoint", "model": self.args.model, "ranks": self.world.size}
-        row |= {"device": _device_name(self.world.device), "torch": torch.__version__, "rounds": len(rest)}
+        row |= {"device": gpu_name(), "torch": torch.__version__, "rounds": len(rest)}
         row |= {"state_gb": round(int(held) / 1e9, 3), "file_gb": round(file_gb, 3)}
         row |= {"dcp_file_gb": round(self.num_bytes.get("dcp", 0) / 1e9, 3), "rollout_s": pause_s}
         row |= {name: round(value, 4) for name, value in seconds.items()}
@@ -243,8 +243,8 @@ class Bench:
 
 
 def dcp_stagers(on_gpu: bool) -> dict[str, AsyncStager | None]:
-    """How dcp may take its copy. By default it allocates memory for each; a stager that is kept keeps it, pinned for a
-    GPU. A process that writes, instead of a thread, would not shorten the copy, which is what blocks."""
+    """Return the ways in which dcp can take its copy. By default it allocates memory each time. A stager that is kept
+    keeps its memory, pinned for a GPU. A process that writes, instead of a thread, would not make the copy shorter."""
 
     def keep(use_async_staging: bool) -> DefaultStager:
         options = StagingOptions(
@@ -260,31 +260,9 @@ def dcp_stagers(on_gpu: bool) -> dict[str, AsyncStager | None]:
     return dict(zip(DCP_SETTINGS, (None, keep(False), keep(True)), strict=True))
 
 
-def one_batch() -> Batch:
-    """Two sequences of a prompt and a response, of random tokens that every vocabulary has."""
-    lengths = torch.tensor([16, 16])
-    count = int(lengths.sum())
-    return Batch(
-        tokens=torch.randint(0, 1000, (count,)),
-        lengths=lengths,
-        prompt_lengths=torch.tensor([4, 4]),
-        versions=torch.zeros(count, dtype=torch.int32),
-        rollout_logprobs=torch.zeros(count),
-        rewards=torch.tensor([0.0, 1.0]),
-        group_ids=torch.zeros(2, dtype=torch.int64),
-        truncated=torch.zeros(2, dtype=torch.bool),
-        old_logprobs=torch.full((count,), -10.0),
-        advantages=torch.tensor([-1.0, 1.0]).repeat_interleave(lengths),
-    )
-
-
 def _range(rounds: list[dict[str, dict[str, float]]], name: str) -> list[float]:
     values = [row[name]["blocked_s"] for row in rounds]
     return [round(min(values), 4), round(max(values), 4)]
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def main() -> None:
@@ -294,9 +272,9 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="any size", help="or one of these shapes")
     parser.add_argument("--rollout-seconds", type=float, help="default: 2 on CPUs, 10 on a GPU")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dcp", nargs="+", choices=DCP_SETTINGS, default=DCP_SETTINGS, help="ways to take its copy")
+    parser.add_argument("--dcp", nargs="+", choices=DCP_SETTINGS, default=DCP_SETTINGS, help="how dcp takes its copy")
     parser.add_argument(
-        "--folder", help="on the disk to measure; what is written there is removed; default: a temporary one"
+        "--folder", help="folder on the disk to measure, cleaned up afterwards; default: a temporary one"
     )
     args = parser.parse_args()
     if "RANK" not in os.environ:

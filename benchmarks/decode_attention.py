@@ -1,9 +1,10 @@
-"""One layer's attention of one new token a sequence: our kernel against vLLM's. Prints one JSON line.
+"""Compare our attention kernel for decoding with those of vLLM, for one layer. Prints one JSON line.
 
     python benchmarks/decode_attention.py [--sequences 512] [--heads 32] [--head-size 64] [--sweep]
 
-Seconds are medians over rounds in turns on a paged bfloat16 cache that no device cache holds; TB/s are of keys and
-values read. --sweep leaves vLLM out and tries our kernel's settings. Needs a GPU.
+Each sequence has one new token. The paged bfloat16 KV cache is larger than the GPU's own caches. Rounds of all kernels
+take turns, and figures are medians; TB/s counts the keys and values read. --sweep leaves vLLM out and tries settings of
+our kernel. Needs a GPU.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def seconds_of(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
                 way()
             end.record()
             end.synchronize()
-            if number >= 2:  # the first compile
+            if number >= 2:  # the first two rounds compile
                 taken[name].append(start.elapsed_time(end) / 1000 / REPEATS)
     return {name: statistics.median(values) for name, values in taken.items()}
 
@@ -94,7 +95,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
     need_gpu()
-    from rl.rollout.vllm import decode_attention  # it needs triton, which CPU installations lack
+    from rl.rollout.vllm import decode_attention  # here, since CPU installations have no Triton
 
     torch.manual_seed(0)
     best = (decode_attention.TILE, decode_attention.NUM_WARPS, decode_attention.NUM_STAGES)

@@ -1,11 +1,12 @@
-"""The rollout stage against a bare `LLM.generate`. Prints one JSON line.
+"""Compare the rollout stage with a bare `LLM.generate`. Prints one JSON line.
 
     python benchmarks/engine.py [--model 1.7b] [--prompts 64] [--samples 8] [--new-tokens 512] [--rounds 5] [key=value]
 
-One rank, one engine with the settings of step.py, the same prompts with sampled logprobs, no response ends before its
-last token; rounds of both take turns after one that warms up. `ours_s` is a step's whole rollout stage: handing prompts
-out, stepping the engine, scoring, packing groups into batches. `bare_s` is vLLM's own loop on the same engine object,
-its outputs unused. `overhead` is the median of ours over the median of bare, less 1.
+One rank has one engine with the settings of step.py. Both ways sample the same prompts, with logprobs, and every
+response has --new-tokens tokens. Rounds of both take turns after a warm-up round:
+    ours_s      a step's whole rollout stage: dispatching prompts, stepping the engine, scoring, packing groups
+    bare_s      vLLM's own loop on the same engine, without using its outputs
+    overhead    median of ours / median of bare - 1
 """
 
 import json
@@ -19,11 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
-from benchmarks.program import run_torchrun
+from benchmarks.program import gpu_name, run_torchrun
 from benchmarks.step import arguments, settings_of, write_inputs
 from rl.config.load import load_config
 from rl.config.schema import RolloutConfig
@@ -36,7 +35,7 @@ WARM_UP_ROUNDS = 1
 
 
 def measure(settings: list[str], rounds: int, file: Path) -> None:
-    """On the only rank of a world, which ends with it."""
+    """Run both ways on the only rank of a world, and write their seconds to a file."""
     seconds: dict[str, list[float]] = {"ours": [], "bare": []}
     with join() as world:
         config = load_config(None, settings)
@@ -74,7 +73,7 @@ def vllms_own(scheduler: Any) -> Iterator[None]:
 
 
 def generate(engine: Any, prompts: list[list[int]], rollout: RolloutConfig) -> int:
-    """vLLM's own loop; returns the number of tokens."""
+    """Run vLLM's own loop, and return the number of tokens."""
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -108,7 +107,7 @@ def main() -> None:
     row = {
         "benchmark": "engine",
         "model": args.model,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "gpu": gpu_name(),
         "sequences": args.prompts * args.samples,
         "new_tokens": args.new_tokens,
         "ours_s": round(ours, 3),

@@ -1,13 +1,13 @@
-"""A real model learns sums that it cannot do yet. Prints one JSON line.
+"""Train a real model on sums that it cannot do yet. Prints one JSON line.
 
     python benchmarks/learn.py MODEL_FOLDER [--steps 100] [--held-out 500] [--picture FILE] [--ranks 1] [key=value ...]
 
-Prompts are sums of numbers below 100 in words that a chat model understands; a response is right when its last number
-is. GRPO from the model as it is; greedy accuracy on held-out sums before, every tenth of the steps, and after:
+Prompts ask a chat model for the sum of two numbers below 100. A response is right if its last number is the sum.
+Training is GRPO. Greedy accuracy on held-out sums is measured before, after every tenth of the steps, and at the end:
     before, after       accuracy, and the ends of its 95 % interval
-    seconds             of the whole command, loading and evaluations included
+    seconds             of the whole command, with loading and evaluations
     seconds_per_step    the median
---picture draws rewards and accuracies over the steps. benchmarks/peer_trl_learn.py is the same in TRL.
+--picture draws rewards and accuracies over the steps. benchmarks/peer_trl_learn.py does the same in TRL.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 from benchmarks.program import run_torchrun
 from rl.export.curve import draw_curve
 
-SETTINGS = {  # of both programs
+SETTINGS = {  # shared with peer_trl_learn.py
     "num_prompts": 64,
     "num_samples": 16,
     "max_new_tokens": 24,
@@ -38,7 +38,7 @@ SETTINGS = {  # of both programs
 
 
 def write_sums(folder: Path, num_held_out: int, num_train: int = 6000) -> tuple[Path, Path]:
-    """Write the sums to train on and those held out; no pair is in both."""
+    """Write sums to train on and held-out sums. No pair of numbers is in both files."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(0).shuffle(pairs)
     files = folder / "train.jsonl", folder / "test.jsonl"

@@ -1,16 +1,15 @@
-"""The update alone, on random tokens. Prints one JSON line.
+"""Measure the learner's update on random tokens, without an engine. Prints one JSON line.
 
     python benchmarks/learner.py [--model 1.7b] [--sequences 512] [--length 572] [--prompt 60] [--max-tokens 16384]
                                  [--recompute none] [--no-compile] [--dtype bfloat16] [--rounds 5] [--profile FILE]
 
-Loading, packing, loss, backward and optimizer are a run's own, on one rank; no engine. `seconds_per_step` is the median
-of the rounds after two that warm up. MFU counts 6 N a token, N all parameters; with attention also 6 layers times heads
-times head size times the length of the sequence, for each token (causal: half of all pairs, times 2 products).
+Loading, packing, loss, backward and optimizer are those of a run, on one rank. `seconds_per_step` is the median of the
+rounds after two warm-up rounds. MFU counts 6 N per token, where N is the number of parameters. With attention it also
+counts 6 x layers x heads x head size x sequence length per token (causal: half of all pairs, times 2 products).
 """
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -18,12 +17,12 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
+from benchmarks.program import gpu_name, join_alone, peak_flops
 from benchmarks.random_batch import random_batch
 from benchmarks.random_model import SHAPES, save_random_model
 from rl.config.schema import ActorConfig, AlgoConfig, RolloutConfig
@@ -32,17 +31,12 @@ from rl.learner.sharded_trainer import ShardedModel
 from rl.model.load import Compute, load_model
 from rl.report.metrics import Measures
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 WARM_UP_ROUNDS = 2
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    pg = dist.group.WORLD
-    assert pg is not None
+    pg = join_alone(device)
     num_parameters = save_random_model(folder, args.model, 2e7, "bfloat16", device)
     compute = Compute(args.compile and device.type == "cuda", args.recompute)
     mesh = DeviceMesh.from_group(pg, device.type)
@@ -68,8 +62,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
         table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
         Path(args.profile).write_text(table)
     step_s = statistics.median(seconds[WARM_UP_ROUNDS:])
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
+    peak = peak_flops()
     tokens = args.sequences * args.length
     layers = AutoConfig.from_pretrained(folder).num_hidden_layers
     attention = 6 * layers * shape.heads * (shape.head_dim or shape.hidden // shape.heads) * args.length
@@ -78,7 +71,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
         "benchmark": "learner",
         "model": args.model,
         "parameters": num_parameters,
-        "gpu": gpu,
+        "gpu": gpu_name(),
         "sequences": args.sequences,
         "length": args.length,
         "max_tokens": args.max_tokens,
@@ -104,7 +97,7 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--profile", help="file for a table of the kernels of one more update")
+    parser.add_argument("--profile", help="write a table of the kernels of one more update to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(run(args, Path(folder))), flush=True)

@@ -1,19 +1,19 @@
-"""tools/merge_checkpoint.py beside `cp` and torch's own consolidation, in one run. Prints one JSON line.
+"""Compare tools/merge_checkpoint.py with `cp` and with torch's own consolidation. Prints one JSON line.
 
     python benchmarks/merge.py [--gigabytes 2] [--hidden 2048] [--vocabulary 128256] [--shards 32] [--rounds 5]
                                [--large-gigabytes 0] [--folder PATH]
 
-The bytes are those of a llama in bfloat16, cut into shards by rows. Rounds are interleaved on one disk; before each
+The checkpoint is a llama in bfloat16, cut into shards by rows. Rounds of all ways take turns on one disk. Before each
 measurement the disk is synced and the shards are dropped from the page cache. Figures are medians:
-    merge_gbps, verified_gbps   the whole command, start of Python and final sync included: without and with digests
+    merge_gbps, verified_gbps   the whole command without and with digests, from the start of Python to the final sync
     cp_gbps                     cp of the shards to another folder, and sync of the copies
     torch_gbps                  torch's consolidate_safetensors_files of the same tensors, and sync of its output; the
-                                faster of one thread and as many as we use; imports are not counted
-    ratio_to_cp                 our speed over cp's, without digests; ratio_to_cp_verified: with them
-    ratio_to_torch              our speed over torch's, neither with digests; imports are counted for neither
-    convert_gbps                float32 in, bfloat16 out, digests checked; GB of float32 a second
-    peak_rss_mb                 the largest of all of our commands
-    large                       a sparse checkpoint of so many GB: seconds and peak_rss_mb of its merge, digests checked
+                                faster of one thread and as many as we use; without imports
+    ratio_to_cp                 our speed over that of cp, without digests; ratio_to_cp_verified: with digests
+    ratio_to_torch              our speed over that of torch, both without digests and without imports
+    convert_gbps                float32 in, bfloat16 out, digests checked; GB of float32 per second
+    peak_rss_mb                 the largest of all our commands
+    large                       seconds and peak_rss_mb of a merge of a sparse checkpoint of --large-gigabytes, verified
 """
 
 import argparse
@@ -59,7 +59,7 @@ print(time.perf_counter() - start)
 
 
 def llama_shapes(num_elements: float, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """As many layers as fill it, at least one."""
+    """Return the shapes of a llama with about as many elements, and at least one layer."""
     hidden, intermediate, key_value, vocabulary = sizes
     layer: dict[str, tuple[int, ...]] = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
     layer |= {f"self_attn.{name}_proj": (hidden, hidden) for name in "qo"}
@@ -75,7 +75,7 @@ def llama_shapes(num_elements: float, sizes: Sizes) -> dict[str, tuple[int, ...]
 
 
 def random_tensors(gigabytes: float, sizes: Sizes, dtype: type) -> dict[str, Array]:
-    """Make values that no conversion refuses. uint16 stands for bfloat16."""
+    """Make values that every conversion accepts. uint16 stands for bfloat16."""
     generator = np.random.default_rng(0)
     width = np.dtype(dtype).itemsize
     shapes = llama_shapes(gigabytes * 1e9 / width, sizes)
@@ -85,7 +85,7 @@ def random_tensors(gigabytes: float, sizes: Sizes, dtype: type) -> dict[str, Arr
 
 
 def write_for_torch(folder: Path, tensors: dict[str, Array], num_shards: int) -> None:
-    """The same slices in files as torch's own writer names and describes them."""
+    """Write the same slices in files with the names and headers of torch's own writer."""
     folder.mkdir()
     for shard in range(num_shards):
         parts = {name: array[by_rows(array, num_shards)[shard][0]] for name, array in tensors.items()}
@@ -119,7 +119,7 @@ def prepare(folder: Path, gigabytes: float, sizes: Sizes, num_shards: int) -> No
 
 
 def prepare_large(folder: Path, gigabytes: float, num_shards: int) -> None:
-    """Zeros of a model's shapes, in files that are then made sparse, so that only the result takes room."""
+    """Write zeros in a model's shapes, and make the files sparse, so that only the result takes room on disk."""
     shapes = llama_shapes(gigabytes * 1e9 / 2, LARGE)
     tensors = {name: np.broadcast_to(np.zeros(1, np.uint16), shape) for name, shape in shapes.items()}
     made = write_checkpoint([folder / "large"], tensors, num_shards)
@@ -128,7 +128,7 @@ def prepare_large(folder: Path, gigabytes: float, num_shards: int) -> None:
 
 
 def in_a_process(function: Callable[..., None], *arguments: object) -> None:
-    """Run it in a process of its own: a forked child would count the peak memory of its parent."""
+    """Run a function in a new process, since a forked one would count the peak memory of its parent."""
     process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
     process.start()
     process.join()
@@ -142,7 +142,7 @@ class Bench:
         self.without_imports: list[float] = []  # seconds of merges without digests
 
     def merge(self, run: str, *options: str) -> float:
-        """Seconds of the whole command."""
+        """Return the seconds of the whole command."""
         output = self.folder / "merged"
         command = [sys.executable, "-c", OURS, str(self.folder / run), "--output", str(output), *options]
         start = time.perf_counter()
@@ -234,12 +234,12 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--hidden", type=int, default=2048, help="of the model whose layers fill it, at least one")
+    parser.add_argument("--hidden", type=int, default=2048, help="hidden size of the model")
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--shards", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--large-gigabytes", type=float, default=0.0, help="also a sparse checkpoint of this size")
-    parser.add_argument("--folder", help="on the disk to measure; default: a temporary one")
+    parser.add_argument("--folder", help="folder on the disk to measure; default: a temporary one")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         print(json.dumps(Bench(Path(folder), args).run()), flush=True)

@@ -1,12 +1,14 @@
-"""Finished groups from rollout to actor ranks: our mailbox beside gloo's isend/irecv, in one run. Prints one JSON line.
+"""Send finished groups from rollout to actor ranks, by our mailbox and by gloo. Prints one JSON line.
 
     python benchmarks/messages.py [--senders 4] [--receivers 2] [--groups 64] [--kilobytes 128] [--rounds 7]
 
-It starts its own torchrun, unless torchrun has started it. Each sender sends `groups` payloads, dealt out to the
-receivers. `mail_ms` and `gloo_ms` are from the first send to the last receipt, medians of interleaved rounds after one
-that warms up; `ratio` is the first over the second. `*_blocked_ms` is how long a sender is held up by one message to a
-receiver that is busy for 200 ms: an engine would stand still for that time. gloo's send returns only when the other
-side has entered the receive, and cannot be polled.
+It starts its own torchrun, unless torchrun has started it. Each sender sends `groups` payloads, in turn to each
+receiver. Rounds of both ways alternate, and figures are medians after a warm-up round:
+    mail_ms, gloo_ms    from the first send to the last receipt; `ratio` is the first over the second
+    *_blocked_ms        how long a sender waits to send one message to a receiver that is busy for 200 ms
+
+An engine would stand still while it waits. gloo's send returns only when the other side has entered the receive, and it
+cannot be polled.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,10 +26,15 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
 from benchmarks.program import run_torchrun
-from rl.world.mail import Mail
+from rl.world.mail import Mail, Message
 from rl.world.world import World, join
 
 BUSY_S = 0.2
+
+
+@dataclass(frozen=True)
+class FinishedGroup(Message):
+    index: int
 
 
 def wait_together(pg: dist.ProcessGroup) -> float:
@@ -36,23 +44,23 @@ def wait_together(pg: dist.ProcessGroup) -> float:
 
 def send_by_mail(mail: Mail, payload: bytes, receivers: list[int], count: int) -> None:
     for index in range(count):
-        mail.send(receivers[index % len(receivers)], "group", {"index": index}, payload)
+        mail.send(receivers[index % len(receivers)], FinishedGroup(index), payload)
 
 
 def receive_by_mail(mail: Mail, count: int) -> None:
     for _ in range(count):
-        mail.receive("group")
+        mail.receive(FinishedGroup)
 
 
 def send_by_gloo(pg: dist.ProcessGroup, payload: torch.Tensor, receivers: list[int], count: int) -> None:
-    """As a header with the size and a payload, all in flight at once."""
+    """Send each payload after a header with its size, all in flight at once."""
     header = torch.tensor([payload.numel()])
     works = []
     for index in range(count):
         receiver = receivers[index % len(receivers)]
         works += [dist.isend(tensor, group=pg, group_dst=receiver) for tensor in (header, payload)]
     for work in works:
-        assert work is not None  # this rank is of the group
+        assert work is not None  # this rank is in the group
         work.wait()
 
 
@@ -92,14 +100,14 @@ def run(world: World, args: argparse.Namespace) -> None:
             started = wait_together(pg)
             if world.rank == 0:
                 if name == "mail":
-                    world.mail.send(receivers[0], "group", {}, data)
+                    world.mail.send(receivers[0], FinishedGroup(0), data)
                 else:
                     dist.send(payload, group=pg, group_dst=receivers[0])
                 seconds[f"{name} blocked"].append(time.perf_counter() - started)
             elif world.rank == receivers[0]:
                 time.sleep(BUSY_S)
                 if name == "mail":
-                    world.mail.receive("group")
+                    world.mail.receive(FinishedGroup)
                 else:
                     dist.recv(torch.empty_like(payload), group=pg, group_src=0)
             wait_together(pg)
@@ -115,7 +123,7 @@ def run(world: World, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--senders", type=int, default=4)
-    parser.add_argument("--receivers", type=int, default=2, help="unless torchrun has started it: then all others")
+    parser.add_argument("--receivers", type=int, default=2, help="under torchrun, all other ranks receive")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--kilobytes", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7, help="the first warms up")

@@ -1,17 +1,18 @@
-"""The update on packed rows against the same update on padded ones. Prints one JSON line.
+"""Compare the update on packed rows with the same update on padded rows. Prints one JSON line.
 
     python benchmarks/packing.py [--model 10m] [--sequences 64] [--max-tokens 4096] [--rounds 5]
 
-Lengths are like those of sampled GSM8K answers: prompts of 45 to 200 tokens, responses log-normal with a median of 130,
-cut at 512. Both padded ways use the same model, tokens, chunks of the head and optimizer, and as many sequences in a
-micro-batch as the budget holds of the longest. `padded` makes one rectangle of the batch, of its longest prompt and its
-longest response, as TRL does, and verl unless told to remove padding; `padded_each` pads every micro-batch to its own
-longest. All three take turns, after one round that warms up; their gradient norms must agree.
+Lengths resemble those of sampled GSM8K answers: prompts of 45 to 200 tokens, responses log-normal with a median of 130,
+cut at 512. Both padded ways use the same model, tokens, optimizer and chunks of the output head. A padded micro-batch
+has as many sequences as fit the token budget if each is as long as the longest:
+    padded          all sequences are padded to the longest prompt and response of the batch, as TRL does, and verl
+                    unless it is told to remove padding
+    padded_each     every micro-batch is padded to its own longest prompt and response
+All three ways take turns after a warm-up round, and their gradient norms must agree.
 """
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
@@ -20,13 +21,13 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
+from benchmarks.program import join_alone
 from benchmarks.random_batch import random_batch
 from benchmarks.random_model import SHAPES, save_random_model
 from rl.algo.losses import clipped_ratio
@@ -50,8 +51,8 @@ def sampled_batch(num_sequences: int, vocab: int) -> Batch:
 
 
 class Padded:
-    """One optimizer step by transformers' own attention over padded rows: prompts on the left, responses on the right.
-    With `whole` every micro-batch is padded to the batch's longest prompt and response, otherwise to its own."""
+    """A learner on padded rows with the attention of transformers: prompts on the left, responses on the right. With
+    `whole` every micro-batch is padded to the batch's longest prompt and response, otherwise to its own."""
 
     def __init__(self, folder: Path, max_tokens: int, actor: ActorConfig, algo: AlgoConfig, whole: bool):
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -59,7 +60,7 @@ class Padded:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=actor.lr, weight_decay=actor.weight_decay)
 
     def update(self, batch: Batch) -> float:
-        """Returns the norm of the gradient."""
+        """Take one optimizer step, and return the norm of the gradient."""
         total, size = int(batch.response_lengths.sum()), longest(batch)
         count = max(1, self._max_tokens // sum(size))
         for first in range(0, batch.num_sequences, count):
@@ -89,7 +90,7 @@ def longest(batch: Batch) -> tuple[int, int]:
 
 
 def padded_rows(part: Batch, prompt_size: int, response_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, which of them are real, and which are of responses."""
+    """Return the tokens, a mask of those that are not padding, and a mask of those of responses."""
     tokens = torch.zeros(part.num_sequences, prompt_size + response_size, dtype=torch.int64)
     first = (prompt_size - part.prompt_lengths).unsqueeze(1)
     places = torch.arange(tokens.shape[1])
@@ -100,10 +101,7 @@ def padded_rows(part: Batch, prompt_size: int, response_size: int) -> tuple[Tens
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     device = torch.device("cpu")
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    pg = dist.group.WORLD
-    assert pg is not None
+    pg = join_alone(device)
     num_parameters = save_random_model(folder, args.model, 2e7, "float32", device)
     actor, algo = ActorConfig(max_tokens_per_micro_batch=args.max_tokens), AlgoConfig()
     model = load_model(folder, DeviceMesh.from_group(pg, "cpu"), device, "float32", trainable=True)

@@ -1,16 +1,17 @@
-"""The work of benchmarks/step.py in TRL's GRPO trainer with a collocated vLLM. Prints one JSON line.
+"""Measure the steps of benchmarks/step.py in TRL's GRPO trainer with a collocated vLLM. Prints one JSON line.
 
     python benchmarks/peer_trl.py [--model 1.7b] [--prompts 64] [--samples 8] [--new-tokens 512] [--batch 32]
                                   [--gpu-memory 0.45] [--dtype bfloat16] [--recompute] [--no-liger] [--compile]
                                   [--no-correction]
 
-The same random model, prompts and lengths: responses go on to their last token, one optimizer step a batch, no KL,
-sleep mode, importance correction, which costs TRL a pass over the batch. Weights and moments are float32 under bfloat16
-arithmetic; --dtype bfloat16 keeps them in that, and `weights_moved` says what share of a layer's weights such a run
-changes at all. --batch is the micro-batch in sequences, --gpu-memory the engine's share: the best that fit are to be
-given. --liger takes Liger's kernels for layers, --compile torch.compile, as TRL's settings of these names do.
-Figures are taken as benchmarks/step.py takes them; `update` is all that is neither generation, sync nor a pass for
-logprobs, so also rewards and padding. Needs a GPU, trl and liger-kernel, which are no requirements of the project.
+Model, prompts and lengths are the same. Every response has --new-tokens tokens; there is one optimizer step per batch,
+no KL term, sleep mode, and importance correction, for which TRL needs a pass over the batch. Weights and optimizer
+state are float32 with bfloat16 arithmetic. --dtype bfloat16 keeps them in bfloat16; `weights_moved` tells what share of
+a layer's weights such a run changes at all. --batch is the micro-batch size in sequences, and --gpu-memory the engine's
+share of the memory: give the best values that fit. --liger uses Liger's kernels, and --compile torch.compile, like the
+settings of TRL with these names. Figures are those of benchmarks/step.py. `update` is everything except generation,
+sync and the pass for logprobs, so it includes rewards and padding. Needs a GPU, trl and liger-kernel, which the project
+itself does not require.
 """
 
 import argparse
@@ -37,7 +38,7 @@ SWITCHES = {"recompute": False, "liger": True, "compile": False, "correction": T
 
 
 class Clock(TrainerCallback):
-    """Seconds of each step, and of the stages that `watch` was told of."""
+    """Measure the seconds of each step, and of the stages that were given to `watch`."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -56,7 +57,7 @@ class Clock(TrainerCallback):
         function = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if stage == "logprobs" and torch.is_grad_enabled():  # the update's own
+            if stage == "logprobs" and torch.is_grad_enabled():  # part of the update
                 return function(*args, **kwargs)
             started = now()
             result = function(*args, **kwargs)
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         vllm_gpu_memory_utilization=args.gpu_memory,
         vllm_importance_sampling_correction=args.correction,
         vllm_max_model_length=128 + args.new_tokens,
-        generation_kwargs={"ignore_eos": True, "detokenize": False},  # TRL makes its own text of the tokens
+        generation_kwargs={"ignore_eos": True, "detokenize": False},  # TRL decodes the tokens itself
         beta=0.0,
         bf16=True,
         gradient_checkpointing=args.recompute,

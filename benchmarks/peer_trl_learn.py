@@ -1,9 +1,9 @@
-"""The work of benchmarks/learn.py in TRL's GRPO trainer with a collocated vLLM. Prints one JSON line.
+"""Train on the sums of benchmarks/learn.py with TRL's GRPO trainer and a collocated vLLM. Prints one JSON line.
 
     python benchmarks/peer_trl_learn.py MODEL_FOLDER [--steps 100] [--held-out 500]
 
-The same sums, samples, learning rate and number of steps; greedy accuracy by transformers before and after, which
-`seconds` does not count. Needs a GPU and trl, which is no requirement of the project.
+Sums, samples, learning rate and number of steps are the same. Greedy accuracy is measured with transformers before and
+after training, and `seconds` does not include that. Needs a GPU and trl, which the project itself does not require.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def reward(completions: list[Any], answer: list[str], **others: Any) -> list[flo
 
 @torch.no_grad()
 def accuracy(model: Any, tokenizer: Any, rows: list[dict[str, str]]) -> list[float]:
-    """With the ends of its interval."""
+    """Return the greedy accuracy and the ends of its 95 % interval."""
     scores = []
     for first in range(0, len(rows), 100):
         part = rows[first : first + 100]

@@ -1,4 +1,4 @@
-"""What benchmarks share as programs: starting torchrun, and saying what they need."""
+"""What the benchmark programs share: starting torchrun, checking what they need, facts of the GPU."""
 
 import importlib.util
 import os
@@ -9,14 +9,35 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from launch.environment import ROOT, TORCHRUN, activated_environment
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense, in bfloat16
+
+
+def gpu_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def peak_flops() -> float | None:
+    """Return the peak of this machine's GPU in bfloat16, or None if it is not known."""
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in gpu_name()), None)
+
+
+def join_alone(device: torch.device) -> dist.ProcessGroup:
+    """Return the process group of a world of one rank, without torchrun."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def run_torchrun(num_ranks: int, *program: str, quiet: bool = False, **environment: str) -> None:
     """Run a program on ranks of this machine, in the repository's root, and end with an error if it fails.
 
-    With `quiet` its output goes to stderr, so that stdout has the benchmark's own line alone.
+    With `quiet` its output goes to stderr, so that stdout has only the benchmark's own line.
     """
     command = [*TORCHRUN, "--max-restarts", "0", "--nproc-per-node", str(num_ranks), *program]
     out = sys.stderr if quiet else None
@@ -26,7 +47,7 @@ def run_torchrun(num_ranks: int, *program: str, quiet: bool = False, **environme
 
 
 def need_cluster() -> None:
-    """End the program if it may not make nodes of network namespaces, as tests/cluster.py does."""
+    """End the program if it cannot create network namespaces, which tests/cluster.py uses as nodes."""
     missing = [program for program in ("ip", "unshare") if shutil.which(program) is None]
     if os.geteuid() or missing:
         found = f"user id {os.geteuid()}, missing programs: {', '.join(missing) or 'none'}"

@@ -1,4 +1,4 @@
-"""Models of random weights for benchmarks: shapes of real ones, or as many layers as a size asks for."""
+"""Models with random weights for benchmarks, in the shapes of real ones or of a given size."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 class Shape:
     hidden: int
     intermediate: int
-    layers: int  # 0: as many as the size asks for
+    layers: int  # 0: as many as make up the size
     heads: int
     kv_heads: int
     vocab: int
@@ -29,7 +29,7 @@ SHAPES = {
 
 
 def save_random_model(folder: Path, name: str, num_parameters: float, dtype: str, device: torch.device) -> int:
-    """Returns its number of parameters; `num_parameters` is for "any size", to the nearest layer."""
+    """Write a model and return its number of parameters. `num_parameters` is used for "any size", to a whole layer."""
     shape = SHAPES[name]
     layers = shape.layers
     if not layers:

@@ -1,13 +1,13 @@
-"""Seconds to name the culprit of each fault, and until training goes on. Prints one JSON line last.
+"""Measure how long it takes to name the culprit of each fault, and to train again. The last line is JSON.
 
     python benchmarks/recovery.py [--faults N]
 
-Four nodes with two ranks each, as network namespaces of this machine, with the fake engine: see tests/chaos. Needs root
-and iproute2. Faults come one after the other in one run, whose clean start was measured first: from the start of the
-agents to the end of the first step. A recovery lasts from the fault, the head's from its return, to the end of the
-first step after it; its overhead is what it takes longer than the clean start. `worst_named_s` is after the deadline of
-silence (4 s for a process, 10 s for a host), where there is one. The last fault, in a run of its own with --nnodes 3:4
-and two copies of each file, is a node that does not come back. --faults: only the first so many of those before it.
+Four nodes with two ranks each are network namespaces of this machine, with the fake engine: see tests/chaos. Needs root
+and iproute2. A clean start is measured first: from the start of the agents to the end of the first step. Then faults
+come one after the other in that run. A recovery lasts from the fault (for the head: from its return) to the end of the
+first step after it. Its overhead is how much longer that is than the clean start. `worst_named_s` counts from the
+deadline of silence where a fault has one (4 s for a process, 10 s for a host). The last fault is a node that does not
+come back, in a run of its own with --nnodes 3:4 and two copies of each file. --faults N runs only the first N others.
 """
 
 import argparse

@@ -1,11 +1,13 @@
-"""The verifier pool: calls a second, and what attacks cost and leave. Prints one JSON line.
+"""Measure the reward pool: calls per second, and what attacks cost and leave behind. Prints one JSON line.
 
     python benchmarks/rewards.py [--calls 10000] [--workers 2] [--timeout 2] [--attacks 1]
 
-`functions`: calls a second of one function alone, on responses as models write them. `calls_per_s`: of all calls, of
-which `attacks` percent hang, crash, raise, flood, fill memory or leave processes; `timeouts` are those that hung or
-crashed, `errors` those that raised. Every other result is compared with what it must be. `leaked` counts processes
-that are left when the pool is closed, and `kept` those beside the server and its workers just before.
+--attacks percent of the calls hang, crash, raise, flood, fill memory or leave processes. The results of all other calls
+are checked:
+    functions           calls per second of each built-in function alone, on responses like those of models
+    calls_per_s         of all calls, with the attacks
+    timeouts, errors    calls that hung or crashed, and calls that raised
+    kept, leaked        processes besides the server and its workers, before and after the pool is closed
 """
 
 import argparse
@@ -32,7 +34,7 @@ OPTIONS = {"length": {"most": 2000}}
 
 
 def responses(count: int) -> list[tuple[str, str]]:
-    """Pairs of a response and its answer, half of them right."""
+    """Return pairs of a response and an answer, half of them right."""
     lots = random.Random(0)
     pairs = []
     for _ in range(count):
@@ -47,8 +49,8 @@ def responses(count: int) -> list[tuple[str, str]]:
 class Outcome(NamedTuple):
     calls_per_s: float
     results: dict[int, dict[str, Any]]
-    num_alive: int  # processes, when all results have come
-    num_leaked: int  # when the pool is closed
+    num_alive: int  # processes when all results have come
+    num_leaked: int  # processes after the pool was closed
 
 
 def run_pool(config: RewardConfig, workers: int, calls: list[tuple[str, dict[str, Any]]]) -> Outcome:
@@ -61,7 +63,7 @@ def run_pool(config: RewardConfig, workers: int, calls: list[tuple[str, dict[str
             pool.submit(number, "", response, row)
         results.wait(len(calls), timeout_s=3600)
         seconds = time.perf_counter() - began
-        time.sleep(0.5)  # for a sweep that is under way
+        time.sleep(0.5)  # a sweep may be under way
         alive = len(members(mark))
         pool.close()
         return Outcome(len(calls) / seconds, results.by_key, alive, len(wait_for_none(mark, 1.0)))

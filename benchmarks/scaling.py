@@ -1,11 +1,11 @@
-"""Seconds a step of the embedded default, by number of ranks and by batch size. Prints one JSON line.
+"""Measure how a step's time grows with ranks and batch size, in the default run. Prints one JSON line.
 
     python benchmarks/scaling.py [--ranks 2 4 6 8] [--prompts 32 64 128 256] [--steps 8]
 
-Whole runs of train.py by torchrun, real engines on every rank. A world that only adds ranks shares the same cores, so
-what is asked of it is that a step's cost is a straight line: in the batch at a fixed number of ranks (the middle one),
-and in the ranks at a fixed batch for each of them. `*_fit` are the line's seconds at 0, its seconds per prompt (rank),
-and its R^2. Figures are medians of the steps after the first three.
+Each point is a whole run of train.py with a real engine on every rank. More ranks share the same cores here, so the
+best that can be expected is a straight line: in the batch size at a fixed number of ranks (the middle one), and in the
+ranks at a fixed batch per rank. `*_fit` gives the line's seconds at 0, its seconds per prompt (rank), and its R^2.
+Figures are medians of the steps after the first three.
 """
 
 import argparse

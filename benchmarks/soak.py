@@ -1,10 +1,10 @@
-"""A long run with a random fault about every ten steps: it must end with the samples of a clean run, each of them once.
+"""Disturb a long run with a random fault about every ten steps. It must train on the same samples as a clean run.
 
     python benchmarks/soak.py [--steps 200] [--seed S]
 
-Four nodes with two ranks each, as network namespaces of this machine, with the fake engine: see tests/chaos. Needs root
-and iproute2. Prints the seed, each fault, and last one JSON line. Takes about as many minutes as there are faults, and
-ends with an error when a fault is not reported in time, or when training does not go on.
+Four nodes with two ranks each are network namespaces of this machine, with the fake engine: see tests/chaos. Needs root
+and iproute2. Prints the seed, each fault, and one JSON line at the end. It takes about one minute per fault, and fails
+if a fault is not reported in time or training does not go on.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tests.chaos.faults import FAULTS
 from tests.chaos.harness import assert_same, running
 
 STEPS_BETWEEN = (6, 14)
-MAX_STEP_S = 0.5  # faults come at any moment of a step
+MAX_STEP_S = 0.5  # a fault comes at a random moment of a step
 
 
 def clean_run(folder: Path, num_steps: int) -> list[dict[str, float]]:

@@ -1,19 +1,20 @@
-"""Whole steps of train.py on a model of random weights. Prints one JSON line.
+"""Measure whole steps of train.py on a model with random weights. Prints one JSON line.
 
     python benchmarks/step.py [--model 1.7b] [--prompts 64] [--samples 8] [--new-tokens 512] [--ranks 1]
                               [--profile FILE] [key=value ...]
 
-It writes a llama of that shape, prompts as long as GSM8K's, and starts torchrun: engines, loop, update and weight sync
-are a run's own, no response ends before its last token. Figures are medians of --steps steps after two that warm up;
-with --profile one more step is profiled, and FILE says what each of its stages spent its time on. Settings fit the
-default work on an H200, in less memory than benchmarks/peer_trl.py takes; those given are in the line, as `settings`:
+It writes a model of that shape and prompts as long as those of GSM8K, and starts torchrun. Engines, loop, update and
+weight sync are those of a run. Every response has --new-tokens tokens. Figures are medians of --steps steps after two
+warm-up steps. With --profile, one more step is profiled, and FILE tells where each of its stages spent its time. The
+default settings suit an H200, with less memory than benchmarks/peer_trl.py takes. The line repeats the given settings
+as `settings`:
     seconds_per_step, seconds       a whole step, and its stages
     tokens_per_s                    sampled tokens over the whole step
-    mfu_update, mfu_logprobs        6 N (2 N) times the tokens of prompts and responses, over the stage's seconds and
-                                    the peak of the GPU in bfloat16; *_with_attention: also 6 (2) times layers times
-                                    hidden size times the length of its sequence, for each token
-    peak_memory_gib                 of the device, by all processes, sampled ten times a second
-    mismatch_kl                     the largest of the steps: engine and learner computed the same
+    mfu_update, mfu_logprobs        6 N (2 N) x tokens of prompts and responses, over the stage's seconds and the
+                                    GPU's peak in bfloat16; *_with_attention adds 6 (2) x layers x hidden size x
+                                    sequence length for each token
+    peak_memory_gib                 device memory in use by all processes, sampled ten times a second
+    mismatch_kl                     the largest of all steps; near 0 if engine and learner compute the same
 """
 
 import argparse
@@ -32,21 +33,20 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
-from benchmarks.program import run_torchrun
+from benchmarks.program import gpu_name, peak_flops, run_torchrun
 from benchmarks.random_model import SHAPES, save_random_model
 from rl.config.schema import ROOT
 
 WARM_UP_STEPS = 2
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 STAGES = ("handover", "rollout", "logprobs", "advantages", "update", "sync")
 
 
 def write_inputs(folder: Path, args: argparse.Namespace) -> tuple[int, float]:
-    """Returns the model's number of parameters and the mean number of tokens of a prompt."""
+    """Write a model and prompts. Return its number of parameters and the mean number of tokens of a prompt."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_parameters = save_random_model(folder / "model", args.model, 0, "bfloat16", device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # or this process's share counts as the run's
+        torch.cuda.empty_cache()  # otherwise memory of this process would count as the run's
     for path in (ROOT / "configs" / "tiny").glob("tokenizer*"):
         shutil.copy(path, folder / "model")
     generator = random.Random(0)
@@ -58,7 +58,7 @@ def write_inputs(folder: Path, args: argparse.Namespace) -> tuple[int, float]:
 
 
 class MemoryWatch:
-    """The peak of the first device's memory in use, by all processes."""
+    """Measure the peak of the first device's memory, in use by all processes."""
 
     def __init__(self) -> None:
         self.peak_gib = 0.0
@@ -70,7 +70,7 @@ class MemoryWatch:
             free, total = torch.cuda.mem_get_info()
             used_gib = (total - free) / 2**30
             if int(used_gib) > int(self.peak_gib):
-                print(f"{used_gib:.1f} GiB in use", file=sys.stderr, flush=True)  # beside what the run says then
+                print(f"{used_gib:.1f} GiB in use", file=sys.stderr, flush=True)  # among the run's own output
             self.peak_gib = max(self.peak_gib, used_gib)
 
     def __enter__(self) -> "MemoryWatch":
@@ -95,7 +95,7 @@ def settings_of(folder: Path, args: argparse.Namespace) -> list[str]:
         f"rollout.max_new_tokens={args.new_tokens}",
         f"rollout.max_num_seqs={args.prompts * args.samples}",
         "rollout.deterministic=false",
-        "rollout.gpu_memory_fraction=0.42",  # of an H200: the cache holds all sequences
+        "rollout.gpu_memory_fraction=0.42",  # on an H200 the cache then holds all sequences
         f"rollout.engine_options={{max_num_batched_tokens: {max(4096, args.prompts * args.samples)}}}",
         "debug.ignore_stop_tokens=true",
         "algo.correction=sequence_mask",  # as TRL does by default
@@ -139,14 +139,13 @@ def figures_of(
     seconds: dict[str, float],
     ranks: int = 1,
 ) -> dict[str, Any]:
-    """Return the figures of a step that took so long, and of its stages."""
+    """Return the figures of a step of `step_s` seconds, and of its stages."""
     shape = SHAPES[args.model]
     length = prompt_tokens + args.new_tokens
     num_tokens = args.prompts * args.samples * length
     width = shape.heads * (shape.head_dim or shape.hidden // shape.heads)
     attention = 6 * shape.layers * width * length
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
+    peak = peak_flops()
 
     def mfu(per_token: float, stage: str) -> float | None:
         time_s = seconds.get(stage, 0.0)
@@ -158,7 +157,7 @@ def figures_of(
         "sequences": args.prompts * args.samples,
         "prompt_tokens": round(prompt_tokens, 1),
         "new_tokens": args.new_tokens,
-        "gpu": gpu,
+        "gpu": gpu_name(),
         "ranks": ranks,
         "seconds_per_step": round(step_s, 3),
         "seconds": {stage: round(value, 3) for stage, value in seconds.items()},
@@ -171,7 +170,7 @@ def figures_of(
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """The work of a step, for this benchmark and those beside it."""
+    """Make a parser with the options that describe a step, which several benchmarks share."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", choices=[name for name in SHAPES if name != "any size"], default="1.7b")
     parser.add_argument("--prompts", type=int, default=64)

@@ -1,16 +1,17 @@
-"""The weight sync beside a bare broadcast of the same bytes in the same groups, in one run. Prints one JSON line.
+"""Compare the weight sync with a bare broadcast of the same bytes in the same groups. Prints one JSON line.
 
     python benchmarks/weight_sync.py [--actors 1] [--rollouts 2 | --collocated] [--megabytes 500 | --model 1.7b]
                                      [--bucket-mb 0] [--rounds 5]
 
-It starts its own torchrun. Rounds are interleaved and figures are medians of --rounds, over random weights:
-    gbps                    the sync as train.py runs it, real vLLM engines, sync.verify=full
-    wire_gbps               a bare broadcast of the plan's bytes, bucket by bucket, from and into memory that is there
+It starts its own torchrun. Weights are random. Rounds of all ways take turns, and figures are medians of --rounds:
+    gbps                    the sync as train.py runs it, with real vLLM engines and sync.verify=full
+    wire_gbps               a bare broadcast of the plan's bytes, bucket by bucket, between buffers that exist already
     ratio                   gbps / wire_gbps
-    ratio_bare_receivers    the same with receivers that only receive, sync.verify=transport
-    verify_percent          what sync.verify=transport costs over off, with the same engines; verify_full_percent: full
-    naive_gbps              each tensor gathered on the actors, then broadcast and loaded by itself, unproven
-    peak_extra_mb           the most that any rank held beside its model and its engine during a sync
+    ratio_bare_receivers    the same with receivers that only receive, and sync.verify=transport
+    verify_percent          extra time of sync.verify=transport over off, with the same engines
+    verify_full_percent     extra time of sync.verify=full over off
+    naive_gbps              each tensor gathered on the actors, broadcast and loaded on its own, without verification
+    peak_extra_mb           the most memory that a rank used during a sync, besides its model and its engine
 """
 
 import argparse
@@ -31,7 +32,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
-from benchmarks.program import run_torchrun
+from benchmarks.program import gpu_name, run_torchrun
 from benchmarks.random_model import SHAPES, save_random_model
 from rl.config.load import load_config
 from rl.config.schema import Config, Verify
@@ -53,7 +54,7 @@ class Bench:
 
     def __init__(self, world: World, args: argparse.Namespace):
         self.world, self.args = world, args
-        self.version = 0  # the newest of any sync
+        self.version = 0  # the newest version, which all syncs share
         spec = {"actor,rollout": "all"}
         if not args.collocated:
             spec = {"rollout": f"0-{args.rollouts - 1}", "actor": "rest"}
@@ -118,7 +119,7 @@ class Bench:
         return WeightSync(self.world.mail, settings, source, receivers)
 
     def publish(self, sync: WeightSync) -> None:
-        # The syncs share their engines, and an engine takes no version that it already has.
+        # The syncs share their engines, and an engine refuses a version that it already has.
         self.version, sync.version = self.version + 1, self.version
         if self.model is not None:
             sync.publish()
@@ -127,7 +128,7 @@ class Bench:
         assert sync.version == self.version, (sync.version, self.version)
 
     def wire(self) -> None:
-        """The plan's bytes, bucket by bucket, from each owner."""
+        """Broadcast the plan's bytes, bucket by bucket, from each owner."""
         for bucket in self.plan.buckets:
             for owner, pg in enumerate(self.groups.sync_pgs):
                 num_bytes = bucket.sent_bytes(owner) if bucket.ranges[owner] else 0
@@ -167,13 +168,13 @@ class Bench:
         dist.barrier(group=self.world_pg)
 
     def extra_mb(self, work: Callable[[], None]) -> float:
-        """The largest growth of any rank's memory during the work."""
+        """Return by how many megabytes a rank's memory grew at most during the work."""
         cuda = self.world.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
             before = _peak_rss()
         work()
         grown = torch.tensor([(torch.cuda.max_memory_allocated() if cuda else _peak_rss()) - before])
@@ -185,8 +186,8 @@ class Bench:
         bare = self.sync("transport", bare=True)
         for sync in (engines_transport, engines_off, bare):
             for _ in range(2):
-                self.publish(sync)  # the first versions have a probe and fill caches
-        engines._num_published = 2  # as if it had sent its probes: the peak is to be the transfer's
+                self.publish(sync)  # the first versions come with a probe, and fill caches
+        engines._num_published = 2  # as if it had sent its probes, so that the peak is that of the transfer
         peak = self.extra_mb(lambda: self.publish(engines))
         layout = self.engine.memory_layout(self.tensors) if self.engine is not None else None
         assert layout is None or isinstance(layout, MemoryLayout), layout
@@ -214,7 +215,7 @@ class Bench:
         gbps = {name: self.plan.num_bytes / value / 1e9 for name, value in seconds.items()}
         actors, rollouts = len(self.placement.actors), len(self.placement.engines)
         row: dict = {"benchmark": "weight_sync", "model": self.args.model, "actors": actors, "engines": rollouts}
-        row |= {"collocated": self.args.collocated, "device": _device_name(self.world.device)}
+        row |= {"collocated": self.args.collocated, "device": gpu_name()}
         row |= {"megabytes": round(self.plan.num_bytes / 1e6), "bucket_mb": self.plan.bucket_bytes >> 20}
         row |= {"buckets": len(self.plan.buckets), "seconds": round(seconds["full"], 4), "gbps": round(gbps["full"], 3)}
         if "wire" in gbps:
@@ -230,10 +231,6 @@ def _peak_rss() -> int:
     return int(line.split()[1]) << 10
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--actors", type=int, default=1)
@@ -241,9 +238,9 @@ def main() -> None:
     parser.add_argument("--collocated", action="store_true", help="every actor also hosts an engine; no other ranks")
     parser.add_argument("--megabytes", type=float, default=500, help="size of the model, to the nearest layer")
     parser.add_argument("--model", choices=SHAPES, default="any size", help="or one of these shapes")
-    parser.add_argument("--bucket-mb", type=int, default=0, help="0: train.py's default")
+    parser.add_argument("--bucket-mb", type=int, default=0, help="0: the default of train.py")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the random model, from the launching process
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # the launching process passes the model's folder
     args = parser.parse_args()
     if "RANK" not in os.environ:
         ranks = args.actors + (0 if args.collocated else args.rollouts)
