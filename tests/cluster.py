@@ -1,4 +1,4 @@
-"""A cluster on one machine: nodes are network namespaces with host names of their own, joined by a switch.
+"""A cluster on one machine. Nodes are network namespaces with host names of their own, joined by a switch.
 
 Needs root and iproute2. All traffic stays inside the namespaces.
 """
@@ -21,7 +21,7 @@ def _ip(*arguments: str) -> None:
 
 
 class Node:
-    """`shared_memory` is the folder that it sees as /dev/shm."""
+    """One node. It sees the folder `shared_memory` as /dev/shm."""
 
     def __init__(self, index: int, namespace: str, switch: str, shared_memory: Path):
         self.name, self.shared_memory = f"node{index}", shared_memory
@@ -29,12 +29,12 @@ class Node:
         self.log = tempfile.NamedTemporaryFile("a+", suffix=f".{self.name}.log")  # noqa: SIM115
 
     def enter(self, command: str) -> list[str]:
-        """What runs a shell command on this node."""
+        """Return the command that runs a shell command on this node."""
         inside = f"mount --bind {self.shared_memory} /dev/shm && hostname {self.name} && exec {command}"
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "bash", "-c", inside]
 
     def start(self, command: str) -> subprocess.Popen[bytes]:
-        """Runs it in the activated environment, with its output to a file."""
+        """Run a command in the activated environment, with its output in a file."""
         return subprocess.Popen(
             self.enter(command),
             cwd=ROOT,
@@ -49,18 +49,18 @@ class Node:
         return Path(self.log.name).read_text()
 
     def cut_off(self) -> None:
-        """Pulls its cable: nobody is told."""
+        """Pull the node's network cable: no connection is closed."""
         _ip("-n", self._switch, "link", "set", self._port, "down")
 
     def connect(self) -> None:
         _ip("-n", self._switch, "link", "set", self._port, "up")
 
     def pids(self) -> list[int]:
-        """Of all its processes."""
+        """Return the ids of all processes on the node."""
         return [int(pid) for pid in subprocess.check_output(["ip", "netns", "pids", self.namespace], text=True).split()]
 
     def kill(self) -> None:
-        """All of its processes, and what it had in memory."""
+        """Kill all processes of the node, and empty its shared memory."""
         while pids := self.pids():
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -70,7 +70,7 @@ class Node:
 
 
 def _hosts(num_nodes: int, own: int) -> str:
-    """As Debian writes it: a node's own name means 127.0.1.1, which no other node can reach."""
+    """Return /etc/hosts as Debian writes it: a node's own name is 127.0.1.1, which no other node can reach."""
     lines = ["127.0.0.1 localhost"]
     for index in range(num_nodes):
         address = "127.0.1.1" if index == own else f"{SUBNET}.{index + 1}"
@@ -80,7 +80,7 @@ def _hosts(num_nodes: int, own: int) -> str:
 
 @contextmanager
 def cluster(num_nodes: int) -> Iterator[list[Node]]:
-    """The first node answers to the name `head`."""
+    """Create nodes, and delete them at the end. The first one is also named `head`."""
     names = [f"ow{os.getpid()}n{index}" for index in range(num_nodes)]
     switch = f"ow{os.getpid()}sw"
     with ExitStack() as stack:
@@ -95,7 +95,7 @@ def cluster(num_nodes: int) -> Iterator[list[Node]]:
             _ip("-n", name, "address", "add", f"{SUBNET}.{index + 1}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _ip("-n", name, "link", "set", device, "up")
-            folder = Path("/etc/netns") / name  # `ip netns exec` puts these files in place of /etc's
+            folder = Path("/etc/netns") / name  # `ip netns exec` mounts these files over those in /etc
             folder.mkdir(parents=True)
             (folder / "hosts").write_text(_hosts(num_nodes, index))
             stack.callback(folder.rmdir)
@@ -107,7 +107,7 @@ def cluster(num_nodes: int) -> Iterator[list[Node]]:
 
 
 def end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Kills what is left of the commands, each of which leads a session of its own."""
+    """Kill what is left of the commands, each of which leads a session of its own."""
     for process in processes:
         try:
             os.killpg(process.pid, signal.SIGKILL)

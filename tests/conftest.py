@@ -1,4 +1,4 @@
-"""No test leaves a world behind, however it ends."""
+"""End the runs that a failed test has left behind."""
 
 import signal
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ import pytest
 
 from tests.launcher import STARTED, members
 
-# A shell's background jobs ignore Ctrl-C, and so would all that they start: programs that tests interrupt.
+# If pytest is a background job it ignores Ctrl-C, and programs that tests start and interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
-def end_worlds() -> Iterator[None]:
+def end_runs() -> Iterator[None]:
     yield
     while STARTED:
         for process in members(STARTED.pop().pid):

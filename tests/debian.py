@@ -1,4 +1,4 @@
-"""Programs that a machine may lack, from Debian's packages, without a change to the system."""
+"""Get programs from Debian packages without installing them."""
 
 import functools
 import os
@@ -18,8 +18,8 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
 
 
 def download(packages: list[str], folder: Path) -> None:
-    """Debian packages as files in `folder`. The system's package lists may be absent or name a version that the mirror
-    has dropped: lists of our own, then."""
+    """Download Debian packages into `folder`. If the system has no package lists, or they name a version that the
+    mirror has dropped, download lists of our own first."""
     lists = folder / "lists"
     options = [
         f"Dir::Cache={folder}/cache",
@@ -43,8 +43,8 @@ def download(packages: list[str], folder: Path) -> None:
 
 @functools.cache
 def find_program(name: str) -> tuple[str, str]:
-    """The path of /usr/bin/NAME of the package of that name, or why there is none; unpacked under the temporary folder
-    where it is not installed."""
+    """Return the path of a program, or why there is none. If it is not installed, unpack the package of that name under
+    the temporary folder."""
     if installed := shutil.which(name):
         return installed, ""
     cache = Path(tempfile.gettempdir()) / f"oneworld-{name}-{os.getuid()}"
@@ -60,6 +60,6 @@ def find_program(name: str) -> tuple[str, str]:
                 shutil.rmtree(cache, ignore_errors=True)
                 (Path(temporary) / "root").rename(cache)
         except OSError as error:
-            if not program.exists():  # else another process was first
+            if not program.exists():  # otherwise another process was faster
                 return "", f"no {name} and no download of it (install it): {error}"
     return str(program), ""

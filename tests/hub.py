@@ -5,8 +5,9 @@
         subprocess.run(command, env=fake.environment(tmp_path))
         fake.repos["ada/model"].files()["config.json"]
 
-It speaks what uploading needs (and resolving a file): LFS in one piece or in parts, and Xet. Files that end in
-.safetensors are large ones, all others travel in the commit. A commit names what is stored already or is refused.
+It implements what uploading needs, and resolving a file: LFS in one piece or in parts, and Xet. Files that end in
+.safetensors are large files; all others travel in the commit. A commit that names a large file which is not stored is
+refused.
 """
 
 import base64
@@ -53,7 +54,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def impatient(script: Path, *arguments: str) -> list[str]:
-    """The command of a Python script in which no wait before another attempt takes long."""
+    """Return the command of a Python script whose waits before a retry are cut short."""
     return [sys.executable, "-c", IMPATIENT, str(script), *arguments]
 
 
@@ -81,7 +82,7 @@ class Repo:
     branches: dict[str, list[Commit]] = field(default_factory=dict)
 
     def files(self, revision: str = "main") -> dict[str, bytes]:
-        """What a reader of the branch gets."""
+        """Return the files of a branch."""
         return {name: blob.content for name, blob in self.branches[revision][-1].files.items()}
 
 
@@ -89,13 +90,12 @@ class Repo:
 class Fault:
     method: str
     path: str  # a part of it
-    status: int  # 0: none, the connection is cut
+    status: int  # 0: no answer, the connection is cut
     times: int
-    skip: int
     cut_at: int | None  # bytes of the body after which the connection is cut
-    is_lost: bool  # the request is carried out, and the connection cut instead of an answer
-    is_hung: bool  # no answer for as long as the hub runs
-    code: str  # that the hub's own errors carry
+    is_lost: bool  # the request is carried out, but the connection is cut instead of an answer
+    is_hung: bool  # there is no answer as long as the hub runs
+    code: str  # error code in a header, as in the hub's own errors
 
 
 class Refusal(Exception):
@@ -108,7 +108,7 @@ Answer = tuple[int, bytes | dict[str, Any] | list[Any], dict[str, str]]
 
 
 class FakeHub:
-    """State and answers; everything may be read and changed by the test while the server runs."""
+    """State and answers of the hub. A test may read and change everything while the server runs."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -117,10 +117,10 @@ class FakeHub:
             READ_TOKEN: {**ADA, "auth": {"type": "access_token", "accessToken": {"role": "read"}}},
         }
         self.repos: dict[str, Repo] = {}
-        self.objects: dict[str, bytes] = {}  # large files by SHA-256, whether or not a commit has them
-        self.received: Counter[str] = Counter()  # bytes that came for an object or as "xorbs", of broken attempts too
+        self.objects: dict[str, bytes] = {}  # large files by SHA-256, also those of no commit
+        self.received: Counter[str] = Counter()  # bytes received by object or as "xorbs", also in broken attempts
         self.requests: list[str] = []  # "GET /api/whoami-v2"
-        self.part_bytes = 0  # large files go in parts of so many bytes; 0: in one
+        self.part_bytes = 0  # size of the parts of a large file; 0: one part
         self.closed = threading.Event()
         self._faults: list[Fault] = []
         self._parts: dict[str, dict[int, bytes]] = {}
@@ -133,20 +133,19 @@ class FakeHub:
         path: str,
         status: int = 0,
         times: int = 1,
-        skip: int = 0,
         cut_at: int | None = None,
         is_lost: bool = False,
         is_hung: bool = False,
         code: str = "",
     ) -> None:
-        """The next `times` requests of this kind fail, after `skip` that do not; with no status the connection ends."""
-        self._faults.append(Fault(method, path, status, times, skip, cut_at, is_lost, is_hung, code))
+        """Let the next `times` requests of this kind fail. Without a status the connection is cut."""
+        self._faults.append(Fault(method, path, status, times, cut_at, is_lost, is_hung, code))
 
     def recover(self) -> None:
         self._faults.clear()
 
     def environment(self, home: Path, token: str = TOKEN, xet: bool = False) -> dict[str, str]:
-        """Of a client that knows only this hub; without a token it is not logged in."""
+        """Return the environment of a client that knows only this hub. Without a token it is not logged in."""
         foreign = ("HF_", "HUGGING_FACE_", "TRANSFORMERS_OFFLINE")
         own = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         own |= {"HF_XET_CLIENT_RETRY_BASE_DELAY": "10ms", "HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "2"}
@@ -154,7 +153,7 @@ class FakeHub:
         return own | ({"HF_TOKEN": token} if token else {}) | ({} if xet else {"HF_HUB_DISABLE_XET": "1"})
 
     def add_repo(self, name: str, private: bool = True, files: dict[str, bytes] | None = None) -> Repo:
-        """As somebody else made it; names like large files' are large."""
+        """Add a repository that somebody else made."""
         blobs = {path: Blob(content, _is_large(path)) for path, content in (files or {}).items()}
         self.objects |= {blob.oid: blob.content for blob in blobs.values() if blob.is_large}
         repo = self.repos[name] = Repo(private)
@@ -172,10 +171,7 @@ class FakeHub:
         with self._lock:
             self.requests.append(f"{method} {path}")
             for fault in self._faults:
-                if fault.method == method and fault.path in path and (fault.times or fault.skip):
-                    if fault.skip:
-                        fault.skip -= 1
-                        continue
+                if fault.method == method and fault.path in path and fault.times:
                     fault.times -= 1
                     return fault
         return None
@@ -367,7 +363,7 @@ class FakeHub:
         return 200, {"casUrl": self.url, "exp": 1 << 33, "accessToken": "of-xet"}, headers
 
     def xorb(self, request: "Request", xorb: str) -> Answer:
-        """Chunks of files, each behind a header; only those that the client did not compress are understood."""
+        """Store chunks of files, each behind a header. Compressed chunks are refused."""
         chunks, at, body = [], 0, request.body
         while at + XET_CHUNK.size <= len(body) and body[at] == 0:
             _, stored, scheme, whole = XET_CHUNK.unpack_from(body, at)
@@ -376,12 +372,12 @@ class FakeHub:
             at += XET_CHUNK.size
             chunks.append(body[at : at + int.from_bytes(stored, "little")])
             at += len(chunks[-1])
-        # Its name spells the hash as four little-endian numbers.
+        # The name is the hash, written as four little-endian numbers.
         self._xorbs[b"".join(bytes.fromhex(xorb[i : i + 16])[::-1] for i in range(0, 64, 16))] = chunks
         return 200, {"was_inserted": True}, {}
 
     def shard(self, request: "Request") -> Answer:
-        """Which chunks make which files; 48 bytes of header come first, and each record has 48."""
+        """Assemble files from chunks. The header has 48 bytes, as has each record."""
         at = 48
         while True:
             name, flags, count, _ = XET_FILE.unpack_from(request.body, at)
@@ -389,7 +385,7 @@ class FakeHub:
                 return 200, {"result": 1}, {}
             rows = [XET_SEGMENT.unpack_from(request.body, at + 48 * (1 + row)) for row in range(count)]
             at += 48 * (1 + count * (2 if flags >> 31 else 1))
-            if flags >> 30 & 1:  # its SHA-256, spelt as xet spells hashes
+            if flags >> 30 & 1:  # a SHA-256 follows, in the byte order of Xet
                 content = b"".join(b"".join(self._xorbs[xorb][first:end]) for xorb, _, _, first, end in rows)
                 digest = request.body[at : at + 32]
                 self._store("".join(digest[i : i + 8][::-1].hex() for i in range(0, 32, 8)), content)
@@ -451,7 +447,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault and not fault.status and not fault.is_lost:
             return self._cut()
         if fault and fault.status:
-            # As a careless server in between might: what it was sent comes back in its message.
+            # A careless proxy may repeat in its message what it was sent.
             error = {"error": f"a fault on demand; got {token or 'no token'}"}
             return self._send(fault.status, error, {"X-Error-Code": fault.code} if fault.code else {})
         try:
@@ -466,7 +462,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = _serve
 
     def _body(self, cut_at: int | None) -> Iterator[bytes]:
-        """Counted as it comes; `cut_at` bytes of it where given."""
+        """Yield the body, or its first `cut_at` bytes, and count it as it comes."""
         for piece in self._pieces(cut_at):
             match = re.match(r"PUT /storage/(\w+)|POST /v1/(xorbs)/", f"{self.command} {self.path}")
             if match:
@@ -504,14 +500,14 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """The test's output is not the place."""
+        """Keep the test's output free of requests."""
 
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is none of the test's business; anything else is."""
+        """Ignore clients that go away, and nothing else."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

@@ -1,4 +1,4 @@
-"""Starts real worlds for tests: torchrun in the activated environment, in a process group of its own, always ended."""
+"""Start real runs for tests: torchrun in the activated environment, in a process group of its own, always ended."""
 
 import json
 import os
@@ -18,11 +18,11 @@ from rl.data.batch import Batch
 
 MARK = "ONEWORLD_TEST_WORLD"
 _marks: dict[int, str] = {}  # by the launcher's process id
-STARTED: list[subprocess.Popen[str]] = []  # worlds of the running test; tests/conftest.py ends what a failed one leaves
+STARTED: list[subprocess.Popen[str]] = []  # launchers of the running test, for tests/conftest.py
 
 
 def start(*arguments: str, restarts: bool = False, **extra: str) -> subprocess.Popen[str]:
-    """`torchrun ARGUMENTS` with output to one pipe."""
+    """Start `torchrun ARGUMENTS` with its output in one pipe."""
     environment = activated_environment(**extra)
     if not restarts:
         environment["PET_MAX_RESTARTS"] = "0"
@@ -46,7 +46,7 @@ def spawn(command: list[str], environment: dict[str, str]) -> subprocess.Popen[s
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float) -> str:
-    """The output of a world that must end in time; whatever is left of it is killed, and reported as an orphan."""
+    """Wait for a run to end, and return its output. Fail if it takes too long or leaves processes, which are killed."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -61,7 +61,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float) -> str:
 
 
 def members(launcher: int) -> list[psutil.Process]:
-    """The processes of a world that are still alive, whatever session they are in: all have inherited its mark."""
+    """Return the processes of a run that are still alive, in whatever session: all have inherited its mark."""
     alive = []
     for process in psutil.process_iter():
         try:
@@ -73,6 +73,7 @@ def members(launcher: int) -> list[psutil.Process]:
 
 
 def until(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+    """Wait until the condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
@@ -86,12 +87,12 @@ class Result:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """One row a step; the evaluation before training, step 0, left out."""
+        """Return one row per step, without that of the evaluation before training (step 0)."""
         rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         return [row for row in rows if row["step"] > 0]
 
     def rollouts(self, step: int) -> Batch:
-        """The whole batch of a step in stream order, whichever ranks owned it."""
+        """Return the whole batch of a step in stream order, whichever ranks owned it."""
         files = sorted((self.folder / "rollouts").glob(f"step_{step}.rank_*.safetensors"))
         batch = Batch.concat([Batch(**load_file(file)) for file in files])
         order = sorted(range(batch.num_sequences), key=lambda sequence: int(batch.group_ids[sequence]))
@@ -99,7 +100,7 @@ class Result:
 
 
 def train(folder: Path, num_ranks: int, *overrides: str, timeout_s: float = 200) -> Result:
-    """A whole run of train.py that must succeed; `folder` becomes the run's folder."""
+    """Run train.py to its end, which must succeed. `folder` becomes the run's folder."""
     arguments = [f"--nproc-per-node={num_ranks}", "train.py", f"run.dir={folder.parent}", f"run.name={folder.name}"]
     process = start(*arguments, *overrides)
     output = finish(process, timeout_s)

@@ -15,7 +15,7 @@ from rl.world.mail import Letter, Mail, Message
 from rl.world.world import RankPlace, World
 
 HOST = "127.0.0.1"
-WAIT_S = 10.0  # for what must happen
+WAIT_S = 10.0  # limit on waits for messages that must come
 
 
 @contextmanager
@@ -52,7 +52,7 @@ class Mark(Message):
 
 @contextmanager
 def stores_on(roots: Sequence[Path], sources: Sequence[Path] | None = None) -> Iterator[list[CheckpointStore]]:
-    """A store for each root, as if each were on a node of its own; equal roots are a disk that nodes share."""
+    """Yield a store for each root, as if each were on its own node. Equal roots are a disk that nodes share."""
     places = sources or [None] * len(roots)
     with connected(len(roots)) as mails:
         yield [CheckpointStore(mail, root, place, range(len(roots))) for mail, root, place in zip(mails, roots, places)]

@@ -1,4 +1,4 @@
-"""Nodes of tests/cluster.py with a real sshd on each, one repository for all, and run folders of their own."""
+"""Nodes of tests/cluster.py with a real sshd on each, one shared repository, and separate run folders."""
 
 import os
 import shlex
@@ -16,11 +16,11 @@ from tests.cluster import Node, cluster
 from tests.launcher import ROOT
 from tests.sshd import CACHE, find_sshd, libraries, sshd_script, write_files
 
-PORT = 22  # of each node: it has all ports to itself
+PORT = 22  # each node has all ports to itself
 
 
 def copy_repository(folder: Path) -> Path:
-    """One whose runs/ is the test's, with an environment that a login without any finds, as after `make setup`."""
+    """Copy the repository, with an environment in .venv as after `make setup`, so that the test has its own runs/."""
     for part in ("configs", "launch", "rl", "tools"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train.py", folder)
@@ -32,8 +32,8 @@ def copy_repository(folder: Path) -> Path:
 
 
 class SshCluster:
-    """`desk` is where a person sits, a machine of its own; `runs` is a path at which each machine has its own folder:
-    for node K `disks[K]`."""
+    """A cluster with ssh. `desk` is the user's own machine. `runs` is a path that each node mounts its own folder on:
+    `disks[K]` on node K."""
 
     def __init__(self, folder: Path, nodes: list[Node], desk: Node):
         self.nodes, self.desk = nodes, desk
@@ -58,13 +58,13 @@ class SshCluster:
             time.sleep(0.02)
 
     def at_desk(self, *words: str | Path) -> list[str]:
-        """A command of the repository, as typed there."""
+        """Return a command of the repository, as the user types it at the desk."""
         ssh = f"ssh -F {self._folder}/ssh_config -i {self._folder}/identity"
         settings = f"export ONEWORLD_PREFLIGHT=0 ONEWORLD_SSH={shlex.quote(ssh)}; cd {self.repository}"
         return self.desk.enter(f"bash -c {shlex.quote(f'{settings}; exec {shlex.join(map(str, words))}')}")
 
     def processes(self) -> list[list[str]]:
-        """What runs on each node beside sshd."""
+        """Return the names of the processes on each node, without sshd."""
         found = []
         for node in self.nodes:
             names = []
@@ -79,7 +79,7 @@ class SshCluster:
 
 @contextmanager
 def ssh_cluster(folder: Path, num_nodes: int) -> Iterator[SshCluster]:
-    """Skips the test, with the reason, where no sshd or no namespace can be had."""
+    """Start a cluster. Skip the test, with the reason, if there is no sshd or no permission for namespaces."""
     sshd, reason = find_sshd()
     if sshd is None or os.getuid():
         pytest.skip(reason or "nodes as network namespaces need root")

@@ -1,10 +1,10 @@
-"""A real OpenSSH server for tests: throwaway keys, a port of its own, and a proxy that counts and breaks transfers.
+"""A real OpenSSH server for tests, with throwaway keys, its own port, and a proxy that counts and breaks transfers.
 
     ssh client -> proxy (`port`: counts, cuts, refuses) -> sshd, in mount and process namespaces of its own
 
-Where sshd is not installed, its Debian package is unpacked into a cache under the temporary folder. Nothing of the
-system changes: as root, sshd sees its own /etc/passwd and /run, and the end of its process namespace ends whatever
-its sessions have started. For another user sshd runs as that user, which needs none of this.
+If sshd is not installed, its Debian package is unpacked into a cache under the temporary folder. The system is not
+changed: under root, sshd sees its own /etc/passwd and /run, and everything that its sessions have started ends with its
+process namespace. Under another user sshd runs as that user, and needs none of this.
 """
 
 import functools
@@ -43,9 +43,9 @@ UsePAM no
 PermitRootLogin yes
 PermitUserRC no
 LogLevel VERBOSE
-# The default drops logins at random once ten have begun.
+# The default drops logins at random if more than ten have begun.
 MaxStartups 100
-# Bytes on the wire are then those of the files.
+# The bytes on the wire are those of the files.
 Compression no
 Subsystem sftp internal-sftp
 """
@@ -73,8 +73,8 @@ def libraries(root: Path) -> dict[str, str]:
 
 
 def _missing_packages(root: Path) -> list[str]:
-    """Packages of the libraries that sshd lacks, by Debian's rule: libwrap.so.0 is in libwrap0, libkrb5.so.3 in
-    libkrb5-3."""
+    """Return the packages of libraries that sshd lacks. Debian has a rule for their names: libwrap.so.0 is in libwrap0,
+    libkrb5.so.3 in libkrb5-3."""
     output = run("env", *("=".join(item) for item in libraries(root).items()), "ldd", root / "usr/sbin/sshd")
     packages = []
     for name, version in re.findall(r"(\S+)\.so\.(\d+) => not found", output):
@@ -84,7 +84,7 @@ def _missing_packages(root: Path) -> list[str]:
 
 
 def _fill_cache() -> None:
-    """Renamed into place when whole, so neither a killed nor a concurrent download leaves a part of it."""
+    """Download sshd, and rename it into place when it is complete: a killed or concurrent download leaves no part."""
     with tempfile.TemporaryDirectory(prefix=f"{CACHE.name}.", dir=CACHE.parent) as temporary:
         folder, root = Path(temporary), Path(temporary) / "root"
         done: set[str] = set()
@@ -101,13 +101,13 @@ def _fill_cache() -> None:
         try:
             root.rename(CACHE)
         except OSError:
-            if not CACHE.exists():  # else another process was first
+            if not CACHE.exists():  # otherwise another process was faster
                 raise
 
 
 @functools.cache
 def find_sshd() -> tuple[Path | None, str]:
-    """sshd, or why there is none: a failed download is not repeated for every test."""
+    """Return the path of sshd, or why there is none. A failed download is not repeated for every test."""
     if absent := [program for program in ("ssh", "ssh-keygen", "setpriv", "unshare") if not shutil.which(program)]:
         return None, f"{' and '.join(absent)} not found: install openssh-client and util-linux"
     if os.getuid() == 0 and (refusal := subprocess.run([*NAMESPACES, "true"], capture_output=True)).returncode:
@@ -118,7 +118,7 @@ def find_sshd() -> tuple[Path | None, str]:
     if CACHE.exists() and CACHE.stat().st_uid != os.getuid():
         return None, f"{CACHE} belongs to another user, whose programs are not to be run: remove it"
     cached = CACHE / "usr/sbin/sshd"
-    if CACHE.exists() and not cached.exists():  # a cleaner of old temporary files was here
+    if CACHE.exists() and not cached.exists():  # old temporary files were cleaned up
         shutil.rmtree(CACHE, ignore_errors=True)
     if not cached.exists():
         try:
@@ -129,8 +129,8 @@ def find_sshd() -> tuple[Path | None, str]:
 
 
 def _reserve_port() -> socket.socket:
-    """A bound socket that never listens: its port is given to nobody, yet refuses connections and stays open to
-    servers that ask for it by number, since they set SO_REUSEADDR too."""
+    """Return a bound socket that never listens. Nobody else gets its port, connections to it are refused, and a server
+    that asks for it by number can still have it, since it sets SO_REUSEADDR too."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((LOCALHOST, 0))
@@ -138,14 +138,14 @@ def _reserve_port() -> socket.socket:
 
 
 def _hang_up(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """Wakes a thread that waits on the socket, which `close` would not."""
+    """Shut a socket down. Unlike `close`, this wakes a thread that waits on it."""
     with suppress(OSError):
         connection.shutdown(how)
 
 
 def _forward(client: socket.socket, server: socket.socket) -> None:
-    """Reads on when the server is gone: a socket closed with bytes unread resets its connection, and the client loses
-    what is still on its way to it."""
+    """Forward from client to server, and keep reading when the server is gone: a socket that is closed with unread
+    bytes resets its connection, and the client would lose what is still on its way."""
     with suppress(OSError):
         while data := client.recv(CHUNK):
             with suppress(OSError):
@@ -171,7 +171,7 @@ class _Proxy:
         self._listener.close()
 
     def join(self) -> None:
-        """For the connections to end, once the server has."""
+        """Wait for the connections to end, after the server has ended."""
         for thread in self._threads:
             thread.join(timeout=5)
             assert not thread.is_alive(), "a connection outlived its server"
@@ -190,7 +190,7 @@ class _Proxy:
             self._cut_after, self._num_cuts = after_bytes, num_connections
 
     def _room(self, num_sent: int) -> int:
-        """How much a connection may carry next; 0: it is cut now."""
+        """Return how many bytes a connection may carry next. 0 means that it is cut now."""
         with self._lock:
             if not self._num_cuts or num_sent > self._cut_after:
                 return CHUNK
@@ -206,20 +206,20 @@ class _Proxy:
             with suppress(OSError):
                 while (room := self._room(num_sent)) and (data := server.recv(room)):
                     num_sent += len(data)
-                    with self._lock:  # before they go: a client that has ended has all its bytes counted
+                    with self._lock:  # before sending, so that all bytes are counted when a client has ended
                         self.num_bytes += len(data)
                     client.sendall(data)
             if not room:
-                time.sleep(0.2)  # ssh drops what it has not yet written when the connection breaks
+                time.sleep(0.2)  # when a connection breaks, ssh drops what it has not written yet
             _hang_up(server)
             _hang_up(client, socket.SHUT_WR)
             upward.join(timeout=2)
-            _hang_up(client)  # one that hangs
+            _hang_up(client)  # in case it hangs
             upward.join()
 
 
 def write_files(folder: Path, address: str, sshd_port: int, port: int, aliases: str = "") -> None:
-    """Keys and configs of a server that listens at `address` and of its clients, and the users that it sees."""
+    """Write keys and configs of a server that listens at `address` and of its clients, and its list of users."""
     for name in ("host_key", "identity", "other_identity"):
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", folder / name)
     (folder / "authorized_keys").write_text((folder / "identity.pub").read_text())
@@ -233,7 +233,7 @@ def write_files(folder: Path, address: str, sshd_port: int, port: int, aliases: 
 
 
 def sshd_script(folder: Path) -> str:
-    """For root's shell in a mount namespace of its own: sshd's view of the system, then the command."""
+    """Return a script for root in a mount namespace. It prepares the system for sshd, and runs its arguments."""
     return (
         f"set -e; mount --bind {folder}/passwd /etc/passwd; "
         "[ -d /run/sshd ] || { mount -t tmpfs -o mode=755 tmpfs /run; mkdir -m 755 /run/sshd; }; "
@@ -242,8 +242,8 @@ def sshd_script(folder: Path) -> str:
 
 
 class SshServer:
-    """`command` is the client's start: it knows the port and the host key for node0 to node9 and 127.0.0.1, and lacks
-    `-i IDENTITY`, options, user and host."""
+    """A real sshd behind a proxy that can cut connections. `command` begins a client's command: it knows the port and
+    the host key for node0 to node9 and 127.0.0.1. `-i IDENTITY`, options, user and host are to be added."""
 
     def __init__(self, folder: Path, sshd: Path, sshd_port: int, port: int):
         self.port = port
@@ -276,14 +276,14 @@ class SshServer:
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"sshd did not start:\n{output}")
                 time.sleep(0.01)
-        except BaseException:  # a test's time limit too
+        except BaseException:  # also for the time limit of a test
             self._end()
             raise
         self._proxy.open()
 
     def stop(self) -> None:
-        """The node goes away: connections break, its processes die, new connections are refused. No error if it
-        is away."""
+        """Take the node away: connections break, its processes die, and new connections are refused. Do nothing if it
+        is away already."""
         if self._process is None:
             return
         self._proxy.close()
@@ -297,18 +297,18 @@ class SshServer:
             for child in process.children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
                     child.kill()
-            if os.getuid():  # root's is `unshare`: it reaps its namespace and ends, which the wait below relies on
+            if os.getuid():  # root's process is `unshare`, which reaps its namespace and then ends by itself
                 process.kill()
         process.wait(timeout=5)
 
     def cut(self, after_bytes: int, num_connections: int = 1) -> None:
-        """The next connections to carry `after_bytes` to the client, some 3.5 KB of which are ssh's own, break there.
-        Shorter ones pass and do not count; 0 connections: no more cuts."""
+        """Cut the next connections that carry `after_bytes` to the client, about 3.5 KB of which are ssh's own. Shorter
+        ones pass and do not count. With 0 connections there are no more cuts."""
         self._proxy.cut(after_bytes, num_connections)
 
     @property
     def num_bytes(self) -> int:
-        """All that went to clients so far, ssh's own part included."""
+        """Return the number of bytes sent to clients so far, with those of ssh itself."""
         return self._proxy.num_bytes
 
     def log(self) -> str:
@@ -317,7 +317,7 @@ class SshServer:
 
 @contextmanager
 def ssh_server(folder: Path) -> Iterator[SshServer]:
-    """Skips the test, with the reason, where no sshd can be had."""
+    """Start a server. Skip the test, with the reason, if there is no sshd."""
     sshd, reason = find_sshd()
     if sshd is None:
         pytest.skip(reason)

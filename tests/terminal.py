@@ -1,4 +1,4 @@
-"""A terminal for tests: a program as a person at a keyboard sees it."""
+"""A terminal for tests: programs as a user at a keyboard sees them."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 def terminal(command: list[str], timeout_s: float = 30, **extra: str) -> pexpect.spawn:
-    """Wide enough that no line is broken, without colours."""
+    """Start a command in a terminal that is wide enough for every line and has no colours."""
     environment = os.environ | {"TERM": "dumb", "PYTHONUNBUFFERED": "1"} | extra
     return pexpect.spawn(
         command[0],
@@ -28,13 +28,13 @@ def terminal(command: list[str], timeout_s: float = 30, **extra: str) -> pexpect
 
 
 def tool(name: str, *arguments: str | Path, timeout_s: float = 30, **extra: str) -> pexpect.spawn:
-    """tools/NAME in a terminal."""
+    """Start tools/NAME in a terminal."""
     words = [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)]
     return terminal(words, timeout_s, **extra)
 
 
 def leave(child: pexpect.spawn) -> int:
-    """The exit status of a program that has ended or is about to."""
+    """Wait for the program to end, and return its exit status."""
     child.expect(pexpect.EOF)
     child.close()
     assert child.signalstatus is None, f"ended by signal {child.signalstatus}"

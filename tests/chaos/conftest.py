@@ -1,4 +1,4 @@
-"""What an undisturbed run of the same settings reports, once for all tests."""
+"""The metrics of an undisturbed run with the same settings, computed once for all tests."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Faults that a cluster under way gets over: what is done to it, who must be named for it, what comes back."""
+"""Faults that a running cluster survives: what is done to it, who must be named for it, what is repaired."""
 
 import signal
 import time
@@ -9,21 +9,21 @@ from rl.watch.board import CUT_S
 from tests.chaos.harness import FLOOR_S, Cluster, Report
 
 NAMED_S = 5.0  # after the deadline of silence, where there is one
-ALSO_GONE = r"(\n  .*)*\n  also gone: ranks? "  # in the same block
+ALSO_GONE = r"(\n  .*)*\n  also gone: ranks? "  # in the same report
 
 
 @dataclass(frozen=True)
 class Fault:
     name: str
-    do: Callable[[Cluster], list[Report]]  # returns what must be reported
-    mend: Callable[[Cluster], None] | None = None  # what has to come back
-    deadline_s: float = 0.0  # of silence: before it is over nobody can be named
-    needs_loop: bool = False  # outer loops: torchrun does not get over it
-    is_of_head: bool = False  # without which nothing can go on
+    do: Callable[[Cluster], list[Report]]  # causes it, and returns what must be reported
+    mend: Callable[[Cluster], None] | None = None  # brings back what training needs to go on
+    deadline_s: float = 0.0  # silence after which a rank is named
+    needs_loop: bool = False  # torchrun alone does not survive it, outer loops around it do
+    is_of_head: bool = False  # nothing can go on without the head
 
     def happen(self, world: Cluster) -> float:
-        """Seconds after the deadline until all that must be reported is, which are few. That nothing else is, the
-        cluster asserts before its next fault and at its end."""
+        """Cause the fault, and return the seconds from the deadline until it is reported. The cluster asserts before its
+        next fault and at its end that nothing else was reported."""
         world.assert_reported()
         reports = self.do(world)
         world.expect(*reports)
@@ -33,7 +33,7 @@ class Fault:
 
 
 def _place(world: Cluster, *ranks: int) -> str:
-    """How a report begins that names one of them."""
+    """Return a pattern of how a report begins that names one of the ranks."""
     rows = world.status()
     places = [rf"oneworld: rank {rank} \({rows[rank]['roles']}\) on {rows[rank]['host']}, " for rank in ranks]
     return rf"({'|'.join(places)})stage \w+, step \d+: "
@@ -59,7 +59,7 @@ def stop(rank: int) -> Fault:
 
 
 def kill_agent(node: int) -> Fault:
-    """Its ranks go with it."""
+    """Kill torchrun on a node; its ranks end with it."""
 
     def do(world: Cluster) -> list[Report]:
         place = _place(world, *world.ranks_on(node))
@@ -79,7 +79,7 @@ def kill_node(node: int) -> Fault:
 
 
 def kill_head() -> Fault:
-    """The rendezvous and the board are gone: each other node says so."""
+    """Kill the first node. Rendezvous and board are gone, and each other node reports it."""
 
     def do(world: Cluster) -> list[Report]:
         world.kill_node(0)
@@ -89,7 +89,7 @@ def kill_head() -> Fault:
 
 
 def pull_cable(node: int) -> Fault:
-    """Both sides of it say so."""
+    """Cut a node off; both sides report it."""
 
     def do(world: Cluster) -> list[Report]:
         place = _place(world, *world.ranks_on(node))
@@ -100,7 +100,7 @@ def pull_cable(node: int) -> Fault:
 
 
 def lose_node(node: int) -> Fault:
-    """For good, when its power fails: nobody is told."""
+    """Lose a node for good, as when its power fails: no connection is closed."""
 
     def do(world: Cluster) -> list[Report]:
         place = _place(world, *world.ranks_on(node))

@@ -1,4 +1,4 @@
-"""A cluster of four nodes with two ranks each that trains while something is broken on purpose.
+"""A cluster of four nodes with two ranks each, which trains while something is broken on purpose.
 
 Nodes are network namespaces with run folders of their own. Placement is in shares, and a checkpoint is saved after
 every step. A run that ends leaves no process and nothing in /dev/shm.
@@ -21,7 +21,7 @@ from tests.cluster import Node, cluster, end
 from tests.launcher import MARK
 
 NUM_STEPS = 8
-FLOOR_S = 4.0  # of silence
+FLOOR_S = 4.0  # silence after which a rank is named
 SETTINGS = [
     "placement.rollout=50%",
     "placement.inference=25%",
@@ -37,15 +37,15 @@ SETTINGS = [
 ]
 BROKEN = "slow engines + varied rewards"
 WAIT_S = 120.0
-END_S = 10.0  # for watchdogs and what a killed agent leaves
+END_S = 10.0  # limit on the end of watchdogs and of what a killed agent leaves
 CLOSE = ("loss/policy", "policy/entropy", "optim/grad_norm")
 SAME = ("reward/mean", "rollout/tokens", "rollout/length_mean")
-BLOCK = re.compile(r"oneworld: rank .*(?:\n  .*)*")  # that names who failed
-Report = tuple[int | None, str]  # the node that says so, None: any; a pattern of such a block
+BLOCK = re.compile(r"oneworld: rank .*(?:\n  .*)*")  # a report of who failed
+Report = tuple[int | None, str]  # the node that reports (None: any), and a pattern of the report
 
 
 class Cluster:
-    """A run under way."""
+    """A running cluster."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Cluster:
         broken: str = "",
         culprit: int = 0,
     ):
-        """With `loop` every agent runs under an outer loop, as launchers have one."""
+        """With `loop` every agent runs in an outer loop, as launchers have one."""
         self.nodes, self.folder, self.loop = nodes, folder, loop
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         self._num_ranks = len(nodes) * nproc
@@ -80,7 +80,7 @@ class Cluster:
         return self.folder / self.nodes[node].name / "x"
 
     def status(self) -> dict[int, dict[str, Any]]:
-        """What all nodes say of each rank of the world that started last."""
+        """Return the status file of each rank of the newest world, from all nodes."""
         rows = [json.loads(path.read_text()) for path in self.folder.glob("node*/x/status/rank_*.json")]
         newest = max(rows, key=lambda row: row["at"], default={})
         return {row["rank"]: row for row in rows if row["world"] == newest["world"] and not row["ended"]}
@@ -95,7 +95,7 @@ class Cluster:
         os.kill(self.status()[rank]["pid"], number)
 
     def kill_agent(self, node: int) -> None:
-        """Alone, without its outer loop."""
+        """Kill torchrun on a node, but not its outer loop."""
         psutil.Process(self.status()[self.ranks_on(node)[0]]["pid"]).parent().kill()
 
     def kill_node(self, node: int) -> None:
@@ -106,16 +106,16 @@ class Cluster:
         return "\n".join(node.output for node in self.nodes)
 
     def expect(self, *reports: Report) -> None:
-        """These and no others from the last check to the next; one that is given twice is expected twice."""
+        """Expect these reports and no others between two checks. One that is given twice is expected twice."""
         self._expected += reports
 
     def reported(self, report: Report) -> int:
-        """How often, since the last check."""
+        """Return how often this was reported since the last check."""
         node, pattern = report
         return sum(bool(re.match(pattern, block)) for teller, block in self._blocks() if node in (None, teller))
 
     def assert_reported(self) -> None:
-        """Each failure was told once, and nobody else was named."""
+        """Check that each failure was reported once, and nobody else was named."""
         blocks, expected = self._blocks(), self._expected
         told = "\n".join(block for _, block in blocks)
         assert len(blocks) == len(expected), f"{expected} expected, but told was:\n{told}"
@@ -137,20 +137,20 @@ class Cluster:
         return time.monotonic() - started
 
     def wait_for_step(self, step: int, timeout_s: float = WAIT_S) -> float:
-        """By all nodes: with --nnodes 3:4 three of them may have begun."""
+        """Wait until all nodes have done a step. With --nnodes 3:4, three of them may begin without the fourth."""
         return self.wait_until(
             f"step {step}", lambda: self.last_step() >= step and len(self.status()) == self._num_ranks, timeout_s
         )
 
     def num_steps_told(self) -> int:
-        """On consoles, those that were done twice counted twice."""
+        """Return the number of steps on all consoles. One that was done twice counts twice."""
         return sum(line.startswith("step ") for line in self.output().splitlines())
 
     def last_step(self) -> int:
         return max((row["step"] for row in self.metrics()), default=0)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One row a step: leaders come and go with their nodes, and the last to write a step is the one that counts."""
+        """Return one row per step. Leaders come and go with their nodes; the last one to write a step counts."""
         rows: dict[int, dict[str, Any]] = {}
         for path in sorted(self.folder.glob("node*/x/metrics.jsonl"), key=lambda path: path.stat().st_mtime):
             found = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
@@ -158,7 +158,7 @@ class Cluster:
         return [rows[step] for step in sorted(rows)]
 
     def finish(self, timeout_s: float = 200) -> list[int]:
-        """The exit codes of all nodes' commands. Only what was expected may have failed."""
+        """Wait for the end, and return the exit codes of all nodes. Only expected failures may have been reported."""
         deadline = time.monotonic() + timeout_s
         codes = []
         for node in sorted(self.agents):
@@ -170,7 +170,7 @@ class Cluster:
         return codes
 
     def finish_well(self, undisturbed: list[dict[str, Any]], timeout_s: float = 200) -> None:
-        """The same data in the same order, each sample once."""
+        """Wait for a successful end, with the same data in the same order as an undisturbed run."""
         codes = self.finish(timeout_s)
         assert codes == [0] * len(codes), self.output()[-6000:]
         assert_same(self.metrics(), undisturbed)
@@ -198,13 +198,13 @@ def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, other in zip(rows, expected, strict=True):
         assert {name: row[name] for name in SAME} == {name: other[name] for name in SAME}, row["step"]
-        for name in CLOSE:  # the policy's: those of other weights or moments differ
+        for name in CLOSE:  # they would differ with other weights or optimizer state
             assert abs(row[name] - other[name]) < 1e-4 * max(0.1, abs(other[name])), (row["step"], name, row[name])
 
 
 @contextmanager
 def running(folder: Path, *settings: str, **options: Any) -> Iterator[Cluster]:
-    """Checks what is left of it, unless something else has failed before."""
+    """Start a cluster, and check at its end that nothing is left, unless something else has failed."""
     with cluster(4) as nodes:
         world = Cluster(nodes, folder, *settings, **options)
         try:

@@ -1,4 +1,4 @@
-"""Faults of a cluster under way: the culprit is named in time, and training goes on as if nothing had happened."""
+"""Faults of a running cluster: the culprit is named in time, and training goes on with the same data."""
 
 from pathlib import Path
 from typing import Any

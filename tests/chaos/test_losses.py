@@ -1,4 +1,4 @@
-"""What does not come back: nodes, space on a disk, engines. A run goes on without it, or ends and says what to do."""
+"""Lost nodes, full disks and failed engines. A run goes on without them, or ends and says what to do."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 @pytest.mark.parametrize("copies", [2, 1])
 def test_a_node_that_is_lost_for_good(copies: int, undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
-    """The actors' node. With two copies of each file the others go on."""
+    """The actors' node is lost. With two copies of each file the others go on."""
     with running(tmp_path, f"checkpoint.copies={copies}", nnodes="3:4", loop=True) as world:
         world.wait_for_step(2)
         lose_node(3).happen(world)
@@ -34,7 +34,7 @@ def test_a_node_that_is_lost_for_good(copies: int, undisturbed: list[dict[str, A
 
 @pytest.mark.timeout(900)
 def test_32_ranks_lose_a_node(undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
-    """The placement is planned anew for the 24 that are left."""
+    """The placement is planned again for the remaining 24 ranks."""
     shares = ["placement.rollout=62.5%", "placement.inference=12.5%", "placement.actor=rest"]
     settings = [*shares, "checkpoint.copies=2", "world.silence_floor_s=60"]
     with running(tmp_path, *settings, nnodes="3:4", nproc=8, loop=True) as world:
@@ -46,7 +46,7 @@ def test_32_ranks_lose_a_node(undisturbed: list[dict[str, Any]], tmp_path: Path)
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """The actors' node has a disk with room for two checkpoints."""
+    """Give the actors' node a disk with room for two checkpoints."""
     disk = tmp_path / "node3"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(disk)], check=True)
@@ -55,7 +55,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(small_disk: Path, undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
-    """It is as full after a restart: the second time ends the run, and with more room the run goes on."""
+    """The disk is full again after a restart, which ends the run. With more room the run goes on."""
     with running(tmp_path, loop=True) as world:
         said = r"oneworld: rank [67] \(actor\) on node3, stage checkpoint, step 3: CheckpointError: cannot write "
         said += rf"{small_disk}/x/checkpoints/step_3\S+: No space left on device \({small_disk}\S+ has \d+ MB left\)"
@@ -72,7 +72,7 @@ def test_a_full_disk(small_disk: Path, undisturbed: list[dict[str, Any]], tmp_pa
 
 @pytest.mark.parametrize("times", ["once", "twice in the first attempt"])
 def test_an_exception_in_an_engine(times: str, undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
-    """Once: it is built anew. Twice in a row: its rank ends, and with it the attempt."""
+    """After one exception the engine is built again. After two in a row its rank ends, and with it the attempt."""
     with running(tmp_path, broken=f"engine, {times}", culprit=1) as world:
         ended = r"oneworld: rank 1 \(rollout\) on node0, stage rollout, step 1: ZeroDivisionError: planted"
         if times != "once":
@@ -83,7 +83,7 @@ def test_an_exception_in_an_engine(times: str, undisturbed: list[dict[str, Any]]
 
 @pytest.mark.timeout(900)
 def test_a_killed_worker_with_real_engines(tmp_path: Path) -> None:
-    """One of the two that host an engine together: nothing of what they shared is left."""
+    """One of the two ranks of an engine is killed. Nothing is left of the memory that they shared."""
     settings = ["rollout.engine=vllm", "placement.rollout=25%", "rollout.tensor_parallel_size=2"]
     settings += ["train.num_steps=4", "world.silence_floor_s=30"]
     with running(tmp_path / "undisturbed", *settings) as world:

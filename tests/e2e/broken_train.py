@@ -1,5 +1,7 @@
-"""train.py with something broken: `broken_train.py WHAT RANK [train.py's arguments]`, where WHAT may be several things
-joined by ` + `, of which those that need a culprit are broken on that rank only."""
+"""Run train.py with something broken: `broken_train.py WHAT RANK [arguments of train.py]`.
+
+WHAT may be several things, joined by ` + `. Those that need a culprit are broken on that rank only.
+"""
 
 import rl.world.bootstrap  # noqa: F401, I001  the watchdog before torch, as in train.py
 
@@ -22,9 +24,9 @@ from rl.rollout.service import RolloutService
 from rl.sync.layout import MemoryLayout
 from rl.sync.transfer import BucketTransfer
 
-CALL = 2  # the call of the broken method at which it breaks
+CALL = 2  # the broken method fails at this call
 LATE_CALL = 4  # after three quick ones
-LONG_S = 5.0  # more than the silence that a test allows to known work
+LONG_S = 5.0  # longer than the silence that a test allows for known work
 
 
 def broken(method: Callable, action: Callable[[], None]) -> Callable:
@@ -41,7 +43,7 @@ def broken(method: Callable, action: Callable[[], None]) -> Callable:
 
 
 def from_version_2(fill: Callable, action: Callable[[], None]) -> Callable:
-    """Replace MemoryLayout.fill, which gets the first tensor once a version, by the action from version 2 on."""
+    """Replace MemoryLayout.fill by the action from the second version on. It gets the first tensor once per version."""
     version = 0
 
     def replaced(layout: MemoryLayout, whole: dict[int, Tensor]) -> None:
@@ -53,29 +55,29 @@ def from_version_2(fill: Callable, action: Callable[[], None]) -> Callable:
 
 
 def fail() -> None:
-    reason = "a planted one"  # noqa: F841  for a debugger to look at
+    reason = "a planted one"  # noqa: F841  a test of the debugger looks at it
     raise ZeroDivisionError("planted")
 
 
 def fail_with_details() -> None:
-    """As when memory is short: the text is another one in each attempt."""
+    """Fail with a message that differs in each attempt, as when memory is short."""
     raise MemoryError(f"process {os.getpid()} has no memory left")
 
 
 def hang() -> None:
-    """A main thread inside a C call that does not return, as in a collective whose peer is gone."""
+    """Block the main thread in a C call, as in a collective whose peer is gone."""
     reader, _ = os.pipe()
     while True:
         os.read(reader, 1)
 
 
 def sleep() -> None:
-    """Away from any collective, with an interpreter that runs."""
+    """Sleep outside of any collective, with an interpreter that runs."""
     time.sleep(10_000)
 
 
 def hang_disk() -> None:
-    """From now on it takes nothing more for good; the interpreter runs."""
+    """Let every fsync hang from now on, with an interpreter that runs."""
     os.fsync = lambda file: sleep()
 
 
@@ -84,7 +86,7 @@ def stop() -> None:
 
 
 def freeze() -> None:
-    """A C call that never gives the interpreter back."""
+    """Call C code that never releases the interpreter."""
     re.match(r"(a+)+$", "a" * 64 + "b")
 
 
@@ -99,13 +101,13 @@ def kill() -> None:
 
 
 def share_memory_and_kill() -> None:
-    """As vLLM's ranks share some, in a segment that has a name."""
+    """Die with a named segment of shared memory, such as the ranks of a vLLM engine have."""
     SharedMemory(f"test-{os.getppid()}", create=True, size=1 << 20)
     kill()
 
 
 def kill_later() -> None:
-    """When the step before is committed, which takes a moment."""
+    """Die when the previous step is committed, which takes a moment."""
     time.sleep(3)
     kill()
 
@@ -128,7 +130,7 @@ def engine_class() -> type:
 
 
 def fail_engines(times: int) -> None:
-    """In a row, when they have got under way."""
+    """Let engines fail several times in a row, after their first steps."""
     errors = iter([False] * 3 + [True] * times)
     engine = engine_class()
     step = engine.step
@@ -136,9 +138,9 @@ def fail_engines(times: int) -> None:
 
 
 def compile_and_sleep() -> None:
-    """In every step something compiled is called. The fourth call needs another graph, which takes LONG_S; the one
-    after that only sleeps as long."""
-    import torch._dynamo  # before a model is loaded, as a rank has it that compiles layers
+    """Call a compiled function in every step. The fourth call compiles another graph, which takes LONG_S seconds; the
+    fifth only sleeps as long."""
+    import torch._dynamo  # before a model is loaded, as on a rank that compiles layers
 
     calls = 0
 
@@ -147,7 +149,7 @@ def compile_and_sleep() -> None:
         return graph.forward
 
     compiled = torch.compile(lambda x: x + 1, backend=compile_graph)
-    compiled(torch.zeros(2))  # so that no update begins with it
+    compiled(torch.zeros(2))  # compiled once before the first update
     accumulate = PolicyTrainer._accumulate
 
     def replaced(*args: Any) -> None:

@@ -1,7 +1,7 @@
-"""Every benchmark runs: a smoke run of seconds each, started by Python's path from a shell that activated nothing.
+"""Every benchmark runs: a short smoke run each, started from a shell without an activated environment.
 
-Sizes are tiny, so figures say nothing about speed. What is checked is that a benchmark ends well, and that its last
-line has the figures that its docstring names. A benchmark that cannot run here says in one line what it needs.
+Sizes are tiny, so the figures say nothing about speed. The tests check that a benchmark succeeds, and that its last line
+has the figures that its docstring names. A benchmark that cannot run here says in one line what it needs.
 """
 
 import importlib.util
@@ -19,15 +19,15 @@ from tests.doc_commands import BENCHMARKS
 from tests.launcher import ROOT, finish, spawn
 
 slow = pytest.mark.slow
-TIMEOUT_S = 240  # 15 to 60 s on two cores, most of which are imports and building an engine
+TIMEOUT_S = 240  # they take 15 to 60 s on two cores, mostly for imports and building an engine
 
 
 class Smoke(NamedTuple):
     """The arguments of a smoke run, and the keys of its line."""
 
     arguments: str
-    positive: str  # numbers above 0, also in lists and dicts
-    present: str = ""  # anything else
+    positive: str  # keys of numbers above 0, also in lists and dicts
+    present: str = ""  # keys of other values
 
 
 SMOKE = {
@@ -87,14 +87,14 @@ SMOKE = {
         "verify_percent verify_full_percent",
     ),
 }
-# What each needs that this environment lacks: the packages, or a GPU where they are installed.
+# Benchmarks that need more than this environment has: these packages, and a GPU.
 NEEDS = {
     "decode_attention": "",
     "peer_trl": "trl, datasets, liger-kernel",
     "peer_trl_learn": "trl, datasets",
 }
-# They break clusters of network namespaces for minutes, and no fault fits into seconds: a world takes half a minute to
-# start. tests/e2e/test_doc_runs.py runs both with few faults.
+# These break clusters of network namespaces, and a cluster takes half a minute to start.
+# tests/e2e/test_doc_runs.py runs both with few faults.
 ELSEWHERE = ("recovery", "soak")
 
 
@@ -115,7 +115,7 @@ def test_the_others_run_elsewhere(name: str) -> None:
 
 
 def plain_shell(**extra: str) -> dict[str, str]:
-    """Return what a login gives, with no GPU in sight."""
+    """Return the environment of a login shell, without a GPU."""
     home = {name: os.environ[name] for name in ("HOME", "TMPDIR", "LANG") if name in os.environ}
     return {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "CUDA_VISIBLE_DEVICES": ""} | home | extra
 

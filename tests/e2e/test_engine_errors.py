@@ -1,4 +1,4 @@
-"""An exception inside an engine costs its unfinished groups a second try, and nothing else."""
+"""After an exception inside an engine its unfinished groups are sampled again, and nothing else changes."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ SETTINGS = [
     "eval.interval=0",
     "debug.save_rollouts=true",
     "rollout.deterministic=true",
-    "rollout.max_num_seqs=24",  # three groups: no engine takes all of them
+    "rollout.max_num_seqs=24",  # three groups, so that no engine takes all of them
 ]
 FAKE = "rollout.engine=fake"
 PROMISE = "it is built anew, and they are sampled again"
@@ -50,7 +50,7 @@ def assert_same(one: Result, other: Result) -> None:
     ids=["two engines", "one engine", "disaggregated", "offload", "vllm", "vllm, tensor parallel"],
 )
 def test_an_engine_is_built_anew(num_ranks: int, rank: int, overrides: list[str], tmp_path: Path) -> None:
-    """Nothing is lost and nothing is counted twice: the same tokens and losses as without the exception."""
+    """Tokens and losses are the same as without the exception: nothing is lost and nothing is counted twice."""
     code, result = broken(tmp_path / "broken", num_ranks, "engine, once", rank, *overrides)
     assert code == 0, result.output
     assert result.output.count(PROMISE) == 1, result.output
@@ -62,12 +62,14 @@ def test_a_second_exception_in_a_row_ends_the_rank(tmp_path: Path) -> None:
     assert code != 0
     assert result.output.count(PROMISE) == 1
     assert "oneworld: rank 1 (rollout,actor) on " in result.output
-    assert re.search("stage rollout, step [12]: ZeroDivisionError: planted", result.output)  # rank 0 may do all of 1
+    assert re.search(
+        "stage rollout, step [12]: ZeroDivisionError: planted", result.output
+    )  # rank 0 may do all of step 1
 
 
 @pytest.mark.slow
 def test_an_exception_on_one_rank_of_a_tensor_parallel_engine_ends_the_world(tmp_path: Path) -> None:
-    """The other rank is inside a step that cannot end."""
+    """The other rank is in a step that cannot end."""
     code, result = broken(tmp_path / "run", 2, "engine, once", 1, "rollout.tensor_parallel_size=2")
     assert code != 0
     assert PROMISE not in result.output
@@ -76,7 +78,7 @@ def test_an_exception_on_one_rank_of_a_tensor_parallel_engine_ends_the_world(tmp
 
 @pytest.mark.slow
 def test_an_engine_that_cannot_be_read_back_is_built_anew(tmp_path: Path) -> None:
-    """Its layers are packed, so the weights that it gets again go through vLLM's loader, and it is probed."""
+    """Its layers are packed, so its weights go through vLLM's loader again, and it is probed."""
     options = [f"model.path={make_qwen3(tmp_path, tied=False)}", "sync.probe_interval=0"]
     code, result = broken(tmp_path / "run", 1, "engine, once + packed layers", 0, *options)
     assert code == 0, result.output

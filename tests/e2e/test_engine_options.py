@@ -1,5 +1,5 @@
-"""`rollout.engine_options` reach vLLM as they are, and mistakes in them end the run before an engine is built. A KV
-cache that is too small shows in a metric."""
+"""`rollout.engine_options` reach vLLM unchanged, and mistakes in them end the run before an engine is built. A KV cache
+that is too small shows in a metric."""
 
 from pathlib import Path
 

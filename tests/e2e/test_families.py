@@ -1,4 +1,4 @@
-"""Model families whose engines are read back exactly, on real vLLM; docs/weight_sync.md lists them."""
+"""Model families whose engines are read back exactly, on real vLLM. docs/weight_sync.md lists them."""
 
 import shutil
 from pathlib import Path
@@ -36,12 +36,12 @@ def longrope(trained_length: int) -> dict[str, Any]:
     }
 
 
-# What config.json says beside the shape, of which an engine or a learner could make something else.
+# Settings of config.json that engine and learner could interpret differently.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dropout": {"attention_dropout": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
     "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
-    "longrope, longer than trained": longrope(16),  # a run allows more, and its sequences are shorter
+    "longrope, longer than trained": longrope(16),  # max_model_len is larger, although sequences are shorter
     "longrope, as trained": longrope(128),
 }
 CASES = [(family, "plain") for family in EXACT]
@@ -51,7 +51,7 @@ CASES += [("phi3", "longrope, longer than trained"), ("phi3", "longrope, as trai
 
 @pytest.mark.parametrize(("family", "options"), CASES)
 def test_engine_and_learner_are_the_same_model(family: str, options: str, tmp_path: Path) -> None:
-    """What engines hold is read back exactly, and their logprobs are the learner's, in sequences of any length."""
+    """The weights of engines are read back exactly, and their logprobs equal the learner's at any length."""
     model = tmp_path / "model"
     shutil.copytree(ROOT / "configs" / "tiny", model)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Invariants that a whole world shows, on the fake engine; test_placement_equality has the real one."""
+"""Invariants of whole runs, on the fake engine. test_placement_equality.py has the real one."""
 
 import json
 from pathlib import Path
@@ -13,33 +13,30 @@ SETTINGS += ["rollout.max_num_seqs=16", "debug.save_rollouts=true"]
 DISAGGREGATED = ["placement.rollout=0-1", "placement.actor=2"]
 
 
-def run_with(folder: Path, what: str, rank: int, num_ranks: int, *overrides: str) -> Result:
-    script = ["tests/e2e/broken_train.py", what, str(rank)]
-    run = [f"run.dir={folder.parent}", f"run.name={folder.name}", *SETTINGS, *overrides]
-    process = start(f"--nproc-per-node={num_ranks}", *script, *run)
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A run with two engines on ranks of their own, one of which is slow."""
+    folder = tmp_path_factory.mktemp("uneven") / "run"
+    script = ["tests/e2e/broken_train.py", "slow engine", "0", f"run.dir={folder.parent}", f"run.name={folder.name}"]
+    process = start("--nproc-per-node=3", *script, *SETTINGS, *DISAGGREGATED)
     output = finish(process, 120)
     assert process.returncode == 0, output[-4000:]
     return Result(output, folder)
 
 
-def test_timing_never_changes_the_data(tmp_path: Path) -> None:
-    """A slow engine samples fewer of the groups, and nothing else changes."""
-    even = train(tmp_path / "even", 3, *SETTINGS, *DISAGGREGATED)
-    slow = run_with(tmp_path / "slow", "slow engine", 0, 3, *DISAGGREGATED)
+def test_timing_never_changes_the_data(uneven: Result, tmp_path: Path) -> None:
+    """A slow engine samples fewer of the groups, and nothing else changes: the batches are those of one engine."""
     alone = train(tmp_path / "alone", 1, *SETTINGS)
     for step in (1, 2):
-        expected = even.rollouts(step)
-        for other in (slow, alone):
-            got = other.rollouts(step)
-            assert got.tokens.tolist() == expected.tokens.tolist()
-            assert got.group_ids.tolist() == expected.group_ids.tolist()
-            assert got.rewards.tolist() == expected.rewards.tolist()
+        expected, got = alone.rollouts(step), uneven.rollouts(step)
+        assert got.tokens.tolist() == expected.tokens.tolist()
+        assert got.group_ids.tolist() == expected.group_ids.tolist()
+        assert got.rewards.tolist() == expected.rewards.tolist()
 
 
-def test_version_on_every_token(tmp_path: Path) -> None:
-    result = train(tmp_path / "run", 2, *SETTINGS, "placement.rollout=0", "placement.actor=1")
+def test_version_on_every_token(uneven: Result) -> None:
     for step in (1, 2):
-        batch = result.rollouts(step)
+        batch = uneven.rollouts(step)
         assert batch.versions[batch.response_mask].unique().tolist() == [step]
         assert batch.versions[~batch.response_mask].unique().tolist() == [-1]
 
@@ -48,8 +45,8 @@ def test_version_on_every_token(tmp_path: Path) -> None:
     ("old_logprobs", "stage"), [("auto", "update"), pytest.param("always", "logprobs", marks=pytest.mark.slow)]
 )
 def test_engine_logprobs_are_data_not_truth(old_logprobs: str, stage: str, tmp_path: Path) -> None:
-    """The fake engine's logprobs are not the learner's; with a limit on the mismatch, nothing is learnt from them,
-    whether the learner's come from a pass of their own or from the update's own forward."""
+    """The fake engine's logprobs differ from the learner's. With a limit on the mismatch nothing is learnt from them,
+    whether the learner computes its own in a separate pass or in the update's forward."""
     limits = ["rollout.max_mismatch_kl=0.5", f"algo.old_logprobs={old_logprobs}"]
     run = [f"run.dir={tmp_path}", "run.name=run", *SETTINGS, *limits]
     process = start("--nproc-per-node=2", "train.py", *run)

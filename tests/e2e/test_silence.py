@@ -1,5 +1,5 @@
-"""Ranks that live and do nothing: the right one is named, with its stack, and the world ends in time. tools/status.py
-shows all of them, before and after."""
+"""Ranks that live but do nothing: the right one is named, with its stack, and the run ends in time. tools/status.py
+shows all ranks, before and after."""
 
 import json
 import socket
@@ -15,11 +15,11 @@ from tests.launcher import ROOT, finish, until
 
 pytestmark = pytest.mark.timeout(150)
 FLOOR_S = 4.0
-MAX_NAMED_S = 5.0  # after the floor
+MAX_NAMED_S = 5.0  # from the floor to the report
 
 
 def status(run: Path) -> tuple[str, list[list[str]]]:
-    """The line on the run, and the cells of each rank."""
+    """Return the line on the run, and the cells of each rank."""
     command = [sys.executable, "tools/status.py", str(run)]
     shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     return shown[0], [line.split() for line in shown[2:]]
@@ -35,7 +35,7 @@ def status(run: Path) -> tuple[str, list[list[str]]]:
     ],
 )
 def test_a_silent_rank_is_named(what: str, rank: int, said: str, tmp_path: Path) -> None:
-    """The others stand in a collective and are just as silent."""
+    """The others wait in a collective and are just as silent."""
     process = launch(tmp_path, 3, what, rank, f"world.silence_floor_s={FLOOR_S}")
     run = tmp_path / "run"
     wait_for_step(tmp_path, process, 1)
@@ -64,7 +64,7 @@ def test_a_silent_rank_is_named(what: str, rank: int, said: str, tmp_path: Path)
 
 @pytest.mark.slow  # limits of seconds, which a loaded machine may exceed
 def test_a_late_compilation_is_no_silence_and_a_sleep_as_long_is(tmp_path: Path) -> None:
-    """After three quick steps. The other rank waits for it in a collective, for longer than known work may take."""
+    """Both come after three quick steps. The other rank waits in a collective, longer than known work may take."""
     limits = ["world.silence_floor_s=3", "train.num_steps=6"]
     process = launch(tmp_path, 2, "compiles late, then sleeps", 1, *limits)
     output = finish(process, 100)
@@ -82,8 +82,8 @@ def test_a_late_compilation_is_no_silence_and_a_sleep_as_long_is(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_disk_that_hangs_is_named(tmp_path: Path) -> None:
-    """Every rank waits for that checkpoint: one for its own disk, the others for that one."""
-    cap_s = 20.0  # holds also while the run is built
+    """Every rank waits for the checkpoint: one for its own disk, the others for that rank."""
+    cap_s = 20.0  # it also applies while the run is built
     limits = [f"world.silence_floor_s={FLOOR_S}", f"world.silence_cap_s={cap_s}", "checkpoint.save_interval=1"]
     process = launch(tmp_path, 3, "disk hangs", 1, *limits)
     wait_for_step(tmp_path, process, 1)

@@ -1,4 +1,4 @@
-"""Real compilers say that they compile: a kernel of Triton and a graph of torch.compile."""
+"""Real compilations are marked in the heartbeat: a Triton kernel and a graph of torch.compile."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ MAX_FROZEN_S = 10.0  # far below the floor of silence
 
 
 class Ticker(threading.Thread):
-    """Runs as the I/O thread of a rank does; knows for how long it could not."""
+    """A thread like the I/O thread of a rank, which measures for how long it could not run."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

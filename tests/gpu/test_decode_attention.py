@@ -1,4 +1,4 @@
-"""Our kernel for decoding against attention written out, and in the place that vLLM gives it."""
+"""Our kernel for decoding computes attention, on its own and as a backend of vLLM."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ BLOCK_SIZE = 16
 
 
 def make_cache(lengths: list[int], num_heads: int, head_size: int) -> tuple[Tensor, Tensor]:
-    """[blocks, heads, tokens of a block, keys and values] as vLLM has it, blocks in no order; and the block table."""
+    """Return a cache [blocks, heads, tokens of a block, keys and values], with shuffled blocks, and the block table."""
     num_blocks = max(1, -(-max(lengths) // BLOCK_SIZE))
     total = len(lengths) * num_blocks
     cache = torch.randn(total, BLOCK_SIZE, num_heads, 2 * head_size, dtype=torch.bfloat16, device="cuda")
@@ -65,7 +65,7 @@ def forward(impl: Any, metadata: Any, queries: Tensor, cache: Tensor) -> Tensor:
         (200, 1, 16, None, 32768, False),
     ],
 )
-def test_vllm_decodes_with_it_where_it_may(
+def test_vllm_uses_the_kernel_where_it_applies(
     num_sequences: int,
     num_queries: int,
     num_kv_heads: int,

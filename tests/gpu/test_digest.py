@@ -1,4 +1,4 @@
-"""The GPU kernel against its formula, written out with torch's integers."""
+"""The GPU kernel of digests computes the same as its formula, written out with torch integers."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def odd_hash(number: Tensor, salt: int) -> Tensor:
 
 
 def formula(part: TensorPart) -> Tensor:
-    """[2]: the sums over mixed bits times the factors of their places."""
+    """Return [2]: the sums of mixed bits times factors that depend on their positions."""
     values, start, stride = part.values.to(part.dtype).cpu().contiguous(), part.start, part.row_stride
     if part.dtype.itemsize == 8:
         values, start, stride = values.view(torch.int32), 2 * start, 2 * stride
@@ -33,7 +33,7 @@ def formula(part: TensorPart) -> Tensor:
 
 
 def make_parts(device: str) -> list[TensorPart]:
-    """Flat and sliced, ragged and in whole blocks, several of one tensor, with and without a cast."""
+    """Make flat and sliced parts, ragged and in whole blocks, several of one tensor, with and without a cast."""
     torch.manual_seed(0)
     wide, small = torch.randn(300, 1024).to(device), torch.randn(40_001).to(device)
     wide[5, 100:103] = torch.tensor([float("nan"), float("inf"), -float("inf")])
@@ -66,7 +66,7 @@ def test_kernel_equals_the_formula() -> None:
     digests.add(parts)
     got = digests.result()
     assert torch.equal(got, expected_sums(parts))
-    assert torch.equal(got[2], got[3])  # the cast is the one that travels
+    assert torch.equal(got[2], got[3])  # the digest is that of the cast values
     assert got[:8].ne(0).all()
     assert got[8].eq(0).all()
 

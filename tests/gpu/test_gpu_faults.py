@@ -1,4 +1,4 @@
-"""Faults on a real GPU: who waits for a silent rank, by what NCCL knows; an engine that is built anew in its memory."""
+"""Faults on a real GPU: NCCL's records of a silent rank, and an engine that is built again in the same memory."""
 
 import pickle
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_the_last_collectives_of_a_silent_rank_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_failed_engine_gives_its_memory_back(tmp_path: Path) -> None:
-    """Two of them would not fit."""
+    """Two engines would not fit into the memory."""
     options = ["rollout.engine=vllm", "rollout.gpu_memory_fraction=0.6", "train.num_steps=3", "actor.compile=false"]
     process = launch(tmp_path, 1, "engine, once", 0, *options)
     output = finish(process, 140)

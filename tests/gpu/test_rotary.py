@@ -1,5 +1,4 @@
-"""The kernel of rotary positions against the formula that it computes, which the CPU tests hold against the families'
-own functions."""
+"""The kernel of rotary positions computes its formula, which CPU tests compare with the functions of model families."""
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(32, 64), (40, 64), (8, 128), (3, 80), (1, 256)])
-def test_the_kernel_turns_heads_there_and_back(
+def test_the_kernel_rotates_heads_and_has_the_right_gradient(
     num_heads: int, head_dim: int, dtype: torch.dtype, compiled: bool
 ) -> None:
     torch.manual_seed(0)
@@ -26,7 +25,7 @@ def test_the_kernel_turns_heads_there_and_back(
         size = num_heads * head_dim
         wide = torch.randn(num_tokens, 3 * size, dtype=dtype, device="cuda", requires_grad=True)
         x = wide[:, size : 2 * size].view(num_tokens, num_heads, head_dim)  # keys, between queries and values
-        cos, sin = torch.randn(2, num_tokens, head_dim, dtype=dtype, device="cuda")  # a half is not like the other
+        cos, sin = torch.randn(2, num_tokens, head_dim, dtype=dtype, device="cuda")  # the two halves differ
         weights = torch.randn(num_heads, num_tokens, head_dim, dtype=dtype, device="cuda").transpose(0, 1)
         results = []
         for rotated in (

@@ -1,5 +1,5 @@
-"""Every way to compute an update on a GPU against the plain reference of the CPU tests: float32 closely, bfloat16, with
-varlen attention, within its rounding."""
+"""Every way to compute an update on a GPU gives the result of the plain reference of the CPU tests: float32 closely,
+bfloat16 (with varlen attention) within its rounding."""
 
 from pathlib import Path
 
@@ -33,7 +33,10 @@ WAYS = [
     {"offload": "moments"},
     {"offload": "always"},
 ]
-LIMITS = {"float32": (1e-4, 1e-4), "bfloat16": (2e-2, 4e-3)}  # of losses and weights; a step moves a weight by 1e-3
+LIMITS = {
+    "float32": (1e-4, 1e-4),
+    "bfloat16": (2e-2, 4e-3),
+}  # for losses and weights; a step moves a weight by 1e-3
 
 
 def test_every_way_to_compute_an_update(tmp_path: Path) -> None:
@@ -53,7 +56,7 @@ def test_every_way_to_compute_an_update(tmp_path: Path) -> None:
         check_weights(weights_of(tmp_path, each), reference.variants[name][0], 1e-4, each)
     five, eight = (weights_of(tmp_path, each) for each in with_empty)
     check_weights(eight, five, 1e-6, with_empty[1])
-    for model in MODELS:  # what moves weights about changes no bit of the result
+    for model in MODELS:  # offloading changes no bit of the result
         plain = weights_of(tmp_path, job(f"{model} bfloat16 0", model))
         for offload in ("rollout", "moments"):
             moved = weights_of(tmp_path, job(f"{model} bfloat16 {WAYS.index({'offload': offload})}", model))
@@ -61,7 +64,7 @@ def test_every_way_to_compute_an_update(tmp_path: Path) -> None:
 
 
 def test_one_skipped_optimizer_step_among_others(tmp_path: Path) -> None:
-    """Wherever weights and moments lie, the step whose gradient is infinite is left out and counted."""
+    """A step with an infinite gradient is skipped and counted, wherever weights and optimizer state are stored."""
     make_reference(tmp_path)
     edits = {"old_logprobs": (spoilt_token(make_batch(), is_truncated=False), -500.0)}
     algo = ALGO | {"num_epochs": 1, "kl_coef": 0.0}

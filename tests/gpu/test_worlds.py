@@ -1,4 +1,4 @@
-"""Whole worlds on a real GPU with a real model: collocated with sleep mode, disaggregated over NCCL, tensor parallel.
+"""Whole runs on a real GPU with a real model: collocated with sleep mode, disaggregated over NCCL, tensor parallel.
 
     ONEWORLD_MODEL=... ONEWORLD_PROMPTS=.../train.jsonl pytest -m gpu -s tests/gpu
 
@@ -25,7 +25,7 @@ MAX_MISMATCH_KL = 0.01  # bfloat16 kernels of engine and learner differ; wrong w
 
 def settings() -> list[str]:
     model, prompts = os.environ.get("ONEWORLD_MODEL"), os.environ.get("ONEWORLD_PROMPTS")
-    assert model and prompts, "set ONEWORLD_MODEL and ONEWORLD_PROMPTS; the head of this file says to what"
+    assert model and prompts, "set ONEWORLD_MODEL and ONEWORLD_PROMPTS as the docstring of this file says"
     return [
         "--config=configs/gsm8k_smollm2_135m.yaml",
         f"model.path={model}",
@@ -54,7 +54,7 @@ def check(name: str, result: Result) -> None:
 
 @pytest.mark.parametrize(("offload", "fraction"), [("none", 0.4), ("rollout", 0.93), ("moments", 0.8), ("always", 0.4)])
 def test_collocated_with_sleep_mode(offload: str, fraction: float, tmp_path: Path) -> None:
-    """With a learner that rests an engine can have nearly all of the device: the two are never there together."""
+    """If the learner is offloaded, the engine can have nearly all of the device: both are never there together."""
     options = [f"actor.offload={offload}", f"rollout.gpu_memory_fraction={fraction}"]
     result = train(tmp_path / "run", 1, *settings(), *options, timeout_s=500)
     check(f"collocated, 1 rank, actor.offload={offload}, fraction {fraction}", result)
@@ -68,7 +68,7 @@ def test_disaggregated_on_one_card(tmp_path: Path) -> None:
 def test_a_checkpoint_holds_the_policy_and_another_placement_goes_on_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One rank, then two; the merged model gives the logits that were noted when it was saved."""
+    """One rank saves, two resume. The merged model gives the logits that were recorded when it was saved."""
     folder, options = tmp_path / "run", [*settings(), "checkpoint.save_interval=1"]
     train(folder, 1, *options, "train.num_steps=2", timeout_s=250)
     merge_checkpoint([str(folder), "--verify-logits"])
@@ -86,7 +86,7 @@ def test_a_checkpoint_holds_the_policy_and_another_placement_goes_on_from_it(
 
 
 def random_model(folder: Path, num_kv_heads: int) -> list[str]:
-    """SmolLM2 has 9 heads, which 2 ranks cannot share, and 3 for keys; this has 16. Returns the settings for it."""
+    """Write a model with 16 heads, and return the settings for it. SmolLM2 has 9, which 2 ranks cannot share."""
     config = AutoConfig.from_pretrained(os.environ["ONEWORLD_MODEL"])
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 1024, 2816, 8
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 16, num_kv_heads, 64
@@ -103,7 +103,7 @@ def test_tensor_parallel_on_one_card(tmp_path: Path) -> None:
     check("tensor parallel 2, collocated, both ranks on one card", result)
 
 
-def test_heads_with_keys_of_their_own_are_decoded_by_our_kernel(tmp_path: Path) -> None:
+def test_our_kernel_decodes_heads_with_keys_of_their_own(tmp_path: Path) -> None:
     options = [*random_model(tmp_path / "model", 16), "rollout.gpu_memory_fraction=0.4", "debug.profile_step=2"]
     result = train(tmp_path / "run", 1, *options, timeout_s=500)
     check("collocated, 1 rank, 16 heads of 16", result)

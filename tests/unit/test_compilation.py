@@ -1,4 +1,4 @@
-"""What compiles says so: torch.compile and Triton, layers when they are loaded, engines when they are built."""
+"""Compilations and other exceptional work are marked in the heartbeat: torch.compile, Triton, building an engine."""
 
 import os
 import subprocess
@@ -78,20 +78,20 @@ assert seen[2].exceptional == "compiling (torch.compile)"
 
 
 def test_a_recompilation_is_marked_while_it_lasts() -> None:
-    """In a process of its own: vLLM's import turns compilation off."""
+    """This needs a process of its own, since the import of vLLM turns compilation off."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
     command = [sys.executable, "-c", RECOMPILES]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_nothing_is_imported_for_its_marks() -> None:
+def test_marking_does_not_import_torch() -> None:
     code = "import sys; from rl.watch.compilation import mark_compilation; mark_compilation(); assert 'torch' not in "
     subprocess.run([sys.executable, "-c", code + "sys.modules"], cwd=ROOT, check=True, timeout=60)
 
 
 class FakeTriton(ModuleType):
-    """`triton.runtime.jit`, as far as it compiles."""
+    """A stand-in for `triton.runtime.jit`, as far as it compiles."""
 
     def __init__(self) -> None:
         super().__init__("triton.runtime.jit")
@@ -126,12 +126,12 @@ def test_a_kernel_that_triton_compiles_is_marked(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("jit", [None, SimpleNamespace(), SimpleNamespace(JITFunction=int)])
-def test_another_triton_is_left_alone(jit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_triton_is_left_alone(jit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton.runtime.jit", jit)
     mark_compilation()
 
 
-def test_every_build_of_an_engine_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_build_of_an_engine_is_exceptional_work(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
     class SlowEngine(FakeEngine):
@@ -148,7 +148,7 @@ def test_every_build_of_an_engine_is_marked(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == ["building the engine"] * 2 and now().exceptional == ""
 
 
-def test_micro_batches_say_their_shape() -> None:
+def test_micro_batches_report_their_shape() -> None:
     batch = batch_of(3, 300, 400, 2)
     seen: list[tuple[str, str, bool]] = []
 
@@ -167,7 +167,7 @@ def test_micro_batches_say_their_shape() -> None:
     HEART.enter("start")
 
 
-def test_engine_steps_say_their_shape_and_a_new_engine_has_used_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_steps_report_their_shape_and_a_new_engine_has_used_none(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, bool]] = []
 
     class SeenEngine(FakeEngine):

@@ -48,7 +48,7 @@ def test_tokens_and_logprobs_follow_from_the_seed() -> None:
     assert ended["b"].tokens == [4, 3, 0]
 
 
-def test_neither_order_nor_company_nor_batch_size_changes_a_sample() -> None:
+def test_neither_order_nor_other_requests_nor_batch_size_changes_a_sample() -> None:
     requests = [request(f"r{seed}", seed) for seed in range(12)]
     together = run(make_engine(max_num_seqs=12), requests)
     backwards = run(make_engine(max_num_seqs=3), requests[::-1])
@@ -57,7 +57,7 @@ def test_neither_order_nor_company_nor_batch_size_changes_a_sample() -> None:
     assert alone["r5"] == together["r5"]
 
 
-def test_a_response_ends_with_its_stop_token_or_is_cut() -> None:
+def test_a_response_ends_with_its_stop_token_or_is_truncated() -> None:
     whole = run(make_engine(), [request("a", seed=2)])["a"]
     assert (whole.tokens[-1], whole.tokens.count(STOP), whole.truncated) == (STOP, 1, False)
     cut = run(make_engine(), [request("a", seed=2, max_new_tokens=4)])["a"]
@@ -66,7 +66,7 @@ def test_a_response_ends_with_its_stop_token_or_is_cut() -> None:
     assert (exact.tokens, exact.truncated) == (whole.tokens, False)
 
 
-def test_without_a_stop_token_every_response_is_cut() -> None:
+def test_without_a_stop_token_every_response_is_truncated() -> None:
     engine = FakeEngine(8, None)
     engine.confirm(1)
     ended = run(engine, [request(str(seed), seed, max_new_tokens=40) for seed in range(8)])

@@ -2,7 +2,7 @@
 
 Weights start as dummies and arrive with the first sync, which thereby proves its path before the first token. Where
 the parameters are all that the model computes with, a sync writes into them directly, along the record of vLLM's
-own loader showed. Otherwise it goes through `reload_weights`, which repacks.
+own loader. Otherwise it goes through `reload_weights`, which repacks.
 """
 
 from collections.abc import Callable, Sequence
