@@ -22,8 +22,8 @@ class Fault:
     is_of_head: bool = False  # nothing can go on without the head
 
     def happen(self, world: Cluster) -> float:
-        """Cause the fault, and return the seconds from the deadline until it is reported. The cluster asserts before its
-        next fault and at its end that nothing else was reported."""
+        """Cause the fault, and return the seconds from the deadline until it is reported. The cluster asserts before
+        its next fault and at its end that nothing else was reported."""
         world.assert_reported()
         reports = self.do(world)
         world.expect(*reports)

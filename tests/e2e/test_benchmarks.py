@@ -1,6 +1,6 @@
 """Every benchmark runs: a short smoke run each, started from a shell without an activated environment.
 
-Sizes are tiny, so the figures say nothing about speed. The tests check that a benchmark succeeds, and that its last line
+Sizes are tiny, so the figures say nothing about speed. Tests check that a benchmark succeeds, and that its last line
 has the figures that its docstring names. A benchmark that cannot run here says in one line what it needs.
 """
 
