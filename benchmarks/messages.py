@@ -44,7 +44,7 @@ def wait_together(pg: dist.ProcessGroup) -> float:
 
 def send_by_mail(mail: Mail, payload: bytes, receivers: list[int], count: int) -> None:
     for index in range(count):
-        mail.send(receivers[index % len(receivers)], FinishedGroup(index), payload)
+        mail.send(receivers[index % len(receivers)], FinishedGroup(index), payload=payload)
 
 
 def receive_by_mail(mail: Mail, count: int) -> None:
@@ -100,7 +100,7 @@ def run(world: World, args: argparse.Namespace) -> None:
             started = wait_together(pg)
             if world.rank == 0:
                 if name == "mail":
-                    world.mail.send(receivers[0], FinishedGroup(0), data)
+                    world.mail.send(receivers[0], FinishedGroup(0), payload=data)
                 else:
                     dist.send(payload, group=pg, group_dst=receivers[0])
                 seconds[f"{name} blocked"].append(time.perf_counter() - started)

@@ -18,7 +18,7 @@ SETTINGS = [
     "rollout.max_num_seqs=24",  # three groups, so that no engine takes all of them
 ]
 FAKE = "rollout.engine=fake"
-PROMISE = "it is built anew, and they are sampled again"
+PROMISE = "it is rebuilt, and they are sampled again"
 
 
 def broken(folder: Path, num_ranks: int, what: str, rank: int, *overrides: str) -> tuple[int, Result]:
@@ -49,7 +49,7 @@ def assert_same(one: Result, other: Result) -> None:
     ],
     ids=["two engines", "one engine", "disaggregated", "offload", "vllm", "vllm, tensor parallel"],
 )
-def test_an_engine_is_built_anew(num_ranks: int, rank: int, overrides: list[str], tmp_path: Path) -> None:
+def test_an_engine_is_rebuilt(num_ranks: int, rank: int, overrides: list[str], tmp_path: Path) -> None:
     """Tokens and losses are the same as without the exception: nothing is lost and nothing is counted twice."""
     code, result = broken(tmp_path / "broken", num_ranks, "engine, once", rank, *overrides)
     assert code == 0, result.output
@@ -75,7 +75,7 @@ def test_an_exception_on_one_rank_of_a_tensor_parallel_engine_ends_the_world(tmp
 
 
 @pytest.mark.slow
-def test_an_engine_that_cannot_be_read_back_is_built_anew(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_be_read_back_is_rebuilt(tmp_path: Path) -> None:
     """Its layers are packed, so its weights go through vLLM's loader again, and it is probed."""
     options = [f"model.path={make_qwen3(tmp_path, tied=False)}", "sync.probe_interval=0"]
     code, result = broken(tmp_path / "run", 1, "engine, once + packed layers", 0, *options)

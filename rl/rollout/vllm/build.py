@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 import vllm
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -20,11 +22,11 @@ from rl.rollout.engine import EngineSeat
 from rl.rollout.vllm.engine import VllmEngine
 from rl.rollout.vllm.fast_decode import RunningResponse, install_fast_decode
 from rl.rollout.vllm.process_group import PrivateDefaultGroup, unlink_shared_memory
-from rl.rollout.vllm.versions import untested_notice
 from rl.rollout.vllm.weights import turn_off_packing
 from rl.watch.compilation import mark_compilation
 from rl.watch.heart import HEART
 
+TESTED_VERSIONS = SpecifierSet(">=0.26,<0.33")  # the fast paths know their internals
 CPU_KV_CACHE_MB = 256
 
 
@@ -53,6 +55,17 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
     if not notice:
         install_fast_decode(llm.llm_engine.engine_core.engine_core.scheduler, responses)
     return VllmEngine(llm, group, seat, responses, notice)
+
+
+def untested_notice(version: str) -> str:
+    """Return a notice for the user if this version of vLLM was not tested, otherwise an empty string."""
+    with suppress(InvalidVersion):
+        if TESTED_VERSIONS.contains(version.partition("+")[0], prereleases=True):
+            return ""
+    return (
+        f"vLLM {version} is outside the tested versions ({TESTED_VERSIONS}), so the fast paths for scheduling and "
+        "decode attention are off: rollouts are correct, but slower"
+    )
 
 
 def _engine_options(config: Config, model_folder: Path, seat: EngineSeat) -> dict[str, Any]:
