@@ -99,7 +99,6 @@ class Bench:
             device=self.world.device,
             shares_device=False,
             stop_token_ids=[0],
-            deterministic=self.config.rollout.deterministic,
         )
         engine = build_engine(self.config, folder, seat)
         self.world.at_end(engine.close)

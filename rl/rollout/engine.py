@@ -69,4 +69,3 @@ class EngineSeat:
     device: torch.device
     shares_device: bool  # the learner of this rank needs the memory between batches
     stop_token_ids: list[int]  # if empty, responses go on to their limit
-    deterministic: bool  # requests have seeds

@@ -31,8 +31,6 @@ def build_rollout_service(run: Run, tokenizer: Tokenizer, index: int) -> Rollout
         device=world.device,
         shares_device="actor" in run.roles,
         stop_token_ids=[] if config.debug.ignore_stop_tokens else stop_token_ids(run.model_folder),
-        # Ranks of one engine sample the same tokens only if nothing else draws from their generators.
-        deterministic=config.rollout.deterministic or len(ranks) > 1,
     )
 
     def build(failed: Engine | None = None) -> Engine:
@@ -45,9 +43,11 @@ def build_rollout_service(run: Run, tokenizer: Tokenizer, index: int) -> Rollout
     torch.manual_seed(sample_seed(config.run.seed, 0, index, 0))  # engines differ
     host = EngineHost(world, ranks, engine, build)
     world.at_end(lambda: host.engine.close())
+    # Ranks of one engine sample the same tokens only if nothing else draws from their generators.
+    has_seeds = config.rollout.deterministic or seat.tp_size > 1
     limits = SamplingLimits(
         max_num_groups=max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt),
-        run_seed=config.run.seed if seat.deterministic else None,
+        run_seed=config.run.seed if has_seeds else None,
         leader=run.placement.leader,
     )
     return RolloutService(world, host, limits, OpenGroups(run.inputs.rewards, tokenizer))
