@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import psutil
 
+from rl.report.console import print_or_exit
+
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / "launch"
 STOP_S = 60.0  # torchrun kills ranks 30 s after it has been told to end
@@ -114,8 +116,7 @@ class OnDisk:
         is_over, look_at = False, 0.0
         with suppress(KeyboardInterrupt):
             for part in new_lines(run, rank):
-                sys.stdout.buffer.write(part)
-                sys.stdout.flush()
+                print_or_exit(part)
                 if not part and (is_over or not follow):
                     return
                 if not part and time.monotonic() >= look_at:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
+from rl.report.console import print_or_exit
 from tools import status
 from tools.job_kinds import POLL_S, STOP_S, Kind, Look, kind_for, kind_of
 
@@ -129,13 +130,13 @@ def list_jobs(runs: Path) -> None:
         rows.append([run.name, state(run, look), str(look.metrics.get("step", "")), reward, submitted])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        print_or_exit("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
 def show_status(run: Path) -> None:
     job, look = read(run), look_at(run)
     shown = status.describe(run, *status.merge(look.statuses), look.fatal)
-    print(f"{run.name}: {state(run, look)}\n{shlex.join(job['command'])}\n{shown}")
+    print_or_exit(f"{run.name}: {state(run, look)}\n{shlex.join(job['command'])}\n{shown}")
 
 
 def stop(run: Path, now: bool) -> None:

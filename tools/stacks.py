@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
+from rl.report.console import print_or_exit
 from rl.watch.stacks import MEMORY, SIGNAL
 from tools.status import doing, newest_run, read
 
@@ -91,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
         who = "no rank" if args.rank is None else f"no rank {args.rank}"
         raise SystemExit(f"{run} has {who} on {host}; its ranks: {', '.join(map(str, hosts)) or 'none yet'}")
     for row in wanted:
-        print(show(row), flush=True)
+        print_or_exit(show(row))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
+from rl.report.console import print_or_exit
+
 STALE_S = 5.0
 COLUMNS = {
     "rank": "rank",
@@ -105,10 +108,10 @@ def main(arguments: list[str] | None = None) -> None:
     run = args.run or newest_run(Path("runs"))
     if not run.is_dir():
         raise SystemExit(f"there is no folder {run}; give the folder of a run, such as runs/demo")
-    print(show(run))
+    print_or_exit(show(run))
     while args.follow:
         time.sleep(1.0)
-        print(f"\033[2J\033[H{show(run)}" if sys.stdout.isatty() else show(run), flush=True)
+        print_or_exit(f"\033[2J\033[H{show(run)}" if sys.stdout.isatty() else show(run))
 
 
 if __name__ == "__main__":
