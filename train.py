@@ -20,6 +20,7 @@ from rl.config.schema import DEFAULT_CONFIG, Config, ConfigError, resolve_path
 from rl.evaluation.evaluation import check_best_metric, for_evaluation
 from rl.model.shape import check_model
 from rl.placement.roles import plan
+from rl.report.console import print_or_exit
 from rl.report.metrics import Measures
 from rl.rewards.find import check_rewards
 from rl.run.actor import Actor
@@ -110,7 +111,7 @@ def print_plan(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"oneworld: {error}", file=sys.stderr)
         return 2
-    print(placement.table())
+    print_or_exit(placement.table())
     return 0
 
 
