@@ -22,7 +22,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.checks.net import listen
+from launch.checks.sockets import listen
 from rl.watch.parent import die_with_parent
 from rl.world.address import address_towards
 

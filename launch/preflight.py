@@ -1,11 +1,11 @@
-"""Is this cluster fit for the run? Before anything is started, in less than 30 s.
+"""Check that this cluster is fit for the run, before anything is started and in less than 30 s.
 
     torchrun ... launch/preflight.py [train.py's arguments]
 
-with the options that train.py would be started with; launch/run_node.sh does so. Every rank answers what rank 0 asks
-(launch/checks): versions, GPUs, clocks, ports, rates between and inside nodes, disk, memory, placement. One rank, on
-the head where that is known, prints a table and a verdict. Ends with 0 where the cluster is fit, warnings or not, else
-with 1, on every node. ONEWORLD_PREFLIGHT_S: seconds that it may take once all ranks have met (30).
+Give the torchrun options that train.py would be started with; launch/run_node.sh does so. Every rank answers what rank
+0 asks (launch/checks): versions, GPUs, clocks, ports, rates between and inside nodes, disk, memory, placement. One
+rank, on the head if that is known, prints a table and a verdict. The exit code on every node is 0 if the cluster is
+fit, even with warnings, otherwise 1. ONEWORLD_PREFLIGHT_S limits the seconds once all ranks have met (30).
 """
 
 import argparse
@@ -22,16 +22,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.checks import gpus
-from launch.checks.control import Hub, Member, Unanswered, finish, reach
-from launch.checks.net import listen
-from launch.checks.node import Answers, is_head
-from launch.checks.table import FAILED, table, verdict
+from launch.checks.handlers import Answers, is_head
+from launch.checks.results import FAILED, format_table, format_verdict
+from launch.checks.rpc import Coordinator, NoAnswer, Responder, connect, end_process
+from launch.checks.sockets import listen
 from rl.config.load import add_arguments, load_config
 from rl.config.schema import ConfigError
 from rl.watch.parent import die_with_parent
 
 JOIN_S = 120.0  # from the first rank to the last, which may have to read torch from a slow disk
-END_S = 10.0  # for the ranks to be told
+END_S = 10.0  # for telling all ranks to end
 DEFAULT_LIMIT_S = 30.0
 
 
@@ -42,8 +42,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def meeting_point(rank: int) -> tuple[str, int, socket.socket | None]:
-    """Where rank 0 listens, and on it the socket. torchrun chooses a free port for rank 0, unless its agent's store is
-    there already, which then tells of another."""
+    """Return the address and port of rank 0, and on rank 0 the listening socket.
+
+    torchrun chooses a free port for rank 0. If its agent's store listens on that port, the store passes on another one.
+    """
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", 0))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         server = listen(port) if rank == 0 else None
@@ -58,30 +60,31 @@ def meeting_point(rank: int) -> tuple[str, int, socket.socket | None]:
     return host, int(store.get("preflight")), None
 
 
-def lead(hub: Hub, args: argparse.Namespace, began: float, limit_s: float) -> None:
-    """On rank 0: asks, prints, and ends every rank."""
-    from launch.checks.survey import Survey  # imports torch, for the placement
+def coordinate(server: socket.socket, args: argparse.Namespace, began: float, limit_s: float) -> None:
+    """Run the checks on rank 0, have the result printed, and end every rank."""
+    from launch.checks.cluster import ClusterCheck  # imports torch, for the placement
 
+    num_ranks, num_local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    coordinator = Coordinator(server, num_ranks)
     code, is_whole = 1, True
     try:
-        hub.gather(JOIN_S)
-        hub.deadline = time.monotonic() + limit_s
+        coordinator.wait_for_ranks(JOIN_S)
+        coordinator.limit_time(limit_s)
         config = load_config(args.config, args.overrides)
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        num_ranks = int(os.environ.get("WORLD_SIZE", 1))
         trains, saves = not args.eval_only, not (args.dry_run or args.eval_only)
-        survey = Survey(hub, num_ranks, num_local, config, saves, trains)
-        rows, is_whole = survey.rows(), survey.is_whole
-        code = int(any(row.state == FAILED for row in rows))
-        text = f"{table(rows)}\n{verdict(rows, num_ranks // num_local, num_ranks, time.monotonic() - began)}"
+        check = ClusterCheck(coordinator, num_ranks, num_local, config, saves, trains)
+        results, is_whole = check.run(), check.is_whole
+        code = int(any(result.state == FAILED for result in results))
+        verdict = format_verdict(results, num_ranks // num_local, num_ranks, time.monotonic() - began)
+        text = f"{format_table(results)}\n{verdict}"
     except ConfigError as error:
         text = f"oneworld: {error}"
-    except Unanswered as error:
+    except NoAnswer as error:
         text, is_whole = f"preflight: 1 problem: {error}", False
-    except Exception:  # a mistake of ours, which must not leave the others waiting
+    except Exception:  # a bug of ours must not leave the other ranks waiting
         text, is_whole = traceback.format_exc(), False
-    hub.end(code, text, is_whole)
-    finish(code, "", is_whole)
+    coordinator.end(code, text, is_whole)
+    end_process(code, "", is_whole)
 
 
 def main() -> None:
@@ -91,26 +94,26 @@ def main() -> None:
     args = parse_args()
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     limit_s = float(os.environ.get("ONEWORLD_PREFLIGHT_S", DEFAULT_LIMIT_S))
-    nothing = f"preflight: 1 problem: rank {rank} on {socket.gethostname()} heard nothing of rank 0"
-    late = threading.Timer(JOIN_S + limit_s + END_S, finish, [1, nothing, False])
-    late.daemon = True
-    late.start()
-    answers = Answers(rank, local_rank, lambda: load_config(args.config, args.overrides))
+    silent = f"preflight: 1 problem: rank {rank} on {socket.gethostname()} heard nothing from rank 0"
+    timeout = threading.Timer(JOIN_S + limit_s + END_S, end_process, [1, silent, False])
+    timeout.daemon = True
+    timeout.start()
     if gpus.has_devices():
-        import torch  # noqa: F401  before the others wait for an answer
+        import torch  # noqa: F401  before rank 0 waits for an answer
     host, port, server = meeting_point(rank)
     try:
-        connection = reach("127.0.0.1" if server is not None else host, port, JOIN_S)
-    except Unanswered as error:
-        finish(1, f"preflight: 1 problem: {error}", is_whole=False)
+        connection = connect("127.0.0.1" if server is not None else host, port, JOIN_S)
+    except NoAnswer as error:
+        end_process(1, f"preflight: 1 problem: {error}", is_whole=False)
         return
-    member = Member(rank, connection, answers.calls(), speaks=local_rank == 0 and is_head())
-    answers.note = lambda text: member.send("note", text=text)
+    on_end = end_process if server is None else lambda code, text, is_whole: None  # rank 0 ends itself
+    responder = Responder(rank, connection, on_end, prints=local_rank == 0 and is_head())
+    answers = Answers(rank, local_rank, lambda: load_config(args.config, args.overrides), responder.note)
     if server is None:
-        member.serve()
+        responder.serve(answers.handlers())
     else:
-        threading.Thread(target=member.serve, daemon=True).start()
-        lead(Hub(server, int(os.environ.get("WORLD_SIZE", 1))), args, began, limit_s)
+        threading.Thread(target=responder.serve, args=[answers.handlers()], daemon=True).start()
+        coordinate(server, args, began, limit_s)
 
 
 if __name__ == "__main__":

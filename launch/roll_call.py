@@ -31,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.checks.net import CONNECT_S, is_own, listen, reason
+from launch.checks.sockets import CONNECT_S, is_own_address, listen, reason
 from rl.watch.text import count_of
 
 READY, NOT_READY, UNDER_WAY = 0, 1, 3
@@ -256,18 +256,18 @@ def main(head: str, port: int, nnodes: str, rank_text: str, run: str, training_p
     rank = int(rank_text) if rank_text else None
     own = socket.gethostname() if rank_text else f"{socket.gethostname()} (process {os.getpid()})"
     roll = Roll(*parse_nnodes(nnodes), names)
-    if rank == 0 or (rank is None and is_own(head)):
+    if rank == 0 or (rank is None and is_own_address(head)):
         try:
             with listen(port) as server:
                 roll.enter(rank, own)
                 return Caller(server, roll, run).call(wait_s)
         except OSError:
             if rank is not None:
-                from launch.checks.facts import holder
+                from launch.checks.host import port_holder
 
                 say(
-                    f"preflight: port {port} of the head is held by {holder(port)}; end it, or give another --port "
-                    f"than {training_port}, which this is next to"
+                    f"preflight: port {port} of the head is held by {port_holder(port)}; end it, or give another "
+                    f"--port than {training_port}, which this is next to"
                 )
                 return NOT_READY
     return answer(head, port, training_port, {"run": run, "node": rank, "name": own}, wait_s)

@@ -1,4 +1,4 @@
-"""GPUs of a rank and how fast they are with each other. torch is imported where there are such devices, not before."""
+"""A rank's GPU, and the transfer rates between GPUs. torch is imported only on hosts with such devices."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def has_devices() -> bool:
 
 
 def describe(local_rank: int, share_gpu: bool) -> dict[str, Any]:
-    """This rank's device: memory of it all and free, counted before anything of ours lies there but a context."""
+    """Describe this rank's device. Its free memory is read before anything of ours but a context lies there."""
     if not has_devices():
         return {}
     import torch
@@ -40,14 +40,14 @@ def describe(local_rank: int, share_gpu: bool) -> dict[str, Any]:
             torch.cuda.set_device(index)
             free, total = torch.cuda.mem_get_info(index)
             name = torch.cuda.get_device_properties(index).name
-        except RuntimeError as error:  # a card that has failed
+        except RuntimeError as error:  # a failed GPU
             return found | {"index": index, "error": str(error).splitlines()[0]}
         found |= {"name": name, "free": free, "total": total, "index": index}
     return found
 
 
-def users() -> list[str]:
-    """Processes on this node's NVIDIA GPUs, where its tool tells, but for the ranks of this launch."""
+def read_users() -> list[str]:
+    """Return the processes on this node's NVIDIA GPUs, without the ranks of this launch, as nvidia-smi lists them."""
     ours = {os.getpid()}
     with suppress(psutil.Error):
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -60,7 +60,7 @@ def users() -> list[str]:
     return []
 
 
-def measure(
+def measure_rates(
     rank: int,
     size: int,
     device_name: str,
@@ -68,8 +68,11 @@ def measure(
     partners: Sequence[int | None],
     note: Callable[[str], None],
 ) -> list[float | None]:
-    """Bytes a second, to and from the partner at once, of each round, at best; None where this rank had no partner. On
-    CPUs over gloo, which only tests ask for."""
+    """Exchange a buffer with the partner of each round. Return the best rate in bytes per second for each round, or
+    None for a round without a partner.
+
+    GPUs use NCCL. CPUs use gloo, which only tests ask for. `note` is told about each phase, to name a hang.
+    """
     import torch
     import torch.distributed as dist
 
@@ -86,7 +89,7 @@ def measure(
     pg = dist.group.WORLD
     assert pg is not None
     outgoing, incoming = (torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    dist.all_reduce(outgoing[:1024], group=pg)  # one communicator of all, which every pair then uses
+    dist.all_reduce(outgoing[:1024], group=pg)  # creates one communicator, which all pairs use
     rates: list[float | None] = []
     for number, partner in enumerate(partners):
         if partner is None:

@@ -1,17 +1,17 @@
-"""What the ranks of each role need at least, by arithmetic on the number of parameters, before anything is loaded.
+"""Estimate how much memory each role needs at least, by arithmetic on the number of parameters. Nothing is loaded.
 
-    training state   16 bytes a parameter (float32 weights, gradients and two moments) over the shards of a replica; of
-                     the policy, and of the critic where there is one
+    training state   16 bytes a parameter (float32 weights, gradients and two moments), split over the shards of a
+                     replica; for the policy, and for the critic if there is one
     reference        4 bytes a parameter over the same ranks, or over the inference ranks
     inference        4 bytes a parameter over the inference ranks
     engine           weights in model.dtype over its ranks, and its KV cache
-    a checkpoint     the weights in model.dtype, two moments, and float32 masters where model.dtype is narrower
+    checkpoint       weights in model.dtype, two moments, and float32 masters if model.dtype is narrower
     its host copy    12 bytes a parameter of the rank's shard
 
-With --eval-only the state is the weights, 4 bytes a parameter, and no host copy is made; a checkpoint that is read then
-brings its two moments along, which are not counted: whether there is one is not known before.
+With --eval-only the state is the weights, 4 bytes a parameter, and there is no host copy. The two moments of a
+checkpoint that is read then are not counted: whether there is a checkpoint is not known yet.
 
-Activations come on top: they depend on kernels and lengths, and `train.py --dry-run` measures them.
+Activations come on top. They depend on kernels and lengths; `train.py --dry-run` measures them.
 """
 
 from dataclasses import dataclass
@@ -21,92 +21,82 @@ from rl.placement.roles import Placement
 
 STATE, MOMENTS, COPY, HOST_COPY = 16, 8, 4, 12  # bytes a parameter
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-LIBRARIES = 1 << 30  # of host memory a rank
+LIBRARIES = 1 << 30  # host memory of a rank without any model
 CPU_KV_CACHE = 256 << 20
 
 
 @dataclass(frozen=True)
-class Need:
-    """In bytes, of each of some ranks with the same roles."""
+class RoleMemory:
+    """Bytes that each of `ranks` needs. They all have the same roles."""
 
     roles: tuple[str, ...]
     ranks: tuple[int, ...]
-    learner: int  # where the learner computes: state, reference, copies for logprobs
+    learner: int  # on the learner's device: state, reference, copies for logprobs
     engine: int  # weights alone
-    resting: int  # of the learner's part: not on the device while the engine works
-    host: int  # besides: libraries, copies of checkpoints, what was swapped out
+    offloaded: int  # part of `learner` that is not on the device while the engine works
+    host: int  # in addition: libraries, copies of checkpoints, offloaded state
 
     def on_device(self, engine_share: int) -> int:
-        """At the worst moment, with an engine that fills its share."""
+        """Return the peak, with an engine that fills its share."""
         engine = engine_share if self.engine else 0
-        return max(self.learner, self.learner - self.resting + engine)
+        return max(self.learner, self.learner - self.offloaded + engine)
 
 
-def estimate(
-    config: Config, placement: Placement, num_parameters: int, num_critic_parameters: int, trains: bool = True
-) -> list[Need]:
-    """`trains` False: --eval-only."""
-    found: dict[tuple[str, ...], list[int]] = {}
-    for rank, roles in enumerate(placement.roles):
-        found.setdefault(roles, []).append(rank)
+def estimate(config: Config, placement: Placement, policy: int, critic: int, trains: bool = True) -> list[RoleMemory]:
+    """Estimate the memory of each combination of roles.
+
+    `policy` and `critic` are numbers of parameters, 0 without a critic. `trains` is False with --eval-only.
+    """
     return [
-        _need(config, placement, roles, ranks, num_parameters, num_critic_parameters, trains)
-        for roles, ranks in found.items()
+        _estimate_role(config, placement, roles, policy, critic, trains) for roles in dict.fromkeys(placement.roles)
     ]
 
 
-def _need(
-    config: Config,
-    placement: Placement,
-    roles: tuple[str, ...],
-    ranks: list[int],
-    policy: int,
-    critic: int,
-    trains: bool,
-) -> Need:
-    critic = critic if config.algo.has_critic else 0
+def _estimate_role(
+    config: Config, placement: Placement, roles: tuple[str, ...], policy: int, critic: int, trains: bool
+) -> RoleMemory:
     has_reference = bool(config.algo.kl_coef)
     is_scored_apart = bool(placement.scorers) and config.algo.kl_estimator != "full"
-    state = moments = reference = scorer = 0
+    state = moments = reference = scorer = engine = offloaded = 0
+    host = LIBRARIES
     if "actor" in roles:
         num_shards = len(placement.replicas[0])
         state = (STATE if trains else COPY) * (policy + critic) // num_shards
-        moments = MOMENTS * (policy + critic) // num_shards if trains else 0
-        reference = 0 if is_scored_apart or not has_reference else COPY * policy // num_shards
+        if trains:
+            moments = MOMENTS * (policy + critic) // num_shards
+            host += HOST_COPY * (policy + critic) // num_shards
+        if has_reference and not is_scored_apart:
+            reference = COPY * policy // num_shards
     if "inference" in roles and placement.scorers:
         copies = int(config.algo.has_old_pass or bool(config.algo.certainty_coef)) + int(has_reference)
         scorer = COPY * max(1, copies) * policy // len(placement.scorers)
-    engine = 0
     if "rollout" in roles:
         engine = DTYPE_BYTES[config.model.dtype] * policy // config.rollout.tensor_parallel_size
     learner = state + reference + scorer
-    host, resting = LIBRARIES, 0
-    if config.actor.offload == "always":  # a layer at a time is on the device
+    if config.actor.offload == "always":  # one layer at a time is on the device
         host, learner = host + state + reference, scorer
     elif "rollout" in roles and "actor" in roles:
-        resting = {"none": 0, "rollout": learner, "moments": moments}[config.actor.offload]
-        host += resting
-    if "actor" in roles and trains:
-        host += HOST_COPY * (policy + critic) // len(placement.replicas[0])
-    return Need(roles, tuple(ranks), learner, engine, resting, host)
+        offloaded = {"none": 0, "rollout": learner, "moments": moments}[config.actor.offload]
+        host += offloaded
+    ranks = tuple(rank for rank, others in enumerate(placement.roles) if others == roles)
+    return RoleMemory(roles, ranks, learner, engine, offloaded, host)
 
 
-def on_cpu(need: Need, config: Config) -> int:
-    """Of host memory, where that is the device too."""
+def on_cpu(memory: RoleMemory, config: Config) -> int:
+    """Return the bytes of host memory that a rank needs if the CPU is its device."""
     cache = config.rollout.kv_cache_mb << 20 or CPU_KV_CACHE
-    engine = need.engine + cache if need.engine and config.rollout.engine == "vllm" else 0
-    return need.host - need.resting + need.learner + engine
+    engine = memory.engine + cache if memory.engine and config.rollout.engine == "vllm" else 0
+    return memory.host - memory.offloaded + memory.learner + engine
 
 
-def checkpoint_bytes(config: Config, num_parameters: int, num_critic_parameters: int) -> int:
-    """On disk, of all ranks, one copy of it."""
+def checkpoint_bytes(config: Config, policy: int, critic: int) -> int:
+    """Return the size of one copy of a checkpoint, all ranks together."""
     dtype = DTYPE_BYTES[config.model.dtype]
-    critic = num_critic_parameters if config.algo.has_critic else 0
-    return (num_parameters + critic) * (dtype + 8 + (4 if dtype < 4 else 0))
+    return (policy + critic) * (dtype + MOMENTS + (4 if dtype < 4 else 0))
 
 
 def num_kept(config: Config) -> int:
-    """Checkpoints that lie on disk at once: the new one is written before an old one is removed."""
+    """Return how many checkpoints lie on disk at once. A new one is written before an old one is removed."""
     keep, num_steps = config.checkpoint, config.train.num_steps
-    for_good = num_steps // keep.keep_every if keep.keep_every else 0
-    return keep.keep_last + 1 + bool(keep.best_metric) + for_good
+    permanent = num_steps // keep.keep_every if keep.keep_every else 0
+    return keep.keep_last + 1 + bool(keep.best_metric) + permanent

@@ -1,29 +1,29 @@
-"""What preflight measures over NCCL between GPUs, here over gloo between three ranks: rounds, partners and notes."""
+"""The rates that preflight measures between GPUs over NCCL, here between three CPU ranks over gloo."""
 
 import multiprocessing as mp
 from typing import Any
 
 import pytest
 
-from launch.checks.gpus import measure
-from launch.checks.links import rounds
-from launch.checks.net import listen
+from launch.checks.bandwidth import pair_rounds
+from launch.checks.gpus import measure_rates
+from launch.checks.sockets import listen
 
 SIZE = 3
 
 
 def work(rank: int, port: int, partners: list[int | None], answers: "mp.Queue[Any]") -> None:
     notes: list[str] = []
-    answers.put((rank, measure(rank, SIZE, "cpu", ("127.0.0.1", port), partners, notes.append), notes))
+    answers.put((rank, measure_rates(rank, SIZE, "cpu", ("127.0.0.1", port), partners, notes.append), notes))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_every_rank_measures_its_partner_of_each_round() -> None:
-    """Of three, one has no partner in each of the three rounds."""
+    """In each of the three rounds one of the three ranks has no partner."""
     with listen(0) as server:
         port = server.getsockname()[1]
-    partner = [dict(pairs) | {b: a for a, b in pairs} for pairs in rounds(SIZE)]
+    partner = [dict(pairs) | {b: a for a, b in pairs} for pairs in pair_rounds(SIZE)]
     context = mp.get_context("spawn")
     answers = context.Queue()
     ranks = [

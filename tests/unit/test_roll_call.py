@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from launch import roll_call
-from launch.checks.net import is_own, listen
+from launch.checks.sockets import is_own_address, listen
 from launch.roll_call import NOT_READY, READY, UNDER_WAY, Caller, Roll, answer, parse_nnodes
 
 pytestmark = pytest.mark.timeout(30)
@@ -50,7 +50,7 @@ def test_a_rank_is_one_nodes() -> None:
 
 def test_sizes() -> None:
     assert (parse_nnodes("4"), parse_nnodes("3:4")) == ((4, 4), (3, 4))
-    assert is_own("127.0.0.1") and is_own("localhost") and not is_own("192.0.2.1")
+    assert is_own_address("127.0.0.1") and is_own_address("localhost") and not is_own_address("192.0.2.1")
 
 
 def call(roll: Roll, wait_s: float, *hellos: dict[str, object]) -> tuple[int, list[int]]:

@@ -1,4 +1,4 @@
-"""What a rank answers when rank 0 asks: about its node where it is the first there, and about its GPU."""
+"""What a rank answers when rank 0 asks: about its GPU, and about its node if it is the first rank there."""
 
 import dataclasses
 import hashlib
@@ -10,35 +10,37 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from launch.checks import facts, gpus
-from launch.checks.links import Sink, send_to, unreachable
-from launch.checks.net import is_own, listen
+from launch.checks import gpus, host
+from launch.checks.bandwidth import Sink, find_unreachable, measure_rate
+from launch.checks.sockets import is_own_address, listen
 from rl.config.schema import Config, ConfigError
 from rl.rewards.find import own_files
 
 
 class Answers:
-    """`load`: reads the settings that this node was given."""
+    """The answers of one rank.
 
-    def __init__(self, rank: int, local_rank: int, load: Callable[[], Config]):
-        self._rank, self._local_rank, self._load = rank, local_rank, load
+    `load` reads the settings that this node was given. `note` tells rank 0 what this rank is doing.
+    """
+
+    def __init__(self, rank: int, local_rank: int, load: Callable[[], Config], note: Callable[[str], None]):
+        self._rank, self._local_rank, self._load, self._note = rank, local_rank, load, note
         self._sink = Sink()
         self._gpu: dict[str, Any] = {}
         self._held: socket.socket | None = None
-        self.note: Callable[[str], None] = print
 
-    def calls(self) -> dict[str, Callable[..., Any]]:
+    def handlers(self) -> dict[str, Callable[..., Any]]:
         return {
             "describe": self.describe,
-            "clock": time.time,
-            "unreachable": unreachable,
-            "send": send_to,
+            "read_clock": time.time,
+            "find_unreachable": find_unreachable,
+            "measure_rate": measure_rate,
             "hold_port": self.hold_port,
             "free_port": self.free_port,
             "measure_gpus": self.measure_gpus,
-            "mark": facts.leave_mark,
-            "seen": facts.seen_marks,
-            "unmark": facts.remove_mark,
+            "write_marker": host.write_marker,
+            "find_markers": host.find_markers,
+            "remove_marker": host.remove_marker,
         }
 
     def describe(self) -> dict[str, Any]:
@@ -51,7 +53,7 @@ class Answers:
         found = {"gpu": self._gpu, "host": socket.gethostname(), "sink": self._sink.port}
         if self._local_rank:
             return found
-        versions = facts.versions()
+        versions = host.read_versions()
         versions |= {name: self._gpu[name] for name in ("nccl", "hip") if name in self._gpu}
         number = os.environ.get("ONEWORLD_NODE_RANK", "")
         return found | {
@@ -62,18 +64,18 @@ class Answers:
             "folder": config.run.dir,
             "settings": settings_digest(config),
             "versions": versions,
-            "code": facts.code_digest(rewards),
-            "commit": facts.commit(),
-            "memory": facts.memory(),
-            "shared_memory": facts.shared_memory(),
-            "gpu_users": gpus.users() if self._gpu else [],
+            "code": host.code_digest(rewards),
+            "commit": host.read_commit(),
+            "memory": host.read_memory(),
+            "shared_memory": host.read_shared_memory(),
+            "gpu_users": gpus.read_users() if self._gpu else [],
         }
 
     def hold_port(self, port: int) -> str:
-        """Until it is freed; or who does already."""
-        if by := facts.holder(port):
-            return by
-        with suppress(OSError):  # another was quicker: others will not reach it
+        """Listen on a port until `free_port`. Return who holds it already, or an empty string."""
+        if holder := host.port_holder(port):
+            return holder
+        with suppress(OSError):  # another process was quicker: the other nodes will not reach the port
             self._held = listen(port)
         return ""
 
@@ -82,18 +84,18 @@ class Answers:
             self._held.close()
 
     def measure_gpus(self, size: int, store: Sequence[Any], partners: Sequence[int | None]) -> list[float | None]:
-        place = (str(store[0]), int(store[1]))
-        return gpus.measure(self._rank, size, f"cuda:{self._gpu['index']}", place, partners, self.note)
+        address = (str(store[0]), int(store[1]))
+        return gpus.measure_rates(self._rank, size, f"cuda:{self._gpu['index']}", address, partners, self._note)
 
 
 def is_head() -> bool:
-    """As launch/run_node.sh says, or by its address; without a launcher nobody is."""
+    """Return whether this node hosts the rendezvous: launch/run_node.sh says so, or the head's address is its own."""
     head, number = os.environ.get("ONEWORLD_HEAD", ""), os.environ.get("ONEWORLD_NODE_RANK", "")
-    return bool(head) and (number == "0" if number else is_own(head))
+    return bool(head) and (number == "0" if number else is_own_address(head))
 
 
 def settings_digest(config: Config) -> str:
-    """Of what must be the same on all nodes; disks may have different names."""
+    """Hash the settings that must be the same on all nodes. run.dir is not one: disks may have different names."""
     values: Mapping[str, Any] = dataclasses.asdict(config)
     values["run"].pop("dir")
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""How fast nodes are with each other: a schedule of pairs, rates over plain TCP, and who is slow against the others."""
+"""Measure transfer rates over TCP: a schedule of pairs, the transfers, and which links are slow."""
 
 import json
 import socket
@@ -11,17 +11,18 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from launch.checks.net import CONNECT_S, listen, reason
-from launch.checks.table import Names
+from launch.checks.results import Names
+from launch.checks.sockets import CONNECT_S, listen, reason
 
 Link = tuple[int, int]  # from, to
-SLOW = 0.5  # of what the others reach
+SLOW = 0.5  # fraction of the usual rate
 BLOCK = bytes(1 << 18)
-RESET = struct.pack("ii", 1, 0)  # what is not sent yet when a measurement ends must not disturb the next
+# SO_LINGER that discards unsent bytes when a transfer ends: they must not disturb the next one.
+RESET = struct.pack("ii", 1, 0)
 
 
-def rounds(count: int) -> list[list[Link]]:
-    """All pairs of `count`, in rounds in which each takes part at most once: as many rounds as there are members."""
+def pair_rounds(count: int) -> list[list[Link]]:
+    """Return all pairs of `count` members in rounds. In a round each member is in at most one pair."""
     members: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     found = []
     for _ in range(len(members) - 1):
@@ -33,7 +34,8 @@ def rounds(count: int) -> list[list[Link]]:
 
 
 def usual_rate(rates: Mapping[Link, float]) -> float:
-    """The median of what the members reach at best: with one slow member of three, most of the links are slow."""
+    """Return the median over members of their best rate. A median over links fails: one slow member of three makes
+    most of the links slow."""
     best: dict[int, float] = defaultdict(float)
     for link, rate in rates.items():
         for member in link:
@@ -42,7 +44,7 @@ def usual_rate(rates: Mapping[Link, float]) -> float:
 
 
 def slow_links(rates: Mapping[Link, float], floor: float) -> list[Link]:
-    """Those below half of what is usual, and below the floor: what is fast enough may differ."""
+    """Return links below half of the usual rate. A link above `floor` is fast enough, however the others do."""
     if not rates:
         return []
     limit = min(SLOW * usual_rate(rates), floor)
@@ -50,32 +52,32 @@ def slow_links(rates: Mapping[Link, float], floor: float) -> list[Link]:
 
 
 def describe_slow(slow: Iterable[Link], rates: Mapping[Link, float], names: Names) -> list[str]:
-    """Who is slow with all others is named once; other pairs each."""
+    """Return a line for each member that is slow with all others, and for each other slow pair."""
     left, lines = set(slow), []
-    for word, ends in (
+    for text, ends in (
         ("is slow with all others", (0, 1)),
         ("sends slowly to all", (0,)),
-        ("gets slowly from all", (1,)),
+        ("receives slowly from all", (1,)),
     ):
         for member in sorted({member for link in rates for member in link}):
             links = {link for link in rates if any(link[end] == member for end in ends)}
-            if len({*links}) > len(ends) and links <= left:
-                lines.append(f"{names.one(member)} {word}: {show_rate(max(rates[link] for link in links))} at best")
+            if len(links) > len(ends) and links <= left:
+                lines.append(f"{names.one(member)} {text}: {format_rate(max(rates[link] for link in links))} at best")
                 left -= links
     for a, b in sorted(left):
         if (b, a) not in left:
-            lines.append(f"{names.one(a)} to {names.one(b)}: {show_rate(rates[a, b])}")
+            lines.append(f"{names.one(a)} to {names.one(b)}: {format_rate(rates[a, b])}")
         elif a < b:
-            lines.append(f"{names.one(a)} and {names.one(b)}: {show_rate(min(rates[a, b], rates[b, a]))}")
+            lines.append(f"{names.one(a)} and {names.one(b)}: {format_rate(min(rates[a, b], rates[b, a]))}")
     return lines
 
 
-def show_rate(bytes_per_s: float) -> str:
+def format_rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 5e7 else f"{bytes_per_s / 1e6:.2g} MB/s"
 
 
 class Sink:
-    """Takes what others send, and tells them how much came in the time they gave."""
+    """Receive bytes from other ranks for as long as they ask for, and tell them the rate."""
 
     def __init__(self) -> None:
         self._server = listen(0)
@@ -85,9 +87,9 @@ class Sink:
     def _accept(self) -> None:
         while True:
             connection, _ = self._server.accept()
-            threading.Thread(target=self._take, args=[connection], daemon=True).start()
+            threading.Thread(target=self._receive, args=[connection], daemon=True).start()
 
-    def _take(self, connection: socket.socket) -> None:
+    def _receive(self, connection: socket.socket) -> None:
         buffer = bytearray(len(BLOCK))
         with connection, suppress(OSError, ValueError, struct.error):
             connection.settimeout(CONNECT_S)
@@ -103,12 +105,12 @@ class Sink:
             took = time.perf_counter() - begun
             connection.settimeout(CONNECT_S)
             connection.sendall(json.dumps({"rate": count / took}).encode())
-            while connection.recv_into(buffer):  # the answer must get there before the end
+            while connection.recv_into(buffer):  # the answer must arrive before this end closes
                 pass
 
 
-def send_to(address: str, port: int, seconds: float) -> dict[str, Any]:
-    """How many bytes a second arrive there, or why none do."""
+def measure_rate(address: str, port: int, seconds: float) -> dict[str, Any]:
+    """Send to a Sink. Return the `rate` in bytes per second that arrived there, or an `error`."""
     try:
         with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
@@ -124,19 +126,19 @@ def send_to(address: str, port: int, seconds: float) -> dict[str, Any]:
         return {"error": reason(error)}
 
 
-def unreachable(places: Mapping[str, tuple[str, int]], timeout_s: float = CONNECT_S) -> dict[str, str]:
-    """Of these, which do not take a connection, and why; all are tried at once."""
+def find_unreachable(places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    """Connect to all of these places at once. Return those that take no connection, with the reason."""
     errors: dict[str, str] = {}
 
-    def knock(key: str, place: tuple[str, int]) -> None:
+    def connect(key: str, place: tuple[str, int]) -> None:
         try:
-            socket.create_connection(place, timeout=timeout_s).close()
+            socket.create_connection(place, timeout=CONNECT_S).close()
         except OSError as error:
             errors[key] = reason(error)
 
-    threads = [threading.Thread(target=knock, args=[key, tuple(place)], daemon=True) for key, place in places.items()]
+    threads = [threading.Thread(target=connect, args=[key, tuple(place)], daemon=True) for key, place in places.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout_s + 1.0)
+        thread.join(CONNECT_S + 1.0)
     return errors

