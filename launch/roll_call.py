@@ -1,19 +1,20 @@
-"""Who is there, before torchrun is started: its rendezvous waits for missing nodes without a word.
+"""Find out which nodes are there before torchrun starts: its rendezvous waits for missing nodes without a word.
 
     python launch/roll_call.py HEAD PORT NNODES NODE_RANK RUN TRAINING_PORT
 
-on every node, with what launch/run_node.sh knows; NODE_RANK may be empty. The head listens at PORT and says whom it
-waits for; the others tell it who they are, and say so when they cannot reach it. ONEWORLD_NODES names the nodes in the
-order of their ranks, where a launcher knows them. NNODES may be MIN:MAX: then those that come within EXTRA_S of the
-first MIN count.
+launch/run_node.sh runs this on every node; NODE_RANK may be empty. The head listens on PORT and says which nodes it
+waits for. The other nodes introduce themselves, and say so if they cannot reach the head. ONEWORLD_NODES may hold the
+names of the nodes in the order of their ranks. With NNODES as MIN:MAX, the nodes that come within EXTRA_S seconds after
+the first MIN take part.
 
-Ends with 0 on every node when all are there, and with 1 on every node when they were not within
-ONEWORLD_PREFLIGHT_WAIT_S seconds (300). With 3 where nobody calls the roll but torchrun's rendezvous of this run is at
-the head's training port: the others have been through this and are at work, and this node may join them.
+The exit code is the same on every node: 0 if all are there, 1 if they were not within ONEWORLD_PREFLIGHT_WAIT_S seconds
+(300). It is 3 on a node that finds no roll call, but torchrun's rendezvous of this run on the head's training port: the
+other nodes are training already, and this one may join them.
 
     python launch/roll_call.py rendezvous HEAD TRAINING_PORT RUN SECONDS
 
-ends with 0 where that is so. A process of its own: torch's client waits without end for a listener that says nothing.
+ends with 0 if that rendezvous is there. It is a process of its own, because torch's client waits forever for a listener
+that says nothing.
 """
 
 import json
@@ -28,20 +29,22 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.checks.sockets import CONNECT_S, is_own_address, listen, reason
+from rl.net.framing import FrameReader
+from rl.watch.lines import MAX_MESSAGE, Lines
 from rl.watch.text import count_of
 
 READY, NOT_READY, UNDER_WAY = 0, 1, 3
 DEFAULT_WAIT_S = 300.0
-FIRST_WORD_S, WORD_S = 3.0, 15.0  # when it is said who is missing
+FIRST_REPORT_S, REPORT_S = 3.0, 15.0  # when missing nodes are reported
 EXTRA_S = 10.0
-BEAT_S, SILENCE_S = 2.0, 20.0  # of a head that lives, and of one that does not
-UNDER_WAY_S = 8.0  # so long a head may take from one port to the other
+HEARTBEAT_S, SILENCE_S = 2.0, 20.0  # interval of the head's messages, and when it counts as dead
+UNDER_WAY_S = 8.0  # a head may take this long from the roll call to the training port
 STORE_S = 5.0  # for a store to answer
-MAX_HELLO = 1 << 16
 
 
 def say(text: str) -> None:
@@ -50,41 +53,40 @@ def say(text: str) -> None:
 
 @dataclass
 class Roll:
-    """Who is there, by rank, or by name where a node knows no rank."""
+    """The nodes that are present, by rank, or by name if they have no ranks."""
 
     min_nodes: int
     max_nodes: int
     names: Sequence[str] = ()  # by rank, as far as they are known
-    here: dict[int | str, str] = field(default_factory=dict)
+    present: dict[int | str, str] = field(default_factory=dict)
 
     def enter(self, rank: int | None, name: str) -> str:
-        """What is wrong with it; empty: nothing."""
+        """Add a node. Return why it is refused, or an empty string."""
         key = name if rank is None else rank
         if rank is not None and rank >= self.max_nodes:
             return f"got node rank {rank} in a launch of {count_of(self.max_nodes, 'node')}; ranks count from 0"
-        if self.here.get(key, name) != name:
-            return f"node {rank} is {self.here[key]} already, and so says {name}; give each a rank of its own"
-        self.here[key] = name
+        if self.present.get(key, name) != name:
+            return f"got node rank {rank} from {name}, but {self.present[key]} has it; give each node its own rank"
+        self.present[key] = name
         return ""
 
     def leave(self, rank: int | None, name: str) -> None:
-        self.here.pop(name if rank is None else rank, None)
+        self.present.pop(name if rank is None else rank, None)
 
     @property
     def is_enough(self) -> bool:
-        return len(self.here) >= self.min_nodes
+        return len(self.present) >= self.min_nodes
 
     @property
     def is_complete(self) -> bool:
-        return len(self.here) >= self.max_nodes
+        return len(self.present) >= self.max_nodes
 
     def missing(self) -> str:
-        """`1 of 4 nodes: node 2 (gpu-03)`; without ranks it can only be said who is there."""
-        count = self.max_nodes - len(self.here)
-        text = f"{count} of {self.max_nodes} nodes"
-        if any(isinstance(key, str) for key in self.here):
-            return f"{text}; here: {', '.join(sorted(self.here.values()))}"
-        absent = [rank for rank in range(self.max_nodes) if rank not in self.here]
+        """Return `1 of 4 nodes: node 2 (gpu-03)`. Without ranks, name the nodes that are present instead."""
+        text = f"{self.max_nodes - len(self.present)} of {self.max_nodes} nodes"
+        if any(isinstance(key, str) for key in self.present):
+            return f"{text}; present: {', '.join(sorted(self.present.values()))}"
+        absent = [rank for rank in range(self.max_nodes) if rank not in self.present]
         shown = [f"node {rank}" + (f" ({self.names[rank]})" if rank < len(self.names) else "") for rank in absent]
         more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
         return f"{text}: {', '.join(shown[:8])}{more}"
@@ -95,17 +97,16 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
-class Caller:
-    """The head."""
+class RollCall:
+    """The head's side: wait for the other nodes and tell them the outcome."""
 
     def __init__(self, server: socket.socket, roll: Roll, run: str):
         self._server, self._roll, self._run = server, roll, run
-        self._parts: dict[socket.socket, bytes] = {}  # of whom nothing is known yet
-        self._known: dict[socket.socket, tuple[int | None, str]] = {}
+        self._members: dict[Lines, tuple[int | None, str] | None] = {}  # None until a node has introduced itself
 
     def call(self, wait_s: float) -> int:
         begun = time.monotonic()
-        next_word, next_beat, enough_at = begun + FIRST_WORD_S, begun, None
+        next_report, next_heartbeat, enough_at = begun + FIRST_REPORT_S, begun, None
         while not self._roll.is_complete:
             now = time.monotonic()
             if self._roll.is_enough and enough_at is None:
@@ -115,117 +116,93 @@ class Caller:
                 break
             if now > begun + wait_s:
                 text = f"preflight: gave up after {wait_s:g} s (ONEWORLD_PREFLIGHT_WAIT_S) on {self._roll.missing()}"
-                self._tell(end=NOT_READY, text=text)
-                say(f"{text}; look at what its launcher says, and whether it reaches this node")
+                self._send_all("end", code=NOT_READY, text=text)
+                say(f"{text}; look at the output of its launcher, and whether it reaches this node")
                 return NOT_READY
-            if now > next_word:
+            if now > next_report:
                 say(f"waiting for {self._roll.missing()}")
-                next_word = now + WORD_S
-            if now > next_beat:
-                self._tell(wait=True)
-                next_beat = now + BEAT_S
-            self._step(timeout_s=0.5)
-        self._tell(end=READY, text="")
+                next_report = now + REPORT_S
+            if now > next_heartbeat:
+                self._send_all("wait")
+                next_heartbeat = now + HEARTBEAT_S
+            self.step(timeout_s=0.5)
+        self._send_all("end", code=READY, text="")
         return READY
 
-    def _step(self, timeout_s: float) -> None:
-        for ready in select.select([self._server, *self._parts, *self._known], [], [], timeout_s)[0]:
-            if ready is self._server:
-                connection, _ = self._server.accept()
-                connection.setblocking(False)
-                self._parts[connection] = b""
-            else:
-                self._read(ready)
+    def step(self, timeout_s: float) -> None:
+        """Wait for connections and messages, and bring the roll up to date."""
+        connections = [lines.connection for lines in self._members]
+        if self._server in select.select([self._server, *connections], [], [], timeout_s)[0]:
+            self._members[Lines(self._server.accept()[0])] = None
+        for lines in [*self._members]:
+            for message in lines.receive()[:1]:  # a node sends only its hello
+                self._meet(lines, message)
+            if not lines.is_open:
+                node = self._members.pop(lines)
+                lines.close()
+                if node is not None and node not in self._members.values():  # else it has connected again
+                    self._roll.leave(*node)
 
-    def _read(self, connection: socket.socket) -> None:
-        try:
-            data = connection.recv(4096)
-        except OSError:
-            data = b""
-        if connection in self._known:
-            if not data:
-                who = self._known.pop(connection)
-                connection.close()
-                if who not in self._known.values():  # else it has come again before this connection ended
-                    self._roll.leave(*who)
+    def _meet(self, lines: Lines, hello: dict[str, Any]) -> None:
+        if not {"run", "node", "name"} <= hello.keys():  # not one of our nodes
+            lines.close()
             return
-        self._parts[connection] += data
-        part = self._parts[connection]
-        if not data or len(part) > MAX_HELLO:
-            del self._parts[connection]
-            connection.close()
-        elif b"\n" in part:
-            del self._parts[connection]
-            self._meet(connection, part.partition(b"\n")[0])
-
-    def _meet(self, connection: socket.socket, line: bytes) -> None:
-        try:
-            hello = json.loads(line)
-            run, rank, name = hello["run"], hello["node"], hello["name"]
-        except (ValueError, KeyError, TypeError):  # a stranger
-            connection.close()
-            return
+        run, rank, name = hello["run"], hello["node"], hello["name"]
         if run != self._run:
-            wrong = f"got {name} of the run {run}, but here the roll of {self._run} is called; give one another --port"
+            wrong = f"got {name} of the run {run}, but this is the roll call of {self._run}; give one another --port"
         else:
             wrong = self._roll.enter(rank, name)
         if wrong:
             say(wrong)
-            _send(connection, end=NOT_READY, text=wrong)
-            connection.close()
+            lines.send("end", code=NOT_READY, text=wrong)
+            lines.close()
         else:
-            self._known[connection] = (rank, name)
+            self._members[lines] = (rank, name)
 
-    def _tell(self, **message: object) -> None:
-        for connection in self._known:
-            _send(connection, **message)
-            if "end" in message:
-                connection.close()
-
-
-def _send(connection: socket.socket, **message: object) -> None:
-    with suppress(OSError):  # a lost one is seen when it is read from
-        connection.send(json.dumps(message).encode() + b"\n")
+    def _send_all(self, kind: str, **values: Any) -> None:
+        for lines, node in self._members.items():
+            if node is not None:
+                lines.send(kind, **values)
 
 
-def answer(head: str, port: int, training_port: int, hello: dict[str, object], wait_s: float) -> int:
-    """Of every other node."""
+def answer(head: str, port: int, training_port: int, hello: dict[str, Any], wait_s: float) -> int:
+    """Introduce this node to the head, and return its verdict."""
     who = hello["name"] if hello["node"] is None else f"node {hello['node']} ({hello['name']})"
     begun = time.monotonic()
-    next_word, next_look = begun + FIRST_WORD_S, begun + UNDER_WAY_S
+    next_report, next_look = begun + FIRST_REPORT_S, begun + UNDER_WAY_S
     while True:
-        trouble = "it ended the connection"
         try:
             with socket.create_connection((head, port), timeout=CONNECT_S) as connection:
+                Lines(connection).send("hello", **hello)
                 connection.settimeout(SILENCE_S)
-                connection.sendall(json.dumps(hello).encode() + b"\n")
-                for line in connection.makefile():
-                    message = json.loads(line)
-                    if "end" in message:
-                        if message["text"]:
-                            say(message["text"])
-                        return message["end"]
+                reader = FrameReader(connection, MAX_MESSAGE)
+                while (message := json.loads(reader.wait_for_frame().head))["kind"] != "end":
+                    pass
+            if message["text"]:
+                say(message["text"])
+            return message["code"]
         except (OSError, ValueError) as error:
             trouble = reason(error)
         now = time.monotonic()
         if now > next_look and _accepts(head, training_port):
-            if _is_under_way(head, training_port, str(hello["run"])):
+            if _is_under_way(head, training_port, hello["run"]):
                 say(
-                    f"{who}: nobody calls the roll at {head}:{port}, but the rendezvous of {hello['run']} at "
+                    f"{who}: there is no roll call at {head}:{port}, but the rendezvous of {hello['run']} at "
                     f"{head}:{training_port} answers: joins the others without preflight"
                 )
                 return UNDER_WAY
-            say(f"{who}: what listens at {head}:{training_port} is not the rendezvous of {hello['run']}")
-            next_look = time.monotonic() + WORD_S
+            say(f"{who}: the listener at {head}:{training_port} is not the rendezvous of {hello['run']}")
+            next_look = time.monotonic() + REPORT_S
         if now > begun + wait_s:
             say(
                 f"preflight: {who} could not reach the head at {head}:{port} within {wait_s:g} s "
                 f"(ONEWORLD_PREFLIGHT_WAIT_S): {trouble}; start the head, or let this node reach that port"
             )
             return NOT_READY
-        if now > next_word:
-            say(f"{who} cannot reach the head at {head}:{port}: {trouble}; tries for {begun + wait_s - now:.0f} s more")
-            next_word = now + WORD_S
+        if now > next_report:
+            left = begun + wait_s - now
+            say(f"{who} cannot reach the head at {head}:{port}: {trouble}; retries for {left:.0f} s more")
+            next_report = now + REPORT_S
         time.sleep(0.3)  # nothing tells when a head begins to listen
 
 
@@ -241,12 +218,12 @@ def _is_under_way(head: str, training_port: int, run: str) -> bool:
 
 
 def has_rendezvous(head: str, training_port: int, run: str, timeout_s: float) -> bool:
-    """Ends the process where nothing is said in time."""
+    """Return whether torchrun's rendezvous of this run is there. End the process if nothing answers in time."""
     from torch.distributed import TCPStore
 
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)  # SIGALRM, which nobody handles, ends it inside of torch too
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)  # SIGALRM ends the process even inside torch
     store = TCPStore(head, training_port, is_master=False, wait_for_workers=False)
-    return store.check([f"torch.rendezvous.{run}"])  # as torchrun's c10d backend names it
+    return store.check([f"torch.rendezvous.{run}"])  # the key of torchrun's c10d backend
 
 
 def main(head: str, port: int, nnodes: str, rank_text: str, run: str, training_port: int) -> int:
@@ -260,14 +237,14 @@ def main(head: str, port: int, nnodes: str, rank_text: str, run: str, training_p
         try:
             with listen(port) as server:
                 roll.enter(rank, own)
-                return Caller(server, roll, run).call(wait_s)
+                return RollCall(server, roll, run).call(wait_s)
         except OSError:
             if rank is not None:
                 from launch.checks.host import port_holder
 
                 say(
                     f"preflight: port {port} of the head is held by {port_holder(port)}; end it, or give another "
-                    f"--port than {training_port}, which this is next to"
+                    f"--port than {training_port}, which is one less"
                 )
                 return NOT_READY
     return answer(head, port, training_port, {"run": run, "node": rank, "name": own}, wait_s)

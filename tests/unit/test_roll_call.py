@@ -1,4 +1,4 @@
-"""launch/roll_call.py on the loopback: who is missing, who is wrong, and who finds the others at work."""
+"""launch/roll_call.py on the loopback: missing nodes, wrong nodes, and nodes that come when the others train."""
 
 import os
 import signal
@@ -13,8 +13,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 
 from launch import roll_call
 from launch.checks.sockets import is_own_address, listen
-from launch.roll_call import NOT_READY, READY, UNDER_WAY, Caller, Roll, answer, parse_nnodes
+from launch.roll_call import NOT_READY, READY, UNDER_WAY, Roll, RollCall, answer, parse_nnodes
+from rl.net.framing import pack
 
+HELLO = pack(b'{"kind": "hello", "run": "x", "node": 1, "name": "b"}')
 pytestmark = pytest.mark.timeout(30)
 
 
@@ -24,10 +26,10 @@ pytestmark = pytest.mark.timeout(30)
         ([(0, "a"), (1, "b"), (3, "d")], ["a", "b", "c", "d"], "1 of 4 nodes: node 2 (c)"),
         ([(0, "a"), (3, "d")], [], "2 of 4 nodes: node 1, node 2"),
         ([(0, "a")], ["a", "b"], "3 of 4 nodes: node 1 (b), node 2, node 3"),
-        ([(None, "d"), (None, "a")], [], "2 of 4 nodes; here: a, d"),
+        ([(None, "d"), (None, "a")], [], "2 of 4 nodes; present: a, d"),
     ],
 )
-def test_who_is_missing(here: list[tuple[int | None, str]], names: list[str], text: str) -> None:
+def test_missing_nodes_are_named(here: list[tuple[int | None, str]], names: list[str], text: str) -> None:
     roll = Roll(4, 4, names)
     assert [roll.enter(rank, name) for rank, name in here] == [""] * len(here)
     assert roll.missing() == text
@@ -39,22 +41,22 @@ def test_many_missing_nodes_are_counted() -> None:
     assert roll.missing().endswith("node 7, node 8 and 31 more")
 
 
-def test_a_rank_is_one_nodes() -> None:
+def test_two_nodes_cannot_have_one_rank() -> None:
     roll = Roll(2, 2)
-    assert roll.enter(1, "b") == "" == roll.enter(1, "b"), "a node that comes again"
-    assert roll.enter(1, "c") == "node 1 is b already, and so says c; give each a rank of its own"
+    assert roll.enter(1, "b") == "" == roll.enter(1, "b"), "a node that connects again"
+    assert roll.enter(1, "c") == "got node rank 1 from c, but b has it; give each node its own rank"
     assert "got node rank 2 in a launch of 2 nodes" in roll.enter(2, "c")
     roll.leave(1, "b")
     assert roll.enter(1, "c") == ""
 
 
-def test_sizes() -> None:
+def test_numbers_of_nodes_and_own_addresses() -> None:
     assert (parse_nnodes("4"), parse_nnodes("3:4")) == ((4, 4), (3, 4))
     assert is_own_address("127.0.0.1") and is_own_address("localhost") and not is_own_address("192.0.2.1")
 
 
 def call(roll: Roll, wait_s: float, *hellos: dict[str, object]) -> tuple[int, list[int]]:
-    """A head and these others; what each ends with."""
+    """Run a head and these other nodes. Return the exit codes."""
     codes: dict[int, int] = {}
     roll.enter(0, "head")
     with listen(0) as server:
@@ -66,17 +68,17 @@ def call(roll: Roll, wait_s: float, *hellos: dict[str, object]) -> tuple[int, li
         threads = [threading.Thread(target=other, args=[number]) for number in range(len(hellos))]
         for thread in threads:
             thread.start()
-        code = Caller(server, roll, "x").call(wait_s)
+        code = RollCall(server, roll, "x").call(wait_s)
         for thread in threads:
             thread.join()
     return code, [codes[number] for number in range(len(hellos))]
 
 
-def test_all_are_there() -> None:
+def test_all_nodes_are_there() -> None:
     assert call(Roll(3, 3), 10, {"node": 2, "name": "c"}, {"node": 1, "name": "b"}) == (READY, [READY, READY])
 
 
-def test_a_missing_one_ends_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_node_ends_all_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(Roll(3, 3, ["head", "b", "c"]), 0.5, {"node": 1, "name": "b"}) == (NOT_READY, [NOT_READY])
     assert (
         capsys.readouterr().err.count("gave up after 0.5 s (ONEWORLD_PREFLIGHT_WAIT_S) on 1 of 3 nodes: node 2 (c)")
@@ -84,55 +86,55 @@ def test_a_missing_one_ends_all(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_the_most_are_waited_for_a_little(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_beyond_the_minimum_have_a_little_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(roll_call, "EXTRA_S", 0.3)
     assert call(Roll(2, 3), 10, {"node": 1, "name": "b"}) == (READY, [READY])
     assert "begins without 1 of 3 nodes: node 2" in capsys.readouterr().err
 
 
-def test_nodes_of_another_run_are_sent_away(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_of_another_run_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     code, codes = call(Roll(2, 2), 1.0, {"run": "y", "node": 1, "name": "b"})
     assert (code, codes) == (NOT_READY, [NOT_READY])
-    assert "got b of the run y, but here the roll of x is called; give one another --port" in capsys.readouterr().err
+    assert "got b of the run y, but this is the roll call of x; give one another --port" in capsys.readouterr().err
 
 
-def test_who_leaves_is_missing_again_and_strangers_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_that_leave_and_strangers_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
     roll = Roll(3, 3)
     roll.enter(0, "head")
     with listen(0) as server:
         place = ("127.0.0.1", server.getsockname()[1])
-        for text in (b'{"run": "x", "node": 1, "name": "b"}\n', b"GET / HTTP/1.1\r\n\r\n"):
+        for data in (HELLO, pack(b"{}"), pack(b'{"kind": "hello"}'), b"GET / HTTP/1.1\r\n\r\n"):
             with socket.create_connection(place) as connection:
-                connection.sendall(text)
-        assert Caller(server, roll, "x").call(0.5) == NOT_READY
+                connection.sendall(data)
+        assert RollCall(server, roll, "x").call(0.5) == NOT_READY
     assert "on 2 of 3 nodes: node 1, node 2" in capsys.readouterr().err
 
 
-def test_who_comes_again_before_its_old_connection_ends_stays() -> None:
+def test_a_node_that_reconnects_before_its_old_connection_ends_stays() -> None:
     roll = Roll(2, 2)
     with listen(0) as server:
-        caller, place = Caller(server, roll, "x"), ("127.0.0.1", server.getsockname()[1])
-
-        def step_until(count: int) -> None:
-            while len(caller._known) != count:
-                caller._step(timeout_s=5)
+        caller, place = RollCall(server, roll, "x"), ("127.0.0.1", server.getsockname()[1])
 
         with socket.create_connection(place) as old, socket.create_connection(place) as new:
-            for number, connection in enumerate((old, new)):
-                connection.sendall(b'{"run": "x", "node": 1, "name": "b"}\n')
-                step_until(number + 1)
+            for connection in (old, new):
+                connection.sendall(HELLO)
+                caller.step(timeout_s=5)  # the connection
+                caller.step(timeout_s=5)  # its message
+            assert roll.present == {1: "b"}
             old.close()
-            step_until(1)
-            assert roll.here == {1: "b"}
-        step_until(0)
-        assert roll.here == {}
+            caller.step(timeout_s=5)
+            assert roll.present == {1: "b"}
+        caller.step(timeout_s=5)
+        assert roll.present == {}
 
 
 @pytest.mark.timeout(120)  # torch is imported three times at once
-def test_only_a_node_that_finds_its_own_run_at_work_joins_it(
+def test_a_late_node_joins_its_own_run_and_no_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the training port is torchrun's rendezvous of the run x, or a stranger that says nothing."""
+    """The training port has torchrun's rendezvous of the run x, or a listener that says nothing."""
     monkeypatch.setattr(roll_call, "UNDER_WAY_S", 0.0)
     monkeypatch.setattr(roll_call, "STORE_S", 60.0)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -156,18 +158,18 @@ def test_only_a_node_that_finds_its_own_run_at_work_joins_it(
     assert codes == {"x": UNDER_WAY, "y": NOT_READY}
     said = capsys.readouterr().err
     assert f"but the rendezvous of x at 127.0.0.1:{store.port} answers: joins the others without preflight" in said
-    assert f"node 1 (b): what listens at 127.0.0.1:{store.port} is not the rendezvous of y" in said
+    assert f"node 1 (b): the listener at 127.0.0.1:{store.port} is not the rendezvous of y" in said
 
 
 def test_a_busy_port_ends_the_head_and_not_a_node_that_shares_its_address() -> None:
-    """Without ranks, two nodes on one machine are both at home at the head's address; the second to come is no head."""
+    """Without ranks, two nodes on one machine both own the head's address. The second to come is no head."""
     with listen(0) as server:
         port = str(server.getsockname()[1])
         command = [sys.executable, roll_call.__file__, "127.0.0.1", port, "2", "0", "x", "1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
         assert (done.returncode, done.stdout) == (NOT_READY, "")
         assert f"port {port} of the head is held by process {os.getpid()} (" in done.stderr
-        assert "or give another --port than 1, which this is next to" in done.stderr
+        assert "or give another --port than 1, which is one less" in done.stderr
     command[-3] = ""
     one, two = (subprocess.Popen(command, env=os.environ | {"ONEWORLD_PREFLIGHT_WAIT_S": "15"}) for _ in range(2))
     assert (one.wait(timeout=20), two.wait(timeout=20)) == (READY, READY)
