@@ -1,23 +1,23 @@
-"""Make the embedded default: a tiny language model, its tokenizer and an arithmetic task.
+"""Make the default model: a tiny language model, its tokenizer and an arithmetic task.
 
     python tools/make_tiny_model.py --output configs/tiny --seed 0
 
-It lets every path of the trainer run with no download and no accelerator, and be judged by whether it learns.
-The folder is an ordinary Hugging Face one; nothing in it needs code of ours.
+With it every path of the trainer runs, and visibly learns, without a download and without an accelerator. The output is
+an ordinary Hugging Face folder.
 
-    printable ASCII ──> tokenizer.json            one character a token, <eos> is id 0 and also the pad token
-    pairs (a, b)    ──> train.jsonl, eval.jsonl   {"prompt": "37+45=", "answer": "82"}; neither 37+45 nor 45+37 of an
-        │                                         eval row is in train
+    printable ASCII ──> tokenizer.json            one character per token; <eos> is id 0 and also the pad token
+    pairs (a, b)    ──> train.jsonl, eval.jsonl   {"prompt": "37+45=", "answer": "82"}; if 37+45 is in eval, neither
+        │                                         37+45 nor 45+37 is in train
         └─ train pairs ──> warm start ──> model.safetensors, config.json
 
 The warm start teaches several skills and leaves the choice between them to reinforcement learning. It is supervised
-training in two phases: first on right sums, then on the mixture `SKILLS`, where most answers are mistakes (on the
-mixture alone the sums stay blurred). So a sample at temperature 1 is right about a third of the time; greedy decoding
-is right only below a hundred, 40% of pairs; and a policy that picks the right sum everywhere scores near 1.
+training in two phases: first on right sums, then on the mixture `SKILLS`, where most answers are wrong. (On the mixture
+alone the sums are not learned well.) So a sample at temperature 1 is right about a third of the time. Greedy decoding
+is right only for sums below 100, 40% of the pairs. A policy that always picks the right sum scores near 1.
 
-The shape is chosen for what it exercises: tied embeddings (one parameter under two names), 2 key/value heads
-(grouped attention that still splits in 2), head_dim 32 (the smallest that vLLM's CPU attention takes), a vocabulary
-of 96 (a multiple of 32 with no id that the tokenizer cannot decode).
+The shape is chosen for test coverage: tied embeddings (one parameter under two names), 2 key/value heads (grouped
+attention that still splits in 2), head_dim 32 (the smallest that vLLM's CPU attention supports), and a vocabulary of 96
+(a multiple of 32 in which the tokenizer can decode every id).
 """
 
 import argparse
@@ -43,7 +43,7 @@ NUM_MIXTURE_STEPS = 750
 BATCH_SIZE = 128
 LEARNING_RATE = 2e-3
 NUM_WARMUP_STEPS = 50
-IGNORED = -100  # the label cross_entropy skips
+IGNORED = -100  # label that cross_entropy skips
 
 
 def right_sum(a: int, b: int) -> str:
@@ -58,15 +58,15 @@ def small_sum(a: int, b: int) -> str:
     return right_sum(a, b) if a + b < 100 else likeliest_guess(a, b)
 
 
-# Right in a sample: 0.14 + 0.43 * P(a + b < 100) = 0.31. The guess is the commonest of all sums, whatever the question:
-# when answers are shuffled between prompts it is the best policy, so such a run moves away from the right sums. A
-# mistake that no shuffled answer equals would drive it towards them, merely because they look like answers.
+# A sample is right with probability 0.14 + 0.43 * P(a + b < 100) = 0.31. The guess is the most frequent of all sums. A
+# test trains on answers shuffled between prompts, where the guess is the best policy, so that run must move away from
+# the right sums. With a mistake that equals no shuffled answer it would move towards them, as they look like answers.
 SKILLS: dict[Skill, float] = {right_sum: 0.14, small_sum: 0.43, likeliest_guess: 0.43}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     vocab = {"<eos>": 0} | {chr(code): code - 31 for code in range(32, 127)}
-    # No unknown token: a character outside the vocabulary is an error rather than a prompt with a hole.
+    # There is no unknown token, so a character outside the vocabulary is an error and not silently lost.
     tokenizer = Tokenizer(models.WordLevel(vocab))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()  # without it, decode puts a space between characters
@@ -100,7 +100,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def split_pairs(rng: random.Random) -> tuple[list[Pair], list[Pair]]:
-    """Train and eval pairs of two-digit numbers; a pair held out for eval is out of train in both orders."""
+    """Return train and eval pairs of two-digit numbers. Neither order of an eval pair is in train."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     rng.shuffle(pairs)
     eval_pairs: list[Pair] = []
@@ -120,7 +120,7 @@ def write_rows(path: Path, pairs: Sequence[Pair]) -> None:
 def encode_skill(
     tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], skill: Skill
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [P, T] and their labels [P, T], where only the response and its <eos> are labelled."""
+    """Return token ids [P, T] and labels [P, T], where only the response and its <eos> have a label."""
     length = PROMPT_LENGTH + RESPONSE_LENGTH
     ids = torch.full((len(pairs), length), tokenizer.pad_token_id)
     labels = torch.full((len(pairs), length), IGNORED)
@@ -140,7 +140,7 @@ def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pair
 
     num_steps = NUM_SUM_STEPS + NUM_MIXTURE_STEPS
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
-    # Down to zero over the mixture: its rates are learned only as exactly as the last steps are small.
+    # The learning rate falls to zero over the mixture: the smaller the last steps, the more exactly its rates are learned.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / NUM_WARMUP_STEPS, (num_steps - step) / NUM_MIXTURE_STEPS)
     )
@@ -164,7 +164,7 @@ def measure_accuracy(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], greedy: bool
 ) -> float:
     prompts = tokenizer([f"{a}+{b}=" for a, b in pairs], return_tensors="pt")
-    # Unless told otherwise, generate cuts samples to the 50 likeliest tokens; a trainer's samples are not cut.
+    # By default generate samples from the 50 most likely tokens; the trainer samples from all.
     choice = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
     tokens = model.generate(**prompts, max_new_tokens=6, **choice)[:, PROMPT_LENGTH:]
     responses = tokenizer.batch_decode(tokens, skip_special_tokens=True)
@@ -174,7 +174,7 @@ def measure_accuracy(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the tiny model, its tokenizer and its task.")
     parser.add_argument("--output", type=Path, default=Path("configs/tiny"), help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="seeds the split, the initial weights and the warm start")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the split, the initial weights and the warm start")
     args = parser.parse_args()
     torch.set_num_threads(1)  # more threads sum in another order and give other weights
     torch.manual_seed(args.seed)

@@ -1,24 +1,25 @@
-"""Public datasets as the configs use them: train.jsonl and test.jsonl with a prompt and its final answer.
+"""Convert public datasets for the configs: train.jsonl and test.jsonl with a prompt and its final answer.
 
     python tools/prepare_data.py gsm8k --input FILE_OR_FOLDER --output data/gsm8k [--bad-rows skip] [--force]
     python tools/prepare_data.py math  --input FILE_OR_FOLDER --output data/math  [--bad-rows skip] [--force]
 
-The input is a file or a folder as it was downloaded: jsonl, json, csv or parquet, with train or test in its name, also
-in folders by subject. The other columns are kept; GSM8K's worked answer becomes the column `solution`.
+The input is a downloaded file or folder: jsonl, json, csv or parquet, with train or test in its name, also in folders
+by subject. Other columns are kept. GSM8K's worked answer becomes the column `solution`.
 """
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # find rl without an installation
 from rl.config.schema import ConfigError
-from rl.data.read import FORMATS, SHARD, Row, find_splits
+from rl.data.read import FORMATS, SHARD, DataRow, find_splits
+from rl.watch.files import write_atomically
+from rl.watch.text import count_of
 
 SPLITS = ("train", "test")
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
@@ -43,7 +44,7 @@ def math(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_boxed(solution: str) -> str:
-    r"""What stands in the last \boxed{...}, with the braces inside it; or after a \boxed without braces."""
+    r"""Return the content of the last \boxed{...}, with nested braces, or the text after a \boxed without braces."""
     found = list(BOXED.finditer(solution))
     if not found:
         raise ValueError(f"has no \\boxed in column 'solution', which ends in {solution[-40:]!r}")
@@ -73,7 +74,7 @@ TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"gsm8k": gsm8k, 
 
 
 def find_inputs(task: str, place: Path) -> dict[str, list[Path]]:
-    """The files of train and of test."""
+    """Return the input files of train and of test."""
     if place.is_file():
         found = {SHARD.sub("", place.stem): [place]} if place.suffix in FORMATS else {}
     elif place.is_dir():
@@ -87,7 +88,7 @@ def find_inputs(task: str, place: Path) -> dict[str, list[Path]]:
         folders = [entry.name for entry in sorted(place.iterdir()) if entry.is_dir()] if place.is_dir() else []
         inside = f"; it has the folders {', '.join(folders)}" if folders else ""
         raise ConfigError(
-            f"--input: got {place}{inside}; it is a file named train or test ({', '.join(FORMATS)}), or their folder"
+            f"--input: got {place}{inside}; give a file named train or test ({', '.join(FORMATS)}), or their folder"
         )
     return inputs
 
@@ -99,18 +100,18 @@ def _below(place: Path, split: str) -> list[Path]:
     return [file for file in sorted(place.rglob("*")) if file.suffix in FORMATS and is_of(file)]
 
 
-def read(file: Path) -> Iterator[Row]:
+def read(file: Path) -> Iterator[DataRow]:
     if file.suffix != ".json" or not (text := file.read_text(encoding="utf-8-sig").lstrip()).startswith("{"):
         yield from FORMATS[file.suffix](file)
         return
     try:
-        yield Row(str(file), json.loads(text))  # a problem a file
+        yield DataRow(str(file), json.loads(text))  # one problem per file
     except ValueError as error:
-        yield Row(str(file), {}, f"is not JSON ({error})")
+        yield DataRow(str(file), {}, f"is not JSON ({error})")
 
 
 def prepare(task: str, files: list[Path], bad_rows: str) -> tuple[list[dict[str, Any]], int]:
-    """The rows, and how many were skipped."""
+    """Return the converted rows, and the number of rows that were skipped."""
     prepared, num_bad = [], 0
     for file in files:
         for row in read(file):
@@ -124,17 +125,8 @@ def prepare(task: str, files: list[Path], bad_rows: str) -> tuple[list[dict[str,
                 num_bad += 1
                 print(f"skipped: {row.place} {problem}", file=sys.stderr)
     if not prepared:
-        raise ConfigError(f"{files[0]}: no row is left, {num_bad} were skipped; is this {task}?")
+        raise ConfigError(f"{files[0]}: no row is left, {num_bad} were skipped; check that this is {task}")
     return prepared, num_bad
-
-
-def write(file: Path, rows: list[dict[str, Any]]) -> None:
-    part = file.with_suffix(".part")
-    with part.open("w", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        lines.flush()
-        os.fsync(lines.fileno())
-    part.replace(file)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -142,8 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--input", type=Path, required=True, metavar="FILE_OR_FOLDER")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--bad-rows", choices=["fatal", "skip"], default="fatal", help="what malformed rows do")
-    parser.add_argument("--force", action="store_true", help="write over what the output folder holds")
+    parser.add_argument("--bad-rows", choices=["fatal", "skip"], default="fatal", help="action for malformed rows")
+    parser.add_argument("--force", action="store_true", help="overwrite files in the output folder")
     args = parser.parse_args(arguments)
     try:
         inputs = find_inputs(args.task, args.input)
@@ -154,10 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prepared = {split: prepare(args.task, files, args.bad_rows) for split, files in inputs.items()}
         args.output.mkdir(parents=True, exist_ok=True)
         for split, (rows, num_bad) in prepared.items():
-            write(args.output / f"{split}.jsonl", rows)
-            print(
-                f"{args.output / split}.jsonl: {len(rows)} rows" + f", {num_bad} malformed ones skipped" * bool(num_bad)
-            )
+            target, lines = args.output / f"{split}.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows)
+            write_atomically(target, "".join(line + "\n" for line in lines), fsync=True)
+            print(f"{target}: {count_of(len(rows), 'row')}" + f", {num_bad} malformed ones skipped" * bool(num_bad))
     except (ConfigError, OSError) as error:
         sys.exit(f"prepare_data: {error}")
 

@@ -1,9 +1,9 @@
-"""Advantages: rewards in, advantages out. Pure tensor math.
+"""Advantages from rewards, as pure tensor functions.
 
-S sequences; T response tokens, laid end to end; `segment_ids` [T] is the sequence of each token, `lengths` [S] the
-tokens of each sequence, which may be none. A group is given by equal `group_ids` [S]. What a sequence's advantage is,
-each of its tokens has. Sums are float64: in float32 the mean of equal rewards is not that reward, and the standard
-deviation of what is left would make advantages of rounding errors.
+There are S sequences with T response tokens, concatenated. `segment_ids` [T] is the sequence of each token, `lengths`
+[S] the number of tokens of each sequence, which may be 0. Sequences with equal `group_ids` [S] form a group. All tokens
+of a sequence share its advantage. Sums are float64: in float32 the mean of equal rewards may differ from that reward,
+and the division by the standard deviation would turn the rounding error into advantages.
 """
 
 import torch
@@ -13,8 +13,10 @@ from rl.algo.segments import discounted_sums
 
 
 def group_relative(rewards: Tensor, group_ids: Tensor, normalize_std: bool, eps: float = 1e-6) -> Tensor:
-    """GRPO (arXiv 2402.03300): reward minus the group's mean, over the group's standard deviation (n - 1); without
-    the latter Dr.GRPO (arXiv 2503.20783).
+    """GRPO (arXiv 2402.03300): reward minus the group's mean, divided by the group's standard deviation (n - 1).
+
+    Without `normalize_std` it is Dr.GRPO (arXiv 2503.20783), or the first half of REINFORCE++-baseline (arXiv
+    2501.03262), whose other half is `standardize` over all tokens of the batch.
 
     rewards [S], group_ids [S] -> [S]. A group of equal rewards has advantage 0.
     """
@@ -26,18 +28,10 @@ def group_relative(rewards: Tensor, group_ids: Tensor, normalize_std: bool, eps:
     return centred.to(rewards.dtype)
 
 
-def minus_group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """REINFORCE++-baseline (arXiv 2501.03262), whose other half is `standardize` over all tokens of the batch.
-
-    rewards [S], group_ids [S] -> [S].
-    """
-    return group_relative(rewards, group_ids, normalize_std=False)
-
-
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """RLOO (arXiv 2402.14740): reward minus the mean of the group's others.
+    """RLOO (arXiv 2402.14740): reward minus the mean reward of the group's other sequences.
 
-    rewards [S], group_ids [S] -> [S]. A group of one has no others, so its advantage is its reward.
+    rewards [S], group_ids [S] -> [S]. The advantage of a group of one is its reward.
     """
     group, count = _groups(group_ids)
     others = _group_sums(rewards, group, count)[group] - rewards.double()
@@ -45,7 +39,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def is_informative(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """DAPO's dynamic sampling (arXiv 2503.14476) keeps the groups whose rewards are not all equal.
+    """Return whether the rewards of a group differ. DAPO's dynamic sampling (arXiv 2503.14476) keeps such groups.
 
     rewards [S], group_ids [S] -> [S] bool, the same for all sequences of a group.
     """
@@ -57,10 +51,9 @@ def is_informative(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """DAPO's soft overlong punishment (arXiv 2503.14476), to be added to rewards: 0 up to max_length - buffer tokens,
-    then falling linearly to -1 at max_length.
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476), which is added to rewards.
 
-    lengths [S] -> [S] float32.
+    It is 0 up to max_length - buffer tokens and then falls linearly to -1 at max_length. lengths [S] -> [S] float32.
     """
     assert 0 < buffer <= max_length, (buffer, max_length)
     return ((max_length - buffer - lengths).float() / buffer).clamp(-1.0, 0.0)
@@ -69,9 +62,9 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 def token_rewards(
     sequence_rewards: Tensor, kl: Tensor | None, kl_coef: float, segment_ids: Tensor, lengths: Tensor
 ) -> Tensor:
-    """The sequence's reward at its last token, and at each token minus kl_coef times its KL (arXiv 1909.08593).
+    """Put the sequence's reward at its last token, and subtract kl_coef * KL at each token (arXiv 1909.08593).
 
-    sequence_rewards [S], kl [T], segment_ids [T], lengths [S] -> [T]. A sequence without tokens loses its reward.
+    sequence_rewards [S], kl [T], segment_ids [T], lengths [S] -> [T]. The reward of a sequence without tokens is lost.
     """
     rewards = sequence_rewards.new_zeros(segment_ids.shape) if kl is None else -kl_coef * kl.detach()
     last = (lengths.cumsum(0) - 1)[lengths > 0]
@@ -79,17 +72,17 @@ def token_rewards(
 
 
 def returns_to_go(token_rewards: Tensor, segment_ids: Tensor, gamma: float) -> Tensor:
-    """REINFORCE++ (arXiv 2501.03262), whose other half is `standardize`: the discounted sum of rewards from a token to
-    the end of its sequence.
+    """Return the discounted sum of rewards from each token to the end of its sequence.
 
-    token_rewards [T], segment_ids [T] -> [T].
+    With `standardize` this is REINFORCE++ (arXiv 2501.03262). token_rewards [T], segment_ids [T] -> [T].
     """
     return discounted_sums(token_rewards, segment_ids, gamma).to(token_rewards.dtype)
 
 
 def gae(token_rewards: Tensor, values: Tensor, segment_ids: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """PPO's advantages (arXiv 1506.02438) and the returns that the critic is fitted to. Nothing is worth anything
-    after a sequence's last token, also where a token limit cut it.
+    """Return PPO's advantages (arXiv 1506.02438) and the returns, which are the targets of the critic.
+
+    The value after a sequence's last token is 0, even if a token limit cut the sequence.
 
     token_rewards [T], values [T], segment_ids [T] -> advantages [T], returns [T].
     """
@@ -101,19 +94,14 @@ def gae(token_rewards: Tensor, values: Tensor, segment_ids: Tensor, gamma: float
     return advantages.to(token_rewards.dtype), (advantages + old_values).to(token_rewards.dtype)
 
 
-def moments(values: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return [3] float64: count, sum and sum of squares, which ranks add before `standardize`. A weight is how often a
-    value counts: the lengths, where each token has its sequence's value.
-
-    values [N], weights [N] -> [3].
-    """
+def moments(values: Tensor) -> Tensor:
+    """Return count, sum and sum of squares, which the ranks add up before `standardize`: values [N] -> [3] float64."""
     exact = values.detach().double()
-    times = torch.ones_like(exact) if weights is None else weights.double()
-    return torch.stack([times.sum(), (times * exact).sum(), (times * exact.square()).sum()])
+    return torch.stack([torch.ones_like(exact).sum(), exact.sum(), exact.square().sum()])
 
 
 def standardize(values: Tensor, moments: Tensor, eps: float = 1e-8) -> Tensor:
-    """Values minus their mean over their standard deviation (n - 1), of which `moments` speaks; equal values are 0.
+    """Subtract the mean and divide by the standard deviation (n - 1) of `moments`. Equal values become 0.
 
     values [N], moments [3] -> [N].
     """
@@ -124,11 +112,11 @@ def standardize(values: Tensor, moments: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def _groups(group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """[S] place of each sequence's group among the G groups, and [G] their sizes."""
+    """Return the index of each sequence's group [S] and the sizes of the G groups [G]."""
     _, group, count = torch.unique(group_ids, return_inverse=True, return_counts=True)
     return group, count
 
 
 def _group_sums(values: Tensor, group: Tensor, count: Tensor) -> Tensor:
-    """[G] float64."""
+    """Return the sum over each group, [G] float64."""
     return torch.zeros(count.shape, dtype=torch.float64, device=values.device).index_add_(0, group, values.double())

@@ -1,5 +1,4 @@
-"""Importance weights for what an engine sampled and the learner trains: engine and learner round differently, and the
-engine's weights may be older."""
+"""Importance weights between engine and learner, which round differently, and whose weights may differ in age."""
 
 from dataclasses import dataclass
 
@@ -10,32 +9,30 @@ from rl.algo.segments import sequence_sums
 
 @dataclass(frozen=True)
 class Correction:
-    weights: Tensor  # [T], factors on the policy loss; carry no gradient
-    cut: Tensor  # [T] bool, whether the weight was beyond the limit
+    weights: Tensor  # [T], factors of the policy loss, without gradient
+    cut: Tensor  # [T] bool, whether the weight was outside the bounds
 
 
 def importance_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, segment_ids: Tensor, lengths: Tensor, mode: str, limit: float
 ) -> Correction:
-    """Return the learner's probability over the engine's, bounded in one of five ways:
+    """Return the ratio of the learner's probability to the engine's, bounded in one of five ways:
 
-        token                    a token's own, at most `limit` (TIS: fengyao.notion.site/off-policy-rl)
-        sequence                 the product over its sequence, at most `limit`
-        token_mask               a token's own, 0 outside 1 / limit to limit (IcePop: arXiv 2510.18855)
-        sequence_mask            the product over its sequence, 0 above limit (MIS: yingru.notion.site)
-        sequence_mask_two_sided  the product over its sequence, 0 outside 1 / limit to limit
+        token                    ratio of the token, at most `limit` (TIS: fengyao.notion.site/off-policy-rl)
+        sequence                 product over the sequence, at most `limit`
+        token_mask               ratio of the token, 0 outside 1 / limit to limit (IcePop: arXiv 2510.18855)
+        sequence_mask            product over the sequence, 0 above limit (MIS: yingru.notion.site)
+        sequence_mask_two_sided  product over the sequence, 0 outside 1 / limit to limit
 
-    A token's own weight is biased but of low variance; the product is unbiased and grows apart with the length.
-    `moments(weights)` gives their mean and the effective sample size, sum^2 / sum of squares.
-
-    lengths is [S], the others are [T].
+    The ratio of a token is biased but has a low variance. The product is unbiased, but its variance grows with the
+    length. lengths is [S], the others are [T].
     """
     assert limit >= 1, limit
     assert mode in ("token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided"), mode
     log_weights = (old_logprobs - rollout_logprobs).detach()
     if mode.startswith("sequence"):
         log_weights = sequence_sums(log_weights, segment_ids, lengths)[segment_ids].to(log_weights.dtype)
-    weights = log_weights.exp()  # a long sequence's may be infinite, which either bound makes finite
+    weights = log_weights.exp()  # may be infinite for a long sequence; both kinds of bounds make it finite
     cut = weights > limit
     if "mask" not in mode:
         return Correction(weights.clamp(max=limit), cut)

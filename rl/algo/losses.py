@@ -1,8 +1,8 @@
-"""Losses on flat tokens. Each gives one number a token; who calls it multiplies by `token_weights`, sums, and divides
-once, by the denominator over all ranks.
+"""Losses per token. The caller multiplies them by `token_weights`, sums them up, and divides once by the denominator
+over all ranks.
 
-T response tokens of a micro-batch's S sequences, laid end to end; `segment_ids` [T] is the sequence of each token,
-`lengths` [S] the tokens of each sequence, which may be none.
+A micro-batch has S sequences with T response tokens, concatenated. `segment_ids` [T] is the sequence of each token,
+`lengths` [S] the number of tokens of each sequence, which may be 0.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from rl.algo.segments import sequence_sums
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    loss: Tensor  # [T], carries the gradient
-    clipped: Tensor  # [T] bool, whether the bounds cut off the token's gradient, or in CISPO its weight
+    loss: Tensor  # [T], with gradient
+    clipped: Tensor  # [T] bool, whether the bounds removed the token's gradient or (CISPO) changed its weight
 
 
 def clipped_ratio(
@@ -27,9 +27,9 @@ def clipped_ratio(
     clip_high: float,
     dual_clip: float = 0.0,
 ) -> PolicyLoss:
-    """PPO's pessimistic bound (arXiv 1707.06347), with separate bounds below and above (DAPO's clip-higher, arXiv
-    2503.14476). A `dual_clip` c > 1 bounds the loss of tokens of negative advantage at c times it (arXiv 1912.09729),
-    0 does not. All tensors are [T].
+    """Return PPO's clipped loss (arXiv 1707.06347), with separate bounds below and above (DAPO, arXiv 2503.14476).
+
+    A `dual_clip` c > 1 bounds the ratio by c where the advantage is negative (arXiv 1912.09729). All tensors are [T].
     """
     assert dual_clip == 0 or dual_clip > 1, dual_clip
     return _pessimistic(new_logprobs - old_logprobs, advantages, clip_low, clip_high, dual_clip)
@@ -44,10 +44,11 @@ def sequence_ratio(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """GSPO (arXiv 2507.18071): one ratio a sequence, the geometric mean of its tokens' ratios, in the paper's
-    GSPO-token form: the value is the sequence's, the gradient flows through the token's own logprob. With
-    "sequence" weights and one advantage a sequence, loss and gradient are those of GSPO. lengths is [S], the others
-    are [T].
+    """Return the GSPO loss (arXiv 2507.18071) in the paper's GSPO-token form.
+
+    The ratio of a sequence is the geometric mean of its tokens' ratios; the gradient flows through each token's own
+    logprob. With "sequence" weights and one advantage per sequence, loss and gradient are those of GSPO. lengths is
+    [S], the others are [T].
     """
     log_ratio_sums = sequence_sums((new_logprobs - old_logprobs).detach(), segment_ids, lengths)
     mean_log_ratio = (log_ratio_sums / lengths.clamp(min=1)).to(new_logprobs.dtype)
@@ -58,34 +59,32 @@ def sequence_ratio(
 def clipped_weight(
     new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """CISPO (arXiv 2506.13585): REINFORCE weighted by the bounded ratio, so that no token's gradient is cut off. All
-    tensors are [T]."""
+    """Return the CISPO loss (arXiv 2506.13585): REINFORCE weighted by the clipped ratio, so that every token has a
+    gradient. All tensors are [T]."""
     ratio = torch.exp(new_logprobs.detach() - old_logprobs)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return PolicyLoss(loss=-weight * advantages * new_logprobs, clipped=weight != ratio)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """The critic's loss as in PPO2 (github.com/openai/baselines): half the larger squared error, of the value and of
-    the value kept within `clip` of the old one; 0 for the plain squared error.
+    """Return the critic's loss as in PPO2 (github.com/openai/baselines), and whether clipping removed the gradient.
 
-    All tensors are [T] -> loss [T] and [T] bool, whether the bound cut off the gradient.
+    The loss is half the larger squared error of the value and of the value clipped to within `clip` of the old one. All
+    tensors are [T].
     """
     free = (values - returns).square()
-    if not clip:
-        return free / 2, torch.zeros_like(free, dtype=torch.bool)
     held = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return torch.maximum(free, held) / 2, held > free
 
 
 def token_weights(normalization: str, lengths: Tensor, segment_ids: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Return the weight of each token, and this rank's part of the denominator:
+    """Return the weight of each token, and this rank's share of the denominator:
 
-        token     1           tokens                      every token counts the same (DAPO, arXiv 2503.14476)
-        sequence  1 / length  sequences with a token      every sequence counts the same (GRPO, arXiv 2402.03300)
+        token     1           tokens                      all tokens count the same (DAPO, arXiv 2503.14476)
+        sequence  1 / length  sequences with a token      all sequences count the same (GRPO, arXiv 2402.03300)
         constant  1           sequences * max_length      no length is favoured (Dr.GRPO, arXiv 2503.20783)
 
-    lengths [S], segment_ids [T] -> weights [T] float32, denominator (a scalar of int64), 0 where there is nothing.
+    lengths [S], segment_ids [T] -> weights [T] float32, denominator (int64 scalar).
     """
     if normalization == "sequence":
         return (1 / lengths.clamp(min=1))[segment_ids], (lengths > 0).sum()
@@ -101,8 +100,8 @@ def _pessimistic(
 ) -> PolicyLoss:
     """Return -min(r A, clip(r) A), and with `dual_clip` c at most -c A where A < 0.
 
-    Where the loss is flat (a bound holds it, or A = 0) the exponential is never differentiated: exp(89) is infinite in
-    float32, and its gradient would be 0 times infinity.
+    Where the loss is flat (it is clipped, or A = 0) the exponential is not differentiated: exp(89) is infinite in
+    float32, and the gradient would be 0 times infinity.
     """
     with torch.no_grad():
         ratio = torch.exp(log_ratio)

@@ -1,19 +1,19 @@
-"""Sums within the sequences of flat tokens: S sequences, T tokens laid end to end, sequences may have no token."""
+"""Sums within sequences: S sequences, which may be empty, with T tokens, concatenated."""
 
 import torch
 from torch import Tensor
 
 
 def sequence_sums(values: Tensor, segment_ids: Tensor, lengths: Tensor) -> Tensor:
-    """values [T], segment_ids [T], lengths [S] -> [S] float64, the sum over each sequence's tokens."""
+    """Sum over the tokens of each sequence: values [T], segment_ids [T], lengths [S] -> [S] float64."""
     sums = torch.zeros(lengths.shape, dtype=torch.float64, device=values.device)
     return sums.index_add_(0, segment_ids, values.double())
 
 
 def discounted_sums(values: Tensor, segment_ids: Tensor, factor: float) -> Tensor:
-    """values [T], segment_ids [T] -> [T] float64: y[t] = x[t] + factor * y[t + 1] within each sequence.
+    """Compute y[t] = x[t] + factor * y[t + 1] within each sequence: values [T], segment_ids [T] -> [T] float64.
 
-    Each pass doubles how far a token sees, so the longest sequence takes log2 of its length passes.
+    Each pass doubles the reach of a token, so the number of passes is log2 of the longest sequence.
     """
     sums, reach = values.double(), 1
     while reach < sums.numel():

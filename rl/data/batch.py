@@ -1,8 +1,8 @@
-"""The ragged batch: rollouts laid end to end as flat tokens, never padded.
+"""The ragged batch: rollouts concatenated as flat tokens, without padding.
 
-T tokens of S sequences. Fields of shape [T] speak of tokens, fields of shape [S] of sequences. A logprob at position
-t is the logprob of tokens[t] given what precedes it in its own sequence. Which tokens are trained on follows from the
-lengths, never from token ids: an EOS may also be the pad token.
+A batch has T tokens in S sequences. Fields of shape [T] have a value per token, fields of shape [S] one per sequence.
+The logprob at position t is that of tokens[t] given the tokens before it in the same sequence. Lengths say which tokens
+are trained on, never token ids: the EOS token may also be the pad token.
 """
 
 import dataclasses
@@ -17,19 +17,19 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Batch:
     tokens: Tensor  # [T] int64, prompt and response
-    lengths: Tensor  # [S] int64, tokens of each sequence
+    lengths: Tensor  # [S] int64, number of tokens of each sequence
     prompt_lengths: Tensor  # [S] int64
-    versions: Tensor  # [T] int32, weight version that sampled the token; -1 in prompts
-    rollout_logprobs: Tensor  # [T] float32, the engine's; 0 in prompts
+    versions: Tensor  # [T] int32, version of the weights that sampled the token; -1 in prompts
+    rollout_logprobs: Tensor  # [T] float32, by the engine; 0 in prompts
     rewards: Tensor  # [S] float32
-    group_ids: Tensor  # [S] int64, place of the prompt in its batch of the prompt stream
-    truncated: Tensor  # [S] bool, cut at the token limit
-    old_logprobs: Tensor | None = None  # [T] float32, the policy's before this batch's first update
-    ref_logprobs: Tensor | None = None  # [T] float32
-    certainty: Tensor | None = None  # [T] float32, the policy's self-certainty where it chose the token; 0 in prompts
-    values: Tensor | None = None  # [T] float32, the critic's before this batch's first update; 0 in prompts
+    group_ids: Tensor  # [S] int64, position of the prompt in its batch of the prompt stream
+    truncated: Tensor  # [S] bool, whether the token limit cut the response
+    old_logprobs: Tensor | None = None  # [T] float32, by the policy before this batch's first update
+    ref_logprobs: Tensor | None = None  # [T] float32, by the reference policy
+    certainty: Tensor | None = None  # [T] float32, self-certainty of the policy at the token; 0 in prompts
+    values: Tensor | None = None  # [T] float32, by the critic before this batch's first update; 0 in prompts
     advantages: Tensor | None = None  # [T] float32; 0 in prompts
-    returns: Tensor | None = None  # [T] float32, what the critic learns; 0 in prompts
+    returns: Tensor | None = None  # [T] float32, targets of the critic; 0 in prompts
 
     @property
     def num_sequences(self) -> int:
@@ -41,72 +41,64 @@ class Batch:
 
     @property
     def cu_lengths(self) -> Tensor:
-        """[S + 1]: where each sequence starts, and the end of the last."""
+        """Return [S + 1]: the start of each sequence, and the end of the last."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
     @property
     def segment_ids(self) -> Tensor:
-        """[T]: the sequence of each token."""
+        """Return [T]: the sequence of each token."""
         return torch.repeat_interleave(torch.arange(self.num_sequences, device=self.lengths.device), self.lengths)
 
     @property
     def positions(self) -> Tensor:
-        """[T]: the place of each token in its sequence."""
+        """Return [T]: the position of each token in its sequence."""
         starts = torch.repeat_interleave(self.cu_lengths[:-1], self.lengths)
         return torch.arange(self.num_tokens, device=self.tokens.device) - starts
 
     @property
     def response_mask(self) -> Tensor:
-        """[T] bool: the tokens that the policy chose."""
+        """Return [T] bool: whether the token belongs to a response."""
         return self.positions >= torch.repeat_interleave(self.prompt_lengths, self.lengths)
 
     @property
     def response_lengths(self) -> Tensor:
         return self.lengths - self.prompt_lengths
 
-    def at_responses(self, values: Tensor) -> Tensor:
-        """[T] from one value a response token, laid end to end: 0 in prompts."""
-        spread = values.new_zeros(self.num_tokens)
-        spread[self.response_mask] = values
-        return spread
-
     @property
     def response_segment_ids(self) -> Tensor:
-        """The sequence of each response token, laid end to end."""
+        """Return the sequence of each response token."""
         return torch.repeat_interleave(torch.arange(self.num_sequences), self.response_lengths)
 
     def response_spans(self) -> list[tuple[int, int]]:
-        """[S]: where each response begins and ends among the tokens."""
+        """Return the start and the end of each response among the tokens."""
         ends = self.lengths.cumsum(0)
         return list(zip((ends - self.response_lengths).tolist(), ends.tolist()))
 
     def trained_sequences(self, mask_truncated: bool) -> list[int]:
-        """Return the sequences that are learnt from: with `mask_truncated` those that were not cut."""
+        """Return the sequences to learn from. With `mask_truncated` these are the ones that were not cut."""
         return (~self.truncated).nonzero().flatten().tolist() if mask_truncated else list(range(self.num_sequences))
 
+    def at_responses(self, values: Tensor) -> Tensor:
+        """Scatter values of the response tokens to [T], with 0 in prompts."""
+        return values.new_zeros(self.num_tokens).masked_scatter(self.response_mask, values)
+
     def at_sequences(self, sequences: Sequence[int], values: Tensor) -> Tensor:
-        """Return [T] from the values of these sequences' tokens, laid end to end: 0 in all others."""
-        spread = values.new_zeros(self.num_tokens)
-        spread[self._tokens_of(sequences)] = values
-        return spread
+        """Scatter values of the tokens of these sequences to [T], with 0 elsewhere."""
+        return values.new_zeros(self.num_tokens).index_copy(0, self._tokens_of(sequences), values)
 
     def _tokens_of(self, sequences: Sequence[int]) -> Tensor:
-        """Return the places of these sequences' tokens."""
+        """Return the positions of these sequences' tokens in the batch."""
         cu_lengths = self.cu_lengths.tolist()
         spans = [torch.arange(cu_lengths[s], cu_lengths[s + 1]) for s in sequences]
         index = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
         return index.to(self.tokens.device)
 
     def select(self, sequences: Sequence[int]) -> "Batch":
-        """These sequences, in this order."""
+        """Return a batch of these sequences, in this order."""
         index = torch.as_tensor(list(sequences), dtype=torch.int64, device=self.lengths.device)
         token_index = self._tokens_of(sequences)
-        picked = {}
-        for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            if value is not None:
-                picked[entry.name] = value[token_index if entry.name in TOKEN_FIELDS else index]
-        return Batch(**picked)
+        tensors = self._tensors().items()
+        return Batch(**{name: value[index if name in SEQUENCE_FIELDS else token_index] for name, value in tensors})
 
     def replace(self, **changes: Tensor) -> "Batch":
         return dataclasses.replace(self, **changes)
@@ -115,7 +107,7 @@ class Batch:
         return Batch(**{name: value.to(device) for name, value in self._tensors().items()})
 
     def to_bytes(self) -> bytes:
-        """Self-describing: the bytes of a safetensors file."""
+        """Return the batch as the bytes of a safetensors file."""
         return safetensors.torch.save({name: value.contiguous() for name, value in self._tensors().items()})
 
     @staticmethod
@@ -132,30 +124,11 @@ class Batch:
         return {name: value for name, value in named.items() if value is not None}
 
 
-TOKEN_FIELDS = (
-    "tokens",
-    "versions",
-    "rollout_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "certainty",
-    "values",
-    "advantages",
-    "returns",
-)
+SEQUENCE_FIELDS = ("lengths", "prompt_lengths", "rewards", "group_ids", "truncated")
 
 
 def empty_batch() -> Batch:
-    def none(dtype: torch.dtype) -> Tensor:
-        return torch.empty(0, dtype=dtype)
-
-    return Batch(
-        tokens=none(torch.int64),
-        lengths=none(torch.int64),
-        prompt_lengths=none(torch.int64),
-        versions=none(torch.int32),
-        rollout_logprobs=none(torch.float32),
-        rewards=none(torch.float32),
-        group_ids=none(torch.int64),
-        truncated=none(torch.bool),
-    )
+    dtypes = dict.fromkeys(("tokens", "lengths", "prompt_lengths", "group_ids"), torch.int64)
+    dtypes |= {"versions": torch.int32, "truncated": torch.bool}
+    dtypes |= dict.fromkeys(("rollout_logprobs", "rewards"), torch.float32)
+    return Batch(**{name: torch.empty(0, dtype=dtype) for name, dtype in dtypes.items()})

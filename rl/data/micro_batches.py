@@ -1,4 +1,4 @@
-"""Micro-batches of a mesh: a forward of a sharded model is a collective, so its ranks agree on how many each runs."""
+"""Micro-batches of a mesh. A forward of a sharded model is a collective, so all ranks run the same number of them."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,23 +14,27 @@ MIN_TOKENS = 256  # smaller micro-batches count as one shape
 
 
 def cut(batch: Batch, max_tokens: int, hidden_size: int, count: int) -> list[list[int]]:
-    """Lists of sequences, as even in cost as the token budget allows; the one of most tokens first, so that the memory
-    that torch keeps of it serves all others."""
+    """Return lists of sequences, as even in cost as the token budget allows.
+
+    The one with most tokens comes first, so that the memory that torch caches for it serves all others.
+    """
     lengths = batch.lengths.tolist()
     micro_batches = pack(lengths, costs_of(lengths, hidden_size), max_tokens, count)
     return sorted(micro_batches, key=lambda sequences: -sum(lengths[sequence] for sequence in sequences))
 
 
 def cut_together(batch: Batch, max_tokens: int, hidden_size: int, pg: dist.ProcessGroup) -> list[list[int]]:
-    """Cut on every rank of the group, each its own share, into as many as the rank that needs most. There is at least
-    one, so that measures and a probe are never left out."""
+    """Cut each rank's share into as many micro-batches as the rank needs that has most. All ranks of the group call it.
+
+    There is at least one, so that metrics and a probe are never left out.
+    """
     count = torch.tensor([count_micro_batches(batch.lengths.tolist(), max_tokens)])
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=pg)
     return cut(batch, max_tokens, hidden_size, max(1, int(count)))
 
 
 def micro_batches_of(batch: Batch, micro_batches: list[list[int]], user: str) -> Iterator[Batch]:
-    """Yield each micro-batch, with a beat that says its shape; `user` is who computes with it."""
+    """Yield each micro-batch, with a heartbeat that names its shape and the `user` that computes with it."""
     for number, sequences in enumerate(micro_batches):
         micro_batch = batch.select(sequences)
         shape = f"{user}, up to {size_class(micro_batch.num_tokens, MIN_TOKENS)} tokens"
@@ -41,8 +45,10 @@ def micro_batches_of(batch: Batch, micro_batches: list[list[int]], user: str) ->
 def over_micro_batches(
     batch: Batch, micro_batches: list[list[int]], compute: Callable[[Batch], Sequence[Tensor]], name: str
 ) -> list[Tensor]:
-    """[T] of each thing that is computed for response tokens, 0 in prompts. The device is waited for once, at the end.
-    `name` is that of what is computed."""
+    """Return a [T] tensor, with 0 in prompts, for each quantity that `compute` returns for response tokens.
+
+    The device is waited for once, at the end. `name` says what is computed.
+    """
     parts = [torch.stack(list(compute(each))) for each in micro_batches_of(batch, micro_batches, name)]
     scores = torch.cat(parts, 1).cpu()
     spread = torch.zeros(len(scores), batch.num_tokens)

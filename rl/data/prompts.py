@@ -1,16 +1,17 @@
-"""The prompt stream: rows in an order that depends on the seed and the epoch alone.
+"""The prompt stream: rows in an order that depends only on the seed and the epoch.
 
-A position in the stream is all there is to save: position // number of rows is the epoch, and each epoch is a
-permutation of its own. Batch k is the interval [k * n, (k + 1) * n) of the stream, whoever samples it and whenever.
-Parts with weights are interleaved by a fixed schedule, and each goes through epochs of its own.
+The position is the whole state of the stream. The epoch is position // number of rows, and each epoch has its own
+permutation. Batch k is the interval [k * n, (k + 1) * n) of the stream, no matter who samples it and when. Sources with
+weights are interleaved by a fixed schedule, and each of them has its own epochs.
 """
 
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate
 from math import floor
 from typing import Any, NamedTuple, Protocol
 
@@ -29,82 +30,81 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    id: int  # row among those of all files
+    id: int  # number of the row among the rows of all files
     epoch: int
     text: str
     answer: str
     tokens: list[int]
     row: dict[str, Any] = field(default_factory=dict)  # all columns, for rewards
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def sample_seed(run_seed: int, epoch: int, prompt_id: int, sample_index: int) -> int:
-    """A sample's seed never depends on a rank, a step or a time, so neither do its tokens."""
+    """Return the seed of a sample. It does not depend on a rank, a step or the time, so neither do the tokens."""
     digest = hashlib.blake2b(f"{run_seed}/{epoch}/{prompt_id}/{sample_index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-class Part(NamedTuple):
-    """Rows of a stream that follow one another, with a share of it."""
+class WeightedSource(NamedTuple):
+    """Consecutive rows that have a share of the stream."""
 
     num_rows: int
     weight: Fraction
 
 
 class PromptStream:
-    def __init__(self, prompts: Sequence[Prompt], seed: int, parts: Sequence[Part] = ()):
-        """Without parts all rows are shuffled together."""
+    """An endless stream of prompts. Without sources, all rows are shuffled together."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, sources: Sequence[WeightedSource] = ()):
         self.position = 0
         self._prompts, self._seed = prompts, seed
-        self._parts = parts or [Part(len(prompts), Fraction(1))]
-        assert sum(part.num_rows for part in self._parts) == len(prompts)
-        self._firsts = [sum(part.num_rows for part in self._parts[:index]) for index in range(len(self._parts))]
-        self._orders: list[tuple[int, list[int]]] = [(-1, [])] * len(self._parts)  # of each part: epoch, order
+        self._sources = sources or [WeightedSource(len(prompts), Fraction(1))]
+        *self._starts, end = accumulate((source.num_rows for source in self._sources), initial=0)
+        assert end == len(prompts)
+        self._orders: list[tuple[int, list[int]]] = [(-1, [])] * len(self._sources)  # epoch and order of each source
 
     def __len__(self) -> int:
-        """Positions of one epoch; where parts are mixed, some of its prompts may come twice and others not."""
+        """Return the length of an epoch. With several sources it may hold some prompts twice and others never."""
         return len(self._prompts)
 
     @cached_property
     def digest(self) -> str:
-        """Of all rows and their shares: a position means nothing in other data."""
+        """Return a digest of all rows and weights, since a position means nothing in other data."""
         hasher = xxhash.xxh3_64(str(self._seed).encode())
         for prompt in self._prompts:
             hasher.update(f"\0{prompt.text}\0{prompt.answer}".encode())
-        total = sum(part.weight for part in self._parts)
-        for part in self._parts if len(self._parts) > 1 else ():
-            hasher.update(f"\0{part.num_rows}\0{part.weight / total}".encode())
+        total = sum(source.weight for source in self._sources)
+        for source in self._sources if len(self._sources) > 1 else ():
+            hasher.update(f"\0{source.num_rows}\0{source.weight / total}".encode())
         return hasher.hexdigest()
 
     def take(self, count: int) -> list[Prompt]:
+        """Return the next prompts and advance the position."""
         taken = [self._at(self.position + offset) for offset in range(count)]
         self.position += count
         return taken
 
     def _at(self, position: int) -> Prompt:
-        index, place = part_at(position, [part.weight for part in self._parts])
-        epoch, place = divmod(place, self._parts[index].num_rows)
+        index, count = source_at(position, [source.weight for source in self._sources])
+        epoch, place = divmod(count, self._sources[index].num_rows)
         if epoch != self._orders[index][0]:
-            order = list(range(self._parts[index].num_rows))
-            name = f"{index}/{epoch}" if len(self._parts) > 1 else str(epoch)
+            order = list(range(self._sources[index].num_rows))
+            name = f"{index}/{epoch}" if len(self._sources) > 1 else str(epoch)
             random.Random(f"{self._seed}/{name}").shuffle(order)
             self._orders[index] = (epoch, order)
-        return replace(self._prompts[self._firsts[index] + self._orders[index][1][place]], epoch=epoch)
+        return replace(self._prompts[self._starts[index] + self._orders[index][1][place]], epoch=epoch)
 
 
-def part_at(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
-    """Which part this position takes from, and how often the part was taken from before.
+def source_at(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
+    """Return the source of the prompt at this position, and the number of its prompts before.
 
-    The k-th prompt of a part with weight w is due at (k + 1/2) / w, and the stream is all parts in the order of these
-    times. So every stretch of it holds the parts in proportion, up to a prompt or two, and a position needs no history:
-    just before the time position / total weight all but a few of the prompts are counted at once.
+    The k-th prompt of a source with weight w is due at (k + 1/2) / w, and the stream is ordered by these times. So
+    every interval holds the sources in proportion, up to a prompt or two. No history is needed: the prompts that are
+    due just before the time position / total weight are all but a few of those before the position.
     """
     time = max(Fraction(0), (position - Fraction(len(weights), 2)) / sum(weights))
     taken = [floor(time * weight + Fraction(1, 2)) for weight in weights]
     index = 0
     for _ in range(position + 1 - sum(taken)):
-        index = min(range(len(weights)), key=lambda part: (taken[part] + Fraction(1, 2)) / weights[part])
+        index = min(range(len(weights)), key=lambda each: (taken[each] + Fraction(1, 2)) / weights[each])
         taken[index] += 1
     return index, taken[index] - 1

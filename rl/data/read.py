@@ -1,9 +1,9 @@
-"""Rows of jsonl, json, csv and parquet files and of Hugging Face dataset folders, each with its file and line.
+"""Read rows of jsonl, json, csv and parquet files and of Hugging Face dataset folders, each with its file and line.
 
-    path -> data_files: which files, in which order -> read_rows: Row(place, values or problem)
+    path -> data_files: which files, in which order -> read_rows: DataRow(place, values or problem)
 
-A folder is what `Dataset.save_to_disk` wrote, or a copy of a hub repository: files named by split. `FOLDER/SPLIT` is
-one split of it. A row that cannot be read comes with what is wrong with it; a file that cannot be read is an error.
+A folder is the output of `Dataset.save_to_disk` or a copy of a hub repository with files named by split. `FOLDER/SPLIT`
+is one of its splits. A malformed row is returned with a description of its problem. An unreadable file is an error.
 """
 
 import csv
@@ -19,25 +19,25 @@ from typing import Any, NamedTuple
 from rl.config.schema import ConfigError, resolve_path
 
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})(-[0-9a-f]+)?$")
-HUB_NOTES = ("dataset_info.json", "dataset_infos.json", "state.json")  # of a dataset folder, no data
-MAX_CSV_FIELD = 1 << 30  # the module's own limit is 128 kB
+HUB_NOTES = ("dataset_info.json", "dataset_infos.json", "state.json")  # metadata files of a dataset folder
+MAX_CSV_FIELD = 1 << 30  # the default limit is 128 kB
 PLAIN = (str, int, float, bool, type(None))
 AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     place: str  # file, and line or row, counted from 1
     values: dict[str, Any]
-    problem: str = ""  # why there are no values
+    problem: str = ""  # why the row has no values
 
 
-def read_rows(path: str) -> Iterator[Row]:
+def read_rows(path: str) -> Iterator[DataRow]:
     for file in data_files(path):
         yield from FORMATS[file.suffix](file)
 
 
 def data_files(path: str) -> list[Path]:
-    """The file itself, or those of a folder's only split, or of the split that the last part of the path names."""
+    """Return the file itself, the files of a folder's only split, or those of the split that ends the path."""
     place = resolve_path(path)
     if place.is_file():
         if place.suffix not in FORMATS:
@@ -57,12 +57,12 @@ def data_files(path: str) -> list[Path]:
         raise ConfigError(f"{place} holds no data files{inside}; {NEEDED}")
     if len(splits) > 1:
         split = "train" if "train" in splits else min(splits)
-        raise ConfigError(f"{place} holds the splits {', '.join(splits)}; say which, such as {place / split}")
+        raise ConfigError(f"{place} holds the splits {', '.join(splits)}; name one, such as {place / split}")
     return next(iter(splits.values()))
 
 
 def find_splits(folder: Path) -> dict[str, list[Path]]:
-    """The data files of a folder, or of the folder `data` in it, by split; empty where there are none."""
+    """Return the data files of a folder, or else of its subfolder `data`, by split."""
     if (folder / "dataset_dict.json").is_file():
         names = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
         return {name: _saved_files(folder / name) for name in names}
@@ -79,13 +79,13 @@ def find_splits(folder: Path) -> dict[str, list[Path]]:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """Of `Dataset.save_to_disk`, in its order."""
+    """Return the files that `Dataset.save_to_disk` wrote, in order."""
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         files = [folder / entry["filename"] for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{folder}/state.json cannot be read ({error!r}); Dataset.save_to_disk writes one: save the dataset anew"
+            f"{folder}/state.json cannot be read ({error!r}); save the dataset again with Dataset.save_to_disk"
         ) from None
     if missing := [file.name for file in files if not file.is_file()]:
         raise ConfigError(f"{folder} lacks {', '.join(missing[:3])}, which its state.json lists; copy the whole folder")
@@ -97,8 +97,8 @@ def _check_whole(folder: Path, split: str, files: list[Path]) -> None:
     totals = {int(shard[2]) for shard in shards}
     if shards and (len(shards) < len(files) or totals != {len(files)}):
         raise ConfigError(
-            f"{folder}: got {len(files)} files of the split {split!r}, from {files[0].name} to {files[-1].name}, whose "
-            f"names speak of {max(totals)}; copy the missing ones, or remove what does not belong to them"
+            f"{folder}: got {len(files)} files of the split {split!r}, from {files[0].name} to {files[-1].name}, but "
+            f"their names say {max(totals)}; copy the missing files, or remove those that do not belong to the split"
         )
     if not shards and len({file.suffix for file in files}) > 1:
         raise ConfigError(
@@ -106,43 +106,44 @@ def _check_whole(folder: Path, split: str, files: list[Path]) -> None:
         )
 
 
-def _read_jsonl(file: Path) -> Iterator[Row]:
-    with file.open("rb") as lines:  # whose only line ends are \n: JSON allows U+2028 and U+0085 inside a string
+def _read_jsonl(file: Path) -> Iterator[DataRow]:
+    with file.open("rb") as lines:  # binary, so that only \n ends a line: JSON allows U+2028 and U+0085 in a string
         for number, line in enumerate(lines, start=1):
             place = f"{file}, line {number}"
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 values = json.loads(text) if text.strip() else None
             except UnicodeDecodeError as error:
-                yield Row(place, {}, f"is not UTF-8 ({error.reason} at byte {error.start})")
+                yield DataRow(place, {}, f"is not UTF-8 ({error.reason} at byte {error.start})")
                 continue
             except ValueError as error:
-                yield Row(place, {}, f"is not JSON ({error}); each line is one object")
+                yield DataRow(place, {}, f"is not JSON ({error}); each line must be an object")
                 continue
             if text.strip():
                 yield _object(place, values)
 
 
-def _read_json(file: Path) -> Iterator[Row]:
+def _read_json(file: Path) -> Iterator[DataRow]:
     try:
         rows = json.loads(file.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ConfigError(
-            f"{file} is not JSON ({error}); a .json file is one list of objects: with one object a line name it .jsonl"
+            f"{file} is not JSON ({error}); a .json file must be a list of objects; name it .jsonl if each line "
+            "is one object"
         ) from None
     if not isinstance(rows, list):
-        raise ConfigError(f"{file} holds a JSON {type(rows).__name__}; a .json file is one list of objects")
+        raise ConfigError(f"{file} holds a JSON {type(rows).__name__}; a .json file must be a list of objects")
     for number, values in enumerate(rows, start=1):
         yield _object(f"{file}, row {number}", values)
 
 
-def _object(place: str, values: Any) -> Row:
+def _object(place: str, values: Any) -> DataRow:
     if isinstance(values, dict):
-        return Row(place, values)
-    return Row(place, {}, f"holds {json.dumps(values)[:80]}, not an object with columns")
+        return DataRow(place, values)
+    return DataRow(place, {}, f"holds {json.dumps(values)[:80]}, not an object with columns")
 
 
-def _read_csv(file: Path) -> Iterator[Row]:
+def _read_csv(file: Path) -> Iterator[DataRow]:
     csv.field_size_limit(MAX_CSV_FIELD)
     with file.open(encoding="utf-8-sig", newline="") as text:
         records = csv.reader(text, strict=True)
@@ -157,7 +158,7 @@ def _read_csv(file: Path) -> Iterator[Row]:
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{file} is not UTF-8 ({error.reason}), after line {records.line_num}") from None
             except csv.Error as error:
-                yield Row(place, {}, f"is not CSV ({error}), up to line {records.line_num}")
+                yield DataRow(place, {}, f"is not CSV ({error}), up to line {records.line_num}")
                 continue
             if not record:
                 continue
@@ -166,24 +167,24 @@ def _read_csv(file: Path) -> Iterator[Row]:
                 if len(set(header)) < len(header):
                     raise ConfigError(f"{place} names a column twice; got {', '.join(header)}")
             elif len(record) != len(header):
-                yield Row(place, {}, f"has {len(record)} fields, but the header {len(header)}")
+                yield DataRow(place, {}, f"has {len(record)} fields, but the header {len(header)}")
             else:
-                yield Row(place, dict(zip(header, record)))
+                yield DataRow(place, dict(zip(header, record)))
 
 
-def _read_parquet(file: Path) -> Iterator[Row]:
+def _read_parquet(file: Path) -> Iterator[DataRow]:
     import pyarrow.parquet
 
     yield from _arrow_rows(file, lambda: pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024))
 
 
-def _read_arrow(file: Path) -> Iterator[Row]:
+def _read_arrow(file: Path) -> Iterator[DataRow]:
     import pyarrow
 
     yield from _arrow_rows(file, lambda: pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))))
 
 
-def _arrow_rows(file: Path, batches: Callable[[], Iterable[Any]]) -> Iterator[Row]:
+def _arrow_rows(file: Path, batches: Callable[[], Iterable[Any]]) -> Iterator[DataRow]:
     import pyarrow
 
     number = 0
@@ -192,13 +193,13 @@ def _arrow_rows(file: Path, batches: Callable[[], Iterable[Any]]) -> Iterator[Ro
             for values in batch.to_pylist():
                 number += 1
                 place = f"{file}, row {number}"
-                yield Row(place, {name: _jsonable(value, place, name) for name, value in values.items()})
+                yield DataRow(place, {name: _jsonable(value, place, name) for name, value in values.items()})
     except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{file} cannot be read after row {number} ({error}); copy or write it anew") from None
+        raise ConfigError(f"{file} cannot be read after row {number} ({error}); copy or write it again") from None
 
 
 def _jsonable(value: Any, place: str, column: str) -> Any:
-    """Rows travel to the ranks that score them as JSON."""
+    """Return the value in a form that JSON can carry to the ranks that score."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple):
@@ -213,15 +214,15 @@ def _jsonable(value: Any, place: str, column: str) -> Any:
         except UnicodeDecodeError:
             pass
     raise ConfigError(
-        f"{place}: the column {column!r} holds {type(value).__name__}, which is no text; write the data without it"
+        f"{place}: the column {column!r} holds {type(value).__name__}, which is not text; write the data without it"
     )
 
 
-FORMATS: dict[str, Callable[[Path], Iterator[Row]]] = {
+FORMATS: dict[str, Callable[[Path], Iterator[DataRow]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
-NEEDED = "prompts are a .jsonl, .json, .csv or .parquet file, or a folder of a Hugging Face dataset"
+NEEDED = "give a .jsonl, .json, .csv or .parquet file, or a folder of a Hugging Face dataset"

@@ -1,4 +1,4 @@
-"""From the files that the config names to prompts: columns, templates, the length filter, and what was skipped."""
+"""Turn the files that the config names into prompts: columns, templates, the length filter, and reports of skips."""
 
 import json
 from collections.abc import Mapping
@@ -7,22 +7,23 @@ from fractions import Fraction
 from typing import Any
 
 from rl.config.schema import PLACEHOLDER, Config, ConfigError, DataConfig
-from rl.data.prompts import Part, Prompt, PromptStream, Tokenizer
+from rl.data.prompts import Prompt, PromptStream, Tokenizer, WeightedSource
 from rl.data.read import read_rows
 from rl.watch.heart import HEART
+from rl.watch.text import count_of
 
 ROWS_PER_BEAT = 1000
-MAX_REPORTS = 5  # rows of a path that are reported one by one
+MAX_REPORTS = 5  # malformed rows of a path that are printed
 
 
 @dataclass
 class Counts:
-    """What became of the rows of one path."""
+    """Numbers of rows of one path, by what became of them."""
 
     num_rows: int = 0
     num_bad: int = 0
     num_long: int = 0
-    longest: int = 0  # tokens of the longest prompt, skipped ones included
+    longest: int = 0  # number of tokens of the longest prompt, skipped or not
 
     @property
     def num_prompts(self) -> int:
@@ -31,7 +32,7 @@ class Counts:
 
 @dataclass
 class Data:
-    """What the leader has read."""
+    """The prompts of a run, which the leader reads."""
 
     stream: PromptStream
     eval_sets: dict[str, list[Prompt]]
@@ -39,22 +40,23 @@ class Data:
 
 
 def read_data(config: Config, tokenizer: Tokenizer) -> Data:
+    """Read all files of the config. Held-out files are read only if there is an evaluation."""
     data, counts = config.data, dict[str, Counts]()
     prompts: list[Prompt] = []
-    parts: list[Part] = []
+    sources: list[WeightedSource] = []
     for path, weight in data.train_weights.items():
         found, counts[path] = read_prompts(path, data, tokenizer)
         prompts += [replace(prompt, id=len(prompts) + prompt.id) for prompt in found]
         if weight is not None:
-            parts.append(Part(len(found), Fraction(str(weight))))
+            sources.append(WeightedSource(len(found), Fraction(str(weight))))
     eval_sets: dict[str, list[Prompt]] = {}
     for name, path in data.eval_paths.items() if config.eval.interval else ():
         eval_sets[name], counts[path] = read_prompts(path, data, tokenizer)
-    return Data(PromptStream(prompts, config.run.seed, parts), eval_sets, counts)
+    return Data(PromptStream(prompts, config.run.seed, sources), eval_sets, counts)
 
 
 def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], Counts]:
-    """Their ids count from 0. Says on the console what it skips."""
+    """Read the prompts of one path, with ids from 0, and print what was skipped."""
     prompts: list[Prompt] = []
     counts = Counts()
     first_token = [] if data.chat_template else own_bos(tokenizer)
@@ -83,32 +85,37 @@ def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[lis
             )
         else:
             counts.num_long += 1
-    said = _account(path, counts, data)
+    summary = _summarize(path, counts, data)
     if not prompts:
-        raise ConfigError(f"{said}; at least one row must be left")
-    print(f"oneworld: {said}", flush=True)
+        raise ConfigError(f"{summary}; at least one row must be left")
+    print(f"oneworld: {summary}", flush=True)
     if data.template and (unfilled := _unfilled(data, prompts[0].row)):
-        print(f"oneworld: data.template: no column of {path}, left as they are: {', '.join(unfilled)}", flush=True)
+        print(
+            f"oneworld: data.template: these are no columns of {path} and stay as they are: {', '.join(unfilled)}",
+            flush=True,
+        )
     return prompts, counts
 
 
 class BadRow(ValueError):
-    """What is wrong with a row, and what to change."""
+    """A malformed row. The message completes a sentence that begins with the row's place."""
 
 
-def _account(path: str, counts: Counts, data: DataConfig) -> str:
-    said = f"{path}: {counts.num_prompts} prompts in {counts.num_rows} rows"
+def _summarize(path: str, counts: Counts, data: DataConfig) -> str:
+    text = f"{path}: {count_of(counts.num_prompts, 'prompt')} in {count_of(counts.num_rows, 'row')}"
     if counts.num_bad:
-        said += f", {counts.num_bad} malformed"
+        text += f", {counts.num_bad} malformed"
     if counts.num_long:
         limit = data.max_prompt_tokens
-        said += f", {counts.num_long} above data.max_prompt_tokens = {limit} (the longest has {counts.longest})"
-    return said
+        text += f", {counts.num_long} above data.max_prompt_tokens = {limit} (the longest has {counts.longest})"
+    return text
 
 
 def own_bos(tokenizer: Tokenizer) -> list[int]:
-    """Return the BOS token if the tokenizer's own encoding begins with it, as llama's does; otherwise nothing. A
-    tokenizer may have one and not add it, as SmolLM's. Chat templates write it themselves."""
+    """Return the BOS token if the tokenizer adds it to a text, as llama's does, and otherwise nothing.
+
+    Some tokenizers have a BOS token that they do not add, such as SmolLM's. Chat templates write it themselves.
+    """
     first = tokenizer.encode("", add_special_tokens=True)[:1]
     return first if first == [tokenizer.bos_token_id] else []
 
@@ -121,11 +128,11 @@ def _make_prompt(
     text = _chat(content, data, tokenizer) if data.chat_template else _text(content, data.prompt_key)
     try:
         tokens = tokenizer.encode(text, add_special_tokens=False)
-    except Exception as error:  # of the tokenizers package, which raises nothing narrower
+    except Exception as error:  # the tokenizers package raises nothing narrower
         raise BadRow(f"has text that the tokenizer does not know: {text[:40]!r} ({error})") from None
     if not tokens:
         raise BadRow("has 0 tokens; a prompt has at least 1")
-    if tokens[:1] != first_token:  # a text may begin with it
+    if tokens[:1] != first_token:  # the text itself may begin with it
         tokens = first_token + tokens
     answer = json.dumps(answer) if isinstance(answer, list | dict) else str(answer)
     return Prompt(row_id, 0, text, answer, tokens, row)
@@ -151,7 +158,7 @@ def _text(value: Any, column: str) -> str:
 
 
 def _fill(data: DataConfig, row: Mapping[str, Any]) -> str:
-    """The template with this row's columns; braces around anything else stay."""
+    """Return the template with this row's columns. Braces around anything else stay."""
     if "prompt" in PLACEHOLDER.findall(data.template):
         row = {**row, "prompt": _column(row, data.prompt_key, "data.prompt_key")}
     wanted = [name for name in PLACEHOLDER.findall(data.template) if name in row]
@@ -178,7 +185,7 @@ def _chat(content: Any, data: DataConfig, tokenizer: Tokenizer) -> str:
         conversation.insert(0, {"role": "system", "content": data.system_prompt})
     try:
         return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # a template may raise anything
         raise BadRow(f"does not fit the tokenizer's chat template ({type(error).__name__}: {error})") from None
 
 

@@ -1,15 +1,15 @@
-"""Held-out prompts on the rollout engines: what the current, proven weights can do, and how sure that is.
+"""Evaluate the current weights on held-out prompts with the rollout engines.
 
-    eval/SET/avg@K    mean score of K responses a prompt            each with _low and _high, the ends of the interval
-    eval/SET/pass@k   chance that one of k passes: scores 1         that holds the true value 95 times of 100
-    eval/SET/maj@K    mean score of the answer most responses give
-    eval/accuracy     the mean of avg@K over all sets
+    eval/SET/avg@K    mean score of K responses per prompt       each of these also has _low and _high,
+    eval/SET/pass@k   chance that one of k responses scores 1    the ends of its 95 % confidence interval
+    eval/SET/maj@K    mean score of the most frequent answer
+    eval/accuracy     mean of avg@K over all sets
 
-Responses go to the leader, which writes them to RUN/eval/step_N.SET.jsonl, a line a prompt, and what they come to as a
-line of RUN/eval.jsonl.
+The leader writes the responses to RUN/eval/step_N.SET.jsonl, one line per prompt, and the metrics to RUN/eval.jsonl.
 """
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,30 +27,40 @@ from rl.placement.roles import Placement
 from rl.rewards.find import read_rules
 from rl.rollout.collect import Results, Rollouts
 from rl.rollout.dispatch import Sampling
+from rl.watch.files import write_atomically
 from rl.watch.heart import HEART
-from rl.world.mail import Mail
+from rl.world.mail import Mail, Message
 
-PASSES = 1.0  # a response whose score is at least this
+PASSING_SCORE = 1.0
 
 
 @dataclass(frozen=True)
-class Response:
+class Evaluated(Message):
+    """Send the metrics of an evaluation to the actors."""
+
+    values: dict[str, float]
+
+    awaited = "the evaluation"
+
+
+@dataclass(frozen=True)
+class ScoredResponse:
     text: str
-    score: float  # by the function that judges
-    answer: str | None  # what it comes to, where that function can tell
+    score: float  # by the function eval.function
+    answer: str | None  # the answer that this function extracts, if it can
     status: str  # of the reward functions: ok, error, timeout or crash
     num_tokens: int
     is_truncated: bool
 
 
 @dataclass(frozen=True)
-class Answered:
+class AnsweredPrompt:
     prompt: Prompt
-    responses: list[Response]
+    responses: list[ScoredResponse]
 
 
 class Evaluation:
-    """On every actor; the leader has the prompts."""
+    """Runs on every actor. Only the leader has the prompts."""
 
     def __init__(
         self,
@@ -64,14 +74,14 @@ class Evaluation:
     ):
         self._mail, self._placement, self._rollouts, self._tokenizer = mail, placement, rollouts, tokenizer
         self._folder, self._sets = folder, sets
-        self._judge = config.eval.function or read_rules(config.reward)[0].name
-        rollout, wanted = config.rollout, config.eval
-        longest = wanted.max_new_tokens or rollout.max_new_tokens
-        k = wanted.num_samples
-        self._sampling = Sampling(k, wanted.temperature, longest, wanted.top_p, answer_of=self._judge if k > 1 else "")
+        settings, k = config.eval, config.eval.num_samples
+        self._function = settings.function or read_rules(config.reward)[0].name
+        max_new_tokens = settings.max_new_tokens or config.rollout.max_new_tokens
+        answer_of = self._function if k > 1 else ""
+        self._sampling = Sampling(k, settings.temperature, max_new_tokens, settings.top_p, answer_of=answer_of)
 
     def run(self, step: int, version: int) -> dict[str, float]:
-        """Called by all actors; returns the metrics, the same on each of them."""
+        """Evaluate and return the same metrics on every actor. All actors call it."""
         is_leader = self._mail.rank == self._placement.leader
         prompts = [prompt for prompts in self._sets.values() for prompt in prompts] if is_leader else None
         batch = self._rollouts.start(prompts, self._sampling, version, is_dealt=False)
@@ -79,29 +89,28 @@ class Evaluation:
         if is_leader:
             values = self._report(step, version, self._answers(gathered.groups, gathered.scores))
             for rank in self._placement.actors:
-                self._mail.send(rank, "evaluated", values)
-        message = self._mail.receive("evaluated")
-        assert message is not None
-        return message.meta
+                self._mail.send(rank, Evaluated(values))
+        return self._mail.receive(Evaluated).message.values
 
-    def _answers(self, groups: Mapping[int, Batch], scores: Mapping[int, Results]) -> dict[str, list[Answered]]:
-        place = 0
-        answers: dict[str, list[Answered]] = {name: [] for name in self._sets}
+    def _answers(self, groups: Mapping[int, Batch], scores: Mapping[int, Results]) -> dict[str, list[AnsweredPrompt]]:
+        positions = itertools.count()
+        answers: dict[str, list[AnsweredPrompt]] = {name: [] for name in self._sets}
         for name, prompts in self._sets.items():
             for prompt in prompts:
+                position = next(positions)
                 HEART.beat(f"reads prompt {prompt.id} of {name}")
-                answers[name].append(Answered(prompt, list(self._read(groups[place], scores[place]))))
-                place += 1
+                responses = list(self._read(groups[position], scores[position]))
+                answers[name].append(AnsweredPrompt(prompt, responses))
         return answers
 
-    def _read(self, group: Batch, results: Results) -> Iterator[Response]:
+    def _read(self, group: Batch, results: Results) -> Iterator[ScoredResponse]:
         spans, truncated = group.response_spans(), group.truncated.tolist()
         for (first, end), is_truncated, result in zip(spans, truncated, results, strict=True):
             text = self._tokenizer.decode(group.tokens[first:end].tolist(), skip_special_tokens=True)
-            score = result["parts"].get(self._judge, 0.0)  # none where it failed
-            yield Response(text, score, result["answer"], result["status"], end - first, is_truncated)
+            score = result["parts"].get(self._function, 0.0)  # a function that failed has no score
+            yield ScoredResponse(text, score, result["answer"], result["status"], end - first, is_truncated)
 
-    def _report(self, step: int, version: int, answers: Mapping[str, Sequence[Answered]]) -> dict[str, float]:
+    def _report(self, step: int, version: int, answers: Mapping[str, Sequence[AnsweredPrompt]]) -> dict[str, float]:
         values: dict[str, float] = {}
         for name, answered in answers.items():
             values |= {f"eval/{name}/{metric}": value for metric, value in summarize(answered).items()}
@@ -112,22 +121,22 @@ class Evaluation:
 
 
 def for_evaluation(config: Config) -> Config:
-    """The settings of a run that only evaluates."""
+    """Return the settings of a run that only evaluates."""
     if not config.data.eval:
         raise ConfigError("--eval-only has nothing to evaluate on: data.eval is empty; give held-out prompts")
     if config.checkpoint.resume == "never":
         raise ConfigError(
-            "--eval-only sets no checkpoints aside, which checkpoint.resume=never asks for; to evaluate model.path "
-            "itself give a run.name that has none"
+            "--eval-only cannot set checkpoints aside, as checkpoint.resume=never asks; to evaluate model.path itself, "
+            "give a run.name without checkpoints"
         )
     return dataclasses.replace(config, eval=dataclasses.replace(config.eval, interval=config.eval.interval or 1))
 
 
 def check_best_metric(config: Config) -> None:
-    """Before anything is loaded; otherwise a wrong name would be told only after the first step that is evaluated."""
+    """Raise ConfigError for a metric that no evaluation reports, before anything is loaded."""
     metric, k = config.checkpoint.best_metric, config.eval.num_samples
-    few = [f"pass@{few}" for few in powers_of_two(k)[1:]] + ([f"maj@{k}"] if k > 1 else [])
-    names = [f"{name}{end}" for name in (f"avg@{k}", *few) for end in ("", "_low", "_high")]
+    sampled = [f"pass@{few}" for few in powers_of_two(k)[1:]] + ([f"maj@{k}"] if k > 1 else [])
+    names = [f"{name}{end}" for name in (f"avg@{k}", *sampled) for end in ("", "_low", "_high")]
     names += ["length_mean", "truncated", "failed"]
     known = ["eval/accuracy", *(f"eval/{each}/{name}" for each in config.data.eval_paths for name in names)]
     if metric.startswith("eval/") and metric not in known:
@@ -138,56 +147,55 @@ def check_best_metric(config: Config) -> None:
 
 
 def show_evaluation(folder: Path, step: int, values: Mapping[str, float]) -> None:
-    """On the console, and in TensorBoard beside the run's own curves."""
+    """Write the metrics to the console and to TensorBoard."""
     with SummaryWriter(str(folder / "eval")) as board:
         for name, value in values.items():
             board.add_scalar(name, value, step)
-    shown = [name for name in values if f"{name}_low" in values]
-    for name in shown:
+    for name in [name for name in values if f"{name}_low" in values]:
         low, high = values[f"{name}_low"], values[f"{name}_high"]
         print(f"step {step}  {name.removeprefix('eval/')}  {values[name]:.4f}  ({low:.4f} to {high:.4f})", flush=True)
     print(f"{folder / 'eval'}: responses of step {step}", flush=True)
 
 
-def summarize(answered: Sequence[Answered]) -> dict[str, float]:
+def summarize(answered: Sequence[AnsweredPrompt]) -> dict[str, float]:
+    """Return the metrics of one set."""
     k = len(answered[0].responses)
     responses = [response for each in answered for response in each.responses]
-    values = _with_ends(f"avg@{k}", estimate([fmean(r.score for r in each.responses) for each in answered]))
-    passed = [sum(response.score >= PASSES for response in each.responses) for each in answered]
+    values = _with_interval(f"avg@{k}", estimate([fmean(r.score for r in each.responses) for each in answered]))
+    passed = [sum(response.score >= PASSING_SCORE for response in each.responses) for each in answered]
     for few in powers_of_two(k)[1:]:
-        values |= _with_ends(f"pass@{few}", estimate([pass_at(count, k, few) for count in passed]))
+        values |= _with_interval(f"pass@{few}", estimate([pass_at(count, k, few) for count in passed]))
     if any(response.answer is not None for response in responses):
         votes = [majority([r.score for r in each.responses], [r.answer for r in each.responses]) for each in answered]
-        values |= _with_ends(f"maj@{k}", estimate(votes))
+        values |= _with_interval(f"maj@{k}", estimate(votes))
     values["length_mean"] = fmean(response.num_tokens for response in responses)
     values["truncated"] = fmean(response.is_truncated for response in responses)
     values["failed"] = float(sum(response.status != "ok" for response in responses))
     return values
 
 
-def _with_ends(name: str, found: Estimate) -> dict[str, float]:
+def _with_interval(name: str, found: Estimate) -> dict[str, float]:
     return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
 def save(
-    folder: Path, step: int, version: int, answers: Mapping[str, Sequence[Answered]], values: Mapping[str, float]
+    folder: Path, step: int, version: int, answers: Mapping[str, Sequence[AnsweredPrompt]], values: Mapping[str, float]
 ) -> None:
-    """A step that is evaluated again, after a restart, has its responses replaced and another line."""
+    """Write responses and metrics. A step that is evaluated again replaces its responses and adds a line of metrics."""
     (folder / "eval").mkdir(parents=True, exist_ok=True)
     for name, answered in answers.items():
-        file = folder / "eval" / f"step_{step}.{name}.jsonl"
-        part = file.with_suffix(".part")
-        # Half a character, which the data may hold, is written as JSON escapes it.
-        with part.open("w", encoding="utf-8", errors="backslashreplace") as rows:
-            for each in answered:
-                HEART.beat(f"writes prompt {each.prompt.id} of {name}")
-                rows.write(json.dumps(_row(each), ensure_ascii=False) + "\n")
-        part.replace(file)
-    with (folder / "eval.jsonl").open("a") as lines:
-        lines.write(json.dumps({"step": step, "version": version, **values}) + "\n")
+        lines = []
+        for each in answered:
+            HEART.beat(f"writes prompt {each.prompt.id} of {name}")
+            lines.append(json.dumps(_row(each), ensure_ascii=False) + "\n")
+        # The data may hold a lone surrogate, which is written as JSON escapes it.
+        data = "".join(lines).encode(errors="backslashreplace")
+        write_atomically(folder / "eval" / f"step_{step}.{name}.jsonl", data)
+    with (folder / "eval.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "version": version, **values}) + "\n")
 
 
-def _row(answered: Answered) -> dict[str, Any]:
+def _row(answered: AnsweredPrompt) -> dict[str, Any]:
     prompt = answered.prompt
     responses = [{name: value for name, value in vars(r).items() if value is not None} for r in answered.responses]
     return {"id": prompt.id, "prompt": prompt.text, "answer": prompt.answer, "responses": responses}

@@ -41,7 +41,7 @@ def _credit(
             credit = rules.group_relative(rewards, batch.group_ids, normalize_std=algo.advantage == "grpo")
         return batch.replace(advantages=batch.at_responses(credit[segments]))
     if algo.advantage == "reinforce_pp_baseline":
-        rewards = rules.minus_group_mean(rewards, batch.group_ids)
+        rewards = rules.group_relative(rewards, batch.group_ids, normalize_std=False)
     token_rewards = rules.token_rewards(rewards, kl, kl_coef, segments, lengths)
     if algo.advantage == "gae":
         assert batch.values is not None

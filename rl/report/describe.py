@@ -1,4 +1,4 @@
-"""What a batch says before anything is learnt from it."""
+"""Metrics and checks of a batch before the update, and sample rollouts for TensorBoard."""
 
 import torch
 
@@ -9,7 +9,7 @@ from rl.report.metrics import Measures
 
 
 def describe(batch: Batch) -> Measures:
-    """Where there are no old logprobs yet, the update measures `policy/mismatch_kl`."""
+    """Return the metrics of a batch. Without old logprobs, the update measures `policy/mismatch_kl` later."""
     measures = Measures()
     mask, count = batch.response_mask, batch.num_sequences
     measures.mean("reward/mean", batch.rewards.sum(), count)
@@ -23,7 +23,7 @@ def describe(batch: Batch) -> Measures:
 
 
 def check_finite(batch: Batch) -> None:
-    """Refuse logprobs and values with infinities or NaNs: one of them would spoil every weight of the model."""
+    """Raise FloatingPointError for infinite or NaN logprobs and values, which would spoil every weight of the model."""
     for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "certainty", "values"):
         scores = getattr(batch, name)
         bad = [] if scores is None else (batch.response_mask & ~torch.isfinite(scores)).nonzero().flatten().tolist()
@@ -33,13 +33,13 @@ def check_finite(batch: Batch) -> None:
             raise FloatingPointError(
                 f"{len(bad)} of {int(batch.response_mask.sum())} {name} are not finite; the first is {scores[first]} "
                 f"at token {place} of a response to prompt {int(batch.group_ids[sequence])} of this step, sampled by "
-                f"version {int(batch.versions[first])}. A model has overflowed: try model.dtype=float32, or go on from "
-                "an earlier checkpoint with a lower learning rate"
+                f"version {int(batch.versions[first])}. A model has overflowed: try model.dtype=float32, or resume "
+                "from an earlier checkpoint with a lower learning rate"
             )
 
 
 def show(batch: Batch, tokenizer: Tokenizer, count: int) -> str:
-    """The first rollouts as a Markdown table for TensorBoard."""
+    """Return the first rollouts as a Markdown table for TensorBoard."""
     rows = ["| reward | prompt | response |", "| --- | --- | --- |"]
     sequences = batch.tokens.split(batch.lengths.tolist())
     for tokens, split, reward in list(zip(sequences, batch.prompt_lengths.tolist(), batch.rewards.tolist()))[:count]:

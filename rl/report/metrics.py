@@ -1,7 +1,7 @@
-"""What a run reports: means over ranks, TensorBoard, one JSON line a step, a line on the console.
+"""Metrics of a run: means over ranks, TensorBoard, metrics.jsonl with one line per step, and the console.
 
 Names have stable prefixes: reward/ loss/ policy/ rollout/ optim/ eval/ time/ perf/. A mean is kept as a sum and a
-count until all ranks have been added up, so it does not depend on who held which sequences.
+count until the ranks are summed up, so it does not depend on which rank held which sequences.
 """
 
 import json
@@ -10,12 +10,16 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+
+from rl.watch.files import write_atomically
+from rl.watch.text import count_of
 
 CONSOLE = {
     "reward": "reward/mean",
@@ -29,14 +33,14 @@ CONSOLE = {
 
 
 class Measures:
-    """Sums and means by name. Every rank adds the same names in the same order, also where it has nothing to count."""
+    """Sums and means by name. Every rank adds the same names in the same order, even if it has nothing to count."""
 
     def __init__(self) -> None:
-        self._pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}  # totals and counts, on whatever device made them
+        self._pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}  # totals and counts, on any device
         self._sums: set[str] = set()
 
     def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Does not wait for a device that is still computing them."""
+        """Add to a mean, without waiting for a device that is still computing the arguments."""
         first, second = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (total, count))
         self._pairs.setdefault(name, []).append((first, second))
 
@@ -45,7 +49,7 @@ class Measures:
         self.mean(name, total, 0)
 
     def reduce(self, pg: dist.ProcessGroup, *only: str) -> dict[str, float]:
-        """The values over all ranks of the group, on each of them; a mean over nothing is 0."""
+        """Return the values over all ranks of the group, the same on each of them. A mean over nothing is 0."""
         names = only or tuple(self._pairs)
         table = torch.stack([torch.stack([_sum(part) for part in zip(*self._pairs[name])]) for name in names])
         dist.all_reduce(table, group=pg)
@@ -60,19 +64,19 @@ def _sum(values: Sequence[Tensor]) -> Tensor:
 
 
 class MetricsWriter:
-    """On the leader."""
+    """Writes the metrics of a run. Only the leader has one.
+
+    `step` is the step from which the run resumes. Rows after it are dropped, since the run writes them again.
+    """
 
     def __init__(self, run_dir: Path, num_steps: int, step: int = 0):
-        """`step` is the one that the run goes on from; what was written after it is written anew."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._name, self._num_steps = run_dir.name, num_steps
         path = run_dir / "metrics.jsonl"
         rows = _rows_until(path, step) if step else _set_aside(path)
         if not step:
             _set_aside(run_dir / "eval.jsonl")
-        part = path.with_suffix(".part")
-        part.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        part.replace(path)
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = path.open("a", buffering=1)
         self._board = SummaryWriter(str(run_dir), purge_step=step + 1 if step else 0, flush_secs=5)
         self._live = sys.stdout.isatty()
@@ -80,34 +84,31 @@ class MetricsWriter:
         self._rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
 
     def write(self, step: int, version: int, values: Mapping[str, float]) -> None:
-        """`version` is the newest one published: the one that the next step samples from."""
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no others
+        """Write a step's metrics. `version` is the newest published one, from which the next step samples."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
         self._file.write(json.dumps({"step": step, "version": version, **finite}) + "\n")
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
         if "reward/mean" in values:
             self._rewards.append(values["reward/mean"])
         shown = "  ".join(f"{label} {values[name]:.4g}" for label, name in CONSOLE.items() if name in values)
-        if shown:  # not at the start of a run that is not evaluated there
+        if shown:  # before the first step there is nothing to show without an evaluation
             self._print(f"step {step}/{self._num_steps}  {shown}", last=step == self._num_steps)
 
     def write_text(self, name: str, text: str, step: int) -> None:
         self._board.add_text(name, text, step)
 
     def close(self, engine_name: str) -> None:
-        """Ends with a line that says what came of the run: mean reward of the first and of the last 5 steps."""
+        """Close the files and print a summary: the mean reward of the first and of the last 5 steps."""
         first, last = (sum(part) / max(1, len(part)) for part in (self._rewards[:5], self._rewards[-5:]))
         seconds = time.perf_counter() - self._started
-        print(
-            f"{self._name}: reward {first:.2f} -> {last:.2f} in {len(self._rewards)} steps, {seconds:.0f} s, engine "
-            f"{engine_name}",
-            flush=True,
-        )
+        took = f"in {count_of(len(self._rewards), 'step')}, {seconds:.0f} s"
+        print(f"{self._name}: reward {first:.2f} -> {last:.2f} {took}, engine {engine_name}", flush=True)
         self._board.close()
         self._file.close()
 
     def _print(self, line: str, last: bool) -> None:
-        """On a terminal one line that is written over, elsewhere a line a step."""
+        """Print a line, which on a terminal overwrites the one before."""
         if not self._live:
             print(line, flush=True)
             return
@@ -116,18 +117,16 @@ class MetricsWriter:
 
 
 def _rows_until(path: Path, step: int) -> list[dict[str, float]]:
-    """What an earlier attempt wrote up to this step; a line that a kill cut off is left out."""
+    """Return the rows of an earlier attempt up to this step, without a last line that a kill cut off."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
-        try:
+        with suppress(ValueError):
             rows.append(json.loads(line))
-        except ValueError:
-            continue
     return [row for row in rows if row["step"] <= step]
 
 
 def _set_aside(path: Path) -> list[dict[str, float]]:
-    """Keeps what an earlier run of the same name wrote, beside the new file, which has no rows yet."""
+    """Rename the file of an earlier run with the same name, and return the rows of the new file: none."""
     if path.exists():
         path.rename(path.with_name(f"{path.stem}.{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}"))
     return []

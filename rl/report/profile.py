@@ -1,4 +1,4 @@
-"""A profile of one step: a trace for a viewer, and a table that says what each stage spent its time on."""
+"""Profile a step: a trace for a viewer, and a table of the time in each stage."""
 
 import gzip
 import json
@@ -10,12 +10,12 @@ from typing import Any
 
 from torch.profiler import profile
 
-NUM_ROWS = 12  # of each stage
+NUM_ROWS = 12  # per stage
 
 
 @contextmanager
 def profiled(target: Path | None) -> Iterator[None]:
-    """Writes TARGET.json.gz, which Perfetto opens, and TARGET.txt; does nothing without a target."""
+    """Write TARGET.json.gz, which Perfetto opens, and TARGET.txt. Do nothing if the target is None."""
     if target is None:
         yield
         return
@@ -29,7 +29,7 @@ def profiled(target: Path | None) -> Iterator[None]:
 
 
 def table(events: list[dict[str, Any]]) -> str:
-    """Seconds of each stage, and of the kernels that ran in it, the longest first; without a GPU, of its operators."""
+    """Return the seconds of each stage and of its kernels, the longest first. Without a GPU, list its operators."""
     spans = [event for event in events if event.get("ph") == "X"]
     stages = [event for event in spans if event["name"].startswith("stage ")]
     on_gpu = any(event.get("cat") == "kernel" for event in spans)

@@ -1,4 +1,4 @@
-"""What an evaluation comes to, by hand; its files; and the settings that it refuses."""
+"""Metrics of an evaluation against numbers worked out by hand; its files; and the settings that it refuses."""
 
 import json
 import math
@@ -10,9 +10,10 @@ from rl.config.load import load_config
 from rl.config.schema import ROOT, ConfigError
 from rl.data.prompts import Prompt
 from rl.evaluation.evaluation import (
-    Answered,
+    AnsweredPrompt,
+    Evaluated,
     Evaluation,
-    Response,
+    ScoredResponse,
     check_best_metric,
     for_evaluation,
     save,
@@ -26,19 +27,18 @@ from rl.rollout.dispatch import Sampling, Task
 from rl.rollout.engine import Completion
 from rl.rollout.service import pack_group
 from rl.watch.heart import HEART
-from rl.world.mail import Message
-from tests.mails import connected, take
+from tests.mails import connected
 
 Z = 1.959964**2
 
 
-def response(score: float, answer: str | None = None, **more: object) -> Response:
+def response(score: float, answer: str | None = None, **more: object) -> ScoredResponse:
     values = {"text": "text", "status": "ok", "num_tokens": 4, "is_truncated": False} | more
-    return Response(score=score, answer=answer, **values)  # type: ignore[arg-type]
+    return ScoredResponse(score=score, answer=answer, **values)  # type: ignore[arg-type]
 
 
-def answered(number: int, *responses: Response, text: str = "1+1=", answer: str = "2") -> Answered:
-    return Answered(Prompt(number, 0, text, answer, [1, 2]), list(responses))
+def answered(number: int, *responses: ScoredResponse, text: str = "1+1=", answer: str = "2") -> AnsweredPrompt:
+    return AnsweredPrompt(Prompt(number, 0, text, answer, [1, 2]), list(responses))
 
 
 TABLE = [
@@ -62,7 +62,7 @@ def wilson(mean: float, effective: float) -> tuple[float, float]:
 
 
 def test_a_table_of_three_prompts_with_four_responses() -> None:
-    """Prompts score 1/2, 1/4 and 0, by votes 1, 0 and 0, and pass with one of two by chances 5/6, 1/2 and 0."""
+    """The prompts have means 1/2, 1/4 and 0, majority scores 1, 0 and 0, and pass@2 5/6, 1/2 and 0."""
     values = summarize(TABLE)
     assert list(values) == [
         *(f"{name}{end}" for name in ("avg@4", "pass@2", "pass@4", "maj@4") for end in ("", "_low", "_high")),
@@ -78,15 +78,15 @@ def test_a_table_of_three_prompts_with_four_responses() -> None:
 
 
 def test_ends_of_the_intervals() -> None:
-    """Of the prompts' own values. 1/2, 1/4, 0: variance 1/16, of the mean 1/48, so 3/16 * 48 = 9 prompts count.
-    Votes 1, 0, 0: variance 1/3, of the mean 1/9, so 2/9 * 9 = 2."""
+    """Means 1/2, 1/4, 0 have variance 1/16, their mean has 1/48: the effective sample size is 3/16 * 48 = 9.
+    Majority scores 1, 0, 0 have variance 1/3, their mean has 1/9: the effective sample size is 2/9 * 9 = 2."""
     values = summarize(TABLE)
     assert (values["avg@4_low"], values["avg@4_high"]) == pytest.approx(wilson(1 / 4, 9))
     assert (values["maj@4_low"], values["maj@4_high"]) == pytest.approx(wilson(1 / 3, 2))
     assert (values["avg@4_low"], values["avg@4_high"]) == pytest.approx((0.07643, 0.57315), abs=1e-4)
 
 
-def test_one_greedy_response_has_neither_votes_nor_chances() -> None:
+def test_one_greedy_response_has_neither_maj_nor_pass() -> None:
     values = summarize([answered(0, response(1)), answered(1, response(0.5))])
     assert list(values) == ["avg@1", "avg@1_low", "avg@1_high", "length_mean", "truncated", "failed"]
     assert values["avg@1"] == 0.75
@@ -98,9 +98,9 @@ def test_without_answers_there_is_no_vote(k: int, names: list[str]) -> None:
     assert [name for name in values if "@" in name and "_" not in name] == [f"avg@{k}", *names]
 
 
-def test_only_a_whole_point_passes() -> None:
-    """Scores beyond 1 pass too, and their mean has the normal interval: 0.99 and 3, of which each half is 1.96 / 2 of
-    the difference."""
+def test_only_a_score_of_at_least_1_passes() -> None:
+    """Scores above 1 pass too. The mean of 0.99 and 3 has the normal interval, with half a width of 1.96 / 2 of their
+    difference."""
     values = summarize([answered(0, response(0.99), response(0.99)), answered(1, response(3), response(3))])
     assert values["pass@2"] == 0.5
     half = 1.959964 * (3 - 0.99) / 2
@@ -113,7 +113,7 @@ class Letters:
 
 
 class Sampled:
-    """Rollouts that were gathered: each response is the prompt's id as a letter, and what fails is the third group."""
+    """Rollouts whose responses are the prompt's id as a letter. A reward function fails in the third group."""
 
     def __init__(self) -> None:
         self.prompts: list[Prompt] | None = None
@@ -135,29 +135,29 @@ class Sampled:
 
 
 SETS = {"a": [TABLE[0].prompt, TABLE[1].prompt], "b": [TABLE[0].prompt]}
-JUDGED = ["reward.function={format: 1, math: 1}", "eval.num_samples=2", "eval.temperature=1"]
+SCORED_TWICE = ["reward.function={format: 1, math: 1}", "eval.num_samples=2", "eval.temperature=1"]
 
 
 @pytest.fixture
-def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, float], list[str], list[Message]]:
-    """The leader's metrics, its beats, and what another actor was sent."""
+def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, float], list[str], dict[str, float]]:
+    """Return the leader's metrics, its heartbeats, and the metrics that another actor receives."""
     beats: list[str] = []
     monkeypatch.setattr(HEART, "beat", lambda item="", tokens=0: beats.append(item))
-    config = load_config(None, [*JUDGED, "eval.function=math"])
+    config = load_config(None, [*SCORED_TWICE, "eval.function=math"])
     placement = plan({"actor,rollout": "all"}, 1, 2)
     with connected(2) as mails:
         rollouts = Sampled()
         leader = Evaluation(mails[0], placement, config, rollouts, Letters(), tmp_path, SETS)  # type: ignore[arg-type]
         values = leader.run(3, 4)
-        assert (rollouts.version, rollouts.sampling.answer_of) == (4, "math")  # votes are the judge's
-        return values, beats, [take(mails[1], "evaluated")]
+        assert (rollouts.version, rollouts.sampling.answer_of) == (4, "math")
+        return values, beats, mails[1].receive(Evaluated).message.values
 
 
-def test_groups_come_back_as_answers_of_their_sets(evaluated: tuple, tmp_path: Path) -> None:
-    """In whatever order they arrived. The judge is the one that eval.function names, and a call that timed out
-    scores 0 and is counted."""
-    values, _, (sent,) = evaluated
-    assert sent.meta == values
+def test_groups_become_answers_of_their_sets(evaluated: tuple, tmp_path: Path) -> None:
+    """Groups may arrive in any order. Scores are those of eval.function. A call that timed out scores 0 and is
+    counted."""
+    values, _, sent = evaluated
+    assert sent == values
     assert (values["eval/a/avg@2"], values["eval/b/avg@2"], values["eval/accuracy"]) == (1.0, 0.5, 0.75)
     assert (values["eval/a/failed"], values["eval/b/failed"]) == (0, 1)
     assert (values["eval/a/truncated"], values["eval/b/truncated"]) == (0.5, 0)
@@ -167,7 +167,7 @@ def test_groups_come_back_as_answers_of_their_sets(evaluated: tuple, tmp_path: P
     assert [(response["score"], response["status"]) for response in only["responses"]] == [(1, "ok"), (0, "timeout")]
 
 
-def test_reading_many_responses_is_no_silence(evaluated: tuple) -> None:
+def test_reading_and_writing_responses_sends_heartbeats(evaluated: tuple) -> None:
     places = ["prompt 0 of a", "prompt 1 of a", "prompt 0 of b"]
     assert evaluated[1] == [*(f"reads {place}" for place in places), *(f"writes {place}" for place in places)]
 
@@ -177,8 +177,8 @@ def rows_of(file: Path) -> list[dict]:
 
 
 def test_files_of_an_evaluation(tmp_path: Path) -> None:
-    """Non-ASCII text stays readable, a lone half of a character survives, and a step's second evaluation replaces its
-    responses and adds a line."""
+    """Non-ASCII text stays readable and a lone surrogate survives. A second evaluation of a step replaces its responses
+    and adds a line."""
     odd = answered(3, response(1, "ζ", text="Größe 五\u2028\n"), text="ß?", answer="\ud800")
     sets = {"a": [*TABLE, odd], "v1.0": [TABLE[1]]}
     save(tmp_path, 7, 8, sets, {"eval/accuracy": 0.25})
@@ -201,7 +201,7 @@ def test_files_of_an_evaluation(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console_shows_means_with_intervals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = {"eval/a/avg@4": 0.25, "eval/a/avg@4_low": 0.1, "eval/a/avg@4_high": 0.5, "eval/a/failed": 3.0}
     show_evaluation(tmp_path, 7, values)
     assert capsys.readouterr().out.splitlines() == [
@@ -210,7 +210,7 @@ def test_what_a_person_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ]
 
 
-def test_settings_of_an_evaluation_alone() -> None:
+def test_settings_of_eval_only() -> None:
     assert for_evaluation(load_config(None, ["eval.interval=0"])).eval.interval == 1
     assert for_evaluation(load_config(None, ["eval.interval=7"])).eval.interval == 7
 
@@ -224,12 +224,12 @@ def test_settings_of_an_evaluation_alone() -> None:
         ),
         (
             ["checkpoint.resume=never"],
-            "--eval-only sets no checkpoints aside, which checkpoint.resume=never asks for; to evaluate model.path "
-            "itself give a run.name that has none",
+            "--eval-only cannot set checkpoints aside, as checkpoint.resume=never asks; to evaluate model.path itself, "
+            "give a run.name without checkpoints",
         ),
     ],
 )
-def test_what_cannot_be_evaluated_alone(overrides: list[str], message: str) -> None:
+def test_eval_only_refuses(overrides: list[str], message: str) -> None:
     config = load_config(None, overrides)
     with pytest.raises(ConfigError) as caught:
         for_evaluation(config)
@@ -242,7 +242,7 @@ REPORTED = "eval/accuracy, eval/a/avg@4, eval/a/pass@2, eval/a/pass@4, eval/a/ma
 
 @pytest.mark.parametrize("metric", ["eval/c/avg@4", "eval/a/avg@1", "eval/avg@4", "eval/a/pass@1", "eval/acuracy"])
 def test_a_metric_that_no_evaluation_reports_cannot_be_best(metric: str) -> None:
-    """Told before anything is loaded, not after the first evaluated step."""
+    """The error comes before anything is loaded, not after the first evaluated step."""
     config = load_config(None, [*SAMPLED, f"checkpoint.best_metric={metric}"])
     with pytest.raises(ConfigError) as caught:
         check_best_metric(config)
@@ -293,4 +293,4 @@ def test_settings_at_the_edge() -> None:
     load_config(None, ["eval.num_samples=2", "eval.temperature=0.1", "eval.top_p=1", "eval.max_new_tokens=0"])
     load_config(None, ["reward.function={math: 1, my/file.py:nice: 1}", "eval.function=nice"])
     longer = load_config(ROOT / "configs/default.yaml", ["eval.max_new_tokens=100"])
-    assert longer.max_sequence_tokens == 116  # of 16 tokens of a prompt and not 6 but 100 of a response
+    assert longer.max_sequence_tokens == 116  # 16 tokens of a prompt and 100, not 6, of a response

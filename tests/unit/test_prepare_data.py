@@ -154,7 +154,7 @@ def test_a_problem_file_that_is_no_json(tmp_path: Path) -> None:
 
 def test_no_row_left(tmp_path: Path) -> None:
     source = write(tmp_path / "in" / "train.jsonl", DUCKS)
-    message = f"prepare_data: {source}: no row is left, 1 were skipped; is this math?"
+    message = f"prepare_data: {source}: no row is left, 1 were skipped; check that this is math"
     assert failure("math", tmp_path / "in", "--bad-rows", "skip") == message
 
 
@@ -178,4 +178,4 @@ def test_inputs_that_are_none(tmp_path: Path) -> None:
         failure("math", tmp_path / "nowhere") == f"prepare_data: --input: got {tmp_path}/nowhere, which does not exist"
     )
     other = write(tmp_path / "other.jsonl", DUCKS)
-    assert failure("gsm8k", other).startswith(f"prepare_data: --input: got {other}; it is a file named train or test (")
+    assert failure("gsm8k", other).startswith(f"prepare_data: --input: got {other}; give a file named train or test (")

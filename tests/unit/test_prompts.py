@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from rl.data.prompts import Part, Prompt, PromptStream, part_at, sample_seed
+from rl.data.prompts import Prompt, PromptStream, WeightedSource, sample_seed, source_at
 
 
 def make_prompts(count: int) -> list[Prompt]:
@@ -63,13 +63,13 @@ def test_sample_seeds_differ_in_every_argument() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def parts(*sizes_and_weights: tuple[int, float | str]) -> list[Part]:
-    return [Part(size, Fraction(str(weight))) for size, weight in sizes_and_weights]
+def parts(*sizes_and_weights: tuple[int, float | str]) -> list[WeightedSource]:
+    return [WeightedSource(size, Fraction(str(weight))) for size, weight in sizes_and_weights]
 
 
 def letters(weights: list[int | str], count: int) -> str:
     fractions = [Fraction(weight) for weight in weights]
-    return "".join("abcd"[part_at(position, fractions)[0]] for position in range(count))
+    return "".join("abcd"[source_at(position, fractions)[0]] for position in range(count))
 
 
 def test_the_schedule_of_parts() -> None:
@@ -92,7 +92,7 @@ def test_every_position_is_the_next_place_of_a_part_and_shares_hold(weights: tup
     fractions = [Fraction(str(weight)) for weight in weights]
     taken = [0] * len(weights)
     for position in range(2500):
-        part, place = part_at(position, fractions)
+        part, place = source_at(position, fractions)
         assert place == taken[part]
         taken[part] += 1
         for count, weight in zip(taken, fractions):
@@ -100,7 +100,7 @@ def test_every_position_is_the_next_place_of_a_part_and_shares_hold(weights: tup
 
 
 def test_a_position_far_out_needs_no_history() -> None:
-    assert part_at(4 * 10**15 + 2, [Fraction(3), Fraction(1)]) == (1, 10**15)
+    assert source_at(4 * 10**15 + 2, [Fraction(3), Fraction(1)]) == (1, 10**15)
 
 
 def test_mixed_stream_by_hand() -> None:
@@ -117,7 +117,7 @@ def test_no_sample_of_a_mixed_stream_has_the_seed_of_another() -> None:
 
 
 @pytest.mark.parametrize("mix", [parts((7, 1)), parts((2, 3), (5, 1)), parts((1, 0.1), (4, 0.7), (2, 0.2))])
-def test_a_mixed_stream_goes_on_at_any_position(mix: list[Part]) -> None:
+def test_a_mixed_stream_goes_on_at_any_position(mix: list[WeightedSource]) -> None:
     whole = PromptStream(make_prompts(7), seed=3, parts=mix).take(60)
     for position in range(50):
         resumed = PromptStream(make_prompts(7), seed=3, parts=mix)

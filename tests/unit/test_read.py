@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl.config.schema import ConfigError
-from rl.data.read import Row, data_files, find_splits, read_rows
+from rl.data.read import DataRow, data_files, find_splits, read_rows
 
 ROWS: list[dict[str, Any]] = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'a "b",\nc', "answer": "d"}]
 
@@ -64,7 +64,7 @@ def failure(path: Path | str) -> str:
 )
 def test_formats(tmp_path: Path, suffix: str, places: list[str]) -> None:
     file = write(tmp_path / f"train.{suffix}", ROWS)
-    assert list(read_rows(str(file))) == [Row(f"{file}, {place}", row) for place, row in zip(places, ROWS)]
+    assert list(read_rows(str(file))) == [DataRow(f"{file}, {place}", row) for place, row in zip(places, ROWS)]
 
 
 def problems(file: Path, content: bytes) -> dict[str, str]:
@@ -78,7 +78,7 @@ def test_bad_lines_of_jsonl(tmp_path: Path) -> None:
     found = problems(tmp_path / "x.jsonl", content)
     assert found.keys() == {"line 3", "line 5", "line 6", "line 7"}
     assert "is not JSON (Expecting property name" in found["line 3"]
-    assert "each line is one object" in found["line 3"]
+    assert "each line must be an object" in found["line 3"]
     assert found["line 5"] == 'holds ["a"], not an object with columns'
     assert found["line 6"] == "is not UTF-8 (invalid start byte at byte 7)"
     assert found["line 7"] == "holds null, not an object with columns"
@@ -100,7 +100,7 @@ def test_bad_rows_of_json(tmp_path: Path) -> None:
     assert "is not JSON (Extra data: line 2 column 1" in failure(tmp_path / "x.json")
     assert "name it .jsonl" in failure(tmp_path / "x.json")
     (tmp_path / "x.json").write_text('{"a": 1}')
-    assert failure(tmp_path / "x.json").endswith("holds a JSON dict; a .json file is one list of objects")
+    assert failure(tmp_path / "x.json").endswith("holds a JSON dict; a .json file must be a list of objects")
 
 
 def test_bad_lines_of_csv(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_values_of_parquet_can_travel(tmp_path: Path) -> None:
 
 def test_what_cannot_travel_is_named_by_its_column(tmp_path: Path) -> None:
     file = write(tmp_path / "x.parquet", [{"image": {"bytes": b"png"}}, {"image": {"bytes": b"\x89png"}}])
-    assert failure(file).startswith(f"{file}, row 2: the column 'image' holds bytes, which is no text")
+    assert failure(file).startswith(f"{file}, row 2: the column 'image' holds bytes, which is not text")
 
 
 def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_saved_dataset_with_splits(tmp_path: Path) -> None:
     write_saved(folder / "train", ROWS)
     write_saved(folder / "test", ROWS[:1])
     (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    assert failure(folder) == f"{folder} holds the splits train, test; say which, such as {folder}/train"
+    assert failure(folder) == f"{folder} holds the splits train, test; name one, such as {folder}/train"
     assert [len(list(read_rows(f"{folder}/{split}"))) for split in ("train", "test")] == [2, 1]
 
 
@@ -194,9 +194,9 @@ def test_a_hub_folder(tmp_path: Path, inside: str) -> None:
     (tmp_path / inside / "README.md").touch()
     (tmp_path / inside / "dataset_infos.json").write_text("{}")
     assert find_splits(tmp_path).keys() == {"train", "test"}
-    assert failure(tmp_path) == f"{tmp_path} holds the splits test, train; say which, such as {tmp_path}/train"
+    assert failure(tmp_path) == f"{tmp_path} holds the splits test, train; name one, such as {tmp_path}/train"
     assert [row.values["prompt"] for row in read_rows(f"{tmp_path}/train")] == ["0", "1"]
-    assert "has the splits test, train; prompts are a .jsonl" in failure(tmp_path / "validation")
+    assert "has the splits test, train; give a .jsonl" in failure(tmp_path / "validation")
     (tmp_path / inside / "train-00001-of-00002.parquet").unlink()
     assert "got 1 files of the split 'train', from train-00000-of-00002.parquet" in failure(tmp_path / "train")
 
@@ -217,7 +217,7 @@ def test_a_split_in_two_formats_is_not_read_twice(tmp_path: Path) -> None:
 
 
 def test_paths_that_hold_nothing(tmp_path: Path) -> None:
-    needed = "prompts are a .jsonl, .json, .csv or .parquet file, or a folder of a Hugging Face dataset"
+    needed = "give a .jsonl, .json, .csv or .parquet file, or a folder of a Hugging Face dataset"
     assert failure("nowhere.jsonl") == f"no prompts at nowhere.jsonl; {needed}"
     assert failure(tmp_path) == f"{tmp_path} holds no data files; {needed}"
     (tmp_path / "x.txt").touch()

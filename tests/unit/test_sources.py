@@ -112,7 +112,7 @@ def test_a_template_needs_no_prompt_column_and_may_go_into_a_chat(tmp_path: Path
 def test_placeholders_that_are_no_columns_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, GOOD, GOOD)
     read_prompts(path, DataConfig(template="{prompt} \\frac{a}{b}"), Letters())
-    told = f"oneworld: data.template: no column of {path}, left as they are: {{a}}, {{b}}\n"
+    told = f"oneworld: data.template: these are no columns of {path} and stay as they are: {{a}}, {{b}}\n"
     assert capsys.readouterr().out.count(told) == 1
 
 
@@ -186,7 +186,7 @@ def test_malformed_rows(
     assert (counts.num_rows, counts.num_bad, counts.num_prompts) == (2, 1, 1)
     said = capsys.readouterr().out
     assert f"oneworld: skipped: {path}, line 2 {problem}" in said, said
-    assert f"oneworld: {path}: 1 prompts in 2 rows, 1 malformed\n" in said
+    assert f"oneworld: {path}: 1 prompt in 2 rows, 1 malformed\n" in said
 
 
 def test_the_first_few_skipped_rows_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +196,7 @@ def test_the_first_few_skipped_rows_are_reported(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert said.count("oneworld: skipped:") == 5
     assert "line 5 has no column 'prompt'" in said
-    assert f"{path}: 1 prompts in 8 rows, 7 malformed\n" in said
+    assert f"{path}: 1 prompt in 8 rows, 7 malformed\n" in said
 
 
 def test_the_length_filter_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,7 +281,7 @@ def test_a_held_out_set_without_a_row_is_an_error(tmp_path: Path) -> None:
     a, b = write(tmp_path, GOOD, name="a.jsonl"), write(tmp_path, "{}", name="b.jsonl")
     with pytest.raises(ConfigError) as caught:
         read(a, eval={"x": a, "y": b}, bad_rows="skip")
-    assert str(caught.value) == f"{b}: 0 prompts in 1 rows, 1 malformed; at least one row must be left"
+    assert str(caught.value) == f"{b}: 0 prompts in 1 row, 1 malformed; at least one row must be left"
 
 
 def save_llama_3(folder: Path) -> None:
