@@ -140,7 +140,7 @@ def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pair
 
     num_steps = NUM_SUM_STEPS + NUM_MIXTURE_STEPS
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
-    # The learning rate falls to zero over the mixture: the smaller the last steps, the more exactly its rates are learned.
+    # The learning rate falls to zero over the mixture: small last steps learn its rates exactly.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / NUM_WARMUP_STEPS, (num_steps - step) / NUM_MIXTURE_STEPS)
     )
