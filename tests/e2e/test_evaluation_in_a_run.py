@@ -110,13 +110,13 @@ def test_placements_and_failed_engines_change_nothing(runs: Runs) -> None:
 
 
 def lot_of(prompt: str, text: str) -> str:
-    """What becomes of the other function, which is not the judge, and takes the sample with it."""
+    """Return the status of the other reward function, which is not eval.function. Its failure fails the sample."""
     lot = zlib.crc32(f"{prompt}{text}".encode()) % 32
     return "timeout" if lot == 0 else "error" if lot == 1 else "ok"
 
 
 def test_files_hold_all_responses_and_metrics_follow_from_them(runs: Runs) -> None:
-    """Scores are what the judge says of the text; where any function failed they are 0, and counted."""
+    """Scores are those of eval.function. If any function failed, the score is 0 and the failure is counted."""
     values = evaluations(lines_of(runs.collocated.folder / "metrics.jsonl"))[3]
     statuses: list[str] = []
     for name, count in SIZES.items():
@@ -129,8 +129,8 @@ def test_files_hold_all_responses_and_metrics_follow_from_them(runs: Runs) -> No
             for response in row["responses"]:
                 status = lot_of(row["prompt"], response["text"])
                 assert response["status"] == status
-                judged = drawn(row["prompt"], response["text"], row) if status == "ok" else 0.0
-                assert response["score"] == judged
+                score = drawn(row["prompt"], response["text"], row) if status == "ok" else 0.0
+                assert response["score"] == score
                 assert response.get("answer") == (first_letter(response["text"]) if status == "ok" else None)
         table = [[response["score"] for response in row["responses"]] for row in rows]
         votes = [[response.get("answer") for response in row["responses"]] for row in rows]
@@ -151,14 +151,14 @@ def test_files_hold_all_responses_and_metrics_follow_from_them(runs: Runs) -> No
 
 
 def test_the_best_evaluation_is_kept(runs: Runs) -> None:
-    """On one actor rank and on two: no step was better than 2, the first that was evaluated; 3 is the newest."""
+    """With one actor rank and with two: no step is better than 2, the first evaluated one. Step 3 is the newest."""
     for run in (runs.collocated, runs.apart):
         kept = sorted(path.parent.name for path in (run.folder / "checkpoints").glob(f"step_*/{COMMITTED}"))
         assert kept == ["step_2", "step_3"]
 
 
-def test_alone_a_finished_run_has_the_numbers_of_its_last_step(runs: Runs) -> None:
-    """On another number of ranks, and although data.train is another file now."""
+def test_eval_only_repeats_the_numbers_of_the_last_step(runs: Runs) -> None:
+    """Also with another number of ranks and another data.train."""
     *_, last, again = lines_of(runs.collocated.folder / "eval.jsonl")
     assert (last["step"], again["step"]) == (3, 3)
     assert again == last
@@ -172,7 +172,7 @@ def test_alone_a_finished_run_has_the_numbers_of_its_last_step(runs: Runs) -> No
     assert f"step 3  a/avg@4  {values[name]:.4f}  {ends}" in runs.alone.output
 
 
-def test_alone_nothing_of_the_run_changes(runs: Runs) -> None:
+def test_eval_only_changes_nothing_in_the_run(runs: Runs) -> None:
     assert len(runs.before) > 5
     assert files_of(runs.collocated.folder) == runs.before
 
@@ -186,16 +186,16 @@ def test_a_model_is_evaluated_without_a_run(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_a_mistake_is_told_once(tmp_path: Path, settings: list[str]) -> None:
+def test_a_mistake_is_reported_once(tmp_path: Path, settings: list[str]) -> None:
     process = evaluate(tmp_path / "run", 2, *settings, "checkpoint.resume=never")
     output = finish(process, 100)
     assert process.returncode != 0
-    assert output.count("oneworld: --eval-only sets no checkpoints aside") == 1
+    assert output.count("oneworld: --eval-only cannot set checkpoints aside") == 1
     assert "ConfigError" not in output
 
 
 def wait_for_evaluation(folder: Path, process: subprocess.Popen[str], step: int) -> None:
-    """It follows an update of well under a second, and takes 6."""
+    """Wait until the evaluation runs. It takes 6 s and follows an update of well under a second."""
     deadline = time.monotonic() + 100
     while not list((folder / "rollouts").glob(f"step_{step}.*")):  # written before the update
         assert process.poll() is None and time.monotonic() < deadline, "the world did not get there"
@@ -205,8 +205,8 @@ def wait_for_evaluation(folder: Path, process: subprocess.Popen[str], step: int)
 
 @pytest.mark.slow
 def test_signals_during_an_evaluation(tmp_path: Path) -> None:
-    """A stop cuts it off: the step before is saved at once, and the run that goes on evaluates it. A save waits for its
-    end. Both on two actor ranks."""
+    """A stop interrupts the evaluation: the step is saved at once, and the resumed run evaluates it. A save waits for
+    the end of the evaluation. Both on two actor ranks."""
     folder = tmp_path / "run"
     settings = ["rollout.engine=fake", "train.num_prompts_per_step=2", "rollout.num_samples_per_prompt=2"]
     settings += ["eval.interval=1", "eval.num_prompts=100", "rollout.max_num_seqs=2", "checkpoint.save_interval=0"]
@@ -230,14 +230,14 @@ def test_signals_during_an_evaluation(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "loss/policy" in row] == [1, 2, 3]
     steps = [path.parent.name for path in (folder / "checkpoints").glob(f"step_*/{COMMITTED}")]
-    assert sorted(steps) == ["step_2", "step_3"]  # of which the first was asked for; two are kept
+    assert sorted(steps) == ["step_2", "step_3"]  # the first was requested; two are kept
 
 
 @pytest.mark.slow  # the demo evaluates on real engines too
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_real_engines_repeat_an_evaluation_from_the_checkpoint(num_ranks: int, tmp_path: Path) -> None:
-    """One vLLM engine on all ranks, which also train: sampled responses after two updates, and again from what was
-    saved."""
+    """One vLLM engine spans all ranks, which also train. Its sampled responses after two updates are the same as those
+    from the checkpoint."""
     folder = tmp_path / "run"
     settings = ["train.num_steps=2", "train.num_prompts_per_step=4", "actor.lr=1e-3", "eval.interval=2"]
     settings += [

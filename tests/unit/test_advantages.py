@@ -98,7 +98,7 @@ def test_is_informative() -> None:
 
 
 def test_overlong_penalty() -> None:
-    """Of at most 20 tokens the last 4 cost a quarter each."""
+    """With at most 20 tokens, each of the last 4 costs a quarter."""
     lengths = ints([0, 15, 16, 17, 18, 19, 20, 25])
     close(overlong_penalty(lengths, max_length=20, buffer=4), [0, 0, 0, -0.25, -0.5, -0.75, -1, -1])
     close(overlong_penalty(lengths[:3], max_length=20, buffer=20), [0, -0.75, -0.8])

@@ -1,4 +1,4 @@
-"""The ragged batch and what is said about it."""
+"""The ragged batch, and its metrics and checks."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ LN2 = math.log(2)
 
 
 def make_batch() -> Batch:
-    """5 6 | 7, 8 | 0 0 9 and 0 4 | 0: token 0 is EOS and padding at once, and stands in prompts too."""
+    """Return 5 6 | 7, 8 | 0 0 9 and 0 4 | 0. Token 0 is both EOS and padding, and occurs in prompts too."""
     return Batch(
         tokens=torch.tensor([5, 6, 7, 8, 0, 0, 9, 0, 4, 0]),
         lengths=torch.tensor([3, 4, 3]),
@@ -38,7 +38,7 @@ def assert_same(got: Batch, wanted: Batch) -> None:
             assert left.tolist() == right.tolist(), entry.name
 
 
-def test_where_sequences_lie() -> None:
+def test_positions_and_lengths_of_sequences() -> None:
     batch = make_batch()
     assert (batch.num_sequences, batch.num_tokens) == (3, 10)
     assert batch.cu_lengths.tolist() == [0, 3, 7, 10]
@@ -101,7 +101,7 @@ def test_bytes_round_trip(batch: Batch) -> None:
 
 @pytest.fixture
 def pg() -> Iterator[dist.ProcessGroup]:
-    """A real group of this process alone."""
+    """Return a real process group of size 1."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -134,7 +134,7 @@ def test_describe_an_empty_batch(pg: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["rollout_logprobs", "old_logprobs", "ref_logprobs", "certainty", "values"])
 def test_scores_that_are_not_finite_are_refused(name: str, bad: float) -> None:
-    """With the place of the first; what stands in prompts is never read."""
+    """The error names the place of the first. Values in prompts are ignored."""
     scores = torch.zeros(10)
     scores[0] = bad
     check_finite(make_batch().replace(**{name: scores}))
@@ -144,7 +144,7 @@ def test_scores_that_are_not_finite_are_refused(name: str, bad: float) -> None:
         check_finite(make_batch().replace(**{name: scores}))
 
 
-def test_learnt_from_are_all_or_those_that_were_not_cut() -> None:
+def test_trained_sequences_are_all_or_those_that_were_not_truncated() -> None:
     batch = make_batch()
     assert (batch.trained_sequences(False), batch.trained_sequences(True)) == ([0, 1, 2], [0, 2])
     spread = batch.at_sequences([0, 2], torch.arange(1.0, 7))

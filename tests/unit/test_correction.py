@@ -38,7 +38,7 @@ def test_weights(mode: str, limit: float, weights: list[float], cut: list[int]) 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_limits(mode: str) -> None:
-    """Equal logprobs weigh 1 and the limits themselves are inside; what float32 cannot hold stays finite."""
+    """Equal logprobs have weight 1, the limits themselves are inside, and weights beyond float32 become finite."""
     same = importance_weights(IDS.float(), IDS.float(), IDS, LENGTHS, mode, limit=1.0)
     assert (same.weights.tolist(), same.cut.tolist()) == ([1.0] * 5, [False] * 5)
     edge = importance_weights(torch.tensor([2.0, 0.5]).log(), torch.zeros(2), torch.arange(2), torch.ones(2), mode, 2.0)
@@ -67,8 +67,8 @@ def test_against_a_loop() -> None:
         close(importance_weights(old, rollout, data.segment_ids, data.lengths, mode, 1.5).weights, wanted)
 
 
-def test_weights_make_the_engines_samples_the_learners() -> None:
-    """The mean reward over all tokens as often as the engine samples them, weighted, is the learner's."""
+def test_weights_turn_the_engines_expectation_into_the_learners() -> None:
+    """The weighted mean reward under the engine's distribution is the mean reward under the learner's."""
     engine, learner = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.3, 0.3, 0.4])
     rewards = torch.tensor([1.0, -2.0, 5.0])
     places = torch.arange(3), torch.ones(3, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""avg@k, pass@k and maj@k by hand, and intervals that hold the truth as often as they say."""
+"""avg@k, pass@k and maj@k worked out by hand, and the coverage of the confidence intervals."""
 
 import math
 import random
@@ -36,7 +36,7 @@ def test_pass_at_is_what_drawing_k_gives() -> None:
     [
         (["7", "8", "8", None], 0.2),
         (["7", "8", "9", "8"], 0.2),
-        (["9", "7", "7", "9"], 0.1),  # a tie: what was given first
+        (["9", "7", "7", "9"], 0.1),  # a tie: the first answer wins
         ([None, None, "7", None], 0.3),
         ([None, None, None, None], 0.0),
     ],
@@ -46,13 +46,13 @@ def test_majority(answers: list[str | None], wanted: float) -> None:
 
 
 def test_interval_of_a_binary_outcome_is_wilsons() -> None:
-    """8 of 10. The variance of a sample has n - 1 below it, so 9 count: z^2 / 9 = 0.42683, the centre is
+    """8 of 10. The sample variance divides by n - 1, so the effective size is 9: z^2 / 9 = 0.42683, the centre is
     (0.8 + 0.21342) / 1.42683 = 0.71026, half the width 1.96 sqrt(0.16 / 9 + 0.42683 / 36) / 1.42683 = 0.23647."""
     found = estimate([1.0] * 8 + [0.0] * 2)
     assert (found.mean, found.low, found.high) == pytest.approx((0.8, 0.47379, 0.94673), abs=1e-4)
 
 
-def test_interval_is_never_a_point_where_all_are_equal() -> None:
+def test_the_interval_of_equal_values_has_a_width() -> None:
     """0 of 20: the upper end is z^2 / (n + z^2) = 3.8415 / 23.8415."""
     none = estimate([0.0] * 20)
     assert (none.mean, none.low) == (0.0, 0.0) and none.high == pytest.approx(0.16113, abs=1e-4)
@@ -72,8 +72,8 @@ def test_no_prompts_and_one_prompt() -> None:
 
 
 @pytest.mark.parametrize("num_samples", [1, 8])
-def test_intervals_hold_the_truth_as_often_as_they_say(num_samples: int) -> None:
-    """Prompts differ in how hard they are: their chance of success is Beta(1, 3), which has the mean 1/4."""
+def test_intervals_contain_the_truth_in_95_percent(num_samples: int) -> None:
+    """Prompts differ in difficulty: their chance of success is Beta(1, 3), which has the mean 1/4."""
     source, held, num_evaluations = random.Random(1), 0, 1000
     for _ in range(num_evaluations):
         chances = [source.betavariate(1, 3) for _ in range(60)]

@@ -38,7 +38,7 @@ def test_k3_is_never_negative_and_unbiased() -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_gradients_of_the_estimates_on_average(estimator: str) -> None:
-    """What each pulls towards as a loss, over all tokens of a vocabulary as often as the policy samples them."""
+    """The expected gradient of each estimate as a loss, over all tokens of a vocabulary."""
     logits = torch.tensor([0.3, -1.2, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([0.5, 0.4, -0.9, 0.2], dtype=torch.float64).log_softmax(-1)
     new = logits.log_softmax(-1)

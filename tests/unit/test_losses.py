@@ -82,7 +82,7 @@ def test_dual_clip(ratio: float, advantage: float, loss: float, gradient: float,
 
 
 def test_edges_keep_the_gradient() -> None:
-    """Bounds that a float holds exactly, and ratios upon them: 1/2, 2, and for the dual clip 4."""
+    """The bounds 1/2, 2 and (dual clip) 4 are exact floats, and the ratios lie on them."""
     ratios, advantages = [0.5, 0.5, 2.0, 2.0, 4.0], torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0])
     new = torch.zeros(5, requires_grad=True)
     old = -torch.tensor(ratios).log()
@@ -119,7 +119,7 @@ def test_clipped_weight(ratio: float, advantage: float, weight: float, clipped: 
 
 
 def test_sequence_ratio_is_the_geometric_mean() -> None:
-    """Tokens of ratios 2 and 1/2 make 1; of 1.5 and 1.6 make sqrt 2.4 = 1.549, which 1.3 holds; A = 1 and 2."""
+    """Ratios 2 and 1/2 give 1. Ratios 1.5 and 1.6 give sqrt 2.4 = 1.549, which is clipped to 1.3. A is 1 and 2."""
     lengths, ids = torch.tensor([2, 0, 2]), torch.tensor([0, 0, 2, 2])
     new = torch.tensor([2, 0.5, 1.5, 1.6]).log().requires_grad_()
     got = sequence_ratio(new, torch.zeros(4), torch.tensor([1.0, 1, 2, 2]), ids, lengths, LOW, HIGH)
@@ -151,7 +151,7 @@ def test_value_loss(value: float, old: float, loss: float, gradient: float, clip
 
 
 def test_values_within_the_bound_are_not_clipped() -> None:
-    """Of many, since rounding must not make the held value another one."""
+    """Many values, since rounding must not change the clipped value."""
     old = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     values = old + 0.2
     _, clipped = value_loss(values, old, torch.zeros(1000), clip=0.3)
@@ -202,7 +202,7 @@ def loop_dual_clip(new: list[Tensor], old: list[Tensor], advantage: Tensor) -> l
 
 
 def loop_gspo(new: list[Tensor], old: list[Tensor], advantage: Tensor) -> list[Tensor]:
-    """The sequence's one term, with its gradient through all logprobs, shared out among the tokens."""
+    """Return the sequence's term, with its gradient through all logprobs, once for each token."""
     log_ratio = sum((n - o for n, o in zip(new, old)), torch.zeros(())) / max(len(new), 1)
     ratio = torch.exp(log_ratio)
     term = -min(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)

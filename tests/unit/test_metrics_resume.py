@@ -1,4 +1,4 @@
-"""What becomes of metrics.jsonl when a run goes on, and when one starts over."""
+"""metrics.jsonl of a run that resumes, and of one that starts over."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def write(folder: Path, steps: range, begin: int, reward: float, engine: str = "
     writer.close(engine)
 
 
-def test_a_run_that_goes_on_keeps_the_rows_up_to_its_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_resumed_run_keeps_the_rows_up_to_its_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     write(tmp_path, range(1, 8), 0, 0.0)
     capsys.readouterr()
     write(tmp_path, range(5, 8), 4, 100.0)
@@ -38,7 +38,7 @@ def test_lines_that_a_kill_cut_off_are_dropped(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 3, 4]
 
 
-def test_numbers_that_json_does_not_know_stay(tmp_path: Path) -> None:
+def test_earlier_nan_and_infinity_stay(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss/policy": NaN, "policy/ratio_max": Infinity}\n')
     MetricsWriter(tmp_path, 10, 1).close("fake")
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss/policy": NaN, "policy/ratio_max": Infinity}\n'
@@ -63,7 +63,7 @@ def test_a_run_that_starts_over_sets_the_old_rows_aside(tmp_path: Path) -> None:
 
 
 def test_lines_of_evaluations_are_set_aside_with_them(tmp_path: Path) -> None:
-    """Those of two runs of one name are not mixed; a run that goes on adds to its own."""
+    """Lines of two runs with one name are not mixed. A resumed run appends to its own."""
     (tmp_path / "eval.jsonl").write_text("old\n")
     MetricsWriter(tmp_path, 10, 3).close("fake")
     assert (tmp_path / "eval.jsonl").read_text() == "old\n"
@@ -73,11 +73,11 @@ def test_lines_of_evaluations_are_set_aside_with_them(tmp_path: Path) -> None:
     assert aside.read_text() == "old\n"
 
 
-def test_lines_are_json_also_where_a_value_is_not_finite(tmp_path: Path) -> None:
-    """A skipped step may have an infinite loss, which JSON has no word for."""
+def test_lines_are_json_even_if_a_value_is_not_finite(tmp_path: Path) -> None:
+    """A skipped step may have an infinite loss, which JSON cannot express."""
     writer = MetricsWriter(tmp_path, 1)
     writer.write(1, 2, {"reward/mean": 1.0, "loss/policy": float("inf"), "loss/kl": float("nan")})
     writer.close("fake")
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert row == {"step": 1, "version": 2, "reward/mean": 1.0, "loss/policy": None, "loss/kl": None}

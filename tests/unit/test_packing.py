@@ -1,4 +1,4 @@
-"""Micro-batches within a token budget, parts of even cost, and who trains on which group."""
+"""Micro-batches within a token budget, parts of equal cost, and the balancing of groups over owners."""
 
 import random
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def test_pack_is_even_in_cost_not_in_tokens() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pack_keeps_its_promises(seed: int) -> None:
+def test_pack_places_every_sequence_within_the_budget(seed: int) -> None:
     random_ = random.Random(seed)
     lengths = [random_.randint(1, 60) for _ in range(random_.randint(0, 40))]
     costs, max_tokens = costs_of(lengths, hidden_size=3), random_.randint(20, 200)
@@ -72,7 +72,7 @@ def test_the_largest_micro_batch_is_computed_first() -> None:
 
 
 def assert_even(spent: list[float], costs: list[float]) -> None:
-    """Whoever got the last of its sequences had spent at most the mean."""
+    """Check that the fullest part exceeds the mean by at most one sequence."""
     assert sum(spent) == pytest.approx(sum(costs))
     assert max(spent) <= sum(costs) / len(spent) + max(costs, default=0) + 1e-6
 
@@ -126,7 +126,7 @@ def test_even_owners(costs: list[float], owners: list[int], num_owners: int, wan
 
 
 def test_owners_are_even_in_each_mini_batch() -> None:
-    """Over the whole batch 10 | 10 is even, but both owners would idle through one optimizer step."""
+    """Over the whole batch 10 | 10 is balanced, but each owner would idle in one optimizer step."""
     assert even_owners([5, 5, 5, 5], [0, 0, 1, 1], 2, [0, 0, 1, 1]) == [0, 1, 1, 0]
     assert even_owners([5, 5, 5, 5], [0, 0, 1, 1], 2, [0, 0, 0, 0]) == [0, 0, 1, 1]
     # Only the first mini-batch is uneven: the other stays as it is.
@@ -134,7 +134,7 @@ def test_owners_are_even_in_each_mini_batch() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_owners_get_no_worse_and_then_stay(seed: int) -> None:
+def test_balancing_never_makes_it_worse_and_is_stable(seed: int) -> None:
     random_ = random.Random(seed)
     num_groups, num_owners, count = random_.randint(1, 60), random_.randint(1, 9), random_.randint(1, 3)
     costs = [random_.randint(1, 1000) for _ in range(num_groups)]

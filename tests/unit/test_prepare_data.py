@@ -1,4 +1,4 @@
-"""tools/prepare_data.py on rows as the public files have them."""
+"""tools/prepare_data.py on rows in the form of the public files."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def write(file: Path, *rows: dict[str, Any]) -> Path:
 
 
 def prepare(task: str, source: Path, *more: str) -> dict[str, list[dict[str, Any]]]:
-    """What is written, by file name."""
+    """Return the written rows by file name."""
     output = source.parent / "prepared"
     main([task, "--input", str(source), "--output", str(output), *more])
     files = sorted(output.iterdir())
@@ -54,7 +54,7 @@ def test_gsm8k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "test.jsonl": [{"prompt": "Ducks?", "answer": "13", "solution": DUCKS["answer"], "id": 7}],
     }
     output = tmp_path / "prepared"
-    assert capsys.readouterr().out == f"{output}/train.jsonl: 2 rows\n{output}/test.jsonl: 1 rows\n"
+    assert capsys.readouterr().out == f"{output}/train.jsonl: 2 rows\n{output}/test.jsonl: 1 row\n"
 
 
 def test_what_is_written_is_what_configs_read(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_the_hubs_folder_of_gsm8k(tmp_path: Path) -> None:
 
 
 def test_math(tmp_path: Path) -> None:
-    """The answer's own column, or else what the solution boxes last."""
+    """The answer comes from its own column, or else from the last box of the solution."""
     write(tmp_path / "in" / "test.jsonl", POINT, SOLVED)
     assert prepare("math", tmp_path / "in") == {
         "test.jsonl": [
@@ -87,7 +87,7 @@ def test_math(tmp_path: Path) -> None:
 
 
 def test_math_by_subject(tmp_path: Path) -> None:
-    """As the hub has it, and as its authors do: a problem a file."""
+    """The hub has one file per subject, the authors' archive one file per problem."""
     write(tmp_path / "hub" / "algebra" / "train-00000-of-00001.parquet", SOLVED)
     write(tmp_path / "hub" / "geometry" / "train-00000-of-00001.parquet", SOLVED, SOLVED)
     assert [len(rows) for rows in prepare("math", tmp_path / "hub").values()] == [3]
@@ -144,10 +144,10 @@ def test_malformed_rows(
     assert len(prepare(task, tmp_path / "in", "--bad-rows", "skip")["train.jsonl"]) == 1
     said = capsys.readouterr()
     assert f"skipped: {source}, line 2 {problem}" in said.err
-    assert said.out == f"{tmp_path}/prepared/train.jsonl: 1 rows, 1 malformed ones skipped\n"
+    assert said.out == f"{tmp_path}/prepared/train.jsonl: 1 row, 1 malformed ones skipped\n"
 
 
-def test_a_problem_file_that_is_no_json(tmp_path: Path) -> None:
+def test_a_problem_file_that_is_not_json(tmp_path: Path) -> None:
     source = write(tmp_path / "in" / "train" / "algebra" / "1.json", SOLVED, SOLVED)
     assert failure("math", tmp_path / "in").startswith(f"prepare_data: {source} is not JSON (Extra data: line 2")
 
@@ -158,7 +158,7 @@ def test_no_row_left(tmp_path: Path) -> None:
     assert failure("math", tmp_path / "in", "--bad-rows", "skip") == message
 
 
-def test_nothing_is_written_over_unasked(tmp_path: Path) -> None:
+def test_existing_files_are_overwritten_only_with_force(tmp_path: Path) -> None:
     write(tmp_path / "in" / "train.jsonl", DUCKS)
     prepare("gsm8k", tmp_path / "in")
     assert "prepared/train.jsonl exists; give another --output, or --force" in failure("gsm8k", tmp_path / "in")
@@ -166,14 +166,14 @@ def test_nothing_is_written_over_unasked(tmp_path: Path) -> None:
     assert prepare("gsm8k", tmp_path / "in", "--force")["train.jsonl"][0]["prompt"] == "House?"
 
 
-def test_the_input_is_never_written_over(tmp_path: Path) -> None:
+def test_the_input_is_never_overwritten(tmp_path: Path) -> None:
     source = write(tmp_path / "prepared" / "train.jsonl", DUCKS)
     before = source.read_bytes()
     assert "train.jsonl exists; give another --output" in failure("gsm8k", tmp_path / "prepared", "--force")
     assert source.read_bytes() == before
 
 
-def test_inputs_that_are_none(tmp_path: Path) -> None:
+def test_inputs_that_do_not_exist_or_fit(tmp_path: Path) -> None:
     assert (
         failure("math", tmp_path / "nowhere") == f"prepare_data: --input: got {tmp_path}/nowhere, which does not exist"
     )

@@ -1,4 +1,4 @@
-"""The table of a profile: what lies in which stage."""
+"""The table of a profile, by stage."""
 
 from pathlib import Path
 from types import SimpleNamespace

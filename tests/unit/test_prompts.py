@@ -1,4 +1,4 @@
-"""The prompt stream's order and position, the mixing of its parts, and the seeds of samples."""
+"""The order and the position of the prompt stream, the mixing of sources, and the seeds of samples."""
 
 from collections import Counter
 from fractions import Fraction
@@ -36,7 +36,7 @@ def test_stream_order_depends_on_seed_and_epoch_alone() -> None:
 
 
 @pytest.mark.parametrize("position", [0, 1, 4, 5, 6, 13, 1000])
-def test_position_is_all_there_is_to_save(position: int) -> None:
+def test_the_position_is_the_whole_state(position: int) -> None:
     whole = PromptStream(make_prompts(5), seed=3)
     whole.take(position)
     assert whole.position == position
@@ -63,7 +63,7 @@ def test_sample_seeds_differ_in_every_argument() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def parts(*sizes_and_weights: tuple[int, float | str]) -> list[WeightedSource]:
+def sources(*sizes_and_weights: tuple[int, float | str]) -> list[WeightedSource]:
     return [WeightedSource(size, Fraction(str(weight))) for size, weight in sizes_and_weights]
 
 
@@ -72,9 +72,9 @@ def letters(weights: list[int | str], count: int) -> str:
     return "".join("abcd"[source_at(position, fractions)[0]] for position in range(count))
 
 
-def test_the_schedule_of_parts() -> None:
-    """Due times by hand. 3 : 1: a at 1/6, 1/2, 5/6, b at 1/2, after a. 5 : 2 : 1: a at .1 .3 .5 .7 .9, b at .25 .75,
-    c at .5, after a. 1/3 : 2/3 is 1 : 2: a at 1/2, b at 1/4, 3/4."""
+def test_the_schedule_of_sources() -> None:
+    """Due times worked out by hand. For 3 : 1, a is due at 1/6, 1/2, 5/6, and b at 1/2, after a. For 5 : 2 : 1, a is
+    due at .1 .3 .5 .7 .9, b at .25 .75, c at .5, after a. For 1/3 : 2/3, a is due at 1/2 and b at 1/4, 3/4."""
     assert letters([3, 1], 8) == "aaba" * 2
     assert letters([5, 2, 1], 16) == "abaacaba" * 2
     assert letters(["1/3", "2/3"], 6) == "bab" * 2
@@ -86,15 +86,15 @@ WEIGHTS = [(3, 1), (5, 2, 1), (0.7, 0.3), (1, 1000), (3.14159, 2.71828, 1.41421)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_every_position_is_the_next_place_of_a_part_and_shares_hold(weights: tuple[float, ...]) -> None:
-    """What a position alone says is what counting from the start gives; and no part is ever further than
-    (1 + number of parts) / 2 from its share."""
+def test_every_position_takes_the_next_row_of_a_source_in_proportion(weights: tuple[float, ...]) -> None:
+    """The position alone gives the same row as counting from the start. No source is ever further than
+    (1 + number of sources) / 2 from its share."""
     fractions = [Fraction(str(weight)) for weight in weights]
     taken = [0] * len(weights)
     for position in range(2500):
-        part, place = source_at(position, fractions)
-        assert place == taken[part]
-        taken[part] += 1
+        source, place = source_at(position, fractions)
+        assert place == taken[source]
+        taken[source] += 1
         for count, weight in zip(taken, fractions):
             assert abs(count - (position + 1) * weight / sum(fractions)) <= Fraction(1 + len(weights), 2)
 
@@ -104,23 +104,24 @@ def test_a_position_far_out_needs_no_history() -> None:
 
 
 def test_mixed_stream_by_hand() -> None:
-    """Two rows with weight 1 (ids 0, 1) and three with weight 3 (ids 2, 3, 4): the first part is due at 1/2, the second
-    at 1/6, 1/2, 5/6. Its epochs are `random.Random("0/PART/EPOCH").shuffle`: [0, 1], [1, 0]; [0, 2, 1], [1, 0, 2]."""
-    taken = PromptStream(make_prompts(5), seed=0, parts=parts((2, 1), (3, 3))).take(8)
+    """Two rows have weight 1 (ids 0, 1) and three have weight 3 (ids 2, 3, 4). The first source is due at 1/2, the
+    second at 1/6, 1/2, 5/6. `random.Random("0/SOURCE/EPOCH").shuffle` orders their epochs: [0, 1], [1, 0]; [0, 2, 1],
+    [1, 0, 2]."""
+    taken = PromptStream(make_prompts(5), seed=0, sources=sources((2, 1), (3, 3))).take(8)
     assert ids(taken) == [2, 0, 4, 3, 3, 1, 2, 4]
     assert [prompt.epoch for prompt in taken] == [0, 0, 0, 0, 1, 0, 1, 1]
 
 
 def test_no_sample_of_a_mixed_stream_has_the_seed_of_another() -> None:
-    taken = PromptStream(make_prompts(10), seed=1, parts=parts((3, 5), (7, 1))).take(500)
+    taken = PromptStream(make_prompts(10), seed=1, sources=sources((3, 5), (7, 1))).take(500)
     assert len({sample_seed(1, prompt.epoch, prompt.id, 0) for prompt in taken}) == 500
 
 
-@pytest.mark.parametrize("mix", [parts((7, 1)), parts((2, 3), (5, 1)), parts((1, 0.1), (4, 0.7), (2, 0.2))])
-def test_a_mixed_stream_goes_on_at_any_position(mix: list[WeightedSource]) -> None:
-    whole = PromptStream(make_prompts(7), seed=3, parts=mix).take(60)
+@pytest.mark.parametrize("mix", [sources((7, 1)), sources((2, 3), (5, 1)), sources((1, 0.1), (4, 0.7), (2, 0.2))])
+def test_a_mixed_stream_resumes_at_any_position(mix: list[WeightedSource]) -> None:
+    whole = PromptStream(make_prompts(7), seed=3, sources=mix).take(60)
     for position in range(50):
-        resumed = PromptStream(make_prompts(7), seed=3, parts=mix)
+        resumed = PromptStream(make_prompts(7), seed=3, sources=mix)
         resumed.position = position
         assert resumed.take(10) == whole[position : position + 10]
 
@@ -128,22 +129,22 @@ def test_a_mixed_stream_goes_on_at_any_position(mix: list[WeightedSource]) -> No
 def test_two_epochs_see_each_row_twice() -> None:
     stream = PromptStream(make_prompts(7), seed=3)
     assert Counter(ids(stream.take(2 * len(stream)))) == dict.fromkeys(range(7), 2)
-    mixed = PromptStream(make_prompts(8), seed=3, parts=parts((2, 1), (6, 3)))
+    mixed = PromptStream(make_prompts(8), seed=3, sources=sources((2, 1), (6, 3)))
     assert Counter(ids(mixed.take(2 * len(mixed)))) == dict.fromkeys(range(8), 2)
 
 
 def test_one_weight_is_no_mixture() -> None:
     alone = PromptStream(make_prompts(6), seed=0)
-    weighted = PromptStream(make_prompts(6), seed=0, parts=parts((6, 0.3)))
+    weighted = PromptStream(make_prompts(6), seed=0, sources=sources((6, 0.3)))
     assert weighted.take(12) == alone.take(12)
     assert weighted.digest == alone.digest
 
 
-def test_the_digest_is_that_of_what_comes_where() -> None:
+def test_the_digest_depends_on_everything_that_orders_the_stream() -> None:
     def digest(*sizes_and_weights: tuple[int, float | str], prompts: list[Prompt] | None = None, seed: int = 0) -> str:
-        return PromptStream(prompts or make_prompts(4), seed, parts(*sizes_and_weights)).digest
+        return PromptStream(prompts or make_prompts(4), seed, sources(*sizes_and_weights)).digest
 
-    assert digest() == "45262b435231d5f0"  # as in checkpoints that were saved before parts had weights
+    assert digest() == "45262b435231d5f0"  # as in checkpoints from before sources had weights
     others = [
         digest(seed=1),
         digest(prompts=make_prompts(4)[::-1]),

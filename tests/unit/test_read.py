@@ -1,4 +1,4 @@
-"""Rows of every format with the numbers of their lines, which files a path means, and what each mistake says."""
+"""Rows of every format with their line numbers, the files that a path means, and the message of each mistake."""
 
 import datetime
 import decimal
@@ -17,14 +17,14 @@ ROWS: list[dict[str, Any]] = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'a "
 
 
 def write_arrow(file: Path, rows: list[dict[str, Any]]) -> None:
-    """As datasets writes it: a stream, in several batches."""
+    """Write a stream of several batches, as the datasets package does."""
     table = pa.Table.from_pylist(rows)
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=1)
 
 
 def write_saved(folder: Path, *shards: list[dict[str, Any]]) -> None:
-    """What `Dataset.save_to_disk` leaves."""
+    """Write the files of `Dataset.save_to_disk`."""
     folder.mkdir(parents=True)
     names = [f"data-{index:05d}-of-{len(shards):05d}.arrow" for index in range(len(shards))]
     for name, rows in zip(names, shards):
@@ -68,7 +68,7 @@ def test_formats(tmp_path: Path, suffix: str, places: list[str]) -> None:
 
 
 def problems(file: Path, content: bytes) -> dict[str, str]:
-    """What is wrong, by the place within the file; rows that are fine are left out."""
+    """Return the problems by their place in the file, without the rows that are fine."""
     file.write_bytes(content)
     return {row.place.removeprefix(f"{file}, "): row.problem for row in read_rows(str(file)) if row.problem}
 
@@ -129,7 +129,7 @@ def test_a_long_field_of_csv(tmp_path: Path) -> None:
     assert [len(row.values["a"]) for row in read_rows(str(tmp_path / "x.csv"))] == [200_000]
 
 
-def test_values_of_parquet_can_travel(tmp_path: Path) -> None:
+def test_values_of_parquet_become_json(tmp_path: Path) -> None:
     row = {
         "date": datetime.date(2026, 1, 2),
         "time": datetime.datetime(2026, 1, 2, 3, 4, 5),
@@ -151,12 +151,12 @@ def test_values_of_parquet_can_travel(tmp_path: Path) -> None:
     }
 
 
-def test_what_cannot_travel_is_named_by_its_column(tmp_path: Path) -> None:
+def test_a_value_that_json_cannot_hold_is_named_by_its_column(tmp_path: Path) -> None:
     file = write(tmp_path / "x.parquet", [{"image": {"bytes": b"png"}}, {"image": {"bytes": b"\x89png"}}])
     assert failure(file).startswith(f"{file}, row 2: the column 'image' holds bytes, which is not text")
 
 
-def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
+def test_a_file_that_is_not_parquet(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("no")
     assert f"{tmp_path}/x.parquet cannot be read after row 0 (" in failure(tmp_path / "x.parquet")
 
@@ -216,7 +216,7 @@ def test_a_split_in_two_formats_is_not_read_twice(tmp_path: Path) -> None:
     assert data_files(f"{tmp_path}/train.csv") == [tmp_path / "train.csv"]
 
 
-def test_paths_that_hold_nothing(tmp_path: Path) -> None:
+def test_paths_without_data(tmp_path: Path) -> None:
     needed = "give a .jsonl, .json, .csv or .parquet file, or a folder of a Hugging Face dataset"
     assert failure("nowhere.jsonl") == f"no prompts at nowhere.jsonl; {needed}"
     assert failure(tmp_path) == f"{tmp_path} holds no data files; {needed}"

@@ -1,4 +1,4 @@
-"""From rows to prompts: columns, templates, the length filter, what is skipped, and several files in one stream."""
+"""From rows to prompts: columns, templates, the length filter, skipped rows, and several files in one stream."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from rl.data.sources import Counts, Data, read_data, read_prompts
 
 
 class Letters:
-    """Token ids are code points; the chat template puts tags around the message."""
+    """A tokenizer whose token ids are code points. Its chat template puts tags around the message."""
 
     bos_token_id = None
 
@@ -176,7 +176,7 @@ USER = {"role": "user", "content": "u"}
 def test_malformed_rows(
     tmp_path: Path, line: str, data: dict[str, Any], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fatal, or reported and skipped; both with file and line."""
+    """They are fatal, or reported and skipped. Both messages have file and line."""
     path = write(tmp_path, '{"prompt": "ok", "answer": "4", "x": "ok", "y": "ok"}', line)
     message = failure(path, **data)
     assert message.startswith(f"{path}, line 2 {problem}"), message
@@ -238,7 +238,7 @@ def test_a_list_of_files_is_one_pool_in_the_order_of_one_file(tmp_path: Path) ->
 
 
 def test_a_mapping_mixes_by_weight(tmp_path: Path) -> None:
-    """3 : 1 is a a b a; ids go on from file to file, whatever was skipped before."""
+    """3 : 1 is a a b a. Ids continue from file to file, without the skipped rows."""
     a = write(tmp_path, *rows("a", 4), "{}", name="a.jsonl")
     b = write(tmp_path, *rows("b", 3), name="b.jsonl")
     data = read({a: 0.75, b: 0.25}, bad_rows="skip")
@@ -285,7 +285,7 @@ def test_a_held_out_set_without_a_row_is_an_error(tmp_path: Path) -> None:
 
 
 def save_llama_3(folder: Path) -> None:
-    """As its hub repository: the template of tokenizer.json adds the BOS."""
+    """As in its hub repository, the template of tokenizer.json adds the BOS."""
     special = ["<|begin_of_text|>", "<|eot_id|>"]
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary(special), []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -309,7 +309,7 @@ def save_qwen(folder: Path) -> None:
 
 
 def save_smollm(folder: Path) -> None:
-    """It has a BOS, and adds none."""
+    """The tokenizer has a BOS token and does not add it."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokens = {"bos_token": special[1], "eos_token": special[2], "unk_token": special[0]}
     GPT2Tokenizer(vocab=vocabulary(special), merges=[], **tokens).save_pretrained(folder)
@@ -324,7 +324,7 @@ def vocabulary(special: list[str]) -> dict[str, int]:
     [(save_llama_3, "<|begin_of_text|>"), (save_llama_2, "<s>"), (save_qwen, ""), (save_smollm, "")],
 )
 def test_plain_prompts_begin_as_the_tokenizer_begins(save: Callable[[Path], None], bos: str, tmp_path: Path) -> None:
-    """With a BOS where its own encoding adds one, once, also where the text has it already."""
+    """A prompt has one BOS if the tokenizer adds one, even if the text already begins with it."""
     save(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     path = write(tmp_path, *(json.dumps({"prompt": text, "answer": ""}) for text in ("2+2=", f"{bos}2+2=")))
