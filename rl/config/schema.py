@@ -44,31 +44,23 @@ class RunConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     path: str = key("configs/tiny", "Hugging Face model directory or hub name.")
-    dtype: Literal["float32", "bfloat16"] = key(
-        "float32", "Dtype of forward passes and engines. Master weights are always float32."
-    )
+    dtype: Literal["float32", "bfloat16"] = key("float32", "Dtype of forward passes and engines. Masters are float32.")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: Any = key(
-        "configs/tiny/train.jsonl", "Training prompts: a path, a list, or a mapping path -> mixing weight."
-    )
+    train: Any = key("configs/tiny/train.jsonl", "Training prompts: a path, a list, or a mapping path -> weight.")
     eval: Any = key("", "Held-out prompts: a path, a list, or a mapping name -> path. Empty: no evaluation.")
     prompt_key: str = key("prompt", "Column with the prompt: a text, or a list of messages with role and content.")
     answer_key: str = key("answer", "Column with the reference answer. Empty: there is none.")
     template: str = key(
-        "", "Prompt text with {column} placeholders, where {prompt} is data.prompt_key's. Empty: that column as it is."
+        "", "Prompt text with {column} placeholders. Empty: the column prompt_key, which is also {prompt}."
     )
     chat_template: bool = key(False, "Wrap each prompt as a user message in the tokenizer's chat template.")
     system_prompt: str = key("", "System message before each prompt. Requires data.chat_template.")
     max_prompt_tokens: int = key(1024, "Maximum length of a prompt in tokens. See data.long_rows.", POSITIVE)
-    long_rows: Literal["skip", "fatal"] = key(
-        "skip", "Action for prompts above max_prompt_tokens: skip and count them, or end the run."
-    )
-    bad_rows: Literal["fatal", "skip"] = key(
-        "fatal", "Action for malformed rows: end the run, or skip them. Both report file and line."
-    )
+    long_rows: Literal["skip", "fatal"] = key("skip", "Skip and count prompts above max_prompt_tokens, or end the run.")
+    bad_rows: Literal["fatal", "skip"] = key("fatal", "End the run at a malformed row, or report and skip it.")
 
     @property
     def train_weights(self) -> dict[str, float | None]:
@@ -100,21 +92,17 @@ class RolloutConfig:
     gpu_memory_fraction: float = key(0.85, "Share of a GPU's memory that an engine may use.", BETWEEN_0_AND_1)
     deterministic: bool = key(False, "Seed each sample, so that tokens do not depend on engine or timing. Slower.")
     enforce_eager: bool = key(False, "Do not capture CUDA graphs. The engine starts faster and decodes slower.")
-    max_mismatch_kl: float = key(
-        0.0, "Maximum KL between engine and learner; above it the run ends. 0: none.", NOT_NEGATIVE
-    )
+    max_mismatch_kl: float = key(0.0, "End the run above this KL of engine and learner; 0: never.", NOT_NEGATIVE)
     engine_options: dict[str, Any] = key({}, "Further arguments of vllm.LLM, such as {block_size: 64}.")
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     function: Any = key(
-        "exact_match", "Built-in name, file.py:function, or a mapping of these to weights (0: only logged)."
+        "exact_match", "Built-in name, file.py:function, or a mapping of these to weights (0: log only)."
     )
     options: dict[str, Any] = key({}, "Keyword arguments by function name, such as {regex: {pattern: ...}}.")
-    timeout_s: float = key(
-        10.0, "Time limit of scoring a response. Beyond it the score is 0: reward/timeouts.", POSITIVE
-    )
+    timeout_s: float = key(10.0, "Time limit per response. Beyond it the score is 0, in reward/timeouts.", POSITIVE)
     num_workers: int = key(0, "Scoring processes per engine; 0: its share of the cores, at most 8.", NOT_NEGATIVE)
 
 
@@ -161,9 +149,7 @@ class AlgoConfig:
         "Maximum importance weight. Two-sided masks also drop weights below its inverse.",
         Allowed("greater than 1", lambda value: 1 < value < math.inf),
     )
-    overlong_tokens: int = key(
-        0, "DAPO: last tokens before max_new_tokens, over which a penalty grows to 1; 0: none.", NOT_NEGATIVE
-    )
+    overlong_tokens: int = key(0, "DAPO: last tokens, over which a penalty grows to 1; 0: none.", NOT_NEGATIVE)
     mask_truncated: bool = key(False, "Leave truncated responses out of means, advantages, losses and the critic.")
     dynamic_sampling: bool = key(False, "DAPO: sample until the batch is full of groups with unequal rewards.")
     max_sampling_rounds: int = key(10, "Maximum number of sampling rounds per batch.", POSITIVE)
@@ -176,7 +162,7 @@ class AlgoConfig:
     num_mini_batches: int = key(1, "Number of optimizer steps per pass over a batch.", POSITIVE)
     num_epochs: int = key(1, "Number of passes over a batch.", POSITIVE)
     old_logprobs: Literal["auto", "always"] = key(
-        "auto", "When to compute the old logprobs in a pass of their own. auto: only if something needs it."
+        "auto", "Compute old logprobs in a pass of their own: if needed, or always."
     )
 
     @property
@@ -229,9 +215,7 @@ class ActorConfig:
     beta2: float = key(0.999, "AdamW beta2.", BETA)
     eps: float = key(1e-8, "AdamW epsilon.", POSITIVE)
     max_grad_norm: float = key(1.0, "Maximum global gradient norm; larger gradients are scaled down.", POSITIVE)
-    max_tokens_per_micro_batch: int = key(
-        8192, "Maximum tokens per forward and backward pass. A longer sequence runs alone.", POSITIVE
-    )
+    max_tokens_per_micro_batch: int = key(8192, "Maximum tokens per pass. A longer sequence runs alone.", POSITIVE)
     compile: bool = key(True, "Compile the layers on GPUs. The first steps take some tens of seconds longer.")
     recompute: Literal["none", "selective", "full"] = key(
         "none", "Activation checkpointing: of no layer, of every second layer, or of all layers."
@@ -252,16 +236,10 @@ class InferenceConfig:
 @dataclass(frozen=True)
 class SyncConfig:
     bucket_mb: int = key(0, "Size of a bucket of weights in MiB; 0: 128, or 32 on a CPU.", NOT_NEGATIVE)
-    join_timeout_s: float = key(
-        600.0, "Time limit for joining a sync. Beyond it the run ends and names late ranks.", POSITIVE
-    )
+    join_timeout_s: float = key(600.0, "Time limit for joining a sync, after which the run ends.", POSITIVE)
     verify: Verify = key("full", "Compare digests of the weights that engines hold, of the bytes received, or none.")
-    probe_interval: int = key(
-        50, "Compare logprobs of engine and learner at the first two versions and every N; 0: never.", NOT_NEGATIVE
-    )
-    probe_limit: float = key(
-        0.0, "Maximum mean difference of these logprobs. Above it the run ends. 0: by model.dtype.", NOT_NEGATIVE
-    )
+    probe_interval: int = key(50, "Probe logprobs at the first two versions and every N; 0: never.", NOT_NEGATIVE)
+    probe_limit: float = key(0.0, "Mean logprob difference that ends the run; 0: by model.dtype.", NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)
@@ -329,9 +307,7 @@ class DebugConfig:
     ignore_stop_tokens: bool = key(False, "Let every response reach its token limit, for benchmarks.")
     profile_step: int = key(0, "First step to profile, on all actors, into the run's profile/; 0: none.", NOT_NEGATIVE)
     profile_num_steps: int = key(1, "Number of steps to profile.", POSITIVE)
-    num_collectives: int = key(
-        2000, "Collectives that NCCL's flight recorder keeps per rank, to show who waits; 0: off.", NOT_NEGATIVE
-    )
+    num_collectives: int = key(2000, "Collectives that NCCL's flight recorder keeps; 0: off.", NOT_NEGATIVE)
     dry_run: bool = key(False, "Set by --dry-run: save nothing, and accept a model directory without weights.")
     breakpoints: bool = key(False, "Let ranks wait a day, not transfer_timeout_s, for a rank at a breakpoint().")
     post_mortem: bool = key(False, "Open a debugger where an exception was raised. The other ranks wait for a day.")

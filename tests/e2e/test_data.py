@@ -1,4 +1,4 @@
-"""Worlds on mixed files, for epochs in place of steps, on the fake engine."""
+"""Runs on mixed files, with epochs in place of steps, on the fake engine."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def write(file: Path, first: int, count: int, *more: str) -> Path:
 
 
 def prompts_of(result: Result, step: int) -> list[list[int]]:
-    """One a group."""
+    """Return the prompt of each group."""
     batch = result.rollouts(step)
     sequences = batch.tokens.split(batch.lengths.tolist())
     prompts = [tokens[:length].tolist() for tokens, length in zip(sequences, batch.prompt_lengths.tolist())]
@@ -30,9 +30,9 @@ def prompts_of(result: Result, step: int) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_epochs_of_mixed_files_and_of_a_run_that_goes_on(tmp_path: Path) -> None:
-    """7 + 3 prompts are left of 12 rows. One epoch is 10 prompts, 2 steps of 6; two are 20, 4 steps; every rank knows,
-    and the learning rate falls over all of them."""
+def test_epochs_of_mixed_files_and_of_a_resumed_run(tmp_path: Path) -> None:
+    """10 prompts are left of 12 rows. One epoch takes 2 steps of 6 prompts, two epochs take 4. Every rank knows this, and
+    the learning rate falls over all of them."""
     a = write(tmp_path / "a.jsonl", 10, 7, "{broken", '{"prompt": "1000000+1=", "answer": "1000001"}')
     b = write(tmp_path / "b.jsonl", 80, 3)
     settings = [*SETTINGS, f"data.train={{{a}: 3, {b}: 1}}", f"data.eval={{easy: {a}, hard: {b}}}"]
@@ -48,7 +48,7 @@ def test_epochs_of_mixed_files_and_of_a_run_that_goes_on(tmp_path: Path) -> None
     assert "set otherwise since then: train.num_steps 2 -> 4, train.num_epochs 1 -> 2" in second.output
     assert [row["step"] for row in second.metrics] == [1, 2, 3, 4]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "eval/hard/avg@1" in row] == [0, 2, 4]  # each once, also after the resume
+    assert [row["step"] for row in rows if "eval/hard/avg@1" in row] == [0, 2, 4]  # each once, even after the resume
     assert [row["optim/lr"] for row in second.metrics] == pytest.approx([1e-4, 5e-5, 5e-5, 2.5e-5])
     stream = read_data(load_config(None, settings), AutoTokenizer.from_pretrained("configs/tiny")).stream
     for step in (1, 2, 3, 4):

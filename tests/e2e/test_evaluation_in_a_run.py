@@ -1,7 +1,7 @@
-"""Held-out sets in whole runs, and alone: on the right steps, the same in every placement and by whichever engine, and
-the same again from the checkpoint.
+"""Evaluation in whole runs and with --eval-only: at the right steps, with the same results in every placement, by every
+engine, and from the checkpoint.
 
-All but the last run the fake engine, whose tokens follow from seeds alone; its runs are made once for all tests.
+All but the last test use the fake engine, whose tokens depend only on seeds. Its runs are made once for all tests.
 """
 
 import json
@@ -34,10 +34,10 @@ SETTINGS = [
 
 class Runs(NamedTuple):
     collocated: Result
-    apart: Result  # on ranks of their own, with an engine that fails in the first evaluation
-    before: dict[str, bytes]  # files of the collocated run, before it was evaluated alone
-    alone: Result  # the collocated run's folder, evaluated alone
-    model: Result  # evaluated without a run
+    apart: Result  # disaggregated, with an engine that fails in the first evaluation
+    before: dict[str, bytes]  # files of the collocated run before --eval-only
+    alone: Result  # --eval-only in the folder of the collocated run
+    model: Result  # --eval-only without a run
 
 
 def evaluate(folder: Path, num_ranks: int, *overrides: str) -> subprocess.Popen[str]:

@@ -37,7 +37,7 @@ Peer = Any
 
 
 class ActorConfig(SimpleNamespace):
-    """As verl's functions read it."""
+    """The settings that verl's functions read."""
 
     def get(self, name: str, default: float) -> float:
         return getattr(self, name, default)
@@ -61,7 +61,7 @@ def trl_loss() -> Peer:
 
 @pytest.fixture(scope="module")
 def data() -> Ragged:
-    """32 sequences of 1 to 12 tokens: peers differ in what a sequence without a token counts."""
+    """Return 32 sequences of 1 to 12 tokens. Peers differ in how they count a sequence without tokens."""
     data = ragged(seed=11, num_groups=8, max_length=MAX_LENGTH)
     lengths = data.lengths.clamp(min=1)
     return Ragged(lengths, torch.repeat_interleave(torch.arange(32), lengths), data.group_ids, data.rewards)
@@ -80,7 +80,7 @@ def shaped_rewards(data: Ragged) -> Tensor:
     return token_rewards(data.rewards, data.tokens(12), 0.1, data.segment_ids, data.lengths)
 
 
-def whole(tokens: Tensor) -> Tensor:
+def standardized(tokens: Tensor) -> Tensor:
     return standardize(tokens, moments(tokens))
 
 
@@ -100,8 +100,7 @@ def test_group_advantages(verl: Peer, data: Ragged, mask: Tensor, name: str) -> 
         got = leave_one_out(*given)[where]
     else:
         wanted, _ = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, groups)
-        tokens = group_relative(*given, normalize_std=False)[where]
-        got = standardize(tokens, moments(tokens))
+        got = standardized(group_relative(*given, normalize_std=False)[where])
     close(got, wanted[mask], atol=2e-6)
 
 
@@ -113,15 +112,15 @@ def test_token_advantages(verl: Peer, data: Ragged, mask: Tensor, gamma: float) 
     )
     returns = returns_to_go(rewards, data.segment_ids, gamma)
     close(returns, returns_wanted[mask], atol=2e-6)
-    close(whole(returns), wanted[mask], atol=2e-6)
+    close(standardized(returns), wanted[mask], atol=2e-6)
     wanted, returns_wanted = verl.compute_gae_advantage_return(pad(rewards, mask), pad(values, mask), ones, gamma, 0.9)
     advantages, returns = gae(rewards, values, data.segment_ids, gamma, 0.9)
     close(returns, returns_wanted[mask], atol=2e-6)
-    close(whole(advantages), wanted[mask], atol=2e-6)
+    close(standardized(advantages), wanted[mask], atol=2e-6)
 
 
 def logprobs(data: Ragged) -> tuple[Tensor, Tensor]:
-    """New ones, which want a gradient, around the clip's bounds of the old ones."""
+    """Return new logprobs with gradient, around the clipping bounds of the old ones, and the old ones."""
     old = data.tokens(14) - 3
     return (old + data.tokens(15, 0.6)).requires_grad_(), old
 
@@ -136,7 +135,7 @@ def ours(name: str, new: Tensor, old: Tensor, data: Ragged, low: float = LOW) ->
 
 
 def total(token_losses: Tensor, normalization: str, data: Ragged, kept: Tensor) -> Tensor:
-    """The loss of a batch from which the other sequences were dropped."""
+    """Return the loss of a batch of only the kept sequences."""
     lengths = data.lengths[kept]
     segment_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     weights, denominator = token_weights(normalization, lengths, segment_ids, MAX_LENGTH)
@@ -151,7 +150,7 @@ def check_gradients(got: Tensor, wanted: Tensor, new: Tensor) -> None:
 @pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("name", ["vanilla", "gspo", "cispo"])
 def test_policy_losses(verl: Peer, data: Ragged, mask: Tensor, name: str, normalization: str) -> None:
-    """With the correction of engine and learner, and every fifth sequence masked."""
+    """With importance weights between engine and learner, and every fifth sequence masked."""
     new, old = logprobs(data)
     kept = torch.arange(32) % 5 != 0
     used = mask & kept[:, None]
@@ -214,7 +213,7 @@ def test_correction(verl: Peer, data: Ragged, mask: Tensor, mode: str, level: st
 
 
 def trl_trainer(new: Tensor, **settings: Any) -> SimpleNamespace:
-    """What TRL's loss asks of its trainer, on one process."""
+    """Return the attributes that TRL's loss reads from its trainer, for one process."""
     defaults: dict[str, Any] = {
         "aux_loss_enabled": False,
         "top_entropy_quantile": 1.0,
@@ -243,8 +242,8 @@ def trl_trainer(new: Tensor, **settings: Any) -> SimpleNamespace:
     ],
 )
 def test_trl(trl_loss: Peer, data: Ragged, mask: Tensor, name: str, normalization: str) -> None:
-    """The whole loss: the policy's with the correction's weights, and k3. TRL's delta is a dual clip; its CISPO bounds
-    the ratio above alone."""
+    """The whole loss: policy loss with importance weights, and k3. TRL's delta is a dual clip, and its CISPO bounds the
+    ratio only from above."""
     new, old = logprobs(data)
     ref = old + data.tokens(23, 0.3)
     level = "sequence" if name == "gspo" else "token"

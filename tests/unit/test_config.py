@@ -1,4 +1,4 @@
-"""Defaults, the file, the overrides, and what each mistake in them says."""
+"""Defaults, files, overrides, and the message of each mistake in them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def test_override_beats_file_beats_default(write: Write) -> None:
     assert (config.train.num_steps, config.run.seed) == (7, 3)
 
 
-def test_the_last_of_two_overrides_holds(write: Write) -> None:
+def test_the_last_of_two_overrides_wins(write: Write) -> None:
     assert load_config(write(""), ["run.seed=3", "run.seed=4"]).run.seed == 4
 
 
@@ -154,7 +154,7 @@ def test_sizes_alone_leave_the_roles_as_they_are() -> None:
     assert placement == {"actor,rollout": "all", "num_gpus_per_node": 1}
 
 
-def test_a_placement_that_is_no_mapping_stays_an_error_beside_an_override(write: Write) -> None:
+def test_a_placement_that_is_not_a_mapping_is_an_error_even_with_an_override(write: Write) -> None:
     assert "placement" in failure(write("placement: all"), "placement.actor=0")
 
 
@@ -345,7 +345,7 @@ def test_validation(write: Write, overrides: list[str], message: str) -> None:
         ["algo.clip_low=0.99", "algo.clip_high=3", "rollout.gpu_memory_fraction=0.99"],
     ],
 )
-def test_values_at_the_edge_are_taken(write: Write, overrides: list[str]) -> None:
+def test_values_at_the_edge_are_accepted(write: Write, overrides: list[str]) -> None:
     load_config(write(""), overrides)
 
 

@@ -1,4 +1,4 @@
-"""docs/configuration.md is current."""
+"""docs/configuration.md is current, and lists every key with its default and the allowed values."""
 
 import dataclasses
 
@@ -18,10 +18,12 @@ def test_every_key_is_on_it_with_its_default() -> None:
         keys = dataclasses.fields(section.type) if dataclasses.is_dataclass(section.type) else ()
         assert all(f"| `{section.name}.{key.name}` |" in page for key in keys)
     assert "| `actor.lr` | `1e-06` |" in page and "| `algo.mask_truncated` | `false` |" in page
+    assert "| `sync.verify` | `full` | `full`, `transport`, `off` |" in page
+    assert "| `actor.beta1` | `0.9` | at least 0 and less than 1 |" in page
     assert "## placement" in page
 
 
-def test_a_stale_page_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stale_page_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(config_reference, "HEAD", "# Another\n")
     assert config_reference.main(["--check"]) == 1
     assert "python tools/config_reference.py" in capsys.readouterr().out

@@ -1,17 +1,17 @@
 """The table of a profile, by stage."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
 from torch.profiler import record_function
+from transformers import AutoTokenizer
 
-import train
 from rl.config.load import load_config
+from rl.config.schema import ROOT
 from rl.report.profile import profiled, table
-from rl.world.world import World
+from rl.run.reporter import Reporter
+from tests.mails import connected_worlds
 
 
 def span(name: str, category: str, start_ms: float, ms: float) -> dict[str, object]:
@@ -56,6 +56,12 @@ def test_without_a_target_nothing_is_profiled() -> None:
 def test_a_window_of_steps(settings: list[str], steps: list[int], tmp_path: Path) -> None:
     texts = {"first": "debug.profile_step=3", "two": "debug.profile_num_steps=2"}
     config = load_config(None, [texts[name] for name in settings])
-    worlds = [SimpleNamespace(step=step, rank=5) for step in range(6)]
-    targets = [train.profile_target(cast(World, world), config, tmp_path) for world in worlds]
-    assert [target for target in targets if target] == [tmp_path / "profile" / f"step_{step}.rank_5" for step in steps]
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / config.model.path)
+    with connected_worlds(1) as (world,):
+        reporter = Reporter(world, config, tmp_path, tokenizer, writer=None)
+        for step in range(6):
+            world.progress.begin_step(step)
+            with reporter.profile():
+                torch.ones(1)
+    written = sorted(file.name for file in tmp_path.glob("profile/*.txt"))
+    assert written == [f"step_{step}.rank_0.txt" for step in steps]

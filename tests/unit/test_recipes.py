@@ -1,4 +1,4 @@
-"""Every shipped config: valid for its own world, its model and its rewards, and true in what its head says."""
+"""Every shipped config is valid for its world, its model and its rewards, and its header is correct."""
 
 import dataclasses
 import json
@@ -25,12 +25,12 @@ every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 
 class Shape(NamedTuple):
-    """Of a public model, as its config.json and its files have it."""
+    """The shape of a public model, from its config.json and its files."""
 
     num_heads: int
     num_positions: int
     num_parameters: float  # in billions
-    num_head_parameters: float = 0.0  # of an output layer that is not the embedding, which a critic has none of
+    num_head_parameters: float = 0.0  # of an untied output layer, which a critic does not have
 
 
 SHAPES = {
@@ -51,17 +51,17 @@ def planned(config: Config) -> Placement:
 
 
 def head_of(file: Path) -> str:
-    """The comment above the settings, as one line."""
+    """Return the comment above the settings as one line."""
     lines = file.read_text().splitlines()
     return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
 
 
-def said(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """By dotted key; a role map is one value."""
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values by dotted key. A role map is one value."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         is_section = not prefix and name != "placement"
-        found |= said(value, f"{name}.") if is_section else {f"{prefix}{name}": value}
+        found |= flatten(value, f"{name}.") if is_section else {f"{prefix}{name}": value}
     return found
 
 
@@ -80,8 +80,8 @@ def test_it_fits_its_own_world(file: Path) -> None:
 
 @every_file
 def test_it_says_only_what_differs_from_the_defaults(file: Path) -> None:
-    settings = said(OmegaConf.to_container(OmegaConf.load(file)))  # type: ignore[arg-type]
-    defaults = said(dataclasses.asdict(Config()))
+    settings = flatten(OmegaConf.to_container(OmegaConf.load(file)))  # type: ignore[arg-type]
+    defaults = flatten(dataclasses.asdict(Config()))
     assert settings.keys() <= defaults.keys()
     assert [name for name, value in settings.items() if defaults[name] == value] == []
 
@@ -95,7 +95,7 @@ def test_its_head_names_hardware_and_memory_in_lines_that_fit(file: Path) -> Non
 
 @every_recipe
 def test_it_fits_its_model(file: Path, tmp_path: Path) -> None:
-    """Heads divide by the ranks of an engine, and prompt and response have positions."""
+    """The ranks of an engine divide the heads, and prompt and response fit into the positions."""
     config = load_config(file)
     shape = SHAPES[config.model.path]
     about = {"num_attention_heads": shape.num_heads, "max_position_embeddings": shape.num_positions}
@@ -118,8 +118,8 @@ def test_its_head_names_its_world_and_its_data(file: Path) -> None:
 
 @every_recipe
 def test_memory_in_its_head_is_what_the_arithmetic_gives(file: Path) -> None:
-    """16 bytes a parameter over the actors; 4 for a reference, or for what inference ranks hold; engines in bfloat16
-    over their ranks. What leaves the device needs as much of the host."""
+    """Training state has 16 bytes a parameter over the actors, a reference or the model of inference ranks 4, an engine 2
+    over its ranks. Offloaded state needs as much host memory."""
     config, head = load_config(file), head_of(file)
     placement, shape = planned(config), SHAPES[config.model.path]
     num_actors = len(placement.actors)
@@ -145,7 +145,7 @@ def test_memory_in_its_head_is_what_the_arithmetic_gives(file: Path) -> None:
 
 
 def test_plan_prints_the_ranks_of_a_recipe() -> None:
-    """Of one: nearly all of a command's seconds are imports."""
+    """Only one recipe, since nearly all of the command's time goes to imports."""
     command = [sys.executable, "train.py", "--plan", "--config", "configs/math_r1_distill_1.5b_disaggregated.yaml"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
