@@ -31,8 +31,8 @@ def prompts_of(result: Result, step: int) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_epochs_of_mixed_files_and_of_a_resumed_run(tmp_path: Path) -> None:
-    """10 prompts are left of 12 rows. One epoch takes 2 steps of 6 prompts, two epochs take 4. Every rank knows this, and
-    the learning rate falls over all of them."""
+    """10 prompts are left of 12 rows. One epoch takes 2 steps of 6 prompts, two epochs take 4. Every rank knows this,
+    and the learning rate falls over all of them."""
     a = write(tmp_path / "a.jsonl", 10, 7, "{broken", '{"prompt": "1000000+1=", "answer": "1000001"}')
     b = write(tmp_path / "b.jsonl", 80, 3)
     settings = [*SETTINGS, f"data.train={{{a}: 3, {b}: 1}}", f"data.eval={{easy: {a}, hard: {b}}}"]

@@ -118,8 +118,8 @@ def test_its_head_names_its_world_and_its_data(file: Path) -> None:
 
 @every_recipe
 def test_memory_in_its_head_is_what_the_arithmetic_gives(file: Path) -> None:
-    """Training state has 16 bytes a parameter over the actors, a reference or the model of inference ranks 4, an engine 2
-    over its ranks. Offloaded state needs as much host memory."""
+    """Training state has 16 bytes a parameter over the actors, a reference or the model of inference ranks 4, an engine
+    2 over its ranks. Offloaded state needs as much host memory."""
     config, head = load_config(file), head_of(file)
     placement, shape = planned(config), SHAPES[config.model.path]
     num_actors = len(placement.actors)
