@@ -73,9 +73,10 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._name, self._num_steps = run_dir.name, num_steps
         path = run_dir / "metrics.jsonl"
-        rows = _rows_until(path, step) if step else _set_aside(path)
         if not step:
+            _set_aside(path)
             _set_aside(run_dir / "eval.jsonl")
+        rows = _rows_until(path, step)
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = path.open("a", buffering=1)
         self._board = SummaryWriter(str(run_dir), purge_step=step + 1 if step else 0, flush_secs=5)
@@ -125,8 +126,7 @@ def _rows_until(path: Path, step: int) -> list[dict[str, float]]:
     return [row for row in rows if row["step"] <= step]
 
 
-def _set_aside(path: Path) -> list[dict[str, float]]:
-    """Rename the file of an earlier run with the same name, and return the rows of the new file: none."""
+def _set_aside(path: Path) -> None:
+    """Rename the file of an earlier run with the same name."""
     if path.exists():
         path.rename(path.with_name(f"{path.stem}.{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}"))
-    return []

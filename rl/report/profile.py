@@ -5,6 +5,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,16 @@ def profiled(target: Path | None) -> Iterator[None]:
 def table(events: list[dict[str, Any]]) -> str:
     """Return the seconds of each stage and of its kernels, the longest first. Without a GPU, list its operators."""
     spans = [event for event in events if event.get("ph") == "X"]
-    stages = [event for event in spans if event["name"].startswith("stage ")]
+    stages = [event for event in spans if event["name"].startswith("stage ") and event.get("cat") == "user_annotation"]
     on_gpu = any(event.get("cat") == "kernel" for event in spans)
     kinds = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ("cpu_op",)
     work = [event for event in spans if event.get("cat") in kinds]
     lines = []
-    for stage in sorted((stage for stage in stages if stage.get("cat") == "user_annotation"), key=_start):
+    for stage in sorted(stages, key=itemgetter("ts")):
         seconds: dict[str, float] = defaultdict(float)
         counts: dict[str, int] = defaultdict(int)
         for event in work:
-            if _start(stage) <= _start(event) < _start(stage) + stage["dur"]:
+            if stage["ts"] <= event["ts"] < stage["ts"] + stage["dur"]:
                 seconds[event["name"]] += event["dur"] / 1e6
                 counts[event["name"]] += 1
         busy = f", {sum(seconds.values()):.3f} s of kernels" if on_gpu else ""
@@ -48,7 +49,3 @@ def table(events: list[dict[str, Any]]) -> str:
         for name in sorted(seconds, key=seconds.__getitem__, reverse=True)[:NUM_ROWS]:
             lines.append(f"  {seconds[name]:8.3f} s  {counts[name]:7d} x  {name[:100]}")
     return "\n".join(lines) + "\n"
-
-
-def _start(event: dict[str, Any]) -> float:
-    return event["ts"]
