@@ -186,6 +186,12 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def rename_durably(source: Path, target: Path) -> None:
+    """Rename a file or folder so that its new name survives a crash of the machine."""
+    source.rename(target)
+    sync_folder(target.parent)
+
+
 def pack_header(metadata: dict[str, str], tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
     """The first bytes of a safetensors file; `tensors` are (name, dtype, shape, bytes), in the order of the file."""
     header: dict[str, Any] = {"__metadata__": metadata}

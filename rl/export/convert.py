@@ -1,4 +1,4 @@
-"""Conversion between float32, float16 and bfloat16 by numpy: to nearest, ties to even, as torch does it."""
+"""Convert between float32, float16 and bfloat16 with numpy. Rounds to nearest, ties to even, as torch does."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,17 +7,17 @@ from rl.checkpoint.manifest import ITEM_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 NUMPY = {"F32": np.float32, "F16": np.float16}
-BLOCK = 1 << 16  # elements that stay in a core's cache for all passes over them
+BLOCK = 1 << 16  # elements; few enough to stay in a core's cache during all passes
 SIGNLESS = np.uint32(0x7FFFFFFF)
-ROUNDS_TO_INFINITY = 0x7F7F8000  # from these bits of a float32 on, its nearest bfloat16 is not finite
+ROUNDS_TO_INFINITY = 0x7F7F8000  # a float32 with these bits or more rounds to an infinite bfloat16
 
 
 class OutOfRange(ValueError):
-    """A finite value that the wanted dtype has no room for."""
+    """A finite value that the target dtype cannot represent."""
 
 
 def convert(data: Bytes, source: str, result: Bytes, target: str) -> None:
-    """Fills `result` with the elements of `data`; both are raw bytes, the dtypes as safetensors spells them."""
+    """Convert the elements of `data` into `result`. Both are raw bytes; dtypes have their safetensors names."""
     read, written = ITEM_BYTES[source] * BLOCK, ITEM_BYTES[target] * BLOCK
     for block in range(-(-data.size // read)):
         values = _load(data[block * read : (block + 1) * read], source)
@@ -40,11 +40,11 @@ def _store(values: npt.NDArray[np.floating], result: Bytes, dtype: str) -> None:
             narrow[:] = values
             is_lost = bool((np.isinf(narrow) & np.isfinite(values)).any())
     if is_lost:
-        raise OutOfRange(f"{np.abs(values[np.isfinite(values)]).max():.3g} is beyond what {dtype} can hold")
+        raise OutOfRange(f"{np.abs(values[np.isfinite(values)]).max():.3g} is beyond the range of {dtype}")
 
 
 def _round_to_bfloat16(values: npt.NDArray[np.float32], stored: npt.NDArray[np.uint16]) -> bool:
-    """Whether a finite value became infinite."""
+    """Round `values` into `stored`; return whether a finite value became infinite."""
     bits = values.view(np.uint32)
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)
@@ -54,5 +54,5 @@ def _round_to_bfloat16(values: npt.NDArray[np.float32], stored: npt.NDArray[np.u
     stored[:] = rounded
     if not bits.size or (bits & SIGNLESS).max() < ROUNDS_TO_INFINITY:
         return False
-    stored[np.isnan(values)] = 0x7FC0  # whose bits may have run over
+    stored[np.isnan(values)] = 0x7FC0  # rounding may have overflowed its bits
     return bool((np.isfinite(values) & ((bits & SIGNLESS) >= ROUNDS_TO_INFINITY)).any())

@@ -1,31 +1,36 @@
-"""The error of the merge tool, which reaches a person as one message."""
+"""Errors and warnings of the merge tool, and the free space that they report."""
 
 import errno
 import shutil
+import sys
 from pathlib import Path
 
 from rl.watch.text import format_bytes
 
 
 class MergeError(RuntimeError):
-    """What a person must mend; the message says what was found, what is needed and what to do."""
+    """A problem for the user to solve. The message says what was found, what is needed and what to do."""
+
+
+def warn(text: str) -> None:
+    print(f"merge_checkpoint: {text}", file=sys.stderr, flush=True)
 
 
 def cannot_write(path: Path, error: OSError) -> MergeError:
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    mend = f"free space ({format_bytes(free_bytes(path))} are left there)" if is_full else "mend that"
+    remedy = f"free space ({format_bytes(free_bytes(path))} are left there)" if is_full else "fix that"
     return MergeError(
-        f"cannot write {error.filename or path}: {error.strerror}. What is complete stays: {mend}, or give --output a "
-        "folder on another disk, and start again"
+        f"cannot write {error.filename or path}: {error.strerror}. Finished files are kept: {remedy}, or give --output "
+        "a folder on another disk, and run the same command again"
     )
 
 
-def part_of(path: Path) -> Path:
-    """Where a file is written until all of it is there."""
+def partial_path(path: Path) -> Path:
+    """Return the name of a file while it is incomplete."""
     return path.with_name(f"{path.name}.part")
 
 
 def free_bytes(path: Path) -> int:
-    """On the disk that holds it, or will."""
+    """Return the free space of the disk on which `path` lies or will lie."""
     folder = next(parent for parent in (path, *path.parents) if parent.exists())
     return shutil.disk_usage(folder).free

@@ -1,4 +1,4 @@
-"""Which checkpoint is meant, and where each of its files lies."""
+"""Find the checkpoint that the user asked for, and the places that hold each of its files."""
 
 import hashlib
 import os
@@ -12,74 +12,85 @@ from pathlib import Path
 
 from rl.checkpoint.manifest import MANIFEST, STEP_FOLDER, CheckpointError, File, Manifest, step_folder
 from rl.export.errors import MergeError
-from rl.export.places import CHECKPOINTS, Folder, Listing, Place, Remote, Ssh, Survey, survey
+from rl.export.places import (
+    CHECKPOINTS,
+    Inventory,
+    LocalFolder,
+    Place,
+    RemoteFolder,
+    SshOptions,
+    StepListing,
+    list_places,
+)
 from rl.watch.text import format_bytes
 
 MAX_LINES = 20
 
 
-class NotFound(MergeError):
-    """No such checkpoint in any place."""
+class CheckpointNotFound(MergeError):
+    """No place holds the checkpoint that was asked for."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the command line names: a run's folder, or one of its steps."""
+class CheckpointRequest:
+    """The run, and perhaps the step, that the command line names."""
 
     run: Path  # results go to a folder in it
-    root: Path  # its checkpoints
-    step: int | None  # None: the newest committed one
+    root: Path  # the run's checkpoints
+    step: int | None  # None means the newest committed step
 
 
-def resolve_request(path: Path, step: int | None, is_elsewhere: bool) -> Request:
-    """`path` is a run, its folder of checkpoints, one step, or a folder of runs, of which the newest is meant. With
-    `is_elsewhere` its checkpoints may lie on other nodes alone."""
-    path = Path(os.path.abspath(path))  # a run's name is that of its folder here, not of what a link points to
+def resolve_request(path: Path, step: int | None, is_elsewhere: bool) -> CheckpointRequest:
+    """Return what `path` stands for: a run, its checkpoints folder, a step, or a folder of runs (the newest run).
+
+    With `is_elsewhere` the run's checkpoints may all lie on other nodes.
+    """
+    path = Path(os.path.abspath(path))  # links are not followed: a run has the name of its folder here
     if named := STEP_FOLDER.fullmatch(path.name):
         if step not in (None, int(named[1])):
             raise MergeError(f"got {path} and --step {step}, which contradict each other; give one of them")
         is_in_run = path.parent.name == CHECKPOINTS
-        return Request(path.parent.parent if is_in_run else path.parent, path.parent, int(named[1]))
+        return CheckpointRequest(path.parent.parent if is_in_run else path.parent, path.parent, int(named[1]))
     if path.name == CHECKPOINTS:
-        return Request(path.parent, path, step)
+        return CheckpointRequest(path.parent, path, step)
     if (path / CHECKPOINTS).is_dir() or is_elsewhere:
-        return Request(path, path / CHECKPOINTS, step)
-    runs = [(_newest(root), root) for root in path.glob(f"*/{CHECKPOINTS}")] if path.is_dir() else []
+        return CheckpointRequest(path, path / CHECKPOINTS, step)
+    runs = [(_newest_save_time(root), root) for root in path.glob(f"*/{CHECKPOINTS}")] if path.is_dir() else []
     times = [(seconds, root) for seconds, root in runs if seconds]
     if not times:
-        found = "holds no committed checkpoint" if path.is_dir() else "is no folder"
+        problem = "holds no committed checkpoint" if path.is_dir() else "is not a folder"
         raise MergeError(
-            f"{path} {found}; give the folder of a run, such as runs/NAME, or --nodes HOST:FOLDER,... where it lies on "
+            f"{path} {problem}; give the folder of a run, such as runs/NAME, or --nodes HOST:FOLDER,... if it lies on "
             "other nodes"
         )
     root = max(times)[1]
-    return Request(root.parent, root, step)
+    return CheckpointRequest(root.parent, root, step)
 
 
-def _newest(root: Path) -> float:
-    """When the newest committed step was saved; 0 where there is none."""
-    committed = [listing.step for listing in Folder(root).steps() if listing.is_committed and listing.manifest]
-    with suppress(FileNotFoundError):  # a live run removes its oldest step
+def _newest_save_time(root: Path) -> float:
+    """Return when the newest committed step was saved, or 0 if there is none."""
+    committed = [listing.step for listing in LocalFolder(root).steps() if listing.is_committed and listing.manifest]
+    with suppress(FileNotFoundError):  # a running job may delete its oldest step at any moment
         return (root / step_folder(max(committed)) / MANIFEST).stat().st_mtime if committed else 0.0
     return 0.0
 
 
-def parse_nodes(text: str, ssh: Ssh) -> list[Place]:
-    """`HOST:FOLDER,...`; an entry without a host is a folder of this machine."""
+def parse_nodes(text: str, ssh: SshOptions) -> list[Place]:
+    """Return the places in `HOST:FOLDER,...`; an entry without a host is a folder of this machine."""
     places: list[Place] = []
     for entry in filter(None, (part.strip() for part in text.replace("\n", ",").split(","))):
         host, colon, folder = entry.partition("]:") if entry.startswith("[") else entry.partition(":")
         if not colon or "/" in host:
             path = Path(os.path.abspath(entry))
             if not path.is_dir():
-                raise MergeError(f"--nodes: got {entry!r}, no folder here; on another node it is HOST:FOLDER")
-            places.append(Folder(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path))
+                raise MergeError(f"--nodes: got {entry!r}, which is no folder here; on another node it is HOST:FOLDER")
+            places.append(LocalFolder(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path))
         elif not host or not folder or host.startswith("-"):
             raise MergeError(
                 f"--nodes: got {entry!r}; an entry is HOST:FOLDER, such as node1:/data/runs/x, or a folder"
             )
         else:
-            places.append(Remote(host.removeprefix("["), folder, ssh))
+            places.append(RemoteFolder(host.removeprefix("["), folder, ssh))
     if not places:
         raise MergeError("--nodes: got no node; give HOST:FOLDER,... such as node1:/data/runs/x,node2:/data/runs/x")
     return places
@@ -87,131 +98,131 @@ def parse_nodes(text: str, ssh: Ssh) -> list[Place]:
 
 @dataclass
 class Checkpoint:
-    """A step of a run, and the places that hold its files. Copies that turn out to be spoilt are set aside."""
+    """A step of a run, and the places that hold its files. Corrupt copies are not used again."""
 
     manifest: Manifest
-    text: bytes  # of the manifest
-    survey: Survey
-    root: Path  # where the run's steps lie on this machine
-    ssh: Ssh | None  # by which the hosts that it records are asked for what is not here; None: they are not
-    spoilt: dict[tuple[str, str], str] = field(default_factory=dict)  # (place, file) -> why
-    _complaints: set[tuple[str, str]] = field(default_factory=set)
-    _used: dict[str, str] = field(default_factory=dict)  # file -> the place that it was opened in
+    text: bytes  # the manifest's bytes
+    inventory: Inventory
+    root: Path  # the run's checkpoints on this machine
+    ssh: SshOptions | None  # to ask the hosts that the checkpoint records; None if they must not be asked
+    corrupt: dict[tuple[str, str], str] = field(default_factory=dict)  # (place, file) -> reason
+    _reported: set[tuple[str, str]] = field(default_factory=set)  # (place, file)
+    _opened_in: dict[str, str] = field(default_factory=dict)  # file -> place
 
     @cached_property
     def digest(self) -> str:
-        """By which places with the same save are known."""
+        """SHA-256 of the manifest, which identifies the places with this save."""
         return hashlib.sha256(self.text).hexdigest()
 
     @property
     def is_committed(self) -> bool:
-        return any(listing.is_committed for _, listing in self.survey.listings if listing.manifest == self.digest)
+        return any(listing.is_committed for _, listing in self.inventory.listings if listing.manifest == self.digest)
 
     @property
-    def wanted(self) -> list[File]:
-        """The files that a model is merged from: shards of the model, its configs and tokenizer."""
+    def model_files(self) -> list[File]:
+        """The files that a model is merged from: model shards, configs and tokenizer."""
         return [file for file in self.manifest.files if is_model_shard(file) or file.name.startswith("hf/")]
 
     @property
     def trained_in(self) -> str:
+        """The dtype of the model in the run."""
         return self.manifest.config["model"]["dtype"]
 
     def holders(self, file: str, num_bytes: int | None = None) -> list[Place]:
-        """Those that hold it in this save, in full, as far as is known; folders of this machine first."""
+        """Return the places that list a usable copy of the file, of this size if one is given; local ones first."""
         found = [
             place
-            for place, listing in self.survey.listings
+            for place, listing in self.inventory.listings
             if listing.manifest == self.digest
             and listing.step == self.manifest.step
             and file in listing.sizes
             and num_bytes in (None, listing.sizes[file])
-            and (place.name, file) not in self.spoilt
+            and (place.name, file) not in self.corrupt
         ]
-        return sorted(found, key=lambda place: isinstance(place, Remote))
+        return sorted(found, key=lambda place: isinstance(place, RemoteFolder))
 
-    def missing(self) -> list[File]:
-        return [file for file in self.wanted if not self.holders(file.name, file.num_bytes)]
+    def missing_files(self) -> list[File]:
+        return [file for file in self.model_files if not self.holders(file.name, file.num_bytes)]
 
-    def elsewhere(self) -> list[File]:
-        """What only other nodes hold."""
+    def remote_files(self) -> list[File]:
+        """Return the files that no place on this machine holds."""
         return [
             file
-            for file in self.wanted
-            if all(isinstance(place, Remote) for place in self.holders(file.name, file.num_bytes))
+            for file in self.model_files
+            if all(isinstance(place, RemoteFolder) for place in self.holders(file.name, file.num_bytes))
         ]
 
     def local_path(self, file: File) -> Path:
         place = self.holders(file.name, file.num_bytes)[0]
-        assert isinstance(place, Folder), f"{file.name} was not gathered"
-        self._used[file.name] = place.name
+        assert isinstance(place, LocalFolder), f"{file.name} was not gathered"
+        self._opened_in[file.name] = place.name
         return place.path(self.manifest.step, file.name)
 
-    def set_aside(self, file: str, reason: str) -> str:
-        """A local copy that is spoilt is not used again; returns what to say about it. One that was fetched anew and is
-        spoilt again is this machine's fault."""
-        copy = (self._used[file], file)
-        if copy in self._complaints:
-            raise MergeError(f"{file} arrived whole and is spoilt again ({reason}): look at this machine's disk")
-        self._complaints.add(copy)
-        self.spoilt[copy] = reason
-        return f"{copy[0]}: {file} is spoilt ({reason}); looking for another copy"
+    def mark_corrupt(self, file: str, reason: str) -> str:
+        """Stop using the local copy of a file; return a message about it.
 
-    def look_again(self, place: Folder) -> None:
-        """After files came to it."""
-        if place not in self.survey.asked:
-            self.survey.asked.append(place)
-        others = [(other, listing) for other, listing in self.survey.listings if other.name != place.name]
-        self.survey.listings = [*others, *((place, listing) for listing in place.steps())]
+        A copy that is corrupt again after it was fetched again is the fault of this machine, and raises.
+        """
+        copy = (self._opened_in[file], file)
+        if copy in self._reported:
+            raise MergeError(f"{file} was fetched intact and is corrupt again ({reason}): check this machine's disk")
+        self._reported.add(copy)
+        self.corrupt[copy] = reason
+        return f"{copy[0]}: {file} is corrupt ({reason}); looking for another copy"
+
+    def list_again(self, place: LocalFolder) -> None:
+        """Update the inventory after files were written to `place`."""
+        if place not in self.inventory.asked:
+            self.inventory.asked.append(place)
+        others = [(other, listing) for other, listing in self.inventory.listings if other.name != place.name]
+        self.inventory.listings = [*others, *((place, listing) for listing in place.steps())]
 
     def check_complete(self) -> None:
-        """Every file that is wanted lies in some place that can be reached."""
-        self.ask_hosts(host for file in self.missing() for host in file.hosts)
-        missing = self.missing()
+        """Raise unless every file of the model lies in a place that can be reached."""
+        self.ask_hosts(host for file in self.missing_files() for host in file.hosts)
+        missing = self.missing_files()
         if not missing:
             return
         name = f"step {self.manifest.step} of {self.manifest.run_name}"
-        text = f"not all of {name} is in reach; nothing was merged. Missing:"
+        text = f"{name} is not complete in the places that can be reached; nothing was merged. Missing:"
         lines = [f"{file.name} ({file.num_bytes} bytes) {self._why_missing(file)}" for file in missing]
         more = f"\n  and {len(lines) - MAX_LINES} more" if len(lines) > MAX_LINES else ""
-        failures = [str(error) for error in self.survey.failures.values()] + self._empty_places()
+        failures = [str(error) for error in self.inventory.failures.values()] + self._places_without_step()
         text += "".join(f"\n  {line}" for line in lines[:MAX_LINES]) + more + "".join(f"\n{line}" for line in failures)
-        remedy = "\nBring those nodes back, or give all nodes with --nodes HOST:FOLDER,...; the same command goes on"
+        remedy = "\nBring those nodes back, or give all nodes with --nodes HOST:FOLDER,... and run the command again"
         raise MergeError(text + remedy)
 
     def ask_hosts(self, hosts: Iterable[str]) -> None:
-        """Nodes that the checkpoint records, unless --nodes says where to look, or they were asked before."""
+        """List these nodes, unless --nodes says where to look, or they were listed before."""
         if self.ssh is None:
             return
         folders = self.manifest.placement.get("folders", {})
         others = sorted({*hosts} - {socket.gethostname()})
-        recorded = [Remote(host, folders.get(host, str(self.root)), self.ssh) for host in others]
-        asked = {place.name for place in self.survey.asked}
-        more = survey([place for place in recorded if place.name not in asked])
-        self.survey.asked += more.asked
-        self.survey.listings += more.listings
-        self.survey.failures |= more.failures
+        recorded = [RemoteFolder(host, folders.get(host, str(self.root)), self.ssh) for host in others]
+        asked = {place.name for place in self.inventory.asked}
+        self.inventory.add(list_places([place for place in recorded if place.name not in asked]))
 
-    def _empty_places(self) -> list[str]:
+    def _places_without_step(self) -> list[str]:
         step = self.manifest.step
-        full = {place.name for place, listing in self.survey.listings if listing.step == step}
-        silent = {*full, *self.survey.failures}
-        return [f"{place.name} holds no step {step}" for place in self.survey.asked if place.name not in silent]
+        with_step = {place.name for place, listing in self.inventory.listings if listing.step == step}
+        known = {*with_step, *self.inventory.failures}
+        return [f"{place.name} holds no step {step}" for place in self.inventory.asked if place.name not in known]
 
     def _why_missing(self, file: File) -> str:
         found = []
-        for place, listing in self.survey.listings:
+        for place, listing in self.inventory.listings:
             if listing.step != self.manifest.step:
                 continue
-            if (place.name, file.name) in self.spoilt:
-                found.append(f"in {place.name} it is spoilt: {self.spoilt[place.name, file.name]}")
+            if (place.name, file.name) in self.corrupt:
+                found.append(f"the copy in {place.name} is corrupt: {self.corrupt[place.name, file.name]}")
             elif file.name not in listing.sizes:
                 continue
             elif not listing.manifest:
-                found.append(f"{place.name} has a manifest that cannot be read")
+                found.append(f"the manifest in {place.name} cannot be read")
             elif listing.manifest != self.digest:
-                found.append(f"{place.name} holds another save of this step, which never mixes with this one")
+                found.append(f"{place.name} holds another save of this step, which cannot be mixed with this one")
             elif listing.sizes[file.name] != file.num_bytes:
-                found.append(f"in {place.name} it has {listing.sizes[file.name]} bytes")
+                found.append(f"the copy in {place.name} has {listing.sizes[file.name]} bytes")
         here = socket.gethostname()
         hosts = [f"{host} (this machine)" if host == here else host for host in file.hosts]
         return "; ".join([f"should be on {' or '.join(hosts)}", *found])
@@ -221,31 +232,35 @@ def is_model_shard(file: File) -> bool:
     return any(part.kind == "model" for part in file.slices)
 
 
-def find_checkpoint(request: Request, left: Sequence[Place], places: Sequence[Place], ssh: Ssh) -> Checkpoint:
-    """`places` are those that --nodes names; without them, files that are not here are looked for on the hosts that the
-    checkpoint itself records. `left` is what earlier calls gathered: it holds files, but says which step is meant only
-    where a step was asked for that the run has removed."""
-    found = _one_run(survey([Folder(request.root), *places]), request.root)
-    gathered = survey(left)
-    ssh_to_hosts = None if places else ssh
+def find_checkpoint(
+    request: CheckpointRequest, gathered: Sequence[Place], nodes: Sequence[Place], ssh: SshOptions
+) -> Checkpoint:
+    """Return the requested checkpoint, with the places that hold its files.
+
+    `nodes` are the places that --nodes names. Without them, missing files are looked for on the hosts that the
+    checkpoint itself records. `gathered` are the places where earlier calls stored files. They decide which step is
+    meant only if the user asked for a step that the run has deleted.
+    """
+    found = _drop_other_runs(list_places([LocalFolder(request.root), *nodes]), request.root)
+    earlier = list_places(gathered)
+    ssh_to_hosts = None if nodes else ssh
     try:
         checkpoint = _choose(request, found, ssh_to_hosts)
-    except NotFound as not_found:
-        run_id = (Folder(request.root).read("run_id") or b"").decode()
+    except CheckpointNotFound as not_found:
+        run_id = LocalFolder(request.root).read_run_id()
         try:
-            checkpoint = _choose(request, gathered, ssh_to_hosts)
-        except NotFound:
+            checkpoint = _choose(request, earlier, ssh_to_hosts)
+        except CheckpointNotFound:
             raise not_found from None
         if request.step is None or run_id not in ("", checkpoint.manifest.run_id):
             raise
-        checkpoint.survey = found
-    checkpoint.survey.asked += gathered.asked
-    checkpoint.survey.listings += gathered.listings
+        checkpoint.inventory = found
+    checkpoint.inventory.add(earlier)
     return checkpoint
 
 
-def _one_run(found: Survey, root: Path) -> Survey:
-    """Places of other runs do not count: those whose run is not that of `root`, if it has one."""
+def _drop_other_runs(found: Inventory, root: Path) -> Inventory:
+    """Remove the places of other runs than that of `root`. Without a run in `root`, all places must be of one run."""
     run_ids = {place.name: listing.run_id for place, listing in found.listings if listing.run_id}
     if not run_ids:
         return found
@@ -254,32 +269,37 @@ def _one_run(found: Survey, root: Path) -> Survey:
     if foreign and str(root) not in run_ids:
         raise MergeError(f"--nodes names folders of different runs: {', '.join(run_ids)}; give those of one run")
     for name in foreign:
-        found.failures[name] = MergeError(f"{name}: it is of another run than {root}")
+        found.failures[name] = MergeError(f"{name}: it belongs to another run than {root}")
     found.listings = [(place, listing) for place, listing in found.listings if place.name not in foreign]
     return found
 
 
-def _choose(request: Request, found: Survey, ssh: Ssh | None) -> Checkpoint:
-    """The step that was asked for, else the newest that some place has the marker of. Where places hold different saves
-    of it, the committed one that was saved last."""
+def _choose(request: CheckpointRequest, found: Inventory, ssh: SshOptions | None) -> Checkpoint:
+    """Return the requested step, by default the newest that is committed in some place.
+
+    If places hold different saves of that step, a committed one wins, then the newest.
+    """
     readable = [(place, listing) for place, listing in found.listings if listing.manifest]
-    marked = {(listing.step, listing.manifest) for _, listing in readable if listing.is_committed}
-    step = request.step if request.step is not None else max((step for step, _ in marked), default=None)
-    saves: dict[str, tuple[Place, Listing]] = {}
+    committed = {(listing.step, listing.manifest) for _, listing in readable if listing.is_committed}
+    step = request.step if request.step is not None else max((step for step, _ in committed), default=None)
+    saves: dict[str, tuple[Place, StepListing]] = {}
     for place, listing in readable:
         if listing.step == step:
             saves.setdefault(listing.manifest, (place, listing))
-    manifests, torn = _read_all(saves)
+    manifests, errors = _read_manifests(saves)
     if not manifests:
-        raise torn[0] if torn else NotFound(_nothing_found(request, found, sorted({step for step, _ in marked})))
+        steps = sorted({step for step, _ in committed})
+        raise errors[0] if errors else CheckpointNotFound(_not_found_message(request, found, steps))
     checkpoints = [Checkpoint(manifest, text, found, request.root, ssh) for manifest, text in manifests]
     return max(checkpoints, key=lambda checkpoint: (checkpoint.is_committed, checkpoint.manifest.saved_at))
 
 
-def _read_all(saves: Mapping[str, tuple[Place, Listing]]) -> tuple[list[tuple[Manifest, bytes]], list[CheckpointError]]:
-    """Their manifests; one that is torn in one place may be whole in another."""
+def _read_manifests(
+    saves: Mapping[str, tuple[Place, StepListing]],
+) -> tuple[list[tuple[Manifest, bytes]], list[CheckpointError]]:
+    """Return the readable manifests with their bytes, and the errors of the others."""
     manifests: list[tuple[Manifest, bytes]] = []
-    torn: list[CheckpointError] = []
+    errors: list[CheckpointError] = []
     for place, listing in saves.values():
         name = f"{step_folder(listing.step)}/{MANIFEST}"
         text = place.read(name) or b""
@@ -289,18 +309,18 @@ def _read_all(saves: Mapping[str, tuple[Place, Listing]]) -> tuple[list[tuple[Ma
                 raise CheckpointError(f"{place.name}/{name} is of step {manifest.step}: its folder was renamed")
             manifests.append((manifest, text))
         except CheckpointError as error:
-            torn.append(error)
-    return manifests, torn
+            errors.append(error)
+    return manifests, errors
 
 
-def _nothing_found(request: Request, found: Survey, committed: list[int]) -> str:
+def _not_found_message(request: CheckpointRequest, found: Inventory, committed: list[int]) -> str:
     failures = "".join(f"\n{error}" for error in found.failures.values())
     if request.step is not None and committed:
         where = f"in {request.root} or on the nodes"
         return f"no step {request.step} {where}; there are {committed}: give --step one of them{failures}"
     return (
         f"no committed checkpoint in {request.root} or on the nodes; a run saves every checkpoint.save_interval steps "
-        f"and at its last one. Where it lies on other nodes give --nodes HOST:FOLDER,...{failures}"
+        f"and at its last one. If the run lies on other nodes, give --nodes HOST:FOLDER,...{failures}"
     )
 
 

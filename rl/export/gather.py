@@ -1,6 +1,6 @@
-"""Brings files from other nodes into a folder of this machine, in parallel; each is checked by its digest on arrival.
+"""Fetch files from other nodes into a folder of this machine, in parallel, and check the digest of each.
 
-A transfer that breaks off goes on from the byte where it stopped, in this call or in a later one.
+An interrupted transfer continues from the last byte, in this call or in a later one.
 """
 
 import itertools
@@ -15,55 +15,55 @@ import xxhash
 
 from rl.checkpoint.manifest import File, step_folder
 from rl.checkpoint.shard_file import pieces_of
-from rl.export.errors import MergeError, cannot_write, part_of
+from rl.export.errors import MergeError, cannot_write, partial_path
 from rl.export.find import Checkpoint
-from rl.export.places import PIECE_BYTES, UNREACHABLE, Folder, Remote, Unreachable
+from rl.export.places import PIECE_BYTES, UNREACHABLE, LocalFolder, NodeUnreachable, RemoteFolder
 
 NUM_STREAMS = 16
-NUM_STREAMS_PER_NODE = 2  # a server refuses more than a few that have not logged in yet
-MAX_TRIES = 4  # in a row that brought nothing
+NUM_STREAMS_PER_NODE = 2  # sshd refuses more than a few connections that have not logged in yet
+MAX_TRIES = 4  # consecutive attempts without any data
 PAUSE_S = 1.0
 
 
 class Gatherer:
-    """`progress` is called with numbers of bytes; `place` takes what comes."""
+    """Fetch files of a checkpoint into `target`. `progress` is called with numbers of bytes."""
 
-    def __init__(self, checkpoint: Checkpoint, place: Folder, progress: Callable[[int], object]):
-        self._checkpoint, self._place, self._progress = checkpoint, place, progress
-        self._turns: dict[str, threading.Semaphore] = {}
+    def __init__(self, checkpoint: Checkpoint, target: LocalFolder, progress: Callable[[int], object]):
+        self._checkpoint, self._target, self._progress = checkpoint, target, progress
+        self._host_limits: dict[str, threading.Semaphore] = {}
         self._stop = threading.Event()
 
     def fetch(self, files: Sequence[File]) -> None:
-        """All of them, or an error that says which did not come and why; those that came stay."""
+        """Fetch all files, or raise an error that names those that failed. Files that arrived are kept."""
         by_host: dict[str, list[File]] = {}
         for file in files:
             for place in self._remote_holders(file):
-                self._turns.setdefault(place.host, threading.Semaphore(NUM_STREAMS_PER_NODE))
+                self._host_limits.setdefault(place.host, threading.Semaphore(NUM_STREAMS_PER_NODE))
             by_host.setdefault(self._remote_holders(file)[0].host, []).append(file)
-        in_turn = [file for row in itertools.zip_longest(*by_host.values()) for file in row if file is not None]
+        round_robin = [file for row in itertools.zip_longest(*by_host.values()) for file in row if file is not None]
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
             try:
-                results = list(pool.map(self._fetch, in_turn))
+                results = list(pool.map(self._fetch, round_robin))
             except BaseException:
                 self._stop.set()
                 raise
-        self._checkpoint.look_again(self._place)
+        self._checkpoint.list_again(self._target)
         problems = [problem for problem in results if problem]
         if problems:
             raise MergeError(
-                f"{len(problems)} of {len(files)} files did not arrive; those that did are kept, and the same command "
-                "goes on:" + "".join(f"\n  {problem}" for problem in problems)
+                f"{len(problems)} of {len(files)} files did not arrive; the others are kept. Run the command again to "
+                "continue:" + "".join(f"\n  {problem}" for problem in problems)
             )
 
-    def _remote_holders(self, file: File) -> list[Remote]:
+    def _remote_holders(self, file: File) -> list[RemoteFolder]:
         holders = self._checkpoint.holders(file.name, file.num_bytes)
-        return [place for place in holders if isinstance(place, Remote)]
+        return [place for place in holders if isinstance(place, RemoteFolder)]
 
     def _fetch(self, file: File) -> str:
-        """From the first holder that gives it; what went wrong, where none did."""
+        """Fetch a file from the first node that delivers it. Return the problems if no node did, else an empty text."""
         problems = []
         for place in self._remote_holders(file):
-            with self._turns[place.host]:
+            with self._host_limits[place.host]:
                 try:
                     self._raise_if_stopped()
                     self._fetch_from(place, file)
@@ -71,32 +71,32 @@ class Gatherer:
                 except MergeError as error:
                     problems.append(str(error))
                 except OSError as error:
-                    raise cannot_write(self._place.root, error) from error
+                    raise cannot_write(self._target.root, error) from error
         return f"{file.name}: {'; '.join(problems)}"
 
     def _raise_if_stopped(self) -> None:
         if self._stop.is_set():
             raise MergeError("interrupted")
 
-    def _fetch_from(self, place: Remote, file: File) -> None:
-        path = self._place.path(self._checkpoint.manifest.step, file.name)
-        part = part_of(path)
+    def _fetch_from(self, place: RemoteFolder, file: File) -> None:
+        path = self._target.path(self._checkpoint.manifest.step, file.name)
+        part = partial_path(path)
         part.parent.mkdir(parents=True, exist_ok=True)
         was_there = part.exists()
         if self._complete(place, file, part) == file.digest:
             part.rename(path)
-            self._checkpoint.spoilt.pop((self._place.name, file.name), None)
+            self._checkpoint.corrupt.pop((self._target.name, file.name), None)
             return
         part.unlink()
         self._progress(-file.num_bytes)
-        if was_there:  # what an earlier call left may have been wrong
+        if was_there:  # the part that an earlier call left may be the corrupt one
             self._fetch_from(place, file)
             return
-        self._checkpoint.spoilt[place.name, file.name] = reason = "other bytes came than were saved"
+        self._checkpoint.corrupt[place.name, file.name] = reason = "its bytes differ from those that were saved"
         raise MergeError(f"{place.name}: {reason}")
 
-    def _complete(self, place: Remote, file: File, part: Path) -> str:
-        """Appends what is missing; returns the digest of it all."""
+    def _complete(self, place: RemoteFolder, file: File, part: Path) -> str:
+        """Append what is missing to `part`; return the digest of the whole file."""
         hasher = xxhash.xxh3_64()
         with part.open("ab", buffering=0) as output:
             if output.tell() > file.num_bytes:
@@ -109,14 +109,14 @@ class Gatherer:
             while (begin := os.fstat(output.fileno()).st_size) < file.num_bytes:
                 try:
                     self._append(place, file, begin, output, hasher)
-                except Unreachable:
+                except NodeUnreachable:
                     tries = 1 if os.fstat(output.fileno()).st_size > begin else tries + 1
                     if tries == MAX_TRIES or self._stop.wait(PAUSE_S * tries):
                         raise
             os.fsync(output.fileno())
         return hasher.hexdigest()
 
-    def _append(self, place: Remote, file: File, begin: int, output: FileIO, hasher: xxhash.xxh3_64) -> None:
+    def _append(self, place: RemoteFolder, file: File, begin: int, output: FileIO, hasher: xxhash.xxh3_64) -> None:
         left = file.num_bytes - begin
         name = f"{step_folder(self._checkpoint.manifest.step)}/{file.name}"
         with place.stream(name, begin, self._stop) as pieces:
@@ -129,4 +129,4 @@ class Gatherer:
                     view = view[output.write(view) :]
         self._raise_if_stopped()
         if left:
-            raise Unreachable(f"{place.name}: {file.name} ended {left} bytes early; {UNREACHABLE}")
+            raise NodeUnreachable(f"{place.name}: {file.name} ended {left} bytes early; {UNREACHABLE}")

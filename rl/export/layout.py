@@ -1,6 +1,6 @@
-"""From slices to files: proves that the slices of every tensor cover it, and lays the tensors out in output files.
+"""Plan a merge: check that the slices of every tensor cover it, and assign the tensors to output files.
 
-Pure: a manifest in, a plan out.
+This module only computes a plan from a manifest. It reads and writes no files.
 """
 
 import itertools
@@ -17,11 +17,11 @@ Box = tuple[tuple[int, int], ...]  # first and end along each dimension
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A tensor of the merged model, and the slices that it is put together from, each byte once."""
+class MergedTensor:
+    """A tensor of the merged model, and the slices that hold each of its elements once."""
 
     name: str
-    dtype: str  # in the output
+    dtype: str  # in the output file
     shape: tuple[int, ...]
     slices: tuple[tuple[File, Slice], ...]
     begin: int = 0  # in its output file
@@ -32,46 +32,46 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputFile:
     """A safetensors file to write."""
 
     name: str
     header: bytes
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[MergedTensor, ...]
 
     @property
     def num_bytes(self) -> int:
         return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
 
 
-def read_tensors(manifest: Manifest, dtype: str | None) -> list[Tensor]:
-    """The model's tensors, in the order of the model; floating-point ones in `dtype` where one is asked for."""
+def read_tensors(manifest: Manifest, dtype: str | None) -> list[MergedTensor]:
+    """Return the model's tensors in the order of the model. `dtype` replaces the dtype of floating-point tensors."""
     found = manifest.slices("model")
     if not found:
-        raise CheckpointError(f"the manifest of step {manifest.step} lists no slice of a model; it is not complete")
-    tensors: list[Tensor] = []
+        raise CheckpointError(f"the manifest of step {manifest.step} lists no slices of a model, so it is incomplete")
+    tensors: list[MergedTensor] = []
     problems: list[str] = []
     for name, pieces in found.items():
         first = pieces[0][1]
         wanted = dtype if dtype and first.dtype in FLOATS else first.dtype
         try:
-            tensors.append(Tensor(name, wanted, first.shape, tuple(_cover(pieces))))
+            tensors.append(MergedTensor(name, wanted, first.shape, tuple(_select_cover(pieces))))
         except CheckpointError as error:
             problems.append(f"\n  {name} {list(first.shape)}: {error}")
     if problems:
         raise CheckpointError(
-            f"step {manifest.step} of {manifest.run_name} is not complete by its own manifest; nothing was merged:"
+            f"the manifest of step {manifest.step} of {manifest.run_name} is incomplete; nothing was merged:"
             + "".join(problems)
         )
     return tensors
 
 
-def _cover(pieces: Sequence[tuple[File, Slice]]) -> list[tuple[File, Slice]]:
-    """Slices that make up the whole tensor, each of its elements once; of equal replicas the first."""
+def _select_cover(pieces: Sequence[tuple[File, Slice]]) -> list[tuple[File, Slice]]:
+    """Return slices that hold each element of a tensor exactly once. Of equal replicas, the first is taken."""
     whole = pieces[0][1]
-    left: list[Box] = [tuple((0, length) for length in whole.shape)]
+    left: list[Box] = [tuple((0, length) for length in whole.shape)]  # not covered yet
     taken: dict[Box, tuple[File, Slice]] = {}
-    for file, part in sorted(pieces, key=lambda piece: piece[1].offsets):  # in order, so that `left` stays short
+    for file, part in sorted(pieces, key=lambda piece: piece[1].offsets):  # sorted, so that `left` stays short
         if (part.dtype, part.shape) != (whole.dtype, whole.shape):
             raise CheckpointError(
                 f"{file.name} holds a slice of {part.dtype} {list(part.shape)}, {pieces[0][0].name} one of "
@@ -79,15 +79,15 @@ def _cover(pieces: Sequence[tuple[File, Slice]]) -> list[tuple[File, Slice]]:
             )
         box = box_of(part)
         if part.num_bytes != math.prod(part.size) * ITEM_BYTES[part.dtype] or not _is_inside(box, whole.shape):
-            raise CheckpointError(f"{file.name} holds a slice of {_text(box)}, which is none of it")
+            raise CheckpointError(f"{file.name} holds a slice {_text(box)} that does not fit into it")
         if math.prod(part.size) == 0:
             continue
         if box in taken:
             other, twin = taken[box]
             if twin.digest != part.digest:
-                raise CheckpointError(f"{_text(box)} differs between {other.name} and {file.name}: replicas disagree")
+                raise CheckpointError(f"{_text(box)} differs between its replicas in {other.name} and {file.name}")
             continue
-        uncovered = sum(volume(meet(box, hole)) for hole in left)
+        uncovered = sum(volume(intersect(box, hole)) for hole in left)
         if uncovered != math.prod(part.size):
             raise CheckpointError(f"{_text(box)} of {file.name} overlaps with another slice")
         left = [rest for hole in left for rest in _subtract(hole, box)]
@@ -106,7 +106,7 @@ def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
     return all(0 <= first <= end <= length for (first, end), length in zip(box, shape, strict=True))
 
 
-def meet(one: Box, other: Box) -> Box:
+def intersect(one: Box, other: Box) -> Box:
     return tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
@@ -115,8 +115,8 @@ def volume(box: Box) -> int:
 
 
 def _subtract(hole: Box, box: Box) -> list[Box]:
-    """What is left of `hole` outside `box`, as boxes."""
-    common = meet(hole, box)
+    """Return the part of `hole` outside `box`, as boxes."""
+    common = intersect(hole, box)
     if not volume(common):
         return [hole]
     rest: list[Box] = []
@@ -130,9 +130,9 @@ def _text(box: Box) -> str:
     return f"[{', '.join(f'{first}:{end}' for first, end in box)}]"
 
 
-def lay_out(tensors: Sequence[Tensor], max_bytes: int) -> list[Output]:
-    """Output files of at most so many bytes of tensors each; a larger tensor has a file of its own."""
-    groups: list[list[Tensor]] = [[]]
+def lay_out(tensors: Sequence[MergedTensor], max_bytes: int) -> list[OutputFile]:
+    """Assign tensors to files with at most `max_bytes` of tensors each. A larger tensor gets a file of its own."""
+    groups: list[list[MergedTensor]] = [[]]
     num_bytes = 0
     for tensor in tensors:
         if groups[-1] and num_bytes + tensor.num_bytes > max_bytes:
@@ -146,16 +146,16 @@ def lay_out(tensors: Sequence[Tensor], max_bytes: int) -> list[Output]:
     return [_output(name, group) for name, group in zip(names, groups)]
 
 
-def _output(name: str, tensors: Sequence[Tensor]) -> Output:
+def _output(name: str, tensors: Sequence[MergedTensor]) -> OutputFile:
     ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])  # so that all are aligned
     entries = [(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in ordered]
     header = pack_header({"format": "pt"}, entries)
     begins = itertools.accumulate((tensor.num_bytes for tensor in ordered), initial=len(header))
-    return Output(name, header, tuple(replace(tensor, begin=begin) for tensor, begin in zip(ordered, begins)))
+    return OutputFile(name, header, tuple(replace(tensor, begin=begin) for tensor, begin in zip(ordered, begins)))
 
 
-def index_of(outputs: Sequence[Output]) -> bytes:
-    """model.safetensors.index.json."""
+def index_of(outputs: Sequence[OutputFile]) -> bytes:
+    """Return the content of model.safetensors.index.json."""
     total = sum(tensor.num_bytes for output in outputs for tensor in output.tensors)
     places = {tensor.name: output.name for output in outputs for tensor in output.tensors}
     return json.dumps(

@@ -1,4 +1,4 @@
-"""The merged model's logits against those that the policy gave at the time of the save. Imports torch."""
+"""Compare the merged model's logits with those of the policy at the time of the save. Imports torch."""
 
 from pathlib import Path
 
@@ -9,19 +9,21 @@ from transformers import AutoModelForCausalLM
 
 from rl.export.errors import MergeError
 
-LIMITS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # rounding of both sides, by the coarser of their dtypes
+LIMITS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # relative difference that rounding explains
 
 
 def compare_logits(folder: Path, probe: bytes, trained_in: str, merged_in: str) -> float:
-    """The relative difference; raises where it is more than rounding. It sees a wrong config, a missing or misplaced
-    tensor; that every byte is right is the digests' business."""
+    """Return the relative difference of the logits; raise if rounding does not explain it.
+
+    This detects a wrong config and a missing or misplaced tensor. The digests check every byte.
+    """
     try:
         stored = safetensors.torch.load(probe)
         logits = _logits(folder, stored["tokens"])
     except MergeError:
         raise
-    except Exception as error:  # of transformers, whose types are many
-        raise MergeError(f"{folder} could not be tried: {type(error).__name__}: {error}") from error
+    except Exception as error:  # transformers raises many types
+        raise MergeError(f"{folder} could not be loaded and run: {type(error).__name__}: {error}") from error
     expected = stored["logits"].float()
     if logits.shape != expected.shape:
         raise MergeError(f"{folder} gives logits of shape {list(logits.shape)}, the policy gave {list(expected.shape)}")
@@ -30,8 +32,8 @@ def compare_logits(folder: Path, probe: bytes, trained_in: str, merged_in: str) 
     limit = max(LIMITS[trained_in], LIMITS[merged_in])
     if not difference <= limit:
         raise MergeError(
-            f"{folder} gives other logits than the policy did when it was saved: they differ by {difference:.3g} of "
-            f"their size, rounding explains {limit}. Do not use it; please report this with the folder's config.json"
+            f"the logits of {folder} differ from the policy's at the save by {difference:.3g} (relative); rounding "
+            f"explains at most {limit}. Do not use this model; please report this with the folder's config.json"
         )
     return difference
 
@@ -39,8 +41,8 @@ def compare_logits(folder: Path, probe: bytes, trained_in: str, merged_in: str) 
 def _logits(folder: Path, tokens: Tensor) -> Tensor:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    strange = [f"{what} {sorted(names)}" for what, names in report.items() if names and what.endswith("_keys")]
-    if strange:
-        raise MergeError(f"transformers does not find in {folder} what its config.json promises: {', '.join(strange)}")
+    unexpected = [f"{what} {sorted(names)}" for what, names in report.items() if names and what.endswith("_keys")]
+    if unexpected:
+        raise MergeError(f"the weights in {folder} do not match its config.json: {', '.join(unexpected)}")
     with torch.no_grad():
         return model.to(device).eval()(tokens.to(device).unsqueeze(0)).logits[0].float().cpu()

@@ -1,7 +1,7 @@
-"""Where the files of a run may lie: in folders of this machine, or on nodes that answer to ssh.
+"""Places that may hold files of a run: folders of this machine, and folders of nodes that are reached by ssh.
 
-Nodes need a POSIX shell with sha256sum, stat and tail, and nothing else: no rsync and no Python. Each command reaches
-them as a script on the standard input of `sh -s`, so that the login shell's own quoting does not matter.
+A node needs a POSIX shell with sha256sum, stat and tail. It needs neither rsync nor Python. Each command is a script on
+the standard input of `sh -s`, so the quoting rules of the login shell do not matter.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ PIECE_BYTES = 1 << 20
 NUM_LISTED_AT_ONCE = 16
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 LINE = re.compile(r"([0-9a-f]+) +\*?(step_\d+)/(.+)")
-BEGIN, END = b"oneworld begin\n", b"oneworld end\n"  # login shells may print greetings before
+BEGIN, END = b"oneworld begin\n", b"oneworld end\n"  # a login shell may print a greeting before
 ENTER = """
 cd -- {root} || exit 3
 if [ -d {checkpoints} ]; then cd {checkpoints} || exit 3; fi
@@ -47,32 +47,32 @@ READ_WHOLE = "cat {name} && echo oneworld end"
 REMEDIES = {
     "Permission denied": "it refused the key: give --identity KEY and --ssh-user NAME, or run ssh-copy-id for it",
     "Host key verification failed": "its host key is not known here: run ssh to it once by hand and accept the key",
-    "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key changed: see ssh-keygen -R, if you know why it did",
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key changed: if you know why, remove it with ssh-keygen -R",
     "Could not resolve hostname": "its name is not known here: give its address with --nodes ADDRESS:FOLDER,...",
 }
 UNREACHABLE = "is it up, and is its ssh port open? --nodes HOST:FOLDER,... gives other addresses"
 
 
-class Unreachable(MergeError):
-    """A node did not answer, or its answer broke off; trying again may help."""
+class NodeUnreachable(MergeError):
+    """A node did not answer, or its answer broke off. A retry may help."""
 
 
-class Refused(MergeError):
-    """A node that does not let us in; trying again does not help."""
+class AccessDenied(MergeError):
+    """A node refused the login. A retry does not help."""
 
 
-class Missing(MergeError):
-    """The node answered, but what was asked for is not there."""
+class MissingOnNode(MergeError):
+    """A node answered, but does not have what was asked for."""
 
 
 @dataclass(frozen=True)
-class Listing:
-    """A step's folder in one place."""
+class StepListing:
+    """The files of a step in one place."""
 
     step: int
-    sizes: dict[str, int]  # of the files in it, by name
-    manifest: str  # SHA-256 of its manifest, which is the same on every node of a save; empty: none can be read
-    run_id: str  # of the run that works in this place; empty: not known
+    sizes: dict[str, int]  # by file name
+    manifest: str  # SHA-256 of the manifest, which is equal on all nodes of a save; empty if it cannot be read
+    run_id: str  # of the run that uses this place; empty if unknown
 
     @property
     def is_committed(self) -> bool:
@@ -80,26 +80,26 @@ class Listing:
 
 
 class Place(Protocol):
-    """A folder of checkpoints, as a person would write it, and what lies in it."""
+    """A folder with checkpoints of a run. `name` is how a user would write it."""
 
     name: str
 
-    def steps(self) -> list[Listing]: ...
+    def steps(self) -> list[StepListing]: ...
 
     def read(self, file: str) -> bytes | None:
-        """A small file, its path relative to the folder of checkpoints; None where it is not there."""
+        """Return the content of a small file; its path is relative to this place. Return None if it does not exist."""
 
 
-class Folder:
-    """On this machine: a private disk, or a filesystem that nodes share."""
+class LocalFolder:
+    """A place on this machine: a local disk or a shared filesystem."""
 
     def __init__(self, root: Path):
         self.root, self.name = root, str(root)
 
-    def steps(self) -> list[Listing]:
+    def steps(self) -> list[StepListing]:
         folders = [path for path in self.root.glob("step_*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
-        run_id = (self.read("run_id") or b"").decode(errors="replace")
-        return [_list_folder(path, run_id) for path in folders]
+        run_id = self.read_run_id()
+        return [_list_step(path, run_id) for path in folders]
 
     def read(self, file: str) -> bytes | None:
         try:
@@ -107,13 +107,16 @@ class Folder:
         except OSError:
             return None
 
+    def read_run_id(self) -> str:
+        return (self.read("run_id") or b"").decode(errors="replace")
+
     def path(self, step: int, file: str) -> Path:
         return self.root / step_folder(step) / file
 
 
 @dataclass(frozen=True)
-class Ssh:
-    """How nodes are called: a command such as `ssh -p 2222`, a user and a key where they differ from ssh's own."""
+class SshOptions:
+    """How to call nodes: a command such as `ssh -p 2222`, and a user and key other than ssh's own defaults."""
 
     command: str = "ssh"
     user: str = ""
@@ -126,14 +129,14 @@ class Ssh:
         return [*shlex.split(self.command), "-T", *options, *user, *identity, "--", host, "sh -s"]
 
 
-class Remote:
-    """On another node; `root` is the run's folder there, or its folder of checkpoints."""
+class RemoteFolder:
+    """A place on another node. `root` is the run's folder there, or its checkpoints folder."""
 
-    def __init__(self, host: str, root: str, ssh: Ssh):
+    def __init__(self, host: str, root: str, ssh: SshOptions):
         self.host, self.name = host, f"{host}:{root}"
         self._ssh, self._root = ssh, root
 
-    def steps(self) -> list[Listing]:
+    def steps(self) -> list[StepListing]:
         head, _, text = self._run(self._script(LIST, manifest=MANIFEST)).decode(errors="replace").partition("\n")
         digests, _, sizes = text.partition("sizes\n")
         steps: dict[str, dict[str, int]] = {}
@@ -142,7 +145,7 @@ class Remote:
                 steps.setdefault(found[2], {})[found[3]] = int(found[1])
         manifests = {found[2]: found[1] for line in digests.splitlines() if (found := LINE.fullmatch(line))}
         return [
-            Listing(int(folder.removeprefix("step_")), files, manifests.get(folder, ""), head[len("run_id ") :])
+            StepListing(int(folder.removeprefix("step_")), files, manifests.get(folder, ""), head[len("run_id ") :])
             for folder, files in steps.items()
         ]
 
@@ -150,16 +153,16 @@ class Remote:
         script = self._script(READ_WHOLE, name=shlex.quote(file))
         try:
             return self._run(script)
-        except Missing:
+        except MissingOnNode:
             return None
 
     def _run(self, script: bytes) -> bytes:
-        """What a script prints, in full: ssh may report success although its connection broke before the end."""
+        """Return the whole output of a script. ssh may exit with 0 although its connection broke before the end."""
         command = self._ssh.arguments(self.host)
         try:
             done = subprocess.run(command, input=script, capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
-            raise Unreachable(f"{self.name}: no answer within {ANSWER_TIMEOUT_S:.0f} s; {UNREACHABLE}") from None
+            raise NodeUnreachable(f"{self.name}: no answer within {ANSWER_TIMEOUT_S:.0f} s; {UNREACHABLE}") from None
         _, begin, answer = done.stdout.partition(BEGIN)
         if done.returncode or not begin or not answer.endswith(END):
             raise self._failure(done.returncode, done.stderr)
@@ -167,8 +170,11 @@ class Remote:
 
     @contextmanager
     def stream(self, file: str, begin: int, stop: threading.Event) -> Iterator[Iterator[bytes]]:
-        """A file's bytes from `begin` on, maybe fewer than there are: the caller must count them. Ends when `stop` is
-        set, and raises when nothing comes for long."""
+        """Stream a file from byte `begin`.
+
+        The stream may end early, so the caller must count the bytes. It ends when `stop` is set, and raises
+        NodeUnreachable after SILENCE_S without data.
+        """
         with (
             tempfile.TemporaryFile() as errors,
             subprocess.Popen(
@@ -184,15 +190,15 @@ class Remote:
         self, process: "subprocess.Popen[bytes]", script: bytes, errors: IO[bytes], stop: threading.Event
     ) -> Iterator[bytes]:
         assert process.stdin is not None and process.stdout is not None
-        with suppress(BrokenPipeError), process.stdin:  # where it has ended already, its code says why
+        with suppress(BrokenPipeError), process.stdin:  # if it has ended already, its exit code says why
             process.stdin.write(script)
-        greeting: bytes | None = b""  # what a login shell says first
+        greeting: bytes | None = b""  # output of the login shell before our own
         silent_s = 0.0
         while not stop.is_set():
             if not select.select([process.stdout], [], [], POLL_S)[0]:
                 silent_s += POLL_S
                 if silent_s > SILENCE_S:
-                    raise Unreachable(f"{self.name}: nothing came for {SILENCE_S:.0f} s; {UNREACHABLE}")
+                    raise NodeUnreachable(f"{self.name}: no data for {SILENCE_S:.0f} s; {UNREACHABLE}")
                 continue
             silent_s = 0.0
             piece = os.read(process.stdout.fileno(), PIECE_BYTES)
@@ -209,34 +215,40 @@ class Remote:
             raise self._failure(process.returncode, errors.read())
 
     def _script(self, text: str, **values: object) -> bytes:
-        home = "~/" if self._root.startswith("~/") else ""  # which quotes would hide from the shell
+        home = "~/" if self._root.startswith("~/") else ""  # the shell would not expand it inside quotes
         quoted = {"root": home + shlex.quote(self._root.removeprefix(home)), "checkpoints": CHECKPOINTS}
         return (ENTER + text).format(**quoted, **values).encode()
 
     def _failure(self, code: int, error: bytes) -> MergeError:
         lines = [line.strip() for line in error.decode(errors="replace").splitlines() if line.strip()]
-        said = lines[-1] if lines else f"its command ended with {code}"
+        reason = lines[-1] if lines else f"its command ended with exit code {code}"
         if code in (0, 255) or code < 0:
             for text, remedy in REMEDIES.items():
                 if any(text in line for line in lines):
-                    return Refused(f"{self.name}: {said}; {remedy}")
-            return Unreachable(f"{self.name}: {said}; {UNREACHABLE}")
-        return Missing(f"{self.name}: {said}; --nodes HOST:FOLDER,... says in which folder the run lies there")
+                    return AccessDenied(f"{self.name}: {reason}; {remedy}")
+            return NodeUnreachable(f"{self.name}: {reason}; {UNREACHABLE}")
+        return MissingOnNode(f"{self.name}: {reason}; give the run's folder on that node with --nodes HOST:FOLDER,...")
 
 
 @dataclass
-class Survey:
-    """What all places hold, and why some of them did not say."""
+class Inventory:
+    """The content of all places, and why some of them could not be listed."""
 
     asked: list[Place] = field(default_factory=list)
-    listings: list[tuple[Place, Listing]] = field(default_factory=list)
+    listings: list[tuple[Place, StepListing]] = field(default_factory=list)
     failures: dict[str, MergeError] = field(default_factory=dict)  # by the place's name
 
+    def add(self, other: "Inventory") -> None:
+        self.asked += other.asked
+        self.listings += other.listings
+        self.failures |= other.failures
 
-def survey(places: Sequence[Place]) -> Survey:
-    found = Survey(list(places))
 
-    def ask(place: Place) -> list[Listing] | MergeError:
+def list_places(places: Sequence[Place]) -> Inventory:
+    """List all places in parallel."""
+    found = Inventory(list(places))
+
+    def ask(place: Place) -> list[StepListing] | MergeError:
         try:
             return place.steps()
         except MergeError as error:
@@ -251,17 +263,16 @@ def survey(places: Sequence[Place]) -> Survey:
     return found
 
 
-def _list_folder(folder: Path, run_id: str) -> Listing:
+def _list_step(folder: Path, run_id: str) -> StepListing:
     sizes: dict[str, int] = {}
-    try:
+    # A running job may delete its oldest step at any moment, and the folder may be unreadable to us.
+    with suppress(OSError):
         for path in folder.rglob("*"):
             with suppress(OSError):
                 if path.is_file():
                     sizes[str(path.relative_to(folder))] = path.stat().st_size
-    except OSError:  # a live run removes its oldest step, or we may not look into it
-        pass
     try:
         digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     except OSError:
         digest = ""
-    return Listing(int(folder.name.removeprefix("step_")), sizes, digest, run_id)
+    return StepListing(int(folder.name.removeprefix("step_")), sizes, digest, run_id)

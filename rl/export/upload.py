@@ -1,17 +1,16 @@
-"""Uploads a finished model folder to the Hugging Face hub, in one commit.
+"""Upload a finished model folder to the Hugging Face hub, in one commit.
 
-    check     who is logged in, may they write there, is the repository as private as wanted; changes nothing
+    check     the login, its permission to write, and the repository's visibility; changes nothing
     create    the repository, private unless asked otherwise, and the branch
-    upload    all files in one commit, which also deletes weights that an earlier upload left
+    upload    all files in one commit, which also deletes the weights of an earlier upload
 
-Readers see the model before or the model after, never a mix: that is why `create_commit` is called here and not
-`upload_folder`, which makes several commits of a large folder. Large files that reached the hub in an earlier attempt
-are not sent again. The token is the client's affair; it appears in no message.
+Readers see the old model or the new one, never a mix. For that reason this module calls `create_commit`:
+`upload_folder` splits a large folder into several commits. Large files that reached the hub in an earlier attempt are
+not sent again. The client finds the token itself, and no message contains it.
 """
 
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
@@ -19,19 +18,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl.export.errors import MergeError
+from rl.export.errors import MergeError, warn
+from rl.watch.text import count_of
 
-WAITS_S = (2.0, 8.0)  # before each further attempt; the client itself tries most requests several times
+WAITS_S = (2.0, 8.0)  # before each retry; the client itself also retries most requests
 TIMEOUTS_S = {"connect": 20.0, "read": 300.0, "write": 300.0, "pool": 300.0}
-TRY_AGAIN = (408, 409, 412, 429, 500, 502, 503, 504)  # 409 and 412: somebody else's commit came in between
+RETRY_STATUS = (408, 409, 412, 429, 500, 502, 503, 504)  # 409 and 412: another commit came in between
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 BRANCH = re.compile(r"(?!refs/)\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
 XET_STATUS = re.compile(r"HTTP status \w+ error \((\d+)")
 T = TypeVar("T")
 
 
-class Hub:
-    """A model repository: `name` is org/name, or name alone in the user's own namespace."""
+class HubRepository:
+    """A model repository on the hub. `name` is org/name, or a name in the user's own namespace."""
 
     def __init__(self, name: str, revision: str = "", public: bool = False):
         from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -39,102 +39,101 @@ class Hub:
         try:
             validate_repo_id(name)
         except HFValidationError as error:
-            raise MergeError(f"--upload: got {name!r}; it is ORG/NAME or NAME. {error}") from None
+            raise MergeError(f"--upload: got {name!r}; expected ORG/NAME or NAME. {error}") from None
         if revision and (not BRANCH.fullmatch(revision) or ".." in revision or revision.endswith((".", ".lock"))):
-            raise MergeError(f"--revision: got {revision!r}; it is the name of a branch, such as main or step-40")
+            raise MergeError(f"--revision: got {revision!r}; expected the name of a branch, such as main or step-40")
         self._name, self._revision, self._public = name, revision, public
         self._account: Mapping[str, Any] = {}
-        self._token = ""  # to keep it out of messages, whoever wrote them
-        self._is_told = False
+        self._token = ""  # known in order to remove it from messages of other libraries
+        self._has_warned = False
 
     def check(self) -> str:
-        """The repository's full id, if this login may upload there."""
+        """Return the repository's full id. Raise if this login may not upload there."""
         repo = self._repo()
-        self._find(repo)
+        self._exists(repo)
         return repo
 
     def create(self) -> str:
-        """Makes what is absent; what is there keeps its visibility."""
+        """Create the repository and the branch. An existing repository keeps its visibility."""
         repo = self._repo()
-        if not self._find(repo):
-            self._ask(lambda: self._api.create_repo(repo, private=not self._public, exist_ok=True))
-            self._find(repo)  # somebody else may have been faster
+        if not self._exists(repo):
+            self._retry(lambda: self._api.create_repo(repo, private=not self._public, exist_ok=True))
+            self._exists(repo)  # checks the visibility: somebody else may have created it first
         if self._revision:
-            self._ask(lambda: self._api.create_branch(repo, branch=self._revision, exist_ok=True))
+            self._retry(lambda: self._api.create_branch(repo, branch=self._revision, exist_ok=True))
         return repo
 
     def upload(self, folder: Path, message: str) -> str:
-        """The commit's URL. Nothing is written into the folder."""
+        """Upload all files and return the commit's URL. Nothing is written into the folder."""
         repo = self._repo(folder)
         files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
         if not files:
             raise MergeError(f"{folder} holds no files to upload; merge a checkpoint into it first")
-        self._find(repo, folder)  # hours may have passed since it was created
-        return self._ask(lambda: self._commit(repo, folder, files, message), folder)
+        self._exists(repo, folder)  # checks the visibility again: hours may have passed since `create`
+        return self._retry(lambda: self._commit(repo, folder, files, message), folder)
 
     @cached_property
     def _api(self) -> Any:
         from huggingface_hub import HfApi, set_client_factory
 
-        set_client_factory(_patient_client)
-        return HfApi(token=True)  # which the client looks up at each request, so that an expiring one is renewed
+        set_client_factory(_client_with_timeouts)
+        return HfApi(token=True)  # the client looks the token up at each request, so an expiring one is renewed
 
     def _repo(self, folder: Path | None = None) -> str:
         if not self._account:
             self._token = _read_token()
-            self._account = self._ask(self._api.whoami, folder)
-        me = self._account["name"]
+            self._account = self._retry(self._api.whoami, folder)
+        user = self._account["name"]
         namespace, _, name = self._name.rpartition("/")
         token = (self._account.get("auth") or {}).get("accessToken") or {}
         if token.get("role") == "read":
             raise MergeError(
-                f"logged in as {me} with a token that may only read; uploading needs one that may write: make it at "
+                f"logged in as {user} with a read-only token; an upload needs one with write access: create it at "
                 f"{self._api.endpoint}/settings/tokens and run `hf auth login` or export HF_TOKEN"
             )
-        mine = [me, *(org["name"] for org in self._account.get("orgs") or [] if _may_write(org))]
-        for writable in mine:
-            if writable.casefold() == (namespace or me).casefold():
-                return f"{writable}/{name}"
+        writable = [user, *(org["name"] for org in self._account.get("orgs") or [] if may_write(org))]
+        for owner in writable:
+            if owner.casefold() == (namespace or user).casefold():
+                return f"{owner}/{name}"
         raise MergeError(
-            f"logged in as {me}, who may not write to {namespace}; ask an administrator of {namespace} for the role "
-            f"'write', or choose one of {', '.join(mine)}, such as --upload {me}/{name}"
+            f"logged in as {user}, who may not write to {namespace}; ask an administrator of {namespace} for the role "
+            f"'write', or choose one of {', '.join(writable)}, such as --upload {user}/{name}"
         )
 
-    def _find(self, repo: str, folder: Path | None = None) -> bool:
-        """Whether it exists; an error if weights that are to be private would be public there."""
+    def _exists(self, repo: str, folder: Path | None = None) -> bool:
+        """Return whether the repository exists. Raise if it would make private weights public."""
         from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError
 
         def look() -> Any:
             try:
                 return self._api.repo_info(repo)
-            except GatedRepoError:  # a kind of the next, but it is there
+            except GatedRepoError:  # a subclass of the next, but the repository exists
                 raise
             except RepositoryNotFoundError:
                 return None
 
-        info = self._ask(look, folder)
+        info = self._retry(look, folder)
         if info is None:
             return False
         if not info.private and not self._public:
             raise MergeError(
-                f"{repo} exists and is public, and so would these weights be: add --public to upload there, or choose "
-                "another name for a private repository"
+                f"{repo} exists and is public, so these weights would be public too: add --public to upload there, or "
+                "choose another name for a private repository"
             )
-        if info.private and self._public and not self._is_told:
-            self._is_told = True
-            _say(f"{repo} exists and is private; it stays so in spite of --public: its settings page changes that")
+        if info.private and self._public and not self._has_warned:
+            self._has_warned = True
+            warn(f"{repo} exists and stays private in spite of --public; its settings page changes that")
         return True
 
     def _commit(self, repo: str, folder: Path, files: Mapping[str, Path], message: str) -> str:
-        """Begins from what the repository holds at the moment, so it can be tried again after a lost answer: what
-        arrived is then found there."""
+        """Commit the files on top of the repository's current state. A retry after a lost answer is safe."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         branch = self._revision or "main"
-        there = self._api.list_repo_files(repo, revision=branch)
-        stale = sorted(name for name in there if name not in files and _is_weights(name))
+        existing = self._api.list_repo_files(repo, revision=branch)
+        stale = sorted(name for name in existing if name not in files and is_model_weights(name))
         if stale:
-            _say(f"deletes {len(stale)} files of an earlier model in the same commit: {', '.join(stale)}")
+            warn(f"deletes {count_of(len(stale), 'file')} of an earlier model in the same commit: {', '.join(stale)}")
         operations: list[Any] = [CommitOperationDelete(name, is_folder=False) for name in stale]
         operations += [CommitOperationAdd(name, path) for name, path in files.items()]
         commit = self._api.create_commit(repo, operations, commit_message=message, revision=branch)
@@ -143,23 +142,23 @@ class Hub:
         absent = [name for name, path in files.items() if sizes.get(name) != path.stat().st_size]
         if absent:
             raise MergeError(
-                f"{commit.commit_url} lacks {', '.join(absent)}, or has other bytes under these names; does a "
-                f".gitignore of the repository name them? Mend that. {_stays(folder)}"
+                f"{commit.commit_url} lacks {', '.join(absent)}, or has other sizes of them; does a .gitignore of the "
+                f"repository name them? {_stays(folder)}"
             )
         return str(commit.commit_url)
 
-    def _ask(self, action: Callable[[], T], folder: Path | None = None) -> T:
-        """Tries again where the network or the hub failed for a moment; everything else is said in words."""
+    def _retry(self, action: Callable[[], T], folder: Path | None = None) -> T:
+        """Retry an action while the network or the hub fails temporarily. Turn other errors into a MergeError."""
         waits_s = list(WAITS_S)
         while True:
             try:
                 return action()
             except MergeError:
                 raise
-            except Exception as error:  # of the client, its HTTP library and its uploader, which share no base class
-                if not waits_s or not _may_pass(error):
+            except Exception as error:  # the client, its HTTP library and its uploader share no base class
+                if not waits_s or not is_temporary(error):
                     raise MergeError(self._explain(error, folder)) from None
-                _say(f"{self._text(error)}; another attempt follows in {waits_s[0]:.0f} s")
+                warn(f"{self._text(error)}; retrying in {waits_s[0]:.0f} s")
             time.sleep(waits_s.pop(0))
 
     def _text(self, error: Exception) -> str:
@@ -169,29 +168,29 @@ class Hub:
     def _explain(self, error: Exception, folder: Path | None) -> str:
         from huggingface_hub.errors import OfflineModeIsEnabled
 
-        status, text, place = _status(error), self._text(error), self._api.endpoint
+        status, text, hub = http_status(error), self._text(error), self._api.endpoint
         if any(isinstance(link, OfflineModeIsEnabled) for link in _chain(error)):
-            return f"HF_HUB_OFFLINE is set, so {place} is not reachable; unset it to upload. {_stays(folder)}"
+            return f"HF_HUB_OFFLINE is set, so {hub} is not reachable; unset it to upload. {_stays(folder)}"
         if not self._account and status in (401, 403):
-            return f"{place} does not accept this login: {text}. Run `hf auth login` or export a valid HF_TOKEN"
+            return f"{hub} does not accept this login: {text}. Run `hf auth login` or export a valid HF_TOKEN"
         if status in (401, 403):
             return (
-                f"{place} does not let {self._account['name']} write to {self._name}: {text}. Ask an administrator of "
-                f"the namespace for the role 'write', or use a token with write access to it. {_stays(folder)}"
+                f"{hub} does not let {self._account['name']} write to {self._name}: {text}. Ask an administrator of "
+                f"the namespace for the role 'write', or use a token with write access. {_stays(folder)}"
             )
-        if status in TRY_AGAIN:
-            return f"{place} did not do its part, {len(WAITS_S) + 1} times: {text}. Try again later. {_stays(folder)}"
+        if status in RETRY_STATUS:
+            return f"{hub} failed {len(WAITS_S) + 1} times: {text}. Try again later. {_stays(folder)}"
         if status:
-            return f"{place} refused: {text}. {_stays(folder)}"
+            return f"{hub} refused: {text}. {_stays(folder)}"
         if isinstance(error, OSError) and error.filename:
             return f"cannot read {error.filename}: {error.strerror}. {_stays(folder)}"
-        if _may_pass(error):
-            return f"{place} is not reachable: {text}. Look at the network and HF_ENDPOINT. {_stays(folder)}"
+        if is_temporary(error):
+            return f"{hub} is not reachable: {text}. Check the network and HF_ENDPOINT. {_stays(folder)}"
         return f"the upload failed: {text}. {_stays(folder)}"
 
 
-def _patient_client() -> Any:
-    """The client's own HTTP client, which by default waits for ever for an answer."""
+def _client_with_timeouts() -> Any:
+    """Return the hub client's own HTTP client with timeouts; by default it waits for an answer forever."""
     from huggingface_hub.utils._http import default_client_factory
 
     def limit(request: Any) -> None:
@@ -208,25 +207,28 @@ def _read_token() -> str:
 
     try:
         token = get_token()
-    except Exception as error:  # a login that must be renewed first fails in ways of its own
+    except Exception as error:  # renewing an expired login may fail in many ways
         raise MergeError(f"the login to the hub failed: {error}. Run `hf auth login` or export HF_TOKEN") from None
     if not token:
         raise MergeError(
-            "not logged in to the hub: run `hf auth login`, or export HF_TOKEN with a token that may write"
+            "not logged in to the hub: run `hf auth login`, or export HF_TOKEN with a token that has write access"
         )
     if not re.fullmatch(r"[!-~]+", token):
-        raise MergeError("the token has characters that no token has; run `hf auth login` or export HF_TOKEN again")
+        raise MergeError("the token contains invalid characters; run `hf auth login` or export HF_TOKEN again")
     return token
 
 
-def _may_write(org: Mapping[str, Any]) -> bool:
-    """By its role in the organisation or in a part of it; a hub that tells no role refuses later."""
+def may_write(org: Mapping[str, Any]) -> bool:
+    """Return whether the user's role in an organisation, or in a part of it, permits writing.
+
+    A hub that reports no role counts as a yes: it refuses the upload itself.
+    """
     roles = {org.get("roleInOrg"), *(group.get("role") for group in org.get("resourceGroups") or [])} - {None}
     return not roles or bool(roles - {"read", "no_access"})
 
 
-def _is_weights(name: str) -> bool:
-    """Of the model at the top of the repository; folders in it are somebody's own."""
+def is_model_weights(name: str) -> bool:
+    """Return whether a file holds weights of the repository's own model. Folders belong to the user."""
     return "/" not in name and any(fnmatch(name, pattern) for pattern in WEIGHTS)
 
 
@@ -238,8 +240,8 @@ def _chain(error: BaseException | None) -> list[BaseException]:
     return found
 
 
-def _status(error: BaseException) -> int:
-    """Of the answer behind an error; 0: there was none. The Xet uploader has it in its text only."""
+def http_status(error: BaseException) -> int:
+    """Return the HTTP status behind an error, or 0. The Xet uploader reports it only in its text."""
     for link in _chain(error):
         if (response := getattr(link, "response", None)) is not None:
             return int(response.status_code)
@@ -250,22 +252,22 @@ def _status(error: BaseException) -> int:
     return 0
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Another attempt may succeed: the hub or the network failed, not the request."""
+def is_temporary(error: BaseException) -> bool:
+    """Return whether a retry may succeed because the hub or the network failed, not the request."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    http_error = HfHubHTTPError.__bases__[0]  # of the HTTP library that this version of the client uses
-    if status := _status(error):
-        return status in TRY_AGAIN
+    http_error = HfHubHTTPError.__bases__[0]  # belongs to the HTTP library that this version of the client uses
+    if status := http_status(error):
+        return status in RETRY_STATUS
     if any(isinstance(link, OfflineModeIsEnabled) for link in _chain(error)):
         return False
-    # What is no JSON was not the hub's answer but that of something in between.
-    passing = (http_error, ConnectionError, TimeoutError, json.JSONDecodeError)
-    return any(isinstance(link, passing) for link in _chain(error))
+    # An answer that is not JSON came from a proxy, not from the hub.
+    temporary = (http_error, ConnectionError, TimeoutError, json.JSONDecodeError)
+    return any(isinstance(link, temporary) for link in _chain(error))
 
 
 def _text(error: BaseException) -> str:
-    """In one line."""
+    """Return the messages of an error and its causes in one line."""
     texts: list[str] = []
     for link in _chain(error):
         text = " ".join(str(link).split()).rstrip(".") or type(link).__name__
@@ -279,8 +281,4 @@ def _text(error: BaseException) -> str:
 def _stays(folder: Path | None) -> str:
     if folder is None:
         return "Nothing was uploaded; to merge now, leave out --upload"
-    return f"Nothing is lost: the merged model stays in {folder}; the same command goes on"
-
-
-def _say(line: str) -> None:
-    print(f"merge_checkpoint: {line}", file=sys.stderr, flush=True)
+    return f"The merged model stays in {folder}; run the same command again to continue"

@@ -1,11 +1,11 @@
-"""The folders that a merge works in, so that a kill at any moment loses little and leaves no half of a model.
+"""The folder that a merge works in. A kill at any moment loses little work and never leaves half a model.
 
-    runs/x/merged/step_40/                the result; has its name when all of it is on the disk
-    runs/x/merged/step_40.work-SAVE/      until then, and until an upload that was asked for is done
-        model/                            files of the result; one that is being written ends in .part
-        shards/step_40/                   the manifest, and what was gathered from other nodes
+    runs/x/merged/step_40/                the result; it appears when all of it is on disk
+    runs/x/merged/step_40.work-SAVE/      deleted when the merge and a requested upload are done
+        model/                            files of the result; incomplete ones end in .part
+        shards/step_40/                   the manifest, and files gathered from other nodes
 
-The same command finds them again and goes on.
+The same command finds these folders again and continues.
 """
 
 import fcntl
@@ -17,30 +17,32 @@ from pathlib import Path
 from typing import Any
 
 from rl.checkpoint.manifest import COMMITTED, MANIFEST, File
-from rl.checkpoint.shard_file import sync_folder
-from rl.export.errors import MergeError, cannot_write, free_bytes, part_of
+from rl.checkpoint.shard_file import rename_durably, sync_folder
+from rl.export.errors import MergeError, cannot_write, free_bytes, partial_path
 from rl.export.find import Checkpoint
-from rl.export.layout import Output
-from rl.export.places import Folder
+from rl.export.layout import OutputFile
+from rl.export.places import LocalFolder
+from rl.watch.files import write_atomically
 from rl.watch.text import format_bytes
 
 RECORD, SHARDS = "merge.json", "shards"
 
 
-class Work:
-    """`record` says what is merged and how; what was begun with another record is not gone on with."""
+class WorkFolder:
+    """The work folder of one result. `record` says what is merged and how; only work with an equal record continues."""
 
     def __init__(self, output: Path, record: dict[str, Any]):
         if not output.name or output.is_mount() or (output.is_symlink() and not output.exists()):
             raise MergeError(
-                f"--output: {output} cannot be replaced by the result; give a folder that is not there yet"
+                f"--output: {output} cannot be replaced by the result; give a folder that does not exist yet"
             )
         self.output, self._record = output, record
         self.folder = output.with_name(f"{output.name}.work-{record['save_id']}")
-        self.model, self.place = self.folder / "model", Folder(self.folder / SHARDS)
+        self.model, self.shards = self.folder / "model", LocalFolder(self.folder / SHARDS)
         self._lock: int | None = None
 
     def is_merged(self) -> bool:
+        """Return whether the result exists. Raise if something else exists in its place."""
         if not self.output.exists() or (self.output.is_dir() and not any(self.output.iterdir())):
             return False
         found = read_record(self.output)
@@ -48,14 +50,14 @@ class Work:
             return True
         differences = [f"{name}={found.get(name)}" for name in self._record if found.get(name) != self._record[name]]
         made = f"was made with {', '.join(differences)}" if found else "was not made by this tool"
-        raise MergeError(f"{self.output} is there already and {made}; move it away, or give another --output")
+        raise MergeError(f"{self.output} exists already and {made}; move it away, or give another --output")
 
-    def missing_bytes(self, outputs: Sequence[Output], to_gather: Sequence[File]) -> int:
-        """What will be written, less what earlier attempts left."""
-        parts = [part_of(self.place.path(self._record["step"], file.name)) for file in to_gather]
-        shards = sum(file.num_bytes for file in to_gather) - sum(map(_size, parts))
+    def missing_bytes(self, outputs: Sequence[OutputFile], to_gather: Sequence[File]) -> int:
+        """Return how many bytes are still to be written."""
+        parts = [partial_path(self.shards.path(self._record["step"], file.name)) for file in to_gather]
+        shards = sum(file.num_bytes for file in to_gather) - sum(map(_disk_usage, parts))
         written = [output.num_bytes for output in outputs if not (self.model / output.name).exists()]
-        overwritten = sum(_size(path) for path in self.model.glob("*.part"))
+        overwritten = sum(_disk_usage(path) for path in self.model.glob("*.part"))
         return shards + sum(written) - overwritten
 
     def check_space(self, num_bytes: int) -> None:
@@ -67,21 +69,20 @@ class Work:
             )
 
     def open(self, checkpoint: Checkpoint) -> None:
-        """Takes the folder for this process alone. The manifest stays in it: the run may remove the step before its
-        merge is uploaded."""
-        shards = self.place.path(self._record["step"], "")
+        """Lock the folder, and keep the manifest in it: the run may delete the step before an upload."""
+        shards = self.shards.path(self._record["step"], "")
         try:
             shards.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY)
             _lock(self._lock, self.folder)
-            _write(shards / MANIFEST, checkpoint.text)
+            write_atomically(shards / MANIFEST, checkpoint.text, fsync=True)
             if checkpoint.is_committed:
                 (shards / COMMITTED).touch()
         except OSError as error:
             raise cannot_write(self.folder, error) from error
 
     def begin(self) -> None:
-        """Makes the result's folder, unless an earlier attempt at the same result left one."""
+        """Create the folder of the result, unless an earlier attempt at the same result left one."""
         try:
             if self.model.exists() and not _satisfies(read_record(self.model), self._record):
                 shutil.rmtree(self.model)
@@ -92,24 +93,27 @@ class Work:
             raise cannot_write(self.folder, error) from error
 
     def write(self, name: str, data: bytes) -> None:
-        """A small file of the result."""
-        _write(self.model / name, data)
+        """Write a small file of the result."""
+        path = self.model / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, data, fsync=True)
+        except OSError as error:
+            raise cannot_write(path, error) from error
 
     def publish(self) -> None:
-        """The result is complete: gives it its name."""
+        """Give the complete result its name."""
         try:
             for left in self.model.glob("*.part"):
                 left.unlink()
             sync_folder(self.model)
             if self.output.exists():
                 self.output.rmdir()  # it is empty
-            self.model.rename(self.output)
-            sync_folder(self.output.parent)
+            rename_durably(self.model, self.output)
         except OSError as error:
             raise cannot_write(self.output, error) from error
 
-    def clear(self) -> None:
-        """All is done: what was gathered goes."""
+    def delete(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -118,28 +122,15 @@ class Work:
             self._lock = None
 
 
-def left_in(*results: Path) -> list[Folder]:
-    """What earlier calls gathered."""
-    return [Folder(path) for folder in dict.fromkeys(results) for path in sorted(folder.glob(f"*.work-*/{SHARDS}"))]
+def find_gathered(*results: Path) -> list[LocalFolder]:
+    """Return the places in which earlier calls gathered files."""
+    paths = [path for folder in dict.fromkeys(results) for path in sorted(folder.glob(f"*.work-*/{SHARDS}"))]
+    return [LocalFolder(path) for path in paths]
 
 
 def _satisfies(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Made as is wanted, or with more proof."""
+    """Return whether a result was made as wanted; a verified one also serves if no verification is wanted."""
     return found | {"verified": True} == wanted | {"verified": True} and (found["verified"] or not wanted["verified"])
-
-
-def _write(path: Path, data: bytes) -> None:
-    """All of it or nothing."""
-    part = part_of(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
 def _lock(handle: int, folder: Path) -> None:
@@ -152,7 +143,7 @@ def _lock(handle: int, folder: Path) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Empty where the folder is no result of this tool."""
+    """Return what a result was made from; empty if the folder is not a result of this tool."""
     try:
         record = json.loads((folder / RECORD).read_bytes())
     except (OSError, ValueError):
@@ -160,5 +151,5 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _size(path: Path) -> int:
+def _disk_usage(path: Path) -> int:
     return path.stat().st_blocks * 512 if path.exists() else 0

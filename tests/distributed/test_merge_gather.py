@@ -1,4 +1,4 @@
-"""tools/merge_checkpoint.py gathers shards from other nodes through a real sshd."""
+"""Gather shards from other nodes through a real sshd with tools/merge_checkpoint.py."""
 
 import shutil
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tools.merge_checkpoint import main
 TENSORS = {"w": np.random.default_rng(0).standard_normal((4096, 256)).astype(np.float32)}  # 4 MiB
 NUM_SHARDS = 8
 SHARD_BYTES = TENSORS["w"].nbytes // NUM_SHARDS
-SLACK_BYTES = 96 << 10  # of ssh itself and of listings
+SLACK_BYTES = 96 << 10  # traffic of ssh itself and of listings
 
 
 @pytest.fixture
@@ -51,15 +51,15 @@ def check(made: Made, merged: Path) -> None:
         assert len(list(made.step_folder(node).glob("model-*"))) == 2, "the run's own shards stay where they are"
 
 
-def test_hosts_come_from_the_checkpoint(made: Made, server: SshServer) -> None:
-    """Only what is not here travels, and of that only shards of the model and hf/."""
+def test_the_checkpoint_records_its_hosts(made: Made, server: SshServer) -> None:
+    """Only model shards and hf/ are fetched, and only those that are not here."""
     main(arguments(server, made.folders[0]))
     check(made, made.folders[0] / "merged/step_40")
     assert 6 * SHARD_BYTES < server.num_bytes < 6 * SHARD_BYTES + SLACK_BYTES
 
 
-def test_everything_from_named_nodes(made: Made, server: SshServer, tmp_path: Path) -> None:
-    """On a machine that has nothing of the run; an address instead of a name, a user in it, and a file of nodes."""
+def test_all_files_come_from_the_nodes_that_are_named(made: Made, server: SshServer, tmp_path: Path) -> None:
+    """This machine has nothing of the run. Entries have host names or a user and address, and come from a file too."""
     entries = [f"node{node}:{made.folders[node]}" for node in (0, 1)]
     listed = tmp_path / "nodes"
     listed.write_text(f"root@127.0.0.1:{made.folders[2]}  # the third\n\nnode3:{made.folders[3]}/checkpoints\n")
@@ -73,23 +73,23 @@ def test_everything_from_named_nodes(made: Made, server: SshServer, tmp_path: Pa
     shutil.rmtree(here / "merged/step_40")
     main(arguments(server, here, "--nodes", ",".join(entries), "--nodes-file", listed))
     check(made, here / "merged/step_40")
-    assert server.num_bytes - before < SLACK_BYTES, "kept shards do not travel again"
+    assert server.num_bytes - before < SLACK_BYTES, "kept shards are not fetched again"
 
 
-def test_a_transfer_that_breaks_goes_on(made: Made, server: SshServer) -> None:
+def test_an_interrupted_transfer_continues(made: Made, server: SshServer) -> None:
     server.cut(SHARD_BYTES // 2, num_connections=3)
     main(arguments(server, made.folders[0]))
     check(made, made.folders[0] / "merged/step_40")
-    assert server.num_bytes < 6 * SHARD_BYTES + 2 * SLACK_BYTES, "what had come did not come again"
+    assert server.num_bytes < 6 * SHARD_BYTES + 2 * SLACK_BYTES, "bytes that had arrived were not fetched again"
 
 
 def test_a_node_that_goes_away_and_returns(made: Made, server: SshServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second command fetches what the first one did not."""
+    """The second command fetches the rest."""
     monkeypatch.setattr(gather, "MAX_TRIES", 1)
     server.cut(SHARD_BYTES // 2, num_connections=1000)
     merged = made.folders[0] / "merged"
     text = failure(arguments(server, made.folders[0]))
-    assert "files did not arrive; those that did are kept, and the same command goes on" in text
+    assert "files did not arrive; the others are kept. Run the command again to continue" in text
     assert "node1:" in text and "is it up" in text
     kept = sum(path.stat().st_size for path in merged.rglob("model-*"))
     assert kept > 0 and not (merged / "step_40").exists()
@@ -111,17 +111,20 @@ def test_an_unreachable_node_and_a_refused_key(made: Made, server: SshServer) ->
     assert not (made.folders[0] / "merged").exists()
     server.start()
     text = failure(arguments(server, made.folders[0], "--nodes", f"node1:/nowhere/x,node2:{made.folders[2]}"))
-    assert "node1:/nowhere/x" in text and "says in which folder the run lies there" in text
+    assert "node1:/nowhere/x" in text and "give the run's folder on that node with --nodes" in text
     assert "model-00004" not in text, "node2 has it"
 
 
-def test_a_copy_that_is_spoilt_at_its_source(made: Made, server: SshServer, tmp_path: Path) -> None:
+def test_a_copy_that_is_corrupt_at_its_source(made: Made, server: SshServer, tmp_path: Path) -> None:
     path = made.shard(5)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     text = failure(arguments(server, made.folders[0]))
-    assert f"model-00005-of-00008.safetensors: node2:{made.folders[2]}/checkpoints: other bytes came" in text
+    assert (
+        f"model-00005-of-00008.safetensors: node2:{made.folders[2]}/checkpoints: its bytes differ from those that were saved"
+        in text
+    )
     second = tmp_path / "second" / "x"
     shutil.copytree(made.folders[2], second)
     data[-1] ^= 1
@@ -131,7 +134,7 @@ def test_a_copy_that_is_spoilt_at_its_source(made: Made, server: SshServer, tmp_
     assert read_model(made.folders[0] / "merged/step_40")["w"].tobytes() == TENSORS["w"].tobytes()
 
 
-def test_a_gathered_shard_that_rots_here_is_fetched_anew(made: Made, server: SshServer) -> None:
+def test_a_gathered_shard_that_becomes_corrupt_is_fetched_again(made: Made, server: SshServer) -> None:
     main(arguments(server, made.folders[0], "--keep-shards"))
     (rotten,) = made.folders[0].glob("merged/*/shards/step_40/model-00003-*")
     data = bytearray(rotten.read_bytes())
@@ -144,22 +147,26 @@ def test_a_gathered_shard_that_rots_here_is_fetched_anew(made: Made, server: Ssh
     assert server.num_bytes - before < SHARD_BYTES + SLACK_BYTES
 
 
-def test_no_space_for_what_would_be_gathered(made: Made, server: SshServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathered shards and the result together do not fit, though each would."""
+def test_missing_space_for_gathering_is_reported(
+    made: Made, server: SshServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gathered shards and the result would each fit, but not both."""
     monkeypatch.setattr("rl.export.work.free_bytes", lambda path: 9 * SHARD_BYTES)
     assert "are to be written to" in failure(arguments(server, made.folders[0]))
     assert server.num_bytes < SLACK_BYTES
 
 
-def test_a_dry_run_says_what_would_travel(made: Made, server: SshServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_what_it_would_fetch(
+    made: Made, server: SshServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(arguments(server, made.folders[0], "--dry-run"))
     text = capsys.readouterr().out
     assert "would gather 6 files, 3.15 MB, from node1:" in text and "node3:" in text
     assert server.num_bytes < SLACK_BYTES and not (made.folders[0] / "merged").exists()
 
 
-def test_a_login_shell_that_greets(made: Made, server: SshServer, tmp_path: Path) -> None:
-    """As a .bashrc with an echo in it does."""
+def test_output_of_a_login_shell_is_ignored(made: Made, server: SshServer, tmp_path: Path) -> None:
+    """A .bashrc may contain an echo."""
     script = tmp_path / "greeting-ssh"
     script.write_text(f'#!/bin/sh\necho "Welcome to node1"\nexec {server.command} "$@"\n')
     script.chmod(0o755)
@@ -168,8 +175,8 @@ def test_a_login_shell_that_greets(made: Made, server: SshServer, tmp_path: Path
     check(made, made.folders[0] / "merged/step_40")
 
 
-def test_a_stream_that_stalls_is_given_up(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command in place of ssh that lists, and then gives one byte of a file and no more."""
+def test_a_stalled_stream_is_abandoned(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command in place of ssh lists files, and then sends one byte of a file and no more."""
     monkeypatch.setattr(places, "SILENCE_S", 0.5)
     monkeypatch.setattr(places, "POLL_S", 0.1)
     monkeypatch.setattr(gather, "MAX_TRIES", 1)
@@ -178,4 +185,4 @@ def test_a_stream_that_stalls_is_given_up(made: Made, tmp_path: Path, monkeypatc
     script.write_text(f'#!/bin/sh\nall=$(cat)\ncase "$all" in *"tail -c"*) {stall};; *) echo "$all" | sh;; esac\n')
     script.chmod(0o755)
     text = failure(["--ssh", str(script), str(made.folders[0])])
-    assert "6 of 6 files did not arrive" in text and "nothing came for" in text
+    assert "6 of 6 files did not arrive" in text and "no data for" in text

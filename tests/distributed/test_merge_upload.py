@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from rl.config.schema import ROOT
-from rl.export.upload import _is_weights, _may_pass, _may_write, _status
+from rl.export.upload import http_status, is_model_weights, is_temporary, may_write
 from tests.checkpoint_files import read_model, write_checkpoint
 from tests.hub import READ_TOKEN, TOKEN, FakeHub, hub, impatient
 
@@ -39,7 +39,7 @@ for spec in map(json.loads, sys.argv[1:]):
     upload.TIMEOUTS_S |= spec.get("timeouts_s", {})
     done, error = [], ""
     try:
-        hub = upload.Hub(spec["name"], spec.get("revision", ""), spec.get("public", False))
+        hub = upload.HubRepository(spec["name"], spec.get("revision", ""), spec.get("public", False))
         for name in spec["steps"]:
             done.append(step(hub, spec, name))
     except MergeError as problem:
@@ -167,7 +167,7 @@ def test_visibility_of_what_is_there_never_changes(client: Client) -> None:
     assert "ada/open exists and is public" in refused.error
     assert "--public" in refused.error
     assert [len(outcome.done) for outcome in (shown, kept)] == [3, 3]
-    assert kept.log.count("ada/closed exists and is private; it stays so") == 1
+    assert kept.log.count("ada/closed exists and stays private") == 1
     assert [(name, repo.private) for name, repo in client.fake.repos.items()] == [
         ("ada/open", False),
         ("ada/closed", True),
@@ -231,16 +231,14 @@ def test_a_passing_fault_is_overcome(client: Client) -> None:
     assert client.fake.count("POST /api/models/ada/model/commit/main") == 1  # it had been made, the answer was lost
     assert len(client.fake.repos["ada/model"].branches["main"]) == 2
     assert outcome.done[2].endswith(client.fake.repos["ada/model"].branches["main"][-1].oid)
-    assert (
-        outcome.log.count("another attempt follows") >= 3
-    )  # whoami, create, commit; some clients also leave PUT to us
+    assert outcome.log.count("retrying in") >= 3  # whoami, create, commit; some clients also leave PUT to us
 
 
 def test_what_arrived_is_not_sent_again(client: Client) -> None:
     oids = sorted(oid_of(client.folder / name) for name in SHARDS)
     client.fake.fail("PUT", f"/storage/{oids[1]}", cut_at=50_000, times=999)
     first = client.upload()
-    assert f"the merged model stays in {client.folder}; the same command goes on" in first.error
+    assert f"The merged model stays in {client.folder}; run the same command again" in first.error
     assert "is not reachable" in first.error
     assert client.fake.received[oids[0]] == NUM_BYTES
     assert len(client.fake.repos["ada/model"].branches["main"]) == 1
@@ -249,7 +247,7 @@ def test_what_arrived_is_not_sent_again(client: Client) -> None:
     client.fake.fail("POST", "/commit/main", status=500, times=999)
     second = client.upload()
     assert client.fake.received == {oids[1]: NUM_BYTES}
-    assert "did not do its part, 3 times: " in second.error
+    assert "failed 3 times: " in second.error
     assert "500" in second.error
     assert len(client.fake.repos["ada/model"].branches["main"]) == 1
     client.fake.recover()
@@ -265,7 +263,7 @@ def test_xet_carries_large_files_and_sends_none_twice(client: Client) -> None:
     client.fake.fail("POST", "/ada/model/commit/main", status=500, times=3)
     client.fake.fail("GET", "/ada/closed/xet-write-token", status=403, times=999)
     failed, denied = client.run({"name": "ada/model"}, {"name": "ada/closed"}, HF_HUB_DISABLE_XET="")
-    assert "did not do its part" in failed.error
+    assert "failed 3 times" in failed.error
     assert "does not let ada write to ada/closed" in denied.error
     assert 2 * NUM_BYTES < client.fake.received["xorbs"] < 2.1 * NUM_BYTES
     (again,) = client.run({"name": "ada/model"}, HF_HUB_DISABLE_XET="")
@@ -307,8 +305,8 @@ def test_who_may_not_write_is_told_what_to_do(client: Client) -> None:
     [
         ({"HF_TOKEN": ""}, ["not logged in", "`hf auth login`", "HF_TOKEN"]),
         ({"HF_TOKEN": "hf_unknown"}, ["does not accept this login", "`hf auth login`", "HF_TOKEN"]),
-        ({"HF_TOKEN": READ_TOKEN}, ["logged in as ada with a token that may only read", "/settings/tokens"]),
-        ({"HF_TOKEN": "hf_torn\x7ftoken"}, ["characters that no token has"]),
+        ({"HF_TOKEN": READ_TOKEN}, ["logged in as ada with a read-only token", "/settings/tokens"]),
+        ({"HF_TOKEN": "hf_torn\x7ftoken"}, ["the token contains invalid characters"]),
         ({"HF_HUB_OFFLINE": "1"}, ["HF_HUB_OFFLINE", "not reachable", "leave out --upload"]),
     ],
 )
@@ -327,7 +325,7 @@ def test_a_hub_that_does_not_answer(client: Client) -> None:
         (outcome,) = client.run({"name": "ada/model"}, HF_ENDPOINT=f"http://127.0.0.1:{taken.getsockname()[1]}")
     assert "is not reachable" in outcome.error
     assert "leave out --upload" in outcome.error
-    assert outcome.log.count("another attempt follows") == 2
+    assert outcome.log.count("retrying in") == 2
     client.fake.fail("GET", "/api/models/ada/model", times=999, is_hung=True)
     outcome = client.upload(timeouts_s={"read": 0.1})
     assert "is not reachable" in outcome.error
@@ -370,7 +368,7 @@ def test_importing_is_cheap() -> None:
     ],
 )
 def test_roles(org: dict[str, Any], may: bool) -> None:
-    assert _may_write(org) is may
+    assert may_write(org) is may
 
 
 @pytest.mark.parametrize(
@@ -386,17 +384,17 @@ def test_roles(org: dict[str, Any], may: bool) -> None:
         (FileNotFoundError(2, "gone", "model.safetensors"), 0, False),
     ],
 )
-def test_which_errors_may_pass(error: Exception, status: int, passes: bool) -> None:
+def test_which_errorsis_temporary(error: Exception, status: int, passes: bool) -> None:
     wrapped = RuntimeError("Error while uploading")
     wrapped.__cause__ = error
-    assert [_status(error), _status(wrapped)] == [status] * 2
-    assert [_may_pass(error), _may_pass(wrapped)] == [passes] * 2
+    assert [http_status(error), http_status(wrapped)] == [status] * 2
+    assert [is_temporary(error), is_temporary(wrapped)] == [passes] * 2
 
 
 def test_only_weights_at_the_top_are_ours() -> None:
     names = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
     others = ["adapter/model.safetensors", "model.bin", "config.json", "safetensors"]
-    assert [name for name in names + others if _is_weights(name)] == names
+    assert [name for name in names + others if is_model_weights(name)] == names
 
 
 def test_the_whole_command(tmp_path: Path) -> None:
@@ -432,7 +430,7 @@ def test_the_whole_command(tmp_path: Path) -> None:
         assert not (runs / "x" / "merged").exists(), "a wrong name costs no merge"
         fake.fail("POST", "/commit/", status=500, times=100)
         done = run(*nodes, *arguments)
-        assert done.returncode == 1 and "the merged model stays in" in done.stderr
+        assert done.returncode == 1 and "The merged model stays in" in done.stderr
         assert work.exists() and (runs / "x" / "merged" / "step_40").exists()
         sent = sum(fake.received.values())
         fake.recover()
@@ -444,7 +442,7 @@ def test_the_whole_command(tmp_path: Path) -> None:
         assert not work.exists()
         shutil.rmtree(made.step_folder(1))
         done = run(*nodes, "--upload", "engines/second", "--step", "40")
-        assert done.returncode == 0 and "step 40 is no longer there" in done.stdout, "what was merged can be uploaded"
+        assert done.returncode == 0 and "step 40 no longer exists" in done.stdout, "what was merged can be uploaded"
         assert uploaded(fake, "engines/second") == uploaded(fake, "engines/adder")
         repository = fake.repos["engines/adder"]
         assert repository.private

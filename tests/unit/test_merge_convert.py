@@ -1,4 +1,4 @@
-"""Conversion by numpy gives torch's bits."""
+"""Conversion with numpy gives the same bits as torch."""
 
 import math
 
@@ -38,5 +38,5 @@ def test_nan_stays_nan(target: str) -> None:
 
 @pytest.mark.parametrize(("value", "target"), [(65520.0, "F16"), (-1e6, "F16"), (3.4e38, "BF16"), (-3.4e38, "BF16")])
 def test_a_finite_value_never_becomes_infinite(value: float, target: str) -> None:
-    with pytest.raises(OutOfRange, match=f"beyond what {target} can hold"):
+    with pytest.raises(OutOfRange, match=f"beyond the range of {target}"):
         convert_by_numpy(torch.tensor([1.0, value, math.inf]), "F32", target)

@@ -1,0 +1,298 @@
+"""Merge a sharded checkpoint into a Hugging Face model and upload it. The command is tools/merge_checkpoint.py.
+
+find --> check that it is complete --> gather from other nodes --> merge, check digests --> [logits] --> [upload]
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from rl.checkpoint.manifest import PROBE, step_folder
+from rl.checkpoint.shard_file import digest
+from rl.export.card import model_card
+from rl.export.errors import MergeError, warn
+from rl.export.find import (
+    Checkpoint,
+    CheckpointNotFound,
+    describe,
+    find_checkpoint,
+    is_model_shard,
+    resolve_request,
+)
+from rl.export.gather import Gatherer
+from rl.export.layout import index_of, lay_out, read_tensors
+from rl.export.places import LocalFolder, Place, SshOptions
+from rl.export.upload import HubRepository
+from rl.export.work import WorkFolder, find_gathered, read_record
+from rl.export.write import CorruptFile, Merger, OpenFiles, Progress
+from rl.watch.text import count_of, format_bytes
+
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+LOG_INTERVAL_S = 10.0  # between lines of progress in a log file
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """Where to look for a checkpoint."""
+
+    run: Path  # a run, its step_N, or a folder of runs
+    step: int | None  # None means the newest committed step
+    nodes: Sequence[Place]  # empty: the hosts that the checkpoint records
+    ssh: SshOptions
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """How to merge."""
+
+    dtype: str | None  # None keeps the dtypes that were saved
+    max_shard_bytes: int
+    verify_digests: bool
+    verify_logits: bool
+    keep_shards: bool
+    dry_run: bool
+
+
+@dataclass(frozen=True)
+class UploadOptions:
+    """Where to upload the result."""
+
+    name: str  # empty: checkpoint.hub_name of the run's config
+    revision: str
+    public: bool
+
+    def open(self, default_name: str = "") -> HubRepository:
+        name = self.name or default_name
+        if not name:
+            raise MergeError("the run's config has no checkpoint.hub_name; give the name: --upload ORG/NAME")
+        return HubRepository(name, self.revision, self.public)
+
+
+def merge_checkpoint(
+    source: CheckpointSource, output: Path | None, options: MergeOptions, upload: UploadOptions | None
+) -> None:
+    """Merge a checkpoint into the folder `output`, by default RUN/merged/step_N, and upload it if asked to."""
+    request = resolve_request(source.run, source.step, is_elsewhere=bool(source.nodes))
+    if output and (output == request.run or {output, *output.parents} & {request.root, request.root.resolve()}):
+        raise MergeError(f"--output: {output} belongs to the run itself; give another folder")
+    results = output.parent if output else request.run / "merged"
+    try:
+        gathered = find_gathered(results, request.run / "merged")
+        checkpoint = find_checkpoint(request, gathered, source.nodes, source.ssh)
+    except CheckpointNotFound:
+        finished = output or results / step_folder(source.step or 0)
+        record = read_record(finished)
+        if upload is None or not record or source.step not in (None, record["step"]):
+            raise
+        print(f"step {record['step']} no longer exists; {finished} is complete", flush=True)
+        _upload_finished(finished, record, upload, options.dry_run)
+        return
+    print(describe(checkpoint), flush=True)
+    merge = CheckpointMerge(checkpoint, request.run, output or results / step_folder(checkpoint.manifest.step), options)
+    configured = checkpoint.manifest.config.get("checkpoint", {}).get("hub_name", "")
+    hub = upload.open(configured) if upload is not None else None
+    merge.prepare()
+    if options.dry_run:
+        merge.print_plan()
+        if hub is not None:
+            print(f"would upload to {hub.check()}")
+        return
+    if hub is not None:
+        hub.create()  # first, so that a wrong name fails before hours of work
+    merge.run(hub)
+
+
+def _upload_finished(folder: Path, record: dict[str, Any], upload: UploadOptions, dry_run: bool) -> None:
+    """Upload a finished result whose checkpoint the run has deleted since."""
+    hub = upload.open()
+    if dry_run:
+        print(f"would upload to {hub.check()}")
+        return
+    hub.create()
+    _upload(hub, folder, record["run"], record["step"])
+
+
+def _upload(hub: HubRepository, folder: Path, run_name: str, step: int) -> None:
+    print(f"uploaded to {hub.upload(folder, f'{run_name}, step {step}')}", flush=True)
+
+
+class CheckpointMerge:
+    """The merge of one checkpoint into one output folder."""
+
+    def __init__(self, checkpoint: Checkpoint, run_folder: Path, output: Path, options: MergeOptions):
+        manifest = checkpoint.manifest
+        self._checkpoint, self._run_folder, self._options = checkpoint, run_folder, options
+        self._outputs = lay_out(read_tensors(manifest, DTYPES.get(options.dtype or "")), options.max_shard_bytes)
+        self._dtype = options.dtype or checkpoint.trained_in
+        record = {
+            "run_id": manifest.run_id,
+            "run": manifest.run_name,
+            "step": manifest.step,
+            "save_id": manifest.save_id,
+            "dtype": options.dtype or "as saved",
+            "max_shard_size": options.max_shard_bytes,
+            "verified": options.verify_digests,
+        }
+        self._work = WorkFolder(output, record)
+
+    def prepare(self) -> None:
+        """Check that all files can be reached and that the result fits on the disk."""
+        if self._work.is_merged():
+            return
+        self._checkpoint.check_complete()
+        for error in self._checkpoint.inventory.failures.values():
+            warn(f"continuing without {error}")
+        if not self._options.dry_run:
+            self._work.check_space(self._missing_bytes())
+
+    def print_plan(self) -> None:
+        """Print what `run` would do."""
+        if self._work.is_merged():
+            print(f"{self._work.output} is complete already")
+            return
+        remote = self._checkpoint.remote_files()
+        if remote:
+            hosts = sorted({holder.name for file in remote for holder in self._checkpoint.holders(file.name)[:1]})
+            size = format_bytes(sum(file.num_bytes for file in remote))
+            print(f"would gather {count_of(len(remote), 'file')}, {size}, from {', '.join(hosts)}")
+        needed, files = self._missing_bytes(), count_of(len(self._outputs), "file")
+        print(f"would merge into {self._work.output}: {files}, {format_bytes(needed)} to write in all")
+        self._work.check_space(needed)
+
+    def run(self, hub: HubRepository | None) -> None:
+        """Merge, verify and upload, whatever of it earlier calls have not done."""
+        manifest = self._checkpoint.manifest
+        with closing(self._work):
+            self._work.open(self._checkpoint)
+            if self._work.is_merged():
+                print(f"{self._work.output} is complete already", flush=True)
+            else:
+                self._merge()
+            if self._options.verify_logits:
+                self._verify_logits()
+            if hub is not None:
+                _upload(hub, self._work.output, manifest.run_name, manifest.step)
+            if not self._options.keep_shards:
+                self._work.delete()
+
+    def _missing_bytes(self) -> int:
+        return self._work.missing_bytes(self._outputs, self._checkpoint.remote_files())
+
+    def _merge(self) -> None:
+        """Write the result. Other copies replace corrupt ones; if there is no other copy, this raises."""
+        self._work.begin()
+        checkpoint, options = self._checkpoint, self._options
+        with OpenFiles(checkpoint.manifest) as opened:
+            while True:
+                try:
+                    self._open_local(opened)  # before gathering, which may take hours
+                    self._gather()
+                    self._open_local(opened)
+                    files = self._read_model_files(opened)
+                    self._write_model(opened)
+                    break
+                except CorruptFile as error:
+                    opened.close(error.file)
+                    warn(checkpoint.mark_corrupt(error.file, error.reason))
+                    checkpoint.check_complete()
+        if len(self._outputs) > 1:
+            files["model.safetensors.index.json"] = index_of(self._outputs)
+        files |= model_card(checkpoint.manifest, self._read_metrics(), self._dtype)
+        for name, data in files.items():
+            self._work.write(name, data)
+        self._work.publish()
+        size = format_bytes(sum(output.num_bytes for output in self._outputs))
+        proof = "the digest of every slice was checked" if options.verify_digests else "digests were not checked"
+        print(f"{self._work.output}: {count_of(len(self._outputs), 'file')}, {size}; {proof}", flush=True)
+
+    def _open_local(self, opened: OpenFiles) -> None:
+        remote = {file.name for file in self._checkpoint.remote_files()}
+        for file in self._checkpoint.model_files:
+            if file.name not in opened.handles and file.name not in remote:
+                opened.add(file, self._checkpoint.local_path(file))
+
+    def _gather(self) -> None:
+        files = self._checkpoint.remote_files()
+        if files:
+            with _progress_bar("gather", sum(file.num_bytes for file in files)) as count:
+                Gatherer(self._checkpoint, self._work.shards, count).fetch(files)
+
+    def _read_model_files(self, opened: OpenFiles) -> dict[str, bytes]:
+        """Return the small files of the model, such as config and tokenizer."""
+        files: dict[str, bytes] = {}
+        for file in self._checkpoint.model_files:
+            if not is_model_shard(file):
+                files[file.name.removeprefix("hf/")] = data = opened.read(file.name, 0, file.num_bytes)
+                if digest(data) != file.digest:
+                    raise CorruptFile(file.name, "its bytes differ from those that were saved")
+        if "config.json" not in files:
+            raise MergeError(f"step {self._checkpoint.manifest.step} has no hf/config.json, which every model needs")
+        if dtype := self._options.dtype:
+            config = json.loads(files["config.json"])
+            config |= {name: dtype for name in ("dtype", "torch_dtype") if name == "dtype" or name in config}
+            files["config.json"] = json.dumps(config, indent=2).encode()
+        return files
+
+    def _write_model(self, opened: OpenFiles) -> None:
+        slices = [part for output in self._outputs for tensor in output.tensors for _, part in tensor.slices]
+        with _progress_bar("merge", sum(part.num_bytes for part in slices)) as count:
+            Merger(opened, self._work.model, self._options.verify_digests, count).write(self._outputs)
+
+    def _read_metrics(self) -> list[dict[str, Any]]:
+        """Return the run's metrics from the first place that has them, without lines that are still being written."""
+        inventory = self._checkpoint.inventory
+        for place in [LocalFolder(self._run_folder / "checkpoints"), *inventory.asked]:
+            if place.name in inventory.failures:
+                continue
+            try:
+                data = place.read("../metrics.jsonl") or b""
+            except MergeError as error:
+                warn(f"no metrics from {error}")
+                continue
+            rows = []
+            for line in data.splitlines():
+                with suppress(ValueError):
+                    rows.append(json.loads(line))
+            if rows:
+                return [row for row in rows if isinstance(row, dict)]
+        return []
+
+    def _verify_logits(self) -> None:
+        from rl.export.logits import compare_logits
+
+        checkpoint, output = self._checkpoint, self._work.output
+        if not checkpoint.holders(PROBE):  # it lies on the node that wrote hf/
+            small_files = [file for file in checkpoint.model_files if not is_model_shard(file)]
+            checkpoint.ask_hosts(host for file in small_files for host in file.hosts)
+        holders = checkpoint.holders(PROBE)
+        data = holders[0].read(f"{step_folder(checkpoint.manifest.step)}/{PROBE}") if holders else None
+        if data is None:
+            raise MergeError(
+                f"no reachable place holds {PROBE} of step {checkpoint.manifest.step}, so there are no logits "
+                "to compare with. It is written one update after the step, on the node of the first actor. "
+                f"{output} is complete"
+            )
+        difference = compare_logits(output, data, checkpoint.trained_in, self._dtype)
+        print(f"logits equal those of the policy at the save: relative difference {difference:.2g}", flush=True)
+
+
+@contextmanager
+def _progress_bar(title: str, num_bytes: int) -> Iterator[Progress]:
+    lock = threading.Lock()
+    interval = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
+    with tqdm(
+        desc=title, total=num_bytes, unit="B", unit_scale=True, mininterval=interval, maxinterval=interval
+    ) as bar:
+
+        def count(num_bytes: int) -> None:
+            with lock:
+                bar.update(num_bytes)
+
+        yield count
