@@ -102,7 +102,7 @@ class Bench:
 
     def _build_checkpoints(self) -> Checkpoints:
         if self.is_leader:
-            self.store.make_folders("benchmark")
+            self.store.create_roots("benchmark")
         self.wait()
         run = Run(
             self.world,

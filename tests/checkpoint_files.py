@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl.checkpoint.manifest import COMMITTED, ITEM_BYTES, MANIFEST, File, Manifest, Slice, step_folder
-from rl.checkpoint.shard_file import Content, write_shard, write_whole
+from rl.checkpoint.shard_file import Content, write_shard, write_small_file
 
 Array = npt.NDArray[Any]
 Box = tuple[slice, ...]
@@ -77,7 +77,7 @@ def write_checkpoint(
         file = write_shard(places[node] / name.replace("model", "optimizer"), [moment], about)
         files.append(replace(file, hosts=(f"node{node}",)))
     for name, data in hf_files.items():
-        file = write_whole(places[0] / "hf" / name, data)
+        file = write_small_file(places[0] / "hf" / name, data)
         files.append(replace(file, name=f"hf/{name}", hosts=("node0",)))
     settings = {"model": {"path": "base", "dtype": "float32"}, "checkpoint": {"hub_name": ""}, **(config or {})}
     placement = {"hosts": [f"node{node}" for node in range(len(folders))]}

@@ -1,1 +1,1 @@
-"""Sharded checkpoints: writing, committing, finding, retaining and restoring them."""
+"""Sharded checkpoints: write, commit, find, keep and restore them."""

@@ -1,14 +1,15 @@
-"""What a checkpoint says about itself. No torch here: the merge tool reads it too.
+"""The manifest of a checkpoint, and its files. Does not import torch, because the merge tool reads manifests too.
 
     runs/NAME/checkpoints/step_40/
-        manifest.json                            every file and every slice in it, and the state that is no tensor
-        COMMITTED                                written when all nodes had all of their files
+        manifest.json                            all files and their slices, and the state that is not in tensors
+        COMMITTED                                written after all nodes have all of their files
         model-00000-of-00004.safetensors         rows of every tensor, in the dtype that is exported
         optimizer-00000-of-00004.safetensors     rows of the moments, and of the float32 masters of a narrower export
         hf/                                      config.json, generation config and tokenizer of the merged model
-        probe.safetensors                        tokens, and the logits that the policy gave them; follows a step later
+        probe.safetensors                        tokens and the policy's logits for them; written one step later
 
-On private disks each node holds the files of its own ranks; manifest and marker lie on every node.
+On private disks each node holds the files of its own ranks. Manifest and marker lie on every node.
+The fields of `Manifest`, `File` and `Slice` are a file format: changing them needs a new FORMAT.
 """
 
 import json
@@ -34,13 +35,13 @@ def step_folder(step: int) -> str:
 
 @dataclass(frozen=True)
 class Slice:
-    """Part of a tensor: `begin` and `num_bytes` say where it lies in its file, the digest is XXH3 of these bytes."""
+    """A part of a tensor, stored at byte `begin` of its file. The digest is the XXH3 of its bytes."""
 
     kind: str  # model, master, or the name of a moment
     name: str  # the tensor's Hugging Face name
-    dtype: str  # as safetensors spells it
+    dtype: str  # safetensors name
     shape: tuple[int, ...]  # of the whole tensor
-    offsets: tuple[int, ...]  # of the slice's first element in the whole
+    offsets: tuple[int, ...]  # position of the slice's first element in the whole tensor
     size: tuple[int, ...]  # shape of the slice
     begin: int
     num_bytes: int
@@ -48,7 +49,7 @@ class Slice:
 
     @property
     def key(self) -> str:
-        """Its name in the safetensors file."""
+        """The slice's name in the safetensors file."""
         return self.name if self.kind == "model" else f"{self.kind}/{self.name}"
 
 
@@ -57,7 +58,7 @@ class File:
     name: str  # in the step's folder
     num_bytes: int
     digest: str  # XXH3 of the whole file
-    hosts: tuple[str, ...]  # that hold it
+    hosts: tuple[str, ...]  # hosts that hold it
     slices: tuple[Slice, ...] = ()
 
     def to_row(self) -> dict[str, Any]:
@@ -66,7 +67,17 @@ class File:
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> "File":
         slices = tuple(
-            Slice(kind, name, dtype, tuple(shape), tuple(offsets), tuple(size), begin, num_bytes, digest)
+            Slice(
+                kind=kind,
+                name=name,
+                dtype=dtype,
+                shape=tuple(shape),
+                offsets=tuple(offsets),
+                size=tuple(size),
+                begin=begin,
+                num_bytes=num_bytes,
+                digest=digest,
+            )
             for kind, name, dtype, shape, offsets, size, begin, num_bytes, digest in row["slices"]
         )
         return File(row["name"], row["num_bytes"], row["digest"], tuple(row["hosts"]), slices)
@@ -77,15 +88,15 @@ class Manifest:
     run_id: str
     run_name: str
     step: int
-    save_id: str  # of one attempt to save: what a killed one left never mixes with the next
-    saved_at: float  # seconds since 1970, by the leader's clock
+    save_id: str  # unique to one attempt to save, so that leftovers of a killed one never mix with the next
+    saved_at: float  # Unix time of the leader's clock
     state: dict[str, Any]  # version, data position, optimizer steps, random generators, ...
     config: dict[str, Any]
     placement: dict[str, Any]  # roles and host of every rank, and where the run's steps lie on each host
     files: tuple[File, ...]
 
     def slices(self, kind: str) -> dict[str, list[tuple[File, Slice]]]:
-        """The slices of a kind by tensor."""
+        """Return the slices of a kind, by tensor."""
         found: dict[str, list[tuple[File, Slice]]] = {}
         for file in self.files:
             for part in file.slices:
@@ -103,16 +114,16 @@ class Manifest:
         try:
             body = json.loads(text)
             if not isinstance(body, dict) or body.get("kind") != KIND:
-                raise CheckpointError(f"{where} is not the manifest of a {KIND}: it was written by something else")
+                raise CheckpointError(f"{where} is not the manifest of a {KIND}: another program wrote it")
             if body["format"] != FORMAT:
                 raise CheckpointError(
-                    f"{where} has format {body['format']}, this program reads format {FORMAT}: use the version of "
-                    "oneworld that wrote it, or a newer one"
+                    f"{where} has format {body['format']}, but this program reads format {FORMAT}: use the version "
+                    "of oneworld that wrote it, or a newer one"
                 )
             fields = {name: body[name] for name in Manifest.__dataclass_fields__ if name != "files"}
             return Manifest(**fields, files=tuple(File.from_row(row) for row in body["files"]))
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{where} is torn: {type(error).__name__}: {error}; nothing was changed. Restore it from another node "
-                "or a backup, or resume from an older step with checkpoint.resume=PATH"
+                f"{where} is damaged: {type(error).__name__}: {error}. Nothing was changed. Restore it from another "
+                "node or a backup, or resume from an older step with checkpoint.resume=PATH"
             ) from None

@@ -1,9 +1,8 @@
-"""Finds the checkpoint to go on from, and fills a learner from it, at any number of ranks.
+"""Find the checkpoint to resume from, and load it into a learner, at any number of ranks.
 
-The leader asks one rank of every node what lies on its disk, takes the newest step, and proves that each of its files
-lies somewhere in reach. Then each actor reads the slices that overlap its rows: from its own node's disk, else from a
-rank of a node that holds them. Every slice is checked by its digest; a spoilt one is read from another copy where there
-is one.
+The leader asks one rank of every node what its disk holds, takes the newest step, and checks that some node holds each
+of its files. Then each actor reads the slices that overlap its rows, from its own node's disk or from a rank of a node
+that holds them. Every slice is checked by its digest. If a copy is corrupt, another one is read.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,29 +21,48 @@ from rl.checkpoint.dtypes import TORCH_DTYPES
 from rl.checkpoint.manifest import MANIFEST, PROBE, CheckpointError, File, Manifest, Slice
 from rl.checkpoint.shard_file import digest, read_bytes
 from rl.checkpoint.snapshot import restore_generators
-from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
+from rl.checkpoint.store import (
+    MESSAGE_BYTES,
+    CheckpointStore,
+    ConfirmStep,
+    ListSteps,
+    ReadBytes,
+    RenameRoot,
+    StepsListed,
+    StoredStep,
+)
 from rl.config.schema import Config, ConfigError
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 from rl.model.shards import LocalSlice
 from rl.placement.roles import Placement
 from rl.watch.heart import HEART
-from rl.world.mail import Mail, Message
+from rl.world.mail import Letter, Mail, Message
 
 MAX_LINES = 20
 Holder = tuple[int, str]  # a rank that can read a file, and the step's folder on its node
+Listings = Sequence[Letter[StepsListed]]  # by node
+
+
+@dataclass(frozen=True)
+class ResumeFrom(Message):
+    """Tell a rank which checkpoint the run resumes from. The payload is a `Resume`; empty for a new run."""
+
+    awaited: ClassVar[str] = "resume"
+
+    run_id: str
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint that this run goes on from. Ranks that are no actors know it without its files."""
+    """The checkpoint that this run resumes from. Only actors know its files."""
 
     manifest: Manifest
-    holders: Mapping[str, Sequence[Holder]]  # of each file that holds slices
-    is_own: bool  # of this run, not of one that it forks
-    committed: tuple[int, ...]  # steps of this run up to this one
-    origin: str  # of a fork: the path that it was made from
-    has_probe: bool  # logits were added after it was committed
+    holders: Mapping[str, Sequence[Holder]]  # by file, for files with slices
+    is_own: bool  # it belongs to this run, not to one that this run forks
+    committed: tuple[int, ...]  # committed steps of this run up to this one
+    origin: str  # the path that a fork was made from; empty if this run is not a fork
+    has_probe: bool  # logits were added after the commit
 
     @property
     def version(self) -> int:
@@ -73,90 +91,96 @@ class Resume:
         places = [(rank, folder) for rank, folder in body["places"]]
         holders = {name: [places[index] for index in held] for name, held in body["held"].items()}
         manifest = Manifest.from_json(payload[end:], "the leader's manifest")
-        committed = tuple(body["committed"])
-        return Resume(manifest, holders, body["is_own"], committed, body["origin"], body["has_probe"])
+        return Resume(
+            manifest=manifest,
+            holders=holders,
+            is_own=body["is_own"],
+            committed=tuple(body["committed"]),
+            origin=body["origin"],
+            has_probe=body["has_probe"],
+        )
 
 
 def agree_on_resume(mail: Mail, placement: Placement, store: CheckpointStore, config: Config) -> Resume | None:
-    """On every rank: the checkpoint that the leader found; None where the run starts from the model."""
+    """Return the checkpoint that the leader found, on every rank; None if the run starts from the model."""
     if mail.rank == placement.leader:
         found = find_checkpoint(store, config.checkpoint.resume)
-        store.make_folders(found.manifest.run_id if found is not None and found.is_own else secrets.token_hex(8))
+        store.create_roots(found.manifest.run_id if found is not None and found.is_own else secrets.token_hex(8))
         whole = found.to_payload() if found is not None else b""
         small = found.without_files().to_payload() if found is not None else b""
         for rank in range(placement.world_size):
-            mail.send(rank, "resume", {"run_id": store.run_id}, whole if rank in placement.actors else small)
+            mail.send(rank, ResumeFrom(store.run_id), payload=whole if rank in placement.actors else small)
         if found is not None:
             print(_announcement(found, store, config), flush=True)
-    message = mail.receive("resume")
-    assert message is not None
-    store.run_id = message.meta["run_id"]
-    return Resume.from_payload(message.payload) if message.payload else None
+    letter = mail.receive(ResumeFrom)
+    store.run_id = letter.message.run_id
+    return Resume.from_payload(letter.payload) if letter.payload else None
 
 
 def _announcement(resume: Resume, store: CheckpointStore, config: Config) -> str:
     step, num_steps = resume.manifest.step, config.train.num_steps
-    text = f"{store.root if resume.is_own else resume.origin}: goes on after step {step}"
+    text = f"{store.root if resume.is_own else resume.origin}: resumes after step {step}"
     changed = changed_settings(resume.manifest.config, dataclasses.asdict(config))
     if changed:
-        text += f"; set otherwise since then: {', '.join(changed)}"
+        text += f"; settings changed since then: {', '.join(changed)}"
     if step >= num_steps:
         setting = "train.num_epochs" if config.train.num_epochs else "train.num_steps"
-        text += f"; all {num_steps} steps are done, raise {setting} to train on"
+        text += f"; all {num_steps} steps are done; raise {setting} to continue training"
     return text
 
 
 def find_checkpoint(store: CheckpointStore, resume: str) -> Resume | None:
-    """On the leader: what `checkpoint.resume` asks for; None where the run starts from the model."""
-    own = store.ask_all("list", where="root")
+    """Return the checkpoint that `checkpoint.resume` selects, or None if the run starts from the model.
+
+    Called on the leader.
+    """
+    own: Listings = store.call_all(ListSteps("root"))
     if resume == "never":
-        own = _set_aside(store, own)
+        own = _rename_old_roots(store, own)
     found = _load(store, own, is_own=True)
     if resume not in ("auto", "never"):
-        found = _follow(store, found, resume)
+        found = _fork(store, found, resume)
     if found is not None and found.is_own:
-        for answer, entry in _entries(own):  # on all nodes, also where a kill came before the marker
-            if entry["save_id"] == found.manifest.save_id and not entry["committed"]:
-                asked = store.call(answer.source, "confirm", folder=entry["folder"], save_id=entry["save_id"])
-                store.wait(asked)
+        for rank, step in _steps(own):  # a kill may have come before the marker was written on all nodes
+            if step.save_id == found.manifest.save_id and not step.is_committed:
+                store.wait(store.call(rank, ConfirmStep(step.folder, step.save_id)))
     return found
 
 
-def _set_aside(store: CheckpointStore, own: list[Message]) -> list[Message]:
-    """checkpoint.resume=never: steps of earlier launches make room. Those of this launch stay: it was restarted."""
-    times = [entry["saved_at"] for _, entry in _entries(own)]
-    if not times or max(times) >= min(answer.meta["launched_at"] for answer in own):
+def _rename_old_roots(store: CheckpointStore, own: Listings) -> Listings:
+    """Rename the directories of earlier launches for checkpoint.resume=never. A restart keeps those of its launch."""
+    times = [step.saved_at for _, step in _steps(own)]
+    if not times or max(times) >= min(answer.message.launched_at for answer in own):
         return own
     suffix = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(max(times)))}-{secrets.token_hex(2)}"
-    store.ask_all("set aside", suffix=suffix)
-    print(
-        f"oneworld: checkpoint.resume=never: {store.root} is now {store.root.name}.{suffix}",
-        flush=True,
-    )
-    return store.ask_all("list", where="root")
+    store.call_all(RenameRoot(suffix))
+    print(f"oneworld: checkpoint.resume=never: {store.root} is now {store.root.name}.{suffix}", flush=True)
+    return store.call_all(ListSteps("root"))
 
 
-def _follow(store: CheckpointStore, own: Resume | None, path: str) -> Resume:
-    """checkpoint.resume=PATH: the fork of another run, which is made once: from then on the run has its own steps."""
-    there = [answer for answer in store.ask_all("list", where="source") if answer.meta["exists"]]
-    if not there:
-        raise ConfigError(f"checkpoint.resume: got {path!r}, no folder on any node; give auto, never or a folder")
-    place, origin = Path(there[0].meta["place"]), str(Path(path).resolve())
+def _fork(store: CheckpointStore, own: Resume | None, path: str) -> Resume:
+    """Return the checkpoint for checkpoint.resume=PATH: the fork's own newest one, at first that of the other run."""
+    source = [answer for answer in store.call_all(ListSteps("source")) if answer.message.exists]
+    if not source:
+        raise ConfigError(
+            f"checkpoint.resume: got {path!r}, which is not a folder on any node; give auto, never or a folder"
+        )
+    place, origin = Path(source[0].message.folder), str(Path(path).resolve())
     if own is not None and store.root.resolve() in (place, place.parent):
-        if own.manifest.save_id not in {entry["save_id"] for _, entry in _entries(there)}:
+        if own.manifest.save_id not in {step.save_id for _, step in _steps(source)}:
             raise ConfigError(
-                f"checkpoint.resume: got {path!r}, but this run has gone on to step {own.manifest.step}; to go on from "
-                "an older step give the new run another run.name, to go on from the newest set checkpoint.resume=auto"
+                f"checkpoint.resume: got {path!r}, but this run has reached step {own.manifest.step}; to resume from "
+                "an older step give the new run another run.name, to resume from the newest set checkpoint.resume=auto"
             )
         return own
     if own is not None:
         if own.origin != origin:
             raise ConfigError(
                 f"checkpoint.resume: got {path!r}, but {store.root} holds step {own.manifest.step} of a run that "
-                f"{f'forked {own.origin!r}' if own.origin else 'forked none'}; give this fork another run.name"
+                f"{f'forked {own.origin!r}' if own.origin else 'is no fork'}; give this fork another run.name"
             )
         return own
-    found = _load(store, there, is_own=False)
+    found = _load(store, source, is_own=False)
     if found is None:
         raise ConfigError(
             f"checkpoint.resume: {place} holds no committed checkpoint; give a run's folder, or a step_N in it with a "
@@ -165,116 +189,119 @@ def _follow(store: CheckpointStore, own: Resume | None, path: str) -> Resume:
     return dataclasses.replace(found, committed=(), origin=origin)
 
 
-def _entries(answers: Sequence[Message]) -> list[tuple[Message, dict[str, Any]]]:
-    return [(answer, entry) for answer in answers for entry in answer.meta["steps"]]
+def _steps(listings: Listings) -> list[tuple[int, StoredStep]]:
+    """Return all steps with the rank that listed them."""
+    return [(listing.source, step) for listing in listings for step in listing.message.steps]
 
 
-def _load(store: CheckpointStore, answers: Sequence[Message], is_own: bool) -> Resume | None:
-    """The step that was saved last. It counts when some node has its marker, or when all of it is in reach: no node
-    gives a step its final name before all nodes have written all of it."""
-    entries = _entries(answers)
-    marked = {entry["save_id"] for _, entry in entries if entry["committed"] and not entry["error"]}
-    readable = {entry["save_id"]: (answer, entry) for answer, entry in entries if not entry["error"]}
+def _load(store: CheckpointStore, listings: Listings, is_own: bool) -> Resume | None:
+    """Return the step that was saved last.
+
+    It counts if some node has its marker, or if all of its files can be reached: no node gives a step its final name
+    before all nodes have written all of it.
+    """
+    steps = _steps(listings)
+    committed = {step.save_id for _, step in steps if step.is_committed and not step.error}
+    readable = {step.save_id: (rank, step) for rank, step in steps if not step.error}
     if is_own:
-        _check_one_run(answers, [entry for _, entry in readable.values() if entry["save_id"] in marked])
-    torn = {entry["step"]: entry["error"] for _, entry in entries if entry["committed"] and entry["error"]}
-    for answer, entry in sorted(readable.values(), key=lambda pair: -pair[1]["saved_at"]):
-        asked = store.call(answer.source, "get", folder=entry["folder"], file=MANIFEST, begin=0, num_bytes=None)
-        manifest = Manifest.from_json(store.wait(asked).payload, f"{entry['folder']}/{MANIFEST}")
-        holders, problems = _locate(manifest, answers)
-        others = sorted({other["step"] for _, other in entries if other["save_id"] in marked - {manifest.save_id}})
-        if not problems and max(torn, default=0) > manifest.step:
-            break  # what is newer was committed too
+        _check_one_run(listings, [step for _, step in readable.values() if step.save_id in committed])
+    unreadable = {step.step: step.error for _, step in steps if step.is_committed and step.error}
+    for rank, step in sorted(readable.values(), key=lambda pair: -pair[1].saved_at):
+        text = store.wait(store.call(rank, ReadBytes(step.folder, MANIFEST))).payload
+        manifest = Manifest.from_json(text, f"{step.folder}/{MANIFEST}")
+        holders, problems = _locate(manifest, listings)
+        others = sorted({other.step for _, other in steps if other.save_id in committed - {manifest.save_id}})
+        if not problems and max(unreadable, default=0) > manifest.step:
+            break  # a newer step was committed too, and is reported below
         if not problems:
-            steps = {step for step in others if step < manifest.step} | {manifest.step}
-            same = [other for _, other in entries if other["save_id"] == manifest.save_id]
             return Resume(
-                manifest,
-                holders,
-                is_own,
-                committed=tuple(sorted(steps)),
+                manifest=manifest,
+                holders=holders,
+                is_own=is_own,
+                committed=(*(other for other in others if other < manifest.step), manifest.step),
                 origin=manifest.state.get("origin", ""),
-                has_probe=any(PROBE in other["files"] for other in same),
+                has_probe=any(PROBE in other.files for _, other in steps if other.save_id == manifest.save_id),
             )
-        if manifest.save_id in marked:
-            raise ConfigError(_incomplete(manifest, entry["folder"], problems, others))
-    if torn:
-        raise ConfigError(torn[max(torn)])
+        if manifest.save_id in committed:
+            raise ConfigError(_incomplete_message(manifest, step.folder, problems, others))
+    if unreadable:
+        raise ConfigError(unreadable[max(unreadable)])
     return None
 
 
-def _check_one_run(answers: Sequence[Message], committed: Sequence[dict[str, Any]]) -> None:
-    runs = {answer.meta["run_id"]: answer.meta["place"] for answer in answers if answer.meta["run_id"]}
-    runs |= {entry["run_id"]: entry["folder"] for entry in committed}
+def _check_one_run(listings: Listings, committed: Sequence[StoredStep]) -> None:
+    answers = [listing.message for listing in listings]
+    runs = {answer.run_id: answer.folder for answer in answers if answer.run_id}
+    runs |= {step.run_id: step.folder for step in committed}
     if len(runs) > 1:
         listed = ", ".join(f"{folder} (run {run_id})" for run_id, folder in sorted(runs.items()))
-        raise ConfigError(f"checkpoints of different runs lie in one folder: {listed}; move the foreign ones away")
+        raise ConfigError(f"checkpoints of different runs lie in one folder: {listed}; move those of other runs away")
 
 
-def _locate(manifest: Manifest, answers: Sequence[Message]) -> tuple[dict[str, list[Holder]], list[str]]:
-    """Which ranks hold each file with slices, by what their nodes list; and what no one holds."""
+def _locate(manifest: Manifest, listings: Listings) -> tuple[dict[str, list[Holder]], list[str]]:
+    """Return the ranks that hold each file with slices, and a line about each file that nobody holds."""
     files = [file for file in manifest.files if file.slices]
     holders: dict[str, list[Holder]] = {file.name: [] for file in files}
-    cut: dict[str, str] = {}
-    for answer, entry in _entries(answers):
+    wrong_size: dict[str, str] = {}
+    for rank, step in _steps(listings):
         # A folder whose manifest is unreadable may still hold good files: digests tell.
-        if entry["step"] != manifest.step or (entry["save_id"] != manifest.save_id and not entry["error"]):
+        if step.step != manifest.step or (step.save_id != manifest.save_id and not step.error):
             continue
         for file in files:
-            size = entry["files"].get(file.name)
+            size = step.files.get(file.name)
             if size == file.num_bytes:
-                holders[file.name].append((answer.source, entry["folder"]))
+                holders[file.name].append((rank, step.folder))
             elif size is not None:
-                cut[file.name] = f"{entry['folder']}/{file.name} has {size} bytes"
+                wrong_size[file.name] = f"{step.folder}/{file.name} has {size} bytes"
     problems = []
     for file in files:
         if not holders[file.name]:
-            place = cut.get(file.name) or f"was saved on {' and '.join(file.hosts)}"
+            place = wrong_size.get(file.name) or f"was saved on {' and '.join(file.hosts)}"
             problems.append(f"{file.name} ({file.num_bytes} bytes): {place}")
     return holders, problems
 
 
-def _incomplete(manifest: Manifest, folder: str, problems: list[str], others: list[int]) -> str:
+def _incomplete_message(manifest: Manifest, folder: str, problems: list[str], others: list[int]) -> str:
     shown = problems[:MAX_LINES] + ([f"and {len(problems) - MAX_LINES} more"] if len(problems) > MAX_LINES else [])
     steps = ", ".join(map(str, others))
-    older = f" or go on from an older step ({steps}) in a new run, with checkpoint.resume=PATH," if others else ""
+    older = f" or resume from an older step ({steps}) in a new run, with checkpoint.resume=PATH," if others else ""
     lines = "\n  ".join(shown)
     return (
-        f"step {manifest.step} was committed, but {len(problems)} of its {len(manifest.files)} files are on no disk in "
-        f"reach ({folder}):\n  {lines}\nNothing was changed. Start again with the nodes that hold them,{older} or "
+        f"step {manifest.step} was committed, but no reachable disk holds {len(problems)} of its {len(manifest.files)} "
+        f"files ({folder}):\n  {lines}\nNothing was changed. Start again with the nodes that hold them,{older} or "
         "start over with checkpoint.resume=never; checkpoint.copies=2 keeps each file on two nodes"
     )
 
 
 class SliceReader:
-    """Reads slices of a checkpoint on this rank, from its own node's disk where they lie there."""
+    """Read slices of a checkpoint, from this node's own disk if they are there. `own_lead` leads this node."""
 
     def __init__(self, resume: Resume, store: CheckpointStore, own_lead: int):
         self.manifest = resume.manifest
         self._resume, self._store, self._own_lead = resume, store, own_lead
 
     def read(self, file: File, part: Slice) -> Tensor:
-        """Its elements, flat, proven by their digest."""
-        problems, is_proven_wrong = [], True
+        """Return the elements of a slice, flat, after a check of their digest."""
+        problems, are_all_corrupt = [], True
         holders = self._resume.holders[file.name]
         for rank, folder in sorted(holders, key=lambda holder: holder[0] != self._own_lead):
             try:
                 data = self._fetch(rank, folder, file, part)
             except ConnectionError:
-                raise  # a node was lost, and with it this world
+                raise  # a node is lost, and with it this world
             except (CheckpointError, OSError) as error:
                 problems.append(str(error))
-                is_proven_wrong = False
+                are_all_corrupt = False
                 continue
             if digest(data) == part.digest:
                 return torch.frombuffer(data, dtype=TORCH_DTYPES[part.dtype])
             place = f"{folder}/{file.name} on the node of rank {rank}"
-            problems.append(f"{place} has other bytes of {part.key} than were saved")
+            problems.append(f"the bytes of {part.key} in {place} differ from those that were saved")
         text = (
             f"step {self.manifest.step} cannot be read: {'; '.join(problems)}. Nothing was changed; restore the file, "
-            "or go on from an older step in a new run with checkpoint.resume=PATH"
+            "or resume from an older step in a new run with checkpoint.resume=PATH"
         )
-        raise ConfigError(text) if is_proven_wrong else CheckpointError(text)
+        raise ConfigError(text) if are_all_corrupt else CheckpointError(text)
 
     def _fetch(self, rank: int, folder: str, file: File, part: Slice) -> bytearray:
         if rank == self._own_lead:
@@ -283,8 +310,7 @@ class SliceReader:
         while len(data) < part.num_bytes:
             count = min(MESSAGE_BYTES, part.num_bytes - len(data))
             begin = part.begin + len(data)
-            asked = self._store.call(rank, "get", folder=folder, file=file.name, begin=begin, num_bytes=count)
-            data += self._store.wait(asked).payload
+            data += self._store.wait(self._store.call(rank, ReadBytes(folder, file.name, begin, count))).payload
         return data
 
 
@@ -296,25 +322,23 @@ def restore(
     rank: int,
     critic: CriticTrainer | None = None,
 ) -> None:
-    """On every actor: learner and critic as they were, and this process's random generators."""
-    reader, state = (
-        SliceReader(resume, store, rank - rank % placement.num_ranks_per_node),
-        resume.manifest.state,
-    )
+    """Restore learner, critic and this process's random generators. Called on every actor."""
+    reader = SliceReader(resume, store, rank - rank % placement.num_ranks_per_node)
+    state = resume.manifest.state
     shard, num_shards = placement.shard_of(rank), len(placement.owners)
     fill(learner.state_slices(), reader, shard, num_shards)
     learner.restore_schedule(state["num_updates"])
     learner.restore_kl_coef(state.get("kl_coef", learner.kl_coef))
-    if critic is not None and resume.has_critic:  # else it starts from its model, in a run that had none before
+    if critic is not None and resume.has_critic:  # else the run had no critic before, and it starts from its model
         fill(critic.state_slices(), reader, shard, num_shards)
         critic.restore_schedule(state["num_critic_updates"])
     generators = state["actors"].get(str(placement.actors.index(rank)))
-    if generators is not None:  # else the world has grown, and this rank keeps its own
+    if generators is not None:  # else the world has grown, and this rank keeps its own state
         restore_generators(generators)
 
 
 def fill(parts: Sequence[tuple[str, LocalSlice]], reader: SliceReader, shard: int, num_shards: int) -> None:
-    """Fills this rank's part of every tensor; `parts` are kinds and slices as the learner names them."""
+    """Load this rank's part of every tensor; `parts` are kinds and slices as the learner names them."""
     manifest = reader.manifest
     kinds = {kind for kind, _ in parts}
     saved = {kind: manifest.slices(kind) for kind in kinds | {"master"}}
@@ -326,7 +350,7 @@ def fill(parts: Sequence[tuple[str, LocalSlice]], reader: SliceReader, shard: in
         exact = saved["master"] if kind == "model" and name in saved["master"] else saved[kind]
         first, end = part.info.rows(shard, num_shards) if part.info.sharded else (0, part.info.rows(0, 1)[1])
         if name not in exact:
-            raise ConfigError(f"step {manifest.step} holds no {kind} of {name}: it was saved with another optimizer")
+            raise ConfigError(f"step {manifest.step} has no {kind} of {name}: it was saved with another optimizer")
         filled = 0
         rows = part.data.view(1) if not part.info.shape else part.data
         for file, piece in exact[name]:
@@ -338,7 +362,7 @@ def fill(parts: Sequence[tuple[str, LocalSlice]], reader: SliceReader, shard: in
                 filled += high - low
         if filled != end - first:
             raise ConfigError(
-                f"step {manifest.step} holds {filled} of the {end - first} rows of {kind} {name} needed here"
+                f"step {manifest.step} has {filled} of the {end - first} rows of {kind} {name} that this rank needs"
             )
 
 
@@ -353,13 +377,13 @@ def _check_same_model(parts: Sequence[LocalSlice], saved: Mapping[str, list[tupl
     if ours != theirs:
         name = sorted(set(ours.items()) ^ set(theirs.items()))[0][0]
         raise ConfigError(
-            f"the checkpoint is of another {kind} than {kind}.path: {name} is {theirs.get(name, 'absent')} there and "
-            f"{ours.get(name, 'absent')} here; give the model that the run was started with"
+            f"the checkpoint's {kind} differs from {kind}.path: {name} is {theirs.get(name, 'absent')} there "
+            f"and {ours.get(name, 'absent')} in the model; give the model that the run was started with"
         )
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What was set otherwise when the checkpoint was saved, apart from names, places and checkpoints themselves."""
+    """Return the settings that changed since the save, except run, checkpoint and placement."""
 
     def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Which checkpoints are made and which are kept. Pure: steps and numbers in, decisions out."""
+"""Decide which checkpoints are made and which are kept, from steps and metrics alone."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class Best:
     value: float
 
 
-def better(best: Best | None, step: int, values: Mapping[str, float], config: CheckpointConfig) -> Best | None:
-    """The best step after this one; `best` itself where this one is not better, or was not measured."""
+def update_best(best: Best | None, step: int, values: Mapping[str, float], config: CheckpointConfig) -> Best | None:
+    """Return the best step so far: this one, or `best` if this one is not better or was not measured."""
     value = values.get(config.best_metric)
     if value is None or value != value:  # NaN is never best
         return best
@@ -27,8 +27,8 @@ def is_due(step: int, num_steps: int, config: CheckpointConfig) -> bool:
     return step == num_steps or (config.save_interval > 0 and step % config.save_interval == 0)
 
 
-def kept(steps: Iterable[int], best: Best | None, config: CheckpointConfig) -> set[int]:
-    """Of these steps the newest, those kept for good, and the best."""
+def steps_to_keep(steps: Iterable[int], best: Best | None, config: CheckpointConfig) -> set[int]:
+    """Return the newest of these steps, those at multiples of `keep_every`, and the best one."""
     ordered = sorted(steps)
     chosen = set(ordered[-config.keep_last :])
     chosen |= {step for step in ordered if config.keep_every and step % config.keep_every == 0}
@@ -38,7 +38,7 @@ def kept(steps: Iterable[int], best: Best | None, config: CheckpointConfig) -> s
 
 
 def check_metric(values: Mapping[str, float], config: CheckpointConfig) -> None:
-    """A name that no step reports would never be best, without a word."""
+    """Raise if no step reports `checkpoint.best_metric`: no step would ever be best."""
     name = config.best_metric
     is_due = not name.startswith("eval/") or any(other.startswith("eval/") for other in values)
     if name and is_due and name not in values:

@@ -1,7 +1,7 @@
-"""Safetensors files whose header says which slices they hold, written and read by bytes. No torch here.
+"""Read and write safetensors files whose header says which slices they hold. Does not import torch.
 
-We write them ourselves, since each byte is digested as it passes and nothing is copied once more. Any safetensors
-reader opens them; `__metadata__` names run, step and, for every tensor, the whole's shape and the slice's offsets.
+Our own writer computes digests while it writes, and makes no extra copy. Any safetensors reader opens the files.
+`__metadata__` names the run, the step and, for every tensor, the shape of the whole and the offsets of the slice.
 """
 
 import json
@@ -21,7 +21,7 @@ from rl.watch.heart import HEART
 from rl.watch.text import format_bytes
 
 CHUNK_BYTES = 16 << 20
-# So that a slow disk is seen to get on: a sync at the end alone could take longer than silence may.
+# Syncs on the way show the watchdog that a slow disk makes progress.
 SYNC_BYTES = 2 << 30
 ALIGNMENT = 8
 LENGTH = struct.Struct("<Q")
@@ -29,20 +29,31 @@ LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Content:
-    """A slice to write, and its bytes in pieces."""
+    """A slice to write, with its bytes in pieces."""
 
     part: Slice
     pieces: Iterable[memoryview]
 
 
 def rows_to_write(kind: str, name: str, dtype: str, shape: tuple[int, ...], first: int, end: int) -> Slice:
-    """Rows of a tensor; their place in the file and their digest are not known yet."""
+    """Describe rows of a tensor. Their place in the file and their digest are filled in when they are written."""
     offsets, size = ((first, *(0 for _ in shape[1:])), (end - first, *shape[1:])) if shape else ((), ())
-    return Slice(kind, name, dtype, shape, offsets, size, 0, math.prod(size) * ITEM_BYTES[dtype], "")
+    num_bytes = math.prod(size) * ITEM_BYTES[dtype]
+    return Slice(
+        kind=kind,
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        offsets=offsets,
+        size=size,
+        begin=0,
+        num_bytes=num_bytes,
+        digest="",
+    )
 
 
 def write_shard(path: Path, contents: Sequence[Content], about: dict[str, Any]) -> File:
-    """Writes and syncs a new file; `about` (run, step, ...) goes into its header."""
+    """Write and sync a new file; `about` (run, step, ...) goes into its header."""
     contents = sorted(contents, key=lambda content: -ITEM_BYTES[content.part.dtype])  # so that all are aligned
     header = _header([content.part for content in contents], about)
     parts: list[Slice] = []
@@ -61,8 +72,10 @@ def write_shard(path: Path, contents: Sequence[Content], about: dict[str, Any]) 
 
 
 class NewFile:
-    """A file that must not exist yet: written in pieces, digested, and on the disk after `finish`. A failure names the
-    file and the space that is left; `discard` leaves nothing."""
+    """A new file that is written in pieces and digested. It is on disk after `finish`, and deleted by `discard`.
+
+    Errors name the file and the free space.
+    """
 
     def __init__(self, path: Path):
         self.path, self.num_bytes = path, 0
@@ -136,22 +149,22 @@ def cannot_write(path: Path, error: OSError) -> CheckpointError:
         space = os.statvfs(folder)
         left = f"{folder} has {format_bytes(space.f_bavail * space.f_frsize)} left"
     except OSError as failure:
-        left = f"its folder cannot be read either: {failure.strerror}"
+        left = f"its folder cannot be read: {failure.strerror}"
     return CheckpointError(
-        f"cannot write {path}: {error.strerror} ({left}); checkpoints that were committed before stay as they are. "
-        "Free space or mend the folder, and start again under the same run.name: it goes on from the last of them"
+        f"cannot write {path}: {error.strerror} ({left}); earlier committed checkpoints are intact. Free space or fix "
+        "the folder, and start again with the same run.name to resume from the last of them"
     )
 
 
-def write_whole(path: Path, data: bytes) -> File:
-    """A small file of any content, synced."""
+def write_small_file(path: Path, data: bytes) -> File:
+    """Write and sync a new file. Its folder gets its final name later, so no temporary name is needed."""
     with NewFile(path) as file:
         file.write(memoryview(data))
     return File(path.name, file.num_bytes, file.digest, ())
 
 
 def read_bytes(path: Path, begin: int, num_bytes: int) -> bytearray:
-    """These bytes of a file, all of them."""
+    """Return exactly these bytes of a file."""
     data = bytearray(num_bytes)
     view, done = memoryview(data), 0
     with path.open("rb", buffering=0) as file:
@@ -160,13 +173,13 @@ def read_bytes(path: Path, begin: int, num_bytes: int) -> bytearray:
             count = file.readinto(view[done:])
             if not count:
                 size = os.fstat(file.fileno()).st_size
-                raise CheckpointError(f"{path} has {size} bytes; {num_bytes} from byte {begin} on were asked for")
+                raise CheckpointError(f"{path} has {size} bytes; {num_bytes} from byte {begin} were asked for")
             done += count
     return data
 
 
 def pieces_of(path: Path, num_bytes: int) -> Iterator[memoryview]:
-    """A file's bytes, so many at a time; of an empty file one empty piece."""
+    """Yield a file's bytes in pieces of `num_bytes`; an empty file yields one empty piece."""
     with path.open("rb", buffering=0) as file:
         yield memoryview(file.read(num_bytes))
         while piece := file.read(num_bytes):
@@ -178,7 +191,7 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames and new names in it last."""
+    """Make new names in a folder survive a crash of the machine."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -193,7 +206,7 @@ def rename_durably(source: Path, target: Path) -> None:
 
 
 def pack_header(metadata: dict[str, str], tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
-    """The first bytes of a safetensors file; `tensors` are (name, dtype, shape, bytes), in the order of the file."""
+    """Return the header of a safetensors file; `tensors` are (name, dtype, shape, bytes) in the order of the file."""
     header: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for name, dtype, shape, num_bytes in tensors:
@@ -205,8 +218,11 @@ def pack_header(metadata: dict[str, str], tensors: Iterable[tuple[str, str, Sequ
 
 
 def check_shard(file: File, read: Callable[[int, int], bytes | bytearray], about: dict[str, Any]) -> None:
-    """That a shard is the one that the manifest lists: its own header names the run, step and save in `about`, and has
-    every slice where the manifest has it. `read` gives so many bytes from a place on."""
+    """Raise unless a shard is the one that the manifest lists.
+
+    Its header must name the run, step and save in `about`, and have every slice where the manifest has it.
+    `read(begin, num_bytes)` returns bytes of the shard.
+    """
     try:
         num_bytes = LENGTH.unpack(read(0, LENGTH.size))[0]
         if LENGTH.size + num_bytes > file.num_bytes:
@@ -217,7 +233,7 @@ def check_shard(file: File, read: Callable[[int, int], bytes | bytearray], about
         found = {name: (data + begin, data + end) for name, (begin, end) in _offsets(header).items()}
         other = [f"{name} {own[name]}, not {value}" for name, value in about.items() if own[name] != value]
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise CheckpointError(f"it is no shard of a checkpoint: {type(error).__name__}: {error}") from None
+        raise CheckpointError(f"it is not a shard of a checkpoint: {type(error).__name__}: {error}") from None
     if other:
         raise CheckpointError(f"it is a shard of another checkpoint: {', '.join(other)}")
     if found != {part.key: (part.begin, part.begin + part.num_bytes) for part in file.slices}:

@@ -1,8 +1,8 @@
-"""A rank's training state at one moment: a copy of its tensors in host memory, and its random generators.
+"""Copy a rank's tensors to host memory, and save and restore its random generators.
 
-The copy is taken in the background, on a stream of its own, while the next rollouts are sampled: nothing writes to the
-policy or its moments until the next update, which waits for it. Host memory is kept from save to save, in slabs: page
-faults, and pinning for a GPU, are paid once.
+The copy is taken in the background, on its own stream, while the next rollouts are sampled. Nothing changes the policy
+or its moments before the next update, which waits for the copy. Host memory is kept from save to save, so that page
+faults and pinning are paid once.
 """
 
 import base64
@@ -23,31 +23,33 @@ from rl.watch.heart import HEART
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's state at the end of a step. Tensors are the learner's own memory until the host copy is taken."""
+    """One rank's state at the end of a step. Its tensors are the learner's own until the host copy is taken."""
 
     step: int
-    parts: Sequence[tuple[str, LocalSlice]]  # by kind: model, or the name of a moment
-    ready: torch.cuda.Event | None
-    rank_state: dict[str, Any]  # of this rank
-    state: dict[str, Any]  # of the run
+    parts: Sequence[tuple[str, LocalSlice]]  # with their kind: model, or the name of a moment
+    ready: torch.cuda.Event | None  # the copy waits for it
+    rank_state: dict[str, Any]
+    state: dict[str, Any]  # of the whole run
     steps_to_keep: frozenset[int]
 
 
 class HostCopy:
+    """Copies of this rank's tensors in host memory."""
+
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self._buffers: HostBuffers | None = None
 
     def mark(self) -> torch.cuda.Event | None:
-        """In the thread that computes: what was enqueued there so far comes before the copy."""
+        """Return an event after everything that this thread has enqueued on the device."""
         return torch.cuda.current_stream().record_event() if self._on_gpu else None
 
     def take(self, tensors: Sequence[Tensor], ready: torch.cuda.Event | None) -> list[list[Tensor]]:
-        """Each tensor's elements, flat, in pieces; valid until the next call."""
+        """Return each tensor's elements, flat and in pieces. They are valid until the next call."""
         sizes = [size for tensor in tensors for size in _piece_sizes(tensor)]
         if self._buffers is None or self._buffers.sizes != sizes:
-            self._buffers = None  # freed before others are allocated
+            self._buffers = None  # free the old buffers before new ones are allocated
             self._buffers = HostBuffers(sizes, pinned=self._on_gpu)
         buffers, taken = iter(self._buffers), []
         with torch.cuda.stream(self._stream):  # does nothing without a GPU
@@ -67,13 +69,13 @@ class HostCopy:
 
 
 def _piece_sizes(tensor: Tensor) -> list[int]:
-    """Return the bytes of the pieces that a tensor is copied in: one piece fits into a slab."""
+    """Return the sizes in bytes of the pieces that a tensor is copied in. Each fits into a slab."""
     num_whole, rest = divmod(tensor.nbytes, host_memory.SLAB_BYTES)
     return [host_memory.SLAB_BYTES] * num_whole + [rest] * bool(rest)
 
 
-def generators() -> dict[str, str]:
-    """The states of this process's random generators, as text."""
+def generator_states() -> dict[str, str]:
+    """Return the states of this process's random generators as text."""
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()

@@ -1,12 +1,12 @@
-"""A rank's hands on its own node's checkpoint folder, for the other ranks: they ask by message, a thread of its own
-answers, whatever the main thread does.
+"""Serve one node's checkpoint directory to the other ranks, in a thread of its own.
 
-    call(rank, "get" | "put" | "prepare" | ...) --> that rank's store thread, on its disk --> Future[Message]
+    call(rank, ReadBytes(...)) --> that rank's store thread, on its disk --> Future of a typed answer
 
-Disks may be private to nodes or shared by some or all of them, and nobody has to say which: every operation may come
-from several nodes that see the same folder, and does its work once.
+Disks may be private to a node or shared by some or all nodes, and no setting says which. So every request may come
+from several nodes that see the same directory, and takes effect once.
 """
 
+import dataclasses
 import itertools
 import queue
 import re
@@ -19,117 +19,276 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
 from rl.checkpoint.manifest import COMMITTED, MANIFEST, STEP_FOLDER, CheckpointError, Manifest, step_folder
-from rl.checkpoint.shard_file import NewFile, cannot_write, read_bytes, sync_folder, write_whole
-from rl.world.mail import Mail, Message, waiting
+from rl.checkpoint.shard_file import NewFile, cannot_write, read_bytes, rename_durably, sync_folder, write_small_file
+from rl.world.mail import Letter, Mail, Message, waiting
 from rl.world.restarts import launcher_process
 
 POLL_S = 0.2
 RUN_ID = "run_id"
-MESSAGE_BYTES = 4 << 20  # of a file, so that prompts between the same ranks do not wait long behind it
+MESSAGE_BYTES = 4 << 20  # of a file per message, so that prompts between the same ranks do not wait long behind it
 LEFT_OVER = re.compile(r"step_\d+\.(tmp|old|claim)-.*")
-Answer = tuple[dict[str, Any], bytes | bytearray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreAnswer(Message):
+    call: int = -1  # the number of the call that it answers
+    error: str = ""
+
+
+A = TypeVar("A", bound=StoreAnswer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreRequest(Message, Generic[A]):
+    call: int = -1
+
+
+@dataclass(frozen=True)
+class StoreDone(StoreAnswer):
+    """The request took effect. The payload holds the bytes that were asked for, if any."""
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """A step in a store's directory, and its files with their sizes."""
+
+    step: int
+    folder: str
+    files: dict[str, int]
+    is_committed: bool
+    error: str  # why the manifest cannot be read; then the fields below are empty
+    save_id: str = ""
+    run_id: str = ""
+    saved_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepsListed(StoreAnswer):
+    steps: list[StoredStep] = dataclasses.field(default_factory=list)
+    folder: str = ""
+    exists: bool = False
+    launched_at: float = 0.0
+    run_id: str = ""  # of the run that uses the root
+
+
+@dataclass(frozen=True)
+class ListSteps(StoreRequest[StepsListed]):
+    """List the steps of this run, or of the source that it forks."""
+
+    where: Literal["root", "source"]
+
+
+@dataclass(frozen=True)
+class ReadBytes(StoreRequest[StoreDone]):
+    """Read part of a file; without `num_bytes` the whole file."""
+
+    folder: str
+    file: str
+    begin: int = 0
+    num_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class RunIdFound(StoreAnswer):
+    run_id: str = ""
+
+
+@dataclass(frozen=True)
+class ReadRunId(StoreRequest[RunIdFound]):
+    pass
+
+
+@dataclass(frozen=True)
+class RootCreated(StoreAnswer):
+    host: str = ""
+    folder: str = ""
+
+
+@dataclass(frozen=True)
+class CreateRoot(StoreRequest[RootCreated]):
+    """Create the run's checkpoint directory, and delete what killed saves left in it."""
+
+    run_id: str
+
+
+@dataclass(frozen=True)
+class RenameRoot(StoreRequest[StoreDone]):
+    """Append a suffix to the name of the run's checkpoint directory, so that the run starts with an empty one."""
+
+    suffix: str
+
+
+@dataclass(frozen=True)
+class BytesWritten(StoreAnswer):
+    existed: bool = False  # the nodes share a disk, and nothing was written
+
+
+@dataclass(frozen=True)
+class WriteBytes(StoreRequest[BytesWritten]):
+    """Write the next piece of a file that another rank has on its own disk."""
+
+    folder: str
+    file: str
+    begin: int
+    digest: str  # of the whole file
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class StepPrepared(StoreAnswer):
+    is_claimed: bool = False  # this node gave the step its final name, and will commit it
+
+
+@dataclass(frozen=True)
+class PrepareStep(StoreRequest[StepPrepared]):
+    """Give a step its final name after all nodes have written all of its files. The payload is the manifest."""
+
+    step: int
+    save_id: str
+    folder: str
+    expected: list[dict[str, int]]  # for each node, its files and their sizes
+
+
+@dataclass(frozen=True)
+class CommitStep(StoreRequest[StoreDone]):
+    """Write the marker of a step that has its final name on all nodes."""
+
+    step: int
+    save_id: str
+
+
+@dataclass(frozen=True)
+class RemoveSteps(StoreRequest[StoreDone]):
+    """Delete steps that are no longer kept after the save `save_id`."""
+
+    save_id: str
+    steps: list[int]
+
+
+@dataclass(frozen=True)
+class ConfirmStep(StoreRequest[StoreDone]):
+    """Write the marker of a step that another node had committed when the world was killed."""
+
+    folder: str
+    save_id: str
+
+
+Reply = tuple[StoreAnswer, bytes | bytearray]
+DONE: Reply = (StoreDone(), b"")
+ANSWERS = (StoreDone, StepsListed, RunIdFound, RootCreated, BytesWritten, StepPrepared)
 
 
 class CheckpointStore:
-    """`root` is where this run's steps lie on this node, `source` where another run's do that it forks; `node_leads`
-    are the ranks, one a node, that are asked about what concerns a whole disk."""
+    """One rank's access to the checkpoint directories of all nodes.
+
+    `root` holds this run's steps on this node. `source` holds the steps of the run that this one forks. `node_leads`
+    are the ranks, one per node, that are asked about a whole disk.
+    """
 
     def __init__(self, mail: Mail, root: Path, source: Path | None, node_leads: Sequence[int]):
         self.root, self.node_leads = root, node_leads
         self.run_id = ""  # agreed at the start
         self.hosts: list[str] = []  # by node; known to the leader
-        self.folders: dict[str, str] = {}  # by host: where this run's steps lie there
-        self._mail, self._source = mail, source
+        self.folders: dict[str, str] = {}  # by host: this run's checkpoint directory there
+        self.mail, self._source = mail, source
         self._numbers = itertools.count()
-        self._calls: dict[int, Future[Message]] = {}
-        self._asked: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._calls: dict[int, Future[Any]] = {}
+        self._requests: queue.SimpleQueue[Letter[Any]] = queue.SimpleQueue()
         self._incoming: dict[str, NewFile] = {}  # files that other nodes send, by path
         self._claimed = ""  # the newest save whose folder this rank put in place
-        mail.on("shelf", self._asked.put)
-        mail.on("shelf answer", self._on_answer)
-        threading.Thread(target=self._serve, name="shelf", daemon=True).start()
+        self._handlers: dict[type[StoreRequest], Callable[[Any, bytes | bytearray], Reply]] = {
+            ListSteps: self._list,
+            ReadBytes: self._read,
+            ReadRunId: lambda request, payload: (RunIdFound(self._read_run_id()), b""),
+            CreateRoot: self._create_root,
+            RenameRoot: self._rename_root,
+            WriteBytes: self._write,
+            PrepareStep: self._prepare,
+            CommitStep: self._commit,
+            RemoveSteps: self._remove,
+            ConfirmStep: self._confirm,
+        }
+        for kind in self._handlers:
+            mail.on(kind, self._requests.put)
+        for answer in ANSWERS:
+            mail.on(answer, self._on_answer)
+        threading.Thread(target=self._serve, name="checkpoint store", daemon=True).start()
 
-    def call(self, rank: int, operation: str, payload: bytes | memoryview = b"", **meta: Any) -> Future[Message]:
-        """Asks a rank's store; the future raises CheckpointError where it failed there."""
-        number, future = next(self._numbers), Future[Message]()
+    def call(self, rank: int, request: StoreRequest[A], payload: bytes | memoryview = b"") -> Future[Letter[A]]:
+        """Send a request to a rank's store. The future raises CheckpointError if it failed there."""
+        number, future = next(self._numbers), Future[Letter[A]]()
         self._calls[number] = future
-        self._mail.send(rank, "shelf", {"call": number, "operation": operation, **meta}, payload)
+        self.mail.send(rank, dataclasses.replace(request, call=number), payload=payload)
         return future
 
-    def ask_all(self, operation: str, payload: bytes = b"", **meta: Any) -> list[Message]:
-        """Asks one rank of every node; returns when all have answered, by node."""
-        asked = [self.call(rank, operation, payload, **meta) for rank in self.node_leads]
-        return [self.wait(future) for future in asked]
+    def call_all(self, request: StoreRequest[A], payload: bytes = b"") -> list[Letter[A]]:
+        """Send a request to one rank of every node; return all answers, by node."""
+        futures = [self.call(rank, request, payload) for rank in self.node_leads]
+        return [self.wait(future) for future in futures]
 
-    def make_folders(self, run_id: str) -> None:
-        """On all nodes, where later a missing folder means that a disk is gone. A run that was killed before its first
-        checkpoint keeps the id that its folders have."""
-        known = [answer.meta["run_id"] for answer in self.ask_all("read run id")]
+    def create_roots(self, run_id: str) -> None:
+        """Create the checkpoint directory on all nodes, so that a missing one later means that a disk is gone.
+
+        A run that was killed before its first checkpoint keeps the id that its directories have.
+        """
+        known = [answer.message.run_id for answer in self.call_all(ReadRunId())]
         self.run_id = next(filter(None, known), run_id)
-        made = self.ask_all("make", run_id=self.run_id)
-        self.hosts = [answer.meta["host"] for answer in made]
-        self.folders = {answer.meta["host"]: answer.meta["folder"] for answer in made}
+        created = [answer.message for answer in self.call_all(CreateRoot(self.run_id))]
+        self.hosts = [root.host for root in created]
+        self.folders = {root.host: root.folder for root in created}
 
-    def wait(self, future: Future[Message]) -> Message:
-        """Its answer; raises when the world ends in the meantime."""
+    def wait(self, future: Future[Letter[A]]) -> Letter[A]:
+        """Return an answer; raise if the world ends meanwhile."""
         with waiting("an answer about checkpoints"):
             while True:
                 try:
                     return future.result(timeout=POLL_S)
                 except FutureTimeoutError:
-                    self._mail.receive(timeout_s=0)
+                    self.mail.check()
 
-    def _on_answer(self, message: Message) -> None:
-        future = self._calls.pop(message.meta["call"])
-        if message.meta["error"]:
-            future.set_exception(CheckpointError(message.meta["error"]))
+    def _on_answer(self, letter: Letter[StoreAnswer]) -> None:
+        future = self._calls.pop(letter.message.call)
+        if letter.message.error:
+            future.set_exception(CheckpointError(letter.message.error))
         else:
-            future.set_result(message)
+            future.set_result(letter)
 
     def _serve(self) -> None:
-        operations: dict[str, Callable[[Message], Answer]] = {
-            "list": self._list,
-            "get": self._get,
-            "read run id": lambda message: ({"run_id": self._read_run_id()}, b""),
-            "make": self._make,
-            "set aside": self._set_aside,
-            "put": self._put,
-            "prepare": self._prepare,
-            "commit": self._commit,
-            "remove": self._remove,
-            "confirm": self._confirm,
-        }
         while True:
-            message = self._asked.get()
-            meta: dict[str, Any] = {"call": message.meta["call"], "error": ""}
+            letter = self._requests.get()
+            request = letter.message
             payload: bytes | bytearray = b""
             try:
-                more, payload = operations[message.meta["operation"]](message)
-                meta |= more
+                answer, payload = self._handlers[type(request)](request, letter.payload)
             except CheckpointError as error:
-                meta["error"] = str(error)
-            except Exception as error:  # whatever it is: the one who asked must not wait for ever
-                meta["error"] = f"{message.meta['operation']}: {type(error).__name__}: {error}"
+                answer = StoreDone(error=str(error))
+            except Exception as error:  # the caller must get an answer in any case
+                answer = StoreDone(error=f"{type(request).__name__}: {type(error).__name__}: {error}")
             try:
-                self._mail.send(message.source, "shelf answer", meta, payload)
+                self.mail.send(letter.source, dataclasses.replace(answer, call=request.call), payload=payload)
             except ConnectionError:
-                return  # the one who asked is gone, and with it this world
+                return  # the caller is gone, and with it this world
 
-    def _list(self, message: Message) -> Answer:
-        """The steps in this run's folder, or at the source: which are committed, and the files of each with sizes."""
-        place = self.root if message.meta["where"] == "root" else self._source
+    def _list(self, request: ListSteps, payload: bytes | bytearray) -> Reply:
+        place = self.root if request.where == "root" else self._source
         assert place is not None
         if (place / self.root.name).is_dir():  # a run's folder
             place = place / self.root.name
         folders = [place] if STEP_FOLDER.fullmatch(place.name) else sorted(place.glob("step_*"))
-        found = [_describe(folder) for folder in folders if STEP_FOLDER.fullmatch(folder.name) and folder.is_dir()]
-        launched_at = launcher_process().create_time()
-        meta = {"steps": found, "place": str(place.resolve()), "exists": place.is_dir(), "launched_at": launched_at}
-        return meta | {"run_id": self._read_run_id()}, b""
+        steps = [_describe(folder) for folder in folders if STEP_FOLDER.fullmatch(folder.name) and folder.is_dir()]
+        listed = StepsListed(
+            steps=steps,
+            folder=str(place.resolve()),
+            exists=place.is_dir(),
+            launched_at=launcher_process().create_time(),
+            run_id=self._read_run_id(),
+        )
+        return listed, b""
 
     def _read_run_id(self) -> str:
         try:
@@ -137,161 +296,160 @@ class CheckpointStore:
         except (FileNotFoundError, NotADirectoryError):
             return ""
 
-    def _get(self, message: Message) -> Answer:
-        path = Path(message.meta["folder"]) / message.meta["file"]
-        count = message.meta["num_bytes"]
-        return {}, read_bytes(path, message.meta["begin"], path.stat().st_size if count is None else count)
+    def _read(self, request: ReadBytes, payload: bytes | bytearray) -> Reply:
+        path = Path(request.folder) / request.file
+        num_bytes = path.stat().st_size if request.num_bytes is None else request.num_bytes
+        return StoreDone(), read_bytes(path, request.begin, num_bytes)
 
-    def _make(self, message: Message) -> Answer:
-        """Also removes what killed saves left."""
+    def _create_root(self, request: CreateRoot, payload: bytes | bytearray) -> Reply:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             for folder in self.root.iterdir():
                 if LEFT_OVER.fullmatch(folder.name):
                     _delete(folder)
             if not self._read_run_id():
-                (self.root / RUN_ID).write_text(message.meta["run_id"])
+                # Nodes that share the disk write the same bytes; a shared temporary name would be a race.
+                (self.root / RUN_ID).write_text(request.run_id)
         except OSError as error:
             raise cannot_write(self.root, error) from error
-        return {"host": socket.gethostname(), "folder": str(self.root.resolve())}, b""
+        return RootCreated(socket.gethostname(), str(self.root.resolve())), b""
 
-    def _set_aside(self, message: Message) -> Answer:
-        with suppress(FileNotFoundError):  # nothing to set aside, or another node on the same disk was first
-            self.root.rename(self.root.with_name(f"{self.root.name}.{message.meta['suffix']}"))
-        return {}, b""
+    def _rename_root(self, request: RenameRoot, payload: bytes | bytearray) -> Reply:
+        with suppress(FileNotFoundError):  # it does not exist, or another node on the same disk was first
+            self.root.rename(self.root.with_name(f"{self.root.name}.{request.suffix}"))
+        return DONE
 
-    def _put(self, message: Message) -> Answer:
-        """A piece of a file that another rank has written on its own disk; not needed where this is the same disk."""
-        meta = message.meta
-        path = self.root / meta["folder"] / meta["file"]
-        if meta["begin"] == 0:
+    def _write(self, request: WriteBytes, payload: bytes | bytearray) -> Reply:
+        path = self.root / request.folder / request.file
+        if request.begin == 0:
             self._check_root()
             if path.exists():
-                return {"is_here": True}, b""
+                return BytesWritten(existed=True), b""
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(f"{path.name}.part")
-            part.unlink(missing_ok=True)  # of a kill
+            part.unlink(missing_ok=True)  # left by a kill
             self._incoming[str(path)] = NewFile(part)
         if str(path) not in self._incoming:
             raise CheckpointError(f"{path}: an earlier piece of it could not be written")
         file = self._incoming[str(path)]
         try:
-            file.write(memoryview(message.payload))
-            if meta["last"]:
+            file.write(memoryview(payload))
+            if request.is_last:
                 del self._incoming[str(path)]
                 file.finish()
-                if file.digest != meta["digest"]:
+                if file.digest != request.digest:
                     raise CheckpointError(
-                        f"{path}: other bytes arrived than were sent; look at this node's network and memory"
+                        f"{path}: the bytes that arrived differ from those that were sent; check this node's network "
+                        "and memory"
                     )
-                file.path.rename(path)
-                sync_folder(path.parent)
+                rename_durably(file.path, path)
         except CheckpointError:
             self._incoming.pop(str(path), None)
             file.discard()
             raise
-        return {"is_here": False}, b""
+        return BytesWritten(), b""
 
-    def _prepare(self, message: Message) -> Answer:
-        """All files of the step are written everywhere: gives the folder its name, with the manifest in it. Of several
-        nodes on one disk the first does it, and what follows."""
-        name, step = message.meta["save_id"], message.meta["step"]
-        temporary, final = self.root / message.meta["folder"], self.root / step_folder(step)
+    def _prepare(self, request: PrepareStep, payload: bytes | bytearray) -> Reply:
+        save_id = request.save_id
+        temporary, final = self.root / request.folder, self.root / step_folder(request.step)
         self._check_root()
-        for file, num_bytes in message.meta["expected"][self.node_leads.index(self._mail.rank)].items():
+        for file, num_bytes in request.expected[self.node_leads.index(self.mail.rank)].items():
             if _size(temporary / file) == num_bytes:
                 continue
             # Another node on this disk may have given the folder its final name already.
-            if _describe(final)["save_id"] != name or _size(final / file) != num_bytes:
+            if _describe(final).save_id != save_id or _size(final / file) != num_bytes:
                 raise CheckpointError(
                     f"{temporary / file} was written and is gone: does another run of this name work in {self.root}?"
                 )
         try:
-            (self.root / f"{final.name}.claim-{name}").mkdir()
+            (self.root / f"{final.name}.claim-{save_id}").mkdir()
         except FileExistsError:
-            return {"claimed": False}, b""
+            return StepPrepared(is_claimed=False), b""
         try:
             temporary.mkdir(exist_ok=True)
-            write_whole(temporary / MANIFEST, bytes(message.payload))
+            write_small_file(temporary / MANIFEST, bytes(payload))
             sync_folder(temporary)
-            if final.exists():  # what a save left that was never committed, or that this run did not resume from
-                final.rename(final.with_name(f"{final.name}.old-{name}"))
-            temporary.rename(final)
-            sync_folder(self.root)
+            if final.exists():  # from a save that was never committed, or that this run did not resume from
+                final.rename(final.with_name(f"{final.name}.old-{save_id}"))
+            rename_durably(temporary, final)
         except OSError as error:
             raise cannot_write(final, error) from error
-        self._claimed = name
-        return {"claimed": True}, b""
+        self._claimed = save_id
+        return StepPrepared(is_claimed=True), b""
 
-    def _commit(self, message: Message) -> Answer:
-        name, final = message.meta["save_id"], self.root / step_folder(message.meta["step"])
-        if name == self._claimed:
+    def _commit(self, request: CommitStep, payload: bytes | bytearray) -> Reply:
+        final = self.root / step_folder(request.step)
+        if request.save_id == self._claimed:
             try:
-                write_whole(final / COMMITTED, b"")
+                write_small_file(final / COMMITTED, b"")
                 sync_folder(final)
             except OSError as error:
                 raise cannot_write(final / COMMITTED, error) from error
-            self._clear(f"*-{name}")
-        return {}, b""
+            self._delete_all(f"*-{request.save_id}")
+        return DONE
 
-    def _remove(self, message: Message) -> Answer:
-        """Steps that are no longer kept vanish at once and are deleted after that."""
-        name = message.meta["save_id"]
-        if name == self._claimed:
-            for step in message.meta["steps"]:
+    def _remove(self, request: RemoveSteps, payload: bytes | bytearray) -> Reply:
+        if request.save_id == self._claimed:
+            for step in request.steps:  # renamed first, since deleting takes time
                 folder = self.root / step_folder(step)
                 if folder.exists():
-                    folder.rename(folder.with_name(f"{folder.name}.old-{name}"))
-            self._clear(f"*.old-{name}")
-        return {}, b""
+                    folder.rename(folder.with_name(f"{folder.name}.old-{request.save_id}"))
+            self._delete_all(f"*.old-{request.save_id}")
+        return DONE
 
-    def _confirm(self, message: Message) -> Answer:
-        """A step that was committed on another node, when the world was killed before it was here."""
-        folder = Path(message.meta["folder"])
-        if _describe(folder)["save_id"] == message.meta["save_id"] and not (folder / COMMITTED).exists():
+    def _confirm(self, request: ConfirmStep, payload: bytes | bytearray) -> Reply:
+        folder = Path(request.folder)
+        if _describe(folder).save_id == request.save_id and not (folder / COMMITTED).exists():
             with suppress(CheckpointError):  # another node on this disk did it, or the disk is read-only
-                write_whole(folder / COMMITTED, b"")
+                write_small_file(folder / COMMITTED, b"")
                 sync_folder(folder)
-        return {}, b""
+        return DONE
 
     def _check_root(self) -> None:
         if not self.root.is_dir():
             raise CheckpointError(f"{self.root} is gone: was it deleted, or its disk unmounted?")
 
-    def _clear(self, pattern: str) -> None:
-        for left in self.root.glob(pattern):
-            _delete(left)
+    def _delete_all(self, pattern: str) -> None:
+        for folder in self.root.glob(pattern):
+            _delete(folder)
 
 
 def _delete(folder: Path) -> None:
-    gone = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
+    renamed = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
     try:
-        folder.rename(gone)
+        folder.rename(renamed)
     except FileNotFoundError:  # another node on this disk was first
         return
-    shutil.rmtree(gone, ignore_errors=True)
-    if gone.exists():
-        print(f"oneworld: could not delete {gone}, which nothing needs any more", file=sys.stderr, flush=True)
+    shutil.rmtree(renamed, ignore_errors=True)
+    if renamed.exists():
+        print(f"oneworld: could not delete {renamed}, which is no longer needed", file=sys.stderr, flush=True)
 
 
 def _size(path: Path) -> int | None:
-    """None where it is not, or no longer: another node may give its folder the final name."""
+    """Return a file's size; None if it is not there, perhaps because another node renamed its folder."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
         return None
 
 
-def _describe(folder: Path) -> dict[str, Any]:
+def _describe(folder: Path) -> StoredStep:
     found = {str(path.relative_to(folder)): _size(path) for path in folder.rglob("*") if path.is_file()}
-    sizes = {name: size for name, size in found.items() if size is not None}  # a live run may remove some
-    entry = {"step": int(folder.name.removeprefix("step_")), "folder": str(folder), "files": sizes, "error": ""}
-    entry |= {"committed": COMMITTED in sizes, "save_id": "", "run_id": "", "saved_at": 0.0}
-    path = folder / MANIFEST
+    sizes = {name: size for name, size in found.items() if size is not None}  # a running job may delete some
+    path, manifest, error = folder / MANIFEST, None, ""
     try:
         manifest = Manifest.from_json(path.read_bytes(), str(path))
-    except CheckpointError as error:
-        return entry | {"error": str(error)}
-    except OSError as error:
-        return entry | {"error": f"{path} cannot be read: {error.strerror}"}
-    return entry | {"save_id": manifest.save_id, "run_id": manifest.run_id, "saved_at": manifest.saved_at}
+    except CheckpointError as problem:
+        error = str(problem)
+    except OSError as problem:
+        error = f"{path} cannot be read: {problem.strerror}"
+    return StoredStep(
+        step=int(folder.name.removeprefix("step_")),
+        folder=str(folder),
+        files=sizes,
+        is_committed=COMMITTED in sizes,
+        error=error,
+        save_id=manifest.save_id if manifest else "",
+        run_id=manifest.run_id if manifest else "",
+        saved_at=manifest.saved_at if manifest else 0.0,
+    )

@@ -1,5 +1,4 @@
-"""One rank's files of a checkpoint: its shards from the host copy, the leader's small files, and copies of them all on
-another node's disk."""
+"""Write one rank's files of a checkpoint: its shards, the leader's small files, and copies on another node's disk."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -18,17 +17,18 @@ from rl.checkpoint.shard_file import (
     Content,
     cannot_write,
     pieces_of,
+    rename_durably,
     rows_to_write,
     sync_folder,
     write_shard,
-    write_whole,
+    write_small_file,
 )
 from rl.checkpoint.snapshot import Snapshot
-from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
+from rl.checkpoint.store import MESSAGE_BYTES, BytesWritten, CheckpointStore, WriteBytes
 from rl.model.shards import TensorInfo
 from rl.placement.roles import Placement
 from rl.watch.heart import HEART
-from rl.world.mail import Message
+from rl.world.mail import Letter
 
 HF_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 MESSAGES_IN_FLIGHT = 4
@@ -36,17 +36,17 @@ CAST_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
-class Record:
-    """What every checkpoint of a run says about it."""
+class RunDescription:
+    """What every checkpoint of a run stores about the run."""
 
-    run_name: str
+    name: str
     config: dict[str, Any]
     tensors: tuple[TensorInfo, ...]  # in the dtypes that are exported
-    hf_files: dict[str, bytes]  # that make a model folder of merged weights
+    hf_files: dict[str, bytes]  # config and tokenizer files of the exported model
 
 
 def read_hf_files(model_folder: Path, dtype: str) -> dict[str, bytes]:
-    """Configs and tokenizer of a model whose weights are exported in this dtype."""
+    """Return the config and tokenizer files of a model whose weights are exported in this dtype."""
     paths = sorted(path for pattern in HF_FILES for path in model_folder.glob(pattern))
     files = {path.name: path.read_bytes() for path in paths if not path.name.endswith(".index.json")}
     config = json.loads(files["config.json"]) | {"dtype": dtype}
@@ -54,39 +54,43 @@ def read_hf_files(model_folder: Path, dtype: str) -> dict[str, bytes]:
 
 
 @dataclass(frozen=True)
-class Written:
+class StoredFile:
     """A file and the nodes that hold it."""
 
     file: File
     nodes: tuple[int, ...]
 
 
-class Writer:
-    def __init__(self, store: CheckpointStore, placement: Placement, rank: int, record: Record, copies: int):
-        self._store, self._placement, self._rank = store, placement, rank
-        self._record, self._copies = record, copies
+class CheckpointWriter:
+    def __init__(self, store: CheckpointStore, placement: Placement, rank: int, run: RunDescription, copies: int):
+        self.rank, self._store, self._placement = rank, store, placement
+        self._run, self._copies = run, copies
 
-    def write(self, folder: str, save_id: str, snapshot: Snapshot, pieces: Sequence[Sequence[Tensor]]) -> list[Written]:
-        """This rank's files in the store's `folder`: a shard where it is an owner, those of hf/ where it leads.
-        `pieces` are the host copies of the snapshot's parts."""
+    def write(
+        self, folder: str, save_id: str, snapshot: Snapshot, pieces: Sequence[Sequence[Tensor]]
+    ) -> list[StoredFile]:
+        """Write this rank's files into the store's `folder`: shards on owners, hf/ on the leader.
+
+        `pieces` are the host copies of the snapshot's parts.
+        """
         path = self._store.root / folder
         files: list[File] = []
         try:
             path.mkdir(exist_ok=True)
-            if self._rank in self._placement.owners:
+            if self.rank in self._placement.owners:
                 files += self._write_shards(path, save_id, snapshot, pieces)
-            if self._rank == self._placement.leader:
+            if self.rank == self._placement.leader:
                 files += self._write_hf_files(path / "hf")
             sync_folder(path)
         except OSError as error:
             raise cannot_write(path, error) from error
-        return [Written(file, self._copy(folder, file)) for file in files]
+        return [StoredFile(file, self._copy(folder, file)) for file in files]
 
     def _write_shards(
         self, folder: Path, save_id: str, snapshot: Snapshot, pieces: Sequence[Sequence[Tensor]]
     ) -> list[File]:
-        shard, num_shards = self._placement.shard_of(self._rank), len(self._placement.owners)
-        exported = {info.name: info for info in self._record.tensors}
+        shard, num_shards = self._placement.shard_of(self.rank), len(self._placement.owners)
+        exported = {info.name: info for info in self._run.tensors}
         model: list[Content] = []
         optimizer: list[Content] = []
         for (kind, part), flat in zip(snapshot.parts, pieces, strict=True):
@@ -110,55 +114,54 @@ class Writer:
 
     def _write_hf_files(self, folder: Path) -> list[File]:
         folder.mkdir(exist_ok=True)
-        written = [write_whole(folder / name, data) for name, data in self._record.hf_files.items()]
+        written = [write_small_file(folder / name, data) for name, data in self._run.hf_files.items()]
         sync_folder(folder)
         return [replace(file, name=f"{folder.name}/{file.name}") for file in written]
 
     def write_probe(self, folder: str, probe: dict[str, Tensor]) -> None:
-        """Into a step that is committed; where it is no longer kept there is nothing to do."""
+        """Write logits into a committed step, unless it was deleted since."""
         path = self._store.root / folder / PROBE
         part = path.with_suffix(".part")
         if not path.parent.is_dir() or path.exists():
             return
         try:
-            part.unlink(missing_ok=True)  # of a kill
-            file = write_whole(part, safetensors.torch.save(probe))
-            part.rename(path)
-            sync_folder(path.parent)
+            part.unlink(missing_ok=True)  # left by a kill
+            file = write_small_file(part, safetensors.torch.save(probe))
+            rename_durably(part, path)
         except OSError as error:
             raise cannot_write(path, error) from error
         self._copy(folder, replace(file, name=PROBE))
 
     def _copy(self, folder: str, file: File) -> tuple[int, ...]:
-        """To the next node with a disk of its own, where a second copy is asked for; returns the nodes that have it."""
+        """Copy a file to the next node with its own disk, if two copies are wanted; return the nodes that hold it."""
         num_nodes, per_node = self._placement.num_nodes, self._placement.num_ranks_per_node
-        own, place = divmod(self._rank, per_node)
+        own, place = divmod(self.rank, per_node)
         for distance in range(1, num_nodes if self._copies > 1 else 1):
             node = (own + distance) % num_nodes
-            if self._send(node * per_node + place, folder, file):
+            if self.send_file(node * per_node + place, folder, file):
                 return own, node
         return (own,)
 
-    def _send(self, rank: int, folder: str, file: File) -> bool:
-        """False where that rank sees the same disk, and has the file already."""
+    def send_file(self, rank: int, folder: str, file: File) -> bool:
+        """Send a file to a rank; return False if that rank shares the disk and has the file already."""
         begin = 0
-        asked: list[Future[Message]] = []
+        pending: list[Future[Letter[BytesWritten]]] = []
         for piece in pieces_of(self._store.root / folder / file.name, MESSAGE_BYTES):
             is_first, end = begin == 0, begin + len(piece)
-            meta = {"folder": folder, "file": file.name, "begin": begin, "digest": file.digest}
-            asked.append(self._store.call(rank, "put", piece, **meta, last=end == file.num_bytes))
+            request = WriteBytes(folder, file.name, begin, file.digest, is_last=end == file.num_bytes)
+            pending.append(self._store.call(rank, request, piece))
             begin = end
             HEART.touch_background()
-            is_due = is_first or len(asked) == MESSAGES_IN_FLIGHT
-            if is_due and self._store.wait(asked.pop(0)).meta["is_here"]:
+            must_wait = is_first or len(pending) == MESSAGES_IN_FLIGHT
+            if must_wait and self._store.wait(pending.pop(0)).message.existed:
                 return False
-        for future in asked:
+        for future in pending:
             self._store.wait(future)
         return True
 
 
 def _bytes(pieces: Sequence[Tensor], dtype: torch.dtype) -> Iterator[memoryview]:
-    """The elements' bytes in this dtype, cast a little at a time."""
+    """Yield the bytes of the elements in this dtype, cast a few at a time."""
     for piece in pieces:
         for part in (piece,) if piece.dtype == dtype else piece.split(CAST_ELEMENTS):
             yield part.to(dtype).view(torch.uint8).numpy().data

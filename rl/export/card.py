@@ -1,6 +1,6 @@
-"""The card of a merged model: what it was trained from, how, and what came of it, with a picture of the reward.
+"""Write the model card of a merged model: its origin, training, results and reward curve.
 
-Cards are published. No path of a machine is in them, but for its last part, and no host's name.
+Cards are published, so they contain no host names, and only the last part of a path.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from rl.export.curve import Points, draw_curve
 REWARD, ACCURACY = "reward/mean", "eval/accuracy"
 PICTURE = "reward.png"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-LOCATION = re.compile(r"(/|~|\.\.(/|$)|file:)")  # how a path begins that says where on a machine something lies
+LOCATION = re.compile(r"(/|~|\.\.(/|$)|file:)")  # the beginning of a path that reveals a location on a machine
 ADVANTAGES = {
     "grpo": "GRPO",
     "dr_grpo": "Dr.GRPO",
@@ -31,18 +31,20 @@ ADVANTAGES = {
     "gae": "PPO with a critic",
 }
 LOSSES = {"clip": "clipped-ratio", "gspo": "GSPO", "cispo": "CISPO"}
-OF_THE_RUN = ("run.dir", "run.name")  # say nothing about the model
+LOCAL_SETTINGS = ("run.dir", "run.name")  # they say nothing about the model
 
 
 def model_card(manifest: Manifest, metrics: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, bytes]:
-    """Files for the model's folder: README.md, and the picture where there is something to draw. `metrics` are the rows
-    of the run's metrics.jsonl; rows of later steps do not count."""
+    """Return files for the model's folder: README.md, and the reward curve if there is something to draw.
+
+    `metrics` are the rows of the run's metrics.jsonl. Rows of later steps are ignored.
+    """
     series = _series(metrics, manifest.step)
     rewards, accuracies = series.get(REWARD, []), series.get(ACCURACY, [])
     files: dict[str, bytes] = {}
     if rewards or accuracies:
         files[PICTURE] = draw_curve(f"{manifest.run_name}, step {manifest.step}", rewards, accuracies)
-    config = _without_places(manifest.config)
+    config = _without_paths(manifest.config)
     text = "\n\n".join(
         [
             _front_matter(manifest),
@@ -71,14 +73,14 @@ def _yaml(values: Mapping[str, Any]) -> str:
 
 
 def _base_model(manifest: Manifest) -> str:
-    """The model's name on the hub; empty where it was a folder."""
+    """Return the model's name on the hub; empty if it was a local folder."""
     path = str(manifest.config.get("model", {}).get("path", ""))
     return path if HUB_NAME.fullmatch(path) and not resolve_path(path).exists() else ""
 
 
 def _introduction(manifest: Manifest, dtype: str) -> str:
     base, path = _base_model(manifest), str(manifest.config.get("model", {}).get("path", ""))
-    origin = f"[{base}](https://huggingface.co/{base})" if base else _code(_without_places(path))
+    origin = f"[{base}](https://huggingface.co/{base})" if base else _code(_without_paths(path))
     num_steps, num_updates = manifest.config.get("train", {}).get("num_steps"), manifest.state.get("num_updates")
     rows = {
         "run": _code(manifest.run_name),
@@ -92,7 +94,7 @@ def _introduction(manifest: Manifest, dtype: str) -> str:
 
 
 def _algorithm(manifest: Manifest) -> str:
-    """Name the advantages and the loss of the run; a name that this version does not know stands as it is."""
+    """Name the advantages and the loss of the run. Names that this version does not know are kept as they are."""
     algo = manifest.config.get("algo", {})
     advantage, loss = str(algo.get("advantage", "")), str(algo.get("loss", ""))
     if not advantage or not loss:
@@ -115,7 +117,7 @@ def _differences(config: Mapping[str, Any]) -> str:
     rows = [
         [_code(name), _code(value), _code(defaults.get(name, ""))]
         for name, value in _flat(config).items()
-        if name not in OF_THE_RUN and (name not in defaults or value != defaults[name])
+        if name not in LOCAL_SETTINGS and (name not in defaults or value != defaults[name])
     ]
     return _table(["setting", "value", "default"], rows) if rows else "None."
 
@@ -125,7 +127,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """By dotted name; a placement is one value."""
+    """Return settings by dotted name; a placement is one value."""
     flat: dict[str, Any] = {}
     for section, values in config.items():
         if isinstance(values, Mapping) and section != "placement":
@@ -135,14 +137,15 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _without_places(value: Any) -> Any:
+def _without_paths(value: Any) -> Any:
+    """Return a setting with paths shortened to their last part."""
     if isinstance(value, Mapping):
-        names = [_without_places(str(name)) for name in value]  # a path has a weight in data.train
+        names = [_without_paths(str(name)) for name in value]  # data.train may map paths to weights
         if len(set(names)) < len(names):
             names = [f"{number}. {name}" for number, name in enumerate(names, start=1)]
-        return {name: _without_places(entry) for name, entry in zip(names, value.values())}
+        return {name: _without_paths(entry) for name, entry in zip(names, value.values())}
     if isinstance(value, list | tuple):
-        return [_without_places(entry) for entry in value]
+        return [_without_paths(entry) for entry in value]
     return PurePosixPath(value).name if isinstance(value, str) and LOCATION.match(value) else value
 
 
@@ -152,19 +155,19 @@ def _code(value: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without what would end a table's cell or inline code."""
+    """Return the text without characters that would end a table cell or inline code."""
     return " ".join(text.replace("`", "'").replace("|", "/").split())
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], last_step: int) -> dict[str, Points]:
-    """The reward and all evaluations, where they are numbers; a step that was done twice counts as it was at last."""
+    """Return reward and evaluations by name. If a step was done twice, its last values count."""
     found: dict[str, dict[int, float]] = {}
     for row in metrics:
         step = row.get("step")
         if not isinstance(step, int) or step > last_step:
             continue
         for name, value in row.items():
-            is_ours = name == REWARD or name.startswith("eval/")
-            if is_ours and isinstance(value, int | float) and math.isfinite(value):
+            is_shown = name == REWARD or name.startswith("eval/")
+            if is_shown and isinstance(value, int | float) and math.isfinite(value):
                 found.setdefault(name, {})[step] = float(value)
     return {name: sorted(found[name].items()) for name in sorted(found, key=lambda name: (name != REWARD, name))}

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.resume import Resume, restore
 from rl.checkpoint.save import Saver
-from rl.checkpoint.write import Record, read_hf_files
+from rl.checkpoint.write import RunDescription, read_hf_files
 from rl.config.schema import AlgoConfig, Config, ConfigError
 from rl.data.prompts import PromptStream, Tokenizer
 from rl.evaluation.evaluation import Evaluation
@@ -54,7 +54,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
 
     def execute(action: Action) -> None:
         if action != "publish again":
-            return checkpoints.obey(action)
+            return checkpoints.execute(action)
         with run.world.stage("sync"):
             sync.publish_again()
 
@@ -102,8 +102,8 @@ def build_checkpoints(
 ) -> Checkpoints:
     config = run.config
     hf_files = read_hf_files(run.model_folder, config.model.dtype)
-    record = Record(run.folder.name, dataclasses.asdict(config), tuple(tensors), hf_files)
-    saver = Saver(run.world, run.placement, run.saved.store, record, config.checkpoint.copies)
+    description = RunDescription(run.folder.name, dataclasses.asdict(config), tuple(tensors), hf_files)
+    saver = Saver(run.world, run.placement, run.saved.store, description, config.checkpoint.copies)
     last_step = 0 if config.debug.dry_run else config.train.num_steps  # always saved
     return Checkpoints(saver, learner, config.checkpoint, last_step, run.saved.resume, critic)
 

@@ -25,11 +25,11 @@ def test_a_node_that_is_lost_for_good(copies: int, undisturbed: list[dict[str, A
             assert "6 ranks on 3 nodes: rollout 0-2, inference 3" in world.output()
             return
         assert world.finish() == [1, 1, 1]
-        assert re.search(r"step \d was committed, but 4 of its \d+ files are on no disk in reach", world.output())
+        assert re.search(r"step \d was committed, but no reachable disk holds 4 of its \d+ files", world.output())
         for file in ("model-00000-of-00002", "optimizer-00001-of-00002"):
             assert re.search(rf"{file}.safetensors \(\d+ bytes\): was saved on node3", world.output())
         for node in range(3):
-            assert "are on no disk in reach" in (world.run_folder(node) / "FATAL").read_text()
+            assert "no reachable disk holds" in (world.run_folder(node) / "FATAL").read_text()
 
 
 @pytest.mark.timeout(900)
@@ -67,7 +67,7 @@ def test_a_full_disk(small_disk: Path, undisturbed: list[dict[str, Any]], tmp_pa
     subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
     with running(tmp_path) as world:
         world.finish_well(undisturbed)
-        assert "goes on after step 2" in world.output()
+        assert "resumes after step 2" in world.output()
 
 
 @pytest.mark.parametrize("times", ["once", "twice in the first attempt"])

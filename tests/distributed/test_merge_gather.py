@@ -121,10 +121,8 @@ def test_a_copy_that_is_corrupt_at_its_source(made: Made, server: SshServer, tmp
     data[-1] ^= 1
     path.write_bytes(data)
     text = failure(arguments(server, made.folders[0]))
-    assert (
-        f"model-00005-of-00008.safetensors: node2:{made.folders[2]}/checkpoints: its bytes differ from those that were saved"
-        in text
-    )
+    place = f"node2:{made.folders[2]}/checkpoints"
+    assert f"model-00005-of-00008.safetensors: {place}: its bytes differ from those that were saved" in text
     second = tmp_path / "second" / "x"
     shutil.copytree(made.folders[2], second)
     data[-1] ^= 1

@@ -67,7 +67,7 @@ def test_a_run_with_a_critic_resumes_with_the_same_numbers(ppo: Result, tmp_path
     """4 steps equal 2, a resume and 2, to the last bit: policy, critic, both optimizers, and the coefficient of the KL,
     which has moved."""
     resumed = train(killed_after(2, ppo, tmp_path / "run"), 2, *PPO, "train.num_steps=4")
-    assert "goes on after step 2" in resumed.output
+    assert "resumes after step 2" in resumed.output
     assert [row["step"] for row in ppo.metrics] == [1, 2, 3, 4]
     for ours, theirs in zip(resumed.metrics, ppo.metrics, strict=True):
         assert learnt(ours) == learnt(theirs)
@@ -83,7 +83,7 @@ def test_a_run_with_a_critic_resumes_with_the_same_numbers(ppo: Result, tmp_path
 def test_and_in_another_placement(num_ranks: int, placement: list[str], ppo: Result, tmp_path: Path) -> None:
     """2 collocated ranks, then another world: the same tokens, values and losses."""
     other = train(killed_after(2, ppo, tmp_path / "run"), num_ranks, *PPO, "train.num_steps=4", *placement)
-    assert "goes on after step 2" in other.output
+    assert "resumes after step 2" in other.output
     for step in (3, 4):
         got, expected = other.rollouts(step), ppo.rollouts(step)
         assert got.tokens.tolist() == expected.tokens.tolist()
@@ -159,7 +159,7 @@ def test_dynamic_sampling_resumes_in_another_placement(dynamic: Result, tmp_path
     """A rank that does it all, then an engine apart: the same prompts, tokens, rewards and losses."""
     apart = ["placement.rollout=0", "placement.actor=1"]
     other = train(killed_after(1, dynamic, tmp_path / "run"), 2, *DYNAMIC, "train.num_steps=3", *apart)
-    assert "goes on after step 1" in other.output
+    assert "resumes after step 1" in other.output
     for step in (2, 3):
         got, expected = other.rollouts(step), dynamic.rollouts(step)
         assert got.tokens.tolist() == expected.tokens.tolist()
@@ -175,7 +175,7 @@ def test_a_run_that_had_no_critic_goes_on_with_a_fresh_one(dynamic: Result, tmp_
     settings = ["algo.advantage=gae", "algo.max_sampling_rounds=1", "algo.num_mini_batches=6"]
     fork = [f"checkpoint.resume={dynamic.folder}", "train.num_steps=4", *settings]
     result = train(tmp_path / "fork", 1, *DYNAMIC, *fork)
-    assert "goes on after step 3" in result.output
+    assert "resumes after step 3" in result.output
     (row,) = result.metrics
     batch = result.rollouts(4)
     assert not batch.values.any(), "its head starts at 0"

@@ -45,7 +45,7 @@ def test_epochs_of_mixed_files_and_of_a_resumed_run(tmp_path: Path) -> None:
     assert [row["step"] for row in first.metrics] == [1, 2]
     placement = ["placement.rollout=0", "placement.actor=1-2"]
     second = train(tmp_path / "run", 3, *settings, "train.num_epochs=2", *placement)
-    assert "set otherwise since then: train.num_steps 2 -> 4, train.num_epochs 1 -> 2" in second.output
+    assert "settings changed since then: train.num_steps 2 -> 4, train.num_epochs 1 -> 2" in second.output
     assert [row["step"] for row in second.metrics] == [1, 2, 3, 4]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "eval/hard/avg@1" in row] == [0, 2, 4]  # each once, even after the resume

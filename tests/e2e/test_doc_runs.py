@@ -81,7 +81,7 @@ def test_first_run(reader: Reader) -> None:
     assert "runs/mine: 1 rank on 1 node: rollout 0, actor 0; 1 engine; loading" in said
     assert re.search(r"^mine: reward \d\.\d\d -> \d\.\d\d in 2 steps, \d+ s, engine vllm [\d.]+$", said, re.MULTILINE)
     said = reader.type(longer)
-    assert "runs/mine/checkpoints: goes on after step 2; set otherwise since then: train.num_steps 2 -> 3" in said
+    assert "runs/mine/checkpoints: resumes after step 2; settings changed since then: train.num_steps 2 -> 3" in said
     assert steps(run) == [0, 1, 2, 3]
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"reward/closeness", "reward/closeness/is_number", "reward/exact_match"} <= row.keys()

@@ -61,7 +61,7 @@ def test_a_job_is_submitted_followed_and_stopped_from_a_terminal(tmp_path: Path)
         settings[-1] = f"train.num_steps={int(last) + 1}"
         jobs("submit", "a", *settings)
         follower = tool("jobs.py", "--runs", tmp_path, "logs", "-f", "a", timeout_s=90, **environment)
-        follower.expect(f"goes on after step {last}")
+        follower.expect(f"resumes after step {last}")
         assert leave(follower) == 0
         assert jobs("list").splitlines()[1].split()[1:3] == ["done", str(int(last) + 1)]
     finally:

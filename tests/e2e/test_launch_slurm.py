@@ -159,7 +159,7 @@ def test_a_job_whose_time_is_over_is_requeued_and_goes_on(slurm: Slurm, tmp_path
     output = console.read_text()
     assert f"the time of job {job} is almost over" in output and "oneworld: stopped at step " in output
     saved = max(int(folder.name.removeprefix("step_")) for folder in (tmp_path / "x/checkpoints").glob("step_*"))
-    until(lambda: f"goes on after step {saved}" in console.read_text(), "its second start", 120)
+    until(lambda: f"resumes after step {saved}" in console.read_text(), "its second start", 120)
     until(lambda: f'"step": {saved + 2},' in metrics.read_text(), "what follows", 60)
     assert slurm.jobs("stop", "x") == "x: stopped\n"
     assert slurm.state(job) == "CANCELLED" and slurm.ask("scontrol", "show", "job", job).count("Restarts=1") == 1

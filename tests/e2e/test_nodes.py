@@ -138,6 +138,6 @@ def test_a_node_is_gone_when_the_run_goes_on(copies: int, tmp_path: Path) -> Non
         assert not (tmp_path / "node0" / "x" / "checkpoints" / "step_3").exists()
     else:
         assert codes == [0, 0], output[-4000:]
-        assert "goes on after step 2" in output
+        assert "resumes after step 2" in output
         for node in ("node0", "node1"):
             assert (tmp_path / node / "x" / "checkpoints" / "step_3" / "COMMITTED").exists()

@@ -113,7 +113,7 @@ def test_a_crash_is_restarted_from_the_last_step(tmp_path: Path) -> None:
     process = launch(folder, 2, "killed, once", "train.num_steps=4", restarts=True)
     output = finish(process, 150)
     assert process.returncode == 0, output
-    assert output.count("goes on after step 1") == 1, output
+    assert output.count("resumes after step 1") == 1, output
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert "in 4 steps" in output
@@ -194,7 +194,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_there(small_disk: Path) -> N
     assert steps_on(small_disk) == [1, 2]
     subprocess.run(["mount", "-o", "remount,size=30m", str(small_disk / "checkpoints")], check=True)
     result = run(small_disk, 1, "train.num_steps=5", "checkpoint.keep_last=5")
-    assert "goes on after step 2" in result.output
+    assert "resumes after step 2" in result.output
     assert steps_on(small_disk) == [1, 2, 3, 4, 5]
 
 
@@ -203,7 +203,7 @@ def test_a_read_only_disk_ends_the_run_and_keeps_what_is_there(small_disk: Path)
     run(small_disk, 1, "train.num_steps=1")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk / "checkpoints")], check=True)
     output = fail(small_disk, "train.num_steps=3")
-    assert "goes on after step 1" in output
+    assert "resumes after step 1" in output
     assert "stage checkpoint, step 2: CheckpointError: cannot write " in output, output
     assert "Read-only file system" in output
     assert steps_on(small_disk) == [1]
@@ -222,7 +222,7 @@ def test_a_vanished_folder_ends_the_run(tmp_path: Path) -> None:
     assert not (folder / "checkpoints").exists()
     (tmp_path / "elsewhere").rename(folder / "checkpoints")
     saved = steps_on(folder)[-1]
-    assert f"goes on after step {saved}" in run(folder, 1, f"train.num_steps={saved + 1}").output
+    assert f"resumes after step {saved}" in run(folder, 1, f"train.num_steps={saved + 1}").output
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def flip_byte(place: Path) -> str:
 
 def tear_manifest(place: Path) -> str:
     os.truncate(place / MANIFEST, 5000)
-    return "is torn"
+    return "is damaged"
 
 
 def make_newer(place: Path) -> str:
@@ -260,7 +260,7 @@ def make_newer(place: Path) -> str:
 
 def make_foreign(place: Path) -> str:
     (place / MANIFEST).write_text('{"metadata": {"total_size": 1}}')
-    return "was written by something else"
+    return "another program wrote it"
 
 
 def drop_shard(place: Path) -> str:
@@ -289,14 +289,14 @@ def test_a_damaged_checkpoint_is_a_clear_error_and_nothing_is_deleted(damage, tw
 def test_a_fork_goes_on_in_its_own_folder(two_steps: Path, tmp_path: Path) -> None:
     before = snapshot(two_steps)
     fork = run(tmp_path / "fork", 1, "train.num_steps=3", f"checkpoint.resume={two_steps}", "actor.lr=1e-5")
-    assert "goes on after step 2; set otherwise since then: " in fork.output
+    assert "resumes after step 2; settings changed since then: " in fork.output
     assert "actor.lr 0.0002 -> 1e-05" in fork.output
     assert [row["step"] for row in fork.metrics] == [3]
     assert snapshot(two_steps) == before
     older = run(tmp_path / "older", 1, "train.num_steps=2", f"checkpoint.resume={two_steps}/checkpoints/step_1")
     assert [row["step"] for row in older.metrics] == [2]
     again = run(tmp_path / "fork", 1, "train.num_steps=4", f"checkpoint.resume={two_steps}")
-    assert "goes on after step 3" in again.output
+    assert "resumes after step 3" in again.output
     assert [row["step"] for row in again.metrics] == [3, 4]
 
 
@@ -315,8 +315,8 @@ def test_a_run_that_is_done_says_so(two_steps: Path, tmp_path: Path) -> None:
     shutil.copytree(two_steps, folder)
     before = snapshot(folder / "checkpoints")
     result = run(folder, 1, "train.num_steps=2")
-    assert "goes on after step 2" in result.output
-    assert "all 2 steps are done, raise train.num_steps to train on" in result.output
+    assert "resumes after step 2" in result.output
+    assert "all 2 steps are done; raise train.num_steps to continue training" in result.output
     assert snapshot(folder / "checkpoints") == before
 
 

@@ -75,7 +75,7 @@ def test_a_checkpoint_holds_the_policy_and_another_placement_goes_on_from_it(
     difference = float(capsys.readouterr().out.partition("relative difference ")[2])
     placement = ["placement.num_gpus_per_node=2", "placement.rollout=0", "placement.actor=1", "debug.share_gpu=true"]
     result = train(folder, 2, *options, "train.num_steps=4", *placement, timeout_s=250)
-    assert "goes on after step 2" in result.output
+    assert "resumes after step 2" in result.output
     assert [row["step"] for row in result.metrics] == [1, 2, 3, 4]
     mismatch = max(row["policy/mismatch_kl"] for row in result.metrics)
     seconds = {"checkpoint": [round(row.get("time/checkpoint", 0.0), 4) for row in result.metrics]}

@@ -26,7 +26,7 @@ from rl.checkpoint.shard_file import (
     read_bytes,
     rows_to_write,
     write_shard,
-    write_whole,
+    write_small_file,
 )
 from rl.watch.text import parse_bytes
 
@@ -147,7 +147,7 @@ def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all(tmp_path: Path, m
     write = os.write
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda handle, data: write(handle, data[:3]))
-        file = write_whole(tmp_path / "a", b"0123456789")
+        file = write_small_file(tmp_path / "a", b"0123456789")
     assert (tmp_path / "a").read_bytes() == b"0123456789"
     assert (file.name, file.num_bytes, file.digest) == ("a", 10, digest(b"0123456789"))
 
@@ -165,7 +165,7 @@ def test_a_new_file_refuses_one_that_exists(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"cannot write {path}: File exists"):
         write_shard(path, [content(A)], ABOUT)
     with pytest.raises(CheckpointError, match="File exists"):
-        write_whole(path, b"other")
+        write_small_file(path, b"other")
     assert path.read_bytes() == b"precious"
 
 
@@ -257,7 +257,7 @@ def test_what_cannot_be_written_where_and_what_to_do(tmp_path: Path) -> None:
     left = parse_bytes(re.search(r"has ([\d.]+ .B) left", text).group(1))
     space = os.statvfs(tmp_path)
     assert left == pytest.approx(space.f_bavail * space.f_frsize, rel=0.2)
-    assert "checkpoints that were committed before stay as they are" in text
+    assert "earlier committed checkpoints are intact" in text
     assert "Free space or mend the folder, and start again" in text
 
 
@@ -265,7 +265,7 @@ def test_a_folder_that_is_missing_is_no_reason_to_make_it(tmp_path: Path) -> Non
     with pytest.raises(
         CheckpointError, match=rf"cannot write {tmp_path}/no/a: No such file or directory \({tmp_path} "
     ):
-        write_whole(tmp_path / "no" / "a", b"x")
+        write_small_file(tmp_path / "no" / "a", b"x")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -274,7 +274,7 @@ def test_bytes_from_the_middle_of_a_file(tmp_path: Path) -> None:
     assert read_bytes(tmp_path / "a", 3, 4) == b"3456"
     assert read_bytes(tmp_path / "a", 0, 10) == b"0123456789"
     assert read_bytes(tmp_path / "a", 4, 0) == b""
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}/a has 10 bytes; 5 from byte 8 on were asked for"):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/a has 10 bytes; 5 from byte 8 were asked for"):
         read_bytes(tmp_path / "a", 8, 5)
     with pytest.raises(FileNotFoundError):
         read_bytes(tmp_path / "b", 0, 1)
@@ -371,7 +371,7 @@ TORN = {
 
 @pytest.mark.parametrize("text", TORN.values(), ids=TORN.keys())
 def test_a_torn_manifest(text: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"^/x/manifest\.json is torn: \w+: .*nothing was changed") as caught:
+    with pytest.raises(CheckpointError, match=r"^/x/manifest\.json is damaged: \w+: .*Nothing was changed") as caught:
         Manifest.from_json(text, "/x/manifest.json")
     assert "Restore it from another node or a backup" in str(caught.value)
     assert "checkpoint.resume=PATH" in str(caught.value)
@@ -379,12 +379,12 @@ def test_a_torn_manifest(text: bytes) -> None:
 
 @pytest.mark.parametrize("text", [b"[]", b"{}", b"5", b"null", changed(kind="another trainer"), without("kind")])
 def test_a_manifest_of_another_program(text: bytes) -> None:
-    with pytest.raises(CheckpointError, match="/x is not the manifest of a oneworld checkpoint: it was written by som"):
+    with pytest.raises(CheckpointError, match="/x is not the manifest of a oneworld checkpoint: another program wrote it"):
         Manifest.from_json(text, "/x")
 
 
 def test_a_manifest_of_a_newer_format() -> None:
-    with pytest.raises(CheckpointError, match="/x has format 2, this program reads format 1: use the version of onew"):
+    with pytest.raises(CheckpointError, match="/x has format 2, but this program reads format 1: use the version of onew"):
         Manifest.from_json(changed(format=2, files=None), "/x")
 
 

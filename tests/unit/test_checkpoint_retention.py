@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rl.checkpoint.retention import Best, better, check_metric, is_due, kept
+from rl.checkpoint.retention import Best, check_metric, is_due, steps_to_keep, update_best
 from rl.config.schema import CheckpointConfig, ConfigError
 
 HIGHEST = CheckpointConfig(best_metric="eval/accuracy")
@@ -37,14 +37,14 @@ LOWEST = CheckpointConfig(best_metric="eval/accuracy", best_is_lowest=True)
 )
 def test_the_best_step(config: CheckpointConfig, best: Best | None, value: float | None, expected: Best | None) -> None:
     values = {"reward/mean": 9.0} | ({} if value is None else {"eval/accuracy": value})
-    assert better(best, 7, values, config) == expected
+    assert update_best(best, 7, values, config) == expected
 
 
 def test_a_step_that_is_not_better_is_told_by_identity() -> None:
     best = Best(3, 0.5)
-    assert better(best, 7, {"eval/accuracy": 0.5}, HIGHEST) is best
-    assert better(best, 7, {}, HIGHEST) is best
-    assert better(best, 7, {"eval/accuracy": 0.7}, HIGHEST) is not best
+    assert update_best(best, 7, {"eval/accuracy": 0.5}, HIGHEST) is best
+    assert update_best(best, 7, {}, HIGHEST) is best
+    assert update_best(best, 7, {"eval/accuracy": 0.7}, HIGHEST) is not best
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_what_is_kept(
     steps: list[int], keep_last: int, keep_every: int, best: Best | None, expected: list[int]
 ) -> None:
     config = CheckpointConfig(keep_last=keep_last, keep_every=keep_every)
-    assert sorted(kept(steps, best, config)) == expected
+    assert sorted(steps_to_keep(steps, best, config)) == expected
 
 
 VALUES = {"reward/mean": 1.0, "loss/policy": 0.1}

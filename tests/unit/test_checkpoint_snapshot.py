@@ -1,4 +1,4 @@
-"""The copy in host memory, and the random generators."""
+"""The copy in host memory, and the random generator_states."""
 
 import json
 import random
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl.checkpoint.snapshot import HostCopy, generators, restore_generators
+from rl.checkpoint.snapshot import HostCopy, generator_states, restore_generators
 from rl.model import host_memory
 
 
@@ -83,7 +83,7 @@ def test_generators_go_on_where_they_were() -> None:
     torch.manual_seed(3)
     random.seed(4)
     draw()
-    states = json.loads(json.dumps(generators()))  # as it lies in the manifest
+    states = json.loads(json.dumps(generator_states()))  # as it lies in the manifest
     expected = draw()
     assert draw() != expected
     torch.manual_seed(5)
@@ -98,12 +98,12 @@ def test_the_second_of_a_pair_of_gaussian_numbers_is_kept() -> None:
     """Python makes them in pairs and keeps the other one beside the generator."""
     random.seed(4)
     random.gauss(0, 1)
-    states = json.loads(json.dumps(generators()))
+    states = json.loads(json.dumps(generator_states()))
     expected = [random.gauss(0, 1) for _ in range(3)]
     random.seed(6)
     restore_generators(states)
     assert [random.gauss(0, 1) for _ in range(3)] == expected
-    states = generators()  # none is kept now
+    states = generator_states()  # none is kept now
     assert random.getstate()[2] is None
     expected = [random.gauss(0, 1) for _ in range(3)]
     random.seed(6)
@@ -118,7 +118,7 @@ def test_telling_the_state_draws_nothing() -> None:
     expected = draw()
     torch.manual_seed(3)
     random.seed(4)
-    first, second = generators(), generators()
+    first, second = generator_states(), generator_states()
     assert first == second
     assert draw() == expected
-    assert generators() != first
+    assert generator_states() != first

@@ -1,4 +1,4 @@
-"""Shelves on private and on shared disks: what they answer, and that nothing is lost when several do the same."""
+"""Checkpoint stores on private and on shared disks: their answers, and that concurrent requests lose nothing."""
 
 import errno
 import os
@@ -17,34 +17,55 @@ import pytest
 
 from rl.checkpoint.manifest import CheckpointError, Manifest
 from rl.checkpoint.shard_file import digest
-from rl.checkpoint.store import CheckpointStore
-from rl.world.mail import Message
-from tests.mails import stores_on
+from rl.checkpoint.store import (
+    A,
+    CheckpointStore,
+    CommitStep,
+    ConfirmStep,
+    ListSteps,
+    PrepareStep,
+    ReadBytes,
+    RemoveSteps,
+    RenameRoot,
+    StoredStep,
+    StoreRequest,
+    WriteBytes,
+)
+from rl.world.mail import Letter
+from tests.mails import connected, stores_on
 
-MANIFEST = Manifest("r1", "first", 4, "w1-4", 1700000000.5, {}, {}, {}, ())
+MANIFEST = Manifest(
+    run_id="r1",
+    run_name="first",
+    step=4,
+    save_id="w1-4",
+    saved_at=1700000000.5,
+    state={},
+    config={},
+    placement={},
+    files=(),
+)
 
 
-def answer(store: CheckpointStore, rank: int, operation: str, payload: bytes = b"", **meta: Any) -> Message:
-    return store.call(rank, operation, payload, **meta).result(timeout=10)
-
-
-def save_ids(step: int, save_id: str) -> dict[str, Any]:
-    return {"step": step, "save_id": save_id}
+def answer(store: CheckpointStore, rank: int, request: StoreRequest[A], payload: bytes = b"") -> Letter[A]:
+    return store.call(rank, request, payload).result(timeout=10)
 
 
 def prepare(
     store: CheckpointStore, step: int, save_id: str = "", expected: list[dict[str, int]] | None = None
 ) -> list[bool]:
-    """As the leader does when all files are written, on all nodes; tells which of them put the step in place.
-    `expected` are the files of each node and their sizes."""
+    """Prepare a step on all nodes as the leader does; return which nodes put the step in place.
+
+    `expected` are the files of each node and their sizes.
+    """
     save_id = save_id or f"w1-{step}"
     text = replace(MANIFEST, step=step, save_id=save_id).to_json()
-    meta = {"folder": f"step_{step}.tmp-{save_id}", "expected": expected or [{} for _ in store.node_leads]}
-    return [reply.meta["claimed"] for reply in store.ask_all("prepare", text, **meta, **save_ids(step, save_id))]
+    request = PrepareStep(step, save_id, f"step_{step}.tmp-{save_id}", expected or [{} for _ in store.node_leads])
+    return [letter.message.is_claimed for letter in store.call_all(request, text)]
 
 
 def commit(store: CheckpointStore, step: int, save_id: str = "") -> None:
-    store.ask_all("commit", **save_ids(step, save_id or f"w1-{step}"))
+    store.call_all(CommitStep(step, save_id or f"w1-{step}"))
 
 
 def write(root: Path, folder: str, **files: str) -> Path:
@@ -66,7 +87,7 @@ def test_making_the_folder_clears_what_killed_saves_left(tmp_path: Path, capsys:
     for folder in ("step_2.tmp-w0-2", "step_2.old-w0-2", "step_2.claim-w0-2", "step_2", "step_4.tmp", "notes"):
         write(root, folder, a="x")
     with stores_on([root]) as (store,):
-        store.make_folders("r1")
+        store.create_roots("r1")
         assert store.hosts == [socket.gethostname()]
         assert tree(root) == ["notes/a", "step_2/a", "step_4.tmp/a"]
     assert capsys.readouterr().err == ""
@@ -75,7 +96,7 @@ def test_making_the_folder_clears_what_killed_saves_left(tmp_path: Path, capsys:
 def test_making_the_folder_makes_its_parents(tmp_path: Path) -> None:
     roots = [tmp_path / node / "run" / "checkpoints" for node in "ab"]
     with stores_on(roots) as stores:
-        stores[1].make_folders("r1")
+        stores[1].create_roots("r1")
         assert all(root.is_dir() for root in roots)
         assert stores[1].hosts == [socket.gethostname()] * 2
 
@@ -85,17 +106,17 @@ def test_what_cannot_be_deleted_is_told(
 ) -> None:
     """It is of no use and of no harm: the run goes on."""
     with stores_on([tmp_path]) as (store,):
-        store.make_folders("r1")
+        store.create_roots("r1")
         write(tmp_path, "step_2", model="1")
         left = write(tmp_path, "step_1.tmp-w0-1", model="1")
         monkeypatch.setattr(shutil, "rmtree", lambda *given, **options: None)
-        store.make_folders("r1")
-        told = r"oneworld: could not delete {}\.old-\w+, which nothing needs any more\n"
+        store.create_roots("r1")
+        told = r"oneworld: could not delete {}\.old-\w+, which is no longer needed\n"
         assert re.fullmatch(told.format(left), capsys.readouterr().err)
         assert prepare(store, 4) == [True]
         commit(store, 4)
         assert re.fullmatch(told.format(tmp_path / "step_4.claim-w1-4"), capsys.readouterr().err)
-        store.ask_all("remove", steps=[2], **save_ids(4, "w1-4"))
+        store.call_all(RemoveSteps("w1-4", [2]))
         assert re.fullmatch(told.format(tmp_path / "step_2.old-w1-4"), capsys.readouterr().err)
 
 
@@ -103,20 +124,20 @@ def test_a_folder_keeps_the_id_of_its_run(tmp_path: Path) -> None:
     """A run that was killed before its first checkpoint is the same run when it starts again."""
     roots = [tmp_path / "a", tmp_path / "b"]
     with stores_on(roots) as (store, other):
-        assert [reply.meta["run_id"] for reply in store.ask_all("list", where="root")] == ["", ""]
-        store.make_folders("r1")
+        assert [letter.message.run_id for letter in store.call_all(ListSteps("root"))] == ["", ""]
+        store.create_roots("r1")
         assert store.run_id == "r1"
         assert [(root / "run_id").read_text() for root in roots] == ["r1", "r1"]
-        other.make_folders("r2")
+        other.create_roots("r2")
         assert other.run_id == "r1"
         assert [(root / "run_id").read_text() for root in roots] == ["r1", "r1"]
-        assert [reply.meta["run_id"] for reply in store.ask_all("list", where="root")] == ["r1", "r1"]
+        assert [letter.message.run_id for letter in store.call_all(ListSteps("root"))] == ["r1", "r1"]
 
 
 def test_an_id_that_a_kill_cut_off_is_written_anew(tmp_path: Path) -> None:
     (tmp_path / "run_id").touch()
     with stores_on([tmp_path]) as (store,):
-        store.make_folders("r1")
+        store.create_roots("r1")
         assert (store.run_id, (tmp_path / "run_id").read_text()) == ("r1", "r1")
 
 
@@ -126,7 +147,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         stores_on([tmp_path / "run" / "checkpoints"]) as (store,),
         pytest.raises(CheckpointError) as caught,
     ):
-        store.make_folders("r1")
+        store.create_roots("r1")
     assert f"cannot write {tmp_path}/run/checkpoints: Not a directory" in str(caught.value)
 
 
@@ -140,25 +161,25 @@ def test_the_list_tells_steps_files_and_sizes(tmp_path: Path) -> None:
     write(root, "step_8.tmp-w1-8", model="1")
     (root / "step_9").write_text("a file")
     with stores_on([root]) as (store,):
-        meta = answer(store, 0, "list", where="root").meta
-    steps = {entry["step"]: entry for entry in meta["steps"]}
+        listed = answer(store, 0, ListSteps("root")).message
+    steps = {step.step: step for step in listed.steps}
     assert sorted(steps) == [4, 6, 12]
-    assert steps[4] == {
-        "step": 4,
-        "folder": str(root / "step_4"),
-        "files": {"manifest.json": len(text), "COMMITTED": 0, "model-0": 5, "hf/config": 2},
-        "error": "",
-        "committed": True,
-        "save_id": "w1-4",
-        "run_id": "r1",
-        "saved_at": 1700000000.5,
-    }
-    assert (steps[6]["committed"], steps[6]["save_id"], steps[6]["saved_at"]) == (False, "", 0.0)
-    assert steps[6]["error"].startswith(f"{root}/step_6/manifest.json is torn: ")
-    assert steps[12]["error"] == f"{root}/step_12/manifest.json cannot be read: No such file or directory"
-    assert steps[12]["files"] == {"model": 1}
-    assert (meta["place"], meta["exists"]) == (str(root), True)
-    assert meta["launched_at"] == psutil.Process().create_time()
+    assert steps[4] == StoredStep(
+        step=4,
+        folder=str(root / "step_4"),
+        files={"manifest.json": len(text), "COMMITTED": 0, "model-0": 5, "hf/config": 2},
+        is_committed=True,
+        error="",
+        save_id="w1-4",
+        run_id="r1",
+        saved_at=1700000000.5,
+    )
+    assert (steps[6].is_committed, steps[6].save_id, steps[6].saved_at) == (False, "", 0.0)
+    assert steps[6].error.startswith(f"{root}/step_6/manifest.json is damaged: ")
+    assert steps[12].error == f"{root}/step_12/manifest.json cannot be read: No such file or directory"
+    assert steps[12].files == {"model": 1}
+    assert (listed.folder, listed.exists) == (str(root), True)
+    assert listed.launched_at == psutil.Process().create_time()
 
 
 @pytest.mark.parametrize(
@@ -175,81 +196,81 @@ def test_the_list_of_another_runs_steps(tmp_path: Path, source: str, place: str,
     for step in (2, 4):
         write(tmp_path / "other" / "checkpoints", f"step_{step}", COMMITTED="")
     with stores_on([tmp_path / "run" / "checkpoints"], [tmp_path / source]) as (store,):
-        meta = answer(store, 0, "list", where="source").meta
-        assert (meta["place"], [entry["step"] for entry in meta["steps"]]) == (str(tmp_path / place), steps)
-        assert meta["exists"] == bool(steps)
-        own = answer(store, 0, "list", where="root").meta
-        assert (own["exists"], own["steps"]) == (False, [])
+        source_steps = answer(store, 0, ListSteps("source")).message
+        assert (source_steps.folder, [step.step for step in source_steps.steps]) == (str(tmp_path / place), steps)
+        assert source_steps.exists == bool(steps)
+        own = answer(store, 0, ListSteps("root")).message
+        assert (own.exists, own.steps) == (False, [])
 
 
 def test_bytes_of_another_nodes_file(tmp_path: Path) -> None:
     folder = write(tmp_path / "b", "step_4", model="0123456789")
     with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, _):
-        where = {"folder": str(folder), "file": "model"}
-        assert answer(store, 1, "get", **where, begin=0, num_bytes=None).payload == b"0123456789"
-        assert answer(store, 1, "get", **where, begin=3, num_bytes=4).payload == b"3456"
-        assert answer(store, 0, "get", **where, begin=9, num_bytes=1).payload == b"9"  # it sees that disk too
+        assert answer(store, 1, ReadBytes(str(folder), "model")).payload == b"0123456789"
+        assert answer(store, 1, ReadBytes(str(folder), "model", 3, 4)).payload == b"3456"
+        assert answer(store, 0, ReadBytes(str(folder), "model", 9, 1)).payload == b"9"  # it sees that disk too
 
 
-def test_an_error_reaches_the_caller_and_the_shelf_lives_on(tmp_path: Path) -> None:
+def test_an_error_reaches_the_caller_and_the_store_still_answers(tmp_path: Path) -> None:
     folder = write(tmp_path / "b", "step_4", model="0123456789")
     with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, other):
         for asking in (store, other):
-            with pytest.raises(CheckpointError, match=rf"get: FileNotFoundError: .*'{folder}/optimizer'"):
-                answer(asking, 1, "get", folder=str(folder), file="optimizer", begin=0, num_bytes=None)
-            with pytest.raises(CheckpointError, match=rf"{folder}/model has 10 bytes; 7 from byte 5 on were"):
-                asking.wait(asking.call(1, "get", folder=str(folder), file="model", begin=5, num_bytes=7))
-            assert answer(asking, 1, "list", where="root").meta["exists"]
+            with pytest.raises(CheckpointError, match=rf"ReadBytes: FileNotFoundError: .*'{folder}/optimizer'"):
+                answer(asking, 1, ReadBytes(str(folder), "optimizer"))
+            with pytest.raises(CheckpointError, match=rf"{folder}/model has 10 bytes; 7 from byte 5 were"):
+                asking.wait(asking.call(1, ReadBytes(str(folder), "model", 5, 7)))
+            assert answer(asking, 1, ListSteps("root")).message.exists
 
 
-def test_whatever_goes_wrong_is_an_answer(tmp_path: Path) -> None:
-    """The one who asked would wait for ever, and the next one too if the thread died."""
+def test_every_failure_is_answered(tmp_path: Path) -> None:
+    """Without an answer the caller would wait forever, and so would the next one if the thread died."""
     tmp_path.joinpath("step_4").mkdir()
-    wrong = [
-        ("dance", {}, "dance: KeyError: 'dance'"),
-        ("get", {"folder": str(tmp_path)}, "get: KeyError: 'file'"),
-        ("list", {"where": "source"}, "list: AssertionError: "),
-        ("get", {"folder": str(tmp_path), "file": "step_4", "begin": 0, "num_bytes": 1}, "get: IsADirectoryError: "),
-        ("get", {"folder": 5, "file": "a", "begin": 0, "num_bytes": 1}, "get: TypeError: "),
+    failing: list[tuple[StoreRequest[Any], str]] = [
+        (ListSteps("source"), "ListSteps: AssertionError: "),
+        (ReadBytes(str(tmp_path), "step_4", 0, 1), "ReadBytes: IsADirectoryError: "),
+        (ReadBytes(str(tmp_path), "a\0", 0, 1), "ReadBytes: ValueError: "),
+        (PrepareStep(4, "w1-4", "step_4.tmp-w1-4", []), "PrepareStep: IndexError: "),
     ]
     with stores_on([tmp_path, tmp_path]) as stores:
-        for operation, meta, text in wrong:
+        for request, text in failing:
             for store in stores:
                 with pytest.raises(CheckpointError, match=f"^{text}"):
-                    answer(store, 1, operation, **meta)
-        assert answer(stores[0], 1, "list", where="root").meta["exists"]
+                    answer(store, 1, request)
+        assert answer(stores[0], 1, ListSteps("root")).message.exists
 
 
-def test_an_error_on_one_node_is_everybodys(tmp_path: Path) -> None:
+def test_an_error_on_one_node_fails_the_call_to_all(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("a file")
     with stores_on([tmp_path / "a", tmp_path / "b" / "checkpoints"]) as (store, _):
         with pytest.raises(CheckpointError, match="/b/checkpoints: Not a directory"):
-            store.make_folders("r1")
+            store.create_roots("r1")
         assert (tmp_path / "a").is_dir()
 
 
 def test_a_wait_ends_with_the_world(tmp_path: Path) -> None:
-    with stores_on([tmp_path]) as (store,):
-        threading.Timer(0.1, lambda: store._mail.fail(RuntimeError("another rank failed"))).start()
+    with connected(1) as (mail,):
+        store = CheckpointStore(mail, tmp_path, None, [0])
+        threading.Timer(0.1, lambda: mail.fail(RuntimeError("another rank failed"))).start()
         with pytest.raises(RuntimeError, match="another rank failed"):
             store.wait(Future())
 
 
-def put(store: CheckpointStore, rank: int, *chunks: bytes, file: str = "model-1", said: str = "") -> list[Message]:
-    begin, answers = 0, []
+def put(store: CheckpointStore, rank: int, *chunks: bytes, file: str = "model-1", said: str = "") -> list[bool]:
+    """Send a file in chunks; return for each whether the file existed. `said` replaces the digest."""
+    begin, existed = 0, []
     for number, chunk in enumerate(chunks, start=1):
-        meta = {"folder": "step_4.tmp-w1-4", "file": file, "begin": begin, "last": number == len(chunks)}
-        answers.append(answer(store, rank, "put", chunk, **meta, digest=said or digest(b"".join(chunks))))
+        whole = said or digest(b"".join(chunks))
+        request = WriteBytes("step_4.tmp-w1-4", file, begin, whole, is_last=number == len(chunks))
+        existed.append(answer(store, rank, request, chunk).message.existed)
         begin += len(chunk)
-    return answers
+    return existed
 
 
 def test_a_file_is_put_on_another_nodes_disk_in_chunks(tmp_path: Path) -> None:
     roots = [tmp_path / "a", tmp_path / "b"]
     with stores_on(roots) as (store, _):
-        store.make_folders("r1")
-        answers = put(store, 1, b"0123", b"4567", b"89")
-        assert [message.meta["is_here"] for message in answers] == [False] * 3
+        store.create_roots("r1")
+        assert put(store, 1, b"0123", b"4567", b"89") == [False] * 3
         put(store, 1, b"{}", file="hf/config.json")
         prepare(store, 4)
     assert tree(tmp_path) == ["a/step_4.claim-w1-4", "a/step_4/manifest.json"] + [
@@ -260,7 +281,7 @@ def test_a_file_is_put_on_another_nodes_disk_in_chunks(tmp_path: Path) -> None:
 
 def test_files_of_several_ranks_arrive_at_once(tmp_path: Path) -> None:
     with stores_on([tmp_path / node for node in "abc"]) as stores:
-        stores[0].make_folders("r1")
+        stores[0].create_roots("r1")
         texts = {1: [b"1" * 9, b"2" * 9] * 20, 2: [b"3" * 5, b"4" * 5] * 20}
         threads = [
             threading.Thread(target=put, args=(stores[rank], 0, *chunks), kwargs={"file": f"model-{rank}"})
@@ -276,8 +297,8 @@ def test_files_of_several_ranks_arrive_at_once(tmp_path: Path) -> None:
 
 def test_other_bytes_than_were_sent_are_not_kept(tmp_path: Path) -> None:
     with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, _):
-        store.make_folders("r1")
-        with pytest.raises(CheckpointError, match=r"/b/step_4\.tmp-w1-4/model-1: other bytes arrived than were sent"):
+        store.create_roots("r1")
+        with pytest.raises(CheckpointError, match=r"/b/step_4\.tmp-w1-4/model-1: the bytes that arrived differ from"):
             put(store, 1, b"0123", b"4567", said=digest(b"01234568"))
         assert list((tmp_path / "b" / "step_4.tmp-w1-4").iterdir()) == []
         put(store, 1, b"0123", b"4567")
@@ -287,15 +308,14 @@ def test_other_bytes_than_were_sent_are_not_kept(tmp_path: Path) -> None:
 def test_a_disk_that_both_nodes_see_has_the_file_already(tmp_path: Path) -> None:
     write(tmp_path, "step_4.tmp-w1-4", **{"model-1": "01234567"})
     with stores_on([tmp_path, tmp_path]) as (store, _):
-        (first,) = put(store, 1, b"XX")
-        assert first.meta["is_here"]
+        assert put(store, 1, b"XX") == [True]
     assert (tmp_path / "step_4.tmp-w1-4" / "model-1").read_text() == "01234567"
 
 
 def test_a_disk_that_is_gone_gets_no_files(tmp_path: Path) -> None:
     """A new folder in the mount point would hide that the disk is not there."""
     with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, _):
-        store.make_folders("r1")
+        store.create_roots("r1")
         (tmp_path / "b").rename(tmp_path / "unmounted")
         with pytest.raises(CheckpointError, match=rf"{tmp_path}/b is gone: was it deleted, or its disk unmounted\?"):
             put(store, 1, b"0123", b"4567")
@@ -308,18 +328,18 @@ def test_a_piece_behind_one_that_failed_is_an_error(tmp_path: Path, monkeypatch:
     def fail(handle: int, data: memoryview) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    meta = {"folder": "step_4.tmp-w1-4", "file": "model-1", "digest": digest(b"012345678"), "last": False}
+    first = WriteBytes("step_4.tmp-w1-4", "model-1", 0, digest(b"012345678"), is_last=False)
     path = tmp_path / "b" / "step_4.tmp-w1-4" / "model-1"
     with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, _):
-        store.make_folders("r1")
-        answer(store, 1, "put", b"012", **meta, begin=0)
+        store.create_roots("r1")
+        answer(store, 1, first, b"012")
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", fail)
             with pytest.raises(CheckpointError, match=rf"cannot write {path}\.part: No space left on device"):
-                answer(store, 1, "put", b"345", **meta, begin=3)
-        for last in (False, True):
+                answer(store, 1, replace(first, begin=3), b"345")
+        for is_last in (False, True):
             with pytest.raises(CheckpointError, match=rf"^{path}: an earlier piece of it could not be written"):
-                answer(store, 1, "put", b"678", **meta | {"last": last}, begin=6)
+                answer(store, 1, replace(first, begin=6, is_last=is_last), b"678")
         assert not path.exists()
         put(store, 1, b"012", b"345", b"678")
         assert path.read_bytes() == b"012345678"
@@ -327,16 +347,15 @@ def test_a_piece_behind_one_that_failed_is_an_error(tmp_path: Path, monkeypatch:
 
 def test_an_empty_file_is_put_too(tmp_path: Path) -> None:
     with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, _):
-        store.make_folders("r1")
-        (only,) = put(store, 1, b"", file="hf/merges.txt")
-        assert not only.meta["is_here"]
+        store.create_roots("r1")
+        assert put(store, 1, b"", file="hf/merges.txt") == [False]
     assert (tmp_path / "b" / "step_4.tmp-w1-4" / "hf" / "merges.txt").read_bytes() == b""
 
 
 def test_nodes_expect_the_files_that_were_written_there(tmp_path: Path) -> None:
     roots = [tmp_path / "a", tmp_path / "b"]
     with stores_on(roots) as (_, store):
-        store.make_folders("r1")
+        store.create_roots("r1")
         write(roots[0], "step_4.tmp-w1-4", **{"model-0": "1", "model-1": "22"})
         write(roots[1], "step_4.tmp-w1-4", **{"model-1": "22"})
         assert prepare(store, 4, expected=[{"model-0": 1, "model-1": 2}, {"model-1": 2}]) == [True, True]
@@ -348,7 +367,7 @@ def test_a_step_with_a_file_that_is_gone_or_cut_gets_no_name(tmp_path: Path, fau
     """Another world of the same run name clears what it takes for leftovers."""
     roots = [tmp_path / "a", tmp_path / "b"]
     with stores_on(roots) as (store, _):
-        store.make_folders("r1")
+        store.create_roots("r1")
         write(roots[0], "step_4.tmp-w1-4", **{"model-0": "333"})
         folder = write(roots[1], "step_4.tmp-w1-4", **{"model-1": "333", "model-2": "4444"})
         path = folder / "model-2"
@@ -401,10 +420,8 @@ def test_of_nodes_on_one_disk_one_puts_the_step_in_place(tmp_path: Path) -> None
     """The other one finds its files under the final name, and has nothing left to do."""
     with stores_on([tmp_path, tmp_path]) as (store, _):
         write(tmp_path, "step_4.tmp-w1-4", **{"model-0": "1", "model-1": "22"})
-        claims, meta = [], {"folder": "step_4.tmp-w1-4", "expected": [{"model-0": 1}, {"model-1": 2}]}
-        for rank in (1, 0):
-            reply = answer(store, rank, "prepare", MANIFEST.to_json(), **meta, **save_ids(4, "w1-4"))
-            claims.append(reply.meta["claimed"])
+        request = PrepareStep(4, "w1-4", "step_4.tmp-w1-4", [{"model-0": 1}, {"model-1": 2}])
+        claims = [answer(store, rank, request, MANIFEST.to_json()).message.is_claimed for rank in (1, 0)]
         assert claims == [True, False]
         with pytest.raises(CheckpointError, match=r"/step_4\.tmp-w1-4/model-2 was written and is gone"):
             prepare(store, 4, expected=[{"model-0": 1}, {"model-2": 2}])
@@ -413,17 +430,16 @@ def test_of_nodes_on_one_disk_one_puts_the_step_in_place(tmp_path: Path) -> None
 def test_a_step_counts_when_it_is_committed(tmp_path: Path) -> None:
     roots = [tmp_path / "a", tmp_path / "b"]
     with stores_on(roots) as (store, _):
-        store.make_folders("r1")
+        store.create_roots("r1")
         write(roots[0], "step_4.tmp-w1-4", model="1")  # the second node has no actor, and no folder yet
         prepare(store, 4)
-        committed = [
-            entry["committed"] for reply in store.ask_all("list", where="root") for entry in reply.meta["steps"]
-        ]
-        assert committed == [False, False]
+        listings = store.call_all(ListSteps("root"))
+        assert [step.is_committed for letter in listings for step in letter.message.steps] == [False, False]
         commit(store, 4)
-        (entry,), (other,) = (reply.meta["steps"] for reply in store.ask_all("list", where="root"))
-    assert (entry["step"], entry["committed"], entry["save_id"]) == (4, True, "w1-4")
-    assert (other["step"], other["committed"], other["save_id"]) == (4, True, "w1-4")
+        listings = store.call_all(ListSteps("root"))
+    for letter in listings:
+        (step,) = letter.message.steps
+        assert (step.step, step.is_committed, step.save_id) == (4, True, "w1-4")
     assert tree(tmp_path) == [
         "a/step_4/COMMITTED",
         "a/step_4/manifest.json",
@@ -439,7 +455,7 @@ def test_a_step_that_was_never_committed_is_replaced(tmp_path: Path, shared: boo
     for root in roots:
         write(root, "step_4", old="1", **{"manifest.json": "of a killed save"})
     with stores_on(roots) as (store, _):
-        store.make_folders("r1")
+        store.create_roots("r1")
         for root in roots:
             write(root, "step_4.tmp-w1-4", model="2")
         prepare(store, 4)
@@ -456,7 +472,7 @@ def test_steps_that_are_not_kept_are_removed(tmp_path: Path) -> None:
             write(tmp_path, f"step_{step}.tmp-w1-{step}", model="1")
             prepare(store, step)
             commit(store, step)
-        store.ask_all("remove", steps=[2, 6, 18], **save_ids(20, "w1-20"))
+        store.call_all(RemoveSteps("w1-20", [2, 6, 18]))
     assert tree(tmp_path) == [
         f"step_{step}/{name}" for step in (20, 4) for name in ("COMMITTED", "manifest.json", "model")
     ]
@@ -466,22 +482,13 @@ def test_a_node_that_did_not_place_the_step_neither_commits_nor_removes(tmp_path
     """Two nodes on one disk: the second would work on what the first has already replaced."""
     with stores_on([tmp_path, tmp_path]) as (store, _):
         write(tmp_path, "step_2", model="1")
-        text = MANIFEST.to_json()
         for rank in (0, 1):
-            answer(
-                store,
-                rank,
-                "prepare",
-                text,
-                folder="step_4.tmp-w1-4",
-                expected=[{}, {}],
-                **save_ids(4, "w1-4"),
-            )
-        answer(store, 1, "commit", **save_ids(4, "w1-4"))
-        answer(store, 1, "remove", steps=[2], **save_ids(4, "w1-4"))
+            answer(store, rank, PrepareStep(4, "w1-4", "step_4.tmp-w1-4", [{}, {}]), MANIFEST.to_json())
+        answer(store, 1, CommitStep(4, "w1-4"))
+        answer(store, 1, RemoveSteps("w1-4", [2]))
         assert tree(tmp_path) == ["step_2/model", "step_4.claim-w1-4", "step_4/manifest.json"]
-        answer(store, 0, "commit", **save_ids(4, "w1-4"))
-        answer(store, 0, "remove", steps=[2], **save_ids(4, "w1-4"))
+        answer(store, 0, CommitStep(4, "w1-4"))
+        answer(store, 0, RemoveSteps("w1-4", [2]))
         assert tree(tmp_path) == ["step_4/COMMITTED", "step_4/manifest.json"]
 
 
@@ -490,7 +497,7 @@ def test_nodes_on_one_disk_lose_nothing(tmp_path: Path) -> None:
     shared, private = tmp_path / "shared", tmp_path / "private"
     roots = [shared, shared, private]
     with stores_on(roots) as stores:
-        stores[0].make_folders("r1")
+        stores[0].create_roots("r1")
         for step in range(1, 41):
             start = threading.Barrier(len(roots))
 
@@ -509,7 +516,7 @@ def test_nodes_on_one_disk_lose_nothing(tmp_path: Path) -> None:
             claimed = prepare(stores[step % 3], step, expected=expected)
             assert (sum(claimed[:2]), claimed[2]) == (1, True)
             commit(stores[step % 3], step)
-            stores[step % 3].ask_all("remove", steps=[step - 1], **save_ids(step, f"w1-{step}"))
+            stores[step % 3].call_all(RemoveSteps(f"w1-{step}", [step - 1]))
             assert tree(shared) == [
                 f"step_{step}/{name}" for name in ("COMMITTED", "manifest.json", "model-0", "model-1")
             ]
@@ -528,10 +535,10 @@ def test_nodes_on_one_disk_clear_set_aside_and_confirm_together(tmp_path: Path) 
             for left in range(6):
                 write(root, f"step_{left}.tmp-w0-{left}", a="1", b="2")
             folder = write(root, "step_4", **{"manifest.json": MANIFEST.to_json().decode(), "model": str(number)})
-            store.make_folders("r1")
-            store.ask_all("confirm", folder=str(folder), save_id="w1-4")
+            store.create_roots("r1")
+            store.call_all(ConfirmStep(str(folder), "w1-4"))
             assert tree(root) == ["step_4/COMMITTED", "step_4/manifest.json", "step_4/model"]
-            store.ask_all("set aside", suffix=f"old{number}")
+            store.call_all(RenameRoot(f"old{number}"))
             assert not root.exists()
             assert (tmp_path / f"checkpoints.old{number}" / "step_4" / "model").read_text() == str(number)
 
@@ -540,7 +547,7 @@ def test_what_is_set_aside_is_not_lost(tmp_path: Path) -> None:
     roots = [tmp_path / node / "checkpoints" for node in "ab"]
     write(roots[0], "step_4", model="1")  # the second node has none
     with stores_on(roots) as (store, _):
-        store.ask_all("set aside", suffix="20260101-000000")
+        store.call_all(RenameRoot("20260101-000000"))
     assert tree(tmp_path) == ["a/checkpoints.20260101-000000/step_4/model"]
 
 
@@ -552,7 +559,7 @@ def test_a_step_that_was_committed_elsewhere_is_confirmed(tmp_path: Path) -> Non
         without_manifest = write(tmp_path, "step_6", model="1")
         torn = write(tmp_path, "step_7", **{"manifest.json": text[:40]})
         for folder in (here, here, of_another_save, without_manifest, torn, tmp_path / "step_8"):
-            answer(store, 0, "confirm", folder=str(folder), save_id="w1-4")
+            answer(store, 0, ConfirmStep(str(folder), "w1-4"))
     assert tree(tmp_path) == [
         "step_4/COMMITTED",
         "step_4/manifest.json",
@@ -565,7 +572,7 @@ def test_a_step_that_was_committed_elsewhere_is_confirmed(tmp_path: Path) -> Non
 def test_a_disk_that_is_gone_is_an_error(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     with stores_on([root]) as (store,):
-        store.make_folders("r1")
+        store.create_roots("r1")
         root.rename(tmp_path / "unmounted")
         with pytest.raises(CheckpointError, match=rf"{root} is gone: was it deleted, or its disk unmounted\?"):
             prepare(store, 4)
@@ -581,7 +588,7 @@ def test_a_disk_that_fails_while_a_step_is_placed(tmp_path: Path, monkeypatch: p
     """The claim stays, so that no second node tries what the first could not."""
     root = tmp_path / "checkpoints"
     with stores_on([root, root]) as (store, _), monkeypatch.context() as patch:
-        store.make_folders("r1")
+        store.create_roots("r1")
         write(root, "step_4.tmp-w1-4", model="1")
 
         def fail(handle: int) -> None:

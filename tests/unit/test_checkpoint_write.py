@@ -1,11 +1,10 @@
-"""What a rank writes of a checkpoint, and its copies on another node's disk."""
+"""The files of a checkpoint that a rank writes, and their copies on another node's disk."""
 
 import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +14,14 @@ import torch
 from rl.checkpoint import save
 from rl.checkpoint.manifest import CheckpointError, File
 from rl.checkpoint.save import COMMIT, OTHERS_FILES, OWN_FILES, Saver
-from rl.checkpoint.shard_file import digest, write_whole
+from rl.checkpoint.shard_file import digest, write_small_file
 from rl.checkpoint.snapshot import Snapshot
-from rl.checkpoint.store import CheckpointStore
-from rl.checkpoint.write import Record, Writer, read_hf_files
+from rl.checkpoint.store import CheckpointStore, WriteBytes
+from rl.checkpoint.write import CheckpointWriter, RunDescription, read_hf_files
 from rl.model.shards import LocalSlice, TensorInfo
 from rl.placement.roles import Placement, plan
 from tests.launcher import until
-from tests.mails import stores_on
+from tests.mails import connected_worlds, stores_on
 
 W = TensorInfo("w", (5, 3), "float32", sharded=True)
 TABLE = TensorInfo("table", (2, 2), "float32", sharded=False)
@@ -32,9 +31,9 @@ FOLDER, SAVE_ID = "step_4.tmp-w1-4", "w1-4"
 SMALL = ["hf/config.json", "hf/merges.txt"]
 
 
-def record_of(dtype: str = "float32") -> Record:
+def record_of(dtype: str = "float32") -> RunDescription:
     infos = tuple(TensorInfo(info.name, info.shape, dtype, info.sharded) for info in (W, TABLE))
-    return Record("first", {}, infos, HF_FILES)
+    return RunDescription("first", {}, infos, HF_FILES)
 
 
 def placed(num_nodes: int, num_replicas: int = 1) -> Placement:
@@ -45,7 +44,7 @@ def written(
     store: CheckpointStore, placement: Placement, copies: int = 1, dtype: str = "float32"
 ) -> dict[str, tuple[int, ...]]:
     """The files that the store's rank wrote of WEIGHTS and of their moments, and the nodes that have them."""
-    rank, num_shards = store._mail.rank, len(placement.owners)
+    rank, num_shards = store.mail.rank, len(placement.owners)
     parts: list[tuple[str, LocalSlice]] = []
     for kind, shift in (("model", 0.0), ("exp_avg", 100.0)):
         for info in (W, TABLE):
@@ -53,7 +52,7 @@ def written(
             parts.append((kind, LocalSlice(info, WEIGHTS[info.name][first:end] + shift)))
     pieces = [[part.data.reshape(-1)] for _, part in parts]
     snapshot = Snapshot(4, parts, None, {}, {}, frozenset())
-    writer = Writer(store, placement, rank, record_of(dtype), copies)
+    writer = CheckpointWriter(store, placement, rank, record_of(dtype), copies)
     return {entry.file.name: entry.nodes for entry in writer.write(FOLDER, SAVE_ID, snapshot, pieces)}
 
 
@@ -69,7 +68,7 @@ def shards(shard: int, num_shards: int) -> list[str]:
 def test_owners_write_their_rows_and_the_leader_the_rest(tmp_path: Path) -> None:
     roots = [tmp_path / "a", tmp_path / "b"]
     with stores_on(roots) as stores:
-        stores[0].make_folders("r1")
+        stores[0].create_roots("r1")
         for rank, store in enumerate(stores):
             names = shards(rank, 2) + (SMALL if rank == 0 else [])
             assert written(store, placed(2)) == dict.fromkeys(names, (rank,))
@@ -84,12 +83,12 @@ def test_owners_write_their_rows_and_the_leader_the_rest(tmp_path: Path) -> None
     assert files_on(roots[0])["hf/merges.txt"] == b""
 
 
-def test_of_replicas_each_shard_is_written_once(tmp_path: Path) -> None:
+def test_replicas_write_each_shard_once(tmp_path: Path) -> None:
     """Actors 0 and 1 are one replica, 2 and 3 the other; 0 and 3 are the owners."""
     placement = placed(4, num_replicas=2)
     assert placement.owners == [0, 3]
     with stores_on([tmp_path / str(rank) for rank in range(4)]) as stores:
-        stores[0].make_folders("r1")
+        stores[0].create_roots("r1")
         names = [sorted(written(store, placement)) for store in stores]
     assert names == [sorted(shards(0, 2) + SMALL), [], [], shards(1, 2)]
     model = safetensors.torch.load(files_on(tmp_path / "3")[shards(1, 2)[0]])
@@ -112,7 +111,7 @@ def test_a_second_copy_lies_on_the_next_nodes_disk(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("rl.checkpoint.write.MESSAGE_BYTES", 40)  # a shard is more pieces than are in flight at once
     roots = [tmp_path / "a", tmp_path / "b"]
     with stores_on(roots) as stores:
-        stores[0].make_folders("r1")
+        stores[0].create_roots("r1")
         nodes = written(stores[0], placed(2), copies=2)
         assert nodes == dict.fromkeys(shards(0, 2) + SMALL, (0, 1))
         assert files_on(roots[1]) == files_on(roots[0])
@@ -134,7 +133,7 @@ def test_the_second_copy_goes_to_a_disk_that_is_another(tmp_path: Path) -> None:
     """Nodes 0 and 1 share a disk."""
     shared, private = tmp_path / "shared", tmp_path / "private"
     with stores_on([shared, shared, private]) as stores:
-        stores[0].make_folders("r1")
+        stores[0].create_roots("r1")
         nodes = [set(written(store, placed(3), copies=2).values()) for store in stores]
     assert nodes == [{(0, 2)}, {(1, 2)}, {(2, 0)}]
     assert files_on(shared) == files_on(private)
@@ -143,14 +142,14 @@ def test_the_second_copy_goes_to_a_disk_that_is_another(tmp_path: Path) -> None:
 @pytest.fixture
 def two(tmp_path: Path) -> Any:
     with stores_on([tmp_path / "a", tmp_path / "b"]) as stores:
-        stores[0].make_folders("r1")
+        stores[0].create_roots("r1")
         (tmp_path / "a" / FOLDER).mkdir()
         yield stores
 
 
 def send(store: CheckpointStore, data: bytes, change: Callable[[File], File] = lambda file: file) -> bool:
-    file = write_whole(store.root / FOLDER / "a", data)
-    return Writer(store, placed(2), 0, record_of(), 2)._send(1, FOLDER, change(file))
+    file = write_small_file(store.root / FOLDER / "a", data)
+    return CheckpointWriter(store, placed(2), 0, record_of(), 2).send_file(1, FOLDER, change(file))
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 40, 41])
@@ -167,11 +166,11 @@ def test_pieces_are_sent_a_few_at_a_time(two: Any, monkeypatch: pytest.MonkeyPat
     call, wait = two[0].call, two[0].wait
     in_flight, most, lasts = [0], [], []
 
-    def counted_call(*given: Any, **meta: Any) -> Any:
+    def counted_call(rank: int, request: WriteBytes, piece: memoryview) -> Any:
         in_flight[0] += 1
         most.append(in_flight[0])
-        lasts.append(meta["last"])
-        return call(*given, **meta)
+        lasts.append(request.is_last)
+        return call(rank, request, piece)
 
     def counted_wait(future: Any) -> Any:
         in_flight[0] -= 1
@@ -199,12 +198,12 @@ def test_a_file_that_has_changed_since_it_was_written_is_not_copied(tmp_path: Pa
         assert file.digest == digest(b"0123456789")
         return file
 
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}/b/{FOLDER}/a: other bytes arrived than were sent"):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/b/{FOLDER}/a: the bytes that arrived differ"):
         send(two[0], b"0123456789", changed)
     assert not (tmp_path / "b" / FOLDER / "a").exists()
 
 
-def test_a_disk_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+def test_a_disk_that_is_gone_is_not_created_again(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     with stores_on([root]) as (store,), pytest.raises(CheckpointError) as caught:
         written(store, placed(1))
@@ -235,43 +234,40 @@ def test_files_that_make_a_model_folder(tmp_path: Path) -> None:
     }
 
 
-def test_logits_are_added_where_a_kill_left_half_of_them(tmp_path: Path) -> None:
-    """The step has no logits when the run goes on, so it tries again: at every restart."""
+def test_logits_are_written_again_after_a_kill(tmp_path: Path) -> None:
+    """A step without logits gets them at the next restart."""
     probe = {"tokens": torch.tensor([1, 2]), "logits": torch.tensor([0.5])}
     with stores_on([tmp_path]) as (store,):
         (tmp_path / "step_4").mkdir()
         (tmp_path / "step_4" / "probe.part").write_bytes(b"half")
-        Writer(store, placed(1), 0, record_of(), 1).write_probe("step_4", probe)
+        CheckpointWriter(store, placed(1), 0, record_of(), 1).write_probe("step_4", probe)
     saved = safetensors.torch.load_file(tmp_path / "step_4" / "probe.safetensors")
     assert (saved["tokens"].tolist(), saved["logits"].tolist()) == ([1, 2], [0.5])
 
 
-def test_who_waits_for_a_checkpoint_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank is to blame whose own files are not written; the leader also while it commits."""
+def test_a_wait_for_a_checkpoint_names_the_rank_to_blame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is blamed while its own files are not written. The leader is blamed while it commits too."""
     said: dict[str, list[str]] = {"0": [], "1": []}
-    is_mended, is_written, write = threading.Event(), threading.Event(), Writer.write
+    is_mended, is_written, write = threading.Event(), threading.Event(), CheckpointWriter.write
 
     @contextmanager
     def waiting(what: str) -> Iterator[None]:
         said[threading.current_thread().name].append(what)
         yield
 
-    def write_late(writer: Writer, *args: Any) -> Any:
-        (is_written if writer._rank == 0 else is_mended).wait()
+    def write_late(writer: CheckpointWriter, *args: Any) -> Any:
+        (is_written if writer.rank == 0 else is_mended).wait()
         return write(writer, *args)
 
     monkeypatch.setattr(save, "waiting", waiting)
-    monkeypatch.setattr(Writer, "write", write_late)
+    monkeypatch.setattr(CheckpointWriter, "write", write_late)
     roots, placement = [tmp_path / "a", tmp_path / "b"], placed(2)
-    with stores_on(roots) as stores:
-        stores[0].make_folders("r1")
-        savers: list[Saver] = []
-        errors: list[BaseException] = []
-        for rank, store in enumerate(stores):
-            world: Any = SimpleNamespace(rank=rank, mail=store._mail, id="w1", device=torch.device("cpu"))
-            world.faults = SimpleNamespace(fail_in_background=lambda error, *place: errors.append(error))
-            savers.append(Saver(world, placement, store, record_of(), copies=1))
-            savers[rank].start(Snapshot(4, [], None, {}, {}, frozenset([4])))
+    with connected_worlds(2) as worlds:
+        stores = [CheckpointStore(world.mail, root, None, range(2)) for world, root in zip(worlds, roots)]
+        stores[0].create_roots("r1")
+        savers = [Saver(world, placement, store, record_of(), copies=1) for world, store in zip(worlds, stores)]
+        for saver in savers:
+            saver.start(Snapshot(4, [], None, {}, {}, frozenset([4])))
         threads = [threading.Thread(target=saver.wait_committed, name=str(rank)) for rank, saver in enumerate(savers)]
         for thread in threads:
             thread.start()
@@ -279,15 +275,15 @@ def test_who_waits_for_a_checkpoint_says_whose_it_is(tmp_path: Path, monkeypatch
         is_written.set()
         until(lambda: said["0"][-1] == OTHERS_FILES, "the leader has written")
         assert said["1"][-1] == OWN_FILES
-        ask_all, texts = stores[0].ask_all, [COMMIT, OTHERS_FILES]
+        call_all, texts = stores[0].call_all, [COMMIT, OTHERS_FILES]
 
-        def ask_late(*args: Any, **meta: Any) -> Any:
+        def call_late(*arguments: Any) -> Any:
             until(lambda: [said["0"][-1], said["1"][-1]] == texts, "the leader commits, the other has written")
-            return ask_all(*args, **meta)
+            return call_all(*arguments)
 
-        monkeypatch.setattr(stores[0], "ask_all", ask_late)
+        monkeypatch.setattr(stores[0], "call_all", call_late)
         is_mended.set()
         for thread in threads:
             thread.join(10)
-    assert not errors
+            assert not thread.is_alive()
     assert (roots[1] / "step_4" / "COMMITTED").exists()

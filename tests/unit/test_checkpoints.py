@@ -100,11 +100,11 @@ def test_the_last_step_is_saved_and_gets_a_forward_of_its_own() -> None:
 
 def test_an_order_between_steps_saves_the_step_that_ended_once() -> None:
     checkpoints, saver, learner = make(save_interval=0)
-    checkpoints.obey("save")
+    checkpoints.execute("save")
     assert saver.saved == []  # nothing has been trained
     train(checkpoints, learner, 1)
-    checkpoints.obey("save")
-    checkpoints.obey("save")
+    checkpoints.execute("save")
+    checkpoints.execute("save")
     assert saver.saved == [1]
     assert saver.calls[0].state["is_evaluated"]
 
@@ -113,7 +113,7 @@ def test_an_order_to_save_during_an_evaluation_waits_for_what_is_best() -> None:
     checkpoints, saver, learner = make(save_interval=0, best_metric="eval/accuracy")
     learner.update()
     checkpoints.end_update(1, 2, None)
-    checkpoints.obey("save")
+    checkpoints.execute("save")
     assert saver.saved == []
     checkpoints.end_step(1, {"eval/accuracy": 0.5})
     assert saver.saved == [1]
@@ -125,7 +125,7 @@ def test_an_order_to_stop_during_an_evaluation_saves_at_once_and_notes_that_it_w
     learner.update()
     checkpoints.end_update(1, 2, None)
     with pytest.raises(Stopped, match="step 1 is saved"):
-        checkpoints.obey("stop")
+        checkpoints.execute("stop")
     assert saver.saved == [1]
     assert saver.probed == [(1, -1)]
     assert not saver.calls[0].state["is_evaluated"]
@@ -137,14 +137,14 @@ def test_a_stop_while_weights_may_lie_in_host_memory_asks_no_rank_for_a_forward(
     learner.offloads = True
     train(checkpoints, learner, 1)
     with pytest.raises(Stopped, match="step 1 is saved"):
-        checkpoints.obey("stop")
+        checkpoints.execute("stop")
     assert (saver.saved, saver.probed) == ([1], [])
 
 
 def test_a_stop_before_anything_was_trained() -> None:
     checkpoints, saver, _ = make()
     with pytest.raises(Stopped, match="no step had ended yet"):
-        checkpoints.obey("stop")
+        checkpoints.execute("stop")
     assert saver.calls == []
 
 

@@ -93,7 +93,7 @@ def test_a_truncated_manifest_is_reported(made: Made) -> None:
     whole = (made.step_folder() / "manifest.json").read_bytes()
     for node in range(4):
         (made.step_folder(node) / "manifest.json").write_bytes(whole[:-100])
-    assert "manifest.json is torn" in failure(*nodes(made))
+    assert "manifest.json is damaged" in failure(*nodes(made))
 
 
 def test_gaps_and_overlaps_of_slices_are_reported(tmp_path: Path) -> None:
