@@ -1,5 +1,5 @@
-"""Beats of compilers: torch.compile and Triton compile whenever they meet a new shape, however late in a run. That may
-take minutes, in the middle of a stage that took a second so far.
+"""Heartbeats for compilers. torch.compile and Triton compile whenever they meet a new shape, however late in a run.
+That may take minutes, in the middle of a stage that took a second so far.
 
 Neither is imported here: a rank that uses neither should not wait for their imports.
 """

@@ -1,75 +1,108 @@
-"""Which of the silent ranks the others wait for, and how a failure is told."""
+"""Which of the silent ranks the others wait for, and how a failure is described."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from rl.watch.heart import OWN
+from rl.watch.heart import Activity
 from rl.watch.text import format_ranks
 
 
 @dataclass(frozen=True)
-class Account:
-    """What a watchdog says of its rank."""
+class Silence:
+    silent_s: float  # since its last heartbeat
+    stage_s: float  # since it entered its stage
+    limit_s: float = 0.0  # how long it may be silent
+    frozen: str = ""  # why nothing in the process runs; empty if its I/O thread runs
+    debugged: bool = False  # a person has it in a debugger, for as long as that takes
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a silent rank's stacks and collectives show. The names of files are empty where there are none."""
+
+    in_collective: bool = False  # its main thread is in a call that needs other ranks
+    is_pending: bool = False  # its device has collectives to finish
+    stacks: str = ""  # file with its stacks
+    collectives: str = ""  # file that NCCL's flight recorder was asked to write
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a watchdog knows about its rank."""
 
     rank: int
     host: str
-    roles: str
-    stage: str
-    step: int
-    version: int
-    item: str
-    waits_for: str
-    silent_s: float  # since its last beat
-    stage_s: float  # in this stage
-    limit_s: float = 0.0  # so long it may be silent
-    frozen: str = ""  # why nothing in the process runs; empty: its I/O thread does
-    debugged: bool = False  # it stands in a debugger, for as long as a person likes
-    exceptional: str = ""  # what it does that may take as long as it likes up to the cap, such as a compilation
-    in_collective: bool = False  # its main thread stands in a call that needs other ranks
-    is_pending: bool = False  # its device has collectives to end
-    stacks: str = ""  # the file that has them
-    collectives: str = ""  # the file that NCCL's flight recorder was asked to write
+    activity: Activity
+    silence: Silence
+    diagnosis: Diagnosis = Diagnosis()
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "RankState":
+        """Undo `asdict`."""
+        parts = Activity(**values["activity"]), Silence(**values["silence"]), Diagnosis(**values["diagnosis"])
+        return cls(values["rank"], values["host"], *parts)
+
+    def row(self) -> dict[str, Any]:
+        """Return all values in one flat dict, as status files hold them."""
+        parts = asdict(self.activity) | asdict(self.silence) | asdict(self.diagnosis)
+        return {"rank": self.rank, "host": self.host} | parts
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether it waits for other ranks, and not for its own threads, such as a checkpoint's, nor for a person."""
+        activity = self.activity
+        return bool(activity.waits_for) and not activity.waits_for_itself and not self.silence.debugged
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether it does exceptional work, and has not done so for too long yet."""
+        silence = self.silence
+        return bool(self.activity.exceptional) and not silence.frozen and silence.silent_s < silence.limit_s
 
 
-def find_culprit(accounts: Sequence[Account]) -> Account:
-    """A frozen process before one that runs, one that works before one that waits for others, one in its own code
-    before one in a collective, and before one whose device is in one, the one that has got least far, and the one that
-    has been silent longest."""
+def find_culprit(states: Sequence[RankState]) -> RankState:
+    """Return the rank that the others most probably wait for.
+
+    A frozen process comes before one that runs, one that works before one that waits for others, one in its own code
+    before one in a collective and before one whose device is in one. Then comes the rank at the lowest step, and then
+    the one that has been silent longest.
+    """
     return min(
-        accounts,
-        key=lambda a: (not a.frozen, waits_for_others(a), a.in_collective, a.is_pending, a.step, -a.silent_s, a.rank),
+        states,
+        key=lambda s: (
+            not s.silence.frozen,
+            s.waits_for_others,
+            s.diagnosis.in_collective,
+            s.diagnosis.is_pending,
+            s.activity.step,
+            -s.silence.silent_s,
+            s.rank,
+        ),
     )
 
 
-def waits_for_others(account: Account) -> bool:
-    """And not for what its own threads do, such as a checkpoint that is being written, nor for a person."""
-    return bool(account.waits_for) and not account.waits_for.startswith(OWN) and not account.debugged
+def describe_silence(culprit: RankState) -> str:
+    activity, silence = culprit.activity, culprit.silence
+    how = f"{silence.frozen}; " if silence.frozen else ""
+    on = f" on {activity.item}" if activity.item else ""
+    on += f", {activity.exceptional}" if activity.exceptional else ""
+    on += f", waiting for {activity.waits_for}" if activity.waits_for else ""
+    return f"{how}silent for {silence.silent_s:.0f} s{on}, {silence.stage_s:.0f} s after the stage began"
 
 
-def is_excused(account: Account) -> bool:
-    """Whether it does exceptional work, and has not done so for too long yet."""
-    return bool(account.exceptional) and not account.frozen and account.silent_s < account.limit_s
-
-
-def describe_silence(culprit: Account) -> str:
-    how = f"{culprit.frozen}; " if culprit.frozen else ""
-    on = f" on {culprit.item}" if culprit.item else ""
-    on += f", {culprit.exceptional}" if culprit.exceptional else ""
-    for_ = f", waiting for {culprit.waits_for}" if culprit.waits_for else ""
-    return f"{how}silent for {culprit.silent_s:.0f} s{on}{for_}, {culprit.stage_s:.0f} s after the stage began"
-
-
-def describe_others(accounts: Iterable[Account]) -> list[str]:
-    """A line for each kind of rank: who stood where."""
-    alike: dict[tuple[str, str, str], list[Account]] = defaultdict(list)
-    for account in accounts:
-        working = account.exceptional or "working, or in a collective"
-        doing = f"waiting for {account.waits_for}" if account.waits_for else working
-        alike[account.roles, account.stage, "in a debugger" if account.debugged else doing].append(account)
+def describe_others(states: Iterable[RankState]) -> list[str]:
+    """Return a line for each group of ranks that were doing the same."""
+    alike: dict[tuple[str, str, str], list[RankState]] = defaultdict(list)
+    for state in states:
+        activity = state.activity
+        working = activity.exceptional or "working, or in a collective"
+        doing = f"waiting for {activity.waits_for}" if activity.waits_for else working
+        alike[activity.roles, activity.stage, "in a debugger" if state.silence.debugged else doing].append(state)
     lines = []
     for (roles, stage, doing), group in sorted(alike.items(), key=lambda pair: pair[1][0].rank):
-        ranks = format_ranks([account.rank for account in group])
-        seconds = max(account.silent_s for account in group)
+        ranks = format_ranks([state.rank for state in group])
+        seconds = max(state.silence.silent_s for state in group)
         lines.append(f"  {ranks} ({roles}): stage {stage}, {doing}, silent for up to {seconds:.0f} s")
     return lines

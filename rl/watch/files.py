@@ -1,7 +1,13 @@
-"""Write a small file so that a reader never sees half of it."""
+"""Files of a directory that may be slow, may hang, or may be read while they are written."""
 
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+WAIT_S = 1.0
+T = TypeVar("T")
 
 
 def write_atomically(path: Path, data: bytes | str, fsync: bool = False) -> None:
@@ -21,3 +27,19 @@ def write_atomically(path: Path, data: bytes | str, fsync: bool = False) -> None
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def run_within_wait(work: Callable[[], T], default: T) -> T:
+    """Return what `work` returns, or `default` after WAIT_S seconds. The work then goes on in its thread.
+
+    Watchdogs use it for files: a directory that hangs must not keep them from ending ranks.
+    """
+    results = [default]
+
+    def run() -> None:
+        results[0] = work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    return results[0]

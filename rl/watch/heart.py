@@ -1,9 +1,9 @@
-"""What a rank is doing now, in memory that it shares with its watchdog: written in a few microseconds, and readable
-when the rank is frozen.
+"""Heartbeats: what a rank is doing now, in memory that it shares with its watchdog. A heartbeat takes a few
+microseconds to write and can be read when the rank is frozen.
 
-Every stage, engine step, micro-batch and message is a beat. A rank that waits for others says so: then silence is
-theirs. A rank that does exceptional work says so too: work whose duration cannot be estimated from earlier work, such
-as a compilation.
+Every stage, engine step, micro-batch and message is a heartbeat. A rank that waits for others says so: the silence is
+then theirs. A rank also announces exceptional work, whose duration cannot be estimated from earlier work, such as a
+compilation.
 """
 
 import json
@@ -15,99 +15,119 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-SIZE = 16_384  # holds four texts of MAX_ITEM characters, each of which JSON may write in 12 bytes
-HEAD = struct.Struct("=QQddI")  # beats, tokens, times of the beat and of the stage, bytes of text
+SIZE = 16_384  # bytes; holds four texts of MAX_ITEM characters, each of which JSON may write in 12 bytes
+HEAD = struct.Struct("=QQddI")  # heartbeats, tokens, times of the heartbeat and of the stage, bytes of text
 HEAD_OFFSET = 8  # after a sequence number, which is odd while something is written
-# Times that any thread may write, 0: never. When the I/O thread and a thread that writes a checkpoint last ran; when a
-# debugger was opened, and when it was closed.
+# Times that any thread may write; 0 means never. When the I/O thread and a thread that writes a checkpoint last ran;
+# when a debugger was opened, and when it was closed.
 THREADS = struct.Struct("=dddd")
 THREADS_OFFSET, TEXT_OFFSET = 64, 128
 MAX_ITEM = 200  # characters
-MAX_SHAPES = 64  # of a stage that count as a first use; beyond this the caller's classes are too fine
-OWN = "its "  # so begins what a rank waits for that its own threads do
+MAX_SHAPES = 64  # shapes of a stage that count as a first use; with more, the caller's classes are too fine
+OWN = "its "  # prefix of what a rank waits for if its own threads do it
 MAX_TRIES = 100
 
 
-@dataclass(frozen=True)
-class Beat:
-    """Times are of the monotonic clock, which all processes of a host share."""
+@dataclass
+class Activity:
+    """What a rank is doing."""
 
-    beats: int
-    tokens: int  # sampled so far
-    at: float
-    stage_at: float
-    io_at: float  # when the rank's I/O thread last ran: its interpreter was not frozen then; 0: there is none yet
-    background_at: float  # when a thread that writes a checkpoint last got on
-    roles: str
-    stage: str
-    step: int
-    version: int
-    item: str  # what is worked on
-    waits_for: str  # what it waits for, of other ranks unless it begins with OWN; empty: it works
-    is_new: bool = False  # the stage was entered for something that it was never entered for before
-    shape: str = ""  # class of the work's size; empty: it has none
-    is_first_use: bool = False  # of that shape in this stage
-    exceptional: str = ""  # work under way whose duration cannot be estimated from earlier work; empty: none
-    opened_at: float = 0.0  # when somebody was last asked to debug the rank
-    closed_at: float = 0.0  # when that was over
-
-    @property
-    def alive_at(self) -> float:
-        return max(self.at, self.io_at, self.closed_at)
-
-    @property
-    def worked_at(self) -> float:
-        """Since then it may have done nothing; what a person did in a debugger is not its silence."""
-        return max(self.at, self.closed_at)
+    roles: str = "no role yet"
+    stage: str = "start"
+    step: int = 0
+    version: int = 0
+    item: str = ""  # what it works on
+    waits_for: str = ""  # empty while it works; other ranks do it, unless it begins with OWN
+    exceptional: str = ""  # work whose duration cannot be estimated from earlier work; empty if there is none
 
     @property
     def waits_for_itself(self) -> bool:
         return self.waits_for.startswith(OWN)
 
-    @property
-    def got_on_at(self) -> float:
-        """Likewise, with what its other threads did, where it waits for that."""
-        return max(self.worked_at, self.background_at) if self.waits_for_itself else self.worked_at
+
+@dataclass(frozen=True)
+class Work:
+    """How the work compares with earlier work of its stage."""
+
+    is_new: bool = False  # the stage was never entered for this item before
+    shape: str = ""  # class of the work's size; empty if it has none
+    is_first_use: bool = False  # of that shape in this stage
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of the monotonic clock, which all processes of a host share. 0 means never."""
+
+    at: float  # of the heartbeat
+    stage_at: float  # of the stage's begin
+    io_at: float  # when the I/O thread last ran, which shows that the interpreter was not frozen
+    background_at: float = 0.0  # when a thread that writes a checkpoint last made progress
+    debugger_opened_at: float = 0.0
+    debugger_closed_at: float = 0.0
 
     @property
-    def is_debugged(self) -> bool:
-        return self.opened_at > self.closed_at
+    def alive_at(self) -> float:
+        return max(self.at, self.io_at, self.debugger_closed_at)
+
+    @property
+    def worked_at(self) -> float:
+        """Return when the main thread last showed progress. The time that a person spends in a debugger does not count
+        as silence."""
+        return max(self.at, self.debugger_closed_at)
+
+    @property
+    def is_in_debugger(self) -> bool:
+        return self.debugger_opened_at > self.debugger_closed_at
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    count: int  # heartbeats so far
+    tokens: int  # sampled so far
+    activity: Activity
+    work: Work
+    times: Times
+
+    @property
+    def progress_at(self) -> float:
+        """Return when the rank last made progress, in its other threads too if it waits for them."""
+        times = self.times
+        return max(times.worked_at, times.background_at) if self.activity.waits_for_itself else times.worked_at
 
 
 class Heart:
-    """Written by the rank's main thread, but for the times of other threads, and for compilations: backward passes may
-    begin those in a thread of autograd."""
+    """Writes a rank's heartbeats. The main thread does so, except for the times of other threads and for compilations,
+    which a backward pass may begin in a thread of autograd."""
 
     def __init__(self) -> None:
-        self._roles, self._stage, self._step, self._version = "no role yet", "start", 0, 0
-        self._item = self._waits_for = ""
+        self._activity = Activity()
         self._entry = ("start", "")
         self._left: set[tuple[str, str]] = set()
         self._shape, self._is_first_use = "", False
-        self._shapes: dict[str, set[str]] = {}  # that were used so far, by stage
+        self._shapes: dict[str, set[str]] = {}  # used so far, by stage
         self._exceptional: list[str] = []  # the innermost last
         self._lock = threading.RLock()
-        self._sequence = self._beats = self._tokens = 0
+        self._sequence = self._count = self._tokens = 0
         self._stage_at = time.monotonic()
         self.renew()
 
     def renew(self) -> None:
-        """In memory that is shared with children from now on, and with nobody else."""
+        """Move to new memory, which only processes forked from now on share."""
         self._memory = mmap.mmap(-1, SIZE)
         self._numbers = memoryview(self._memory).cast("Q")
         self._write()
 
     def beat(self, item: str = "", tokens: int = 0, shape: str = "") -> None:
-        """`shape` is one of a few classes of size: the first use of each in a stage, until the next beat, may take
-        longer than other work did."""
+        """Announce work on `item`. `shape` is one of a few classes of size: the first use of each in a stage, until the
+        next heartbeat, may take longer than other work did."""
         with self._lock:
-            self._item = item[:MAX_ITEM]
+            self._activity.item = item[:MAX_ITEM]
             self._tokens += tokens
             self._use(shape)
             self._write()
 
     def _use(self, shape: str) -> None:
-        used = self._shapes.setdefault(self._stage, set())
+        used = self._shapes.setdefault(self._activity.stage, set())
         self._is_first_use = bool(shape) and shape not in used and len(used) < MAX_SHAPES
         self._shape = shape[:MAX_ITEM]
         if self._is_first_use:
@@ -115,7 +135,7 @@ class Heart:
 
     def forget_shapes(self) -> None:
         """Count the next use of each shape in this stage as the first: what does the work is new."""
-        self._shapes.pop(self._stage, None)
+        self._shapes.pop(self._activity.stage, None)
 
     @contextmanager
     def exceptional(self, what: str) -> Iterator[None]:
@@ -128,39 +148,39 @@ class Heart:
             self.end_exceptional(what)
 
     def begin_exceptional(self, what: str) -> None:
-        """Begin what `exceptional` marks, where a callback begins it and another one ends it."""
+        """Begin what `exceptional` marks, for callers whose begin and end are separate callbacks."""
         with self._lock:
             self._exceptional.append(what[:MAX_ITEM])
             self._write()
 
     def end_exceptional(self, what: str) -> None:
-        """End it. Without a beginning nothing happens: a callback may be registered while a compilation is under
-        way."""
+        """End it. Without a begin nothing happens: a callback may be registered while a compilation is under way."""
         with self._lock, suppress(ValueError):
             self._exceptional.remove(what[:MAX_ITEM])
             self._write()
 
     def enter(self, stage: str, item: str = "") -> None:
-        """`item` is one of a few: the first of each in a stage may take longer than others did."""
+        """Enter a stage. `item` is one of a few: the first of each in a stage may take longer than others did."""
         with self._lock:
-            if stage != self._stage:
-                self._stage, self._stage_at = stage, time.monotonic()
+            if stage != self._activity.stage:
+                self._activity.stage, self._stage_at = stage, time.monotonic()
             self._left.add(self._entry)
-            self._entry, self._item = (stage, item), item
+            self._entry, self._activity.item = (stage, item), item
             self._use("")
             self._write()
 
     def describe(self, roles: str | None = None, step: int | None = None, version: int | None = None) -> None:
+        """Change what is not None."""
         with self._lock:
-            self._roles = self._roles if roles is None else roles
-            self._step = self._step if step is None else step
-            self._version = self._version if version is None else version
+            for name, value in {"roles": roles, "step": step, "version": version}.items():
+                if value is not None:
+                    setattr(self._activity, name, value)
             self._write()
 
     def wait(self, what: str) -> None:
-        """From here on for others; an empty text ends it."""
+        """Announce that the rank waits from now on; an empty text ends it."""
         with self._lock:
-            self._waits_for = what[:MAX_ITEM]
+            self._activity.waits_for = what[:MAX_ITEM]
             self._write()
 
     def touch_io(self) -> None:
@@ -175,37 +195,38 @@ class Heart:
     def close_debugger(self) -> None:
         self._touch(3)
 
-    def _touch(self, thread: int) -> None:
+    def _touch(self, place: int) -> None:
         (bits,) = struct.unpack("=Q", struct.pack("=d", time.monotonic()))
-        self._numbers[THREADS_OFFSET // 8 + thread] = bits  # at once: `pack_into` would clear it first
+        self._numbers[THREADS_OFFSET // 8 + place] = bits  # in one store: `pack_into` would clear it first
 
     def _write(self) -> None:
-        is_new = self._entry not in self._left
-        fields = [self._roles, self._stage, self._step, self._version, self._item, self._waits_for, is_new]
-        fields += [self._shape, self._is_first_use, self._exceptional[-1] if self._exceptional else ""]
-        text, now = json.dumps(fields).encode(), time.monotonic()
-        self._beats += 1
+        self._activity.exceptional = self._exceptional[-1] if self._exceptional else ""
+        work = [self._entry not in self._left, self._shape, self._is_first_use]
+        text, now = json.dumps([*vars(self._activity).values(), *work]).encode(), time.monotonic()
+        self._count += 1
         self._numbers[0] = self._sequence + 1
-        HEAD.pack_into(self._memory, HEAD_OFFSET, self._beats, self._tokens, now, self._stage_at, len(text))
+        HEAD.pack_into(self._memory, HEAD_OFFSET, self._count, self._tokens, now, self._stage_at, len(text))
         self._memory[TEXT_OFFSET : TEXT_OFFSET + len(text)] = text
         self._sequence += 2
         self._numbers[0] = self._sequence
 
-    def read(self) -> Beat | None:
-        """On the watchdog's side; None while the rank is writing, or was frozen in the middle of that."""
+    def read(self) -> Heartbeat | None:
+        """Return the newest heartbeat, in the watchdog. None while the rank writes one, or if it froze meanwhile."""
         for _ in range(MAX_TRIES):
             sequence = self._numbers[0]
-            beats, tokens, at, stage_at, size = HEAD.unpack_from(self._memory, HEAD_OFFSET)
+            count, tokens, *times, size = HEAD.unpack_from(self._memory, HEAD_OFFSET)
             text = bytes(self._memory[TEXT_OFFSET : TEXT_OFFSET + size])
-            io_at, background_at, *debugger = THREADS.unpack_from(self._memory, THREADS_OFFSET)
+            times += THREADS.unpack_from(self._memory, THREADS_OFFSET)
             if sequence % 2 == 0 and self._numbers[0] == sequence:
                 with suppress(ValueError):  # torn all the same
-                    return Beat(beats, tokens, at, stage_at, io_at, background_at, *json.loads(text), *debugger)
+                    *activity, is_new, shape, is_first_use = json.loads(text)
+                    work = Work(is_new, shape, is_first_use)
+                    return Heartbeat(count, tokens, Activity(*activity), work, Times(*times))
         return None
 
 
 def size_class(count: int, least: int = 1) -> int:
-    """Return the power of two that `count` is at most, and at least `least`; 0 for 0. A few such classes stand for all
+    """Return the smallest power of two that is at least `count` and `least`; 0 for 0. A few such classes stand for all
     sizes that a shape can have."""
     return 1 << (max(count, least) - 1).bit_length() if count else 0
 

@@ -1,4 +1,4 @@
-"""torchrun's agent, as a watchdog sees it: it can be told to stop, else it starts a rank that fails again for ever."""
+"""torchrun's agent: how a watchdog tells it to stop. Otherwise it would restart a rank that fails again for ever."""
 
 import os
 import signal
@@ -10,12 +10,12 @@ EARLY = "oneworld.early"  # marks a start that ended before the ranks had met
 
 class Launcher:
     def __init__(self, pid: int):
-        """0: there is none."""
+        """`pid` is the agent's process, 0 if there is none."""
         self._pid = pid
         self._attempt = attempt_folder()
 
     def stop(self) -> None:
-        """The launcher's loop (launch/run_node.sh) must know that torchrun's end was ordered."""
+        """Stop torchrun, and tell the launcher's loop (launch/run_node.sh) that this was ordered."""
         with suppress(OSError):
             if file := os.environ.get("ONEWORLD_STOP_FILE"):
                 Path(file).touch()
@@ -24,14 +24,14 @@ class Launcher:
                 os.kill(self._pid, signal.SIGTERM)
 
     def forget_early_deaths(self) -> None:
-        """The ranks have met."""
+        """Forget the starts that ended early, because the ranks have met now."""
         for mark in self._marks():
             with suppress(OSError):
                 mark.unlink()
 
     def count_early_death(self) -> int:
-        """How many starts on this node have ended before the ranks had met, since they last did; 0 where another rank
-        has counted this one."""
+        """Return how many starts in a row on this node ended before the ranks had met. Return 0 if another rank has
+        counted this start."""
         if not self._pid or self._attempt is None:
             return 0
         with suppress(OSError):
@@ -44,6 +44,6 @@ class Launcher:
 
 
 def attempt_folder() -> Path | None:
-    """Of this start, in the agent's own folder, which lives as long as it does."""
+    """Return this start's folder in the agent's own folder, which lives as long as the agent."""
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # FOLDER/attempt_N/LOCAL_RANK/error.json
     return error_file.parents[1] if len(error_file.parents) > 3 else None

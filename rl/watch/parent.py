@@ -1,4 +1,4 @@
-"""The kernel ends a process with the one that started it, however that ends. Imports next to nothing."""
+"""Let the kernel end a process together with its parent. Imports next to nothing."""
 
 import ctypes
 
@@ -6,5 +6,5 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(number: int) -> None:
-    """By this signal; 0: no longer."""
+    """Have the kernel send this signal when the parent ends, however it ends. 0 turns it off."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -1,7 +1,7 @@
-"""NCCL's flight recorder: a rank's last collectives on GPUs, which its watchdog asks for when ranks are silent.
+"""NCCL's flight recorder: a rank's last collectives on GPUs, which its watchdog requests when ranks are silent.
 
-A thread of torch's answers, so it works while the main thread stands in a collective. `torchfrtrace` reads the files of
-all ranks and says which collective they differ in.
+A thread of torch answers, also while the main thread is in a collective. `torchfrtrace` reads the files of all ranks
+and says in which collective they differ.
 """
 
 import os
@@ -12,13 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-PIPES = Path("/dev/shm")  # a run folder may lie on a file system without pipes; segments of a world go with its ranks
-READ_S = 2.0  # torch looks into its pipe once a second
+PIPES = Path("/dev/shm")  # a run folder may be on a file system without pipes; `remove_segments` cleans up here
+READ_S = 2.0  # torch reads its pipe once a second
 
 
 def keep_collectives(folder: Path, world: str, count: int) -> str:
-    """In the rank, before the first group of GPUs is made: the last `count`. Returns the path of the files to come,
-    less the rank, or nothing where none are wanted; what the user has set wins."""
+    """Record the last `count` collectives. Call it in the rank, before the first process group on GPUs is made.
+
+    Return the path of the files to come, without the rank, or nothing if none are wanted. Environment variables that
+    the user has set win.
+    """
     _set(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(count))
     if not count:
         return ""
@@ -30,18 +33,18 @@ def keep_collectives(folder: Path, world: str, count: int) -> str:
 
 
 def _set(names: tuple[str, ...], value: str) -> None:
-    """For newer and older versions of torch."""
+    """Set the names that newer and older versions of torch read."""
     if not any(name in os.environ for name in names):
         os.environ |= dict.fromkeys(names, value)
 
 
 class Recording:
-    """A rank's last collectives, in the watchdog. A thread asks for them and reads the file: the run's folder may be
-    what hangs."""
+    """A request for a rank's last collectives, in the watchdog. A thread reads the file, because the run's folder may
+    be what hangs."""
 
     def __init__(self, world: str, rank: int, stem: str):
-        self.path = ""  # of the file, where somebody listens
-        self.is_pending = False  # the device is in a collective, wherever the main thread waits for the device
+        self.path = ""  # of the file, if a recorder listens
+        self.is_pending = False  # the device is in a collective, wherever the main thread waits for it
         self._thread = threading.Thread(target=self._take, args=(world, rank, Path(f"{stem}{rank}")), daemon=True)
         if stem:
             self._thread.start()
@@ -65,14 +68,14 @@ class Recording:
 
 
 def has_pending(trace: dict[str, Any]) -> bool:
-    """Whether the device has not ended all that it was given of some group: others have not joined it, or what is
-    before it in the queue does not end."""
+    """Whether the device has unfinished collectives of some group: other ranks have not joined one, or earlier work in
+    the queue does not end."""
     groups = trace.get("pg_status", {}).values()
     return any(int(of["last_enqueued_collective"]) > int(of["last_completed_collective"]) for of in groups)
 
 
 def ask_for_collectives(world: str, rank: int) -> bool:
-    """Whether somebody listens. The file is there a second or two later."""
+    """Request the file and return whether a recorder listens. The file is there a second or two later."""
     with suppress(OSError):
         pipe = os.open(_pipe(world, f"{rank}.pipe"), os.O_WRONLY | os.O_NONBLOCK)
         try:

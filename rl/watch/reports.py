@@ -1,4 +1,4 @@
-"""Why a world ended: the reports of its ranks, which of them explains the others, what the next attempt remembers."""
+"""Why a world ended: the reports of its ranks, which one explains the others, and what the next attempt must know."""
 
 import json
 import sys
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from rl.watch.files import write_atomically
 
-# What may end a world, the best explanation first: after a loss agents terminate the rest and connections break.
+# What may end a world, the best explanation first: after a loss, agents end the other ranks and connections break.
 CAUSES = ("interrupt", "fatal", "error", "lost", "stopped", "silent", "terminated", "connection")
 
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's account of its end."""
+    """One rank's report of its end. It travels as JSON with all of its fields."""
 
     rank: int
     roles: str
@@ -40,25 +40,27 @@ class Report:
         return f"oneworld: {place}: {self.error}" + (f"\n{self.trace.rstrip()}" if self.trace else "")
 
     def signature(self) -> dict[str, object]:
-        """What makes two errors the same one; messages differ in addresses, sizes and process ids."""
+        """Return what identifies an error; messages differ in addresses, sizes and process ids."""
         return {"step": self.step, "stage": self.stage, "error": self.error.partition(":")[0]}
 
 
-class Memory:
-    """What stays in the run's folder between attempts of one launch. Each node has one: disks may be private."""
+class AttemptHistory:
+    """Files in the run's folder by which attempts of one launch learn about earlier ones. Each node has its own files,
+    because disks may be private."""
 
     def __init__(self, folder: Path):
         self._fatal, self._last_error = folder / "FATAL", folder / "last_error.json"
         self._attempts = folder / "attempts.json"
 
     def forget_before(self, launched_at: float) -> None:
-        """What earlier launches left, not earlier attempts; torchrun's restart count differs between nodes."""
+        """Remove what earlier launches left, but not what earlier attempts left. torchrun's restart count cannot tell
+        them apart, because it differs between nodes."""
         for file in (self._fatal, self._last_error, self._attempts):
             if file.exists() and file.stat().st_mtime < launched_at:
                 file.unlink()
 
     def is_repeated(self, report: Report) -> bool:
-        """The same error at the same step as in the attempt before: another restart would meet it again."""
+        """Whether the attempt before ended with the same error at the same step, which a restart would meet again."""
         if report.cause not in ("error", "connection"):
             return False
         now = report.signature()
@@ -71,25 +73,25 @@ class Memory:
         return before == now
 
     def count_attempt(self) -> tuple[int, int]:
-        """How many there were in a row that got no further than those before, this one included; and the step at which
-        the furthest of them ended."""
+        """Count this attempt. Return how many in a row got no further than those before, with this one, and the step at
+        which the furthest of them ended."""
         count, furthest = self._read_attempts()
         self._write_attempts(count + 1, furthest)
         return count + 1, furthest
 
     def note_end(self, step: int) -> None:
-        """At which rank 0 was."""
+        """Record the step that rank 0 had reached."""
         count, furthest = self._read_attempts()
         self._write_attempts(count, max(step, furthest))
 
     def forget_attempts(self) -> None:
-        """This one got further."""
+        """Start to count anew, because this attempt got further."""
         self._write_attempts(0, 0)
 
     def _read_attempts(self) -> tuple[int, int]:
         try:
             count, furthest = json.loads(self._attempts.read_text())
-        except (OSError, ValueError):  # none yet, or torn
+        except (OSError, ValueError):  # there is none, or only half of one
             return 0, 0
         return count, furthest
 
@@ -104,7 +106,7 @@ class Memory:
             print(f"oneworld: cannot write {self._fatal}: {error}", file=sys.stderr, flush=True)
 
     def forget(self) -> None:
-        """After a clean end."""
+        """Remove what the next attempt would read; after a normal end there is none."""
         with suppress(OSError):
             self._attempts.unlink(missing_ok=True)
             self._last_error.unlink(missing_ok=True)

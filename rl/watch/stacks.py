@@ -1,5 +1,5 @@
-"""Python stacks of a rank, also of one that holds its interpreter for good: a signal makes it write them into memory
-that its watchdog reads."""
+"""Python stacks of a rank, also of one whose interpreter is frozen: a signal makes it write them into memory that its
+watchdog reads."""
 
 import faulthandler
 import os
@@ -8,12 +8,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from rl.watch.in_time import in_time
+from rl.watch.files import run_within_wait
 
 SIGNAL = signal.SIGUSR2
-MEMORY = "stacks"  # by which tools/stacks.py finds it
+MEMORY = "stacks"  # name by which tools/stacks.py finds it
 ANSWER_S = 0.5  # for a rank to write them
-# In paths: calls that need other ranks, or wait for a device that does.
+# Parts of paths that belong to calls which need other ranks, or wait for a device that does.
 WAITING_WORDS = (
     "torch/distributed/",
     "torch/autograd/",
@@ -25,7 +25,7 @@ MAX_BYTES = 1 << 20
 
 
 class Stacks:
-    """Made by the rank, before its watchdog is forked."""
+    """Memory for a rank's stacks. The rank makes it before its watchdog is forked."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -33,12 +33,13 @@ class Stacks:
         faulthandler.register(SIGNAL, self._file, all_threads=True)
 
     def ask(self, is_stopped: bool) -> None:
-        """The answer is there ANSWER_S later, at the beginning of the file: the rank writes where this one seeks to."""
+        """Ask the rank to write its stacks, which `take` returns ANSWER_S later. The rank writes where this process
+        seeks to, which is the beginning of the file."""
         os.ftruncate(self._file.fileno(), 0)
         os.lseek(self._file.fileno(), 0, os.SEEK_SET)
         with suppress(ProcessLookupError):
             os.kill(self._pid, SIGNAL)
-            if is_stopped:  # a moment to answer
+            if is_stopped:  # let it run for a moment to answer
                 os.kill(self._pid, signal.SIGCONT)
                 time.sleep(0.05)
                 os.kill(self._pid, signal.SIGSTOP)
@@ -48,7 +49,8 @@ class Stacks:
 
 
 def write_stacks(stacks: str, folder: Path | None, rank: int) -> str:
-    """Returns the path, if they could be written in time: a file system that hangs may be what they tell of."""
+    """Write stacks to the run's folder and return the path. Return nothing if that takes too long: the file system may
+    be what hangs."""
     if not stacks or folder is None:
         return ""
     path = folder / "stacks" / f"{time.strftime('%Y%m%d-%H%M%S')}.rank_{rank}.txt"
@@ -60,10 +62,10 @@ def write_stacks(stacks: str, folder: Path | None, rank: int) -> str:
             return str(path)
         return ""
 
-    return in_time(write, "")
+    return run_within_wait(write, "")
 
 
 def stands_in_collective(stacks: str) -> bool:
-    """Whether the main thread's innermost frames are of calls that need other ranks."""
+    """Whether the main thread's innermost frames belong to calls that need other ranks."""
     main = stacks.partition("Current thread")[2].splitlines()[1:6]
     return any(word in line for line in main for word in WAITING_WORDS)

@@ -1,4 +1,4 @@
-"""What people are shown of a rank: files in its node's run folder, which tools/status.py reads."""
+"""Status files of a rank in its node's run folder, which tools/status.py shows."""
 
 import json
 import threading
@@ -10,21 +10,21 @@ from typing import Any
 from rl.watch.files import write_atomically
 from rl.watch.process import RankProcess
 
-WRITE_S = 1.0  # for a disk to take what is written last
+WRITE_S = 1.0  # for the last write at the end
 
 
-class Status:
+class StatusWriter:
     def __init__(self, process: RankProcess):
         self.about: dict[str, Any] = {}
         self._process = process
-        self._seen_at, self._seen_tokens = time.monotonic(), 0
+        self._sampled_at, self._sampled_tokens = time.monotonic(), 0
         self._writer: threading.Thread | None = None
 
-    def look(self, tokens: int) -> dict[str, Any]:
-        """What beats do not tell, after `tokens` sampled so far: the rate is that since the look before."""
+    def sample(self, tokens: int) -> dict[str, Any]:
+        """Return what heartbeats do not tell. `tokens` counts all so far; their rate is that since the call before."""
         now = time.monotonic()
-        rate = (tokens - self._seen_tokens) / max(now - self._seen_at, 0.1)
-        self._seen_at, self._seen_tokens = now, tokens
+        rate = (tokens - self._sampled_tokens) / max(now - self._sampled_at, 0.1)
+        self._sampled_at, self._sampled_tokens = now, tokens
         process = self._process
         self.about = {"pid": process.pid, "tokens_per_s": round(rate), "memory_mb": process.memory_mb}
         return self.about
@@ -34,7 +34,7 @@ class Status:
         return self._writer is not None and self._writer.is_alive()
 
     def start_writing(self, folder: Path, files: dict[str, dict[str, Any]]) -> None:
-        """Beside the watchdog's loop: a disk may take its time."""
+        """Write the files in a thread, because a disk may be slow."""
         self._writer = threading.Thread(target=write, args=[folder / "status", files], daemon=True)
         self._writer.start()
 
@@ -44,7 +44,7 @@ class Status:
 
 
 def write(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    """What cannot be written is not worth a failure."""
+    """Write a JSON file for each name. A file that cannot be written is skipped."""
     with suppress(OSError):
         folder.mkdir(exist_ok=True)
         for name, value in files.items():

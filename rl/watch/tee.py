@@ -1,7 +1,7 @@
-"""What a rank writes to its console also goes to a file of its own, whoever writes it: Python, C++ or a child.
+"""Copy what a rank writes to its console to a log of its own, whoever writes it: Python, C++ or a child.
 
-A small process beside the rank reads what comes out of it, so that nothing is lost when the rank is killed. On a
-terminal the rank still sees a terminal: lines that are written over stay what they are.
+A small process beside the rank reads the output, so that nothing is lost when the rank is killed. On a terminal the
+rank still sees a terminal, so progress bars keep working.
 
     rank, its children and its watchdog -> a pipe or a pseudo-terminal -> this process -> log, console
 """
@@ -20,43 +20,43 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-MAX_EARLY = 4 << 20  # bytes that are kept until the run's folder is known
-MAX_BEHIND = 16 << 20  # bytes that a slow disk has not taken yet; what comes then is not in the log
-HANG_S = 5.0  # so long a disk may take nothing of what is left at the end
-TICK_S = 1.0  # between two looks at the size of the terminal
+MAX_EARLY = 4 << 20  # bytes kept until the run's folder is known
+MAX_BEHIND = 16 << 20  # bytes waiting for a slow disk; beyond it, output is missing in the log
+HANG_S = 5.0  # that a disk may make no progress at the end
+TICK_S = 1.0  # between two checks of the terminal's size
 STDOUT, STDERR = 1, 2
 
 
 def start_tee() -> socket.socket:
-    """Forks it; returns the line on which it is handed the log's file."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    is_one = os.path.sameopenfile(STDOUT, STDERR)  # then what goes to both stays in order
-    channels = [_open(number) for number in ((STDOUT,) if is_one else (STDOUT, STDERR))]
+    """Fork the process that copies output. Return the socket by which `write_log` hands it a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    is_one = os.path.sameopenfile(STDOUT, STDERR)  # share one stream, which keeps the order
+    streams = [_open(number) for number in ((STDOUT,) if is_one else (STDOUT, STDERR))]
     ours, theirs = socket.socketpair()
     if os.fork():
         theirs.close()
-        for channel in channels:
-            os.dup2(channel.writer, channel.console)
-            os.close(channel.writer)
-            os.close(channel.reader)
+        for stream in streams:
+            os.dup2(stream.writer, stream.console)
+            os.close(stream.writer)
+            os.close(stream.reader)
         if is_one:
             os.dup2(STDOUT, STDERR)
         return ours
     try:
         ours.close()
-        os.setsid()  # what is meant for the rank's group is not meant for it
+        os.setsid()  # out of reach of signals to the rank's process group
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        for channel in channels:
-            os.close(channel.writer)
-        _Tee(channels, theirs).run()
+        for stream in streams:
+            os.close(stream.writer)
+        _Tee(streams, theirs).run()
     finally:
         os._exit(0)
 
 
 def write_log(line: socket.socket, path: Path) -> None:
-    """From now on, and what came before. Raises OSError where the file cannot be made."""
+    """Write the output to a file, including what came before. Raise OSError if the file cannot be made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -66,14 +66,14 @@ def write_log(line: socket.socket, path: Path) -> None:
 
 
 def next_attempt(logs: Path) -> int:
-    """The number of the first attempt that has no folder yet."""
+    """Return the number of the next attempt, which has no folder yet."""
     numbers = [path.name.removeprefix("attempt_") for path in logs.glob("attempt_*")]
     return 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 @dataclass
-class _Channel:
-    """In place of the file descriptor `console` the rank gets `writer`."""
+class _Stream:
+    """A stream of the rank: `writer` replaces its file descriptor `console`."""
 
     console: int
     reader: int
@@ -81,42 +81,42 @@ class _Channel:
     is_terminal: bool
 
 
-def _open(console: int) -> _Channel:
+def _open(console: int) -> _Stream:
     if not os.isatty(console):
-        return _Channel(console, *os.pipe(), is_terminal=False)
+        return _Stream(console, *os.pipe(), is_terminal=False)
     reader, writer = os.openpty()
-    tty.setraw(writer)  # the console itself turns ends of lines into what it needs
-    channel = _Channel(console, reader, writer, is_terminal=True)
-    _copy_size(channel)
-    return channel
+    tty.setraw(writer)  # the console itself translates line ends
+    stream = _Stream(console, reader, writer, is_terminal=True)
+    _copy_size(stream)
+    return stream
 
 
-def _copy_size(channel: _Channel) -> None:
-    with suppress(OSError):  # of a terminal that is gone
-        size = fcntl.ioctl(channel.console, termios.TIOCGWINSZ, b"\0" * 8)
-        fcntl.ioctl(channel.reader, termios.TIOCSWINSZ, size)
+def _copy_size(stream: _Stream) -> None:
+    with suppress(OSError):  # the terminal may be gone
+        size = fcntl.ioctl(stream.console, termios.TIOCGWINSZ, b"\0" * 8)
+        fcntl.ioctl(stream.reader, termios.TIOCSWINSZ, size)
 
 
 class _Tee:
-    def __init__(self, channels: list[_Channel], line: socket.socket):
-        self._channels = {channel.reader: channel for channel in channels}
+    def __init__(self, streams: list[_Stream], line: socket.socket):
+        self._streams = {stream.reader: stream for stream in streams}
         self._line: socket.socket | None = line
         self._log: _Log | None = None
-        self._early: bytes | None = b""  # None: it has been written, or will never be
+        self._early: bytes | None = b""  # output before the log is known; None afterwards
         self._broken: set[int] = set()  # consoles that are gone
 
     def run(self) -> None:
-        while self._channels:
+        while self._streams:
             lines = [self._line] if self._line is not None else []
-            sources: list[int | socket.socket] = [*self._channels, *lines]
+            sources: list[int | socket.socket] = [*self._streams, *lines]
             for source in select.select(sources, [], [], TICK_S)[0]:
                 if isinstance(source, socket.socket):
                     self._take_log(source)
                 else:
-                    self._pass_on(self._channels[source])
-            for channel in self._channels.values():
-                if channel.is_terminal:
-                    _copy_size(channel)
+                    self._pass_on(self._streams[source])
+            for stream in self._streams.values():
+                if stream.is_terminal:
+                    _copy_size(stream)
         if self._log is not None:
             self._log.finish()
 
@@ -130,24 +130,24 @@ class _Tee:
             self._log.write(self._early or b"")
         self._line = self._early = None
 
-    def _pass_on(self, channel: _Channel) -> None:
+    def _pass_on(self, stream: _Stream) -> None:
         try:
-            part = os.read(channel.reader, 1 << 16)
-        except OSError:  # so a pseudo-terminal tells that nobody has it open any more
+            part = os.read(stream.reader, 1 << 16)
+        except OSError:  # a pseudo-terminal that nobody has open any more
             part = b""
         if not part:
-            del self._channels[channel.reader]
+            del self._streams[stream.reader]
             return
         if self._early is not None:
             self._early = (self._early + part)[-MAX_EARLY:]
         if self._log is not None:
             self._log.write(part)
-        if channel.console not in self._broken and not _write(channel.console, part):
-            self._broken.add(channel.console)  # the log goes on
+        if stream.console not in self._broken and not _write(stream.console, part):
+            self._broken.add(stream.console)  # the log goes on
 
 
 class _Log:
-    """Written in a thread of its own: a disk that hangs, or is full, loses lines, and not the run or its console."""
+    """Writes in a thread of its own. If a disk hangs or is full, lines are lost, but not the run or its console."""
 
     def __init__(self, file: int):
         self._file = file
@@ -162,7 +162,7 @@ class _Log:
             self._parts.put(part)
 
     def finish(self) -> None:
-        """When all is written, or the disk has taken nothing for a while."""
+        """Wait until all is written, or the disk has made no progress for HANG_S."""
         self._parts.put(None)
         before = -1
         while self._thread.is_alive() and self._num_written > before:
@@ -179,7 +179,7 @@ def _write(file: int, part: bytes) -> bool:
     while part:
         try:
             part = part[os.write(file, part) :]
-        except BlockingIOError:  # somebody made the console so
+        except BlockingIOError:  # another program has set the console non-blocking
             select.select([], [file], [])
         except OSError:
             return False

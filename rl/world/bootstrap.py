@@ -14,10 +14,10 @@ import socket
 from pathlib import Path
 
 from rl.rewards.launch import Launched, launch
-from rl.watch.fork import start_watchdog
 from rl.watch.lines import Lines
 from rl.watch.parent import die_with_parent
 from rl.watch.tee import start_tee, write_log
+from rl.watch.watchdog import start_watchdog
 
 MARK = "ONEWORLD_RANK_PROCESS"
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rl.config.schema import ConfigError
 from rl.watch.heart import HEART
-from rl.watch.reports import Memory
+from rl.watch.reports import AttemptHistory
 from rl.watch.tee import next_attempt
 from rl.world.bootstrap import log_to
 
@@ -26,7 +26,7 @@ class Restarts:
 
     def __init__(self, rank: int, local_rank: int):
         self._rank, self._is_first_on_node = rank, local_rank == 0
-        self._memory: Memory | None = None
+        self._memory: AttemptHistory | None = None
         self._first_step = 0
         self._furthest_step = 0  # of earlier attempts
         self._has_got_further = False
@@ -39,7 +39,7 @@ class Restarts:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run.dir: cannot make {folder}: {error}; give a folder that can be written") from None
-        self._memory = Memory(folder)
+        self._memory = AttemptHistory(folder)
         self._memory.forget_before(launcher_process().create_time())
 
     def open_log(self, logs: Path, store: dist.Store) -> None:

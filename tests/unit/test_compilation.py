@@ -17,14 +17,14 @@ from rl.rollout import build
 from rl.rollout.engine import Completion
 from rl.rollout.fake_engine import FakeEngine
 from rl.watch.compilation import mark_compilation
-from rl.watch.heart import HEART, Beat
+from rl.watch.heart import HEART, Heartbeat
 from tests.mails import connected_worlds
 from tests.unit.test_engine_failures import HARMLESS, fail
 from tests.unit.test_probe_rides_along import batch_of
 from tests.unit.test_reward_service import NUM_SAMPLES, STOP, Bench
 
 
-def now() -> Beat:
+def now() -> Heartbeat:
     beat = HEART.read()
     assert beat is not None
     return beat
@@ -50,14 +50,15 @@ mark_compilation()
 mark_compilation()
 compiled(torch.ones(3))
 compiled(torch.ones(4))
-assert [beat.exceptional for beat in seen] == ["compiling (torch.compile)"], seen
+assert [beat.activity.exceptional for beat in seen] == ["compiling (torch.compile)"], seen
 before = HEART.read()
-assert before.exceptional == "" and before.beats == seen[0].beats + 1
+assert before.activity.exceptional == "" and before.count == seen[0].count + 1
 compiled(torch.ones(5))
-assert HEART.read().beats == before.beats, "nothing was compiled"
+assert HEART.read().count == before.count, "nothing was compiled"
 compiled(torch.ones(5), is_late=True)
-assert len(seen) == 2 and seen[1].exceptional == "compiling (torch.compile)" and seen[1].beats == before.beats + 1
-assert HEART.read().exceptional == ""
+assert len(seen) == 2 and seen[1].count == before.count + 1
+assert seen[1].activity.exceptional == "compiling (torch.compile)"
+assert HEART.read().activity.exceptional == ""
 
 def fails(graph, inputs):
     raise ZeroDivisionError
@@ -68,12 +69,12 @@ except Exception as error:
     assert "ZeroDivisionError" in repr(error), error
 else:
     raise AssertionError("it should have failed")
-assert HEART.read().exceptional == ""
+assert HEART.read().activity.exceptional == ""
 
 torch._dynamo.reset()
 mark_compilation()
 compiled(torch.ones(3))
-assert seen[2].exceptional == "compiling (torch.compile)"
+assert seen[2].activity.exceptional == "compiling (torch.compile)"
 """
 
 
@@ -102,7 +103,7 @@ class FakeTriton(ModuleType):
             __name__ = "rotate"
 
             def _do_compile(self, *args: Any, **options: Any) -> str:
-                fake.seen.append((now().exceptional, args, options))
+                fake.seen.append((now().activity.exceptional, args, options))
                 if options.get("fails"):
                     raise ZeroDivisionError
                 return "kernel"
@@ -116,13 +117,13 @@ def test_a_kernel_that_triton_compiles_is_marked(monkeypatch: pytest.MonkeyPatch
     mark_compilation()
     mark_compilation()
     kernel = triton.JITFunction()
-    before = now().beats
+    before = now().count
     assert kernel._do_compile("key", warmup=False) == "kernel"
     assert triton.seen == [("compiling rotate (Triton)", ("key",), {"warmup": False})]
-    assert now().beats == before + 2 and now().exceptional == ""
+    assert now().count == before + 2 and now().activity.exceptional == ""
     with pytest.raises(ZeroDivisionError):
         kernel._do_compile("key", fails=True)
-    assert now().exceptional == "", "an autotuner gets over it"
+    assert now().activity.exceptional == "", "an autotuner gets over it"
 
 
 @pytest.mark.parametrize("jit", [None, SimpleNamespace(), SimpleNamespace(JITFunction=int)])
@@ -136,16 +137,16 @@ def test_every_build_of_an_engine_is_exceptional_work(monkeypatch: pytest.Monkey
 
     class SlowEngine(FakeEngine):
         def __init__(self, *args: Any):
-            seen.append(now().exceptional)
+            seen.append(now().activity.exceptional)
             super().__init__(*args)
 
     monkeypatch.setattr(build, "FakeEngine", SlowEngine)
     config: Any = SimpleNamespace(rollout=SimpleNamespace(engine="fake", max_num_seqs=4))
     seat: Any = SimpleNamespace(stop_token_ids=[1], device=None)
     engine = build.build_engine(config, Path(), seat)
-    assert now().exceptional == ""
+    assert now().activity.exceptional == ""
     build.build_engine(config, Path(), seat, engine)
-    assert seen == ["building the engine"] * 2 and now().exceptional == ""
+    assert seen == ["building the engine"] * 2 and now().activity.exceptional == ""
 
 
 def test_micro_batches_report_their_shape() -> None:
@@ -153,7 +154,7 @@ def test_micro_batches_report_their_shape() -> None:
     seen: list[tuple[str, str, bool]] = []
 
     def compute(micro_batch: Batch) -> list[torch.Tensor]:
-        seen.append((now().item, now().shape, now().is_first_use))
+        seen.append((now().activity.item, now().work.shape, now().work.is_first_use))
         return [torch.zeros(int(micro_batch.response_mask.sum()))]
 
     HEART.enter("a stage of this test")
@@ -172,7 +173,7 @@ def test_engine_steps_report_their_shape_and_a_new_engine_has_used_none(monkeypa
 
     class SeenEngine(FakeEngine):
         def step(self) -> list[Completion]:
-            seen.append((now().shape, now().is_first_use))
+            seen.append((now().work.shape, now().work.is_first_use))
             return super().step()
 
     monkeypatch.setattr(Bench, "make_engine", lambda bench: SeenEngine(8, STOP))

@@ -117,7 +117,7 @@ def test_a_build_beats_between_its_phases_and_marks_what_vllm_compiles(
     def look() -> Any:
         beat = HEART.read()
         assert beat is not None
-        seen.append((beat.item, bool(handler.start_callbacks)))
+        seen.append((beat.activity.item, bool(handler.start_callbacks)))
         return group
 
     def start(**options: Any) -> Any:

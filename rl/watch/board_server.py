@@ -1,4 +1,4 @@
-"""Where the board lives: in the watchdog of rank 0, to which those of all other ranks connect (rl/watch/link.py)."""
+"""The board's connections, in the watchdog of rank 0. All other watchdogs connect to it (rl/watch/board_client.py)."""
 
 import selectors
 import socket
@@ -12,42 +12,43 @@ from rl.watch.lines import Lines
 RANK = 0
 
 
-class Host:
+class BoardServer:
     def __init__(
         self,
         address: str,
         token: str,
         selector: selectors.BaseSelector,
-        obey: Callable[[dict[str, Any]], None],
+        on_order: Callable[[dict[str, Any]], None],
         say: Callable[[str], None],
     ):
-        """`obey` gets what the board tells the watchdog it lives in."""
+        """`on_order` gets the board's messages to the watchdog that it lives in."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.board = Board(self._tell, say)
-        self._token, self._selector, self._obey = token, selector, obey
+        self._token, self._selector, self._on_order = token, selector, on_order
         self._peers: dict[int, Lines] = {}
-        self._told_at = 0.0
+        self._sent_at = 0.0
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def send(self, kind: str, **values: Any) -> None:
+        """Send a message of rank 0's watchdog to the board."""
         self.board.handle(RANK, {"kind": kind, **values})
 
     def tick(self) -> None:
         self.board.tick()
         now = time.monotonic()
-        if now - self._told_at >= BEAT_S:
-            self._told_at = now
+        if now - self._sent_at >= BEAT_S:
+            self._sent_at = now
             for peer in self._peers.values():
                 peer.send("alive")
 
-    def forgive(self, seconds: float) -> None:
-        self.board.forgive(seconds)
+    def exclude_pause(self, seconds: float) -> None:
+        self.board.exclude_pause(seconds)
 
     def may_end(self, is_settled: bool) -> bool:
-        """The last of all."""
+        """Whether this watchdog may end, which it does after all others."""
         return (is_settled or self.board.verdict is not None) and not self._peers
 
     def _accept(self) -> None:
@@ -77,7 +78,7 @@ class Host:
 
     def _tell(self, rank: int, kind: str, **values: Any) -> None:
         if rank == RANK:
-            self._obey({"kind": kind, **values})
+            self._on_order({"kind": kind, **values})
         elif rank in self._peers:
             self._peers[rank].send(kind, **values)
 

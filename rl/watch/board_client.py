@@ -1,4 +1,4 @@
-"""A watchdog's connection to the board, which lives elsewhere (rl/watch/host.py)."""
+"""A watchdog's connection to the board at rank 0 (rl/watch/board_server.py)."""
 
 import selectors
 import socket
@@ -10,18 +10,19 @@ from rl.watch.board import CUT_S
 from rl.watch.lines import Lines
 
 
-class Link:
+class BoardClient:
     def __init__(
         self,
         address: tuple[str, int],
         selector: selectors.BaseSelector,
-        obey: Callable[[dict[str, Any]], None],
-        lose: Callable[[str], None],
+        on_order: Callable[[dict[str, Any]], None],
+        on_lost: Callable[[str], None],
     ):
-        """`obey` gets what the board tells, `lose` why it is out of reach. Raises OSError where it is so at once."""
+        """`on_order` gets the board's messages, `on_lost` why it is out of reach. Raise OSError if it cannot be
+        reached now."""
         self._heard_at = time.monotonic()
         self._line = Lines(socket.create_connection(address, timeout=CUT_S))
-        self._selector, self._obey, self._lose = selector, obey, lose
+        self._selector, self._on_order, self._on_lost = selector, on_order, on_lost
         selector.register(self._line.connection, selectors.EVENT_READ, self._read)
 
     def send(self, kind: str, **values: Any) -> None:
@@ -31,10 +32,10 @@ class Link:
         self._line.flush()
         unheard_s = time.monotonic() - self._heard_at
         if unheard_s > CUT_S:
-            self._lose(f"has not been heard of for {unheard_s:.0f} s: its host is down or cut off")
+            self._on_lost(f"has not been heard of for {unheard_s:.0f} s: its host is down or cut off")
 
-    def forgive(self, seconds: float) -> None:
-        """This process itself could not listen for so long."""
+    def exclude_pause(self, seconds: float) -> None:
+        """Do not count the last `seconds`, in which this process could not listen."""
         self._heard_at += seconds
 
     def may_end(self, is_settled: bool) -> bool:
@@ -43,7 +44,7 @@ class Link:
     def _read(self) -> None:
         for message in self._line.receive():
             self._heard_at = time.monotonic()
-            self._obey(message)
+            self._on_order(message)
         if not self._line.is_open:
             self._selector.unregister(self._line.connection)
-            self._lose("is gone: its process ended, or its host was cut off")
+            self._on_lost("is gone: its process ended, or its host was cut off")
