@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from rl.net.framing import pack
+
 MARK = "ONEWORLD_REWARD_TEST"
 SPEC = f"{Path(__file__).resolve()}:attack"
 
@@ -131,18 +133,24 @@ def lines_of_this_process() -> list[int]:
 def writes_without_end() -> None:
     while True:
         for fd in lines_of_this_process():
-            os.write(fd, b"\0" * (1 << 16))
+            os.write(fd, pack(b"") * 4096)
 
 
 def writes_nonsense() -> float:
     for fd in lines_of_this_process():
-        os.write(fd, b"\0" * 11 + b"\7nonsense")
+        os.write(fd, pack(b"", 8) + b"nonsense")
+    return 1.0
+
+
+def writes_no_frame() -> float:
+    for fd in lines_of_this_process():
+        os.write(fd, b"\0" * 100)
     return 1.0
 
 
 def writes_half_a_frame() -> None:
     for fd in lines_of_this_process():
-        os.write(fd, b"\0\0\0")
+        os.write(fd, pack(b"", 8)[:3])
     loops()
 
 

@@ -1,4 +1,4 @@
-r"""Decide whether two answers in LaTeX are the same. math-verify judges mathematics; this module judges writing.
+r"""Decide whether two answers in LaTeX are the same. math-verify compares mathematics; this module, how it is written.
 
     text --normalize--> text --+-- words, times, numbers in a base      compared as text
                                +-- percent signs and units              compared, then taken off
@@ -19,7 +19,7 @@ from rl.rewards.writing import TEXT, is_too_hard, key_of, letters_of, normalize,
 
 MAX_ANSWER = 2000  # characters; no reference answer is nearly as long
 PARSED = 1000  # characters at the end of a response in which nothing is marked
-MAX_DEPTH = 4  # of answers inside of answers, as in a list of tuples
+MAX_DEPTH = 4  # of nested answers, such as a list of tuples
 _SCALE = re.compile(r"\b(?:thousand|million|billion|hundred|dozen|squared|cubed|factorial)\b")
 
 _OPENED = {"(": ")", "[": "]", r"\{": r"\}"}
@@ -174,7 +174,7 @@ def _as_interval(text: str) -> tuple[str, str] | None:
         parts.append(found[1])
     if len(variables) != 1:
         return None
-    if any("and" in piece for piece in pieces if _JOINTS.fullmatch(piece)):  # of two half-lines, what both have
+    if any("and" in piece for piece in pieces if _JOINTS.fullmatch(piece)):  # the intersection of two half-lines
         if len(parts) != 2:
             return None
         upper, lower = sorted(parts, key=lambda part: not part.startswith(r"(-\infty,"))

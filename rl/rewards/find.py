@@ -1,4 +1,4 @@
-"""From reward.function and reward.options to functions. What is wrong with them is said before anything is loaded."""
+"""Find the reward functions that reward.function and reward.options name, and check them before anything is loaded."""
 
 import importlib.util
 import inspect
@@ -12,15 +12,15 @@ from typing import Any
 
 from rl.config.schema import ConfigError, RewardConfig, resolve_path
 from rl.rewards.functions import FUNCTIONS
-from rl.rewards.worker import Function
+from rl.rewards.worker import RewardFunction
 
 REQUIRED = "(prompt, response, row)"
-TAKEN = ("mean", "timeouts", "errors", "overlong", "certainty", "kl")  # metrics of the whole reward
+TAKEN = ("mean", "timeouts", "errors", "overlong", "certainty", "kl")  # names of other reward metrics
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One function of the sum, as the config has it."""
+    """One reward function of the weighted sum, as the config has it."""
 
     spec: str  # a name, or file.py:function
     weight: float
@@ -32,6 +32,7 @@ class Rule:
 
 
 def read_rules(config: RewardConfig) -> list[Rule]:
+    """Return the reward functions of the config. Raise ConfigError if their names, weights or options are wrong."""
     weights = config.function if isinstance(config.function, dict) else {str(config.function): 1.0}
     if not weights or not isinstance(config.function, str | dict) or not all(isinstance(s, str) for s in weights):
         raise ConfigError(
@@ -61,28 +62,29 @@ def read_rules(config: RewardConfig) -> list[Rule]:
 
 
 def own_files(config: RewardConfig) -> dict[str, Path]:
-    """Of functions that are not built in, under the names that the config gives them."""
+    """Return the files of functions that are not built in, by the names that the config gives them."""
     names = [rule.spec.rpartition(":")[0] for rule in read_rules(config)]
     return {name: resolve_path(name) for name in names if name}
 
 
-def load(rule: dict[str, Any]) -> Function:
-    """Imports it, and checks that it can be called as it will be."""
+def load(rule: dict[str, Any]) -> RewardFunction:
+    """Import a function and check that it can be called with its options."""
     read = Rule(**rule)
     is_built_in = ":" not in read.spec
     call = FUNCTIONS[read.spec] if is_built_in else _import(read)
     _check_signature(read, call)
-    if is_built_in:  # which accept any text, so what is wrong are the options
+    if is_built_in:  # these accept any text, so a failure is due to the options
         try:
             call("", "\\boxed{1}", {"answer": "1"}, **read.options)
         except ImportError as error:
             raise ConfigError(f"reward.function: {read.spec} needs {error.name}; install requirements.txt") from None
         except Exception as error:
             raise ConfigError(f"reward.options.{read.name}: {error}") from None
-    return Function(read.name, read.weight, call, read.options)
+    return RewardFunction(read.name, read.weight, call, read.options)
 
 
 def check_rewards(config: RewardConfig) -> None:
+    """Raise ConfigError if a reward function cannot be imported or called."""
     for rule in read_rules(config):
         load(asdict(rule))
 
@@ -106,7 +108,7 @@ def _import(rule: Rule) -> Callable[..., Any]:
     if spec is None or spec.loader is None:
         raise ConfigError(f"reward.function: got {rule.spec!r}; the file's name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # as dataclasses and pickles of the file ask for
+    sys.modules[module_name] = module  # dataclasses and pickle look the module up there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:
@@ -130,7 +132,7 @@ def _describe(error: BaseException, path: Path) -> str:
 def _check_signature(rule: Rule, call: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(call)
-    except (TypeError, ValueError):  # of a callable written in C
+    except (TypeError, ValueError):  # a callable written in C has no signature
         return
     try:
         signature.bind_partial("", "", {})

@@ -1,8 +1,8 @@
-"""The built-in functions. Each takes the prompt, the response, and the row of the data file, whose `answer` is the text
-of the field that data.answer_key names; what follows is reward.options.
+"""The built-in reward functions. Each takes the prompt, the response and the row of the data file, whose `answer` is
+the text of the field that data.answer_key names. Further parameters are set by reward.options.
 
-`answer` of a function takes the final answer out of a response, in one way of writing it, so that equal answers are
-equal texts.
+The attribute `answer` of a function extracts the final answer of a response, written so that equal answers are equal
+texts.
 """
 
 import re
@@ -16,6 +16,8 @@ UNITS: dict[str, Callable[[str], int]] = {"characters": len, "words": lambda tex
 
 
 def with_answer(answer: Callable[[str], str | None]) -> Callable[[Callable], Callable]:
+    """Give a reward function the attribute `answer`."""
+
     def decorate(function: Callable) -> Callable:
         function.answer = answer  # type: ignore[attr-defined]
         return function
@@ -25,31 +27,33 @@ def with_answer(answer: Callable[[str], str | None]) -> Callable[[Callable], Cal
 
 @with_answer(str.strip)
 def exact_match(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Return 1 if the response is the answer, apart from blanks around it."""
     return float(response.strip() == row["answer"].strip())
 
 
 @with_answer(last_number_of)
 def last_number(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """The last number of the response equals the last number of the answer (GSM8K's answers end in '#### 42')."""
+    """Return 1 if the last number of the response equals that of the answer (GSM8K's answers end in '#### 42')."""
     got, wanted = last_number_of(response), last_number_of(row["answer"])
     return float(got is not None and got == wanted)
 
 
 @with_answer(marked_number_of)
 def gsm8k(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """As last_number, but what is marked as the final answer counts before what comes last."""
+    """Return 1 if the number that is marked as the final answer is right; without a mark, the last number counts."""
     got, wanted = marked_number_of(response), marked_number_of(row["answer"])
     return float(got is not None and got == wanted)
 
 
 @with_answer(text_of)
 def math(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Return 1 where the response's final answer is the reference answer, as mathematics or as words."""
+    """Return 1 if the response's final answer equals the reference answer, as mathematics or as words."""
     return float(is_same(row["answer"], response, prompt))
 
 
 def regex(prompt: str, response: str, row: dict[str, Any], pattern: str = "", whole: bool = False) -> float:
-    """The pattern, or where there is none the row's answer as one, is found in the response, or matches all of it."""
+    """Return 1 if the pattern is found in the response; with `whole` it must match all of it. The row's answer is the
+    default pattern."""
     search = re.fullmatch if whole else re.search
     return float(search(pattern or row["answer"], response.strip(), re.DOTALL) is not None)
 
@@ -57,8 +61,8 @@ def regex(prompt: str, response: str, row: dict[str, Any], pattern: str = "", wh
 def format(
     prompt: str, response: str, row: dict[str, Any], tags: Sequence[str] = ("think", "answer")
 ) -> dict[str, float]:
-    """The response is one pair of each tag, in this order, with something in it, and nothing around them. A chat
-    template may have opened the first. Parts: which tags stand there once."""
+    """Return 1 if the response is one pair of each tag, in this order, with content and nothing around them. A chat
+    template may have opened the first tag. The parts say which tags appear exactly once."""
     if isinstance(tags, str) or not tags or not all(isinstance(tag, str) and tag for tag in tags):
         raise ValueError(f"tags: got {tags!r}; it is a list of names, such as [think, answer]")
     opened = f"<{tags[0]}>"
@@ -81,7 +85,7 @@ def format(
 def length(
     prompt: str, response: str, row: dict[str, Any], most: int, free: int = 0, unit: str = "characters"
 ) -> float:
-    """0 up to `free`, then evenly down to -1 at `most` and beyond."""
+    """Return 0 up to a length of `free`, then linearly down to -1 at `most` and beyond."""
     if not 0 <= free < most:
         raise ValueError(f"got free = {free} and most = {most}; required is 0 <= free < most")
     if unit not in UNITS:

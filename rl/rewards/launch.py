@@ -1,5 +1,5 @@
-"""Starts the server of the reward functions: a fresh interpreter, so that nothing of torch, CUDA or their threads is in
-it, or in anything that it forks."""
+"""Start the reward server in a fresh interpreter, so that neither it nor its workers contain torch, CUDA or their
+threads."""
 
 import os
 import socket
@@ -15,20 +15,23 @@ PROGRAM = "import sys; sys.path.insert(0, sys.argv[3]); import rl.rewards.server
 
 
 @dataclass(frozen=True)
-class Launched:
-    process: subprocess.Popen[bytes]
-    line: socket.socket
+class RewardServerProcess:
+    """A server's process, and the rank's end of the connection to it."""
 
-    def dismiss(self) -> None:
-        """It ends when its line does."""
-        self.line.close()
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+
+    def stop(self) -> None:
+        """End the server, which ends when its connection does."""
+        self.connection.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)
 
 
-def launch() -> Launched:
+def launch() -> RewardServerProcess:
+    """Start a server for this process."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(os.getpid()), str(ROOT)]
     with theirs:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-    return Launched(process, ours)
+    return RewardServerProcess(process, ours)

@@ -1,4 +1,4 @@
-"""The rank's side: calls go to the server, results come back on a thread that passes them on."""
+"""The rank's side of the reward pool: sends calls to the server, and receives results in a thread."""
 
 import json
 import select
@@ -14,50 +14,51 @@ from typing import Any
 from rl.config.schema import ConfigError, RewardConfig
 from rl.net.framing import Channel, pack
 from rl.rewards.find import read_rules
-from rl.rewards.launch import Launched
+from rl.rewards.launch import RewardServerProcess
 from rl.rewards.worker import MAX_CALL_ID
 
-READY_S = 120.0  # for the functions to be imported
-SILENCE_S = 30.0  # beyond the wall of a call, in which some result must have come
+READY_S = 120.0  # for the import of the functions
+SILENCE_S = 30.0  # beyond the time limit of a call, until the server counts as hung
 CLOSE_S = 6.0
-MAX_BYTES = 1 << 20
+MAX_RESULT = 1 << 20  # bytes
 
 
 class RewardPool:
     def __init__(
         self,
-        server: Launched,
+        server: RewardServerProcess,
         config: RewardConfig,
         num_workers: int,
         deliver: Callable[[Any, dict[str, Any]], None],
         fail: Callable[[BaseException], None],
     ):
-        """`deliver` gets a call's key and its result, `fail` the reason why no more will come; both in a thread.
+        """`deliver` gets the key of a call and its result, `fail` the reason why no more results will come. Both are
+        called in a thread.
 
-        A result: `status` (ok, error, timeout or crash), `score`, `parts` by name, `answer`, and the `text` of what
-        went wrong.
+        A result has a `status` (ok, error, timeout or crash), a `score`, its `parts` by name, the final `answer` of the
+        response, and the `text` of what went wrong.
         """
         self._deliver, self._fail = deliver, fail
         self._limit_s = config.timeout_s + SILENCE_S
         self._lock = threading.Lock()
         self._keys: dict[int, Hashable] = {}  # of calls without a result
-        self._number = 0
+        self._num_calls = 0
         self._changed_at = time.monotonic()
-        self._answered = threading.Event()
-        self._error = ""  # of the functions
+        self._is_loaded = threading.Event()
+        self._error = ""  # what is wrong with the functions
         self._failure: BaseException | None = None
         self._is_closing = False
         self._reported: set[str] = set()
         rules = [asdict(rule) for rule in read_rules(config)]
         self._server = server
-        self._channel = Channel(self._server.line, MAX_CALL_ID, MAX_BYTES)
+        self._channel = Channel(self._server.connection, MAX_CALL_ID, MAX_RESULT)
         self._send(b"", {"rules": rules, "timeout_s": config.timeout_s, "num_workers": num_workers})
         self._thread = threading.Thread(target=self._read, name="rewards", daemon=True)
         self._thread.start()
 
     def wait_ready(self) -> None:
-        """Until the functions are imported; raises what is wrong with them."""
-        if not self._answered.wait(READY_S):
+        """Wait until the functions are imported. Raise if something is wrong with them."""
+        if not self._is_loaded.wait(READY_S):
             raise ConfigError(
                 f"reward.function: its import has not ended after {READY_S:g} s; take what is slow out of the module"
             )
@@ -67,28 +68,28 @@ class RewardPool:
             raise ConfigError(self._error)
 
     def submit(self, key: Hashable, prompt: str, response: str, row: dict[str, Any], answer_of: str = "") -> None:
-        """Returns at once. `answer_of` names a function that is asked for the final answer of the response too, if it
-        can tell."""
+        """Score a response. Return at once; the result comes by `deliver`. `answer_of` names a function that is also
+        asked for the final answer of the response."""
         call = {"prompt": prompt, "response": response, "row": row, "answer_of": answer_of}
         with self._lock:
-            self._number += 1
-            self._keys[self._number] = key
+            self._num_calls += 1
+            self._keys[self._num_calls] = key
             self._changed_at = time.monotonic()
-            self._send(str(self._number).encode(), call)
+            self._send(str(self._num_calls).encode(), call)
 
     def close(self) -> None:
-        """Calls without a result get none."""
+        """End the server. Calls without a result get none."""
         self._is_closing = True
         with suppress(OSError):
-            self._server.line.shutdown(socket.SHUT_RDWR)
+            self._server.connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(CLOSE_S)
-        self._server.line.close()
+        self._server.connection.close()
         self._server.process.wait(CLOSE_S)
 
     def _send(self, call_id: bytes, values: dict[str, Any]) -> None:
         body = json.dumps(values).encode()
-        with suppress(BrokenPipeError, ConnectionResetError):  # the thread sees it too, and says so
-            self._server.line.sendall(pack(call_id, len(body)) + body)
+        with suppress(BrokenPipeError, ConnectionResetError):  # the reading thread reports it
+            self._server.connection.sendall(pack(call_id, len(body)) + body)
 
     def _read(self) -> None:
         try:
@@ -101,15 +102,15 @@ class RewardPool:
                 raise RuntimeError(f"the reward server of this rank has ended with exit code {code}")
         except BaseException as error:
             self._failure = error
-            self._answered.set()
+            self._is_loaded.set()
             with suppress(OSError):
-                self._server.line.shutdown(socket.SHUT_RDWR)  # the main thread may be about to send
+                self._server.connection.shutdown(socket.SHUT_RDWR)  # the main thread may be blocked in `sendall`
             self._fail(error)
 
     def _wait(self) -> None:
-        """For something to read. With calls under way, one ends within the wall."""
+        """Wait for something to read. While calls are under way, one must end within the time limit."""
         poll = select.poll()
-        poll.register(self._server.line, select.POLLIN)
+        poll.register(self._server.connection, select.POLLIN)
         while not poll.poll(self._limit_s * 1000):
             if self._keys and time.monotonic() - self._changed_at > self._limit_s:
                 raise RuntimeError(
@@ -120,15 +121,15 @@ class RewardPool:
     def _take(self, call_id: bytes, result: dict[str, Any]) -> None:
         if not call_id:
             self._error = result["error"]
-            self._answered.set()
+            self._is_loaded.set()
             return
         self._changed_at = time.monotonic()
         key = self._keys.pop(int(call_id))
-        self._report(result)
+        self._report_failure(result)
         self._deliver(key, result)
 
-    def _report(self, result: dict[str, Any]) -> None:
-        """The first of each kind; the others are counted."""
+    def _report_failure(self, result: dict[str, Any]) -> None:
+        """Print the first failure of each kind; the others are only counted."""
         status = result["status"]
         if status == "ok" or status in self._reported:
             return

@@ -1,13 +1,14 @@
-"""Sums over samples, groups and ranks, such as of scores, and the metrics that become of them."""
+"""Sums of scores over samples, groups and ranks, and the metrics made from them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-Totals = dict[str, list[float]]  # by metric: the sum and how many it is a mean over; 0: it is no mean
+Totals = dict[str, list[float]]  # by metric: the sum, and the count to divide it by; 0 if the metric is the sum
 
 
 def total(samples: Iterable[Mapping[str, Any]]) -> Totals:
-    """Of results of the pool. What hung or crashed counts apart from what raised or returned no number."""
+    """Sum up results of the pool. Calls that hung or crashed are timeouts; those that raised, or returned no number,
+    are errors."""
     sums: Totals = {"reward/timeouts": [0.0, 0.0], "reward/errors": [0.0, 0.0]}
     for sample in samples:
         for name, value in sample["parts"].items():
@@ -20,7 +21,7 @@ def total(samples: Iterable[Mapping[str, Any]]) -> Totals:
 
 
 def add(parts: Iterable[Totals]) -> Totals:
-    """In the order given, on which the last bit of a sum depends."""
+    """Add totals in the order given, on which the last bit of a sum depends."""
     sums: Totals = {}
     for part in parts:
         for name, (value, count) in part.items():
@@ -31,4 +32,5 @@ def add(parts: Iterable[Totals]) -> Totals:
 
 
 def metrics_of(sums: Totals) -> dict[str, float]:
+    """Return the mean or sum of each metric."""
     return {name: value / count if count else value for name, (value, count) in sums.items()}

@@ -1,4 +1,4 @@
-"""The processes below a process, and their end, whatever sessions and groups they have put themselves into."""
+"""Find and end all processes below a process, whatever sessions and groups they have put themselves into."""
 
 import ctypes
 import os
@@ -10,12 +10,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """What loses its parent below this process becomes its child, so nothing leaves the tree."""
+    """Make orphans below this process its children, so that nothing leaves the tree."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children_of(pid: int) -> list[int]:
-    """The dead that nobody has waited for among them."""
+    """Return the children of a process, including zombies."""
     found: list[int] = []
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -23,21 +23,21 @@ def children_of(pid: int) -> list[int]:
                 found += map(int, file.read().split())
     except OSError:
         if Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").exists():
-            return found  # the process, or one of its threads, has ended meanwhile
+            return found  # the process or one of its threads has just ended
         return [child for child, parent in _parents().items() if parent == pid]
     return found
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Parents before their children."""
+    """Return all processes below a process, parents before their children."""
     found = children_of(pid)
-    for child in found:  # grows meanwhile
+    for child in found:  # `found` grows in the loop
         found += children_of(child)
     return found
 
 
 def end_tree(pid: int) -> None:
-    """Stops all before it kills any: what is stopped makes no more children."""
+    """Kill a process and all below it. All are stopped first, so that none can make more children."""
     stopped: set[int] = set()
     new = [pid]
     while new:
@@ -55,7 +55,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _parents() -> dict[int, int]:
-    """By process, for kernels that do not list children."""
+    """Return the parent of every process, for kernels that do not list children."""
     parents = {}
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -1,4 +1,4 @@
-"""A process that runs the functions, one call after the other. Its server may kill it at any moment."""
+"""A process that runs the reward functions, one call after the other. Its server may kill it at any moment."""
 
 import gc
 import json
@@ -20,16 +20,16 @@ from rl.rewards.tree import adopt_orphans
 from rl.watch.parent import die_with_parent
 
 MAX_CALL_ID, MAX_CALL = 20, (1 << 32) - 1  # bytes of a frame's head and payload
-MAX_CALLS = 2000  # of one process; what a function leaves behind goes with it
-MAX_GROWTH = 256 << 20  # bytes of memory that it keeps, likewise
+MAX_CALLS = 2000  # before the process ends, with whatever the functions left behind in it
+MAX_GROWTH = 256 << 20  # bytes of memory that it may gain before it ends
 MAX_MEMORY = 2 << 30  # bytes beyond what the server has
 MAX_FILE = 1 << 30  # bytes of a file that a function writes
-MAX_SCORE = 1e30  # beyond it a weighted sum is no float32
+MAX_SCORE = 1e30  # beyond it a weighted sum may not fit float32
 MAX_PARTS, MAX_NAME, MAX_TEXT, MAX_ANSWER = 64, 100, 500, 10_000
 
 
 @dataclass(frozen=True)
-class Function:
+class RewardFunction:
     name: str
     weight: float
     call: Callable[..., Any]
@@ -37,24 +37,25 @@ class Function:
 
     @property
     def answer(self) -> Callable[[str], str | None] | None:
-        """What takes the final answer out of a response, if it has such a function."""
+        """The function that extracts the final answer from a response, if there is one."""
         return getattr(self.call, "answer", None)
 
 
-def run(connection: socket.socket, functions: list[Function], server: int) -> None:
-    """In the forked process, to its end."""
+def run_worker(connection: socket.socket, functions: list[RewardFunction], server: int) -> None:
+    """Serve calls in the forked process, and end the process."""
     code = 1
     try:
-        _settle(server)
+        _isolate(server)
         _serve(connection, functions)
         code = 0
     except OSError:
-        pass  # its line is gone, by the server's end or because a function closed it
+        pass  # the connection is gone: the server ended, or a function closed it
     finally:
         os._exit(code)
 
 
-def _settle(server: int) -> None:
+def _isolate(server: int) -> None:
+    """Separate this process from the rank's signals and streams, and limit its memory and files."""
     os.setsid()
     die_with_parent(signal.SIGKILL)
     if os.getppid() != server:
@@ -75,13 +76,13 @@ def _settle(server: int) -> None:
     gc.enable()
 
 
-def _serve(connection: socket.socket, functions: list[Function]) -> None:
+def _serve(connection: socket.socket, functions: list[RewardFunction]) -> None:
     begin, calls = _pages(1), 0
     reader = FrameReader(connection, MAX_CALL_ID, MAX_CALL)
     connection.sendall(pack(b""))
     while True:
         call_id, body = reader.wait_for_frame()
-        random.seed(zlib.crc32(body))  # a function that draws lots draws the same ones on every worker
+        random.seed(zlib.crc32(body))  # so that random functions give the same score on every worker
         if (sympy := sys.modules.get("sympy.core.random")) is not None:
             sympy.seed(zlib.crc32(body))
         result = score(functions, **json.loads(body))
@@ -94,13 +95,13 @@ def _serve(connection: socket.socket, functions: list[Function]) -> None:
 
 
 def _pages(field: int) -> int:
-    """Of this process: 0 all that it has asked for, 1 what is in memory."""
+    """Return the pages of this process: all that it has mapped (0) or what is in memory (1)."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[field])
 
 
 def _has_children() -> bool:
-    """That are alive; the dead are waited for."""
+    """Whether there are living children. Dead ones are reaped."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -110,9 +111,9 @@ def _has_children() -> bool:
 
 
 def score(
-    functions: list[Function], prompt: str, response: str, row: dict[str, Any], answer_of: str = ""
+    functions: list[RewardFunction], prompt: str, response: str, row: dict[str, Any], answer_of: str = ""
 ) -> dict[str, Any]:
-    """The weighted sum of all functions and their parts; where one of them fails, the sample has none of them."""
+    """Return the weighted sum of all functions, and their parts. If one of them fails, the whole call has failed."""
     total, parts = 0.0, {}
     answer = None
     for function in functions:
@@ -122,7 +123,7 @@ def score(
                 answer = function.answer(response)
                 if answer is not None and not isinstance(answer, str):
                     raise TypeError(f"its answer is a {type(answer).__name__}; required is text or None")
-        except BaseException as error:  # SystemExit among them
+        except BaseException as error:  # SystemExit too
             return failed("error", [function.name for function in functions], _describe(function.name, error))
         total += function.weight * value
         parts[function.name] = value
@@ -132,12 +133,12 @@ def score(
 
 
 def failed(status: str, names: list[str], text: str) -> dict[str, Any]:
-    """The result of a call that has none."""
+    """Return the result of a call that failed."""
     return {"status": status, "score": 0.0, "parts": dict.fromkeys(names, 0.0), "answer": None, "text": text}
 
 
 def read_value(value: Any) -> tuple[float, dict[str, float]]:
-    """What a function returned: its score, and the parts beside it."""
+    """Return the score and the parts that a function returned. Raise if it is neither a number nor numbers by name."""
     if not isinstance(value, dict):
         return _number(value, "the score"), {}
     if not 0 < len(value) <= MAX_PARTS:
@@ -152,7 +153,7 @@ def read_value(value: Any) -> tuple[float, dict[str, float]]:
 
 
 def _number(value: Any, what: str) -> float:
-    if hasattr(value, "item"):  # of numpy or torch
+    if hasattr(value, "item"):  # numpy and torch
         value = value.item()
     if not isinstance(value, bool | int | float):
         raise TypeError(f"{what} is a {type(value).__name__}; required is a number, or a dict of numbers by name")
@@ -165,7 +166,7 @@ def _number(value: Any, what: str) -> float:
 def _describe(name: str, error: BaseException) -> str:
     try:
         text = f"{name}: {type(error).__name__}: {error}"[:MAX_TEXT]
-    except Exception:  # of the exception's own
+    except Exception:  # raised by the exception's own __str__
         text = f"{name}: {type(error).__name__}"
     last = traceback.extract_tb(error.__traceback__)[-1:]
     return text + "".join(f" ({place.filename}, line {place.lineno})" for place in last)

@@ -152,7 +152,7 @@ def _start_rewards(world: World, config: Config, placement: Placement) -> Reward
     """Start to import the reward functions in the server of each rank that leads an engine; end the other servers."""
     server = reward_server()
     if not any(ranks[0] == world.rank for ranks in placement.engines):
-        server.dismiss()
+        server.stop()
         return None
 
     def deliver(key: tuple[int, ...], result: dict[str, Any]) -> None:

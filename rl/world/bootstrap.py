@@ -13,7 +13,7 @@ import signal
 import socket
 from pathlib import Path
 
-from rl.rewards.launch import Launched, launch
+from rl.rewards.launch import RewardServerProcess, launch
 from rl.watch.lines import Lines
 from rl.watch.parent import die_with_parent
 from rl.watch.tee import start_tee, write_log
@@ -26,7 +26,7 @@ if "TORCHELASTIC_RUN_ID" in os.environ:
     die_with_parent(signal.SIGKILL)  # else a killed agent leaves orphans that hold GPUs
 _line = None
 _tee: socket.socket | None = None
-_reward_server: Launched | None = None
+_reward_server: RewardServerProcess | None = None
 if "RANK" in os.environ and MARK not in os.environ:
     os.environ[MARK] = str(os.getpid())  # children that import this again are not ranks
     gc.disable()
@@ -54,7 +54,7 @@ def log_to(path: Path) -> None:
         write_log(_tee, path)
 
 
-def reward_server() -> Launched:
+def reward_server() -> RewardServerProcess:
     """Hand the reward server over to the caller; start one if torchrun did not start this process."""
     global _reward_server
     server, _reward_server = _reward_server or launch(), None

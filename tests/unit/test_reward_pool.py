@@ -70,6 +70,7 @@ ATTACKS = {
     "closes_everything": "crash",
     "writes_without_end": "crash",
     "writes_nonsense": "crash",
+    "writes_no_frame": "crash",
     "leaves_children_and_crashes": "crash",
     "bombs": "crash",
     "raises_exit": "error",

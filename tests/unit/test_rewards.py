@@ -8,7 +8,7 @@ import pytest
 
 from rl.rewards.functions import FUNCTIONS
 from rl.rewards.totals import add, metrics_of, total
-from rl.rewards.worker import Function, read_value, score
+from rl.rewards.worker import RewardFunction, read_value, score
 
 
 def rate(name: str, response: str, answer: str, prompt: str = "", **options: Any) -> Any:
@@ -209,9 +209,9 @@ def test_the_weighted_sum_and_its_parts() -> None:
         return {"score": scale, "words": 2.0}
 
     functions = [
-        Function("exact_match", 1.0, FUNCTIONS["exact_match"], {}),
-        Function("shape", 0.5, shape, {"scale": 3.0}),
-        Function("gsm8k", 0.0, FUNCTIONS["gsm8k"], {}),
+        RewardFunction("exact_match", 1.0, FUNCTIONS["exact_match"], {}),
+        RewardFunction("shape", 0.5, shape, {"scale": 3.0}),
+        RewardFunction("gsm8k", 0.0, FUNCTIONS["gsm8k"], {}),
     ]
     result = score(functions, "", "42", {"answer": "42"}, answer_of="exact_match")
     parts = {"exact_match": 1.0, "shape": 3.0, "shape/words": 2.0, "gsm8k": 1.0}
@@ -226,7 +226,8 @@ def test_a_sample_of_which_one_function_fails_has_none_of_them() -> None:
     def broken(prompt: str, response: str, row: dict[str, Any]) -> float:
         return row["missing"]
 
-    functions = [Function("exact_match", 1.0, FUNCTIONS["exact_match"], {}), Function("broken", 1.0, broken, {})]
+    exact_match = RewardFunction("exact_match", 1.0, FUNCTIONS["exact_match"], {})
+    functions = [exact_match, RewardFunction("broken", 1.0, broken, {})]
     result = score(functions, "", "42", {"answer": "42"})
     assert result["text"].startswith(f"broken: KeyError: 'missing' ({__file__}, line ")
     assert result | {"text": ""} == {
