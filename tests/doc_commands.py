@@ -57,7 +57,8 @@ BENCHMARKS = {  # and what makes each shorter
 # Another test runs it: the file, and what in it does.
 ELSEWHERE = {
     "make demo": ("tests/e2e/test_demo.py", '"make", "demo"'),
-    "make test": (".ci/run", "exec make test"),
+    "make test": (".github/workflows/test.yml", "run: make test"),
+    "make test-quick": ("Makefile", "test-quick:"),
     "make setup": ("Makefile", "test: setup lint"),
     "make lint": ("Makefile", "test: setup lint"),
     ". .venv/bin/activate": ("Makefile", "demo: setup\n\t@$(ACTIVATE) &&"),
@@ -67,6 +68,8 @@ ELSEWHERE = {
         "tests/e2e/test_debugger.py",
         'input="p answer\\nq\\n"',
     ),
+    "python tools/debug.py runs/x --rank 5": ("tests/e2e/test_debugger.py", '"--rank"'),
+    "python benchmarks/weight_sync.py": ("tests/e2e/test_benchmarks.py", '"weight_sync"'),
     "python tools/jobs.py submit --hosts hosts.txt x --config my.yaml": ("tests/e2e/test_launch_ssh.py", "--hosts"),
     'python tools/jobs.py submit --slurm="--nodes 4 --gpus-per-node 8" x --config my.yaml': (
         "tests/e2e/test_launch_slurm.py",

@@ -1,4 +1,4 @@
-"""README and docs/: links and anchors lead somewhere, every page is reached, and what is named exists."""
+"""The pages: links work, every page can be reached, what they name exists, and they are easy to read."""
 
 import ast
 import dataclasses
@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from rl.config.load import load_config
 from rl.config.schema import Config
 from tests.doc_commands import FENCE, PAGES, SPAN
 from tests.launcher import ROOT
 from tests.unit.peers import source
+from tests.unit.test_structure import LAYERS
 
 pytestmark = pytest.mark.timeout(30)
 MARKDOWN = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md"]
@@ -29,13 +31,13 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes of the headings."""
     heads = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 def links(page: Path) -> Iterator[tuple[Path, str]]:
-    """To files of this repository: the file, and the anchor in it."""
+    """Yield the file and the anchor of each link to a file of this repository."""
     for target in LINK.findall(prose(page)):
         if "://" not in target:
             path, _, anchor = target.partition("#")
@@ -43,7 +45,7 @@ def links(page: Path) -> Iterator[tuple[Path, str]]:
 
 
 @every_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_work(page: Path) -> None:
     broken = [f"{path}#{anchor}" for path, anchor in links(page) if not path.exists()]
     broken += [f"{path}#{anchor}" for path, anchor in links(page) if anchor and anchor not in anchors(path)]
     assert broken == []
@@ -60,7 +62,7 @@ def test_a_broken_link_is_seen(tmp_path: Path) -> None:
 
 @every_page
 def test_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
-    """A bar inside of a span counts too, unless it is escaped: what follows would not be shown."""
+    """A bar inside a span also counts, unless it is escaped: GitHub would not show what follows it."""
     width, uneven = 0, []
     for line in prose(page).splitlines():
         cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
@@ -76,8 +78,64 @@ def test_every_page_is_reached_from_the_readme() -> None:
         reached.add(page)
         ahead += [path for path, _ in links(page) if path.suffix == ".md" and path not in reached]
     assert [page.name for page in MARKDOWN if page not in reached] == []
-    from_readme = {path for path, _ in links(ROOT / "README.md")}
-    assert [page.name for page in sorted((ROOT / "docs").glob("*")) if page not in from_readme] == []
+
+
+def test_the_index_has_every_file_of_the_docs() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {path for path, _ in links(index)}
+    assert [page.name for page in sorted((ROOT / "docs").glob("*")) if page not in linked | {index}] == []
+    tracks = re.findall(r"^## (.*)$", index.read_text(), re.MULTILINE)[:3]
+    assert tracks == ["First run", "Operating a cluster", "Extending the code"]
+
+
+# Readability
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 140
+
+
+@every_page
+def test_lines_are_short(page: Path) -> None:
+    """Code blocks and addresses of links cannot be wrapped."""
+    lines = [re.sub(r"\]\([^)]*\)|^\[\w+\]: .*", "]", line) for line in prose(page).splitlines()]
+    assert [line for line in lines if len(line) > (240 if page.name == "configuration.md" else 160)] == []
+
+
+@every_page
+def test_tables_are_narrow(page: Path) -> None:
+    rows = [line for line in prose(page).splitlines() if line.startswith("|")]
+    assert [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) > 6] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_a_page_begins_with_its_use_and_a_command(page: Path) -> None:
+    """The index and the generated page begin in their own ways."""
+    if page.name in ("configuration.md", "README.md"):
+        return
+    head, *_ = page.read_text().split("\n## ")
+    assert head.split("\n\n")[1].startswith("After reading this page you ")
+    assert re.search(r"^(?:```bash\n|    )(?:python|torchrun|make|pytest|launch/)", head, re.MULTILINE)
+
+
+def test_the_demo_takes_as_long_on_every_page() -> None:
+    pages = [ROOT / "README.md", ROOT / "docs" / "first_run.md"]
+    said = {line.strip() for page in pages for line in page.read_text().splitlines() if "demo: reward " in line}
+    (line,) = said
+    seconds = re.search(r", (\d+ s), engine", line)
+    assert seconds
+    (row,) = [row for row in (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines() if "in 50 steps" in row]
+    assert seconds[1] in row
+
+
+def test_the_config_of_the_readme_is_valid(tmp_path: Path) -> None:
+    (config,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "my.yaml").write_text(config)
+    assert load_config(str(tmp_path / "my.yaml"), []).reward.function == "math"
+    assert len(config.splitlines()) <= 10
+
+
+# Files
 
 
 @every_page
@@ -87,13 +145,20 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert [path for path in files if not (ROOT / path).exists()] == []
 
 
-def test_every_part_has_a_line_in_the_file_map() -> None:
-    text = (ROOT / "README.md").read_text()
-    lines = text[text.index("## Where to put things") :]
-    parts = [f"rl/{path.name}" for path in (ROOT / "rl").glob("*.py") if path.name != "__init__.py"]
-    parts += [f"rl/{path.parent.name}/" for path in (ROOT / "rl").glob("*/__init__.py")]
-    parts += [f" {path.name}" for path in (ROOT / "tools").glob("*.py")]
+def test_every_package_and_tool_has_a_line_in_the_file_map() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    lines = text[text.index("## Where to put things") : text.index("## Layers")]
+    parts = [f"`rl/{path.name}`" for path in (ROOT / "rl").glob("*.py") if path.name != "__init__.py"]
+    parts += [f"`rl/{path.parent.relative_to(ROOT / 'rl')}/`" for path in (ROOT / "rl").rglob("*/__init__.py")]
+    parts += [f"`tools/{path.name}`" for path in (ROOT / "tools").glob("*.py")]
     assert [part for part in parts if part not in lines] == []
+
+
+def test_the_layers_of_the_page_are_those_that_are_enforced() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text[text.index("## Layers") : text.index("## Words")]
+    shown = [tuple(line.strip().split(", ")) for line in section.splitlines() if line.startswith("    ")]
+    assert [tuple(part.removesuffix(".py") for part in layer) for layer in shown] == LAYERS
 
 
 # Settings
@@ -101,7 +166,7 @@ def test_every_part_has_a_line_in_the_file_map() -> None:
 
 @every_page
 def test_settings_that_are_named_exist(page: Path) -> None:
-    """In every span of every page; in docs/coming_from.md those in the column of ours."""
+    """Check every span of every page; of docs/coming_from.md only the column with our settings."""
     text = prose(page)
     if page.name == "coming_from.md":
         text = "\n".join(line.split(" | ")[1] for line in text.splitlines() if line.count(" | ") == 2)
@@ -121,7 +186,7 @@ def is_setting(word: str) -> bool:
 
 
 def peer_keys(title: str) -> list[str]:
-    """The first column of a table in docs/coming_from.md. A name without a dot follows the last one that has some."""
+    """Return the first column of a table in docs/coming_from.md. A name without a dot has the prefix of the last one."""
     section = (ROOT / "docs" / "coming_from.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
     keys: list[str] = []
     for row in [line for line in section.splitlines() if line.startswith("| ")][2:]:
@@ -170,7 +235,7 @@ def test_arguments_of_trl_exist() -> None:
 
 
 def test_every_metric_is_explained() -> None:
-    """docs/performance.md has each name that a run writes, stages included."""
+    """docs/performance.md has each name that a run writes, including the stages."""
     page = (ROOT / "docs" / "performance.md").read_text()
     explained = set(METRIC.findall(page)) | set(re.findall(r"time/[a-z ]+", page))
     files = [ROOT / "train.py", *(ROOT / "rl").rglob("*.py")]
@@ -178,7 +243,7 @@ def test_every_metric_is_explained() -> None:
     written = set(re.findall(rf'"({METRIC.pattern})"', text)) - {"rollout/samples"}  # a text
     for file in ("train.py", "rl/run/build.py"):
         stages = re.findall(r'\.stage\("([^"]+)"\)', (ROOT / file).read_text())
-        written |= {f"time/{stage}" for stage in stages if stage != "serve"}  # which no leader does
+        written |= {f"time/{stage}" for stage in stages if stage != "serve"}  # no leader has this stage
     assert len(written) > 35
     assert sorted(written - explained) == []
     assert sorted(name for name in explained if not name.startswith("time/") and name not in written) == [
