@@ -23,7 +23,7 @@ every_page = pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FOLDERS = "rl|tests|tools|launch|configs|docs|benchmarks"
 SECTIONS = {field.name for field in dataclasses.fields(Config)}
-METRIC = re.compile(r"(?:reward|loss|policy|rollout|optim|critic|perf|time)/[a-z_]+")
+METRIC = re.compile(r"(?<![\w/])(?:reward|loss|policy|rollout|optim|critic|perf|time)/[a-z_]+")
 
 
 def prose(page: Path) -> str:
@@ -99,7 +99,8 @@ def test_the_readme_is_short() -> None:
 def test_lines_are_short(page: Path) -> None:
     """Code blocks and addresses of links cannot be wrapped."""
     lines = [re.sub(r"\]\([^)]*\)|^\[\w+\]: .*", "]", line) for line in prose(page).splitlines()]
-    assert [line for line in lines if len(line) > (240 if page.name == "configuration.md" else 160)] == []
+    is_generated = page.name == "configuration.md"
+    assert [line for line in lines if len(line) > 160 and not (is_generated and line.startswith("|"))] == []
 
 
 @every_page
@@ -186,7 +187,7 @@ def is_setting(word: str) -> bool:
 
 
 def peer_keys(title: str) -> list[str]:
-    """Return the first column of a table in docs/coming_from.md. A name without a dot has the prefix of the last one."""
+    """Return the first column of a table in docs/coming_from.md. A name without a dot has the last one's prefix."""
     section = (ROOT / "docs" / "coming_from.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
     keys: list[str] = []
     for row in [line for line in section.splitlines() if line.startswith("| ")][2:]:
