@@ -12,7 +12,8 @@ from tests.worked_examples import apply, copy_tree, worked_examples
 pytestmark = pytest.mark.timeout(150)
 SETTINGS = [
     *("run.name=x", "rollout.engine=fake", "train.num_steps=1", "train.num_prompts_per_step=6", "eval.interval=0"),
-    *("algo.loss=sapo", "reward.function={exact_match: 1, multiple_choice: 0}"),
+    *("reward.function={length: 1, multiple_choice: 0}", "reward.options={length: {most: 100}}"),
+    *("algo.loss=sapo", "algo.loss_norm=sequence"),
 ]
 
 
@@ -27,6 +28,7 @@ def test_a_step_uses_the_loss_the_reward_and_the_metric(tmp_path: Path) -> None:
     assert process.returncode == 0, output[-6000:]
     row = json.loads((tree / "runs" / "x" / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["reward/multiple_choice"] == 0  # the sums have no letters
-    assert 0 <= row["rollout/equal_groups"] <= 1
-    # At ratio 1, clip's loss is the mean of -A, here near 0. SAPO's has 2 for A > 0 and 4 / 1.05 / 2 for A < 0.
-    assert row["loss/policy"] < -1e-4
+    assert 0 <= row["rollout/equal_groups"] < 1
+    # At ratio 1, clip's loss is the mean of -A over sequences, which is 0. SAPO's is -2 A where A > 0, and
+    # -4 / 1.05 / 2 A where A < 0, so it is negative.
+    assert row["loss/policy"] < -1e-3

@@ -242,8 +242,8 @@ def test_every_metric_is_explained() -> None:
     files = [ROOT / "train.py", *(ROOT / "rl").rglob("*.py")]
     text = "\n".join(file.read_text() for file in files if "merge" not in file.parts)
     written = set(re.findall(rf'"({METRIC.pattern})"', text)) - {"rollout/samples"}  # a text
-    for file in ("train.py", "rl/run/build.py"):
-        stages = re.findall(r'\.stage\("([^"]+)"\)', (ROOT / file).read_text())
+    for file in (ROOT / "train.py", *(ROOT / "rl" / "run").glob("*.py")):
+        stages = re.findall(r'\.stage\("([^"]+)"\)', file.read_text())
         written |= {f"time/{stage}" for stage in stages if stage != "serve"}  # no leader has this stage
     assert len(written) > 35
     assert sorted(written - explained) == []
