@@ -1,8 +1,8 @@
-"""The commands that README, docs/, CONTRIBUTING and the heads of configs and launchers name, and who runs each.
+"""The commands in README, docs/, CONTRIBUTING and at the top of configs and launchers, and which test runs each.
 
-A command is a line of a bash block, an indented line that begins with a program, or such a span in the text. Each is
-run by tests/unit/test_doc_commands.py or, where it takes long, by tests/e2e/test_doc_runs.py, unless a table below says
-who else runs it, or why nobody can. One of which nothing is known fails a test.
+A command is a line of a bash block, an indented line that begins with a program, or such a span in the text.
+tests/unit/test_doc_commands.py runs the quick ones, tests/e2e/test_doc_runs.py the slow ones. For the others, a table
+below names the test that runs them, or says what they need. A command without an entry fails a test.
 """
 
 import re
@@ -20,16 +20,16 @@ PROGRAM = re.compile(
     r"(?:[A-Z]+='[^']*' )?(?:python3?|torchrun|accelerate|make|pytest|sbatch|scancel|sky|dstack|docker|p?kill|hf|printf"
     r"|source|tensorboard|\.venv/bin/\w+|launch/[\w.]+|tools/[\w.]+)(?= )"
 )
-SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")  # may go on in the next line
+SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")  # may continue in the next line
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
-# What is written for a reader to replace, and what stands for it here.
+# Words that a reader replaces, and what replaces them in the tests.
 PLACEHOLDERS = {"DOWNLOADED": "gsm8k", "~/Downloads/gsm8k/main": "gsm8k", "~/Downloads/math": "math"}
 PLACEHOLDERS |= {"RUN": "runs/mine", "runs/demo": "runs/mine"}
-# Only these are changed in what is run, to save time.
+# The only other changes to what is run, to save time.
 SHORTER = {"num_steps: 40": "num_steps: 2", "train.num_steps=60": "train.num_steps=3"}
 
-# Minutes: tests/e2e/test_doc_runs.py, in this order, in one copy of the repository.
+# tests/e2e/test_doc_runs.py runs these in minutes, in this order, in one copy of the repository.
 FIRST_RUN = [
     "torchrun --nproc-per-node 1 train.py --dry-run --config my/run.yaml",
     "torchrun --nproc-per-node 1 train.py --config my/run.yaml run.name=mine",
@@ -49,12 +49,12 @@ JOBS = [
     "python tools/jobs.py logs -f x",
     "python tools/jobs.py submit mine --config my/run.yaml",
 ]
-BENCHMARKS = {  # and what makes each shorter
+BENCHMARKS = {  # with the options that make each shorter
     "python benchmarks/rewards.py": "--calls 500",
     "python benchmarks/soak.py": "--steps 16 --seed 7",
     "python benchmarks/recovery.py": "--faults 1",
 }
-# Another test runs it: the file, and what in it does.
+# Commands that another test or file runs: the file, and the text in it that does.
 ELSEWHERE = {
     "make demo": ("tests/e2e/test_demo.py", '"make", "demo"'),
     "make test": (".github/workflows/test.yml", "run: make test"),
@@ -90,19 +90,19 @@ ELSEWHERE = {
         "slurm.sbatch",
     ),
     "sbatch --nodes 4 --gpus-per-node 8 launch/slurm_amd.sbatch --config my.yaml": (
-        "tests/unit/test_launchers.py",  # its line; AMD GPUs nobody has here
+        "tests/unit/test_launchers.py",  # only its command line, since we have no AMD GPUs
         '"slurm_amd.sbatch", "--print"',
     ),
 }
-# Nobody runs it here: what it needs. Settings after train.py are checked all the same.
+# Commands that cannot run here, and what they need. Their settings after train.py are checked anyway.
 NEEDS = {
-    "make test-all": "hours; it runs this test",
+    "make test-all": "hours, and it runs this test",
     "pytest -m gpu tests/gpu": "a GPU",
     "hf auth login": "a person with an account",
-    "docker build --file launch/Dockerfile.cuda --tag oneworld-cuda .": "docker, and an image of gigabytes",
-    "python3 -m verl.trainer.main_ppo k=v": "it is verl's",
-    "python -m verl.model_merger": "it is verl's",
-    "accelerate launch": "it is TRL's way to start",
+    "docker build --file launch/Dockerfile.cuda --tag oneworld-cuda .": "docker and an image of gigabytes",
+    "python3 -m verl.trainer.main_ppo k=v": "verl",
+    "python -m verl.model_merger": "verl",
+    "accelerate launch": "TRL",
 }
 NEEDS_BY_PROGRAM = {
     "torchrun --nnodes ": "a cluster",
@@ -117,7 +117,7 @@ NEEDS_BY_PROGRAM = {
 class Command(NamedTuple):
     text: str
     place: str
-    output: str | None = None  # of the block that follows its block, where that holds it alone
+    output: str | None = None  # the text block after the command's block, if that block has one command
 
 
 def commands() -> list[Command]:
@@ -152,7 +152,7 @@ def _of_head(file: Path) -> Iterator[Command]:
 
 
 def _lines(block: str) -> list[str]:
-    """Without comments; a line that goes on is one."""
+    """Return the commands of a block, without comments; lines that end in a backslash are joined."""
     joined = block.replace("\\\n", " ")
     return [line for line in (re.sub(r"(^|\s+)#.*", "", line).strip() for line in joined.splitlines()) if line]
 
@@ -162,7 +162,7 @@ def _place(page: Path, text: str, at: int) -> str:
 
 
 def is_form(text: str) -> bool:
-    """A sentence about commands rather than one: words are left out."""
+    """Return whether the text is a pattern of a command: some of its words are left out."""
     return "..." in text
 
 
@@ -171,25 +171,25 @@ def is_plan(text: str) -> bool:
 
 
 def is_quick(text: str) -> bool:
-    """Run in seconds, by tests/unit/test_doc_commands.py; launchers show their line."""
+    """Return whether tests/unit/test_doc_commands.py runs it in seconds; launchers only print their command."""
     beginnings = ("python tools/prepare_data.py ", "python tools/config_reference.py", "launch/", "make clean")
     return text.startswith(beginnings) and text not in ELSEWHERE
 
 
 def is_pytest(text: str) -> bool:
-    """`make test` and `make test-all` run all tests; that the named ones exist is checked."""
+    """Return whether it runs tests. `make test-all` runs them all, so only their files are checked here."""
     return text.startswith("pytest tests/")
 
 
 def needs(text: str) -> str:
-    """Why nobody runs it; empty where somebody can."""
+    """Return what the command needs that is missing here; empty if it can run."""
     if is_form(text):
         return ""
     return NEEDS.get(text) or next((why for start, why in NEEDS_BY_PROGRAM.items() if text.startswith(start)), "")
 
 
 def classes(text: str) -> list[str]:
-    """Who takes care of it: one, or a test fails."""
+    """Return the ways in which the command is tested; a test demands exactly one."""
     by = {
         "form": is_form(text),
         "plan": is_plan(text),
@@ -203,7 +203,7 @@ def classes(text: str) -> list[str]:
 
 
 def settings(text: str) -> list[str]:
-    """What a torchrun line, or a launcher's, gives to train.py, as arguments of --plan."""
+    """Return the arguments that a torchrun command gives to train.py, as arguments of --plan."""
     words = shlex.split(text)
     if "train.py" not in words:
         return []
@@ -214,7 +214,7 @@ def settings(text: str) -> list[str]:
 
 
 def copy_repository(folder: Path) -> Path:
-    """To run commands in: what they leave, or clean away, is there."""
+    """Copy the repository, so that commands can write and delete there."""
     copy = folder / "repository"
     for name in ("rl", "tools", "launch", "configs", "docs"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -234,6 +234,6 @@ def shorter(text: str) -> str:
 
 
 def tutorial() -> dict[str, str]:
-    """The files that docs/first_run.md has its reader write, by path."""
+    """Return the files that docs/first_run.md asks its reader to write, by path."""
     page = (ROOT / "docs" / "first_run.md").read_text()
     return dict(re.findall(r"^`(my/[\w.]+)`,[^\n]*\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL))

@@ -1,5 +1,5 @@
-"""The commands of docs/first_run.md and of the jobs in docs/debugging.md, as a reader types them, on real vLLM; and the
-benchmarks that pages name."""
+"""Type the commands of docs/first_run.md and the jobs of docs/debugging.md on real vLLM, and run the benchmarks that
+pages name."""
 
 import json
 import os
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 class Reader:
-    """A terminal in a copy of the repository; what it started is ended with it."""
+    """A reader who types commands in a copy of the repository. `leave` ends all processes that they started."""
 
     def __init__(self, folder: Path):
         self.root = copy_repository(folder)
@@ -69,7 +69,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
 def steps(run: Path) -> list[int]:
     file = run / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]  # a live run may be writing the last
+    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]  # a job may be writing the last one
 
 
 def test_first_run(reader: Reader) -> None:
@@ -96,7 +96,7 @@ def test_first_run(reader: Reader) -> None:
 
 
 def has_reward_curve(reader: Reader, board: str) -> bool:
-    """TensorBoard serves until it is stopped; it says where."""
+    """Start TensorBoard, which prints its address, and wait until it serves the curve."""
     process = reader.start(f"{board} --port 0")
     try:
         assert process.stdout is not None
@@ -108,7 +108,7 @@ def has_reward_curve(reader: Reader, board: str) -> bool:
             if "reward/mean" in tags.get("x", {}):
                 return True
             assert time.monotonic() < deadline, tags
-            time.sleep(0.5)  # it reads the folder in a thread, and tells nobody when it has
+            time.sleep(0.5)  # it reads the folder in a thread and does not announce the end
     finally:
         process.kill()
         process.communicate()
@@ -123,7 +123,7 @@ def test_jobs(reader: Reader) -> None:
     deadline = time.monotonic() + 120
     while not steps(run)[1:]:
         assert time.monotonic() < deadline, (run / "console.log").read_text()
-        time.sleep(0.2)  # its file is how a job is asked
+        time.sleep(0.2)  # the metrics file is the only sign of progress
     assert reader.type(listing).splitlines()[1].split()[:2] == ["x", "running"]
     assert reader.type(status).startswith("x: running\n")
     assert "train.py" in reader.type(stacks.replace("--rank 5", "--rank 0"))
@@ -131,14 +131,14 @@ def test_jobs(reader: Reader) -> None:
     assert reader.type(listing).splitlines()[1].split()[:2] == ["x", "stopped"]
     assert "engines; loading" in reader.type(logs)
     assert "runs/mine: submitted" in reader.type(submit_mine)
-    reader.type(logs.replace(" x", " mine"))  # until its end
+    reader.type(logs.replace(" x", " mine"))  # follow it to its end
     assert [line.split()[:2] for line in reader.type(listing).splitlines()[1:]] == [["x", "stopped"], ["mine", "done"]]
 
 
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("text", BENCHMARKS)
 def test_benchmarks(text: str) -> None:
-    """They end well and print what they measured; they check results themselves."""
+    """They succeed and print what they measured. They check their results themselves."""
     process = spawn(shlex.split(f"{text} {BENCHMARKS[text]}"), activated_environment())
     output = finish(process, 680)
     assert process.returncode == 0, output[-4000:]

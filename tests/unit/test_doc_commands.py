@@ -1,5 +1,4 @@
-"""Every command in the docs is run by somebody, or it is said why it cannot be; the quick ones here.
-tests/doc_commands.py has the tables."""
+"""A test runs every command in the docs, or tests/doc_commands.py says what it needs. This file runs the quick ones."""
 
 import json
 import shlex
@@ -51,16 +50,16 @@ class Answer(NamedTuple):
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.place}-{command.text[:40]}")
-def test_somebody_runs_it(command: Command) -> None:
+def test_every_command_is_tested(command: Command) -> None:
     found = classes(command.text)
     assert len(found) == 1, (
-        f"{command.place}: `{command.text}` is run by {' and '.join(found) or 'nobody'}; run it in "
-        "tests/unit/test_doc_commands.py or tests/e2e/test_doc_runs.py, or say in tests/doc_commands.py who does, or "
-        "what it needs"
+        f"{command.place}: `{command.text}` is tested in {len(found)} ways ({' and '.join(found) or 'none'}), not in "
+        "one. Run it in tests/unit/test_doc_commands.py or tests/e2e/test_doc_runs.py, or add to tests/doc_commands.py "
+        "which test runs it, or what it needs"
     )
 
 
-def test_an_unknown_command_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_command_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.doc_commands.ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text(
@@ -80,14 +79,14 @@ def test_an_unknown_command_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [text for text in found if classes(text)] == []
 
 
-def test_no_entry_is_left_over() -> None:
+def test_no_entry_is_unused() -> None:
     named = [*FIRST_RUN, *JOBS, *BENCHMARKS, *ELSEWHERE, *NEEDS]
     assert [text for text in named if text not in TEXTS] == []
     assert [start for start in NEEDS_BY_PROGRAM if not any(text.startswith(start) for text in TEXTS)] == []
 
 
 @pytest.mark.parametrize("text", ELSEWHERE)
-def test_elsewhere_is_where_it_is_said_to_be(text: str) -> None:
+def test_the_named_file_runs_the_command(text: str) -> None:
     file, part = ELSEWHERE[text]
     assert part in (ROOT / file).read_text()
 
@@ -113,20 +112,19 @@ def run(repository: Path, *command: str, code: Path | None = None) -> Answer:
 
 
 def runnable(text: str) -> list[str]:
-    """With what a reader would put in; launchers only show their line."""
+    """Return the command with the words that a reader would fill in; launchers only print their command."""
     words = [PLACEHOLDERS.get(word, word) for word in shlex.split(text)]
-    words = [words[2] if word == "FOLDER" else word for word in words]  # of the same task
+    words = [words[2] if word == "FOLDER" else word for word in words]  # the folder of the same task
     if words[0].startswith("launch/"):
         words.insert(words.index("--config"), "--print")
     if "--output" in words:
-        words.append("--force")  # several heads name the same folder
+        words.append("--force")  # several configs name the same folder
     return [sys.executable if word == "python" else word for word in words]
 
 
 @pytest.fixture(scope="module")
 def answers(repository: Path) -> dict[str, Answer]:
-    """Plans share a process, and this repository's compiled files, since nearly all of a command's seconds are
-    imports."""
+    """Run all commands. Plans share one process, because imports take nearly all of their time."""
     arguments = [shlex.split(text)[2:] for text in PLANS] + [settings(text) for text in PLANNED]
     with ThreadPoolExecutor(2) as pool:
         shared = pool.submit(run, repository, sys.executable, "-c", RUN_SHARED, json.dumps(arguments), code=ROOT)
@@ -138,14 +136,14 @@ def answers(repository: Path) -> dict[str, Answer]:
 
 
 @pytest.mark.parametrize("text", QUICK)
-def test_it_runs(answers: dict[str, Answer], text: str) -> None:
+def test_a_quick_command_succeeds(answers: dict[str, Answer], text: str) -> None:
     answer = answers[text]
     assert answer.code == 0, answer.stderr
     if text.startswith("launch/"):
         assert answer.stdout.startswith("torchrun --nnodes ") and " train.py --config my.yaml" in answer.stdout
 
 
-def test_clean_cleans(answers: dict[str, Answer], repository: Path) -> None:
+def test_make_clean_removes_the_runs(answers: dict[str, Answer], repository: Path) -> None:
     assert "make clean" in answers and not (repository / "runs").exists()
 
 
@@ -157,7 +155,7 @@ def test_data_is_written(answers: dict[str, Answer], repository: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if is_plan(command.text)], ids=lambda c: c.place)
-def test_it_plans_as_it_says(answers: dict[str, Answer], command: Command) -> None:
+def test_a_plan_prints_what_the_page_shows(answers: dict[str, Answer], command: Command) -> None:
     answer = answers[command.text]
     if command.output is not None:
         assert answer.stdout + answer.stderr == command.output
@@ -166,7 +164,7 @@ def test_it_plans_as_it_says(answers: dict[str, Answer], command: Command) -> No
 
 
 @pytest.mark.parametrize("text", PLANNED)
-def test_what_needs_a_cluster_has_valid_settings(answers: dict[str, Answer], text: str) -> None:
+def test_commands_for_a_cluster_have_valid_settings(answers: dict[str, Answer], text: str) -> None:
     assert answers[text].code == 0, answers[text].stderr
 
 
