@@ -115,7 +115,7 @@ def runnable(text: str) -> list[str]:
     """Return the command with the words that a reader would fill in; launchers only print their command."""
     words = [PLACEHOLDERS.get(word, word) for word in shlex.split(text)]
     words = [words[2] if word == "FOLDER" else word for word in words]  # the folder of the same task
-    if words[0].startswith("launch/"):
+    if words[0].startswith("launch/") and "--print" not in words:
         words.insert(words.index("--config"), "--print")
     if "--output" in words:
         words.append("--force")  # several configs name the same folder
