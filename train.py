@@ -35,7 +35,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
     """The loop: prompts -> rollout and reward -> old logprobs -> advantages -> update -> weight sync -> checkpoint."""
     start, reporter = actor.start, actor.reporter
     with world.stage("sync"):
-        version = actor.publish()  # engines start from dummy weights
+        version = actor.publish(start.step + 1)  # engines start from dummy weights
     if not start.is_evaluated:  # before training, or where a signal interrupted it
         reporter.report(start.step, version, evaluate(world, config, actor, start.step, version))
     for step in range(start.step + 1, config.train.num_steps + 1):
@@ -59,7 +59,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 values |= measures.reduce(actor.pg)
                 values |= actor.adapt(values, num_prompts)
             with world.stage("sync"):
-                version = actor.publish()
+                version = actor.publish(step + 1)
         actor.checkpoints.end_update(step, version, actor.sampler.stream)
         try:
             values |= evaluate(world, config, actor, step, version)
@@ -86,7 +86,7 @@ def evaluate_alone(world: World, actor: Actor) -> None:
     """Evaluate the newest checkpoint; leave metrics and checkpoints as they are."""
     assert actor.evaluation is not None
     with world.stage("sync"):
-        version = actor.publish()
+        version = actor.publish(actor.start.step + 1)
     with world.stage("evaluate"):
         actor.give_device_to_engine()
         values = actor.evaluation.run(actor.start.step, version)

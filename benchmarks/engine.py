@@ -41,7 +41,7 @@ def measure(settings: list[str], rounds: int, file: Path) -> None:
         config = load_config(None, settings)
         run = open_run(world, config, "engine")
         actor = build_actor(run)
-        version = actor.publish()
+        version = actor.publish(step=1)
         actor.give_device_to_engine()
         stream, rollouts = actor.sampler.stream, actor.sampler.rollouts
         assert stream is not None and rollouts.service is not None

@@ -121,7 +121,7 @@ class Bench:
         # The syncs share their engines, and an engine refuses a version that it already has.
         self.version, sync.version = self.version + 1, self.version
         if self.model is not None:
-            sync.publish()
+            sync.publish(step=1)
         else:
             sync.join(self.world.mail.receive(StartSync).message.version)
         assert sync.version == self.version, (sync.version, self.version)

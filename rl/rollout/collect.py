@@ -102,14 +102,14 @@ class Rollouts:
         me = self._actors.index(self._mail.rank)
         while batch not in self._owners or len(self._arrived[batch]) < self._owners[batch].count(me):
             letter = self._mail.receive(BatchStarted, ScoredGroup, Execute)
-            message = letter.message
-            if isinstance(message, Execute):
-                self._orders.handle(letter)
-            elif isinstance(message, BatchStarted):
-                self._owners[message.batch] = self._deal(message.num_prompts, message.is_dealt)
-            else:
-                self.engine_name = message.engine
-                self._arrived[message.batch][message.position] = (message, Batch.from_bytes(letter.payload))
+            match letter.message:
+                case BatchStarted() as started:
+                    self._owners[started.batch] = self._deal(started.num_prompts, started.is_dealt)
+                case ScoredGroup() as group:
+                    self.engine_name = group.engine
+                    self._arrived[group.batch][group.position] = (group, Batch.from_bytes(letter.payload))
+                case Execute() as order:
+                    self._orders.execute(order)
         owners, arrived = self._owners.pop(batch), self._arrived.pop(batch, {})
         groups = {position: rollouts for position, (_, rollouts) in arrived.items()}
         scores = {position: arrived[position][0].scores for position in sorted(arrived)}
@@ -130,13 +130,13 @@ class Rollouts:
         """
         self._mail.send(self._leader, Collected(batch, totals))
         while True:
-            letter = self._mail.receive(BatchComplete, Execute)
-            message = letter.message
+            message = self._mail.receive(BatchComplete, Execute).message
             if isinstance(message, BatchComplete):
                 assert message.batch == batch, (message, batch)
                 self._orders.pass_on(message)
                 return message.totals
-            self._orders.handle(letter)
+            if isinstance(message, Execute):
+                self._orders.execute(message)
 
     def release_device(self) -> None:
         """Give the memory of this rank's engine, if it hosts one, to the learner."""

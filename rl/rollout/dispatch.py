@@ -50,7 +50,7 @@ class Pull(Message):
 
 
 @dataclass(frozen=True)
-class Work(Message):
+class NewTasks(Message):
     """Give tasks to an engine."""
 
     tasks: list[Task]
@@ -91,7 +91,7 @@ class Dispatcher:
         for lead, pull in list(self._waiting.items()):
             count = min(pull.room, self._share - pull.held, len(self._tasks))
             if count > 0:
-                self._mail.send(lead, Work([self._tasks.popleft() for _ in range(count)]))
+                self._mail.send(lead, NewTasks([self._tasks.popleft() for _ in range(count)]))
             elif not self._tasks and pull.batch is not None and pull.batch <= self._newest_batch:
                 self._mail.send(lead, Drained(pull.batch))
             else:

@@ -100,8 +100,11 @@ class OrderService(Service):
         self._mail, self._followers, self._execute = mail, followers, execute
 
     def handle(self, letter: Letter[Execute]) -> None:
-        self.pass_on(letter.message)
-        self._execute(letter.message.action)
+        self.execute(letter.message)
+
+    def execute(self, order: Execute) -> None:
+        self.pass_on(order)
+        self._execute(order.action)
 
     def pass_on(self, message: Message) -> None:
         for rank in self._followers:

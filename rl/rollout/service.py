@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from rl.rollout.dispatch import Drained, Pull, Task, Work
+from rl.rollout.dispatch import Drained, NewTasks, Pull, Task
 from rl.rollout.engine import Completion, Engine
 from rl.rollout.groups import Group, OpenGroups, make_requests, pack_group
 from rl.rollout.recovery import EngineHost
@@ -75,7 +75,7 @@ class RolloutService(Service):
     """Runs on every rank of an engine. Followers have no groups: they only repeat the lead's calls."""
 
     name = "rollout"
-    kinds = (Work, Drained, AddTasks, StepEngine, RebuildEngine, Scored)
+    kinds = (NewTasks, Drained, AddTasks, StepEngine, RebuildEngine, Scored)
 
     def __init__(self, world: World, host: EngineHost, limits: SamplingLimits, groups: OpenGroups):
         self.host = host
@@ -114,7 +114,7 @@ class RolloutService(Service):
 
     def handle(self, letter: Letter[Any]) -> None:
         match letter.message:
-            case Work(tasks):
+            case NewTasks(tasks):
                 self._start(tasks)
             case Drained(batch):
                 self._drained = batch

@@ -122,11 +122,11 @@ class Actor:
                 )
         return found
 
-    def publish(self) -> int:
-        """Bring the next version of the weights to all engines; return its number."""
+    def publish(self, step: int) -> int:
+        """Bring the next version of the weights, which this step samples from, to all engines; return its number."""
         for trainer in self.trainers.all:
             trainer.start_offload()  # after the metrics of the update were read: copies would delay them
-        return self.sync.publish(self.give_device_to_engine)
+        return self.sync.publish(step, self.give_device_to_engine)
 
     def give_device_to_engine(self) -> None:
         """Release the device if this rank hosts an engine. A checkpoint is copied first: it needs the weights here."""

@@ -86,6 +86,7 @@ class StartSync(Message):
     """The leader's announcement to ranks that only serve."""
 
     version: int
+    step: int  # that samples from this version
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class WeightSync:
     ):
         """`version` is the last one that was published: not 0 when a run resumes."""
         self.version = version
+        self._step = 0  # that samples from the current version; on actors
         self._round = self._num_published = 0
         self._has_opaque = False  # on any rank
         self._learner_logprobs: list[float] | None = None  # of the probe, by the current version; on actors
@@ -177,9 +179,13 @@ class WeightSync:
     def _loaders(self) -> list[OpaqueLoader]:
         return [layout for _, layout in self._taking if isinstance(layout, OpaqueLoader)]
 
-    def publish(self, free_device: Callable[[], None] = lambda: None) -> int:
-        """Bring the next version to all receivers and return its number; called by every actor. `free_device` is called
-        before receivers of this rank compute, so that the learner leaves them the device."""
+    def publish(self, step: int, free_device: Callable[[], None] = lambda: None) -> int:
+        """Bring the next version to all receivers and return its number; called by every actor.
+
+        `step` samples from this version. `free_device` is called before receivers of this rank compute, so that the
+        learner leaves them the device.
+        """
+        self._step = step
         self._announce(self.version + 1)
         self._run(self.version + 1, free_device)
         return self.version
@@ -201,7 +207,7 @@ class WeightSync:
             followers = {rank for ranks in self._placement.engines for rank in ranks[1:]}
             for rank in range(self._placement.world_size):
                 if rank not in self._placement.actors and rank not in followers:
-                    self._mail.send(rank, StartSync(version))
+                    self._mail.send(rank, StartSync(version, self._step))
 
     def _run(self, version: int, free_device: Callable[[], None] = lambda: None) -> None:
         what, timeout_s = f"version {version} of the weights", self._config.join_timeout_s
@@ -440,14 +446,14 @@ class SyncService(Service):
     name = "sync"
     kinds = (StartSync,)
 
-    def __init__(self, sync: WeightSync, mail: Mail, followers: Sequence[int], on_version: Callable[[int], None]):
-        self._sync, self._mail, self._followers, self._on_version = sync, mail, followers, on_version
+    def __init__(self, sync: WeightSync, mail: Mail, followers: Sequence[int], begin_step: Callable[[int], None]):
+        self._sync, self._mail, self._followers, self._begin_step = sync, mail, followers, begin_step
 
     def handle(self, letter: Letter[StartSync]) -> None:
         for rank in self._followers:
             self._mail.send(rank, letter.message)
         self._sync.join(letter.message.version)
-        self._on_version(letter.message.version)
+        self._begin_step(letter.message.step)
 
 
 def share_tensors(mail: Mail, placement: Placement, model: nn.Module | None, dtype: str) -> list[TensorInfo]:

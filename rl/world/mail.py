@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -36,12 +36,7 @@ SILENCE_S = 16
 class Message:
     """Base class of everything that ranks send. Subclasses are frozen dataclasses; the class name is the kind."""
 
-    awaited: ClassVar[str] = ""  # what a rank that waits for it says; empty: the words of the class name
-
-    source: int
-    kind: str
-    meta: dict[str, Any]
-    payload: bytes | bytearray
+    awaited: ClassVar[str] = ""  # what a rank waits for, in words; empty: those of the class name
 
 
 M = TypeVar("M", bound=Message)
@@ -63,39 +58,21 @@ class Letter(Generic[M]):
     message: M
     payload: bytes | bytearray = b""
 
-    @property
-    def meta(self) -> dict[str, Any]:
-        return self.message.meta
-
-    @property
-    def kind(self) -> str:
-        return self.message.kind if isinstance(self.message, Plain) else type(self.message).__name__
-
-    @property
-    def key(self) -> Any:
-        return self.message.kind if isinstance(self.message, Plain) else type(self.message)
-
-
-class Plain(Message):
-    def __init__(self, kind: str, meta: dict[str, Any]):
-        self.kind, self.meta = kind, meta
-
 
 @dataclass(frozen=True)
-class _Undecoded:
-    """A message that arrived, and whose fields nobody has asked for."""
+class _Arrival:
+    """A message whose fields are not decoded yet."""
 
     source: int
     kind: str
     fields: msgspec.Raw | Message  # the message itself where a rank wrote to itself
     payload: bytes | bytearray
 
-    def decode(self, kind: type[M] | str) -> Letter[M]:
-        if isinstance(self.fields, Message):
-            return Letter(self.source, self.fields, self.payload)  # type: ignore[arg-type]
+    def decode(self, kind: type[M]) -> Letter[M]:
+        if isinstance(self.fields, kind):
+            return Letter(self.source, self.fields, self.payload)
+        assert isinstance(self.fields, msgspec.Raw)
         try:
-            if isinstance(kind, str):
-                return Letter(self.source, Plain(kind, msgspec.msgpack.decode(self.fields)), self.payload)  # type: ignore[arg-type]
             return Letter(self.source, msgspec.msgpack.decode(self.fields, type=kind), self.payload)
         except msgspec.MsgspecError as error:
             raise ValueError(f"rank {self.source} sent a {self.kind} that cannot be read: {error}") from error
@@ -111,10 +88,10 @@ class Mail:
     def __init__(self, rank: int, host: str, token: str):
         self.rank = rank
         self.token = token
-        self._inbox: deque[_Undecoded] = deque()
+        self._inbox: deque[_Arrival] = deque()
         self._arrived = threading.Condition(threading.RLock())
         self._failure: BaseException | None = None
-        self._handlers: dict[str, Callable[[_Undecoded], None]] = {}
+        self._handlers: dict[str, Callable[[_Arrival], None]] = {}
         self._addresses: dict[int, tuple[str, int]] = {}
         self._outgoing: dict[int, socket.socket] = {}
         self._gone: set[int] = set()
@@ -131,15 +108,15 @@ class Mail:
         self._thread = threading.Thread(target=self._serve, name="mail", daemon=True)
         self._thread.start()
 
-    def on(self, kind: Any, handler: Callable[[Any], Any]) -> None:
+    def on(self, kind: type[M], handler: Callable[[Letter[M]], Any]) -> None:
         """Handle messages of this kind in the I/O thread, also while the main thread is busy."""
-        name = _name(kind)
+        name = kind.__name__
         with self._arrived:
-            self._handlers[name] = lambda arrived: handler(arrived.decode(kind))
-            early = [arrived for arrived in self._inbox if arrived.kind == name]
-            self._inbox = deque(arrived for arrived in self._inbox if arrived.kind != name)
-        for arrived in early:
-            self._handlers[name](arrived)
+            self._handlers[name] = lambda arrival: handler(arrival.decode(kind))
+            early = [arrival for arrival in self._inbox if arrival.kind == name]
+            self._inbox = deque(arrival for arrival in self._inbox if arrival.kind != name)
+        for arrival in early:
+            self._handlers[name](arrival)
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
         """Call the handler in the I/O thread with the rank of a peer whose connection ended."""
@@ -152,25 +129,16 @@ class Mail:
     def learn(self, addresses: dict[int, tuple[str, int]]) -> None:
         self._addresses.update(addresses)
 
-    def send(
-        self,
-        rank: int,
-        message: Message | str,
-        meta: dict[str, Any] | None = None,
-        payload: bytes | bytearray | memoryview = b"",
-    ) -> None:
+    def send(self, rank: int, message: Message, payload: bytes | bytearray | memoryview = b"") -> None:
         """Send a message. Messages of a pair of ranks arrive in order.
 
         Raise PeerLost when the other side does not accept it in time.
         """
-        if isinstance(message, str):
-            kind, body = message, cast(Message, Plain(message, meta or {}))
-        else:
-            kind, body = _name(type(message)), message
+        kind = type(message).__name__
         if rank == self.rank:
-            self._deliver(_Undecoded(rank, kind, body, bytes(payload)))
+            self._deliver(_Arrival(rank, kind, message, bytes(payload)))
             return
-        head = _encode(kind, body)
+        head = msgspec.msgpack.encode((kind, message))
         with self._lock:
             lock = self._send_locks.setdefault(rank, threading.Lock())
         with lock:
@@ -187,12 +155,13 @@ class Mail:
                     f"could not send {kind!r} to rank {rank} at {self._addresses.get(rank)}: {error}"
                 ) from error
 
-    def receive(self, *kinds: Any, timeout_s: float | None = None) -> Any:
+    def receive(self, *kinds: type[M]) -> Letter[M]:
         """Wait for the oldest message of these kinds, as long as the world lives."""
-        letter = self._take(kinds, timeout_s)
+        letter = self._take(kinds, None)
+        assert letter is not None
         return letter
 
-    def receive_within(self, timeout_s: float, *kinds: type[M] | str) -> Letter[M] | None:
+    def receive_within(self, timeout_s: float, *kinds: type[M]) -> Letter[M] | None:
         """Wait for the oldest message of these kinds; return None after the timeout."""
         return self._take(kinds, timeout_s)
 
@@ -202,9 +171,9 @@ class Mail:
             if self._failure is not None:
                 raise self._failure
 
-    def _take(self, kinds: Sequence[type[M] | str], timeout_s: float | None) -> Letter[M] | None:
+    def _take(self, kinds: Sequence[type[M]], timeout_s: float | None) -> Letter[M] | None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        by_name = {_name(kind): kind for kind in kinds}
+        by_name = {kind.__name__: kind for kind in kinds}
         with self._arrived:
             while True:
                 self.check()
@@ -236,14 +205,14 @@ class Mail:
         _notice_silence(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(SEND_TIMEOUT_S)
-        hello = _encode(_name(Hello), Hello(self.token, self.rank))
-        connection.sendall(pack(hello))
+        hello = Hello(self.token, self.rank)
+        connection.sendall(pack(msgspec.msgpack.encode((Hello.__name__, hello))))
         self._outgoing[rank] = connection
         # Nobody answers on this connection: it becomes readable only when the peer is gone.
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._drop(connection, rank))
         return connection
 
-    def _deliver(self, arrived: _Undecoded) -> None:
+    def _deliver(self, arrived: _Arrival) -> None:
         with self._arrived:
             handler = self._handlers.get(arrived.kind)
             if handler is None:
@@ -269,10 +238,10 @@ class Mail:
         except OSError:  # the peer hung up before it was accepted
             return
         _notice_silence(connection)
-        peer = _Peer(FrameReader(connection, MAX_HELLO_BYTES))
+        peer = _Connection(FrameReader(connection, MAX_HELLO_BYTES))
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(peer))
 
-    def _read(self, peer: "_Peer") -> None:
+    def _read(self, peer: "_Connection") -> None:
         frames = peer.reader.frames()
         while True:
             try:
@@ -318,35 +287,25 @@ def _notice_silence(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
 
 
-def _name(kind: type[Message] | str) -> str:
-    return kind if isinstance(kind, str) else kind.__name__
-
-
-def _words(kind: type[Message] | str) -> str:
+def _words(kind: type[Message]) -> str:
     """Return what a rank waits for, in words: EngineFailed -> engine failed."""
-    if isinstance(kind, str):
-        return kind
     return kind.awaited or re.sub("(?<!^)([A-Z])", r" \1", kind.__name__).lower()
 
 
-def _encode(kind: str, message: Message) -> bytes:
-    return msgspec.msgpack.encode((kind, message.meta if isinstance(message, Plain) else message))
-
-
-class _Peer:
+class _Connection:
     """The receiving end of a connection; `rank` is None until the peer has shown the run's token."""
 
     def __init__(self, reader: FrameReader):
         self.reader = reader
         self.rank: int | None = None
 
-    def open_frame(self, frame: Frame, token: str) -> _Undecoded | None:
+    def open_frame(self, frame: Frame, token: str) -> _Arrival | None:
         """Return the message in a frame; None for the frame that opens a connection."""
         kind, fields = msgspec.msgpack.decode(frame.head, type=tuple[str, msgspec.Raw])
         if self.rank is not None:
-            return _Undecoded(self.rank, kind, fields, frame.payload)
+            return _Arrival(self.rank, kind, fields, frame.payload)
         hello = msgspec.msgpack.decode(fields, type=Hello)
-        if kind != _name(Hello) or hello.token != token:
+        if kind != Hello.__name__ or hello.token != token:
             raise ValueError("a connection without the run's token")
         self.rank = hello.rank
         self.reader.max_head_bytes, self.reader.max_payload_bytes = MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES

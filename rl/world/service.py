@@ -12,13 +12,13 @@ class Service:
     """Answers messages of its kinds; `name` is the stage in which it does so."""
 
     name = "serve"
-    kinds: tuple[Any, ...] = ()
+    kinds: tuple[type[Message], ...] = ()
 
     @property
     def busy(self) -> bool:
         return False
 
-    def handle(self, letter: Any) -> None:
+    def handle(self, letter: Letter[Any]) -> None:
         raise NotImplementedError
 
     def work(self) -> None:
@@ -33,8 +33,9 @@ def serve(world: World, services: Sequence[Service], until: Callable[[], bool]) 
         busy = [service for service in services if service.busy]
         letter = world.mail.receive_within(0, *by_kind) if busy else world.mail.receive(*by_kind)
         if letter is not None:
-            service = by_kind[letter.key]
-            with world.stage(service.name, letter.kind):
+            kind = type(letter.message)
+            service = by_kind[kind]
+            with world.stage(service.name, kind.__name__):
                 service.handle(letter)
             continue
         for service in busy:

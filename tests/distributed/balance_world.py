@@ -1,7 +1,7 @@
 """A world of the real Rollouts on ranks 1 to 3, and of rank 0 in place of an engine, which hands in groups of known
 lengths in the worst order. What each actor ends up with goes to files.
 
-`evening_world.py FOLDER`; ranks are forks of this process, so that a start costs no imports.
+`balance_world.py FOLDER`; ranks are forks of this process, so that a start costs no imports.
 """
 
 import multiprocessing
@@ -20,7 +20,8 @@ from rl.placement.groups import make_groups
 from rl.placement.roles import Placement, plan
 from rl.rollout.balance import Balancer
 from rl.rollout.collect import Rollouts
-from rl.rollout.dispatch import Sampling, Task
+from rl.rollout.dispatch import NewTasks, Pull, Sampling, Task
+from rl.rollout.service import ScoredGroup
 from rl.world.mail import Mail
 from rl.world.world import World, join
 
@@ -68,27 +69,19 @@ def act(world: World, placement: Placement, pg: dist.ProcessGroup, folder: Path)
 
 
 def hand_in(mail: Mail, leader: int) -> None:
-    """Batch 2 before batch 1, each from its end."""
+    """Send batch 2 before batch 1, each from its end."""
     tasks: list[Task] = []
     num_left = sum(NUM_PROMPTS.values())
     while num_left:
-        mail.send(leader, "pull", {"room": 100, "held": 0, "batch": None})
-        message = mail.receive("work")
-        assert message is not None
-        tasks += [Task.from_dict(task) for task in message.meta["tasks"]]
+        mail.send(leader, Pull(room=100, held=0, batch=None))
+        tasks += mail.receive(NewTasks).message.tasks
         if {task.batch for task in tasks} == {1}:
             continue
         num_left -= len(tasks)
         while tasks:
             task = tasks.pop()
-            meta = {
-                "batch": task.batch,
-                "position": task.position,
-                "engine": "none",
-                "scores": [],
-                "num_preemptions": 0,
-            }
-            mail.send(task.owner, "group", meta, group_of(task.batch, task.position).to_bytes())
+            group = ScoredGroup(task.batch, task.position, task.version, "none", scores=[], num_preemptions=0)
+            mail.send(task.owner, group, payload=group_of(task.batch, task.position).to_bytes())
 
 
 def rank_of_world(rank: int, size: int, port: int, folder: Path) -> None:

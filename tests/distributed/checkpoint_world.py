@@ -36,6 +36,7 @@ from rl.run.build import build_checkpoints
 from rl.run.open import Inputs, Run, Saved
 from rl.sync.plan import transferred_tensors
 from rl.sync.probe import probe_of_run
+from rl.world.service import EndRun
 from rl.world.world import World, join
 
 NUM_PROMPTS = 5
@@ -154,9 +155,9 @@ def rank_of_world(job: Job) -> None:
             train(run, job)
             if world.rank == run.placement.leader:
                 for rank in set(range(world.size)) - set(run.placement.actors):
-                    world.mail.send(rank, "end")
+                    world.mail.send(rank, EndRun())
         else:
-            world.mail.receive("end")
+            world.mail.receive(EndRun)
 
 
 def fork_world(job: Job, killed: int = -1, kill: Callable[[], None] | None = None) -> bool:

@@ -149,7 +149,7 @@ class Job:
 
     def publish(self, sync: WeightSync) -> None:
         if self.model is not None:
-            sync.publish()
+            sync.publish(step=1)
         else:
             sync.join(self.world.mail.receive(StartSync).message.version)
 

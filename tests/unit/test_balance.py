@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rl.data.batch import Batch
-from rl.rollout.balance import Balancer
+from rl.rollout.balance import Balancer, MovedGroup
 from rl.world.mail import Mail
-from tests.mails import WAIT_S, connected, take
+from tests.mails import WAIT_S, Mark, connected, take
 
 ACTORS = [1, 2, 4]  # owners 0, 1 and 2
 OWNERS = [0, 1, 2, 0, 1, 2]
@@ -43,7 +43,7 @@ def mails() -> Iterator[list[Mail]]:
 
 
 @pytest.fixture
-def eveners(mails: list[Mail]) -> list[Balancer]:
+def balancers(mails: list[Mail]) -> list[Balancer]:
     return [Balancer(mail, None, ACTORS, hidden_size=1) for mail in mails]
 
 
@@ -53,43 +53,43 @@ def assert_holds(groups: dict[int, Batch], positions: list[int], mark: int) -> N
         assert groups[position].to_bytes() == group_of(position, mark).to_bytes()
 
 
-def test_groups_go_to_their_new_owners(eveners: list[Balancer]) -> None:
+def test_groups_go_to_their_new_owners(balancers: list[Balancer]) -> None:
     with ThreadPoolExecutor(3) as pool:
         for batch in (1, 2):
-            calls = [pool.submit(eveners[o].exchange, batch, dealt(o, batch), OWNERS, MOVED) for o in range(3)]
+            calls = [pool.submit(balancers[o].exchange, batch, dealt(o, batch), OWNERS, MOVED) for o in range(3)]
             for call, positions in zip(calls, ([2, 3, 4, 5], [1], [0]), strict=True):
                 assert_holds(call.result(WAIT_S), positions, batch)
 
 
-def test_nothing_is_sent_when_owners_stay(mails: list[Mail], eveners: list[Balancer]) -> None:
+def test_nothing_is_sent_when_owners_stay(mails: list[Mail], balancers: list[Balancer]) -> None:
     for owner in range(3):
-        assert_holds(eveners[owner].exchange(1, dealt(owner, 1), OWNERS, OWNERS), [owner, owner + 3], 1)
+        assert_holds(balancers[owner].exchange(1, dealt(owner, 1), OWNERS, OWNERS), [owner, owner + 3], 1)
     for receiver in mails:
         for sender in mails:
-            sender.send(receiver.rank, "mark")
+            sender.send(receiver.rank, Mark())
         for _ in mails:
-            assert take(receiver, "moved", "mark").kind == "mark"
+            assert take(receiver, MovedGroup, Mark).message == Mark()
 
 
-def test_groups_of_another_batch_wait_for_it(mails: list[Mail], eveners: list[Balancer]) -> None:
+def test_groups_of_another_batch_wait_for_it(mails: list[Mail], balancers: list[Balancer]) -> None:
     """All of batch 8 is there before the first of batch 7, and none in stream order."""
     for batch in (8, 7):
         for position in (5, 2, 4):
-            meta = {"batch": batch, "position": position}
-            mails[OWNERS[position]].send(ACTORS[0], "moved", meta, group_of(position, batch).to_bytes())
+            message, payload = MovedGroup(batch, position), group_of(position, batch).to_bytes()
+            mails[OWNERS[position]].send(ACTORS[0], message, payload=payload)
     for batch in (7, 8):
-        assert_holds(eveners[0].exchange(batch, dealt(0, batch), OWNERS, MOVED), [2, 3, 4, 5], batch)
+        assert_holds(balancers[0].exchange(batch, dealt(0, batch), OWNERS, MOVED), [2, 3, 4, 5], batch)
 
 
-def test_the_end_of_the_world_ends_the_wait(mails: list[Mail], eveners: list[Balancer]) -> None:
+def test_the_end_of_the_world_ends_the_wait(mails: list[Mail], balancers: list[Balancer]) -> None:
     timer = threading.Timer(0.05, mails[0].fail, [RuntimeError("rank 4 is gone")])
     timer.start()
     with pytest.raises(RuntimeError, match="rank 4 is gone"):
-        eveners[0].exchange(1, dealt(0, 1), OWNERS, MOVED)
+        balancers[0].exchange(1, dealt(0, 1), OWNERS, MOVED)
 
 
-def test_one_actor_and_empty_batches_need_no_collective(mails: list[Mail], eveners: list[Balancer]) -> None:
+def test_one_actor_and_empty_batches_need_no_collective(mails: list[Mail], balancers: list[Balancer]) -> None:
     alone = Balancer(mails[0], None, [mails[0].rank], hidden_size=1)
     groups = {position: group_of(position, 1) for position in range(3)}
     assert_holds(alone.balance(1, groups, [0, 0, 0], [0, 0, 1]), [0, 1, 2], 1)
-    assert eveners[1].balance(1, {}, [], []) == {}
+    assert balancers[1].balance(1, {}, [], []) == {}

@@ -379,12 +379,16 @@ def test_a_torn_manifest(text: bytes) -> None:
 
 @pytest.mark.parametrize("text", [b"[]", b"{}", b"5", b"null", changed(kind="another trainer"), without("kind")])
 def test_a_manifest_of_another_program(text: bytes) -> None:
-    with pytest.raises(CheckpointError, match="/x is not the manifest of a oneworld checkpoint: another program wrote it"):
+    with pytest.raises(
+        CheckpointError, match="/x is not the manifest of a oneworld checkpoint: another program wrote it"
+    ):
         Manifest.from_json(text, "/x")
 
 
 def test_a_manifest_of_a_newer_format() -> None:
-    with pytest.raises(CheckpointError, match="/x has format 2, but this program reads format 1: use the version of onew"):
+    with pytest.raises(
+        CheckpointError, match="/x has format 2, but this program reads format 1: use the version of onew"
+    ):
         Manifest.from_json(changed(format=2, files=None), "/x")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from rl.data.prompts import Prompt
-from rl.rollout.dispatch import Dispatcher, Drained, Pull, Sampling, Task, Work
+from rl.rollout.dispatch import Dispatcher, Drained, NewTasks, Pull, Sampling, Task
 from rl.world.mail import Mail
 from tests.mails import take
 
@@ -31,13 +31,13 @@ class Hall:
 
     def positions(self, engine: int) -> list[int]:
         """Return the positions of the tasks in the next answer."""
-        return [task.position for task in take(self.mails[engine], Work).message.tasks]
+        return [task.position for task in take(self.mails[engine], NewTasks).message.tasks]
 
     def drained(self, engine: int) -> int:
         return take(self.mails[engine], Drained).message.batch
 
     def silent(self, engine: int) -> bool:
-        return self.mails[engine].receive_within(0.15, Work, Drained) is None
+        return self.mails[engine].receive_within(0.15, NewTasks, Drained) is None
 
 
 @pytest.fixture
@@ -132,4 +132,4 @@ def test_tasks_arrive_unchanged(hall: Hall) -> None:
     (task,) = make_tasks(1)
     hall.pull(FIRST)
     hall.dispatcher.open([task], batch=1)
-    assert take(hall.mails[FIRST], Work).message == Work([task])
+    assert take(hall.mails[FIRST], NewTasks).message == NewTasks([task])

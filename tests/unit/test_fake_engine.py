@@ -9,7 +9,7 @@ import torch
 
 from rl.data.prompts import Prompt
 from rl.model.shards import TensorInfo
-from rl.rollout.dispatch import Sampling, Task, Work
+from rl.rollout.dispatch import NewTasks, Sampling, Task
 from rl.rollout.engine import Completion, Request
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.groups import OpenGroups, pack_group
@@ -123,7 +123,7 @@ def test_a_service_refuses_a_task_of_another_version(world: World, held: int, ha
     tokenizer: Any = None
     host = EngineHost(world, (0,), engine, lambda failed: failed)
     service = RolloutService(world, host, SamplingLimits(4, 0, leader=0), OpenGroups(None, tokenizer))
-    work = Letter(0, Work([TASK]))
+    work = Letter(0, NewTasks([TASK]))
     with pytest.raises(RuntimeError, match=f"a rollout of version 6, but this engine has {has}"):
         service.handle(work)
     engine.confirm(6)

@@ -192,7 +192,7 @@ def test_ranks_that_serve_execute_orders_between_two_messages() -> None:
             def execute(action: Action) -> None:
                 beat = HEART.read()
                 assert beat is not None
-                executed.append((action, beat.stage))
+                executed.append((action, beat.activity.stage))
 
             service = OrderService(mails[rank], followers, execute)
             serve(worlds[rank], [service], until=lambda: len(executed) == 2)

@@ -7,7 +7,7 @@ import pytest
 
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.rollout.dispatch import Drained, Pull, Sampling, Task, Work
+from rl.rollout.dispatch import Drained, NewTasks, Pull, Sampling, Task
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.groups import OpenGroups
 from rl.rollout.recovery import EngineHost
@@ -69,7 +69,7 @@ class Bench:
             Task(2, p, 1, Prompt(p, 0, f"prompt {p}", f"{p}", [11], {"level": p}), Sampling(NUM_SAMPLES, 1.0, 9), 6)
             for p in positions
         ]
-        self.service.handle(Letter(1, Work(tasks)))
+        self.service.handle(Letter(1, NewTasks(tasks)))
 
     def sample(self, steps: int = 100) -> None:
         while self.service.engine.num_unfinished and steps:

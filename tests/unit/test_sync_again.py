@@ -72,7 +72,7 @@ def sync(model: nn.Module, request: pytest.FixtureRequest) -> Iterator[WeightSyn
         settings = SyncSettings(placement, make_plan(tensors, placement, 1, CPU), [None], config, CPU, PROBE)
         sync = WeightSync(mail, settings, WeightSource(model, partial(local_slices, model)), [engine])
         for _ in range(3):
-            sync.publish()
+            sync.publish(step=1)
         assert (engine.version, engine.num_probes) == (3, 0 if config.verify == "off" else 2)
         sync.remove_receiver(engine)
         yield sync

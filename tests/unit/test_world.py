@@ -20,9 +20,9 @@ def test_a_rank_that_is_done_waits_for_the_others() -> None:
 
         def finish_others() -> None:
             deadline = time.monotonic() + WAIT_S
-            while time.monotonic() < deadline and not ((beat := HEART.read()) and beat.waits_for):
+            while time.monotonic() < deadline and not ((beat := HEART.read()) and beat.activity.waits_for):
                 time.sleep(0.01)
-            seen.append(beat.waits_for if beat else "")
+            seen.append(beat.activity.waits_for if beat else "")
             assert closed == []
             for world in worlds[1:]:
                 threading.Thread(target=world.close).start()
