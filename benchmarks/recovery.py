@@ -35,14 +35,14 @@ def time_start(world: Cluster, started: float) -> float:
 
 def time_recovery(world: Cluster, fault: Fault, clean_s: float) -> dict[str, Any]:
     world.wait_for_step(world.last_step() + STEPS_BETWEEN)
-    num_starts = world.output().count("goes on after step ")
+    num_starts = world.output().count("resumes after step ")
     started = time.monotonic()
     named_s = fault.happen(world)
     if fault.mend is not None:
         fault.mend(world)
     if fault.is_of_head:
         started = time.monotonic()
-    world.wait_until("restart", lambda: world.output().count("goes on after step ") > num_starts)
+    world.wait_until("restart", lambda: world.output().count("resumes after step ") > num_starts)
     num_steps = world.num_steps_told()
     world.wait_until("step", lambda: world.num_steps_told() > num_steps)
     training_s = time.monotonic() - started

@@ -58,7 +58,9 @@ def test_a_full_disk(small_disk: Path, undisturbed: list[dict[str, Any]], tmp_pa
     """The disk is full again after a restart, which ends the run. With more room the run goes on."""
     with running(tmp_path, loop=True) as world:
         said = r"oneworld: rank [67] \(actor\) on node3, stage checkpoint, step 3: CheckpointError: cannot write "
-        said += rf"{small_disk}/x/checkpoints/step_3\S+: No space left on device \({small_disk}\S+ has \d+ MB left\)"
+        said += (
+            rf"{small_disk}/x/checkpoints/step_3\S+: No space left on device \({small_disk}\S+ has [\d.]+ \w+ left\)"
+        )
         world.expect((None, said), (None, said))
         assert world.finish() == [1, 1, 1, 1]
         assert world.output().count("oneworld: fatal, will not be restarted") == 1
