@@ -1,6 +1,5 @@
 """`train.py --dry-run` of a model without weights, with real engines."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from rl.config.load import load_config
 from rl.config.schema import ROOT
-from rl.run.dry_run import describe, for_dry_run
+from rl.run.dry_run import Footprint, describe, for_dry_run
 from tests.launcher import finish, start
 
 
@@ -42,9 +41,8 @@ def test_what_it_changes_and_what_it_says() -> None:
     config = for_dry_run(load_config(None, ["train.num_epochs=3", "checkpoint.save_interval=1"]), "default")
     assert (config.run.name, config.train.num_steps, config.train.num_epochs) == ("default.dry-run", 1, 0)
     assert (config.eval.interval, config.checkpoint.save_interval, config.debug.dry_run) == (0, 0, True)
-    gpu = {"gpu_peak": 10 * 10**9, "gpu_now": 20 * 10**9, "gpu": 80 * 10**9}
-    footprints = {0: {"roles": "rollout", "host": 2 * 10**9}, 1: {"roles": "rollout", "host": 3 * 10**9}}
-    footprints |= {2: json.loads(json.dumps({"roles": "actor", "host": 5 * 10**8, **gpu}))}
+    footprints = {rank: Footprint("rollout", host=(2 + rank) * 10**9) for rank in (0, 1)}
+    footprints[2] = Footprint("actor", 5 * 10**8, gpu_peak=10 * 10**9, gpu_now=20 * 10**9, gpu=80 * 10**9)
     assert describe(footprints, {"step": 3.0, "rollout": 2.0, "update": 1.0}) == [
         "dry run: one step took 3.0 s, nothing was saved; in seconds: rollout 2.0, update 1.0",
         "  ranks 0-1 (rollout): at most 3.00 GB of host memory each",
