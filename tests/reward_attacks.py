@@ -1,5 +1,4 @@
-"""Reward functions that hang, crash, flood, leak and forge: the response says which. And what it takes to watch a
-pool."""
+"""Reward functions that hang, crash, flood, leak or forge, as the response says; and helpers that watch a pool."""
 
 import ctypes
 import json
@@ -46,7 +45,7 @@ def sleeps() -> None:
 
 
 def loops_in_c() -> None:
-    """Signals' handlers never run."""
+    """Loop in C code, where Python's signal handlers never run."""
     import re
 
     re.match(r"(a+)+$", "a" * 64 + "b")
@@ -125,7 +124,7 @@ def closes_everything() -> float:
 
 
 def lines_of_this_process() -> list[int]:
-    """Its sockets, one of which leads to the server."""
+    """Return the sockets of this process, one of which leads to the server."""
     links = {int(fd.name): os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
     return [fd for fd, target in links.items() if target.startswith("socket:")]
 
@@ -166,7 +165,7 @@ def _leave(count: int) -> None:
 
 
 def leaves_children() -> float:
-    """In sessions of their own, without a parent, deaf to signals."""
+    """Leave children in sessions of their own, without a parent, that ignore signals."""
     _leave(30)
     return 1.0
 
@@ -182,7 +181,7 @@ def leaves_children_and_hangs() -> None:
 
 
 def bombs() -> None:
-    """Doubles until it is ended; beyond this many the test itself would be the fault."""
+    """Double the number of processes nine times, which is enough for the limit and harmless for the machine."""
     for _ in range(9):
         os.fork()
         time.sleep(0.05)
@@ -210,7 +209,7 @@ def writes_a_file() -> float:
 
 
 class Results:
-    """Of a pool: what came for each key, and why no more comes."""
+    """Results of a pool by key, and the reason why no more come."""
 
     def __init__(self) -> None:
         self.by_key: dict[Any, dict[str, Any]] = {}
@@ -246,7 +245,7 @@ class Results:
 
 @contextmanager
 def marked() -> Iterator[str]:
-    """Processes that are started meanwhile, and all below them, can be told by it."""
+    """Mark the processes that are started meanwhile, and all below them."""
     mark = os.environ[MARK] = f"{os.getpid()}-{time.monotonic_ns()}"
     try:
         yield mark
@@ -255,7 +254,7 @@ def marked() -> Iterator[str]:
 
 
 def members(mark: str) -> list[psutil.Process]:
-    """This process aside, whose environment was set only after it began."""
+    """Return the living processes with this mark. This process has none, because it set its environment later."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -267,7 +266,7 @@ def members(mark: str) -> list[psutil.Process]:
 
 
 def wait_for_none(mark: str, timeout_s: float = 3.0) -> list[psutil.Process]:
-    """What is left after this time."""
+    """Wait until no process has the mark, and return those that are left after this time."""
     deadline = time.monotonic() + timeout_s
     while (left := members(mark)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -275,7 +274,7 @@ def wait_for_none(mark: str, timeout_s: float = 3.0) -> list[psutil.Process]:
 
 
 def main() -> None:
-    """A process that owns a pool whose calls hang, and says so: `reward_attacks.py ATTACK COUNT`."""
+    """Own a pool whose calls hang, and print its processes: `reward_attacks.py ATTACK COUNT`."""
     from rl.config.schema import RewardConfig
     from rl.rewards.launch import launch
     from rl.rewards.pool import RewardPool

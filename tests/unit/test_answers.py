@@ -273,7 +273,7 @@ def test_what_a_policy_could_try_instead_of_an_answer(gold: str, answer: str) ->
     ids=lambda answer: answer[:20],
 )
 def test_an_answer_that_would_take_minutes_is_not_parsed(answer: str) -> None:
-    """By a parser or by sympy. The wall of the pool would hold too, but each such answer would cost ten seconds."""
+    """A parser or sympy would take minutes. The pool's time limit would end that after ten seconds for each answer."""
     for response in (rf"\boxed{{{answer}}}", f"The answer is ${answer}$.", answer):
         assert math(response, "137") == 0.0
         FUNCTIONS["math"].answer(response)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""From the config to functions: every mistake is a ConfigError that says what to change."""
+"""Tests of rl/rewards/find.py: every mistake in the config is a ConfigError that says what to change."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
-"""The pool under attack, with real processes: every call has a result, each costs its own sample only, and nothing is
-left."""
+"""Tests of the reward pool under attack, with real processes: every call gets a result, an attack costs its own sample
+only, and no process is left."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 
 from rl.config.schema import ROOT, ConfigError, RewardConfig
 from rl.rewards import pool as pool_module
-from rl.rewards.launch import launch
+from rl.rewards.launch import RewardServerProcess, launch
 from rl.rewards.pool import RewardPool
 from tests.reward_attacks import SPEC, Results, marked, members, wait_for_none
 
@@ -32,11 +32,11 @@ def mark() -> Iterator[str]:
     assert not left, f"left behind: {left}"
 
 
-def make_pool(function: object, num_workers: int = 2, timeout_s: float = 10.0) -> tuple[RewardPool, Results]:
-    results = Results()
-    pool = RewardPool(
-        launch(), RewardConfig(function=function, timeout_s=timeout_s), num_workers, results.deliver, results.fail
-    )
+def make_pool(
+    function: object, num_workers: int = 2, timeout_s: float = 10.0, server: RewardServerProcess | None = None
+) -> tuple[RewardPool, Results]:
+    results, config = Results(), RewardConfig(function=function, timeout_s=timeout_s)
+    pool = RewardPool(server or launch(), config, num_workers, results.deliver, results.fail)
     pool.wait_ready()
     return pool, results
 
@@ -90,7 +90,7 @@ ATTACKS = {
 
 
 def test_every_attack_costs_its_own_sample_only(mark: str) -> None:
-    """All of them twice among calls that must succeed, on three workers."""
+    """Make each attack twice, among calls that must succeed, on three workers."""
     pool, results = make_pool(SPEC, num_workers=3, timeout_s=2.0)
     for turn in range(2):
         for attack in ATTACKS:
@@ -113,15 +113,15 @@ def test_every_attack_costs_its_own_sample_only(mark: str) -> None:
     assert results.by_key[0, "fills_memory"]["text"].startswith("attack: MemoryError")
     assert results.by_key[0, "bombs"]["text"] == "it had more than 64 processes"
     deadline = time.monotonic() + 3
-    while len(members(mark)) > 4 and time.monotonic() < deadline:  # a fork that is not dropped yet
+    while len(members(mark)) > 4 and time.monotonic() < deadline:  # a child may not be ended yet
         time.sleep(0.02)
-    assert len(members(mark)) <= 4, "while it lives there are the server and its workers, and nothing of the attacks"
+    assert len(members(mark)) <= 4, "only the server and its workers are left"
     pool.close()
 
 
 @pytest.mark.usefixtures("mark")
-def test_malicious_mathematics() -> None:
-    """None of it is parsed, so none of it holds a worker up until the wall."""
+def test_malicious_mathematics_is_not_parsed() -> None:
+    """Answers that would take minutes to parse are not parsed, so none of them takes until the time limit."""
     pool, results = make_pool("math", timeout_s=10.0)
     responses = {
         "tower": "$9^{9^{9^9}}$",
@@ -143,8 +143,8 @@ def test_malicious_mathematics() -> None:
 
 
 @pytest.mark.usefixtures("mark")
-def test_the_wall_counts_from_the_call_and_the_order_is_fair() -> None:
-    """On one worker, calls that wait longer than the wall are not late."""
+def test_the_time_limit_counts_from_the_start_of_a_call_and_calls_keep_their_order() -> None:
+    """With one worker, calls may wait longer than the time limit before they start."""
     pool, results = make_pool(SPEC, num_workers=1, timeout_s=0.5)
     began = time.monotonic()
     for number in range(4):
@@ -158,7 +158,7 @@ def test_the_wall_counts_from_the_call_and_the_order_is_fair() -> None:
 
 
 @pytest.mark.usefixtures("mark")
-def test_the_answer_on_request_and_large_calls() -> None:
+def test_final_answers_on_request_and_large_calls() -> None:
     pool, results = make_pool("gsm8k")
     pool.submit("plain", "", "it is 7", {"answer": "7"})
     pool.submit("asked", "", "it is 7.0", {"answer": "7"}, answer_of="gsm8k")
@@ -174,7 +174,7 @@ def test_the_answer_on_request_and_large_calls() -> None:
     }
 
 
-def test_close_ends_what_hangs(mark: str) -> None:
+def test_close_ends_calls_that_hang(mark: str) -> None:
     pool, results = make_pool(SPEC, timeout_s=1000)
     for number in range(10):
         pool.submit(number, "", "leaves_children_and_hangs", {})
@@ -188,7 +188,7 @@ def test_close_ends_what_hangs(mark: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_the_owner(number: int, mark: str) -> None:
+def test_no_process_outlives_the_owner(number: int, mark: str) -> None:
     command = [sys.executable, "-m", "tests.reward_attacks", "leaves_children_and_hangs", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     owner = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
@@ -203,38 +203,40 @@ def test_nothing_outlives_the_owner(number: int, mark: str) -> None:
 
 @pytest.mark.usefixtures("mark")
 def test_signals_meant_for_the_rank_do_not_end_the_server() -> None:
-    pool, results = make_pool("exact_match")
-    server = pool._server.process.pid
-    assert os.getsid(server) == server, "a signal to the rank's group does not reach it"
+    server = launch()
+    pool, results = make_pool("exact_match", server=server)
+    assert os.getsid(server.process.pid) == server.process.pid, "a signal to the rank's group does not reach it"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        os.kill(server, number)
+        server.process.send_signal(number)
     pool.submit("a", "", "1", {"answer": "1"})
     results.wait(1)
     pool.close()
 
 
 def test_the_end_of_the_server_is_an_error(mark: str) -> None:
-    pool, results = make_pool(SPEC)
+    server = launch()
+    pool, results = make_pool(SPEC, server=server)
     pool.submit("a", "", "sleeps", {})
-    os.kill(pool._server.process.pid, signal.SIGKILL)
+    server.process.kill()
     assert str(results.wait_failure()) == "the reward server of this rank has ended with exit code -9"
-    pool.submit("b", "", "1", {})  # raises nothing here: the mailbox does
+    pool.submit("b", "", "1", {})  # raises nothing here: `fail` gets the error
     assert not wait_for_none(mark), "workers die with their server"
 
 
-def test_a_frozen_server_is_an_error(monkeypatch: pytest.MonkeyPatch, mark: str) -> None:
+@pytest.mark.usefixtures("mark")
+def test_a_frozen_server_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "SILENCE_S", 0.5)
-    pool, results = make_pool(SPEC, timeout_s=0.5)
-    (server,) = [p for p in members(mark) if p.pid == pool._server.process.pid]
-    server.suspend()
-    pool.submit("a", "x" * 10_000_000, "1", {})  # more than the line holds, and yet it returns
+    server = launch()
+    pool, results = make_pool(SPEC, timeout_s=0.5, server=server)
+    server.process.send_signal(signal.SIGSTOP)
+    pool.submit("a", "x" * 10_000_000, "1", {})  # returns, although the socket does not hold as much
     assert "has said nothing for 1 s, with 1 calls under way" in str(results.wait_failure())
-    server.resume()
+    server.process.send_signal(signal.SIGCONT)
     pool.close()
 
 
 @pytest.mark.usefixtures("mark")
-def test_mistakes_come_before_the_first_call() -> None:
+def test_config_errors_come_before_the_first_call() -> None:
     results = Results()
     with pytest.raises(ConfigError, match="choose one of exact_match"):
         RewardPool(launch(), RewardConfig(function="last_word"), 1, results.deliver, results.fail)
@@ -258,10 +260,10 @@ def test_a_file_that_cannot_be_imported(
     monkeypatch.setattr(pool_module, "READY_S", 2.0)
     file = tmp_path / "file.py"
     file.write_text(source)
-    results = Results()
-    pool = RewardPool(launch(), RewardConfig(function=f"{file}:score"), 1, results.deliver, results.fail)
+    results, server = Results(), launch()
+    pool = RewardPool(server, RewardConfig(function=f"{file}:score"), 1, results.deliver, results.fail)
     with pytest.raises(Exception, match="reward") as caught:
         pool.wait_ready()
     assert f"{type(caught.value).__name__}: {caught.value}".startswith(message)
-    pool._server.process.kill()  # as its rank's end would
+    server.process.kill()  # as its rank's end would
     pool.close()

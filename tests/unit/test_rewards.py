@@ -1,4 +1,4 @@
-"""The built-in functions, and what becomes of what they return."""
+"""Tests of the built-in reward functions, and of what is made of their results."""
 
 import math
 from typing import Any

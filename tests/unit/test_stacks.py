@@ -1,4 +1,4 @@
-"""tools/stacks.py on processes that stand somewhere."""
+"""Tests of tools/stacks.py on processes that wait in a known function."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""rl/watch/tee.py: the console and the log of a process, which may be killed."""
+"""Tests of rl/watch/tee.py: the console and the log of a process, which may be killed."""
 
 import os
 import pty
