@@ -29,6 +29,7 @@ class BoardServer:
         self.board = Board(self._tell, say)
         self._token, self._selector, self._on_order = token, selector, on_order
         self._peers: dict[int, Lines] = {}
+        self._ranks: dict[Lines, int] = {}  # of peers that have shown the token
         self._sent_at = 0.0
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -56,34 +57,28 @@ class BoardServer:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        peer = _Peer(Lines(connection))
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(peer))
+        line = Lines(connection)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(line))
 
-    def _read(self, peer: "_Peer") -> None:
-        for message in peer.line.receive():
-            if peer.rank is None:
-                if message.get("token") != self._token:
-                    peer.line.is_open = False
-                    break
-                peer.rank = message["rank"]
-                self._peers[peer.rank] = peer.line
+    def _read(self, line: Lines) -> None:
+        for message in line.receive():
+            if line in self._ranks:
+                self.board.handle(self._ranks[line], message)
+            elif message.get("token") == self._token:
+                self._ranks[line] = message["rank"]
+                self._peers[message["rank"]] = line
             else:
-                self.board.handle(peer.rank, message)
-        if not peer.line.is_open:
-            self._selector.unregister(peer.line.connection)
-            peer.line.connection.close()
-            if peer.rank is not None:
-                self._peers.pop(peer.rank, None)
-                self.board.lost_connection(peer.rank)
+                line.is_open = False
+                break
+        if not line.is_open:
+            self._selector.unregister(line.connection)
+            line.connection.close()
+            if (rank := self._ranks.pop(line, None)) is not None:
+                self._peers.pop(rank, None)
+                self.board.lost_connection(rank)
 
     def _tell(self, rank: int, kind: str, **values: Any) -> None:
         if rank == RANK:
             self._on_order({"kind": kind, **values})
         elif rank in self._peers:
             self._peers[rank].send(kind, **values)
-
-
-class _Peer:
-    def __init__(self, line: Lines):
-        self.line = line
-        self.rank: int | None = None

@@ -46,7 +46,7 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Work:
+class Novelty:
     """How the work compares with earlier work of its stage."""
 
     is_new: bool = False  # the stage was never entered for this item before
@@ -85,7 +85,7 @@ class Heartbeat:
     count: int  # heartbeats so far
     tokens: int  # sampled so far
     activity: Activity
-    work: Work
+    novelty: Novelty
     times: Times
 
     @property
@@ -201,8 +201,8 @@ class Heart:
 
     def _write(self) -> None:
         self._activity.exceptional = self._exceptional[-1] if self._exceptional else ""
-        work = [self._entry not in self._left, self._shape, self._is_first_use]
-        text, now = json.dumps([*vars(self._activity).values(), *work]).encode(), time.monotonic()
+        novelty = [self._entry not in self._left, self._shape, self._is_first_use]
+        text, now = json.dumps([*vars(self._activity).values(), *novelty]).encode(), time.monotonic()
         self._count += 1
         self._numbers[0] = self._sequence + 1
         HEAD.pack_into(self._memory, HEAD_OFFSET, self._count, self._tokens, now, self._stage_at, len(text))
@@ -220,8 +220,8 @@ class Heart:
             if sequence % 2 == 0 and self._numbers[0] == sequence:
                 with suppress(ValueError):  # torn all the same
                     *activity, is_new, shape, is_first_use = json.loads(text)
-                    work = Work(is_new, shape, is_first_use)
-                    return Heartbeat(count, tokens, Activity(*activity), work, Times(*times))
+                    novelty = Novelty(is_new, shape, is_first_use)
+                    return Heartbeat(count, tokens, Activity(*activity), novelty, Times(*times))
         return None
 
 

@@ -47,8 +47,8 @@ class SilenceDetector:
         The first use of a shape may include a compilation, so its time says nothing about other shapes. It is kept
         as the estimate for the second use, until that has been seen.
         """
-        use = (last.activity.stage, last.work.shape)
-        if last.work.is_first_use:
+        use = (last.activity.stage, last.novelty.shape)
+        if last.novelty.is_first_use:
             self._first_uses[use] = max(self._first_uses.get(use, 0.0), silence_s)
         else:
             self._first_uses.pop(use, None)
@@ -69,12 +69,12 @@ class SilenceDetector:
         The start of a run does many things once, so nothing is learnt from it. A disk may be arbitrarily slow as long
         as it makes progress.
         """
-        activity, work = beat.activity, beat.work
-        is_unknown = activity.stage == "start" or work.is_new or work.is_first_use or bool(activity.exceptional)
+        activity, novelty = beat.activity, beat.novelty
+        is_unknown = activity.stage == "start" or novelty.is_new or novelty.is_first_use or bool(activity.exceptional)
         longest = None if is_unknown or activity.waits_for_itself else self._longest.get(activity.stage)
         if longest is None:
             return self.limits.cap_s
-        longest = max(longest, self._first_uses.get((activity.stage, work.shape), 0.0))
+        longest = max(longest, self._first_uses.get((activity.stage, novelty.shape), 0.0))
         return min(self.limits.cap_s, max(self.limits.floor_s, STRETCH * longest))
 
     def frozen(self, beat: Heartbeat, now: float, state: str) -> str:

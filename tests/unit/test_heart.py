@@ -78,7 +78,7 @@ def test_the_first_use_of_a_shape_in_a_stage_lasts_until_the_next_heartbeat() ->
     heart, firsts = Heart(), []
 
     def is_first_use() -> bool:
-        return newest(heart).work.is_first_use
+        return newest(heart).novelty.is_first_use
 
     for stage in ("update", "logprobs", "update"):
         heart.enter(stage)

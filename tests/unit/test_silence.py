@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from rl.watch.heart import Activity, Heart, Heartbeat, Times, Work
+from rl.watch.heart import Activity, Heart, Heartbeat, Novelty, Times
 from rl.watch.silence import STRETCH, Limits, SilenceDetector
 
 
@@ -10,7 +10,7 @@ def beat(
     count: int, at: float, stage: str = "update", waits_for: str = "", exceptional: str = "", **times: float
 ) -> Heartbeat:
     activity = Activity("actor", stage, 1, 1, "", waits_for, exceptional)
-    return Heartbeat(count, 0, activity, Work(), Times(at=at, **({"stage_at": at, "io_at": at} | times)))
+    return Heartbeat(count, 0, activity, Novelty(), Times(at=at, **({"stage_at": at, "io_at": at} | times)))
 
 
 def visit(detector: SilenceDetector, *times: float, stage: str = "update") -> None:
