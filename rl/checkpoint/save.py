@@ -157,7 +157,7 @@ class Saver:
         step, save_id = snapshot.step, manifest.save_id
         prepare = PrepareStep(step, save_id, self._temporary(step), expected)
         answers = self._store.call_all(prepare, manifest.to_json())
-        if not any(answer.message.is_claimed for answer in answers):
+        if not any(answer.message.took_effect for answer in answers):
             raise CheckpointError(f"no node could put {self._store.root / step_folder(step)} in place")
         self._store.call_all(CommitStep(step, save_id))
         self.steps.add(step)

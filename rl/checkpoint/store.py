@@ -36,21 +36,11 @@ LEFT_OVER = re.compile(r"step_\d+\.(tmp|old|claim)-.*")
 
 @dataclass(frozen=True, kw_only=True)
 class StoreAnswer(Message):
-    call: int = -1  # the number of the call that it answers
-    error: str = ""
+    """The answer to a call. The payload holds the bytes that were asked for, if any."""
 
-
-A = TypeVar("A", bound=StoreAnswer)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreRequest(Message, Generic[A]):
     call: int = -1
-
-
-@dataclass(frozen=True)
-class StoreDone(StoreAnswer):
-    """The request took effect. The payload holds the bytes that were asked for, if any."""
+    error: str = ""
+    took_effect: bool = True  # False if another node on the same disk has done the work already
 
 
 @dataclass(frozen=True)
@@ -69,11 +59,25 @@ class StoredStep:
 
 @dataclass(frozen=True)
 class StepsListed(StoreAnswer):
-    steps: list[StoredStep] = dataclasses.field(default_factory=list)
-    folder: str = ""
-    exists: bool = False
-    launched_at: float = 0.0
-    run_id: str = ""  # of the run that uses the root
+    steps: list[StoredStep]
+    folder: str
+    exists: bool
+    launched_at: float
+    run_id: str  # of the run that uses the root
+
+
+@dataclass(frozen=True)
+class RootCreated(StoreAnswer):
+    host: str
+    folder: str
+
+
+A = TypeVar("A", bound=StoreAnswer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreRequest(Message, Generic[A]):
+    call: int = -1
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,21 @@ class ListSteps(StoreRequest[StepsListed]):
 
 
 @dataclass(frozen=True)
-class ReadBytes(StoreRequest[StoreDone]):
+class CreateRoot(StoreRequest[RootCreated]):
+    """Create the run's checkpoint directory, and delete what killed saves left in it."""
+
+    run_id: str
+
+
+@dataclass(frozen=True)
+class RenameRoot(StoreRequest[StoreAnswer]):
+    """Append a suffix to the name of the run's checkpoint directory, so that the run starts with an empty one."""
+
+    suffix: str
+
+
+@dataclass(frozen=True)
+class ReadBytes(StoreRequest[StoreAnswer]):
     """Read part of a file; without `num_bytes` the whole file."""
 
     folder: str
@@ -94,43 +112,8 @@ class ReadBytes(StoreRequest[StoreDone]):
 
 
 @dataclass(frozen=True)
-class RunIdFound(StoreAnswer):
-    run_id: str = ""
-
-
-@dataclass(frozen=True)
-class ReadRunId(StoreRequest[RunIdFound]):
-    pass
-
-
-@dataclass(frozen=True)
-class RootCreated(StoreAnswer):
-    host: str = ""
-    folder: str = ""
-
-
-@dataclass(frozen=True)
-class CreateRoot(StoreRequest[RootCreated]):
-    """Create the run's checkpoint directory, and delete what killed saves left in it."""
-
-    run_id: str
-
-
-@dataclass(frozen=True)
-class RenameRoot(StoreRequest[StoreDone]):
-    """Append a suffix to the name of the run's checkpoint directory, so that the run starts with an empty one."""
-
-    suffix: str
-
-
-@dataclass(frozen=True)
-class BytesWritten(StoreAnswer):
-    existed: bool = False  # the nodes share a disk, and nothing was written
-
-
-@dataclass(frozen=True)
-class WriteBytes(StoreRequest[BytesWritten]):
-    """Write the next piece of a file that another rank has on its own disk."""
+class WriteBytes(StoreRequest[StoreAnswer]):
+    """Write the next piece of a file that another rank has on its own disk. The payload is the piece."""
 
     folder: str
     file: str
@@ -140,12 +123,7 @@ class WriteBytes(StoreRequest[BytesWritten]):
 
 
 @dataclass(frozen=True)
-class StepPrepared(StoreAnswer):
-    is_claimed: bool = False  # this node gave the step its final name, and will commit it
-
-
-@dataclass(frozen=True)
-class PrepareStep(StoreRequest[StepPrepared]):
+class PrepareStep(StoreRequest[StoreAnswer]):
     """Give a step its final name after all nodes have written all of its files. The payload is the manifest."""
 
     step: int
@@ -155,7 +133,7 @@ class PrepareStep(StoreRequest[StepPrepared]):
 
 
 @dataclass(frozen=True)
-class CommitStep(StoreRequest[StoreDone]):
+class CommitStep(StoreRequest[StoreAnswer]):
     """Write the marker of a step that has its final name on all nodes."""
 
     step: int
@@ -163,7 +141,7 @@ class CommitStep(StoreRequest[StoreDone]):
 
 
 @dataclass(frozen=True)
-class RemoveSteps(StoreRequest[StoreDone]):
+class RemoveSteps(StoreRequest[StoreAnswer]):
     """Delete steps that are no longer kept after the save `save_id`."""
 
     save_id: str
@@ -171,16 +149,11 @@ class RemoveSteps(StoreRequest[StoreDone]):
 
 
 @dataclass(frozen=True)
-class ConfirmStep(StoreRequest[StoreDone]):
+class ConfirmStep(StoreRequest[StoreAnswer]):
     """Write the marker of a step that another node had committed when the world was killed."""
 
     folder: str
     save_id: str
-
-
-Reply = tuple[StoreAnswer, bytes | bytearray]
-DONE: Reply = (StoreDone(), b"")
-ANSWERS = (StoreDone, StepsListed, RunIdFound, RootCreated, BytesWritten, StepPrepared)
 
 
 class CheckpointStore:
@@ -201,21 +174,17 @@ class CheckpointStore:
         self._requests: queue.SimpleQueue[Letter[Any]] = queue.SimpleQueue()
         self._incoming: dict[str, NewFile] = {}  # files that other nodes send, by path
         self._claimed = ""  # the newest save whose folder this rank put in place
-        self._handlers: dict[type[StoreRequest], Callable[[Any, bytes | bytearray], Reply]] = {
+        self._handlers: dict[type[StoreRequest], Callable[[Any], StoreAnswer]] = {
             ListSteps: self._list,
-            ReadBytes: self._read,
-            ReadRunId: lambda request, payload: (RunIdFound(self._read_run_id()), b""),
             CreateRoot: self._create_root,
             RenameRoot: self._rename_root,
-            WriteBytes: self._write,
-            PrepareStep: self._prepare,
             CommitStep: self._commit,
             RemoveSteps: self._remove,
             ConfirmStep: self._confirm,
         }
-        for kind in self._handlers:
-            mail.on(kind, self._requests.put)
-        for answer in ANSWERS:
+        for request in (*self._handlers, ReadBytes, WriteBytes, PrepareStep):
+            mail.on(request, self._requests.put)
+        for answer in (StoreAnswer, StepsListed, RootCreated):
             mail.on(answer, self._on_answer)
         threading.Thread(target=self._serve, name="checkpoint store", daemon=True).start()
 
@@ -236,7 +205,7 @@ class CheckpointStore:
 
         A run that was killed before its first checkpoint keeps the id that its directories have.
         """
-        known = [answer.message.run_id for answer in self.call_all(ReadRunId())]
+        known = [answer.message.run_id for answer in self.call_all(ListSteps("root"))]
         self.run_id = next(filter(None, known), run_id)
         created = [answer.message for answer in self.call_all(CreateRoot(self.run_id))]
         self.hosts = [root.host for root in created]
@@ -264,31 +233,37 @@ class CheckpointStore:
             request = letter.message
             payload: bytes | bytearray = b""
             try:
-                answer, payload = self._handlers[type(request)](request, letter.payload)
+                if isinstance(request, ReadBytes):
+                    answer, payload = StoreAnswer(), self._read(request)
+                elif isinstance(request, WriteBytes):
+                    answer = StoreAnswer(took_effect=self._write(request, letter.payload))
+                elif isinstance(request, PrepareStep):
+                    answer = StoreAnswer(took_effect=self._prepare(request, letter.payload))
+                else:
+                    answer = self._handlers[type(request)](request)
             except CheckpointError as error:
-                answer = StoreDone(error=str(error))
+                answer = StoreAnswer(error=str(error))
             except Exception as error:  # the caller must get an answer in any case
-                answer = StoreDone(error=f"{type(request).__name__}: {type(error).__name__}: {error}")
+                answer = StoreAnswer(error=f"{type(request).__name__}: {type(error).__name__}: {error}")
             try:
                 self.mail.send(letter.source, dataclasses.replace(answer, call=request.call), payload=payload)
             except ConnectionError:
                 return  # the caller is gone, and with it this world
 
-    def _list(self, request: ListSteps, payload: bytes | bytearray) -> Reply:
+    def _list(self, request: ListSteps) -> StepsListed:
         place = self.root if request.where == "root" else self._source
         assert place is not None
         if (place / self.root.name).is_dir():  # a run's folder
             place = place / self.root.name
         folders = [place] if STEP_FOLDER.fullmatch(place.name) else sorted(place.glob("step_*"))
         steps = [_describe(folder) for folder in folders if STEP_FOLDER.fullmatch(folder.name) and folder.is_dir()]
-        listed = StepsListed(
+        return StepsListed(
             steps=steps,
             folder=str(place.resolve()),
             exists=place.is_dir(),
             launched_at=launcher_process().create_time(),
             run_id=self._read_run_id(),
         )
-        return listed, b""
 
     def _read_run_id(self) -> str:
         try:
@@ -296,12 +271,12 @@ class CheckpointStore:
         except (FileNotFoundError, NotADirectoryError):
             return ""
 
-    def _read(self, request: ReadBytes, payload: bytes | bytearray) -> Reply:
+    def _read(self, request: ReadBytes) -> bytearray:
         path = Path(request.folder) / request.file
         num_bytes = path.stat().st_size if request.num_bytes is None else request.num_bytes
-        return StoreDone(), read_bytes(path, request.begin, num_bytes)
+        return read_bytes(path, request.begin, num_bytes)
 
-    def _create_root(self, request: CreateRoot, payload: bytes | bytearray) -> Reply:
+    def _create_root(self, request: CreateRoot) -> RootCreated:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             for folder in self.root.iterdir():
@@ -312,19 +287,20 @@ class CheckpointStore:
                 (self.root / RUN_ID).write_text(request.run_id)
         except OSError as error:
             raise cannot_write(self.root, error) from error
-        return RootCreated(socket.gethostname(), str(self.root.resolve())), b""
+        return RootCreated(socket.gethostname(), str(self.root.resolve()))
 
-    def _rename_root(self, request: RenameRoot, payload: bytes | bytearray) -> Reply:
+    def _rename_root(self, request: RenameRoot) -> StoreAnswer:
         with suppress(FileNotFoundError):  # it does not exist, or another node on the same disk was first
             self.root.rename(self.root.with_name(f"{self.root.name}.{request.suffix}"))
-        return DONE
+        return StoreAnswer()
 
-    def _write(self, request: WriteBytes, payload: bytes | bytearray) -> Reply:
+    def _write(self, request: WriteBytes, payload: bytes | bytearray) -> bool:
+        """Return False if the file exists: then this is the disk that it was written to."""
         path = self.root / request.folder / request.file
         if request.begin == 0:
             self._check_root()
             if path.exists():
-                return BytesWritten(existed=True), b""
+                return False
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(f"{path.name}.part")
             part.unlink(missing_ok=True)  # left by a kill
@@ -347,9 +323,10 @@ class CheckpointStore:
             self._incoming.pop(str(path), None)
             file.discard()
             raise
-        return BytesWritten(), b""
+        return True
 
-    def _prepare(self, request: PrepareStep, payload: bytes | bytearray) -> Reply:
+    def _prepare(self, request: PrepareStep, manifest: bytes | bytearray) -> bool:
+        """Return False if another node on this disk prepares the step."""
         save_id = request.save_id
         temporary, final = self.root / request.folder, self.root / step_folder(request.step)
         self._check_root()
@@ -364,10 +341,10 @@ class CheckpointStore:
         try:
             (self.root / f"{final.name}.claim-{save_id}").mkdir()
         except FileExistsError:
-            return StepPrepared(is_claimed=False), b""
+            return False
         try:
             temporary.mkdir(exist_ok=True)
-            write_small_file(temporary / MANIFEST, bytes(payload))
+            write_small_file(temporary / MANIFEST, bytes(manifest))
             sync_folder(temporary)
             if final.exists():  # from a save that was never committed, or that this run did not resume from
                 final.rename(final.with_name(f"{final.name}.old-{save_id}"))
@@ -375,9 +352,9 @@ class CheckpointStore:
         except OSError as error:
             raise cannot_write(final, error) from error
         self._claimed = save_id
-        return StepPrepared(is_claimed=True), b""
+        return True
 
-    def _commit(self, request: CommitStep, payload: bytes | bytearray) -> Reply:
+    def _commit(self, request: CommitStep) -> StoreAnswer:
         final = self.root / step_folder(request.step)
         if request.save_id == self._claimed:
             try:
@@ -386,24 +363,24 @@ class CheckpointStore:
             except OSError as error:
                 raise cannot_write(final / COMMITTED, error) from error
             self._delete_all(f"*-{request.save_id}")
-        return DONE
+        return StoreAnswer()
 
-    def _remove(self, request: RemoveSteps, payload: bytes | bytearray) -> Reply:
+    def _remove(self, request: RemoveSteps) -> StoreAnswer:
         if request.save_id == self._claimed:
             for step in request.steps:  # renamed first, since deleting takes time
                 folder = self.root / step_folder(step)
                 if folder.exists():
                     folder.rename(folder.with_name(f"{folder.name}.old-{request.save_id}"))
             self._delete_all(f"*.old-{request.save_id}")
-        return DONE
+        return StoreAnswer()
 
-    def _confirm(self, request: ConfirmStep, payload: bytes | bytearray) -> Reply:
+    def _confirm(self, request: ConfirmStep) -> StoreAnswer:
         folder = Path(request.folder)
         if _describe(folder).save_id == request.save_id and not (folder / COMMITTED).exists():
             with suppress(CheckpointError):  # another node on this disk did it, or the disk is read-only
                 write_small_file(folder / COMMITTED, b"")
                 sync_folder(folder)
-        return DONE
+        return StoreAnswer()
 
     def _check_root(self) -> None:
         if not self.root.is_dir():

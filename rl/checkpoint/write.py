@@ -24,7 +24,7 @@ from rl.checkpoint.shard_file import (
     write_small_file,
 )
 from rl.checkpoint.snapshot import Snapshot
-from rl.checkpoint.store import MESSAGE_BYTES, BytesWritten, CheckpointStore, WriteBytes
+from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore, StoreAnswer, WriteBytes
 from rl.model.shards import TensorInfo
 from rl.placement.roles import Placement
 from rl.watch.heart import HEART
@@ -145,7 +145,7 @@ class CheckpointWriter:
     def send_file(self, rank: int, folder: str, file: File) -> bool:
         """Send a file to a rank; return False if that rank shares the disk and has the file already."""
         begin = 0
-        pending: list[Future[Letter[BytesWritten]]] = []
+        pending: list[Future[Letter[StoreAnswer]]] = []
         for piece in pieces_of(self._store.root / folder / file.name, MESSAGE_BYTES):
             is_first, end = begin == 0, begin + len(piece)
             request = WriteBytes(folder, file.name, begin, file.digest, is_last=end == file.num_bytes)
@@ -153,7 +153,7 @@ class CheckpointWriter:
             begin = end
             HEART.touch_background()
             must_wait = is_first or len(pending) == MESSAGES_IN_FLIGHT
-            if must_wait and self._store.wait(pending.pop(0)).message.existed:
+            if must_wait and not self._store.wait(pending.pop(0)).message.took_effect:
                 return False
         for future in pending:
             self._store.wait(future)

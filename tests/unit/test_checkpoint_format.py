@@ -242,7 +242,7 @@ def test_a_finished_file_that_is_discarded_closes_nothing_elses_descriptor(tmp_p
     assert not (tmp_path / "a").exists()
 
 
-def test_a_finished_file_takes_no_more(tmp_path: Path) -> None:
+def test_a_finished_file_cannot_be_written(tmp_path: Path) -> None:
     file = NewFile(tmp_path / "a")
     file.finish()
     with pytest.raises(AssertionError, match="/a is finished"):
@@ -251,17 +251,17 @@ def test_a_finished_file_takes_no_more(tmp_path: Path) -> None:
         file.finish()
 
 
-def test_what_cannot_be_written_where_and_what_to_do(tmp_path: Path) -> None:
+def test_a_write_error_names_the_file_the_free_space_and_a_remedy(tmp_path: Path) -> None:
     text = str(cannot_write(tmp_path / "no" / "such" / "a", OSError(errno.EROFS, os.strerror(errno.EROFS))))
     assert text.startswith(f"cannot write {tmp_path}/no/such/a: Read-only file system ({tmp_path} has ")
     left = parse_bytes(re.search(r"has ([\d.]+ .B) left", text).group(1))
     space = os.statvfs(tmp_path)
     assert left == pytest.approx(space.f_bavail * space.f_frsize, rel=0.2)
     assert "earlier committed checkpoints are intact" in text
-    assert "Free space or mend the folder, and start again" in text
+    assert "Free space or fix the folder, and start again" in text
 
 
-def test_a_folder_that_is_missing_is_no_reason_to_make_it(tmp_path: Path) -> None:
+def test_a_missing_folder_is_not_created(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=rf"cannot write {tmp_path}/no/a: No such file or directory \({tmp_path} "
     ):

@@ -61,7 +61,7 @@ def prepare(
     save_id = save_id or f"w1-{step}"
     text = replace(MANIFEST, step=step, save_id=save_id).to_json()
     request = PrepareStep(step, save_id, f"step_{step}.tmp-{save_id}", expected or [{} for _ in store.node_leads])
-    return [letter.message.is_claimed for letter in store.call_all(request, text)]
+    return [letter.message.took_effect for letter in store.call_all(request, text)]
 
 
 def commit(store: CheckpointStore, step: int, save_id: str = "") -> None:
@@ -256,21 +256,21 @@ def test_a_wait_ends_with_the_world(tmp_path: Path) -> None:
 
 
 def put(store: CheckpointStore, rank: int, *chunks: bytes, file: str = "model-1", said: str = "") -> list[bool]:
-    """Send a file in chunks; return for each whether the file existed. `said` replaces the digest."""
-    begin, existed = 0, []
+    """Send a file in chunks; return for each whether it was written. `said` replaces the digest."""
+    begin, written = 0, []
     for number, chunk in enumerate(chunks, start=1):
         whole = said or digest(b"".join(chunks))
         request = WriteBytes("step_4.tmp-w1-4", file, begin, whole, is_last=number == len(chunks))
-        existed.append(answer(store, rank, request, chunk).message.existed)
+        written.append(answer(store, rank, request, chunk).message.took_effect)
         begin += len(chunk)
-    return existed
+    return written
 
 
 def test_a_file_is_put_on_another_nodes_disk_in_chunks(tmp_path: Path) -> None:
     roots = [tmp_path / "a", tmp_path / "b"]
     with stores_on(roots) as (store, _):
         store.create_roots("r1")
-        assert put(store, 1, b"0123", b"4567", b"89") == [False] * 3
+        assert put(store, 1, b"0123", b"4567", b"89") == [True] * 3
         put(store, 1, b"{}", file="hf/config.json")
         prepare(store, 4)
     assert tree(tmp_path) == ["a/step_4.claim-w1-4", "a/step_4/manifest.json"] + [
@@ -308,7 +308,7 @@ def test_other_bytes_than_were_sent_are_not_kept(tmp_path: Path) -> None:
 def test_a_disk_that_both_nodes_see_has_the_file_already(tmp_path: Path) -> None:
     write(tmp_path, "step_4.tmp-w1-4", **{"model-1": "01234567"})
     with stores_on([tmp_path, tmp_path]) as (store, _):
-        assert put(store, 1, b"XX") == [True]
+        assert put(store, 1, b"XX") == [False]
     assert (tmp_path / "step_4.tmp-w1-4" / "model-1").read_text() == "01234567"
 
 
@@ -348,7 +348,7 @@ def test_a_piece_behind_one_that_failed_is_an_error(tmp_path: Path, monkeypatch:
 def test_an_empty_file_is_put_too(tmp_path: Path) -> None:
     with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, _):
         store.create_roots("r1")
-        assert put(store, 1, b"", file="hf/merges.txt") == [False]
+        assert put(store, 1, b"", file="hf/merges.txt") == [True]
     assert (tmp_path / "b" / "step_4.tmp-w1-4" / "hf" / "merges.txt").read_bytes() == b""
 
 
@@ -421,7 +421,7 @@ def test_of_nodes_on_one_disk_one_puts_the_step_in_place(tmp_path: Path) -> None
     with stores_on([tmp_path, tmp_path]) as (store, _):
         write(tmp_path, "step_4.tmp-w1-4", **{"model-0": "1", "model-1": "22"})
         request = PrepareStep(4, "w1-4", "step_4.tmp-w1-4", [{"model-0": 1}, {"model-1": 2}])
-        claims = [answer(store, rank, request, MANIFEST.to_json()).message.is_claimed for rank in (1, 0)]
+        claims = [answer(store, rank, request, MANIFEST.to_json()).message.took_effect for rank in (1, 0)]
         assert claims == [True, False]
         with pytest.raises(CheckpointError, match=r"/step_4\.tmp-w1-4/model-2 was written and is gone"):
             prepare(store, 4, expected=[{"model-0": 1}, {"model-2": 2}])
