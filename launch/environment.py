@@ -1,4 +1,4 @@
-"""Start programs as `. .venv/bin/activate` would, from a Python that was started by its path.
+"""The environment that `. .venv/bin/activate` sets, for a Python that was started by its path.
 
 Benchmarks and tests start torchrun this way. torchrun is then the one of the Python that runs them, and its settings
 are those of launch/env.sh.
@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]  # a name in PATH could be missing, or another Python's
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]  # a torchrun in PATH could belong to another Python
 FOREIGN = ("PET_", "TORCHELASTIC_", "MAKE", "MFLAGS")  # settings of a launcher or a make around this process
 
 
 def activated_environment(**extra: str) -> dict[str, str]:
-    """Return the variables that the activation sets, computed by the same file, beside this process's own."""
+    """Return the variables of this process together with those that the activation sets."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     script = f'. "{ROOT}/launch/env.sh" && env -0'
     output = subprocess.run(["bash", "-c", script], env=clean, check=True, capture_output=True).stdout

@@ -1,12 +1,12 @@
-"""How nodes without a scheduler find their head over a shared folder.
+"""Let nodes without a scheduler find their head through a shared directory.
 
-    python launch/head.py serve FOLDER LAUNCH NNODES PORT [ADDRESS]   on the head, as long as it runs
-    python launch/head.py find FOLDER SECONDS                         on a worker: launch, nodes, address, port
-    python launch/head.py address                                     this node's, for others
+    python launch/head.py serve FOLDER LAUNCH NNODES PORT [ADDRESS]   on the head, while it runs
+    python launch/head.py find FOLDER SECONDS                         on a worker; prints launch, nodes, address, port
+    python launch/head.py address                                     prints this node's address
 
-The head writes FOLDER/head.json: where it can be reached, and a word that only it knows. A worker believes a file when
-the head answers with that word at one of its addresses, which is then the one to use. So a file that an older run has
-left is never taken for the head's, whatever the clocks of the nodes say.
+The head writes its addresses and a random word into FOLDER/head.json. A worker trusts the file if the head answers with
+that word at one of these addresses, which the worker then uses. So the file of an older run is never mistaken for the
+head's, whatever the clocks of the nodes say.
 """
 
 import json
@@ -23,17 +23,18 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.checks.sockets import listen
+from rl.watch.files import write_atomically
 from rl.watch.parent import die_with_parent
 from rl.world.address import address_towards
 
 ASK_TIMEOUT_S = 3.0
-POLL_S = 0.2  # a shared filesystem tells nobody of new files
+POLL_S = 0.2  # a shared filesystem does not report new files
 FILE = "head.json"
-ELSEWHERE = "192.0.2.1"  # an address that is nobody's
+ELSEWHERE = "192.0.2.1"  # reserved for documentation, so always behind the default route
 
 
 def own_addresses() -> list[str]:
-    """The one on the way out first, then the others, then the name; without those that mean something here only."""
+    """Return the addresses for other nodes: that of the default route first, then the others, then the host name."""
     entries = [entry for addresses in psutil.net_if_addrs().values() for entry in addresses]
     found = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
     found = [address for address in found if not address.startswith(("127.", "::1", "fe80:", "169.254."))]
@@ -43,7 +44,8 @@ def own_addresses() -> list[str]:
 
 
 def serve(folder: Path, launch: str, num_nodes: str, port: int, address: str = "") -> None:
-    die_with_parent(signal.SIGTERM)  # with the launcher, however that ends
+    """Write the file, answer workers, and remove the file at the end."""
+    die_with_parent(signal.SIGTERM)  # the launcher, however it ends
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
@@ -53,14 +55,13 @@ def serve(folder: Path, launch: str, num_nodes: str, port: int, address: str = "
         answer_port = server.getsockname()[1]
         addresses = [address] if address else own_addresses()
         record = {"launch": launch, "nnodes": num_nodes, "addresses": addresses, "port": port}
-        file, part = folder / FILE, folder / f"{FILE}.{word}"
+        file = folder / FILE
         folder.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(record | {"answer_port": answer_port, "word": word}))
-        part.replace(file)
-        print(f"oneworld: {file} tells workers of the head at {' '.join(addresses)}", file=sys.stderr, flush=True)
+        write_atomically(file, json.dumps(record | {"answer_port": answer_port, "word": word}))
+        print(f"oneworld: {file} tells workers that the head is at {' '.join(addresses)}", file=sys.stderr, flush=True)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)  # of the terminal; the launcher decides
+            signal.signal(number, signal.SIG_IGN)  # sent by the terminal; the launcher decides
         print("ready", flush=True)
         try:
             while True:
@@ -68,32 +69,35 @@ def serve(folder: Path, launch: str, num_nodes: str, port: int, address: str = "
                 with connection, suppress(OSError):
                     connection.sendall(word.encode())
         finally:
-            if _read(file).get("word") == word:  # else a later head's
+            if _read(file).get("word") == word:  # otherwise the file belongs to a later head
                 file.unlink(missing_ok=True)
 
 
 def find(folder: Path, timeout_s: float) -> tuple[str, str, str, int]:
+    """Wait for a head. Return its launch, number of nodes, address and port."""
     deadline = time.monotonic() + timeout_s
-    said = ""
+    ignored = ""
     while True:
         record = _read(folder / FILE)
         if record:
             for address in record["addresses"]:
                 if _answers(address, record["answer_port"], record["word"]):
                     return record["launch"], record["nnodes"], address, record["port"]
-            if said != record["word"]:
-                said = record["word"]
+            if ignored != record["word"]:
+                ignored = record["word"]
                 where = " ".join(record["addresses"])
                 print(f"oneworld: ignoring {folder / FILE}: its head ({where}) does not answer", file=sys.stderr)
         if time.monotonic() > deadline:
-            sys.exit(f"oneworld: no head in {folder} after {timeout_s:g} s; start one with --master, on this folder")
+            sys.exit(
+                f"oneworld: found no head in {folder} within {timeout_s:g} s; start one with --master on this folder"
+            )
         time.sleep(POLL_S)
 
 
 def _read(file: Path) -> dict:
     try:
         return json.loads(file.read_text())
-    except (OSError, ValueError):  # none yet
+    except (OSError, ValueError):  # there is no file yet
         return {}
 
 

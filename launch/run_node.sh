@@ -83,7 +83,7 @@ if [ "$nnodes" = 1 ]; then
 elif [ -z "$head" ]; then
   fail "--nnodes $nnodes needs --head HOST, the same on every node"
 fi
-settings=$(python launch/ask.py "$launch" "$head" "$@") || exit 2
+settings=$(python launch/settings.py "$launch" "$head" "$@") || exit 2
 wanted_ranks='' resume='' address=''
 { read -r folder && read -r run && read -r wanted_ranks && read -r resume && read -r address; } <<<"$settings" || true
 [ -n "$run" ] || fail "several nodes need one run: give run.name=NAME, or --launch ID, the same on every node"

@@ -1,9 +1,9 @@
-"""Attaches to the debugger of a rank, which `breakpoint()` or debug.post_mortem=true has opened.
+"""Attach to the debugger of a rank, which `breakpoint()` or debug.post_mortem=true has opened.
 
     python tools/debug.py RUN [--rank R]
 
-RUN is a run's folder; type this on the host of that rank. Commands are pdb's: `p x`, `n`, `up`, `c` goes on, `q` ends
-the run. Ctrl-D leaves: the rank goes on waiting, and you may attach again. Ctrl-C discards a line.
+RUN is the directory of a run. Run this on the host of the rank. Commands are those of pdb: `p x`, `n`, `up`; `c`
+continues, `q` ends the run. Ctrl-D detaches: the rank keeps waiting, and you may attach again. Ctrl-C discards a line.
 """
 
 import argparse
@@ -14,17 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.world.debugger import ASKS
+from tools.status import find_run
 
 
 def find(run: Path, rank: int | None) -> Path:
-    """The socket of that rank, or of the only one that has a debugger open."""
+    """Return the socket of that rank's debugger, or of the only open debugger."""
     if run.is_socket():
         return run
-    if not run.is_dir():
-        raise SystemExit(f"there is no folder {run}; give the folder of a run, such as runs/demo")
-    signs = {int(path.stem.removeprefix("rank_")): path for path in run.glob("debug/rank_*.json")}
+    signs = {int(path.stem.removeprefix("rank_")): path for path in find_run(run).glob("debug/rank_*.json")}
     if rank is None and len(signs) == 1:
         rank = next(iter(signs))
     if rank not in signs:
@@ -38,7 +37,9 @@ def find(run: Path, rank: int | None) -> Path:
         )
     sign = read(signs[rank])
     if sign["host"] != socket.gethostname():
-        raise SystemExit(f"rank {rank} is on {sign['host']}, this is {socket.gethostname()}: type the same there")
+        raise SystemExit(
+            f"rank {rank} is on {sign['host']}, this is {socket.gethostname()}: run the same command there"
+        )
     return Path(sign["socket"])
 
 
@@ -47,7 +48,7 @@ def read(sign: Path) -> dict[str, Any]:
 
 
 def talk(connection: socket.socket) -> str:
-    """Until either side has had enough; returns what to say then."""
+    """Pass lines between the person and the debugger. Return why it ended."""
     text = b""
     while True:
         try:
@@ -69,12 +70,12 @@ def talk(connection: socket.socket) -> str:
         line = ask(prompt.decode(errors="replace"))
         if line is None:
             return "left; the rank waits for the next to attach"
-        with suppress(OSError):  # then the next read tells
+        with suppress(OSError):  # the next read then reports it
             connection.sendall(line.encode() + b"\n")
 
 
 def ask(prompt: str) -> str | None:
-    """A line; None: Ctrl-D, or the end of a file."""
+    """Read a line. Return None at Ctrl-D or the end of a file."""
     while True:
         try:
             return input(prompt)
@@ -87,8 +88,8 @@ def ask(prompt: str) -> str | None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, or a socket")
-    parser.add_argument("--rank", type=int, metavar="R", help="whose debugger; not needed where only one is open")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, or a socket")
+    parser.add_argument("--rank", type=int, metavar="R", help="whose debugger; not needed if only one is open")
     args = parser.parse_args(arguments)
     with suppress(ImportError):
         import readline  # noqa: F401  gives `input` a history and editing

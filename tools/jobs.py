@@ -1,4 +1,4 @@
-"""Runs in the background, by name: on this machine, on nodes over ssh, or through Slurm.
+"""Start, list, follow and stop runs in the background: on this machine, on nodes over ssh, or through Slurm.
 
     python tools/jobs.py submit NAME [arguments]
     python tools/jobs.py submit --hosts FILE NAME [arguments]
@@ -8,10 +8,10 @@
     python tools/jobs.py logs [-f] [--rank R] NAME
     python tools/jobs.py stop [--now] NAME
 
-The arguments are those of launch/local.sh, launch/ssh.sh start or launch/slurm.sbatch, which start it: their options,
-such as --nproc 2, then train.py's, such as --config my.yaml actor.lr=2e-6. A job is a run's folder, runs/NAME, with a
-job.json that says what was started; --runs names another folder of runs. It lives on when the terminal is closed.
-`stop` lets it save its last step; the same `submit` again goes on from the newest checkpoint.
+The arguments go to the launcher: launch/local.sh, launch/ssh.sh start or launch/slurm.sbatch. First come its options,
+such as --nproc 2, then those of train.py, such as --config my.yaml actor.lr=2e-6. A job is the directory of a run,
+runs/NAME, with a job.json that says what was started; --runs names another directory of runs. A job goes on when the
+terminal is closed. `stop` saves the last step first; the same `submit` again continues from the newest checkpoint.
 """
 
 import argparse
@@ -23,17 +23,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.report.console import print_or_exit
+from rl.watch.files import write_atomically
 from tools import status
-from tools.job_kinds import POLL_S, STOP_S, Kind, Look, kind_for, kind_of
+from tools.job_kinds import POLL_S, STOP_S, JobInfo, JobKind, kind_for, kind_of
 
 RUNS = Path("runs")
-NOT_HERE = ("--print", "--help", "--follow")
+TERMINAL_OPTIONS = ("--print", "--help", "--follow")
 
 
 def command(runs: Path, *words: str) -> str:
-    """What to type."""
+    """Return the command of this tool for a person to type."""
     given = [] if runs == RUNS else ["--runs", str(runs)]
     return shlex.join(["python", "tools/jobs.py", *given, *words])
 
@@ -41,26 +42,28 @@ def command(runs: Path, *words: str) -> str:
 def submit(runs: Path, args: argparse.Namespace) -> None:
     run, kind = runs / args.name, kind_for(args)
     if "/" in args.name or args.name.startswith((".", "-")) or not args.name:
-        raise SystemExit(f"got the name {args.name!r}; it is a folder's name, without '/': --runs gives the path")
+        raise SystemExit(
+            f"got the name {args.name!r}; it is the name of a directory, without '/': --runs gives the path"
+        )
     if own := [word for word in args.arguments if word.startswith(("run.dir=", "run.name="))]:
         raise SystemExit(f"got {own[0]}, which follows from the job's name and --runs; leave it out")
-    if other := [word for word in args.arguments if word in NOT_HERE]:
+    if other := [word for word in args.arguments if word in TERMINAL_OPTIONS]:
         raise SystemExit(f"got {other[0]}, which is for a terminal: give it to the launcher itself, in launch/")
     if args.amd and args.slurm is None:
         raise SystemExit('got --amd without --slurm="...", whose launcher it chooses; give both')
     if args.hosts and not args.hosts.is_file():
-        raise SystemExit(f"--hosts {args.hosts}: there is no such file; it has a host or user@host in each line")
-    if (run / "job.json").exists() and (active := look_at(run).active):
+        raise SystemExit(f"--hosts {args.hosts}: there is no such file; it needs a host or user@host in each line")
+    if (run / "job.json").exists() and (active := inspect(run).active):
         ended = f"; if it has ended, remove {run / 'job.json'}" if active.startswith("unknown") else ""
         raise SystemExit(
             f"{run} is {active}; stop it first, or give another name: {command(runs, 'stop', args.name)}{ended}"
         )
-    write(run, begin(run, kind, args.arguments) | {"submitted_at": time.time()})
+    write(run, start(run, kind, args.arguments) | {"submitted_at": time.time()})
     print(f"{run}: submitted; follow it with: {command(runs, 'logs', '-f', args.name)}")
 
 
-def begin(run: Path, kind: Kind, arguments: list[str]) -> dict[str, Any]:
-    """What is refused leaves all as it was: of an earlier submission, what became of it."""
+def start(run: Path, kind: JobKind, arguments: list[str]) -> dict[str, Any]:
+    """Start a job. If it is refused, the results of an earlier submission stay as they were."""
     is_new, fatal, aside = not run.exists(), run / "FATAL", run / "FATAL.before"
     run.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
@@ -79,76 +82,72 @@ def begin(run: Path, kind: Kind, arguments: list[str]) -> dict[str, Any]:
 
 
 def write(run: Path, job: dict[str, Any]) -> None:
-    part = run / "job.json.part"
-    part.write_text(json.dumps(job, indent=2))
-    part.replace(run / "job.json")
+    write_atomically(run / "job.json", json.dumps(job, indent=2))
 
 
 def read(run: Path) -> dict[str, Any]:
     file = run / "job.json"
     if not file.exists():
         raise SystemExit(
-            f"there is no job {run.name} in {run.parent}; {command(run.parent, 'list')} shows those that are"
+            f"there is no job {run.name} in {run.parent}; {command(run.parent, 'list')} shows the jobs there"
         )
     return json.loads(file.read_text())
 
 
-def look_at(run: Path) -> Look:
-    """Of a job that has ended on nodes elsewhere what is known is kept: they need not be there for ever."""
+def inspect(run: Path) -> JobInfo:
+    """Return what is known about a job. After its end on other nodes this is kept: the nodes may go away."""
     job = read(run)
     if "ended" in job:
-        return Look(**job["ended"])
-    look = kind_of(job).look(run, job)
-    if "cluster" in job and not look.active:
-        write(run, job | {"ended": vars(look)})
-    return look
+        return JobInfo(**job["ended"])
+    info = kind_of(job).inspect(run, job)
+    if "cluster" in job and not info.active:
+        write(run, job | {"ended": vars(info)})
+    return info
 
 
-def state(run: Path, look: Look | None = None) -> str:
-    job, look = read(run), look or look_at(run)
-    if look.active:
-        return look.active
-    if look.fatal:
+def state(run: Path, info: JobInfo | None = None) -> str:
+    job, info = read(run), info or inspect(run)
+    if info.active:
+        return info.active
+    if info.fatal:
         return "fatal"
-    if set(look.codes) == {"0"}:
+    if set(info.codes) == {"0"}:
         return "done"
-    rows, at = status.merge(look.statuses)
-    if not look.codes and at > job["submitted_at"] and all(row["done"] for row in rows):
+    rows, at = status.merge(info.statuses)
+    if not info.codes and at > job["submitted_at"] and all(row["done"] for row in rows):
         return "done"
     if "stopped_at" in job:
         return "stopped"
-    return f"failed ({', '.join(sorted(set(look.codes)))})" if look.codes else "ended"
+    return f"failed ({', '.join(sorted(set(info.codes)))})" if info.codes else "ended"
 
 
 def list_jobs(runs: Path) -> None:
     rows = [["name", "state", "step", "reward", "submitted"]]
     for file in sorted(runs.glob("*/job.json"), key=lambda file: read(file.parent)["submitted_at"]):
         run = file.parent
-        look = look_at(run)
-        reward = f"{look.metrics['reward/mean']:.3f}" if "reward/mean" in look.metrics else ""
+        info = inspect(run)
+        reward = f"{info.metrics['reward/mean']:.3f}" if "reward/mean" in info.metrics else ""
         submitted = time.strftime("%Y-%m-%d %H:%M", time.localtime(read(run)["submitted_at"]))
-        rows.append([run.name, state(run, look), str(look.metrics.get("step", "")), reward, submitted])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print_or_exit("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        rows.append([run.name, state(run, info), str(info.metrics.get("step", "")), reward, submitted])
+    print_or_exit(status.align(rows))
 
 
 def show_status(run: Path) -> None:
-    job, look = read(run), look_at(run)
-    shown = status.describe(run, *status.merge(look.statuses), look.fatal)
-    print_or_exit(f"{run.name}: {state(run, look)}\n{shlex.join(job['command'])}\n{shown}")
+    job, info = read(run), inspect(run)
+    shown = status.describe(run, *status.merge(info.statuses), info.fatal)
+    print_or_exit(f"{run.name}: {state(run, info)}\n{shlex.join(job['command'])}\n{shown}")
 
 
 def stop(run: Path, now: bool) -> None:
     job = read(run)
-    if not look_at(run).active:
+    if not inspect(run).active:
         print(f"{run.name}: {state(run)} already")
         return
     job |= {"stopped_at": time.time()}
     write(run, job)
     kind_of(job).stop(run, job, now)
     deadline = time.monotonic() + STOP_S
-    while look_at(run).active:
+    while inspect(run).active:
         if time.monotonic() > deadline:
             raise SystemExit(
                 f"{run.name} has not ended in {STOP_S:g} s; {command(run.parent, 'stop', '--now', run.name)} kills it"
@@ -159,22 +158,24 @@ def stop(run: Path, now: bool) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help="folder that holds the runs")
+    parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help="directory that holds the runs")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("submit", help="start a run in the background")
     where = one.add_mutually_exclusive_group()
-    where.add_argument("--hosts", type=Path, metavar="FILE", help="on these nodes, over ssh")
-    where.add_argument("--slurm", metavar="OPTIONS", help="through sbatch, with these options; may be empty")
-    one.add_argument("--amd", action="store_true", help="with --slurm: launch/slurm_amd.sbatch")
+    where.add_argument("--hosts", type=Path, metavar="FILE", help="start it on these nodes, over ssh")
+    where.add_argument(
+        "--slurm", metavar="OPTIONS", help="submit it through sbatch with these options, which may be empty"
+    )
+    one.add_argument("--amd", action="store_true", help="with --slurm: use launch/slurm_amd.sbatch")
     one.add_argument("name", metavar="NAME")
     one.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="for the launcher and train.py")
-    commands.add_parser("list", help="all jobs, their states and steps")
-    commands.add_parser("status", help="what its ranks are doing").add_argument("name", metavar="NAME")
-    one = commands.add_parser("logs", help="its console")
-    one.add_argument("-f", "--follow", action="store_true", help="until it ends")
-    one.add_argument("--rank", type=int, metavar="R", help="only what this rank wrote, in the newest attempt")
+    commands.add_parser("list", help="show all jobs, their states and steps")
+    commands.add_parser("status", help="show what the ranks of a job are doing").add_argument("name", metavar="NAME")
+    one = commands.add_parser("logs", help="show the console of a job")
+    one.add_argument("-f", "--follow", action="store_true", help="follow it until the job ends")
+    one.add_argument("--rank", type=int, metavar="R", help="only the log of this rank, in the newest attempt")
     one.add_argument("name", metavar="NAME")
-    one = commands.add_parser("stop", help="save, then end")
+    one = commands.add_parser("stop", help="save, then end a job")
     one.add_argument("--now", action="store_true", help="save nothing")
     one.add_argument("name", metavar="NAME")
     return parser.parse_args(arguments)

@@ -1,9 +1,9 @@
-"""What the ranks of a running run are doing, line by line: their Python stacks, also of ranks that hang.
+"""Show the Python stacks of the ranks of a run, even of ranks that hang.
 
     python tools/stacks.py [RUN] [--rank R]
 
-RUN is a run's folder; the newest under runs/ without it. Shows the ranks of this host. Nothing is
-stopped: a signal makes each rank write its stacks into memory, which this reads.
+RUN is the directory of a run (default: the newest under runs/). Shows the ranks of this host. No rank is stopped: a
+signal makes each rank write its stacks into memory, where this program reads them.
 """
 
 import argparse
@@ -16,18 +16,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.report.console import print_or_exit
 from rl.watch.stacks import MEMORY, SIGNAL
-from tools.status import doing, newest_run, read
+from tools.status import doing, find_run, read
 
 ANSWER_S = 2.0  # for a busy host
-QUIET_S = 0.1  # after which it has written all
+QUIET_S = 0.1  # without new bytes, after which the answer is complete
 GONE = "  its process has ended"
 
 
 def memory_of(pid: int) -> Path | None:
-    """Where that process writes its stacks; None: it is gone, or its number has gone to another program."""
+    """Return the file into which a process writes its stacks, or None if it has ended or is another program."""
     with suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
@@ -44,24 +44,24 @@ def stacks_of(pid: int) -> str:
         with memory.open("rb") as file:
             before = os.fstat(file.fileno()).st_size
             os.kill(pid, SIGNAL)
-            if state_of(pid) == "T":  # stopped: a moment to answer
+            if state_of(pid) == "T":  # it is stopped: let it run for a moment to answer
                 os.kill(pid, signal.SIGCONT)
                 time.sleep(0.05)
                 os.kill(pid, signal.SIGSTOP)
             return _answer(file.fileno(), before)
     except OSError as error:
-        return GONE if isinstance(error, ProcessLookupError) else f"  cannot be asked: {error}"
+        return GONE if isinstance(error, ProcessLookupError) else f"  it cannot be asked: {error}"
 
 
 def _answer(file: int, before: int) -> str:
-    """What was written after `before` bytes; a watchdog that asks at the same time empties it first."""
+    """Return what is written after `before` bytes. A watchdog that asks at the same time empties the file first."""
     deadline, size, since = time.monotonic() + ANSWER_S, before, time.monotonic()
     while time.monotonic() < deadline and (size == before or time.monotonic() - since < QUIET_S):
         time.sleep(0.02)
         if (now := os.fstat(file).st_size) != size:
             size, since = now, time.monotonic()
     text = os.pread(file, 1 << 20, before if size > before else 0).decode(errors="replace").strip("\0")
-    return text.rstrip() if size != before else f"  no answer in {ANSWER_S:g} s: it may be stopped in a system call"
+    return text.rstrip() if size != before else f"  no answer in {ANSWER_S:g} s: it may hang in a system call"
 
 
 def state_of(pid: int) -> str:
@@ -76,17 +76,15 @@ def show(row: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--rank", type=int, metavar="R", help="only this one")
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="the directory of a run")
+    parser.add_argument("--rank", type=int, metavar="R", help="only this rank")
     args = parser.parse_args(arguments)
-    run = args.run or newest_run(Path("runs"))
-    if not run.is_dir():
-        raise SystemExit(f"there is no folder {run}; give the folder of a run, such as runs/demo")
+    run = find_run(args.run)
     host = socket.gethostname()
     rows = read(run)[0]
     hosts = {row["rank"]: row["host"] for row in rows}
     if args.rank is not None and hosts.get(args.rank, host) != host:
-        raise SystemExit(f"rank {args.rank} is on {hosts[args.rank]}, this is {host}: type the same there")
+        raise SystemExit(f"rank {args.rank} is on {hosts[args.rank]}, this is {host}: run the same command there")
     wanted = [row for row in rows if row["host"] == host and args.rank in (None, row["rank"])]
     if not wanted:
         who = "no rank" if args.rank is None else f"no rank {args.rank}"

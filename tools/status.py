@@ -1,9 +1,9 @@
-"""Who does what in a run now, or did when it ended.
+"""Show what each rank of a run is doing, or was doing at its end.
 
     python tools/status.py [RUN] [--follow]
 
-RUN is a run's folder; the newest under runs/ without it. On the node of rank 0 it shows every rank, on others those of
-the node.
+RUN is the directory of a run (default: the newest under runs/). The node of rank 0 shows every rank, other nodes show
+their own.
 """
 
 import argparse
@@ -14,8 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.report.console import print_or_exit
+from rl.watch.text import count_of
 
 STALE_S = 5.0
 COLUMNS = {
@@ -33,29 +34,39 @@ COLUMNS = {
 }
 
 
+def find_run(run: Path | None) -> Path:
+    """Return the directory of the run that was given, or of the newest one."""
+    run = run or newest_run(Path("runs"))
+    if not run.is_dir():
+        raise SystemExit(f"there is no directory {run}; give the directory of a run, such as runs/demo")
+    return run
+
+
 def newest_run(folder: Path) -> Path:
     runs = sorted(folder.glob("*/status"), key=lambda path: path.stat().st_mtime)
     if not runs:
-        raise SystemExit(f"no run with a status folder in {folder}; give the folder of a run: tools/status.py RUN")
+        raise SystemExit(
+            f"there is no run with status files in {folder}; give the directory of a run: tools/status.py RUN"
+        )
     return runs[-1].parent
 
 
 def read(run: Path) -> tuple[list[dict[str, Any]], float]:
-    """A row for each rank, and when they were written."""
+    """Return a row for each rank, and the time of the newest file."""
     return merge([path.read_text() for path in sorted(run.glob("status/*.json"))])
 
 
 def merge(texts: list[str]) -> tuple[list[dict[str, Any]], float]:
-    """Likewise, of the texts of the files, which may come from several nodes."""
+    """Do the same with the contents of the files, which may come from several nodes."""
     values: list[dict[str, Any]] = []
     for text in texts:
-        with suppress(ValueError):  # torn by a full disk
+        with suppress(ValueError):  # half written on a full disk
             values.append(json.loads(text))
     nothing: dict[str, Any] = {"at": 0.0, "world": ""}
     newest = max(values, key=lambda value: value["at"], default=nothing)
     rows: dict[int, dict[str, Any]] = {}
     for value in values:
-        if value["world"] != newest["world"]:  # of an earlier start, which may have had more ranks
+        if value["world"] != newest["world"]:  # from an earlier start, which may have had more ranks
             continue
         for row in value.get("ranks", [value]):
             row["at"] = value["at"] - row.get("heard_s_ago", 0.0)
@@ -79,8 +90,13 @@ def doing(row: dict[str, Any]) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     texts = [list(COLUMNS.values())]
     texts += [[str(value.get(name, "")) for name in COLUMNS] for value in ({**r, "doing": doing(r)} for r in rows)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    return "\n".join("  ".join(text.ljust(w) for text, w in zip(line, widths, strict=True)).rstrip() for line in texts)
+    return align(texts)
+
+
+def align(rows: list[list[str]]) -> str:
+    """Return the rows of a table with their columns aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def show(run: Path) -> str:
@@ -90,24 +106,22 @@ def show(run: Path) -> str:
 
 def describe(run: Path, rows: list[dict[str, Any]], at: float, fatal: str) -> str:
     if not rows:
-        return f"{run}: no rank has said anything yet"
+        return f"{run}: no rank has written a status yet"
     age = time.time() - at
     state = "running" if age < STALE_S else f"last heard of {age:.0f} s ago"
     if all(row["done"] for row in rows):
         state = "done"
     reason = f"\n{run / 'FATAL'}: {fatal.splitlines()[0]}" if fatal else ""
-    step, ranks = max(row["step"] for row in rows), f"{len(rows)} rank{'s' * (len(rows) != 1)}"
-    return f"{run}: {state}, step {step}, {ranks}{reason}\n{table(rows)}"
+    step = max(row["step"] for row in rows)
+    return f"{run}: {state}, step {step}, {count_of(len(rows), 'rank')}{reason}\n{table(rows)}"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--follow", action="store_true", help="show it again every second")
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="the directory of a run")
+    parser.add_argument("--follow", action="store_true", help="repeat every second")
     args = parser.parse_args(arguments)
-    run = args.run or newest_run(Path("runs"))
-    if not run.is_dir():
-        raise SystemExit(f"there is no folder {run}; give the folder of a run, such as runs/demo")
+    run = find_run(args.run)
     print_or_exit(show(run))
     while args.follow:
         time.sleep(1.0)

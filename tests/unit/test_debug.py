@@ -92,7 +92,7 @@ def test_before_a_run_has_a_folder_the_socket_itself_is_named(people: list[str])
 
 
 def test_what_cannot_be_attached_to_says_why(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="there is no folder nowhere; give the folder of a run"):
+    with pytest.raises(SystemExit, match="there is no directory nowhere; give the directory of a run"):
         debug.main(["nowhere"])
     with pytest.raises(SystemExit, match=r"no debugger is open in .*; breakpoint\(\) in the code opens one"):
         debug.main([str(tmp_path)])
@@ -102,7 +102,7 @@ def test_what_cannot_be_attached_to_says_why(tmp_path: Path) -> None:
         (tmp_path / "debug" / f"rank_{rank}.json").write_text(json.dumps(sign))
     with pytest.raises(SystemExit, match=r"give --rank in .*\n  --rank 1: train.py:1, on elsewhere\n  --rank 2: "):
         debug.main([str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"rank 1 is on elsewhere, this is .*: type the same there"):
+    with pytest.raises(SystemExit, match=r"rank 1 is on elsewhere, this is .*: run the same command there"):
         debug.main([str(tmp_path), "--rank", "1"])
     with pytest.raises(SystemExit, match=r"nobody listens at .*: that process has ended"):
         debug.main([str(tmp_path), "--rank", "2"])

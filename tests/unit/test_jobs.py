@@ -1,4 +1,4 @@
-"""tools/jobs.py without a world: what becomes of a job's folder, and what Slurm is asked."""
+"""tools/jobs.py without training: the states of a job, its directory, and the calls of Slurm and ssh."""
 
 import json
 import os
@@ -24,10 +24,10 @@ def write_job(run: Path, **fields: object) -> None:
     jobs.write(run, {"pid": os.getpid(), "started_at": 1.0, "command": ["x"], "submitted_at": 0.0} | fields)
 
 
-def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "a"
-    write_job(run)  # a process of that number lives, but it is another one
-    assert jobs.state(run) == "ended" and not jobs.look_at(run).active
+    write_job(run)  # the process with that id is another one
+    assert jobs.state(run) == "ended" and not jobs.inspect(run).active
     (run / "exit_code").write_text("1\n")
     assert jobs.state(run) == "failed (1)"
     write_job(run, stopped_at=1.0)
@@ -44,11 +44,11 @@ def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     )
     (tmp_path / "squeue").chmod(0o755)
     write_job(run, slurm_id="7")
-    assert jobs.state(run).startswith("unknown (squeue") and jobs.look_at(run).active, "it may well run"
+    assert jobs.state(run).startswith("unknown (squeue") and jobs.inspect(run).active, "it may well run"
     (tmp_path / "squeue").write_text("#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2; exit 1\n")
-    assert jobs.state(run) == "done", "Slurm has forgotten it, its ranks have not"
+    assert jobs.state(run) == "done", "Slurm has forgotten it, but its ranks have written their status"
     write_job(run, slurm_id="7", submitted_at=6.0)
-    assert jobs.state(run) == "ended", "what is done is an earlier submission"
+    assert jobs.state(run) == "ended", "the status is from an earlier submission"
     (run / "FATAL").write_text("bad data\n")
     assert jobs.state(run) == "fatal"
     rows = [{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.25}]
@@ -62,16 +62,21 @@ def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["submit", "a/b"], "got the name 'a/b'; it is a folder's name"),
+        (["submit", "a/b"], "got the name 'a/b'; it is the name of a directory"),
         (["submit", "a", "run.name=b"], "got run.name=b, which follows from the job's name"),
-        (["status", "b"], "there is no job b in .*; python tools/jobs.py --runs .* list shows those that are"),
+        (["status", "b"], "there is no job b in .*; python tools/jobs.py --runs .* list shows the jobs there"),
         (["submit", "--slurm", "", "a"], "there is no sbatch on this machine; submit without --slurm"),
         (["submit", "--amd", "a"], "got --amd without --slurm"),
-        (["submit", "--hosts", "none", "a"], "--hosts none: there is no such file; it has a host or user@host in each"),
+        (
+            ["submit", "--hosts", "none", "a"],
+            "--hosts none: there is no such file; it needs a host or user@host in each",
+        ),
         (["submit", "a", "--nproc", "2", "--print"], "got --print, which is for a terminal: give it to the launcher"),
     ],
 )
-def test_mistakes(arguments: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_refused(
+    arguments: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match=error):
         jobs.main(["--runs", str(tmp_path), *arguments])
@@ -88,7 +93,7 @@ def test_the_newest_attempt_is_followed(tmp_path: Path) -> None:
     assert next(lines) == b"again\n"
 
 
-def test_slurm_is_passed_through_to(
+def test_arguments_are_passed_to_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("sbatch", "squeue", "scancel"):
@@ -133,10 +138,12 @@ def test_a_refused_submission_changes_nothing(tmp_path: Path, monkeypatch: pytes
     assert (runs / "old" / "FATAL").read_text() == "bad data\n" and jobs.state(runs / "old") == "fatal"
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 78\n")
     jobs.main([*arguments, "old"])
-    assert jobs.state(runs / "old") == "ended", "a job that was preempted, and no longer the one that was fatal"
+    assert jobs.state(runs / "old") == "ended", (
+        "the new job was preempted; the fatal error of the old one no longer counts"
+    )
 
 
-def test_what_is_to_be_typed_next_is_whole(
+def test_suggested_commands_are_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 78\n")
@@ -153,7 +160,7 @@ def test_what_is_to_be_typed_next_is_whole(
     assert capsys.readouterr().out.endswith(": python tools/jobs.py logs -f c\n")
 
 
-# Stands for ssh: what a host is told is done here, unless it is the one that is away.
+# Stands for ssh: runs the commands for a host here, unless that host is away.
 SSH = """#!/bin/bash
 while [ "$1" != -- ]; do shift; done
 shift
@@ -165,7 +172,7 @@ exec bash -s
 def test_nodes_over_ssh_are_all_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What each knows is put together; when all have ended it is kept, and nobody is asked again."""
+    """Their answers are combined. When all nodes have ended, the result is kept and no node is asked again."""
     root, runs = tmp_path / "repository", tmp_path / "runs"
     (root / "launch").mkdir(parents=True)
     for name in ("ssh.sh", "forward.sh", "numbers.sh"):
@@ -186,16 +193,8 @@ def test_nodes_over_ssh_are_all_asked(
     assert command[6:] == ["--nproc", "2", "actor.lr=1e-6", f"run.dir={runs}", "run.name=x"]
     (run / "status").mkdir()
     for rank in range(2):
-        row = {
-            "rank": rank,
-            "done": False,
-            "world": "w",
-            "at": 5.0,
-            "step": 3,
-            "waits_for": "",
-            "item": "",
-            "frozen": "",
-        }
+        row = {"rank": rank, "done": False, "world": "w", "at": 5.0, "step": 3}
+        row |= {"waits_for": "", "item": "", "frozen": ""}
         (run / "status" / f"rank_{rank}.json").write_text(json.dumps(row))
     (run / "metrics.jsonl").write_text('{"step": 3, "reward/mean": 0.5}\n')
     assert jobs.state(run) == "running"
@@ -214,7 +213,7 @@ def test_nodes_over_ssh_are_all_asked(
     assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["x", "stopped", "3", "0.500"]
 
 
-def test_a_cluster_that_is_forgotten_does_not_hide_the_others(
+def test_a_cluster_without_files_does_not_hide_the_other_jobs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_job(tmp_path / "gone", cluster="no-such-cluster-of-a-test", folder="runs/gone")

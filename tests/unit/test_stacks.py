@@ -62,9 +62,9 @@ def test_live_and_stopped_and_ended_ones(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_ranks_that_are_not_here(tmp_path: Path) -> None:
     write(tmp_path, 0, 1, host="elsewhere")
-    with pytest.raises(SystemExit, match=r"rank 0 is on elsewhere, this is .*: type the same there"):
+    with pytest.raises(SystemExit, match=r"rank 0 is on elsewhere, this is .*: run the same command there"):
         stacks.main([str(tmp_path), "--rank", "0"])
     with pytest.raises(SystemExit, match=r"has no rank 7 on .*; its ranks: 0"):
         stacks.main([str(tmp_path), "--rank", "7"])
-    with pytest.raises(SystemExit, match="there is no folder nowhere"):
+    with pytest.raises(SystemExit, match="there is no directory nowhere"):
         stacks.main(["nowhere"])

@@ -1,4 +1,4 @@
-"""tools/status.py on what watchdogs write."""
+"""tools/status.py on files as watchdogs write them."""
 
 import json
 import time
@@ -21,7 +21,7 @@ def write(run: Path, name: str, value: dict[str, Any]) -> None:
     (run / "status" / f"{name}.json").write_text(json.dumps(value))
 
 
-def test_a_running_one(tmp_path: Path) -> None:
+def test_a_running_run(tmp_path: Path) -> None:
     now = time.time()
     ranks = [row(0, heard_s_ago=0.1), row(1, heard_s_ago=0.5, stage="rollout", waits_for="work")]
     write(tmp_path, "board", {"at": now, "world": "b", "ranks": ranks})
@@ -37,7 +37,7 @@ def test_a_running_one(tmp_path: Path) -> None:
     ]
 
 
-def test_a_dead_one_on_a_node_without_the_board(tmp_path: Path) -> None:
+def test_a_dead_run_on_a_node_without_the_board(tmp_path: Path) -> None:
     write(tmp_path, "rank_2", row(2, at=time.time() - 100, frozen="its interpreter is frozen"))
     write(tmp_path, "rank_3", row(3, at=time.time() - 101, ended=True))
     (tmp_path / "FATAL").write_text("the reason\nmore\n")
@@ -47,7 +47,7 @@ def test_a_dead_one_on_a_node_without_the_board(tmp_path: Path) -> None:
     assert [line.split("8   ")[1] for line in lines] == ["its interpreter is frozen", "ended"]
 
 
-def test_a_done_one_and_half_a_file(tmp_path: Path) -> None:
+def test_a_finished_run_with_half_a_file(tmp_path: Path) -> None:
     write(tmp_path, "rank_0", row(0, at=time.time() - 100, done=True))
     (tmp_path / "status" / "rank_1.json").write_text("{")
     assert status.show(tmp_path).splitlines()[0] == f"{tmp_path}: done, step 3, 1 rank"
@@ -55,10 +55,10 @@ def test_a_done_one_and_half_a_file(tmp_path: Path) -> None:
 
 def test_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="no run with a status folder in runs; give the folder of a run"):
+    with pytest.raises(SystemExit, match="there is no run with status files in runs; give the directory of a run"):
         status.main([])
-    with pytest.raises(SystemExit, match="there is no folder runs/x; give the folder of a run"):
+    with pytest.raises(SystemExit, match="there is no directory runs/x; give the directory of a run"):
         status.main(["runs/x"])
     (tmp_path / "runs" / "y" / "status").mkdir(parents=True)
     assert status.newest_run(Path("runs")) == Path("runs/y")
-    assert status.show(Path("runs/y")) == "runs/y: no rank has said anything yet"
+    assert status.show(Path("runs/y")) == "runs/y: no rank has written a status yet"

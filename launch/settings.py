@@ -1,9 +1,9 @@
-"""What a launcher asks before torchrun starts. A mistake in the settings ends the launch here, on every node alike.
+"""Print the settings that a launcher needs before torchrun starts. A mistake in the config ends the launch here.
 
-    python launch/ask.py LAUNCH HEAD [--config F] [key=value ...]
+    python launch/settings.py LAUNCH HEAD [--config F] [key=value ...]
 
-prints, a line each: the run's folder, its name, placement.num_gpus_per_node, checkpoint.resume, and this node's address
-on the way to the head. What is not known is empty, and so may LAUNCH and HEAD be.
+Prints one line each: the directory of the run, its name, placement.num_gpus_per_node, checkpoint.resume, and this
+node's address on the route to the head. Unknown values are empty lines. LAUNCH and HEAD may be empty.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from rl.config.schema import DEFAULT_CONFIG, ConfigError
 from rl.world.address import address_towards
 
 
-def ask_run(launch: str, arguments: list[str]) -> list[str]:
-    """Every attempt of a launch is the same run: without a name of its own it has the config's and the launch's."""
+def run_settings(launch: str, arguments: list[str]) -> list[str]:
+    """Every attempt of a launch must find the same run. Without run.name, config file and launch name it."""
     parser = argparse.ArgumentParser(prog="train.py")
     add_arguments(parser)
     args = parser.parse_intermixed_args(arguments)
@@ -30,8 +30,8 @@ def ask_run(launch: str, arguments: list[str]) -> list[str]:
     return [str(Path(config.run.dir) / name), name, ranks, config.checkpoint.resume]
 
 
-def ask_address(head: str) -> str:
-    """Other nodes may not know this one's name; the loopback is of no use to them."""
+def own_address(head: str) -> str:
+    """Return an address of this node for the others, which may not know its name. The loopback is of no use to them."""
     try:
         address = address_towards(head)
     except OSError:
@@ -42,6 +42,6 @@ def ask_address(head: str) -> str:
 if __name__ == "__main__":
     launch, head, *rest = sys.argv[1:]
     try:
-        print(*ask_run(launch, rest), ask_address(head) if head else "", sep="\n")
+        print(*run_settings(launch, rest), own_address(head) if head else "", sep="\n")
     except ConfigError as error:
         sys.exit(f"oneworld: {error}")
