@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# A run on this machine, or on several that have no scheduler but a shared folder.
+# Start a run on this machine, or on several machines that share a directory but have no scheduler.
 #
 #   launch/local.sh [--nproc M] [--print] [--config F] [key=value ...]
 #   launch/local.sh --master --nnodes N --shared FOLDER [options] [--config F] [key=value ...]     on the first node
-#   launch/local.sh --worker R --shared FOLDER [options] [--config F] [key=value ...]              on the others, R from 1
+#   launch/local.sh --worker R --shared FOLDER [options] [--config F] [key=value ...]              on the others, with R from 1
 #
-#   --shared FOLDER   that all nodes see; one for each cluster. The head writes its address there, workers wait for it
-#   --wait S          seconds that a worker waits (default: 600)
-#   --address A       of the head, if it has several and only one is right
+#   --shared FOLDER   a directory that all nodes see, one for each cluster; workers find the head's address there
+#   --wait S          seconds that a worker waits for the head (default: 600)
+#   --address A       address of the head, if it has several and only one is right
 #
-# Paths are relative to the repository. The other options (--nproc, --port, --print) and signals, restarts and
-# ONEWORLD_* variables: launch/run_node.sh --help
+# Paths are relative to the repository. launch/run_node.sh --help describes the other options (--nproc, --port, --print),
+# signals, restarts and ONEWORLD_* variables.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here/.."
@@ -62,7 +62,7 @@ if [ "$rank" = 0 ]; then
   launch=$(date +%Y%m%d-%H%M%S)-$$
   if [ -z "$print" ]; then
     exec 3< <(exec python "$here/head.py" serve "$shared" "$launch" "$nnodes" "$port" "$address")
-    read -r _ <&3 || exit 2 # it answers from here on, and ends with this process
+    read -r _ <&3 || exit 2 # from now on it answers, until this process ends
     exec 3<&-
   fi
   address=${address:-$(python "$here/head.py" address)}

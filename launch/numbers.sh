@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# Numbers that a launcher is given are checked before anything is started; `fail` is the launcher's.
+# Check the numbers that a launcher was given, before anything is started. The launcher defines `fail`.
 
 check_number() { # OPTION VALUE LEAST MOST
   if [[ ! $2 =~ ^(0|[1-9][0-9]{0,5})$ ]] || [ "$2" -lt "$3" ] || [ "$2" -gt "$4" ]; then
     fail "$1: got '$2'; it is a whole number from $3 to $4"
   fi
 }
-check_port() { check_number --port "$1" 1 65534; } # the next one is preflight's
+check_port() { check_number --port "$1" 1 65534; } # preflight uses the next port
 check_ranks() { check_number --nproc "$1" 1 1024; }
 check_nodes() { # VALUE
   local least=${1%%:*} most=${1##*:}

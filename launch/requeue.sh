@@ -1,18 +1,18 @@
 # shellcheck shell=bash
-# Before the time of a Slurm job is over, its batch script is told (#SBATCH --signal=B:USR1@90). The step is then told to save
-# and end, and the job goes back into the queue, where it is the same run (launch/run_node.sh: also with checkpoint.resume=never).
+# Slurm signals the batch script before the time limit of its job (#SBATCH --signal=B:USR1@90). The step then saves and ends,
+# and the job goes back into the queue. It continues the same run, even with checkpoint.resume=never (launch/run_node.sh).
 
-stop_step() { # of a SIGTERM srun itself would make a SIGKILL
+stop_step() { # srun itself would turn a SIGTERM into a SIGKILL
   echo "oneworld: the time of job $SLURM_JOB_ID is almost over: it saves and stops" >&2
-  scancel --signal=TERM "$SLURM_JOB_ID" || true # in a trap a failure would end the script, and with it the job
+  scancel --signal=TERM "$SLURM_JOB_ID" || true # a failure in a trap would end the script, and the job with it
 }
 
-# run_step COMMAND: the job's step, its exit status into `step_status`.
+# run_step COMMAND: run the step of the job, and put its exit status into `step_status`.
 run_step() {
   local step
   is_over=''
   trap 'is_over=1; stop_step' USR1
-  trap : TERM INT # scancel tells the step itself
+  trap : TERM INT # scancel signals the step itself
   "$@" &
   step=$!
   while kill -s 0 "$step" 2>/dev/null; do wait "$step" || true; done # a signal ends the wait, not the step
@@ -20,7 +20,7 @@ run_step() {
   wait "$step" || step_status=$?
 }
 
-# The job's end, after run_step: not in the queue again when the run has come to its own end, nor after scancel.
+# end_job: end the job after run_step. It is not requeued if the run has ended by itself, nor after scancel.
 end_job() {
   local times=${SLURM_RESTART_COUNT:-0}
   if [ "$is_over" ] && [ "$step_status" != 0 ]; then

@@ -1,33 +1,34 @@
 #!/usr/bin/env bash
-# This node's part of a launch: preflight, then torchrun train.py until it ends well or is not to be started again.
-# Every launcher ends here, with the same arguments on every node.
+# Run this node's part of a launch: preflight, then torchrun train.py, which is restarted after a failure.
+# Every launcher calls this script, with the same arguments on every node.
 #
 #   launch/run_node.sh [options] [--] [train.py's arguments]
 #
-#   --nnodes N       nodes, or MIN:MAX (default: 1)
+#   --nnodes N       number of nodes, or MIN:MAX (default: 1)
 #   --nproc M        ranks on this node (default: its GPUs; if it has none, placement.num_gpus_per_node or 2)
 #   --head HOST      name or address of the node that hosts the rendezvous; needed with several nodes
-#   --port P         its port, and for preflight the next one: 1 to 65534 (default: 29500)
-#   --node-rank R    0 on the head (default: SLURM_NODEID; else the head knows itself by its address)
-#   --launch ID      the same on every node: names the run where run.name does not (default on one node: the time)
-#   --print          show the torchrun line and end
+#   --port P         port of the rendezvous, 1 to 65534; preflight uses the next one (default: 29500)
+#   --node-rank R    0 on the head (default: SLURM_NODEID; otherwise the head recognizes its own address)
+#   --launch ID      the same on every node; names the run if run.name does not (default on one node: the time)
+#   --print          show the torchrun command and exit
 #
-# torchrun itself restarts a world that fails. The loop here starts torchrun again when it ended with an error, as after
-# the loss of the head, but not after a FATAL of this launch in the run's folder, when the ranks told torchrun to stop
-# (bad settings, Ctrl-C on any node), or after a signal: SIGTERM and SIGINT are passed on, so that the run is saved, and
-# SIGUSR1 goes to the ranks, which save and go on. A requeued Slurm job goes on with what it has saved, also where
-# checkpoint.resume is never.
+# torchrun itself restarts a world that fails. The loop here restarts torchrun if that ends with an error, for example
+# after the loss of the head. It does not restart after a FATAL file of this launch in the run's directory, if the ranks
+# told torchrun to stop (bad settings, Ctrl-C on any node), or after a signal. SIGTERM and SIGINT are passed on, so that
+# the run saves and ends. SIGUSR1 goes to the ranks, which save and continue. A requeued Slurm job continues from its
+# newest checkpoint, even with checkpoint.resume=never.
 #
-#   ONEWORLD_MAX_ATTEMPTS  attempts in a row that ended within ONEWORLD_LASTED_S seconds (10 within 300), then it gives up
-#   ONEWORLD_BACK_OFF_S    before the second attempt (1), doubled for each that follows, at most 60
+#   ONEWORLD_MAX_ATTEMPTS  gives up after this many attempts in a row that each ended within ONEWORLD_LASTED_S seconds
+#                          (10 within 300)
+#   ONEWORLD_BACK_OFF_S    seconds before the second attempt (1), doubled for each later one, at most 60
 #
-# Preflight (launch/preflight.py) is a world of its own before the first attempt. Before that the nodes call a roll
-# (launch/roll_call.py), since torchrun waits for missing ones without a word. If either fails nothing is started.
+# Before the first attempt, preflight (launch/preflight.py) checks the cluster in a world of its own. Before that, a roll call
+# (launch/roll_call.py) names missing nodes: torchrun waits for them without a word. If either fails, nothing is started.
 #
-#   ONEWORLD_PREFLIGHT         0: without preflight
-#   ONEWORLD_PREFLIGHT_WAIT_S  for all nodes to come (300)
-#   ONEWORLD_PREFLIGHT_S       for the checks, once all ranks have met (30)
-#   ONEWORLD_NODES             names of the nodes, in the order of their ranks; launchers that know them set it
+#   ONEWORLD_PREFLIGHT         0 starts without preflight
+#   ONEWORLD_PREFLIGHT_WAIT_S  seconds for all nodes to come (300)
+#   ONEWORLD_PREFLIGHT_S       seconds for the checks, once all ranks have met (30)
+#   ONEWORLD_NODES             names of the nodes in the order of their ranks, set by launchers that know them
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -58,7 +59,7 @@ check_port "$port"
 [ -z "$nproc" ] || check_ranks "$nproc"
 [ -z "$node_rank" ] || check_number --node-rank "$node_rank" 0 999999
 
-trap '' USR1 # nothing to save yet
+trap '' USR1 # there is nothing to save yet
 cd "$root"
 if ! command -v torchrun >/dev/null && [ -e .venv/bin/activate ]; then
   # shellcheck source=/dev/null
@@ -70,7 +71,7 @@ fi
 count_gpus() {
   local visible=${CUDA_VISIBLE_DEVICES-${HIP_VISIBLE_DEVICES-${ROCR_VISIBLE_DEVICES-unset}}}
   if [ "$visible" != unset ]; then
-    tr ',' '\n' <<<"$visible" | sed '/^-1$/,$d; /^NoDevFiles$/,$d' | grep -c . || true # those after -1 do not count
+    tr ',' '\n' <<<"$visible" | sed '/^-1$/,$d; /^NoDevFiles$/,$d' | grep -c . || true # entries after -1 do not count
   elif command -v nvidia-smi >/dev/null; then
     nvidia-smi -L | grep -c '^GPU' || true
   else
@@ -87,7 +88,7 @@ settings=$(python launch/settings.py "$launch" "$head" "$@") || exit 2
 wanted_ranks='' resume='' address=''
 { read -r folder && read -r run && read -r wanted_ranks && read -r resume && read -r address; } <<<"$settings" || true
 [ -n "$run" ] || fail "several nodes need one run: give run.name=NAME, or --launch ID, the same on every node"
-# A requeued job goes on: what begins a run anew would do so each time.
+# A requeued job must continue: resume=never would begin the run anew each time.
 if [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [ "$resume" = never ]; then set -- "$@" checkpoint.resume=auto; fi
 if [ -z "$nproc" ]; then
   nproc=$(count_gpus)
@@ -99,13 +100,13 @@ endpoint() {
   if [[ $head == *:* ]]; then echo "[$head]:$1"; else echo "$head:$1"; fi
 }
 if [ -n "$head" ]; then
-  # What differs between the nodes is in the environment: the command is the same on all of them.
+  # Differences between the nodes go into the environment, so that the command is the same on all of them.
   [ -z "$node_rank" ] || export PET_RDZV_CONF="$PET_RDZV_CONF,is_host=$((node_rank == 0))"
   if [ "$node_rank" = 0 ] && [ -z "$address" ] && [[ $head =~ ^[0-9.]+$|: ]]; then address=$head; fi
   [ -z "$address" ] || export PET_LOCAL_ADDR="${PET_LOCAL_ADDR:-$address}"
   if [[ $head == *:* ]]; then export NCCL_SOCKET_FAMILY="${NCCL_SOCKET_FAMILY:-AF_INET6}"; fi
 fi
-torchrun_line() { # PORT ID PROGRAM ARGUMENTS: into `line`
+torchrun_line() { # PORT ID PROGRAM ARGUMENTS: put the command into `line`
   line=(torchrun "${options[@]}")
   [ -z "$head" ] || line+=(--rdzv-endpoint "$(endpoint "$1")" --rdzv-id "$2")
   shift 2
@@ -120,8 +121,8 @@ fi
 
 state=$(mktemp -d)
 trap 'rm -rf "$state"' EXIT
-export ONEWORLD_LAUNCHER=$$           # what is older than this process is not of this launch
-export ONEWORLD_STOP_FILE="$state/stop" # the ranks make it when they tell torchrun to stop
+export ONEWORLD_LAUNCHER=$$           # files older than this process belong to an earlier launch
+export ONEWORLD_STOP_FILE="$state/stop" # the ranks create it when they tell torchrun to stop
 fatal_now() { stat -c '%i %y %s' "$folder/FATAL" 2>/dev/null || true; }
 fatal_before=$(fatal_now)
 
@@ -141,11 +142,11 @@ trap 'end_by INT' INT
 trap 'end_by HUP' HUP
 trap save USR1
 dies_with_us=()
-if command -v setpriv >/dev/null; then dies_with_us=(setpriv --pdeathsig KILL); fi # or it would hold the GPUs
+if command -v setpriv >/dev/null; then dies_with_us=(setpriv --pdeathsig KILL); fi # an orphan would hold the GPUs
 
-run_child() { # COMMAND: its exit status into `status`
-  set -m # a process group of its own: Ctrl-C in a terminal reaches it once, through here
-  # Torchrun, and a rank that is not yet ready to save, would die of SIGUSR1, which Slurm sends to every process of a step.
+run_child() { # COMMAND: put its exit status into `status`
+  set -m # its own process group: Ctrl-C in a terminal reaches it once, through this script
+  # Slurm sends SIGUSR1 to every process of a step. torchrun, and a rank that is not ready to save yet, would die of it.
   (trap '' USR1 && exec "$@") </dev/null &
   child=$!
   set +m
@@ -170,20 +171,20 @@ end_unless_passed() {
 preflight=${ONEWORLD_PREFLIGHT:-1}
 if [ "$preflight" != 0 ] && [ "$nnodes" != 1 ]; then
   run_child "${dies_with_us[@]}" python launch/roll_call.py "$head" $((port + 1)) "$nnodes" "$node_rank" "$run" "$port"
-  if [ "$status" = 3 ]; then # the others are past it
+  if [ "$status" = 3 ]; then # the other nodes are training already
     status=0 preflight=0
   fi
   end_unless_passed
 fi
 if [ "$preflight" != 0 ]; then
   torchrun_line $((port + 1)) "$run-preflight" launch/preflight.py "$@" "run.name=$run"
-  # The ranks leave their verdict in a file, so that torchrun has no failure to explain. An agent that ends a moment
-  # before the others makes theirs complain (LOGLEVEL); what matters they raise.
+  # The ranks write their verdict into a file, so that torchrun has no failure to report. When one agent ends a moment
+  # before the others, these log complaints (LOGLEVEL hides them); real errors are raised.
   variables=(LOGLEVEL=CRITICAL PET_MAX_RESTARTS=0 "PET_RDZV_CONF=$PET_RDZV_CONF,join_timeout=60"
     "ONEWORLD_PREFLIGHT_CODE=$state/preflight")
   [ -z "$head" ] || variables+=("ONEWORLD_HEAD=$head" "ONEWORLD_PORT=$port" "ONEWORLD_NODE_RANK=$node_rank")
   run_child "${dies_with_us[@]}" env "${variables[@]}" "${line[@]}"
-  # Where they did, torchrun's own status says no more: an agent may fail at its end because another was gone first.
+  # With that file, the status of torchrun does not count: an agent may fail because another one ended first.
   if [ -e "$state/preflight" ]; then status=$(cat "$state/preflight"); fi
   end_unless_passed
 fi
@@ -198,11 +199,11 @@ while :; do
   exit_after_signal
   fatal=$(fatal_now)
   if [ -n "$fatal" ] && [ "$fatal" != "$fatal_before" ]; then
-    echo "oneworld: not started again, see $folder/FATAL" >&2
+    echo "oneworld: not restarted, see $folder/FATAL" >&2
     exit 1
   fi
   if [ -e "$ONEWORLD_STOP_FILE" ]; then
-    echo "oneworld: not started again: the ranks told torchrun to stop" >&2
+    echo "oneworld: not restarted: the ranks told torchrun to stop" >&2
     exit 1
   fi
   if [ "$took" -ge "$lasted_s" ]; then
@@ -210,10 +211,10 @@ while :; do
   fi
   short=$((short + 1))
   if [ "$short" -ge "$max_attempts" ]; then
-    echo "oneworld: given up: $short attempts in a row ended within $lasted_s s (ONEWORLD_MAX_ATTEMPTS)" >&2
+    echo "oneworld: gave up: $short attempts in a row ended within $lasted_s s (ONEWORLD_MAX_ATTEMPTS)" >&2
     exit 1
   fi
-  echo "oneworld: torchrun ended with status $status after $took s; starts again in $delay s" >&2
+  echo "oneworld: torchrun ended with status $status after $took s; restarts in $delay s" >&2
   run_child sleep "$delay"
   exit_after_signal
   delay=$((delay * 2 < 60 ? delay * 2 : 60))

@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
-# A run on nodes that are reached over ssh. Each cluster has a name; several run side by side.
+# Start a run on nodes over ssh. Each cluster has a name; several clusters may run side by side.
 #
 #   launch/ssh.sh start NAME --hosts FILE [options] [--config F] [key=value ...]
-#   launch/ssh.sh follow NAME      the output of all nodes, until they have ended; Ctrl-C leaves them running
-#   launch/ssh.sh status NAME      which nodes run, and how the others ended
-#   launch/ssh.sh save NAME        saves now and goes on
-#   launch/ssh.sh stop NAME        saves and stops; what has not ended after ONEWORLD_STOP_S seconds (60) is killed
-#   launch/ssh.sh run NAME COMMAND a command of the shell in the repository of every node; with --node K only on that one
-#   launch/ssh.sh list             the names
+#   launch/ssh.sh follow NAME      show the output of all nodes until they end; Ctrl-C leaves them running
+#   launch/ssh.sh status NAME      show which nodes run, and how the others ended
+#   launch/ssh.sh save NAME        save now and continue
+#   launch/ssh.sh stop NAME        save and stop; nodes that have not ended after ONEWORLD_STOP_S seconds (60) are killed
+#   launch/ssh.sh run NAME COMMAND run a shell command in the repository of every node; with --node K only on that one
+#   launch/ssh.sh list             list the clusters
 #
 #   --hosts FILE   a host or user@host in each line, the head first; empty lines and # comments are skipped
 #   --dir D        the repository on the nodes (default: the path of this one)
 #   --head A       the head's address for the other nodes (default: its name in the hosts file)
-#   --port P       of the rendezvous there (default: from the cluster's name)
+#   --port P       port of the rendezvous there (default: derived from the cluster's name)
 #   --nproc M      ranks per node (default: its GPUs)
-#   --follow       then show the output of all nodes, as `follow` does; Ctrl-C saves and stops
-#   --print        show the torchrun line and end
+#   --follow       show the output of all nodes, as `follow` does; Ctrl-C saves and stops
+#   --print        show the torchrun command and exit
 #
-# Nodes go on when this machine is gone; their output is in runs/.clusters/NAME. Variables that matter (HF_TOKEN, HF_HOME, NCCL_*:
-# launch/forward.sh) go along. ONEWORLD_SSH: the ssh command, such as "ssh -i KEY". Restarts: launch/run_node.sh --help
+# The nodes continue without this machine; their output is in runs/.clusters/NAME. Variables such as HF_TOKEN, HF_HOME and
+# NCCL_* are passed on (launch/forward.sh). ONEWORLD_SSH is the ssh command, such as "ssh -i KEY". Restarts:
+# launch/run_node.sh --help
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -41,7 +42,7 @@ shift 2
 read -r -a ssh <<<"${ONEWORLD_SSH:-ssh} -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15"
 here=$clusters/$name
 
-read_hosts() { # FILE: into `hosts`
+read_hosts() { # FILE: read it into `hosts`
   local lines number valid='^([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9][A-Za-z0-9_.:-]*$'
   mapfile -t lines < <(sed 's/#.*//; s/^[[:space:]]*//; s/[[:space:]]*$//' "$1")
   hosts=()
@@ -53,7 +54,7 @@ read_hosts() { # FILE: into `hosts`
   done
 }
 
-# On every node, before what it is told: its files, and whether its process lives. A number alone may by now be another's.
+# Define, for commands on a node, its files and whether its process lives. A process id alone may belong to another by now.
 prelude() { # NODE
   printf 'cd %q || exit 2; node=runs/.clusters/%q/%q\n' "$dir" "$name" "$1"
   cat <<'REMOTE'
@@ -62,14 +63,14 @@ lives() { read -r pid start 2>/dev/null <"$node.pid" && [ "$(started "$pid")" = 
 end() { if [ -e "$node.exit" ]; then echo "ended with status $(cat "$node.exit")"; else echo "was lost"; fi; }
 REMOTE
 }
-on() { # NODE, what to do there from stdin
+on() { # NODE: run the script from stdin there
   { prelude "$1" && cat; } | "${ssh[@]}" -- "${hosts[$1]}" bash -s
 }
-on_all() { # SCRIPT [NODE ...]: on these nodes at once, or on all, each line marked with its node; the worst status
+on_all() { # SCRIPT [NODE ...]: run it on these nodes or on all at once, mark each line with its node, return the worst status
   local script=$1 node status=0 nodes=("${@:2}")
   [ ${#nodes[@]} -gt 0 ] || nodes=("${!hosts[@]}")
   pids=()
-  set -m # a process group each, that Ctrl-C does not reach: what it means is decided here
+  set -m # a process group each, so that Ctrl-C does not reach them: this script decides what it means
   for node in "${nodes[@]}"; do
     { on "$node" <<<"$script" 2>&1 | sed -u "s/^/[$node ${hosts[$node]}] /"; } &
     pids+=($!)
@@ -95,14 +96,14 @@ follow() {
 }
 
 if [ "$command" != start ]; then
-  [ -e "$here/hosts" ] || fail "no cluster $name; launch/ssh.sh list names those that are"
+  [ -e "$here/hosts" ] || fail "no cluster $name; launch/ssh.sh list shows the clusters"
   read_hosts "$here/hosts"
   dir=$(cat "$here/dir")
 fi
 # shellcheck disable=SC2016 # expanded on the nodes
 case $command in
   follow)
-    trap 'hang_up; echo; echo "oneworld: the nodes go on; launch/ssh.sh stop $name stops them" >&2; exit 130' INT
+    trap 'hang_up; echo; echo "oneworld: the nodes continue; launch/ssh.sh stop $name stops them" >&2; exit 130' INT
     follow
     exit
     ;;
@@ -176,10 +177,10 @@ fi
 mkdir -p "$here"
 printf '%s\n' "${hosts[@]}" >"$here/hosts"
 echo "$dir" >"$here/dir"
-export ONEWORLD_NODES="${hosts[*]##*@}" # for preflight, to name who is missing
+export ONEWORLD_NODES="${hosts[*]##*@}" # for preflight, to name missing nodes
 # shellcheck source=launch/forward.sh
 . "$root/launch/forward.sh"
-mapfile -t variables < <(forwarded_names | grep -Ev '_VISIBLE_DEVICES$|^PET_LOCAL_ADDR$') # those are this machine's
+mapfile -t variables < <(forwarded_names | grep -Ev '_VISIBLE_DEVICES$|^PET_LOCAL_ADDR$') # these are for this machine only
 trap '"$root/launch/ssh.sh" stop "$name" >&2; exit 130' INT
 for k in "${!hosts[@]}"; do
   {
@@ -192,7 +193,7 @@ unwritable() {
   exit 2
 }
 { mkdir -p "${node%/*}" && rm -f "$node.exit" "$node.pid"; } || unwritable
-# A session of its own, without this connection. Signals go to its process group, of which torchrun is not a part.
+# Start a session that outlives this connection. Signals go to its process group, which torchrun does not belong to.
 setsid bash -c 'node=$1; shift
   trap : TERM INT HUP USR1
   echo "$$ $(sed "s/.*) //" "/proc/$$/stat" | cut -d " " -f 20)" >"$node.new" && mv "$node.new" "$node.pid" || exit
@@ -214,5 +215,5 @@ if [ -z "$follow" ]; then
   exit
 fi
 echo "oneworld: $name runs on ${#hosts[@]} nodes; Ctrl-C saves and stops"
-trap 'trap "" INT; "$root/launch/ssh.sh" stop "$name" || hang_up' INT # what the nodes say meanwhile is still followed
+trap 'trap "" INT; "$root/launch/ssh.sh" stop "$name" || hang_up' INT # go on showing the output of the nodes meanwhile
 follow

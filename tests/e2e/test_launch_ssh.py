@@ -73,7 +73,7 @@ def test_two_clusters_side_by_side_with_disks_of_their_own(tmp_path: Path) -> No
         )
         follower.expect(r"\[\d node\d\] step 1/")
         follower.send(CTRL_C)
-        follower.expect("the nodes go on; launch/ssh.sh stop one stops them")
+        follower.expect("the nodes continue; launch/ssh.sh stop one stops them")
         assert leave(follower) == 130
         until(lambda: not nodes.desk.pids(), "the end of what followed them", 10)
         assert all(len(alone) < len(both) for alone, both in zip(nodes.processes(), busy, strict=True))

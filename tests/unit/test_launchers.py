@@ -169,7 +169,7 @@ def test_fatal_ends_the_loop_and_an_older_one_does_not(machine: Machine) -> None
     machine.script("exit 1", f"echo bad data > {run}/FATAL; exit 1", "exit 0")
     output = machine.run("local.sh", "run.name=x", code=1)
     assert machine.num_calls == 2
-    assert "not started again, see runs/x/FATAL" in output
+    assert "not restarted, see runs/x/FATAL" in output
 
 
 def test_ranks_that_stop_torchrun_end_the_loop(machine: Machine) -> None:
@@ -182,7 +182,7 @@ def test_short_attempts_are_limited(machine: Machine) -> None:
     machine.script(*["exit 7"] * 9)
     output = machine.run("local.sh", code=1, ONEWORLD_MAX_ATTEMPTS="4")
     assert machine.num_calls == 4
-    assert "given up: 4 attempts in a row ended within 300 s" in output
+    assert "gave up: 4 attempts in a row ended within 300 s" in output
 
 
 def test_attempts_that_lasted_reset_limit_and_back_off(machine: Machine) -> None:
