@@ -1,4 +1,4 @@
-"""The ssh server of the tests does what it says, so that what fails through it is the tool under test."""
+"""The ssh server of the tests works, so that a failure through it is one of the tool under test."""
 
 import getpass
 import os
@@ -24,7 +24,7 @@ def server(tmp_path: Path) -> Iterator[SshServer]:
 
 
 def ssh(server: SshServer, command: str, host: str = "node1", identity: Path | None = None) -> tuple[int, bytes, str]:
-    """Exit status, output and messages, as the tool would see them."""
+    """Return exit status, output and messages, as the tool would see them."""
     arguments = ["-i", str(identity or server.identity), "-o", "BatchMode=yes", f"{getpass.getuser()}@{host}", command]
     result = subprocess.run([*shlex.split(server.command), *arguments], capture_output=True, timeout=20)
     return result.returncode, result.stdout, result.stderr.decode()

@@ -1,4 +1,4 @@
-"""A person debugs a rank from a terminal, tools/debug.py in a pseudo-terminal, while the others wait for it."""
+"""Debugging a rank with tools/debug.py in a pseudo-terminal while the other ranks wait."""
 
 import json
 import socket
@@ -21,14 +21,14 @@ PROMPT = "(Pdb) "
 
 
 def attach(run: Path, rank: int) -> pexpect.spawn:
-    """A terminal at the prompt of that rank's debugger."""
+    """Return a terminal at the prompt of that rank's debugger."""
     person = tool("debug.py", run, "--rank", str(rank))
     person.expect_exact(PROMPT)
     return person
 
 
 def answer(person: pexpect.spawn, line: str) -> str:
-    """What the debugger says to it."""
+    """Return the answer of the debugger."""
     person.sendline(line)
     person.expect_exact(PROMPT)
     return person.before
@@ -42,7 +42,7 @@ def wait_for_debugger(run: Path, rank: int, process: subprocess.Popen) -> None:
 
 
 def check_stacks(run: Path) -> None:
-    """Of a rank in a collective, and of one in a debugger, while nobody is disturbed."""
+    """Check the stacks of a rank in a collective and of one in a debugger, without disturbing them."""
     command = [sys.executable, str(ROOT / "tools" / "stacks.py"), str(run)]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
     first, second = shown.split("rank 1 (rollout,actor), process ")
@@ -117,7 +117,7 @@ def test_post_mortem_and_a_path_that_is_too_long_for_a_socket(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_quitting_ends_the_run_as_an_interrupt_does(tmp_path: Path) -> None:
-    """Commands may come through a pipe."""
+    """Commands can come through a pipe."""
     process, run = launch(tmp_path, 2, "breakpoint", 0, *TWO, restarts=True), tmp_path / "run"
     wait_for_debugger(run, 0, process)
     command = [sys.executable, str(ROOT / "tools" / "debug.py"), str(run), "--rank", "0"]

@@ -26,7 +26,7 @@ def left_over(mark: str) -> list[psutil.Process]:
 
 
 def test_a_job_is_submitted_followed_and_stopped_from_a_terminal(tmp_path: Path) -> None:
-    """The terminal in which it was submitted is closed at once; who follows it and leaves does not end it."""
+    """The terminal of the submission is closed at once. A person who follows the job and leaves does not end it."""
     mark, run = secrets.token_hex(8), tmp_path / "a"
     settings = ["--nproc", "2", *SETTINGS, "eval.interval=0", "train.num_steps=100000"]
 

@@ -1,4 +1,4 @@
-"""launch/local.sh around a real run: what dies is started again, by torchrun or by the loop around it, and goes on."""
+"""launch/local.sh around a real run: torchrun, or the loop around it, restarts what dies, and the run continues."""
 
 import json
 import signal
@@ -20,14 +20,14 @@ SAVING = ["checkpoint.save_interval=1", "checkpoint.resume=never", "run.name=x"]
 
 
 def steps(folder: Path) -> list[int]:
-    """Without the evaluation before training."""
+    """Return the steps in the metrics, without the evaluation before training."""
     file = folder / "x" / "metrics.jsonl"
     return [json.loads(line)["step"] for line in file.read_text().splitlines()][1:] if file.exists() else []
 
 
 @pytest.mark.slow  # the loop itself is tested in milliseconds: tests/unit/test_launchers.py
 @pytest.mark.parametrize("victim", ["agent", "worker"])
-def test_what_is_killed_is_started_again_and_goes_on(victim: str, tmp_path: Path) -> None:
+def test_a_killed_process_is_restarted_and_the_run_continues(victim: str, tmp_path: Path) -> None:
     command = [str(ROOT / "launch" / "local.sh"), "--nproc", "1", *SETTINGS, *SAVING, f"run.dir={tmp_path}"]
     process = spawn(["bash", *command], activated_environment(ONEWORLD_BACK_OFF_S="0", ONEWORLD_PREFLIGHT="0"))
     deadline = time.monotonic() + 60
@@ -48,8 +48,8 @@ def test_what_is_killed_is_started_again_and_goes_on(victim: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_ranks_that_refuse_their_settings_are_not_started_again(tmp_path: Path) -> None:
-    """A mistake that only the ranks can see, and preflight, which is left out."""
+def test_ranks_that_refuse_their_settings_are_not_restarted(tmp_path: Path) -> None:
+    """Only the ranks and preflight can see this mistake, and preflight is left out."""
     command = [str(ROOT / "launch" / "local.sh"), "--nproc", "1", *SETTINGS, *SAVING, "placement.actor,rollout=0-1"]
     process = spawn(["bash", *command, f"run.dir={tmp_path}"], activated_environment(ONEWORLD_PREFLIGHT="0"))
     output = finish(process, 60)
@@ -58,7 +58,7 @@ def test_ranks_that_refuse_their_settings_are_not_started_again(tmp_path: Path) 
 
 
 def start_two_nodes(folder: Path, *settings: str) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-    """A head and a worker, both on this machine, that meet over a shared folder; the worker comes first."""
+    """Start a head and a worker on this machine that meet through a shared directory. The worker starts first."""
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
     environment = activated_environment(ONEWORLD_BACK_OFF_S="1", ONEWORLD_PREFLIGHT="0")
@@ -77,7 +77,7 @@ def wait_for(file: Path, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_head_is_met_again(tmp_path: Path) -> None:
+def test_a_worker_meets_a_restarted_head(tmp_path: Path) -> None:
     head, worker = start_two_nodes(tmp_path)
     wait_for(tmp_path / "x" / "checkpoints" / "step_1", head)
     agents = [one for one in members(head.pid) if any(part.endswith("torchrun") for part in one.cmdline())]

@@ -1,4 +1,4 @@
-"""launch/local.sh --master and --worker over a shared folder, with real training on three nodes."""
+"""launch/local.sh --master and --worker with a shared directory and real training on three nodes."""
 
 import json
 import subprocess
@@ -19,9 +19,9 @@ def has_torchrun(launcher: subprocess.Popen[bytes]) -> bool:
     return any("--rdzv-id" in child.cmdline() for child in children)
 
 
-def test_an_early_worker_a_late_one_and_what_an_older_run_left(tmp_path: Path) -> None:
-    """A worker waits before there is a head, beside the file of one that was killed; the other comes when head and
-    worker already meet. Run folders are private to the nodes."""
+def test_an_early_and_a_late_worker_next_to_the_file_of_an_older_run(tmp_path: Path) -> None:
+    """One worker waits before there is a head, next to the file of a killed one. The other comes when head and worker
+    already meet. Each node has its own run directory."""
     shared = tmp_path / "shared"
     file = shared / "head.json"
     with cluster(3) as nodes:

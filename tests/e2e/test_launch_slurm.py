@@ -112,7 +112,7 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
             daemon.wait(timeout=20)
 
 
-def test_a_job_saves_when_asked_to_and_when_cancelled_and_the_next_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_saves_on_request_and_when_cancelled_and_the_next_continues(slurm: Slurm, tmp_path: Path) -> None:
     metrics, run = tmp_path / "x" / "metrics.jsonl", tmp_path / "x"
     arguments = ["--head", slurm.address(), *SETTINGS, f"run.dir={tmp_path}"]
     job = slurm.submit(*arguments)
@@ -133,7 +133,7 @@ def test_a_job_saves_when_asked_to_and_when_cancelled_and_the_next_goes_on(slurm
 
 
 def test_the_demo_as_a_job(slurm: Slurm) -> None:
-    """The embedded default on vLLM, submitted and followed to its end by tools/jobs.py."""
+    """tools/jobs.py submits the embedded default on vLLM and follows it to its end."""
     settings = ["train.num_steps=3", "eval.interval=0", "placement.num_gpus_per_node=1"]
     said = slurm.jobs("submit", "--slurm=--nodes 2", "demo", "--head", slurm.address(), *settings)
     assert "demo: submitted" in said
@@ -146,8 +146,8 @@ def test_the_demo_as_a_job(slurm: Slurm) -> None:
     assert slurm.jobs("list").splitlines()[1].split()[:3] == ["demo", "done", "3"]
 
 
-def test_a_job_whose_time_is_over_is_requeued_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
-    """Slurm gives notice before its time limit, up to a minute earlier than it is asked to."""
+def test_a_job_at_its_time_limit_is_requeued_and_continues(slurm: Slurm, tmp_path: Path) -> None:
+    """Slurm signals before the time limit, up to a minute earlier than requested."""
     metrics, console = tmp_path / "x" / "metrics.jsonl", tmp_path / "x" / "console.log"
     settings = [setting for setting in SETTINGS if not setting.startswith(("run.name", "train.num_steps"))]
     settings += ["train.num_steps=100000", "checkpoint.resume=never"]

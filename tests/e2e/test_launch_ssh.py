@@ -30,7 +30,7 @@ def jobs(nodes: SshCluster, *arguments: str | Path) -> str:
 
 
 def test_two_clusters_side_by_side_with_disks_of_their_own(tmp_path: Path) -> None:
-    """One is a job in the background, the other is followed in a terminal and ends by Ctrl-C there."""
+    """One is a job in the background. The other is followed in a terminal, where Ctrl-C ends it."""
     with ssh_cluster(tmp_path, 2) as nodes:
         said = jobs(nodes, "submit", "--hosts", nodes.hosts, "one", "--nproc", "1", *SETTINGS)
         follow = f"python tools/jobs.py --runs {nodes.runs} logs -f one"
@@ -85,7 +85,7 @@ def test_two_clusters_side_by_side_with_disks_of_their_own(tmp_path: Path) -> No
 
 
 def test_nodes_on_the_loopback_train_on_vllm(tmp_path: Path) -> None:
-    """Both nodes are 127.0.0.1, and the run's folder is shared; the embedded default trains a few steps."""
+    """Both nodes are 127.0.0.1 and share the run's directory. The embedded default trains a few steps."""
     repository = copy_repository(tmp_path / "repository")
     (tmp_path / "ssh").mkdir()
     (tmp_path / "hosts").write_text("node0\nnode1\n")

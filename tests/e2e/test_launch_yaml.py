@@ -1,4 +1,4 @@
-"""The files for SkyPilot and dstack, read by those tools themselves, in an environment of their own."""
+"""The files for SkyPilot and dstack, read by these tools in a separate environment."""
 
 import functools
 import json
@@ -43,7 +43,7 @@ print(json.dumps({"kind": type(task).__name__, "nodes": task.nodes, "env": sorte
 
 @functools.cache
 def environment() -> tuple[Path | None, str]:
-    """Their Python, or why there is none; made once, and renamed into place when whole."""
+    """Return the Python of that environment, or why there is none. It is created once and renamed when complete."""
     marker = CACHE / "packages"
     if marker.exists() and marker.read_text() == " ".join(PACKAGES) and CACHE.stat().st_uid == os.getuid():
         return CACHE / "bin" / "python", ""
@@ -73,7 +73,7 @@ def parse(program: str, file: Path, home: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_skypilot(tmp_path: Path) -> None:
+def test_skypilot_accepts_the_file(tmp_path: Path) -> None:
     task = parse(SKYPILOT, LAUNCH / "skypilot.yaml", tmp_path)
     written = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     assert task == {
@@ -88,7 +88,7 @@ def test_skypilot(tmp_path: Path) -> None:
     }
 
 
-def test_dstack(tmp_path: Path) -> None:
+def test_dstack_accepts_the_file(tmp_path: Path) -> None:
     task = parse(DSTACK, LAUNCH / "dstack.yml", tmp_path)
     assert task == {
         "kind": "TaskConfiguration",
@@ -105,7 +105,7 @@ def test_dstack(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("program", "file"), [(SKYPILOT, "skypilot.yaml"), (DSTACK, "dstack.yml")])
 def test_a_misspelt_key_is_refused(program: str, file: str, tmp_path: Path) -> None:
-    """So that what they accept means something."""
+    """The parsers are strict, so the tests above mean something."""
     (tmp_path / file).write_text((LAUNCH / file).read_text().replace("\nresources:", "\nresourcse:"))
     with pytest.raises(ValueError, match="resourcse"):
         parse(program, tmp_path / file, tmp_path)

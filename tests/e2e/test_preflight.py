@@ -1,5 +1,5 @@
-"""launch/preflight.py: a healthy machine and a healthy cluster pass; what is planted on one node is named, and ends the
-launch on all of them before anything is started. Nodes are network namespaces."""
+"""launch/preflight.py: a healthy machine and a healthy cluster pass. A fault on one node is named, and ends the launch
+on all nodes before anything is started. Nodes are network namespaces."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ BETWEEN = ["clocks", "reach", "between nodes"]
 
 
 def states(output: str) -> dict[str, str]:
-    """By check."""
+    """Return the state of each check."""
     rows = re.findall(r"^(\w[\w ]*?) +(ok|warning|FAILED)  ", output, re.MULTILINE)
     return dict(rows)
 
@@ -34,7 +34,7 @@ def test_a_healthy_machine_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # launch/run_node.sh asks before it starts torchrun
-def test_mistakes_in_the_settings_are_told_as_train_py_tells_them() -> None:
+def test_mistakes_in_the_settings_are_reported_as_by_train_py() -> None:
     process = start("--nproc-per-node=2", "launch/preflight.py", "actor.lrr=1")
     output = finish(process, 60)
     assert process.returncode == 1
@@ -42,7 +42,7 @@ def test_mistakes_in_the_settings_are_told_as_train_py_tells_them() -> None:
 
 
 def run(nodes: list[Node], command: str, timeout_s: float = 100) -> tuple[list[int], float]:
-    """The same on every node, with its number for %N."""
+    """Run a command on every node, with the number of the node for %N. Return exit codes and seconds."""
     began, agents = time.monotonic(), []
     try:
         agents = [node.start(command.replace("%N", str(number))) for number, node in enumerate(nodes)]
@@ -54,7 +54,7 @@ def run(nodes: list[Node], command: str, timeout_s: float = 100) -> tuple[list[i
 
 @pytest.mark.slow
 def test_a_healthy_cluster_passes_in_30_s(tmp_path: Path) -> None:
-    """As a person types it; disks are private to the nodes."""
+    """Run it as a person would, with a private disk on each node."""
     torchrun = "torchrun --nnodes 4 --nproc-per-node 2 --rdzv-endpoint head:29500 launch/preflight.py"
     with cluster(4) as nodes:
         codes, took = run(nodes, " ".join([torchrun, *SETTINGS, f"run.dir={tmp_path}/%N"]))
@@ -73,8 +73,10 @@ def launch(
     is_whole: bool = True,
     **variables: str,
 ) -> str:
-    """launch/run_node.sh on each of these nodes, of three; `before` on the one with something planted. All must end
-    with 1 before torchrun starts train.py. What the head says."""
+    """Run launch/run_node.sh on these nodes of a launch of three, after `before` on the one with a fault.
+
+    All must end with 1 before torchrun starts train.py. Return the output of the head.
+    """
     node = f"bash launch/run_node.sh --nnodes 3 --nproc 1 --head head --node-rank %N {' '.join(SETTINGS)}"
     given = " ".join(f"{name}={value!r}" for name, value in variables.items())
     mine = f"if [ %N = {planted} ]; then {before}; fi"
@@ -99,7 +101,7 @@ def test_a_missing_node_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_head_that_cannot_be_reached_is_told(tmp_path: Path) -> None:
+def test_an_unreachable_head_is_reported(tmp_path: Path) -> None:
     with cluster(3) as nodes:
         nodes[2].cut_off()
         output = launch(nodes, tmp_path, ONEWORLD_PREFLIGHT_WAIT_S="6")
@@ -132,7 +134,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slow_link_is_named(tmp_path: Path) -> None:
-    """From node 1 to node 2, and no other, at 80 Mbit/s, by a class of its own in the interface of node 1."""
+    """Limit the link from node 1 to node 2, and no other, to 80 Mbit/s."""
     if not shutil.which("tc"):
         pytest.skip("no tc, which belongs to iproute2")
     rules = [
@@ -156,7 +158,7 @@ def test_a_slow_link_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_busy_port_is_named_with_who_holds_it(tmp_path: Path) -> None:
+def test_a_busy_port_is_named_with_its_process(tmp_path: Path) -> None:
     with cluster(3) as nodes:
         stranger = nodes[0].start("python -u -m http.server 29500")
         try:
@@ -183,7 +185,7 @@ def test_a_busy_port_is_named_with_who_holds_it(tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_that_hangs_or_dies_is_named_and_ends_all(fault: str, planted: int, text: str, tmp_path: Path) -> None:
-    """torchrun orders ranks by the nodes' addresses, and that of the head is its name here: it comes last."""
+    """torchrun orders ranks by the addresses of the nodes. The head's is a name here, so it comes last."""
     folder = tmp_path / "planted"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
@@ -204,8 +206,8 @@ def test_a_rank_that_hangs_or_dies_is_named_and_ends_all(fault: str, planted: in
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_fewer_nodes_may_begin_and_a_late_one_joins_them_at_work(tmp_path: Path) -> None:
-    """--nnodes 2:3: the head says whom it begins without; who comes later goes to where the others train."""
+def test_fewer_nodes_may_begin_and_a_late_one_joins_them(tmp_path: Path) -> None:
+    """With --nnodes 2:3 the head names the node it begins without. That node later joins the training of the others."""
     settings = [*SETTINGS, "train.num_steps=5000", "train.num_prompts_per_step=3", "eval.interval=0"]
     node = f"bash launch/run_node.sh --nnodes 2:3 --nproc 1 --head head --node-rank %N {' '.join(settings)}"
     launchers = []

@@ -1,4 +1,4 @@
-"""tools/debug.py and rl/world/debugger.py in one process: two threads, a socket."""
+"""tools/debug.py and rl/world/debugger.py in one process, with two threads and a socket."""
 
 import json
 import socket
@@ -16,7 +16,7 @@ from tools import debug
 
 @pytest.fixture
 def people(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What they will type; `^C` and `^D` are keys."""
+    """Return the list of what people will type. `^C` and `^D` are keys."""
     typed: list[str] = []
 
     def read(prompt: str) -> str:
@@ -46,7 +46,7 @@ def in_thread(target: Callable[..., None], *args: Any) -> threading.Thread:
     return thread
 
 
-def test_a_person_may_leave_and_come_back(
+def test_a_person_can_detach_and_attach_again(
     tmp_path: Path, people: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     said: list[str] = []
@@ -77,7 +77,7 @@ def test_a_person_may_leave_and_come_back(
     assert not any((tmp_path / "debug").iterdir())
 
 
-def test_before_a_run_has_a_folder_the_socket_itself_is_named(people: list[str]) -> None:
+def test_the_socket_can_be_given_before_a_run_has_a_directory(people: list[str]) -> None:
     said: list[str] = []
     opened = threading.Event()
     debugger = Debugger(0, lambda text: (said.append(text), opened.set())[1])  # type: ignore[func-returns-value]
@@ -91,7 +91,7 @@ def test_before_a_run_has_a_folder_the_socket_itself_is_named(people: list[str])
     assert not thread.is_alive()
 
 
-def test_what_cannot_be_attached_to_says_why(tmp_path: Path) -> None:
+def test_a_failed_attachment_says_why(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="there is no directory nowhere; give the directory of a run"):
         debug.main(["nowhere"])
     with pytest.raises(SystemExit, match=r"no debugger is open in .*; breakpoint\(\) in the code opens one"):

@@ -1,4 +1,4 @@
-"""launch/env.sh: what the user has set wins, and compiled code is kept where a restart finds it."""
+"""launch/env.sh: variables of the user win, and compiled code survives a restart."""
 
 import os
 from pathlib import Path
@@ -18,6 +18,6 @@ def test_caches_outlive_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL"])
-def test_what_is_set_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_user_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "mine")
     assert activated_environment()[name] == os.environ[name]

@@ -1,4 +1,4 @@
-"""What launchers are given: numbers and devices that are none, and the verdict that preflight left."""
+"""The input of launchers: invalid numbers, lists of devices, and the verdict of preflight."""
 
 import subprocess
 import sys
@@ -48,22 +48,22 @@ def test_bad_numbers_are_refused(machine: Machine) -> None:
     assert "--nnodes 2:4 " in machine.run("run_node.sh", "--print", "--nnodes", "2:4", "--head", "h", "run.name=x")
 
 
-def test_a_list_of_devices_ends_where_one_is_none(machine: Machine) -> None:
+def test_a_list_of_devices_ends_at_an_invalid_one(machine: Machine) -> None:
     wanted = ["--print", "placement.num_gpus_per_node=6"]
     for visible, num_ranks in (("-1", 6), ("NoDevFiles", 6), ("3,-1,5", 1)):
         output = machine.run("run_node.sh", *wanted, CUDA_VISIBLE_DEVICES=visible)
         assert f"--nproc-per-node {num_ranks} " in output, visible
 
 
-def test_the_verdict_of_the_ranks_is_preflights(machine: Machine) -> None:
-    """torchrun may fail after they gave it: another node's agent was gone first."""
+def test_the_verdict_of_the_ranks_decides_preflight(machine: Machine) -> None:
+    """torchrun may fail after the verdict, because another node's agent ended first."""
     del machine.environment["ONEWORLD_PREFLIGHT"]
     machine.script('echo 0 > "$ONEWORLD_PREFLIGHT_CODE"; exit 1', "exit 0")
     machine.run("run_node.sh")
     assert "train.py" in machine.call(2)
 
 
-def test_arguments_are_train_pys(machine: Machine) -> None:
+def test_arguments_go_to_train_py(machine: Machine) -> None:
     output = machine.run("run_node.sh", "--print", "--", "--dry-run", "--eval-only", code=2)
     assert "train.py: error: argument --eval-only: not allowed with argument --dry-run" in output
 
@@ -77,7 +77,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_a_head_without_ipv6_is_found(tmp_path: Path) -> None:
-    """Nothing heavy is imported for that: workers on a slow disk wait for it."""
+    """No large package is imported: workers on a slow disk would wait for it."""
     head = str(ROOT / "launch" / "head.py")
     command = [sys.executable, "-c", WITHOUT_IPV6, head, "serve", str(tmp_path), "7", "2", "0", "127.0.0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -106,7 +106,7 @@ def test_all_nodes_have_the_image_before_any_is_started(machine: Machine) -> Non
     assert "image oneworld-rocm was not built on every node, so nothing was started" in output
 
 
-def test_dstacks_nodes_wait_for_the_setup_of_others(machine: Machine) -> None:
+def test_nodes_of_dstack_wait_for_the_setup_of_others(machine: Machine) -> None:
     commands = yaml.safe_load((machine.root / "launch" / "dstack.yml").read_text())["commands"]
     (machine.root / "Makefile").write_text("setup:\n\t@true\n")
     (machine.root / "launch" / "run_node.sh").write_text('#!/bin/bash\necho "$ONEWORLD_PREFLIGHT_WAIT_S"\n')

@@ -1,5 +1,4 @@
-"""The launchers, with a fake torchrun: the line each makes of its scheduler's environment, the loop around it, and how
-nodes find each other over a shared folder."""
+"""The launchers with a fake torchrun: the command that each builds, the restart loop, and how nodes find each other."""
 
 import json
 import os
@@ -26,7 +25,7 @@ LAUNCH = ROOT / "launch"
 SCHEDULERS = ("SLURM_", "SKYPILOT_", "DSTACK_", "PET_", "ONEWORLD_", "TORCHELASTIC_")
 DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
-# Writes down how it was called; the lines of `script`, one a call, say what it does then.
+# Records its arguments and environment, then runs the line of `script` for this call.
 FAKE_TORCHRUN = """#!/bin/bash
 calls={folder}/calls
 number=1
@@ -39,7 +38,7 @@ eval "$(sed -n "${{number}}p" {folder}/script)"
 
 
 class Machine:
-    """A copy of launch/ beside a folder of programs that stand for the real ones."""
+    """A copy of launch/, and a directory of fake programs that stand for the real ones."""
 
     def __init__(self, folder: Path):
         self.folder, self.root, self.bin = folder, folder / "repository", folder / "bin"
@@ -97,7 +96,7 @@ class Machine:
         return len(list(self.calls.glob("[0-9]*")))
 
     def seen(self) -> dict[str, str]:
-        """The environment of the last call."""
+        """Return the environment of the last call."""
         entries = (self.folder / "environment").read_text().split("\0")
         return dict(entry.split("=", 1) for entry in entries if entry)
 
@@ -118,7 +117,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 def until(condition: Callable[[], object], timeout_s: float = 10) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.02)
 
 
@@ -138,12 +137,12 @@ def test_arguments_survive_and_every_attempt_is_the_same_run(machine: Machine) -
     assert output.count("torchrun ended with status 1") == 2
 
 
-def test_a_name_that_is_set_stays(machine: Machine) -> None:
+def test_a_given_run_name_is_kept(machine: Machine) -> None:
     machine.run("local.sh", "run.name=mine")
     assert machine.call(1)[-2:] == ["run.name=mine", "run.name=mine"]
 
 
-def test_ranks_are_the_gpus_that_are_visible(machine: Machine) -> None:
+def test_the_number_of_ranks_is_that_of_visible_gpus(machine: Machine) -> None:
     assert "--nproc-per-node 2 " in machine.run("local.sh", "--print")
     assert "--nproc-per-node 3 " in machine.run("local.sh", "--print", CUDA_VISIBLE_DEVICES="4,5,7")
     assert "--nproc-per-node 6 " in machine.run(
@@ -162,7 +161,7 @@ def test_mistakes_in_the_settings_start_nothing(machine: Machine) -> None:
     assert machine.num_calls == 0
 
 
-def test_fatal_ends_the_loop_and_an_older_one_does_not(machine: Machine) -> None:
+def test_a_fatal_error_ends_the_loop_but_an_older_one_does_not(machine: Machine) -> None:
     run = machine.root / "runs" / "x"
     run.mkdir(parents=True)
     (run / "FATAL").write_text("of the last launch\n")
@@ -185,7 +184,7 @@ def test_short_attempts_are_limited(machine: Machine) -> None:
     assert "gave up: 4 attempts in a row ended within 300 s" in output
 
 
-def test_attempts_that_lasted_reset_limit_and_back_off(machine: Machine) -> None:
+def test_a_long_attempt_resets_the_limit_and_the_back_off(machine: Machine) -> None:
     machine.program("sleep", '#!/bin/bash\necho "sleeps $1"\n')
     machine.script("exit 1", "exit 1", "/bin/sleep 2.1; exit 1", "exit 1", "exit 0")
     output = machine.run("local.sh", ONEWORLD_MAX_ATTEMPTS="3", ONEWORLD_LASTED_S="2", ONEWORLD_BACK_OFF_S="40")
@@ -216,8 +215,8 @@ def test_a_signal_ends_the_back_off(machine: Machine) -> None:
     assert process.wait(timeout=5) == 143
 
 
-def test_usr1_is_for_ranks_that_are_ready_for_it(machine: Machine) -> None:
-    """torchrun itself and a rank that is still importing would die of it; Slurm sends it to all of them."""
+def test_usr1_reaches_only_ranks_that_are_ready_for_it(machine: Machine) -> None:
+    """Slurm sends it to all processes. torchrun, and a rank that is still importing, would die of it."""
     ready = "import os, signal, time; signal.signal(signal.SIGUSR1, lambda *a: os.write(1, b'saved\\n')); "
     ready += "print('up', flush=True); time.sleep(1)"
     machine.script(
@@ -232,7 +231,7 @@ def test_usr1_is_for_ranks_that_are_ready_for_it(machine: Machine) -> None:
     assert (process.returncode, output, machine.num_calls) == (0, "saved\n", 1)
 
 
-def test_a_killed_launcher_takes_torchrun_along(machine: Machine) -> None:
+def test_torchrun_ends_with_a_killed_launcher(machine: Machine) -> None:
     machine.script(f"echo $$ > {machine.folder}/pid; sleep 20")
     process = machine.start("local.sh")
     until((machine.folder / "pid").exists)
@@ -257,7 +256,7 @@ def test_preflight_comes_first(machine: Machine) -> None:
     assert "train.py" in machine.call(5)
 
 
-def test_several_nodes_call_the_roll_before_preflight(machine: Machine) -> None:
+def test_several_nodes_hold_a_roll_call_before_preflight(machine: Machine) -> None:
     del machine.environment["ONEWORLD_PREFLIGHT"]
     nodes = ["--nnodes", "2", "--nproc", "8", "--head", "127.0.0.1", "--port", free_port()]
     wait = {"ONEWORLD_PREFLIGHT_WAIT_S": "0.2", "ONEWORLD_NODES": "alpha beta"}
@@ -274,7 +273,7 @@ def test_several_nodes_call_the_roll_before_preflight(machine: Machine) -> None:
     assert programs.count("launch/preflight.py") == programs.count("train.py") == 2
 
 
-def test_what_differs_between_nodes_is_in_the_environment(machine: Machine) -> None:
+def test_nodes_differ_only_in_their_environment(machine: Machine) -> None:
     nodes = ["--nnodes", "2", "--nproc", "8", "--launch", "7"]
     machine.run("run_node.sh", *nodes, "--head", "fd00::1", "--node-rank", "0")
     head = machine.seen()
@@ -289,7 +288,7 @@ def test_what_differs_between_nodes_is_in_the_environment(machine: Machine) -> N
     assert machine.seen()["PET_LOCAL_ADDR"] == "127.0.0.1"
 
 
-def test_nodes_without_one_name_are_refused(machine: Machine) -> None:
+def test_several_nodes_need_one_run_name(machine: Machine) -> None:
     assert "needs --head" in machine.run("run_node.sh", "--nnodes", "2", code=2)
     assert "need one run" in machine.run("run_node.sh", "--nnodes", "2", "--head", "h", code=2)
     machine.run("run_node.sh", "--nnodes", "2", "--head", "h", "run.name=x")
@@ -304,7 +303,7 @@ def free_port() -> str:
 
 
 def test_workers_wait_for_the_head_and_ignore_a_stale_file(machine: Machine) -> None:
-    """The worker comes first, and an older run has left its file."""
+    """The worker starts first, next to the file of an older run."""
     shared = machine.folder / "shared"
     shared.mkdir()
     stale = {"launch": "old", "nnodes": "2", "addresses": ["127.0.0.1"], "port": 1, "answer_port": 1, "word": "x"}
@@ -331,7 +330,7 @@ def test_a_worker_does_not_wait_for_ever(machine: Machine) -> None:
     assert machine.num_calls == 0
 
 
-def test_a_head_says_that_its_port_is_taken(machine: Machine) -> None:
+def test_a_head_reports_a_port_that_is_taken(machine: Machine) -> None:
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
         arguments = ["--master", "--nnodes", "2", "--shared", str(machine.folder), "--port", port]
@@ -359,7 +358,7 @@ def slurm(machine: Machine) -> Machine:
     return machine
 
 
-def test_slurm(slurm: Machine) -> None:
+def test_slurm_builds_the_command(slurm: Machine) -> None:
     step, line = map(shlex.split, slurm.run("slurm.sbatch", "--print", *ARGUMENTS).splitlines())
     assert line == expected(4, "n1:24711", "rloo-slurm-4711")
     assert step[:5] == ["srun", "--nodes", "4", "--ntasks-per-node", "1"]
@@ -381,7 +380,7 @@ def test_slurm(slurm: Machine) -> None:
         ),
     ],
 )
-def test_slurm_containers(slurm: Machine, runtime: str, parts: list[str]) -> None:
+def test_slurm_starts_containers(slurm: Machine, runtime: str, parts: list[str]) -> None:
     output = slurm.run("slurm.sbatch", "--print", "--runtime", runtime, "--image", "image", *ARGUMENTS)
     step, line = output.splitlines()
     assert shlex.split(line) == expected(4, "n1:24711", "rloo-slurm-4711")
@@ -390,7 +389,7 @@ def test_slurm_containers(slurm: Machine, runtime: str, parts: list[str]) -> Non
     assert "secret" not in output
 
 
-def test_slurm_amd(slurm: Machine) -> None:
+def test_slurm_amd_builds_the_command(slurm: Machine) -> None:
     output = slurm.run("slurm_amd.sbatch", "--print", "--runtime", "docker", "--head", "fd00::1", *ARGUMENTS)
     container, line = output.splitlines()
     assert shlex.split(line) == expected(4, "[fd00::1]:24711", "rloo-slurm-4711")
@@ -413,8 +412,8 @@ def test_slurm_amd(slurm: Machine) -> None:
     assert "podman run --rm" in podman and "--userns keep-id" in podman
 
 
-def test_slurm_amd_runs_one_container_a_node(slurm: Machine) -> None:
-    """srun calls the file again on each node, which builds the image where it is not, and hands over its variables."""
+def test_slurm_amd_runs_one_container_per_node(slurm: Machine) -> None:
+    """srun runs the file again on each node. It builds a missing image and passes the variables on."""
     slurm.program("srun", '#!/bin/bash\nwhile [ "$1" != "--chdir" ]; do shift; done; cd "$2" && shift 2 && exec "$@"\n')
     show = 'echo "$ROCR_VISIBLE_DEVICES $HIP_VISIBLE_DEVICES $CUDA_VISIBLE_DEVICES $NCCL_PROTO"'
     docker = f'#!/bin/bash\necho "docker $*"; case $1 in image) exit 1 ;; run) {show}; exit 5 ;; esac\n'
@@ -427,13 +426,13 @@ def test_slurm_amd_runs_one_container_a_node(slurm: Machine) -> None:
     assert output[2] == "4,5 0,1 0,1 mine"
 
 
-def test_slurm_outside_of_a_job(machine: Machine) -> None:
+def test_slurm_refuses_to_run_outside_of_a_job(machine: Machine) -> None:
     for launcher in ("slurm.sbatch", "slurm_amd.sbatch"):
         assert "submit this file with sbatch" in machine.run(launcher, "--print", code=2)
 
 
 def render(machine: Machine, script: str, environment: dict[str, str]) -> list[str]:
-    """What a scheduler would run, with --print among the user's arguments."""
+    """Run the commands of a scheduler's file with --print among the user's arguments."""
     environment = machine.environment | environment | {"ARGS": f"--print {shlex.join(ARGUMENTS)}"}
     result = subprocess.run(
         ["sh", "-ec", script], cwd=machine.root, env=environment, text=True, capture_output=True, timeout=20
@@ -442,7 +441,7 @@ def render(machine: Machine, script: str, environment: dict[str, str]) -> list[s
     return shlex.split(result.stdout)
 
 
-def test_skypilot(machine: Machine) -> None:
+def test_skypilot_builds_the_command(machine: Machine) -> None:
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     assert set(task) <= {"name", "num_nodes", "workdir", "resources", "envs", "secrets", "setup", "run"}
     assert task["workdir"] == "." and task["num_nodes"] >= 2 and "HF_TOKEN" in task["secrets"]
@@ -456,7 +455,7 @@ def test_skypilot(machine: Machine) -> None:
     assert render(machine, task["run"], cluster) == expected(3, "10.0.0.1:29500", "rloo-sky-7_x-1")
 
 
-def test_dstack(machine: Machine) -> None:
+def test_dstack_builds_the_command(machine: Machine) -> None:
     task = yaml.safe_load((LAUNCH / "dstack.yml").read_text())
     assert task["type"] == "task" and task["nodes"] >= 2
     assert {"ARGS", "HF_TOKEN"} <= set(task["env"]) and any(entry.startswith("HF_HOME=") for entry in task["env"])
@@ -469,7 +468,7 @@ def test_dstack(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cuda", "rocm"])
-def test_dockerfiles_copy_what_is_there(kind: str) -> None:
+def test_dockerfiles_copy_files_that_exist(kind: str) -> None:
     lines = (LAUNCH / f"Dockerfile.{kind}").read_text().splitlines()
     copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
     assert copied and all((ROOT / name).exists() for name in copied)
@@ -479,7 +478,7 @@ def test_dockerfiles_copy_what_is_there(kind: str) -> None:
 # ssh
 
 
-def test_ssh_shows_the_line(machine: Machine) -> None:
+def test_ssh_shows_the_command(machine: Machine) -> None:
     hosts = machine.folder / "hosts"
     hosts.write_text("# two nodes\nme@alpha  # the head\n\nbeta\n")
     output = machine.run("ssh.sh", "start", "one", "--hosts", str(hosts), "--nproc", "8", "--print", *ARGUMENTS)
@@ -495,7 +494,7 @@ def test_ssh_shows_the_line(machine: Machine) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_ssh_starts_follows_and_stops_clusters_side_by_side(machine: Machine) -> None:
-    """Over a real sshd; both nodes are this machine."""
+    """Use a real sshd. Both nodes are this machine."""
     (machine.folder / "ssh").mkdir()
     hosts = machine.folder / "hosts"
     hosts.write_text("node0\nnode1\n")
@@ -548,7 +547,7 @@ def test_shellcheck() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["run_node.sh", "local.sh", "ssh.sh", "slurm.sbatch", "slurm_amd.sbatch"])
-def test_help_is_the_text_at_the_head(launcher: str, machine: Machine) -> None:
+def test_help_is_the_comment_at_the_top_of_the_file(launcher: str, machine: Machine) -> None:
     output = machine.run(launcher, "--help")
     assert f"launch/{launcher}" in output and "--print" in output
     assert "set -euo" not in output and "#SBATCH" not in output

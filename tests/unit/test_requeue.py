@@ -1,4 +1,4 @@
-"""A Slurm job whose time is over, with programs in Slurm's place; tests/e2e/test_launch_slurm.py has real ones."""
+"""A Slurm job at its time limit, with fake Slurm programs. tests/e2e/test_launch_slurm.py uses a real Slurm."""
 
 import shlex
 import signal
@@ -32,7 +32,7 @@ def job(tmp_path: Path) -> Iterator[Machine]:
 
 
 def run_until_notice(job: Machine, launcher: str, **extra: str) -> tuple[int, str, str]:
-    """The status, what was said, and what scontrol was asked."""
+    """Return the exit status, the output, and the arguments of scontrol."""
     process = job.start(launcher, "--head", "n1", "checkpoint.resume=never", **extra)
     until((job.folder / "srun").exists)
     process.send_signal(signal.SIGUSR1)
@@ -43,34 +43,34 @@ def run_until_notice(job: Machine, launcher: str, **extra: str) -> tuple[int, st
 
 
 @pytest.mark.parametrize("launcher", ["slurm.sbatch", "slurm_amd.sbatch"])
-def test_it_saves_and_is_requeued(job: Machine, launcher: str) -> None:
+def test_a_job_at_its_time_limit_saves_and_is_requeued(job: Machine, launcher: str) -> None:
     code, output, asked = run_until_notice(job, launcher)
     assert (code, asked) == (143, "requeue 4711\n")
     assert "it saves and stops" in output and "is requeued" in output
 
 
 @pytest.mark.parametrize("code", ["0", "143"])
-def test_time_that_is_over_while_an_image_is_built(job: Machine, code: str) -> None:
+def test_a_time_limit_during_the_build_of_an_image(job: Machine, code: str) -> None:
     (job.folder / "code").write_text(f"{code}\n")
     end, _, asked = run_until_notice(job, "slurm_amd.sbatch", BUILD="1")
     assert (end, asked) == (143, "requeue 4711\n")
     assert "--build" in (job.folder / "srun").read_text().splitlines()
 
 
-def test_a_run_that_has_come_to_its_end_is_not(job: Machine) -> None:
+def test_a_run_that_has_ended_is_not_requeued(job: Machine) -> None:
     (job.folder / "code").write_text("0\n")
     code, _, asked = run_until_notice(job, "slurm.sbatch")
     assert (code, asked) == (0, "")
 
 
-def test_there_is_a_limit(job: Machine) -> None:
+def test_the_number_of_requeues_is_limited(job: Machine) -> None:
     limits = {"SLURM_RESTART_COUNT": "3", "ONEWORLD_MAX_REQUEUES": "3"}
     code, output, asked = run_until_notice(job, "slurm.sbatch", **limits)
     assert (code, asked) == (143, "") and "not requeued after 3 times (ONEWORLD_MAX_REQUEUES)" in output
 
 
-def test_a_requeued_job_does_not_begin_anew(job: Machine) -> None:
-    """Whether the file says so or an argument. A run that is forked from another stays so."""
+def test_a_requeued_job_continues_its_run(job: Machine) -> None:
+    """resume=never is overruled in a file and as an argument. The fork of another run stays one."""
     never, fork = job.folder / "never.yaml", "checkpoint.resume=runs/other"
     never.write_text("checkpoint: {resume: never}\n")
     for times, arguments, added in (
@@ -83,7 +83,7 @@ def test_a_requeued_job_does_not_begin_anew(job: Machine) -> None:
         assert line[line.index("train.py") + 1 : -1] == [*arguments, *added]
 
 
-def test_a_controller_that_is_away_does_not_end_the_job(job: Machine) -> None:
+def test_an_unreachable_controller_does_not_end_the_job(job: Machine) -> None:
     job.program("scancel", f"#!/bin/bash\ncp {job.folder}/code {job.folder}/end; exit 1\n")
     process = job.start("slurm.sbatch", "--head", "n1")
     until((job.folder / "srun").exists)

@@ -1,4 +1,4 @@
-"""launch/ssh.sh with a program in ssh's place: nodes that are away, Ctrl-C. With sshd: tests/e2e/test_launch_ssh.py"""
+"""launch/ssh.sh with a fake ssh: unreachable nodes and Ctrl-C. tests/e2e/test_launch_ssh.py uses a real sshd."""
 
 import os
 import shlex
@@ -37,7 +37,7 @@ def start(nodes: Machine) -> list[str]:
     return ["start", "one", "--hosts", str(nodes.folder / "hosts"), "--nproc", "1", "run.name=x"]
 
 
-def test_a_node_that_is_away_is_named_and_the_others_are_asked(nodes: Machine) -> None:
+def test_an_unreachable_node_is_named_and_the_others_are_asked(nodes: Machine) -> None:
     nodes.script(WORK, WORK)
     nodes.run("ssh.sh", *start(nodes))
     (nodes.folder / "beta").write_text("exit 255")
@@ -54,7 +54,7 @@ def test_a_command_on_every_node_or_on_one(nodes: Machine) -> None:
     assert "run needs a command" in nodes.run("ssh.sh", "run", "one", code=2)
 
 
-def test_ctrl_c_while_nodes_are_started_stops_those_that_were(nodes: Machine) -> None:
+def test_ctrl_c_during_the_start_stops_the_nodes_that_run(nodes: Machine) -> None:
     nodes.script(WORK)
     reached = nodes.folder / "reached"
     (nodes.folder / "beta").write_text(f"touch {shlex.quote(str(reached))}; exec sleep 20")
@@ -67,7 +67,7 @@ def test_ctrl_c_while_nodes_are_started_stops_those_that_were(nodes: Machine) ->
     assert "[0 alpha] ended with status 143" in output and "[1 beta] was lost" in output
 
 
-def test_what_is_no_host_is_refused(nodes: Machine) -> None:
+def test_a_line_that_is_no_host_is_refused(nodes: Machine) -> None:
     nodes.run("ssh.sh", *start(nodes))
     hosts = nodes.folder / "hosts"
     for line in ("gpu-01 slots=8", "-oProxyCommand=touch", "-l@alpha", "alpha/", "me@"):
@@ -76,7 +76,7 @@ def test_what_is_no_host_is_refused(nodes: Machine) -> None:
         assert f"{hosts}, line 3: '{line}' is no host; give HOST or user@HOST alone" in output
 
 
-def test_it_finds_itself_wherever_it_is_called(nodes: Machine) -> None:
+def test_it_works_from_any_directory(nodes: Machine) -> None:
     nodes.script(WORK)
     (nodes.folder / "beta").write_text("exit 255")
     words = shlex.join(["bash", "ssh.sh", *start(nodes)])

@@ -1,4 +1,4 @@
-"""Tests of tools/stacks.py on processes that wait in a known function."""
+"""tools/stacks.py on live, stopped and ended processes."""
 
 import json
 import signal
@@ -31,7 +31,7 @@ def write(run: Path, rank: int, pid: int, host: str = "") -> None:
     (run / "status" / f"rank_{rank}.json").write_text(json.dumps(fields | stamp))
 
 
-def test_live_and_stopped_and_ended_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stacks_of_live_stopped_and_ended_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     write(tmp_path, 0, process.pid)
@@ -60,7 +60,7 @@ def test_live_and_stopped_and_ended_ones(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out.splitlines()[1] == stacks.GONE
 
 
-def test_ranks_that_are_not_here(tmp_path: Path) -> None:
+def test_ranks_of_another_host_are_refused(tmp_path: Path) -> None:
     write(tmp_path, 0, 1, host="elsewhere")
     with pytest.raises(SystemExit, match=r"rank 0 is on elsewhere, this is .*: run the same command there"):
         stacks.main([str(tmp_path), "--rank", "0"])
