@@ -35,12 +35,6 @@ END_S = 10.0  # for telling all ranks to end
 DEFAULT_LIMIT_S = 30.0
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    return parser.parse_intermixed_args()
-
-
 def meeting_point(rank: int) -> tuple[str, int, socket.socket | None]:
     """Return the address and port of rank 0, and on rank 0 the listening socket.
 
@@ -91,7 +85,9 @@ def main() -> None:
     began = time.monotonic()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGKILL)
-    args = parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    args = parser.parse_intermixed_args()
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     limit_s = float(os.environ.get("ONEWORLD_PREFLIGHT_S", DEFAULT_LIMIT_S))
     silent = f"preflight: 1 problem: rank {rank} on {socket.gethostname()} heard nothing from rank 0"

@@ -73,14 +73,6 @@ class Roll:
     def leave(self, rank: int | None, name: str) -> None:
         self.present.pop(name if rank is None else rank, None)
 
-    @property
-    def is_enough(self) -> bool:
-        return len(self.present) >= self.min_nodes
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.present) >= self.max_nodes
-
     def missing(self) -> str:
         """Return `1 of 4 nodes: node 2 (gpu-03)`. Without ranks, name the nodes that are present instead."""
         text = f"{self.max_nodes - len(self.present)} of {self.max_nodes} nodes"
@@ -107,11 +99,11 @@ class RollCall:
     def call(self, wait_s: float) -> int:
         begun = time.monotonic()
         next_report, next_heartbeat, enough_at = begun + FIRST_REPORT_S, begun, None
-        while not self._roll.is_complete:
+        while (count := len(self._roll.present)) < self._roll.max_nodes:
             now = time.monotonic()
-            if self._roll.is_enough and enough_at is None:
+            if count >= self._roll.min_nodes and enough_at is None:
                 enough_at = now
-            if enough_at is not None and now > enough_at + EXTRA_S and self._roll.is_enough:
+            if enough_at is not None and now > enough_at + EXTRA_S and count >= self._roll.min_nodes:
                 say(f"begins without {self._roll.missing()}")
                 break
             if now > begun + wait_s:

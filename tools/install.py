@@ -8,6 +8,7 @@ its metadata lists except the torch family. Package indexes are settings of pip 
 
 import argparse
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -21,10 +22,7 @@ ACTIVATION = f'\n. "{ROOT}/launch/env.sh"  # oneworld: what the short torchrun c
 
 
 def package_name(requirement: str) -> str:
-    name = requirement.split(";")[0].split("[")[0]
-    for separator in "=<>!~ ":
-        name = name.split(separator)[0]
-    return name.strip().lower()
+    return re.split(r"[;\[=<>!~ ]", requirement.strip())[0].lower()
 
 
 def read_requirements() -> dict[str, str]:

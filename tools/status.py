@@ -35,20 +35,17 @@ COLUMNS = {
 
 
 def find_run(run: Path | None) -> Path:
-    """Return the directory of the run that was given, or of the newest one."""
-    run = run or newest_run(Path("runs"))
+    """Return the directory of the run that was given, or of the newest one under runs/."""
+    if run is None:
+        statuses = sorted(Path("runs").glob("*/status"), key=lambda path: path.stat().st_mtime)
+        if not statuses:
+            raise SystemExit(
+                "there is no run with status files in runs; give the directory of a run: tools/status.py RUN"
+            )
+        return statuses[-1].parent
     if not run.is_dir():
         raise SystemExit(f"there is no directory {run}; give the directory of a run, such as runs/demo")
     return run
-
-
-def newest_run(folder: Path) -> Path:
-    runs = sorted(folder.glob("*/status"), key=lambda path: path.stat().st_mtime)
-    if not runs:
-        raise SystemExit(
-            f"there is no run with status files in {folder}; give the directory of a run: tools/status.py RUN"
-        )
-    return runs[-1].parent
 
 
 def read(run: Path) -> tuple[list[dict[str, Any]], float]:

@@ -10,7 +10,7 @@ from launch.checks import rules
 from launch.checks.bandwidth import Link, pair_rounds, slow_links
 from launch.checks.placement import MemoryPlan, check_placement
 from launch.checks.results import FAILED, OK, WARNING, CheckResult, Names
-from launch.checks.rpc import Coordinator, NoAnswer, same_for
+from launch.checks.rpc import Coordinator, NoAnswer
 from rl.config.schema import Config, ConfigError
 from rl.watch.text import count_of
 
@@ -37,7 +37,7 @@ class ClusterCheck:
         self.is_whole = True
 
     def run(self) -> list[CheckResult]:
-        facts = self._coordinator.ask("describe", same_for(self._ranks), DESCRIBE_S)
+        facts = self._coordinator.ask("describe", {rank: {} for rank in self._ranks}, DESCRIBE_S)
         errors = [f"{fact['host']}: {fact['config_error']}" for fact in facts.values() if "config_error" in fact]
         if errors:
             raise ConfigError(errors[0])
@@ -124,7 +124,7 @@ class ClusterCheck:
             trips = []
             for _ in range(3):
                 sent, begun = time.time(), time.perf_counter()
-                there = self._coordinator.ask("read_clock", same_for([first]), ANSWER_S)[first]
+                there = self._coordinator.ask("read_clock", {first: {}}, ANSWER_S)[first]
                 took = time.perf_counter() - begun
                 trips.append((took, there - sent - took / 2))
             offsets[node] = min(trips)[1]
@@ -136,14 +136,14 @@ class ClusterCheck:
         if not port:  # no launcher: the rendezvous that brought the ranks here is the training's
             return []
         first = self._firsts[head]
-        held_by = self._coordinator.ask("hold_port", same_for([first], port=port), ANSWER_S)[first]
+        held_by = self._coordinator.ask("hold_port", {first: {"port": port}}, ANSWER_S)[first]
         errors: dict[int, str] = {}
         if not held_by:
             others = [other for other in self._firsts if other != first]
-            questions = same_for(others, places={"head": (address, port)})
+            questions = {other: {"places": {"head": (address, port)}} for other in others}
             answers = self._coordinator.ask("find_unreachable", questions, ANSWER_S)
             errors = {other // self._num_local: found["head"] for other, found in answers.items() if found}
-        self._coordinator.ask("free_port", same_for([first]), ANSWER_S)
+        self._coordinator.ask("free_port", {first: {}}, ANSWER_S)
         return [rules.check_port(port, held_by, errors, self._names.one(head), self._names)]
 
     def _check_nccl(self) -> list[CheckResult]:

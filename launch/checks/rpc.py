@@ -10,7 +10,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -226,8 +226,3 @@ def _addresses(connection: socket.socket) -> tuple[str, str]:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
-
-
-def same_for(ranks: Iterable[int], **values: Any) -> dict[int, dict[str, Any]]:
-    """Return the same arguments for each of these ranks."""
-    return dict.fromkeys(ranks, values)

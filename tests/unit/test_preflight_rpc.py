@@ -18,7 +18,7 @@ import pytest
 from launch.checks import gpus, host
 from launch.checks.bandwidth import Sink, find_unreachable, measure_rate
 from launch.checks.handlers import Answers
-from launch.checks.rpc import Coordinator, NoAnswer, Responder, connect, same_for
+from launch.checks.rpc import Coordinator, NoAnswer, Responder, connect
 from launch.checks.sockets import listen
 from rl.config.load import load_config
 from rl.config.schema import RewardConfig
@@ -53,7 +53,7 @@ def test_all_ranks_answer() -> None:
     double: Handlers = {"double": lambda number: 2 * number}
     with world(double, double) as (coordinator, _):
         assert coordinator.ask("double", {0: {"number": 2}, 1: {"number": 3}}, 5) == {0: 4, 1: 6}
-        assert coordinator.ask("double", same_for([1], number=4), 5) == {1: 8}
+        assert coordinator.ask("double", {1: {"number": 4}}, 5) == {1: 8}
         assert coordinator.addresses() == {0: "127.0.0.1", 1: "127.0.0.1"}
 
 
@@ -62,10 +62,10 @@ def test_a_rank_that_hangs_is_named_in_time() -> None:
     with world({"work": lambda: 1}, {"work": never.wait}) as (coordinator, _):
         began = time.monotonic()
         with pytest.raises(NoAnswer, match=rf"rank 1 on {socket.gethostname()} did not answer in time \(work\)"):
-            coordinator.ask("work", same_for([0, 1]), 0.3)
+            coordinator.ask("work", {0: {}, 1: {}}, 0.3)
         coordinator.limit_time(0.2)
         with pytest.raises(NoAnswer, match="rank 1"):
-            coordinator.ask("work", same_for([1]), 20)
+            coordinator.ask("work", {1: {}}, 20)
         assert time.monotonic() - began < 3
         never.set()
 
@@ -76,7 +76,7 @@ def test_a_rank_that_ends_is_named_at_once() -> None:
         threading.Timer(0.2, connections[1].shutdown, [socket.SHUT_RDWR]).start()
         began = time.monotonic()
         with pytest.raises(NoAnswer, match=r"rank 1 on .* ended \(work\)"):
-            coordinator.ask("work", same_for([0, 1]), 20)
+            coordinator.ask("work", {0: {}, 1: {}}, 20)
         assert time.monotonic() - began < 3
         never.set()
 
@@ -84,7 +84,7 @@ def test_a_rank_that_ends_is_named_at_once() -> None:
 def test_a_rank_that_fails_is_named_with_the_reason() -> None:
     reason = r"rank 1 on .*: work: ZeroDivisionError: division by zero"
     with world({"work": lambda: 1}, {"work": lambda: 1 / 0}) as (coordinator, _), pytest.raises(NoAnswer, match=reason):
-        coordinator.ask("work", same_for([0, 1]), 5)
+        coordinator.ask("work", {0: {}, 1: {}}, 5)
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
@@ -114,7 +114,7 @@ def test_strangers_are_not_taken_for_ranks() -> None:
                 coordinator.wait_for_ranks(0.3)
             assert coordinator.addresses() == {1: "127.0.0.1"}
             with pytest.raises(NoAnswer, match=f"^rank 1 on {socket.gethostname()} did not answer"):
-                coordinator.ask("work", same_for([1]), 0.1)
+                coordinator.ask("work", {1: {}}, 0.1)
 
 
 def test_rates_and_unreachable_places() -> None:

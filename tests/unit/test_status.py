@@ -60,5 +60,5 @@ def test_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="there is no directory runs/x; give the directory of a run"):
         status.main(["runs/x"])
     (tmp_path / "runs" / "y" / "status").mkdir(parents=True)
-    assert status.newest_run(Path("runs")) == Path("runs/y")
+    assert status.find_run(None) == Path("runs/y")
     assert status.show(Path("runs/y")) == "runs/y: no rank has written a status yet"
