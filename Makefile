@@ -1,12 +1,13 @@
-# make demo    a real run on this machine: a tiny model learns addition on real vLLM engines
-# make test    the tests that every change must pass
-# The others: setup, lint, test-all (adds the slow ones), clean. All of them make .venv themselves, once.
+# make demo         a real run on this machine: a tiny model learns addition on real vLLM engines
+# make test         the tests that every change must pass
+# make test-quick   the unit tests, under 3 minutes on 2 cores
+# Others: setup, lint, test-all (adds the slow tests), clean. Every target sets up .venv first, once.
 PYTHON ?= python3
 DEVICE ?= auto
 VENV := .venv
 ACTIVATE := . $(VENV)/bin/activate
 
-.PHONY: setup demo test test-all lint clean
+.PHONY: setup demo test test-quick test-all lint clean
 
 setup:
 	@$(PYTHON) tools/install.py --device $(DEVICE)
@@ -14,8 +15,12 @@ setup:
 demo: setup
 	@$(ACTIVATE) && torchrun --nproc-per-node 2 train.py run.name=demo checkpoint.resume=never $(ARGS)
 
-test: setup lint
-	@$(ACTIVATE) && pytest -m "not slow and not gpu" $(ARGS)
+test-quick: setup
+	@$(ACTIVATE) && pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/unit $(ARGS)
+
+# Whole worlds use both cores by themselves, so these tests run one at a time.
+test: lint test-quick
+	@$(ACTIVATE) && pytest -m "not slow and not gpu" --ignore tests/unit $(ARGS)
 
 test-all: setup lint
 	@$(ACTIVATE) && pytest -m "not gpu" $(ARGS)
