@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
 from benchmarks.program import run_torchrun
-from rl.export.curve import draw_curve
+from rl.export.reward_curve import draw_curve
 
 SETTINGS = {  # shared with peer_trl_learn.py
     "num_prompts": 64,

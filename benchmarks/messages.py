@@ -26,7 +26,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
 from benchmarks.program import run_torchrun
-from rl.world.mail import Mail, Message
+from rl.world.messages import Mailbox, Message
 from rl.world.world import World, join
 
 BUSY_S = 0.2
@@ -42,12 +42,12 @@ def wait_together(pg: dist.ProcessGroup) -> float:
     return time.perf_counter()
 
 
-def send_by_mail(mail: Mail, payload: bytes, receivers: list[int], count: int) -> None:
+def send_by_mail(mail: Mailbox, payload: bytes, receivers: list[int], count: int) -> None:
     for index in range(count):
         mail.send(receivers[index % len(receivers)], FinishedGroup(index), payload=payload)
 
 
-def receive_by_mail(mail: Mail, count: int) -> None:
+def receive_by_mail(mail: Mailbox, count: int) -> None:
     for _ in range(count):
         mail.receive(FinishedGroup)
 

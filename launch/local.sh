@@ -20,8 +20,8 @@ fail() {
   exit 2
 }
 
-# shellcheck source=launch/numbers.sh
-. "$here/numbers.sh"
+# shellcheck source=launch/check_numbers.sh
+. "$here/check_numbers.sh"
 rank='' shared='' wait=600 address='' nnodes=1 port=29500 print='' options=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -61,13 +61,13 @@ if [ "$rank" = 0 ]; then
   [ "$nnodes" != 1 ] || fail "--master needs --nnodes N"
   launch=$(date +%Y%m%d-%H%M%S)-$$
   if [ -z "$print" ]; then
-    exec 3< <(exec python "$here/head.py" serve "$shared" "$launch" "$nnodes" "$port" "$address")
+    exec 3< <(exec python "$here/find_head.py" serve "$shared" "$launch" "$nnodes" "$port" "$address")
     read -r _ <&3 || exit 2 # from now on it answers, until this process ends
     exec 3<&-
   fi
-  address=${address:-$(python "$here/head.py" address)}
+  address=${address:-$(python "$here/find_head.py" address)}
 else
-  found=$(python "$here/head.py" find "$shared" "$wait")
+  found=$(python "$here/find_head.py" find "$shared" "$wait")
   { read -r launch && read -r nnodes && read -r address && read -r port; } <<<"$found"
 fi
 exec "$here/run_node.sh" --nnodes "$nnodes" --head "$address" --port "$port" --node-rank "$rank" --launch "$launch" \

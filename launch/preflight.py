@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.checks import gpus
-from launch.checks.handlers import Answers, is_head
+from launch.checks.answers import Answers, is_head
 from launch.checks.results import FAILED, format_table, format_verdict
 from launch.checks.rpc import Coordinator, NoAnswer, Responder, connect, end_process
 from launch.checks.sockets import listen

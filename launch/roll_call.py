@@ -34,9 +34,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.checks.sockets import CONNECT_S, is_own_address, listen, reason
-from rl.net.framing import FrameReader
-from rl.watch.lines import MAX_MESSAGE, Lines
-from rl.watch.text import count_of
+from rl.common.framing import FrameReader
+from rl.common.json_channel import MAX_MESSAGE, JsonChannel
+from rl.common.text import count_of
 
 READY, NOT_READY, UNDER_WAY = 0, 1, 3
 DEFAULT_WAIT_S = 300.0
@@ -94,7 +94,7 @@ class RollCall:
 
     def __init__(self, server: socket.socket, roll: Roll, run: str):
         self._server, self._roll, self._run = server, roll, run
-        self._members: dict[Lines, tuple[int | None, str] | None] = {}  # None until a node has introduced itself
+        self._members: dict[JsonChannel, tuple[int | None, str] | None] = {}  # None until a node has introduced itself
 
     def call(self, wait_s: float) -> int:
         begun = time.monotonic()
@@ -125,7 +125,7 @@ class RollCall:
         """Wait for connections and messages, and bring the roll up to date."""
         connections = [lines.connection for lines in self._members]
         if self._server in select.select([self._server, *connections], [], [], timeout_s)[0]:
-            self._members[Lines(self._server.accept()[0])] = None
+            self._members[JsonChannel(self._server.accept()[0])] = None
         for lines in [*self._members]:
             for message in lines.receive()[:1]:  # a node sends only its hello
                 self._meet(lines, message)
@@ -135,7 +135,7 @@ class RollCall:
                 if node is not None and node not in self._members.values():  # else it has connected again
                     self._roll.leave(*node)
 
-    def _meet(self, lines: Lines, hello: dict[str, Any]) -> None:
+    def _meet(self, lines: JsonChannel, hello: dict[str, Any]) -> None:
         if not {"run", "node", "name"} <= hello.keys():  # not one of our nodes
             lines.close()
             return
@@ -165,7 +165,7 @@ def answer(head: str, port: int, training_port: int, hello: dict[str, Any], wait
     while True:
         try:
             with socket.create_connection((head, port), timeout=CONNECT_S) as connection:
-                Lines(connection).send("hello", **hello)
+                JsonChannel(connection).send("hello", **hello)
                 connection.settimeout(SILENCE_S)
                 reader = FrameReader(connection, MAX_MESSAGE)
                 while (message := json.loads(reader.wait_for_frame().head))["kind"] != "end":

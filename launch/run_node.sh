@@ -52,8 +52,8 @@ while [ $# -gt 0 ]; do
     *) break ;;
   esac
 done
-# shellcheck source=launch/numbers.sh
-. "$root/launch/numbers.sh"
+# shellcheck source=launch/check_numbers.sh
+. "$root/launch/check_numbers.sh"
 check_nodes "$nnodes"
 check_port "$port"
 [ -z "$nproc" ] || check_ranks "$nproc"

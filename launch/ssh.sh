@@ -135,8 +135,8 @@ case $command in
     ;;
 esac
 
-# shellcheck source=launch/numbers.sh
-. "$root/launch/numbers.sh"
+# shellcheck source=launch/check_numbers.sh
+. "$root/launch/check_numbers.sh"
 file='' dir=$root head='' port='' print='' follow='' options=()
 while [ $# -gt 0 ]; do
   case $1 in

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from rl.checkpoint.store import CheckpointStore
-from rl.watch.lines import Lines
-from rl.world.mail import Letter, Mail, Message
+from rl.common.json_channel import JsonChannel
+from rl.world.messages import Letter, Mailbox, Message
 from rl.world.world import RankPlace, World
 
 HOST = "127.0.0.1"
@@ -19,8 +19,8 @@ WAIT_S = 10.0  # limit on waits for messages that must come
 
 
 @contextmanager
-def connected(count: int) -> Iterator[list[Mail]]:
-    mails = [Mail(rank, HOST, "token") for rank in range(count)]
+def connected(count: int) -> Iterator[list[Mailbox]]:
+    mails = [Mailbox(rank, HOST, "token") for rank in range(count)]
     for mail in mails:
         mail.learn({other.rank: other.address for other in mails})
     try:
@@ -37,7 +37,7 @@ def connected_worlds(count: int) -> Iterator[list[World]]:
         lines = [socket.socketpair() for _ in mails]
         store = dist.HashStore()
         yield [
-            World(RankPlace(mail.rank, mail.rank, count, count), store, mail, Lines(ours))
+            World(RankPlace(mail.rank, mail.rank, count, count), store, mail, JsonChannel(ours))
             for mail, (ours, _) in zip(mails, lines, strict=True)
         ]
         for pair in lines:
@@ -58,7 +58,7 @@ def stores_on(roots: Sequence[Path], sources: Sequence[Path] | None = None) -> I
         yield [CheckpointStore(mail, root, place, range(len(roots))) for mail, root, place in zip(mails, roots, places)]
 
 
-def take(mail: Mail, *kinds: Any) -> Letter[Any]:
+def take(mail: Mailbox, *kinds: Any) -> Letter[Any]:
     letter = mail.receive_within(WAIT_S, *kinds)
     assert letter is not None, f"no {kinds} within {WAIT_S} s"
     return letter

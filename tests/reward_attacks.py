@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from rl.net.framing import pack
+from rl.common.framing import pack
 
 MARK = "ONEWORLD_REWARD_TEST"
 SPEC = f"{Path(__file__).resolve()}:attack"

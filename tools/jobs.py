@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
+from rl.common.files import write_atomically
 from rl.report.console import print_or_exit
-from rl.watch.files import write_atomically
 from tools import status
 from tools.job_kinds import POLL_S, STOP_S, JobInfo, JobKind, kind_for, kind_of
 

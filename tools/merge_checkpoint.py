@@ -20,11 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, in any Python environment
 from rl.checkpoint.manifest import CheckpointError
+from rl.common.text import parse_bytes
 from rl.export.errors import MergeError, warn
 from rl.export.find import parse_nodes
+from rl.export.folders import Place, SshOptions
 from rl.export.merge import DTYPES, CheckpointSource, MergeOptions, UploadOptions, merge_checkpoint
-from rl.export.places import Place, SshOptions
-from rl.watch.text import parse_bytes
 
 INTERRUPTED = 130
 MAX_OPEN_FILES = 1 << 16

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # find rl without an installation
+from rl.common.files import write_atomically
+from rl.common.text import count_of
 from rl.config.schema import ConfigError
 from rl.data.read import FORMATS, SHARD, DataRow, find_splits
-from rl.watch.files import write_atomically
-from rl.watch.text import count_of
 
 SPLITS = ("train", "test")
 NUMBER = re.compile(r"-?\d+(\.\d+)?")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
+from rl.common.text import count_of
 from rl.report.console import print_or_exit
-from rl.watch.text import count_of
 
 STALE_S = 5.0
 COLUMNS = {

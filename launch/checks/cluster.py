@@ -11,8 +11,8 @@ from launch.checks.bandwidth import Link, pair_rounds, slow_links
 from launch.checks.placement import MemoryPlan, check_placement
 from launch.checks.results import FAILED, OK, WARNING, CheckResult, Names
 from launch.checks.rpc import Coordinator, NoAnswer
+from rl.common.text import count_of
 from rl.config.schema import Config, ConfigError
-from rl.watch.text import count_of
 
 DESCRIBE_S = 25.0  # ranks with GPUs import torch for it
 ANSWER_S = 8.0

@@ -6,10 +6,10 @@ from typing import Any
 
 from launch.checks.memory import RoleMemory, checkpoint_bytes, estimate, num_kept, on_cpu
 from launch.checks.results import FAILED, OK, WARNING, CheckResult, Findings
+from rl.common.text import format_bytes, format_ranks
 from rl.config.schema import Config, ConfigError
 from rl.model.shape import check_model, count_parameters, local_folder
 from rl.placement.roles import Placement, plan
-from rl.watch.text import format_bytes, format_ranks
 
 ACTIVATION_SHARE = 0.1  # fraction of a GPU that should stay free
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl.watch.text import count_of
+from rl.common.text import count_of
 
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
 

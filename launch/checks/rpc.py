@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.checks.sockets import CONNECT_S
-from rl.net.framing import FrameReader, pack
-from rl.watch.lines import MAX_MESSAGE, Lines
-from rl.watch.text import format_ranks
+from rl.common.framing import FrameReader, pack
+from rl.common.json_channel import MAX_MESSAGE, JsonChannel
+from rl.common.text import format_ranks
 
 Handlers = Mapping[str, Callable[..., Any]]
 OnEnd = Callable[[int, str, bool], None]
@@ -33,7 +33,7 @@ class Coordinator:
 
     def __init__(self, server: socket.socket, size: int):
         self._server, self._size = server, size
-        self._lines: dict[int, Lines] = {}
+        self._lines: dict[int, JsonChannel] = {}
         self._hosts: dict[int, str] = {}
         self._notes: dict[int, str] = {}
         self._printer = 0
@@ -43,7 +43,7 @@ class Coordinator:
     def wait_for_ranks(self, timeout_s: float) -> None:
         """Wait until every rank has introduced itself."""
         deadline = time.monotonic() + timeout_s
-        strangers: list[Lines] = []
+        strangers: list[JsonChannel] = []
         while len(self._lines) < self._size:
             left = deadline - time.monotonic()
             if left < 0:
@@ -54,7 +54,7 @@ class Coordinator:
                 )
             ready, _, _ = select.select([self._server, *[lines.connection for lines in strangers]], [], [], left)
             if self._server in ready:
-                strangers.append(Lines(self._server.accept()[0]))
+                strangers.append(JsonChannel(self._server.accept()[0]))
             for lines in [*strangers]:
                 for message in lines.receive()[:1]:  # a rank sends only this before it is asked
                     if self._is_hello(message):
@@ -69,7 +69,7 @@ class Coordinator:
         rank, is_complete = message.get("rank"), {"rank", "host", "prints"} <= message.keys()
         return message["kind"] == "hello" and is_complete and rank in range(self._size) and rank not in self._lines
 
-    def _admit(self, lines: Lines, hello: Mapping[str, Any]) -> None:
+    def _admit(self, lines: JsonChannel, hello: Mapping[str, Any]) -> None:
         rank = hello["rank"]
         self._lines[rank], self._hosts[rank] = lines, hello["host"]
         self._printer = rank if hello["prints"] else self._printer

@@ -6,7 +6,7 @@ from typing import Any
 
 from launch.checks.bandwidth import Link, describe_slow, format_rate, slow_links, usual_rate
 from launch.checks.results import FAILED, WARNING, CheckResult, Findings, Names
-from rl.watch.text import count_of, format_bytes
+from rl.common.text import count_of, format_bytes
 
 HARMLESS = ("python", "driver")  # a difference is only a warning
 CLOCK_LIMIT_S = 1.0

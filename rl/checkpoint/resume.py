@@ -37,7 +37,7 @@ from rl.learner.policy import PolicyTrainer
 from rl.model.shards import LocalSlice
 from rl.placement.roles import Placement
 from rl.watch.heart import HEART
-from rl.world.mail import Letter, Mail, Message
+from rl.world.messages import Letter, Mailbox, Message
 
 MAX_LINES = 20
 Holder = tuple[int, str]  # a rank that can read a file, and the step's folder on its node
@@ -101,7 +101,7 @@ class Resume:
         )
 
 
-def agree_on_resume(mail: Mail, placement: Placement, store: CheckpointStore, config: Config) -> Resume | None:
+def agree_on_resume(mail: Mailbox, placement: Placement, store: CheckpointStore, config: Config) -> Resume | None:
     """Return the checkpoint that the leader found, on every rank; None if the run starts from the model."""
     if mail.rank == placement.leader:
         found = find_checkpoint(store, config.checkpoint.resume)

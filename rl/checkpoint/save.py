@@ -28,7 +28,7 @@ from rl.checkpoint.write import CheckpointWriter, RunDescription
 from rl.placement.roles import Placement
 from rl.watch.heart import OWN
 from rl.world.faults import Stopped
-from rl.world.mail import Letter, Message, waiting
+from rl.world.messages import Letter, Message, waiting
 from rl.world.world import World
 
 # What a main thread may wait for. The watchdog blames the rank whose own disk hangs, and no other.

@@ -17,8 +17,8 @@ from typing import Any
 import xxhash
 
 from rl.checkpoint.manifest import FORMAT, ITEM_BYTES, CheckpointError, File, Slice
+from rl.common.text import format_bytes
 from rl.watch.heart import HEART
-from rl.watch.text import format_bytes
 
 CHUNK_BYTES = 16 << 20
 # Syncs on the way show the watchdog that a slow disk makes progress.

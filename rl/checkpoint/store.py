@@ -25,7 +25,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from rl.checkpoint.manifest import COMMITTED, MANIFEST, STEP_FOLDER, CheckpointError, Manifest, step_folder
 from rl.checkpoint.shard_file import NewFile, cannot_write, read_bytes, rename_durably, sync_folder, write_small_file
-from rl.world.mail import Letter, Mail, Message, waiting
+from rl.world.messages import Letter, Mailbox, Message, waiting
 from rl.world.restarts import launcher_process
 
 POLL_S = 0.2
@@ -163,7 +163,7 @@ class CheckpointStore:
     are the ranks, one per node, that are asked about a whole disk.
     """
 
-    def __init__(self, mail: Mail, root: Path, source: Path | None, node_leads: Sequence[int]):
+    def __init__(self, mail: Mailbox, root: Path, source: Path | None, node_leads: Sequence[int]):
         self.root, self.node_leads = root, node_leads
         self.run_id = ""  # agreed at the start
         self.hosts: list[str] = []  # by node; known to the leader

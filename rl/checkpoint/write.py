@@ -28,7 +28,7 @@ from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore, StoreAnswer, Wri
 from rl.model.shards import TensorInfo
 from rl.placement.roles import Placement
 from rl.watch.heart import HEART
-from rl.world.mail import Letter
+from rl.world.messages import Letter
 
 HF_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 MESSAGES_IN_FLIGHT = 4

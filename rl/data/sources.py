@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from rl.common.text import count_of
 from rl.config.schema import PLACEHOLDER, Config, ConfigError, DataConfig
 from rl.data.prompts import Prompt, PromptStream, Tokenizer, WeightedSource
 from rl.data.read import read_rows
 from rl.watch.heart import HEART
-from rl.watch.text import count_of
 
 ROWS_PER_BEAT = 1000
 MAX_REPORTS = 5  # malformed rows of a path that are printed

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from rl.common.files import write_atomically
 from rl.config.schema import Config, ConfigError
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, Tokenizer
@@ -27,9 +28,8 @@ from rl.placement.roles import Placement
 from rl.rewards.find import read_rules
 from rl.rollout.collect import Results, Rollouts
 from rl.rollout.dispatch import Sampling
-from rl.watch.files import write_atomically
 from rl.watch.heart import HEART
-from rl.world.mail import Mail, Message
+from rl.world.messages import Mailbox, Message
 
 PASSING_SCORE = 1.0
 
@@ -64,7 +64,7 @@ class Evaluation:
 
     def __init__(
         self,
-        mail: Mail,
+        mail: Mailbox,
         placement: Placement,
         config: Config,
         rollouts: Rollouts,

@@ -16,7 +16,7 @@ import yaml
 
 from rl.checkpoint.manifest import Manifest
 from rl.config.schema import Config, resolve_path
-from rl.export.curve import Points, draw_curve
+from rl.export.reward_curve import Points, draw_curve
 
 REWARD, ACCURACY = "reward/mean", "eval/accuracy"
 PICTURE = "reward.png"

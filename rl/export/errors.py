@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from rl.watch.text import format_bytes
+from rl.common.text import format_bytes
 
 
 class MergeError(RuntimeError):

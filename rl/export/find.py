@@ -11,8 +11,9 @@ from functools import cached_property
 from pathlib import Path
 
 from rl.checkpoint.manifest import MANIFEST, STEP_FOLDER, CheckpointError, File, Manifest, step_folder
+from rl.common.text import format_bytes
 from rl.export.errors import MergeError
-from rl.export.places import (
+from rl.export.folders import (
     CHECKPOINTS,
     Inventory,
     LocalFolder,
@@ -22,7 +23,6 @@ from rl.export.places import (
     StepListing,
     list_places,
 )
-from rl.watch.text import format_bytes
 
 MAX_LINES = 20
 

@@ -17,7 +17,7 @@ from rl.checkpoint.manifest import File, step_folder
 from rl.checkpoint.shard_file import pieces_of
 from rl.export.errors import MergeError, cannot_write, partial_path
 from rl.export.find import Checkpoint
-from rl.export.places import PIECE_BYTES, UNREACHABLE, LocalFolder, NodeUnreachable, RemoteFolder
+from rl.export.folders import PIECE_BYTES, UNREACHABLE, LocalFolder, NodeUnreachable, RemoteFolder
 
 NUM_STREAMS = 16
 NUM_STREAMS_PER_NODE = 2  # sshd refuses more than a few connections that have not logged in yet

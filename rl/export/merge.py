@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from rl.checkpoint.manifest import PROBE, step_folder
 from rl.checkpoint.shard_file import digest
+from rl.common.text import count_of, format_bytes
 from rl.export.card import model_card
 from rl.export.errors import MergeError, warn
 from rl.export.find import (
@@ -26,13 +27,12 @@ from rl.export.find import (
     is_model_shard,
     resolve_request,
 )
+from rl.export.folders import LocalFolder, Place, SshOptions
 from rl.export.gather import Gatherer
-from rl.export.layout import index_of, lay_out, read_tensors
-from rl.export.places import LocalFolder, Place, SshOptions
+from rl.export.plan import index_of, lay_out, read_tensors
 from rl.export.upload import HubRepository
-from rl.export.work import WorkFolder, find_gathered, read_record
+from rl.export.work_folder import WorkFolder, find_gathered, read_record
 from rl.export.write import CorruptFile, Merger, OpenFiles, Progress
-from rl.watch.text import count_of, format_bytes
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 LOG_INTERVAL_S = 10.0  # between lines of progress in a log file

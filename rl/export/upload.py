@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rl.common.text import count_of
 from rl.export.errors import MergeError, warn
-from rl.watch.text import count_of
 
 WAITS_S = (2.0, 8.0)  # before each retry; the client itself also retries most requests
 TIMEOUTS_S = {"connect": 20.0, "read": 300.0, "write": 300.0, "pool": 300.0}

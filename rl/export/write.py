@@ -21,7 +21,7 @@ from rl.checkpoint.manifest import ITEM_BYTES, CheckpointError, File, Manifest, 
 from rl.checkpoint.shard_file import check_shard, rename_durably
 from rl.export.convert import Bytes, OutOfRange, convert
 from rl.export.errors import MergeError, cannot_write, partial_path
-from rl.export.layout import Box, MergedTensor, OutputFile, box_of, intersect, volume
+from rl.export.plan import Box, MergedTensor, OutputFile, box_of, intersect, volume
 
 CHUNK_BYTES = 4 << 20
 NUM_WORKERS = 4

@@ -26,7 +26,7 @@ from rl.model.logprobs import certainty_of_responses, hidden_size_of, score_resp
 from rl.model.shards import TensorInfo, local_slices, reshard
 from rl.sync.layout import Destination, MemoryLayout, Region
 from rl.sync.probe import learner_logprobs
-from rl.world.mail import Letter, Mail, Message
+from rl.world.messages import Letter, Mailbox, Message
 from rl.world.service import Service
 
 
@@ -158,7 +158,7 @@ class LocalScorer(Scorer):
 class RemoteScorer(Scorer):
     """Lets the inference ranks score."""
 
-    def __init__(self, mail: Mail, scorers: list[int], fields: list[str]):
+    def __init__(self, mail: Mailbox, scorers: list[int], fields: list[str]):
         self._mail, self._scorers, self._fields = mail, scorers, fields
 
     def score(self, batch: Batch, version: int) -> Batch:
@@ -184,7 +184,7 @@ class LogprobService(Service):
     name = "logprobs"
     kinds = (ScoreBatch, ScorePart)
 
-    def __init__(self, mail: Mail, scorers: list[int], models: ScoringModels):
+    def __init__(self, mail: Mailbox, scorers: list[int], models: ScoringModels):
         self.version = 0
         self._mail, self._scorers, self._models = mail, scorers, models
         self._policy = models.by_field["old_logprobs"]

@@ -17,8 +17,8 @@ sharing is always written (`actor,rollout: 0-7` with `rollout: 8-31`). A value i
 from dataclasses import dataclass
 from typing import Any
 
+from rl.common.text import count_of, format_ranges, format_ranks
 from rl.config.schema import PLACEMENT_SIZES, ConfigError
-from rl.watch.text import count_of, format_ranges, format_ranks
 
 ROLES = ("rollout", "inference", "actor")
 

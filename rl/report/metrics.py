@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from rl.watch.files import write_atomically
-from rl.watch.text import count_of
+from rl.common.files import write_atomically
+from rl.common.text import count_of
 
 CONSOLE = {
     "reward": "reward/mean",

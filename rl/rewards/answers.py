@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rl.rewards.extract import boxed_answer, final_answer
-from rl.rewards.writing import TEXT, is_too_hard, key_of, letters_of, normalize, split_unit
+from rl.rewards.notation import TEXT, is_too_hard, key_of, letters_of, normalize, split_unit
 
 MAX_ANSWER = 2000  # characters; no reference answer is nearly as long
 PARSED = 1000  # characters at the end of a response in which nothing is marked

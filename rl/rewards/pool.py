@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from rl.common.framing import Channel, pack
 from rl.config.schema import ConfigError, RewardConfig
-from rl.net.framing import Channel, pack
 from rl.rewards.find import read_rules
 from rl.rewards.launch import RewardServerProcess
 from rl.rewards.worker import MAX_CALL_ID

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from rl.net.framing import Buffer, Channel
-from rl.rewards.tree import adopt_orphans, children_of, descendants_of, end_tree
+from rl.common.framing import Buffer, Channel
+from rl.rewards.process_tree import adopt_orphans, children_of, descendants_of, end_tree
 from rl.rewards.worker import MAX_CALL, MAX_CALL_ID, RewardFunction, failed, run_worker
 from rl.watch.parent import die_with_parent
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rl.net.framing import FrameReader, pack
-from rl.rewards.tree import adopt_orphans
+from rl.common.framing import FrameReader, pack
+from rl.rewards.process_tree import adopt_orphans
 from rl.watch.parent import die_with_parent
 
 MAX_CALL_ID, MAX_CALL = 20, (1 << 32) - 1  # bytes of a frame's head and payload

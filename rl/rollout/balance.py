@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rl.data.batch import Batch
 from rl.data.packing import costs_of, even_owners
-from rl.world.mail import Mail, Message
+from rl.world.messages import Mailbox, Message
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class MovedGroup(Message):
 class Balancer:
     """Runs on every actor. Owners are numbers within `actors`, the ranks of the process group in its order."""
 
-    def __init__(self, mail: Mail, pg: dist.ProcessGroup, actors: Sequence[int], hidden_size: int):
+    def __init__(self, mail: Mailbox, pg: dist.ProcessGroup, actors: Sequence[int], hidden_size: int):
         self._mail, self._pg, self._actors, self._hidden_size = mail, pg, actors, hidden_size
         self._arrived: dict[int, dict[int, Batch]] = defaultdict(dict)  # batch -> position -> group
 

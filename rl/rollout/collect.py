@@ -18,7 +18,7 @@ from rl.rollout.balance import Balancer
 from rl.rollout.dispatch import Dispatcher, Sampling, Task
 from rl.rollout.orders import BatchComplete, Collected, Execute, OrderGate, OrderService
 from rl.rollout.service import RolloutService, ScoredGroup
-from rl.world.mail import Mail, Message
+from rl.world.messages import Mailbox, Message
 from rl.world.orders import Action
 
 Results = list[dict[str, Any]]  # results of the reward functions, by sample
@@ -50,7 +50,7 @@ class Rollouts:
 
     def __init__(
         self,
-        mail: Mail,
+        mail: Mailbox,
         placement: Placement,
         num_mini_batches: int,
         service: RolloutService | None,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl.data.prompts import Prompt
-from rl.world.mail import Letter, Mail, Message
+from rl.world.messages import Letter, Mailbox, Message
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Drained(Message):
 
 
 class Dispatcher:
-    def __init__(self, mail: Mail, num_engines: int):
+    def __init__(self, mail: Mailbox, num_engines: int):
         self._mail, self._num_engines = mail, num_engines
         self._lock = threading.Lock()
         self._tasks: deque[Task] = deque()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rl.rewards.totals import Totals, add
-from rl.world.mail import Letter, Mail, Message
+from rl.world.messages import Letter, Mailbox, Message
 from rl.world.orders import Action, Order
 from rl.world.service import Service
 
@@ -51,7 +51,7 @@ class OrderGate:
     It runs on the leader, in the mailbox's I/O thread. `heads` are the actors that follow no other.
     """
 
-    def __init__(self, mail: Mail, num_actors: int, heads: Sequence[int]):
+    def __init__(self, mail: Mailbox, num_actors: int, heads: Sequence[int]):
         self._mail, self._num_actors, self._heads = mail, num_actors, heads
         self._lock = threading.Lock()
         self._is_open = False  # the leader collects a batch, and no actor has gone on
@@ -96,7 +96,7 @@ class OrderService(Service):
     name = "checkpoint"
     kinds = (Execute,)
 
-    def __init__(self, mail: Mail, followers: Sequence[int], execute: Callable[[Action], None]):
+    def __init__(self, mail: Mailbox, followers: Sequence[int], execute: Callable[[Action], None]):
         self._mail, self._followers, self._execute = mail, followers, execute
 
     def handle(self, letter: Letter[Execute]) -> None:

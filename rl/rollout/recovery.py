@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rl.rollout.engine import Engine
 from rl.watch.heart import HEART
-from rl.world.mail import Message
+from rl.world.messages import Message
 from rl.world.world import World
 
 AGREE_S = 10.0  # for all ranks of an engine to report that they failed

@@ -13,7 +13,7 @@ from rl.rollout.engine import Completion, Engine
 from rl.rollout.groups import Group, OpenGroups, make_requests, pack_group
 from rl.rollout.recovery import EngineHost
 from rl.watch.heart import HEART, size_class
-from rl.world.mail import Letter, Message
+from rl.world.messages import Letter, Message
 from rl.world.orders import Order
 from rl.world.service import Service, serve
 from rl.world.world import World

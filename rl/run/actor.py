@@ -17,7 +17,7 @@ from rl.learner.scoring import Scorer
 from rl.report.describe import check_finite, describe
 from rl.report.metrics import Measures
 from rl.rewards.totals import Totals, metrics_of
-from rl.rollout.sample import Sampled, Sampler
+from rl.rollout.dynamic_sampling import Sampled, Sampler
 from rl.run.reporter import Reporter
 from rl.sync.weights import WeightSync
 

@@ -23,7 +23,7 @@ from rl.report.metrics import MetricsWriter
 from rl.rollout.balance import Balancer
 from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import Sampling
-from rl.rollout.sample import DynamicSampling, Sampler
+from rl.rollout.dynamic_sampling import DynamicSampling, Sampler
 from rl.rollout.service import RolloutService
 from rl.run.actor import Actor, Start, Trainers
 from rl.run.engines import build_rollout_service, build_sync

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from rl.common.text import format_bytes, format_ranks
 from rl.config.schema import Config
-from rl.watch.text import format_bytes, format_ranks
-from rl.world.mail import Message
+from rl.world.messages import Message
 from rl.world.world import World
 
 

@@ -22,7 +22,7 @@ from rl.placement.roles import Placement, plan
 from rl.rewards.pool import RewardPool
 from rl.rollout.service import Scored
 from rl.world.bootstrap import reward_server
-from rl.world.mail import Message
+from rl.world.messages import Message
 from rl.world.restarts import launcher_process
 from rl.world.world import World
 

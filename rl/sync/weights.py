@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rl.common.text import count_of
 from rl.config.schema import SyncConfig
 from rl.model.shards import LocalSlice, TensorInfo
 from rl.placement.roles import Placement
@@ -30,8 +31,7 @@ from rl.sync.probe import Probe, learner_logprobs
 from rl.sync.transfer import BucketTransfer
 from rl.sync.verification import check_plans, check_probe, check_regions, check_transfer, describe_rank, differing
 from rl.watch.heart import HEART
-from rl.watch.text import count_of
-from rl.world.mail import Letter, Mail, Message
+from rl.world.messages import Letter, Mailbox, Message
 from rl.world.service import Service
 
 
@@ -137,7 +137,7 @@ class WeightSync:
 
     def __init__(
         self,
-        mail: Mail,
+        mail: Mailbox,
         settings: SyncSettings,
         source: WeightSource | None,
         receivers: Sequence[Receiver],
@@ -446,7 +446,7 @@ class SyncService(Service):
     name = "sync"
     kinds = (StartSync,)
 
-    def __init__(self, sync: WeightSync, mail: Mail, followers: Sequence[int], begin_step: Callable[[int], None]):
+    def __init__(self, sync: WeightSync, mail: Mailbox, followers: Sequence[int], begin_step: Callable[[int], None]):
         self._sync, self._mail, self._followers, self._begin_step = sync, mail, followers, begin_step
 
     def handle(self, letter: Letter[StartSync]) -> None:
@@ -456,7 +456,7 @@ class SyncService(Service):
         self._begin_step(letter.message.step)
 
 
-def share_tensors(mail: Mail, placement: Placement, model: nn.Module | None, dtype: str) -> list[TensorInfo]:
+def share_tensors(mail: Mailbox, placement: Placement, model: nn.Module | None, dtype: str) -> list[TensorInfo]:
     """Return the tensors that a sync transfers. An actor derives them from its model; the leader tells the others."""
     if model is None:
         return mail.receive(TransferredTensors).message.tensors

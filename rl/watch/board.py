@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from rl.common.files import run_within_wait
+from rl.common.text import format_ranks
 from rl.watch.culprit import RankState, describe_others, describe_silence, find_culprit
-from rl.watch.files import run_within_wait
 from rl.watch.reports import CAUSES, AttemptHistory, Report
-from rl.watch.text import format_ranks
 
 COLLECT_S = 0.7  # for reports, after the first
 MAX_COLLECT_S = 3.0  # while only broken connections were reported: who broke them will be reported too

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rl.common.json_channel import JsonChannel
 from rl.watch.board import CUT_S
-from rl.watch.lines import Lines
 
 
 class BoardClient:
@@ -21,7 +21,7 @@ class BoardClient:
         """`on_order` gets the board's messages, `on_lost` why it is out of reach. Raise OSError if it cannot be
         reached now."""
         self._heard_at = time.monotonic()
-        self._line = Lines(socket.create_connection(address, timeout=CUT_S))
+        self._line = JsonChannel(socket.create_connection(address, timeout=CUT_S))
         self._selector, self._on_order, self._on_lost = selector, on_order, on_lost
         selector.register(self._line.connection, selectors.EVENT_READ, self._read)
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rl.common.json_channel import JsonChannel
 from rl.watch.board import BEAT_S, Board
-from rl.watch.lines import Lines
 
 RANK = 0
 
@@ -28,8 +28,8 @@ class BoardServer:
         self.port: int = self._listener.getsockname()[1]
         self.board = Board(self._tell, say)
         self._token, self._selector, self._on_order = token, selector, on_order
-        self._peers: dict[int, Lines] = {}
-        self._ranks: dict[Lines, int] = {}  # of peers that have shown the token
+        self._peers: dict[int, JsonChannel] = {}
+        self._ranks: dict[JsonChannel, int] = {}  # of peers that have shown the token
         self._sent_at = 0.0
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -57,10 +57,10 @@ class BoardServer:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        line = Lines(connection)
+        line = JsonChannel(connection)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(line))
 
-    def _read(self, line: Lines) -> None:
+    def _read(self, line: JsonChannel) -> None:
         for message in line.receive():
             if line in self._ranks:
                 self.board.handle(self._ranks[line], message)

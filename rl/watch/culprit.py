@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rl.common.text import format_ranks
 from rl.watch.heart import Activity
-from rl.watch.text import format_ranks
 
 
 @dataclass(frozen=True)

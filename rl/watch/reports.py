@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.watch.files import write_atomically
+from rl.common.files import write_atomically
 
 # What may end a world, the best explanation first: after a loss, agents end the other ranks and connections break.
 CAUSES = ("interrupt", "fatal", "error", "lost", "stopped", "silent", "terminated", "connection")

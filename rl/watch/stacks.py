@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from rl.watch.files import run_within_wait
+from rl.common.files import run_within_wait
 
 SIGNAL = signal.SIGUSR2
 MEMORY = "stacks"  # name by which tools/stacks.py finds it

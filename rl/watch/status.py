@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl.watch.files import write_atomically
+from rl.common.files import write_atomically
 from rl.watch.process import RankProcess
 
 WRITE_S = 1.0  # for the last write at the end

@@ -22,13 +22,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rl.common.files import WAIT_S
+from rl.common.json_channel import JsonChannel
 from rl.watch.board import BEAT_S
 from rl.watch.board_client import BoardClient
 from rl.watch.board_server import BoardServer
-from rl.watch.files import WAIT_S
 from rl.watch.heart import HEART, Heart
 from rl.watch.launcher import Launcher
-from rl.watch.lines import Lines
 from rl.watch.monitor import RankMonitor
 from rl.watch.process import RankProcess, remove_segments
 from rl.watch.reports import AttemptHistory
@@ -45,7 +45,7 @@ MAX_EARLY_DEATHS = 3
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)  # they are meant for the rank
 
 
-def start_watchdog() -> Lines:
+def start_watchdog() -> JsonChannel:
     """Fork the watchdog of this process and return the connection to it."""
     stacks = Stacks()
     HEART.renew()
@@ -53,7 +53,7 @@ def start_watchdog() -> Lines:
     pid, agent = os.getpid(), os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
     if os.fork():
         theirs.close()
-        return Lines(ours)
+        return JsonChannel(ours)
     code = 1
     try:
         ours.close()
@@ -75,7 +75,7 @@ class Watchdog:
         self._process, self._launcher = RankProcess(pid, leads_group=bool(agent)), Launcher(agent)
         self._monitor, self._status = RankMonitor(heart, self._process, stacks), StatusWriter(self._process)
         self._selector = selectors.DefaultSelector()
-        self._rank_line = Lines(line)
+        self._rank_line = JsonChannel(line)
         self._selector.register(line, selectors.EVENT_READ, self._read_rank)
         self._selector.register(self._process.exit_fd, selectors.EVENT_READ, self._rank_ended)
         self._local_rank = 0

@@ -13,8 +13,8 @@ import signal
 import socket
 from pathlib import Path
 
+from rl.common.json_channel import JsonChannel
 from rl.rewards.launch import RewardServerProcess, launch
-from rl.watch.lines import Lines
 from rl.watch.parent import die_with_parent
 from rl.watch.tee import start_tee, write_log
 from rl.watch.watchdog import start_watchdog
@@ -40,7 +40,7 @@ if "RANK" in os.environ and MARK not in os.environ:
     atexit.register(_line.send, "raised")
 
 
-def line_to_watchdog() -> Lines:
+def line_to_watchdog() -> JsonChannel:
     """Return the connection to this rank's watchdog; start the watchdog if torchrun did not start this process."""
     global _line
     if _line is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, cast
 
-from rl.watch.files import write_atomically
+from rl.common.files import write_atomically
 from rl.watch.heart import HEART
 
 MAX_PATH = 100  # bytes; the kernel accepts 107 for a socket

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rl.common.json_channel import JsonChannel
 from rl.config.schema import ConfigError
-from rl.watch.lines import Lines
 from rl.watch.reports import Report
 from rl.world.debugger import Debugger
 from rl.world.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, exit_now
-from rl.world.mail import Mail, PeerLost
+from rl.world.messages import Mailbox, PeerLost
 from rl.world.progress import Progress
 
 VERDICT_TIMEOUT_S = 5.0
@@ -47,7 +47,7 @@ class Stopped(Exception):
 class Faults:
     """Report this rank's errors to its watchdog, and end this rank when the watchdog says so."""
 
-    def __init__(self, progress: Progress, mail: Mail, watchdog: Lines, debugger: Debugger):
+    def __init__(self, progress: Progress, mail: Mailbox, watchdog: JsonChannel, debugger: Debugger):
         self.is_over = False  # the world is ending
         self._progress, self._mail, self._watchdog, self._debugger = progress, mail, watchdog, debugger
         self._has_post_mortem = False

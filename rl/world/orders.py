@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from rl.world.mail import Message
+from rl.world.messages import Message
 
 Action = Literal["save", "stop", "publish again"]
 

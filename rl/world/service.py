@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl.world.mail import Letter, Message
+from rl.world.messages import Letter, Message
 from rl.world.world import World
 
 

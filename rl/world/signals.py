@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 
 from rl.world.faults import Faults
-from rl.world.mail import Mail, PeerLost
+from rl.world.messages import Mailbox, PeerLost
 from rl.world.orders import Action, Order
 
 STOP_S = 25.0  # for a checkpoint after SIGTERM; torchrun kills its workers 30 s after it
@@ -19,7 +19,7 @@ STOP_S = 25.0  # for a checkpoint after SIGTERM; torchrun kills its workers 30 s
 class Signals:
     """Turn the signals of one rank into orders for the leader."""
 
-    def __init__(self, mail: Mail, faults: Faults):
+    def __init__(self, mail: Mailbox, faults: Faults):
         self._mail, self._faults = mail, faults
         self._leader: int | None = None
         self._is_interrupted = False

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from rl.common.json_channel import JsonChannel
 from rl.config.schema import Config, ConfigError
-from rl.watch.lines import Lines
 from rl.watch.recorder import keep_collectives
 from rl.world.address import own_address
 from rl.world.bootstrap import line_to_watchdog
 from rl.world.debugger import Debugger
 from rl.world.exits import EXIT_CLEAN, exit_now
 from rl.world.faults import Faults
-from rl.world.mail import Letter, Mail, Message
+from rl.world.messages import Letter, Mailbox, Message
 from rl.world.progress import Progress
 from rl.world.restarts import Restarts
 from rl.world.signals import Signals
@@ -63,7 +63,7 @@ class World:
     `join` makes it. The process groups follow in `connect`, when the config is known.
     """
 
-    def __init__(self, place: RankPlace, store: dist.Store, mail: Mail, watchdog: Lines):
+    def __init__(self, place: RankPlace, store: dist.Store, mail: Mailbox, watchdog: JsonChannel):
         self.rank, self.local_rank, self.size = place.rank, place.local_rank, place.size
         self.num_ranks_per_node = place.num_ranks_per_node
         self.store, self.mail = store, mail
@@ -195,6 +195,6 @@ def _join() -> World:
         store.set("mail/token", secrets.token_hex(16))
     address, token = own_address(store), store.get("mail/token").decode()
     place = RankPlace(rank, local_rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-    world = World(place, store, Mail(rank, address, token), line_to_watchdog())
+    world = World(place, store, Mailbox(rank, address, token), line_to_watchdog())
     world.enter()
     return world

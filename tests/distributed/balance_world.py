@@ -22,7 +22,7 @@ from rl.rollout.balance import Balancer
 from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import NewTasks, Pull, Sampling, Task
 from rl.rollout.service import ScoredGroup
-from rl.world.mail import Mail
+from rl.world.messages import Mailbox
 from rl.world.world import World, join
 
 NUM_ACTORS, NUM_MINI_BATCHES, NUM_SAMPLES, HIDDEN_SIZE = 3, 2, 2, 8
@@ -68,7 +68,7 @@ def act(world: World, placement: Placement, pg: dist.ProcessGroup, folder: Path)
             start(batch + 2)
 
 
-def hand_in(mail: Mail, leader: int) -> None:
+def hand_in(mail: Mailbox, leader: int) -> None:
     """Send batch 2 before batch 1, each from its end."""
     tasks: list[Task] = []
     num_left = sum(NUM_PROMPTS.values())

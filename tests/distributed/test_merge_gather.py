@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.export import gather, places
+from rl.export import gather
 from tests.checkpoint_files import Made, read_model, write_checkpoint
 from tests.sshd import SshServer, ssh_server
 from tools.merge_checkpoint import main
@@ -149,7 +149,7 @@ def test_missing_space_for_gathering_is_reported(
     made: Made, server: SshServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gathered shards and the result would each fit, but not both."""
-    monkeypatch.setattr("rl.export.work.free_bytes", lambda path: 9 * SHARD_BYTES)
+    monkeypatch.setattr("rl.export.work_folder.free_bytes", lambda path: 9 * SHARD_BYTES)
     assert "are to be written to" in failure(arguments(server, made.folders[0]))
     assert server.num_bytes < SLACK_BYTES
 
@@ -175,8 +175,8 @@ def test_output_of_a_login_shell_is_ignored(made: Made, server: SshServer, tmp_p
 
 def test_a_stalled_stream_is_abandoned(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command in place of ssh lists files, and then sends one byte of a file and no more."""
-    monkeypatch.setattr(places, "SILENCE_S", 0.5)
-    monkeypatch.setattr(places, "POLL_S", 0.1)
+    monkeypatch.setattr(folders, "SILENCE_S", 0.5)
+    monkeypatch.setattr(folders, "POLL_S", 0.1)
     monkeypatch.setattr(gather, "MAX_TRIES", 1)
     script = tmp_path / "stalling-ssh"
     stall = "echo oneworld begin; printf x; exec sleep 60"

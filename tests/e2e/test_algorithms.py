@@ -14,7 +14,7 @@ from rl.config.load import load_config
 from rl.config.schema import ROOT
 from rl.data.batch import Batch
 from rl.data.sources import read_data
-from rl.rollout.sample import next_count
+from rl.rollout.dynamic_sampling import next_count
 from tests.independent_merge import assert_same_bytes, load_merged, merge_shards
 from tests.launcher import Result, train
 from tools.merge_checkpoint import main

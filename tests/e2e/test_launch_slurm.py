@@ -72,7 +72,7 @@ class Slurm:
 
     def address(self) -> str:
         """Of the first node, whose name nobody knows."""
-        return self.ask(sys.executable, "launch/head.py", "address").strip()
+        return self.ask(sys.executable, "launch/find_head.py", "address").strip()
 
     def output(self, job: str) -> str:
         file = self.folder / f"out-{job}"

@@ -10,7 +10,7 @@ import torch
 from rl.config.schema import AlgoConfig, Config
 from rl.data.batch import Batch
 from rl.learner.policy import PolicyTrainer
-from rl.rollout.sample import DynamicSampling
+from rl.rollout.dynamic_sampling import DynamicSampling
 from rl.run.actor import Actor, Trainers
 from rl.run.build import dynamic_sampling_of
 from rl.run.reporter import Reporter

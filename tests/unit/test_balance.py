@@ -9,7 +9,7 @@ import torch
 
 from rl.data.batch import Batch
 from rl.rollout.balance import Balancer, MovedGroup
-from rl.world.mail import Mail
+from rl.world.messages import Mailbox
 from tests.mails import WAIT_S, Mark, connected, take
 
 ACTORS = [1, 2, 4]  # owners 0, 1 and 2
@@ -37,13 +37,13 @@ def dealt(owner: int, mark: int) -> dict[int, Batch]:
 
 
 @pytest.fixture
-def mails() -> Iterator[list[Mail]]:
+def mails() -> Iterator[list[Mailbox]]:
     with connected(5) as made:
         yield [made[rank] for rank in ACTORS]
 
 
 @pytest.fixture
-def balancers(mails: list[Mail]) -> list[Balancer]:
+def balancers(mails: list[Mailbox]) -> list[Balancer]:
     return [Balancer(mail, None, ACTORS, hidden_size=1) for mail in mails]
 
 
@@ -61,7 +61,7 @@ def test_groups_go_to_their_new_owners(balancers: list[Balancer]) -> None:
                 assert_holds(call.result(WAIT_S), positions, batch)
 
 
-def test_nothing_is_sent_when_owners_stay(mails: list[Mail], balancers: list[Balancer]) -> None:
+def test_nothing_is_sent_when_owners_stay(mails: list[Mailbox], balancers: list[Balancer]) -> None:
     for owner in range(3):
         assert_holds(balancers[owner].exchange(1, dealt(owner, 1), OWNERS, OWNERS), [owner, owner + 3], 1)
     for receiver in mails:
@@ -71,7 +71,7 @@ def test_nothing_is_sent_when_owners_stay(mails: list[Mail], balancers: list[Bal
             assert take(receiver, MovedGroup, Mark).message == Mark()
 
 
-def test_groups_of_another_batch_wait_for_it(mails: list[Mail], balancers: list[Balancer]) -> None:
+def test_groups_of_another_batch_wait_for_it(mails: list[Mailbox], balancers: list[Balancer]) -> None:
     """All of batch 8 is there before the first of batch 7, and none in stream order."""
     for batch in (8, 7):
         for position in (5, 2, 4):
@@ -81,14 +81,14 @@ def test_groups_of_another_batch_wait_for_it(mails: list[Mail], balancers: list[
         assert_holds(balancers[0].exchange(batch, dealt(0, batch), OWNERS, MOVED), [2, 3, 4, 5], batch)
 
 
-def test_the_end_of_the_world_ends_the_wait(mails: list[Mail], balancers: list[Balancer]) -> None:
+def test_the_end_of_the_world_ends_the_wait(mails: list[Mailbox], balancers: list[Balancer]) -> None:
     timer = threading.Timer(0.05, mails[0].fail, [RuntimeError("rank 4 is gone")])
     timer.start()
     with pytest.raises(RuntimeError, match="rank 4 is gone"):
         balancers[0].exchange(1, dealt(0, 1), OWNERS, MOVED)
 
 
-def test_one_actor_and_empty_batches_need_no_collective(mails: list[Mail], balancers: list[Balancer]) -> None:
+def test_one_actor_and_empty_batches_need_no_collective(mails: list[Mailbox], balancers: list[Balancer]) -> None:
     alone = Balancer(mails[0], None, [mails[0].rank], hidden_size=1)
     groups = {position: group_of(position, 1) for position in range(3)}
     assert_holds(alone.balance(1, groups, [0, 0, 0], [0, 0, 1]), [0, 1, 2], 1)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from rl.common.json_channel import JsonChannel
 from rl.watch import board as board_module
 from rl.watch.board import CUT_S, DEADLOCK_S, Board
 from rl.watch.board_server import BoardServer
 from rl.watch.culprit import Diagnosis, RankState, Silence, find_culprit
 from rl.watch.heart import Activity
-from rl.watch.lines import Lines
 from rl.watch.reports import AttemptHistory, Report
 
 
@@ -335,7 +335,7 @@ def test_a_server_accepts_peers_with_the_token_and_stays_until_they_have_gone() 
                 for key, _ in selector.select(0.1):
                     key.data()
 
-        friend, stranger = (Lines(socket.create_connection(("127.0.0.1", server.port))) for _ in range(2))
+        friend, stranger = (JsonChannel(socket.create_connection(("127.0.0.1", server.port))) for _ in range(2))
         for line, rank, token in ((stranger, 2, "other"), (friend, 1, "token")):
             line.send("hello", token=token, rank=rank)
             line.send("beat", state=asdict(state(rank)), about={})

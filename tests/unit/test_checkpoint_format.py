@@ -28,7 +28,7 @@ from rl.checkpoint.shard_file import (
     write_shard,
     write_small_file,
 )
-from rl.watch.text import parse_bytes
+from rl.common.text import parse_bytes
 
 DIGEST_OF_NOTHING = "2d06800538d394c2"  # XXH3's own test vector
 ABOUT = {"run_id": "r1", "step": 4, "save_id": "w1-4"}

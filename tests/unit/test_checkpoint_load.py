@@ -15,7 +15,7 @@ from rl.checkpoint.resume import SliceReader, fill, find_checkpoint
 from rl.checkpoint.store import ReadBytes
 from rl.config.schema import ConfigError
 from rl.model.shards import LocalSlice, TensorInfo
-from rl.world.mail import PeerLost
+from rl.world.messages import PeerLost
 from tests.saved_steps import BIAS, MODEL, OpenStores, Values, W, rows_of, save, values_of
 
 Parts = list[tuple[str, LocalSlice]]

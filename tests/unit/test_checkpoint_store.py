@@ -31,7 +31,7 @@ from rl.checkpoint.store import (
     StoreRequest,
     WriteBytes,
 )
-from rl.world.mail import Letter
+from rl.world.messages import Letter
 from tests.mails import connected, stores_on
 
 MANIFEST = Manifest(

@@ -6,7 +6,7 @@ import pytest
 
 from rl.data.prompts import Prompt
 from rl.rollout.dispatch import Dispatcher, Drained, NewTasks, Pull, Sampling, Task
-from rl.world.mail import Mail
+from rl.world.messages import Mailbox
 from tests.mails import take
 
 LEADER, FIRST, SECOND = 0, 1, 2
@@ -21,7 +21,7 @@ class Hall:
     """The dispatcher on the leader, and two engines' leads."""
 
     def __init__(self) -> None:
-        self.mails = [Mail(rank, "127.0.0.1", "token") for rank in range(3)]
+        self.mails = [Mailbox(rank, "127.0.0.1", "token") for rank in range(3)]
         for mail in self.mails:
             mail.learn({other.rank: other.address for other in self.mails})
         self.dispatcher = Dispatcher(self.mails[LEADER], num_engines=2)

@@ -12,7 +12,7 @@ from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.groups import OpenGroups
 from rl.rollout.recovery import EngineFailed, EngineHost
 from rl.rollout.service import RebuildEngine, RolloutService, SamplingLimits, StepEngine
-from rl.world.mail import Letter
+from rl.world.messages import Letter
 from rl.world.orders import Order
 from rl.world.world import World
 from tests.mails import connected_worlds, take

@@ -15,7 +15,7 @@ from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.groups import OpenGroups, pack_group
 from rl.rollout.recovery import EngineHost, clear_frames
 from rl.rollout.service import RolloutService, SamplingLimits
-from rl.world.mail import Letter
+from rl.world.messages import Letter
 from rl.world.world import World
 from tests.mails import connected_worlds
 

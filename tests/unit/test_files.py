@@ -1,11 +1,11 @@
-"""Tests of rl/watch/files.py."""
+"""Tests of rl/common/files.py."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from rl.watch.files import write_atomically
+from rl.common.files import write_atomically
 
 
 @pytest.mark.parametrize("fsync", [False, True])

@@ -1,4 +1,4 @@
-"""Tests of rl/net/framing.py: frames arrive whole, in order, within limits, and nobody blocks."""
+"""Tests of rl/common/framing.py: frames arrive whole, in order, within limits, and nobody blocks."""
 
 import socket
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl.net.framing import MAGIC, PREFIX, READ_BYTES, Channel, Frame, FrameReader, pack
+from rl.common.framing import MAGIC, PREFIX, READ_BYTES, Channel, Frame, FrameReader, pack
 
 Pair = tuple[socket.socket, socket.socket]
 LARGE = bytes(range(256)) * (READ_BYTES // 64)  # four times what is read at once

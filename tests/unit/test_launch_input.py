@@ -78,7 +78,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_a_head_without_ipv6_is_found(tmp_path: Path) -> None:
     """No large package is imported: workers on a slow disk would wait for it."""
-    head = str(ROOT / "launch" / "head.py")
+    head = str(ROOT / "launch" / "find_head.py")
     command = [sys.executable, "-c", WITHOUT_IPV6, head, "serve", str(tmp_path), "7", "2", "0", "127.0.0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None and server.stdout.readline() == "ready\n"

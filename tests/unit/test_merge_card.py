@@ -19,7 +19,7 @@ from rl.checkpoint.manifest import File, Manifest
 from rl.config.load import load_config
 from rl.config.schema import ROOT, Advantage, Config
 from rl.export.card import ADVANTAGES, LOSSES, model_card
-from rl.export.curve import draw_curve, moving_mean
+from rl.export.reward_curve import draw_curve, moving_mean
 
 BLUE, ORANGE = (37, 99, 235), (234, 88, 12)
 
@@ -50,7 +50,7 @@ def readme(*arguments: Any) -> str:
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
-    """Lines of the tables by their first cell."""
+    """JsonChannel of the tables by their first cell."""
     rows = [
         [cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line
     ]

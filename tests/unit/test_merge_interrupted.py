@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rl.config.schema import ROOT
-from rl.export.layout import OutputFile
+from rl.export.plan import OutputFile
 from rl.export.write import Merger
 from tests.checkpoint_files import Made, write_checkpoint
 from tests.merging import (
@@ -48,7 +48,7 @@ def test_an_existing_result_is_kept(made: Made, capsys: pytest.CaptureFixture[st
 
 
 def test_missing_space_is_reported_before_anything_is_written(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl.export.work.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("rl.export.work_folder.free_bytes", lambda path: 1000)
     text = failure(*nodes(made))
     assert "are to be written to" in text and "--output" in text
     assert not result(made).parent.exists()
@@ -68,7 +68,7 @@ def test_a_disk_that_is_full_before_or_during_the_merge(tmp_path: Path, monkeypa
         assert "whose disk has 1.05 MB left" in failure(*arguments)
         assert list(disk.iterdir()) == [], "nothing was written"
         with monkeypatch.context() as patch:
-            patch.setattr("rl.export.work.free_bytes", lambda path: 1 << 40)
+            patch.setattr("rl.export.work_folder.free_bytes", lambda path: 1 << 40)
             text = failure(*arguments)
         assert "No space left on device" in text and "free space" in text and not (disk / "model").exists()
         finished = {path: path.stat().st_mtime_ns for path in disk.glob("*/model/*.safetensors")}

@@ -63,7 +63,7 @@ def test_a_run_that_starts_over_sets_the_old_rows_aside(tmp_path: Path) -> None:
 
 
 def test_lines_of_evaluations_are_set_aside_with_them(tmp_path: Path) -> None:
-    """Lines of two runs with one name are not mixed. A resumed run appends to its own."""
+    """JsonChannel of two runs with one name are not mixed. A resumed run appends to its own."""
     (tmp_path / "eval.jsonl").write_text("old\n")
     MetricsWriter(tmp_path, 10, 3).close("fake")
     assert (tmp_path / "eval.jsonl").read_text() == "old\n"

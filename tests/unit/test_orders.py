@@ -9,7 +9,7 @@ import pytest
 
 from rl.rollout.orders import BatchComplete, Collected, Execute, OrderGate, OrderService
 from rl.watch.heart import HEART
-from rl.world.mail import Letter, Mail
+from rl.world.messages import Letter, Mailbox
 from rl.world.orders import Action, Order
 from rl.world.service import serve
 from tests.mails import Mark, connected, connected_worlds, take
@@ -19,26 +19,26 @@ HEADS = (0, 2)  # rank 2 leads the engine
 
 
 @pytest.fixture
-def mails() -> Iterator[list[Mail]]:
+def mails() -> Iterator[list[Mailbox]]:
     with connected(4) as made:
         yield made
 
 
-def order(mails: list[Mail], action: Action, rank: int = 1) -> None:
+def order(mails: list[Mailbox], action: Action, rank: int = 1) -> None:
     """Send an order, and wait until the gate has it."""
     mails[rank].send(0, Order(action))
     mails[rank].send(0, Mark())
     take(mails[0], Mark)
 
 
-def collected(mails: list[Mail], batch: int, *ranks: int) -> None:
+def collected(mails: list[Mailbox], batch: int, *ranks: int) -> None:
     for rank in ranks:
         mails[rank].send(0, Collected(batch, {}))
         mails[rank].send(0, Mark())
         take(mails[0], Mark)
 
 
-def heard(mails: list[Mail], rank: int) -> list[str]:
+def heard(mails: list[Mailbox], rank: int) -> list[str]:
     """Return what this rank was told so far, in order; the leader's mark comes behind it on the same connection."""
     texts = []
     mails[0].send(rank, Mark())
@@ -47,7 +47,7 @@ def heard(mails: list[Mail], rank: int) -> list[str]:
     return texts
 
 
-def everyone_heard(mails: list[Mail]) -> list[str]:
+def everyone_heard(mails: list[Mailbox]) -> list[str]:
     """Return what the heads were told, both the same; the others hear nothing from the gate."""
     texts = [heard(mails, rank) for rank in HEADS]
     assert texts[0] == texts[1]
@@ -55,7 +55,7 @@ def everyone_heard(mails: list[Mail]) -> list[str]:
     return texts[0]
 
 
-def test_actors_go_when_all_have_collected(mails: list[Mail]) -> None:
+def test_actors_go_when_all_have_collected(mails: list[Mailbox]) -> None:
     gate = OrderGate(mails[0], len(ACTORS), HEADS)
     for batch in (1, 2, 5):
         gate.open()
@@ -65,7 +65,7 @@ def test_actors_go_when_all_have_collected(mails: list[Mail]) -> None:
         assert everyone_heard(mails) == [f"go {batch}"]
 
 
-def test_actors_may_have_collected_before_the_leader_begins(mails: list[Mail]) -> None:
+def test_actors_may_have_collected_before_the_leader_begins(mails: list[Mailbox]) -> None:
     """Their groups can be there while the leader is still busy with what comes before."""
     gate = OrderGate(mails[0], len(ACTORS), HEADS)
     for batch in (1, 2):
@@ -80,7 +80,7 @@ def test_actors_may_have_collected_before_the_leader_begins(mails: list[Mail]) -
         assert everyone_heard(mails) == [f"go {batch}"]
 
 
-def test_actors_are_counted_by_batch(mails: list[Mail]) -> None:
+def test_actors_are_counted_by_batch(mails: list[Mailbox]) -> None:
     gate = OrderGate(mails[0], len(ACTORS), HEADS)
     gate.open()
     collected(mails, 1, 2)
@@ -95,7 +95,7 @@ def test_actors_are_counted_by_batch(mails: list[Mail]) -> None:
     assert everyone_heard(mails) == ["go 2"]
 
 
-def test_an_order_before_the_first_batch_waits_for_it(mails: list[Mail]) -> None:
+def test_an_order_before_the_first_batch_waits_for_it(mails: list[Mailbox]) -> None:
     mails[1].send(0, Order("stop"))  # there is no gate yet
     gate = OrderGate(mails[0], len(ACTORS), HEADS)
     order(mails, "save")
@@ -109,7 +109,7 @@ def test_an_order_before_the_first_batch_waits_for_it(mails: list[Mail]) -> None
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_an_order_while_a_batch_is_collected_is_passed_on_at_once(mails: list[Mail], rank: int) -> None:
+def test_an_order_while_a_batch_is_collected_is_passed_on_at_once(mails: list[Mailbox], rank: int) -> None:
     gate = OrderGate(mails[0], len(ACTORS), HEADS)
     gate.open()
     order(mails, "save", rank)
@@ -121,7 +121,7 @@ def test_an_order_while_a_batch_is_collected_is_passed_on_at_once(mails: list[Ma
     assert everyone_heard(mails) == ["go 1"]
 
 
-def test_no_order_comes_after_go(mails: list[Mail]) -> None:
+def test_no_order_comes_after_go(mails: list[Mailbox]) -> None:
     gate = OrderGate(mails[0], len(ACTORS), HEADS)
     gate.open()
     collected(mails, 1, 2, 0, 3)
@@ -134,7 +134,7 @@ def test_no_order_comes_after_go(mails: list[Mail]) -> None:
     assert everyone_heard(mails) == ["go 2"]
 
 
-def test_an_order_that_waits_is_given_once(mails: list[Mail]) -> None:
+def test_an_order_that_waits_is_given_once(mails: list[Mailbox]) -> None:
     gate = OrderGate(mails[0], len(ACTORS), HEADS)
     for rank in (1, 2, 0, 1):  # as when every node's agent gets the same signal
         order(mails, "save", rank)
@@ -144,7 +144,7 @@ def test_an_order_that_waits_is_given_once(mails: list[Mail]) -> None:
     assert everyone_heard(mails) == ["save"]
 
 
-def test_every_actor_executes_each_order_once_whenever_orders_come(mails: list[Mail]) -> None:
+def test_every_actor_executes_each_order_once_whenever_orders_come(mails: list[Mailbox]) -> None:
     """Two hundred orders against at least forty batches: each comes once, in the same batch on both heads."""
     gate = OrderGate(mails[0], len(ACTORS), HEADS)
     actions = [get_args(Action)[number % 3] for number in range(200)]
@@ -208,7 +208,7 @@ def test_ranks_that_serve_execute_orders_between_two_messages() -> None:
         assert executed_by(3, ()) == expected
 
 
-def test_followers_are_told_before_their_lead_executes_an_order(mails: list[Mail]) -> None:
+def test_followers_are_told_before_their_lead_executes_an_order(mails: list[Mailbox]) -> None:
     """An order is a collective that needs them, and may end with an exception."""
     told: list[str] = []
 
@@ -221,7 +221,7 @@ def test_followers_are_told_before_their_lead_executes_an_order(mails: list[Mail
     assert told == ["stop", "stop"]
 
 
-def test_orders_and_the_end_of_a_batch_reach_a_follower_in_order(mails: list[Mail]) -> None:
+def test_orders_and_the_end_of_a_batch_reach_a_follower_in_order(mails: list[Mailbox]) -> None:
     """If the gate itself told a follower, that could overtake an order that its lead has not passed on yet."""
     gate = OrderGate(mails[0], len(ACTORS), HEADS)
     gate.open()
@@ -234,7 +234,7 @@ def test_orders_and_the_end_of_a_batch_reach_a_follower_in_order(mails: list[Mai
     assert passed_on == [Execute("save"), BatchComplete(1, {})]
 
 
-def test_scores_are_added_up_in_the_order_of_ranks(mails: list[Mail]) -> None:
+def test_scores_are_added_up_in_the_order_of_ranks(mails: list[Mailbox]) -> None:
     """Whoever comes first: the last bit of a sum depends on its order."""
     values = {0: 0.1, 2: 1e16, 3: -1e16}
     gate = OrderGate(mails[0], len(ACTORS), HEADS)

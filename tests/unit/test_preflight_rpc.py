@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from launch.checks import gpus, host
+from launch.checks.answers import Answers
 from launch.checks.bandwidth import Sink, find_unreachable, measure_rate
-from launch.checks.handlers import Answers
 from launch.checks.rpc import Coordinator, NoAnswer, Responder, connect
 from launch.checks.sockets import listen
+from rl.common.framing import pack
 from rl.config.load import load_config
 from rl.config.schema import RewardConfig
-from rl.net.framing import pack
 
 pytestmark = pytest.mark.timeout(30)
 Handlers = dict[str, Callable[..., Any]]

@@ -12,7 +12,7 @@ from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.groups import OpenGroups
 from rl.rollout.recovery import EngineHost
 from rl.rollout.service import RolloutService, SamplingLimits, Scored, ScoredGroup
-from rl.world.mail import Letter, Mail
+from rl.world.messages import Letter, Mailbox
 from rl.world.orders import Order
 from rl.world.service import Service
 from rl.world.world import World
@@ -25,7 +25,7 @@ NUM_SAMPLES = 3
 class Rewards:
     """Stands in for the pool: keeps the calls, and sends the scores that a test tells it to."""
 
-    def __init__(self, mail: Mail):
+    def __init__(self, mail: Mailbox):
         self.calls: list[tuple[tuple[int, ...], str, str, dict[str, Any]]] = []
         self._mail = mail
 

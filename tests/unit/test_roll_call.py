@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from launch import roll_call
 from launch.checks.sockets import is_own_address, listen
 from launch.roll_call import NOT_READY, READY, UNDER_WAY, Roll, RollCall, answer, parse_nnodes
-from rl.net.framing import pack
+from rl.common.framing import pack
 
 HELLO = pack(b'{"kind": "hello", "run": "x", "node": 1, "name": "b"}')
 pytestmark = pytest.mark.timeout(30)

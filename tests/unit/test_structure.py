@@ -17,7 +17,7 @@ from rl.config.schema import ROOT
 
 # A package imports packages of the layers above it in this list, never one of its own layer.
 LAYERS = [
-    ("net",),
+    ("common",),
     ("config", "watch"),
     ("rewards", "placement", "data", "algo"),
     ("world", "report", "model"),
@@ -110,11 +110,11 @@ def test_imports_point_one_way(file: str) -> None:
     ("file", "source", "arrow"),
     [
         ("rl/data/batch.py", "from rl.learner.policy import Learner", "rl/data/batch.py: data -> learner"),
-        ("rl/config/schema.py", "def f():\n    import rl.world.mail", "rl/config/schema.py: config -> world"),
+        ("rl/config/schema.py", "def f():\n    import rl.world.messages", "rl/config/schema.py: config -> world"),
         ("rl/sync/weights.py", "from rl.rollout import engine", "rl/sync/weights.py: sync -> rollout"),
         ("rl/rollout/service.py", "import train", "rl/rollout/service.py: rollout -> train"),
         ("rl/novelty.py", "import os", "no layer"),
-        ("rl/world/world.py", "from rl.world.mail import Mail", None),
+        ("rl/world/world.py", "from rl.world.messages import Mailbox", None),
         ("rl/run/build.py", "import torch, rl.learner.policy", None),
     ],
 )
@@ -229,7 +229,7 @@ def test_what_may_not_be_installed_is_behind_lazy_imports(
     assert importers == seams
 
 
-EARLY = ("rl/net/", "rl/watch/", "rl/world/bootstrap.py", "rl/rewards/launch.py")
+EARLY = ("rl/common/", "rl/watch/", "rl/world/bootstrap.py", "rl/rewards/launch.py")
 
 
 @pytest.mark.parametrize("file", [file for file in SOURCES if file.startswith(EARLY)])
@@ -237,7 +237,7 @@ def test_what_starts_before_torch_is_small(file: str) -> None:
     """A watchdog is forked before torch is imported, and stays beside every rank."""
     modules = {module for module, _ in imports(file, SOURCES[file])}
     others = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
-    allowed = ("rl.net.", "rl.watch.", "rl.rewards.launch")
+    allowed = ("rl.common.", "rl.watch.", "rl.rewards.launch")
     assert {module for module in others if not module.startswith(allowed)} == set()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.watch.text import count_of, format_bytes, format_ranges, format_ranks, parse_bytes
+from rl.common.text import count_of, format_bytes, format_ranges, format_ranks, parse_bytes
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("600", 600), ("2kb", 2000)])

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from rl.common.json_channel import JsonChannel
 from rl.config.schema import ROOT
 from rl.watch.heart import Heart
 from rl.watch.launcher import Launcher
-from rl.watch.lines import Lines
 from rl.watch.monitor import RankMonitor
 from rl.watch.process import RankProcess
 from rl.watch.reports import AttemptHistory
@@ -45,10 +45,10 @@ def running(line: socket.socket) -> Iterator[tuple[subprocess.Popen[bytes], Hear
 
 
 @contextmanager
-def watched(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Lines, Heart]]:
+def watched(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], JsonChannel, Heart]]:
     """Run rank 0 and its watchdog, with the rank's end of their connection."""
     ours, theirs = socket.socketpair()
-    rank = Lines(ours)
+    rank = JsonChannel(ours)
     with running(theirs) as (process, heart):
         rank.send("host", address="127.0.0.1", token="token")
         rank.send("join", rank=0, local_rank=0, token="token", board=[])
@@ -61,7 +61,7 @@ def test_a_pause_of_the_machine_is_not_blamed_on_the_rank(tmp_path: Path, monkey
     monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead_s[0])
     ours, theirs = socket.socketpair()
     with running(theirs) as (process, _):
-        Lines(ours).send("run", folder=str(tmp_path), floor_s=1.0, cap_s=10.0, collectives="")
+        JsonChannel(ours).send("run", folder=str(tmp_path), floor_s=1.0, cap_s=10.0, collectives="")
         time.sleep(0.5)
         ahead_s[0] += 20.0  # as if nothing ran for 20 s, neither the rank nor its watchdog
         time.sleep(0.5)
@@ -75,10 +75,10 @@ def test_a_pause_of_the_machine_is_not_blamed_on_the_rank(tmp_path: Path, monkey
 
 def test_the_last_heartbeat_of_a_rank_that_is_done_has_its_last_step() -> None:
     ours, theirs = socket.socketpair()
-    rank = Lines(ours)
+    rank = JsonChannel(ours)
     with socket.create_server(("127.0.0.1", 0)) as listener, running(theirs) as (process, heart):
         rank.send("join", rank=1, local_rank=1, token="token", board=listener.getsockname())
-        board = Lines(listener.accept()[0])
+        board = JsonChannel(listener.accept()[0])
         messages: list[dict[str, Any]] = []
         until(lambda: messages.extend(board.receive()) or len(messages) >= 2, "the first beat")
         heart.describe(step=7)
@@ -181,7 +181,7 @@ def test_early_ends_are_counted_once_per_start_until_the_ranks_have_met(
 
 
 def test_stacks_show_whether_a_rank_is_in_a_collective() -> None:
-    lines = ["Thread 0x1 (most recent call first):", '  File "rl/world/mail.py", line 1 in _serve', ""]
+    lines = ["Thread 0x1 (most recent call first):", '  File "rl/world/messages.py", line 1 in _serve', ""]
     lines += ["Current thread 0x2 (most recent call first):", '  File "torch/distributed/x.py", line 1 in all_gather']
     assert stands_in_collective("\n".join(lines))
     assert not stands_in_collective("\n".join([*lines[:4], '  File "rl/learner/policy.py", line 9 in update']))

@@ -13,7 +13,7 @@ from rl.data.prompts import Prompt, PromptStream
 from rl.report.metrics import Measures
 from rl.rollout.collect import Gathered
 from rl.rollout.dispatch import Sampling
-from rl.rollout.sample import DynamicSampling, Sampled, Sampler, next_count
+from rl.rollout.dynamic_sampling import DynamicSampling, Sampled, Sampler, next_count
 
 SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=4)
 

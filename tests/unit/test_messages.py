@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from rl.net.framing import MAGIC, PREFIX
-from rl.world.mail import Letter, Mail, Message, PeerLost
+from rl.common.framing import MAGIC, PREFIX
+from rl.world.messages import Letter, Mailbox, Message, PeerLost
 from tests.mails import Mark, take
 
 HOST = "127.0.0.1"
 WAIT_S = 10.0  # for what must happen; what must not is waited for less long
-Connect = Callable[[int], list[Mail]]
+Connect = Callable[[int], list[Mailbox]]
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Rich(Message):
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    made: list[Mail] = []
+    made: list[Mailbox] = []
 
-    def connect(count: int) -> list[Mail]:
-        mails = [Mail(rank, HOST, "token") for rank in range(count)]
+    def connect(count: int) -> list[Mailbox]:
+        mails = [Mailbox(rank, HOST, "token") for rank in range(count)]
         for mail in mails:
             mail.learn({other.rank: other.address for other in mails})
         made.extend(mails)
@@ -56,7 +56,7 @@ def connect() -> Iterator[Connect]:
         mail.close()
 
 
-def lost_by(mail: Mail) -> tuple[list[int], threading.Event]:
+def lost_by(mail: Mailbox) -> tuple[list[int], threading.Event]:
     """The ranks that this mailbox reports as lost, and whether it has reported one."""
     ranks: list[int] = []
     reported = threading.Event()
@@ -72,7 +72,7 @@ def lost_by(mail: Mail) -> tuple[list[int], threading.Event]:
 def test_order_is_kept_per_pair(connect: Connect) -> None:
     hub, *others = connect(3)
 
-    def send_all(mail: Mail) -> None:
+    def send_all(mail: Mailbox) -> None:
         for number in range(300):
             mail.send(0, Note(number), payload=bytes([number % 256]) * (number % 7))
 
@@ -180,7 +180,7 @@ def test_fail_reaches_a_waiting_receive_and_the_first_error_stays(connect: Conne
 
 def test_a_wrong_token_is_dropped_with_its_messages(connect: Connect) -> None:
     mail, friend = connect(2)
-    stranger = Mail(1, HOST, "another token")
+    stranger = Mailbox(1, HOST, "another token")
     stranger.learn({0: mail.address})
     _, dropped = lost_by(stranger)
     ranks, _ = lost_by(mail)

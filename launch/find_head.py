@@ -1,8 +1,8 @@
 """Let nodes without a scheduler find their head through a shared directory.
 
-    python launch/head.py serve FOLDER LAUNCH NNODES PORT [ADDRESS]   on the head, while it runs
-    python launch/head.py find FOLDER SECONDS                         on a worker; prints launch, nodes, address, port
-    python launch/head.py address                                     prints this node's address
+    python launch/find_head.py serve FOLDER LAUNCH NNODES PORT [ADDRESS]   on the head, while it runs
+    python launch/find_head.py find FOLDER SECONDS     on a worker; prints launch, nodes, address, port
+    python launch/find_head.py address                 prints this node's address
 
 The head writes its addresses and a random word into FOLDER/head.json. A worker trusts the file if the head answers with
 that word at one of these addresses, which the worker then uses. So the file of an older run is never mistaken for the
@@ -23,7 +23,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.checks.sockets import listen
-from rl.watch.files import write_atomically
+from rl.common.files import write_atomically
 from rl.watch.parent import die_with_parent
 from rl.world.address import address_towards
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from rl.checkpoint.manifest import COMMITTED, MANIFEST, File
 from rl.checkpoint.shard_file import rename_durably, sync_folder
+from rl.common.files import write_atomically
+from rl.common.text import format_bytes
 from rl.export.errors import MergeError, cannot_write, free_bytes, partial_path
 from rl.export.find import Checkpoint
-from rl.export.layout import OutputFile
-from rl.export.places import LocalFolder
-from rl.watch.files import write_atomically
-from rl.watch.text import format_bytes
+from rl.export.folders import LocalFolder
+from rl.export.plan import OutputFile
 
 RECORD, SHARDS = "merge.json", "shards"
 

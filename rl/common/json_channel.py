@@ -4,13 +4,13 @@ import json
 import socket
 from typing import Any
 
-from rl.net.framing import Channel
+from rl.common.framing import Channel
 
 MAX_UNSENT = 4 << 20  # bytes kept for a peer that does not read
 MAX_MESSAGE = 1 << 20  # bytes
 
 
-class Lines(Channel):
+class JsonChannel(Channel):
     """A connection whose messages are JSON objects, each with a `kind`."""
 
     def __init__(self, connection: socket.socket):

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from rl.net.framing import Frame, FrameReader, pack
+from rl.common.framing import Frame, FrameReader, pack
 from rl.watch.heart import HEART
 
 MAX_HELLO_BYTES = 1 << 10
@@ -82,7 +82,7 @@ class PeerLost(ConnectionError):
     """A message could not be delivered because the other rank is gone or frozen."""
 
 
-class Mail:
+class Mailbox:
     """One rank's mailbox. The I/O thread handles the kinds given to `on` at once; the others wait for `receive`."""
 
     def __init__(self, rank: int, host: str, token: str):
