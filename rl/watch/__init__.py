@@ -12,7 +12,7 @@
     process.py      the rank's process, seen from outside; launcher.py does the same for torchrun
     status.py       status files that tools/status.py shows
     tee.py          copies a rank's console output to its log
-    lines.py        JSON messages; files.py atomic writes; text.py sizes and ranks; parent.py ends with the parent
+    parent.py       ends a process together with its parent
 
 Nothing is imported here, and this package needs only the standard library: a watchdog is forked before torch is
 imported.

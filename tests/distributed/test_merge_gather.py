@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.export import gather
+from rl.export import folders, gather
 from tests.checkpoint_files import Made, read_model, write_checkpoint
 from tests.sshd import SshServer, ssh_server
 from tools.merge_checkpoint import main
