@@ -220,11 +220,11 @@ def test_merged_shards_are_the_policy(
     (tmp_path / "a/merged/step_2/config.json").write_text(json.dumps(config))
     with pytest.raises(SystemExit) as error:
         main([folders[0], "--nodes", ",".join(folders[1:]), "--verify-logits", "--max-shard-size", "2kB"])
-    assert "gives other logits than the policy did" in str(error.value.code)
+    assert "differ from the policy's at the save" in str(error.value.code)
     (tmp_path / "a/checkpoints/step_2/probe.safetensors").unlink()
     with pytest.raises(SystemExit) as error:
         main([folders[0], "--nodes", ",".join(folders[1:]), "--verify-logits", "--max-shard-size", "2kB"])
-    assert "no probe.safetensors of step 2 in reach" in str(error.value.code)
+    assert "no reachable place holds probe.safetensors of step 2" in str(error.value.code)
 
 
 def test_kept_checkpoints_and_the_best_one(models: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_first_run(reader: Reader) -> None:
     for text in (status, any_status):
         assert reader.type(text).startswith("runs/mine: done, step 3, 1 rank")
     assert (run / "logs" / "attempt_1" / "rank_0.log").is_file()
-    assert "every slice has the digest that it was saved with" in reader.type(merge)
+    assert "the digest of every slice was checked" in reader.type(merge)
     assert {"model.safetensors", "config.json"} <= {path.name for path in (run / "merged" / "step_3").iterdir()}
     run.rename(run.with_name("x"))
     assert "merged/step_3" in reader.type(merge_any)

@@ -244,7 +244,7 @@ def flip_byte(place: Path) -> str:
     data = bytearray(shard.read_bytes())
     data[-100] ^= 1
     shard.write_bytes(data)
-    return "has other bytes of exp_avg"
+    return "the bytes of exp_avg"
 
 
 def tear_manifest(place: Path) -> str:
