@@ -255,7 +255,7 @@ def tear_manifest(place: Path) -> str:
 def make_newer(place: Path) -> str:
     body = json.loads((place / MANIFEST).read_text()) | {"format": 2}
     (place / MANIFEST).write_text(json.dumps(body))
-    return "has format 2, this program reads format 1"
+    return "has format 2, but this program reads format 1"
 
 
 def make_foreign(place: Path) -> str:
