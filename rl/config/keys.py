@@ -1,4 +1,4 @@
-"""Config keys: a default, a line of documentation and the values that are allowed."""
+"""Declare config keys: the default, the documentation and the accepted values of each."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values that a key accepts, in words and as a test."""
+    """The values that a key accepts, as a text for people and as a predicate."""
 
     text: str
     accepts: Callable[[Any], object]
@@ -22,7 +22,7 @@ BETWEEN_0_AND_1 = Allowed("greater than 0 and less than 1", lambda value: 0 < va
 
 
 def matching(pattern: str, text: str) -> Allowed:
-    """Allow strings that match a regular expression as a whole, and say so as `text`."""
+    """Accept strings that fully match a regular expression, which `text` describes."""
     return Allowed(text, re.compile(pattern, re.ASCII).fullmatch)
 
 

@@ -13,7 +13,7 @@ from rl.config.schema import DEFAULT_CONFIG, PLACEMENT_SIZES, Config, ConfigErro
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of train.py that the programs around it take too."""
+    """Add the arguments of train.py, which the launchers accept too."""
     parser.add_argument("--config", metavar="F", help="YAML file; default: configs/default.yaml")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument(
@@ -28,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_config(path: str | Path | None = None, overrides: list[str] | None = None) -> Config:
-    """Return the defaults, overridden by the file (configs/default.yaml if `path` is None) and then by `overrides`."""
+    """Return the checked settings: the defaults, then those of the file, then the overrides.
+
+    The file is configs/default.yaml if `path` is None.
+    """
     file = resolve_path(str(path)) if path else DEFAULT_CONFIG
     if not file.is_file():
         raise ConfigError(
@@ -45,7 +48,7 @@ def load_config(path: str | Path | None = None, overrides: list[str] | None = No
     values = OmegaConf.to_container(loaded, resolve=False)
     assert isinstance(values, dict)
     if any(_names_a_role(override) for override in overrides or []):
-        # A role on the command line replaces the file's whole role map, since half of each would be meaningless.
+        # A role on the command line replaces all roles of the file, since a mixture of both would be meaningless.
         placement = _placement_of(values)
         values["placement"] = {name: value for name, value in placement.items() if name in PLACEMENT_SIZES}
     for override in overrides or []:
@@ -102,7 +105,7 @@ def _typed(values: dict) -> Config:
                 raise ConfigError(
                     f"placement.{name}: got {size!r}; it must be a whole number from 1, such as {name}: 8"
                 )
-        roles = {} if set(placement) - set(PLACEMENT_SIZES) else config.placement  # sizes alone leave the roles
+        roles = {} if set(placement) - set(PLACEMENT_SIZES) else config.placement  # sizes alone keep the default roles
         config = dataclasses.replace(config, placement=roles | {str(name): value for name, value in placement.items()})
     return config
 

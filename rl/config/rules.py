@@ -1,6 +1,7 @@
-"""Checks of the settings that need no knowledge of the world. rl/placement/roles.py checks the rest.
+"""Check the settings. rl/placement/roles.py checks those that depend on the ranks.
 
-What a single key accepts stands at the key. The rules here concern several keys, or the inside of one.
+The schema declares which values each key accepts. The rules here check combinations of keys, and the contents of a
+mapping or a template.
 """
 
 import math
@@ -15,7 +16,7 @@ SET_NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for the first setting that is not allowed, alone or beside the others."""
+    """Raise ConfigError for the first setting that is not allowed, alone or in combination with others."""
     for name, entry in keys_of(Config):
         allowed, value = entry.metadata["allowed"], attrgetter(name)(config)
         if allowed and not allowed.accepts(value):
@@ -72,10 +73,11 @@ def check_kl(config: Config) -> None:
 
 
 def check_dynamic_sampling(config: Config) -> None:
-    if config.algo.dynamic_sampling and config.rollout.num_samples_per_prompt < 2:
+    samples = config.rollout.num_samples_per_prompt
+    if config.algo.dynamic_sampling and samples < 2:
         raise ConfigError(
-            "algo.dynamic_sampling looks for groups with unequal rewards; set rollout.num_samples_per_prompt to 2 or "
-            "more"
+            f"rollout.num_samples_per_prompt: got {samples}; algo.dynamic_sampling keeps only groups with different "
+            "rewards, so set it to 2 or more"
         )
     if config.algo.dynamic_sampling and config.train.num_epochs:
         raise ConfigError(
@@ -86,7 +88,7 @@ def check_dynamic_sampling(config: Config) -> None:
 
 def check_training_data(config: Config) -> None:
     train = config.data.train
-    if not _are_paths([*train] if isinstance(train, dict) else train) or not train:
+    if not _are_distinct_paths([*train] if isinstance(train, dict) else train) or not train:
         raise ConfigError(
             f"data.train: got {train!r}; it must be a path, a list of different paths, or a mapping path -> weight"
         )
@@ -97,7 +99,7 @@ def check_training_data(config: Config) -> None:
 
 def check_evaluation_data(config: Config) -> None:
     sets = config.data.eval
-    if sets and not _are_paths([*sets.values()] if isinstance(sets, dict) else sets):
+    if sets and not _are_distinct_paths([*sets.values()] if isinstance(sets, dict) else sets):
         raise ConfigError(
             f"data.eval: got {sets!r}; it must be a path, a list of different paths, or a mapping name -> path"
         )
@@ -108,7 +110,7 @@ def check_evaluation_data(config: Config) -> None:
             "a mapping name -> path"
         )
     if isinstance(sets, list) and len(names) < len(sets):
-        raise ConfigError(f"data.eval: got {sets!r}, of which two have the same name; give a mapping name -> path")
+        raise ConfigError(f"data.eval: got {sets!r}; two of these have the same name, so give a mapping name -> path")
 
 
 def check_prompts(config: Config) -> None:
@@ -118,13 +120,13 @@ def check_prompts(config: Config) -> None:
     placeholders = PLACEHOLDER.findall(data.template)
     if data.template and not placeholders:
         raise ConfigError(
-            f"data.template: got {data.template!r}, without a {{column}}: all prompts would be the same; {{prompt}} "
-            "stands for the prompt column"
+            f"data.template: got {data.template!r}, which has no {{column}}, so all prompts would be the same; add "
+            "one, such as {prompt} for the column data.prompt_key"
         )
     if data.answer_key in placeholders and data.answer_key != data.prompt_key:
         raise ConfigError(
-            f"data.template: got {data.template!r}; {{{data.answer_key}}} would put the reference answer into the "
-            "prompt: use another word between these braces"
+            f"data.template: got {data.template!r}; the placeholder {{{data.answer_key}}} would put the reference "
+            "answer into the prompt. Remove it. If the braces are literal text, write another word in them"
         )
 
 
@@ -159,6 +161,6 @@ RULES = (
 )
 
 
-def _are_paths(value: Any) -> bool:
+def _are_distinct_paths(value: Any) -> bool:
     paths = value if isinstance(value, list) else [value]
     return all(isinstance(path, str) and path for path in paths) and len(set(paths)) == len(paths)

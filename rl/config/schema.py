@@ -1,7 +1,7 @@
 """Every setting of a run: frozen dataclasses that rl/config/load.py fills and rl/config/rules.py checks.
 
-The text beside a key is its documentation, and what stands after it the values that are allowed. Nothing here knows
-about ranks or devices.
+Each key has a default, its documentation and, if needed, the values that it accepts. Nothing here depends on ranks or
+devices.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class DataConfig:
     prompt_key: str = key("prompt", "Column with the prompt: a text, or a list of messages with role and content.")
     answer_key: str = key("answer", "Column with the reference answer. Empty: there is none.")
     template: str = key(
-        "", "Prompt text with {column} placeholders. Empty: the column prompt_key, which is also {prompt}."
+        "", "Prompt text with {column} placeholders; {prompt} is the column prompt_key. Empty: only that column."
     )
     chat_template: bool = key(False, "Wrap each prompt as a user message in the tokenizer's chat template.")
     system_prompt: str = key("", "System message before each prompt. Requires data.chat_template.")
@@ -80,9 +80,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    engine: Literal["vllm", "fake"] = key("vllm", "Inference engine; fake has no model and serves tests.")
+    engine: Literal["vllm", "fake"] = key("vllm", "Inference engine. fake has no model and is for tests.")
     num_samples_per_prompt: int = key(8, "Number of rollouts per prompt (the group size).", POSITIVE)
-    temperature: float = key(1.0, "Sampling temperature. The learner computes logprobs at the same one.", POSITIVE)
+    temperature: float = key(1.0, "Sampling temperature, which the learner's logprobs use too.", POSITIVE)
     top_p: float = key(1.0, "Probability mass of the tokens to sample from. Below 1, set algo.correction.", UP_TO_1)
     top_k: int = key(0, "Sample from this many most likely tokens; 0: all. Above 0, set algo.correction.", NOT_NEGATIVE)
     max_new_tokens: int = key(64, "Maximum length of a response.", POSITIVE)
@@ -92,7 +92,9 @@ class RolloutConfig:
     gpu_memory_fraction: float = key(0.85, "Share of a GPU's memory that an engine may use.", BETWEEN_0_AND_1)
     deterministic: bool = key(False, "Seed each sample, so that tokens do not depend on engine or timing. Slower.")
     enforce_eager: bool = key(False, "Do not capture CUDA graphs. The engine starts faster and decodes slower.")
-    max_mismatch_kl: float = key(0.0, "End the run above this KL of engine and learner; 0: never.", NOT_NEGATIVE)
+    max_mismatch_kl: float = key(
+        0.0, "End the run if the KL between engine and learner is above this; 0: never.", NOT_NEGATIVE
+    )
     engine_options: dict[str, Any] = key({}, "Further arguments of vllm.LLM, such as {block_size: 64}.")
 
 
@@ -102,7 +104,9 @@ class RewardConfig:
         "exact_match", "Built-in name, file.py:function, or a mapping of these to weights (0: log only)."
     )
     options: dict[str, Any] = key({}, "Keyword arguments by function name, such as {regex: {pattern: ...}}.")
-    timeout_s: float = key(10.0, "Time limit per response. Beyond it the score is 0, in reward/timeouts.", POSITIVE)
+    timeout_s: float = key(
+        10.0, "Time limit per response in seconds. After it the score is 0, and reward/timeouts counts it.", POSITIVE
+    )
     num_workers: int = key(0, "Scoring processes per engine; 0: its share of the cores, at most 8.", NOT_NEGATIVE)
 
 
@@ -120,22 +124,24 @@ class AlgoConfig:
         "token",
         "Average over all tokens, average over sequences with equal weight, or divide by max_new_tokens (Dr.GRPO).",
     )
-    clip_low: float = key(0.2, "The ratio is clipped below 1 - clip_low.", BETWEEN_0_AND_1)
+    clip_low: float = key(0.2, "Lower bound of the ratio: 1 - clip_low.", BETWEEN_0_AND_1)
     clip_high: float = key(
-        0.2, "The ratio is clipped above 1 + clip_high.", Allowed("greater than 0", lambda value: value > 0)
+        0.2, "Upper bound of the ratio: 1 + clip_high.", Allowed("greater than 0", lambda value: value > 0)
     )
     dual_clip: float = key(
         0.0,
-        "Upper bound of the ratio where advantages are negative, such as 3; 0: none.",
+        "Upper bound of the ratio of tokens with a negative advantage, such as 3; 0: none.",
         Allowed("0 or greater than 1", lambda value: value == 0 or value > 1),
     )
     entropy_coef: float = key(0.0, "Weight of the entropy bonus in the loss.", NOT_NEGATIVE)
-    kl_coef: float = key(0.0, "Weight of the KL to the reference policy; 0: it is not loaded.", NOT_NEGATIVE)
+    kl_coef: float = key(0.0, "Weight of the KL to the reference policy; 0: no reference is loaded.", NOT_NEGATIVE)
     kl_estimator: Literal["k1", "k2", "k3", "full"] = key(
         "k3", "KL estimator. The gradient of k1 averages to 0; full sums over the vocabulary."
     )
     kl_place: Literal["loss", "reward"] = key(
-        "loss", "Where the KL counts. In the reward it is subtracted per token if the advantage estimator allows it."
+        "loss",
+        "Add the KL to the loss, or subtract it from the reward: per response for grpo, dr_grpo and rloo, per token "
+        "for the others.",
     )
     kl_target: float = key(0.0, "KL per token that an adaptive kl_coef aims at; 0: kl_coef is fixed.", NOT_NEGATIVE)
     correction: Correction = key(
@@ -149,7 +155,9 @@ class AlgoConfig:
         "Maximum importance weight. Two-sided masks also drop weights below its inverse.",
         Allowed("greater than 1", lambda value: 1 < value < math.inf),
     )
-    overlong_tokens: int = key(0, "DAPO: last tokens, over which a penalty grows to 1; 0: none.", NOT_NEGATIVE)
+    overlong_tokens: int = key(
+        0, "DAPO: number of last tokens up to max_new_tokens over which a penalty grows to 1; 0: none.", NOT_NEGATIVE
+    )
     mask_truncated: bool = key(False, "Leave truncated responses out of means, advantages, losses and the critic.")
     dynamic_sampling: bool = key(False, "DAPO: sample until the batch is full of groups with unequal rewards.")
     max_sampling_rounds: int = key(10, "Maximum number of sampling rounds per batch.", POSITIVE)
@@ -162,22 +170,22 @@ class AlgoConfig:
     num_mini_batches: int = key(1, "Number of optimizer steps per pass over a batch.", POSITIVE)
     num_epochs: int = key(1, "Number of passes over a batch.", POSITIVE)
     old_logprobs: Literal["auto", "always"] = key(
-        "auto", "Compute old logprobs in a pass of their own: if needed, or always."
+        "auto", "Compute old logprobs in a separate pass: only if needed, or always."
     )
 
     @property
     def compares_rollouts(self) -> bool:
-        """Whether advantages compare the rollouts of one prompt."""
+        """Return whether advantages compare the rollouts of one prompt."""
         return self.advantage not in ("reinforce_pp", "gae")
 
     @property
     def has_old_pass(self) -> bool:
-        """Whether old logprobs need a pass of their own. Otherwise the engine's policy is that of the only update."""
+        """Return whether old logprobs need a separate pass. A single update per batch can use its own logprobs."""
         return self.old_logprobs == "always" or self.num_mini_batches * self.num_epochs > 1 or self.scores_before_update
 
     @property
     def scores_before_update(self) -> bool:
-        """Whether rewards depend on the policy's own logprobs."""
+        """Return whether rewards depend on the policy's own logprobs."""
         return bool(self.certainty_coef) or self.has_kl_in_reward
 
     @property
@@ -195,7 +203,7 @@ class AlgoConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The critic of algo.advantage=gae. It lives on the actor ranks, with an optimizer of its own."""
+    """The critic of algo.advantage=gae. The actor ranks hold it and its optimizer."""
 
     path: str = key("", "Model whose layers initialize the critic. Empty: model.path.")
     lr: float = key(1e-5, "Learning rate.", NOT_NEGATIVE)
@@ -207,7 +215,7 @@ class CriticConfig:
 class ActorConfig:
     lr: float = key(1e-6, "Peak learning rate.", NOT_NEGATIVE)
     lr_schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant", "Learning rate after the warm-up, over train.num_steps."
+        "constant", "Schedule of the learning rate after the warm-up, over train.num_steps."
     )
     warmup_steps: int = key(0, "Number of optimizer steps of linear warm-up.", NOT_NEGATIVE)
     weight_decay: float = key(0.0, "AdamW weight decay.", NOT_NEGATIVE)
@@ -222,8 +230,9 @@ class ActorConfig:
     )
     offload: Literal["none", "rollout", "moments", "always"] = key(
         "none",
-        "State in host memory. rollout: weights and optimizer state, while the rank's engine works; moments: only the "
-        "optimizer state then, two thirds of it all; always: optimizer steps run on the CPU, if memory is short.",
+        "Keep training state in host memory. rollout: weights and optimizer state, while the rank's engine works; "
+        "moments: only the optimizer state (two thirds of it) in that time; always: everything at all times, with "
+        "optimizer steps on the CPU.",
     )
     num_replicas: int = key(1, "Copies of the policy (HSDP), each sharded over its share of the actors.", POSITIVE)
 
@@ -236,10 +245,18 @@ class InferenceConfig:
 @dataclass(frozen=True)
 class SyncConfig:
     bucket_mb: int = key(0, "Size of a bucket of weights in MiB; 0: 128, or 32 on a CPU.", NOT_NEGATIVE)
-    join_timeout_s: float = key(600.0, "Time limit for joining a sync, after which the run ends.", POSITIVE)
-    verify: Verify = key("full", "Compare digests of the weights that engines hold, of the bytes received, or none.")
-    probe_interval: int = key(50, "Probe logprobs at the first two versions and every N; 0: never.", NOT_NEGATIVE)
-    probe_limit: float = key(0.0, "Mean logprob difference that ends the run; 0: by model.dtype.", NOT_NEGATIVE)
+    join_timeout_s: float = key(600.0, "Time in seconds for all ranks to join a sync. After it the run ends.", POSITIVE)
+    verify: Verify = key(
+        "full", "Compare digests. full: of the weights in the engines; transport: of the bytes received; off: none."
+    )
+    probe_interval: int = key(
+        50,
+        "Compare logprobs of engine and learner (a probe) at the first two versions and every Nth; 0: never.",
+        NOT_NEGATIVE,
+    )
+    probe_limit: float = key(
+        0.0, "Mean logprob difference in a probe that ends the run; 0: a limit for model.dtype.", NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True)
@@ -265,7 +282,7 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     num_steps: int = key(100, "Number of iterations of the loop.", POSITIVE)
-    num_epochs: int = key(0, "Number of passes over the prompts; 0: num_steps counts.", NOT_NEGATIVE)
+    num_epochs: int = key(0, "Number of passes over the prompts, instead of num_steps; 0: use num_steps.", NOT_NEGATIVE)
     num_prompts_per_step: int = key(32, "Number of prompts per iteration.", POSITIVE)
 
 
@@ -277,7 +294,7 @@ class EvalConfig:
     temperature: float = key(0.0, "Sampling temperature; 0: greedy.", NOT_NEGATIVE)
     top_p: float = key(1.0, "Probability mass of the tokens to sample from.", UP_TO_1)
     max_new_tokens: int = key(0, "Maximum length of a response; 0: rollout.max_new_tokens.", NOT_NEGATIVE)
-    function: str = key("", "The one of reward.function that decides what is correct. Empty: the first.")
+    function: str = key("", "The function of reward.function that scores evaluations. Empty: the first.")
 
 
 @dataclass(frozen=True)
@@ -288,16 +305,17 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class WorldConfig:
-    transfer_timeout_s: float = key(300.0, "Time limit of a collective.", POSITIVE)
+    transfer_timeout_s: float = key(300.0, "Time limit of a collective in seconds.", POSITIVE)
     max_fruitless_attempts: int = key(10, "Maximum number of consecutive restarts without progress.")
     silence_floor_s: float = key(
         60.0,
-        "Minimum silence in seconds before a rank counts as hung. The limit is 5 times the longest so far in a stage.",
+        "Minimum silence in seconds before a rank counts as hung. The limit is 5 times the longest silence so far in "
+        "the same stage.",
     )
     silence_cap_s: float = key(
         1800.0,
-        "Maximum silence in seconds. It also applies to a new stage, a compilation, an engine build, and a checkpoint "
-        "whose disk accepts nothing.",
+        "Upper bound of that limit in seconds. It is also the limit in a new stage, a compilation, an engine build, "
+        "and a checkpoint whose disk accepts no data.",
     )
 
 
@@ -307,7 +325,7 @@ class DebugConfig:
     ignore_stop_tokens: bool = key(False, "Let every response reach its token limit, for benchmarks.")
     profile_step: int = key(0, "First step to profile, on all actors, into the run's profile/; 0: none.", NOT_NEGATIVE)
     profile_num_steps: int = key(1, "Number of steps to profile.", POSITIVE)
-    num_collectives: int = key(2000, "Collectives that NCCL's flight recorder keeps; 0: off.", NOT_NEGATIVE)
+    num_collectives: int = key(2000, "Number of collectives that NCCL's flight recorder keeps; 0: off.", NOT_NEGATIVE)
     dry_run: bool = key(False, "Set by --dry-run: save nothing, and accept a model directory without weights.")
     breakpoints: bool = key(False, "Let ranks wait a day, not transfer_timeout_s, for a rank at a breakpoint().")
     post_mortem: bool = key(False, "Open a debugger where an exception was raised. The other ranks wait for a day.")
@@ -341,7 +359,7 @@ class Config:
 
 
 def resolve_path(path: str) -> Path:
-    """Look a relative path up in the working directory, then in the repository. A hub name stays as it is."""
+    """Look up a relative path in the working directory, then in the repository. Return a hub name unchanged."""
     if Path(path).is_absolute() or Path(path).exists():
         return Path(path)
     return ROOT / path if (ROOT / path).exists() else Path(path)

@@ -1,8 +1,8 @@
 """The ragged batch: rollouts concatenated as flat tokens, without padding.
 
 A batch has T tokens in S sequences. Fields of shape [T] have a value per token, fields of shape [S] one per sequence.
-The logprob at position t is that of tokens[t] given the tokens before it in the same sequence. Lengths say which tokens
-are trained on, never token ids: the EOS token may also be the pad token.
+The logprob at position t is that of tokens[t] given the tokens before it in the same sequence. Lengths say
+which tokens belong to a response. Token ids never do, because the EOS token may also be the pad token.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Batch:
 
     @property
     def segment_ids(self) -> Tensor:
-        """Return [T]: the sequence of each token."""
+        """Return [T]: the index of each token's sequence."""
         return torch.repeat_interleave(torch.arange(self.num_sequences, device=self.lengths.device), self.lengths)
 
     @property
@@ -66,7 +66,7 @@ class Batch:
 
     @property
     def response_segment_ids(self) -> Tensor:
-        """Return the sequence of each response token."""
+        """Return the index of each response token's sequence."""
         return torch.repeat_interleave(torch.arange(self.num_sequences), self.response_lengths)
 
     def response_spans(self) -> list[tuple[int, int]]:
@@ -75,7 +75,7 @@ class Batch:
         return list(zip((ends - self.response_lengths).tolist(), ends.tolist()))
 
     def trained_sequences(self, mask_truncated: bool) -> list[int]:
-        """Return the sequences to learn from. With `mask_truncated` these are the ones that were not cut."""
+        """Return the indices of the sequences to learn from: all, or with `mask_truncated` those not truncated."""
         return (~self.truncated).nonzero().flatten().tolist() if mask_truncated else list(range(self.num_sequences))
 
     def at_responses(self, values: Tensor) -> Tensor:

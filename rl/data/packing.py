@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+MAX_IMBALANCE = 1.02  # maximum cost of an owner relative to the mean; groups are moved only above it
 
-def costs_of(lengths: Sequence[int], hidden_size: int) -> list[float]:
+
+def estimate_costs(lengths: Sequence[int], hidden_size: int) -> list[float]:
     """Return the cost of each sequence, in units of one token without attention.
 
     A transformer layer has about 12 hidden_size^2 weights, and a token attends to half of its sequence on average.
@@ -12,26 +14,26 @@ def costs_of(lengths: Sequence[int], hidden_size: int) -> list[float]:
 
 
 def count_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
-    """Return the number that first-fit decreasing needs. A sequence longer than the budget is alone."""
+    """Return how many micro-batches first-fit-decreasing packing needs. A sequence above the budget gets its own."""
     return len(_first_fit(lengths, max_tokens))
 
 
 def pack(lengths: Sequence[int], costs: Sequence[float], max_tokens: int, count: int) -> list[list[int]]:
     """Return `count` micro-batches, as even in cost as the budget allows. Some may be empty.
 
-    `count` is at least count_micro_batches(lengths, max_tokens).
+    `count` must be at least count_micro_batches(lengths, max_tokens).
     """
     parts: list[list[int]] = [[] for _ in range(count)]
-    tokens, spent = [0] * count, [0.0] * count
+    tokens, part_costs = [0] * count, [0.0] * count
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         fitting = [part for part in range(count) if not parts[part] or tokens[part] + lengths[index] <= max_tokens]
-        if not fitting:  # balancing left no room for the last ones; the budget matters more
+        if not fitting:  # balancing left no room for this sequence, and the budget matters more
             tight = _first_fit(lengths, max_tokens)
             return tight + [[] for _ in range(count - len(tight))]
-        part = min(fitting, key=spent.__getitem__)
+        part = min(fitting, key=part_costs.__getitem__)
         parts[part].append(index)
         tokens[part] += lengths[index]
-        spent[part] += costs[index]
+        part_costs[part] += costs[index]
     return [sorted(part) for part in parts]
 
 
@@ -49,32 +51,29 @@ def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def mini_batch_of(position: int, num_prompts: int, num_mini_batches: int) -> int:
-    """Return the mini-batch of a prompt: runs of whole groups in stream order, of nearly equal length."""
+    """Return the index of a prompt's mini-batch. Mini-batches are consecutive prompts, in nearly equal numbers."""
     return position * num_mini_batches // num_prompts
 
 
 def split_evenly(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Deal sequences to parts, the most expensive first, always to the cheapest part. Each part stays in order."""
+    """Assign each sequence, the most expensive first, to the cheapest part so far. Return the sorted parts."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    spent = [0.0] * num_parts
+    part_costs = [0.0] * num_parts
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        part = spent.index(min(spent))
+        part = part_costs.index(min(part_costs))
         parts[part].append(index)
-        spent[part] += costs[index]
+        part_costs[part] += costs[index]
     return [sorted(part) for part in parts]
 
 
-MAX_IMBALANCE = 1.02  # largest cost of an owner over the mean, which is not worth moving groups
-
-
-def even_owners(
+def balance_owners(
     costs: Sequence[float], owners: Sequence[int], num_owners: int, mini_batches: Sequence[int]
 ) -> list[int]:
-    """Return new owners of the groups, such that every mini-batch costs its owners about the same.
+    """Return new owners of the groups, such that every mini-batch costs all owners about the same.
 
-    A mini-batch is an optimizer step, so each is balanced on its own. Groups are dealt whole, the most expensive first,
-    to the owner with the lowest cost so far, and among equals to the present owner. A mini-batch stays as it is if it
-    is balanced well enough, or if this would not improve it.
+    A mini-batch is an optimizer step, so each is balanced on its own. Whole groups are assigned, the most expensive
+    first, to the owner with the lowest cost so far. In a tie the present owner is preferred. A mini-batch is left
+    unchanged if it is balanced well enough, or if the new owners would not improve it.
     """
     new_owners = list(owners)
     for mini_batch in sorted(set(mini_batches)):
@@ -84,12 +83,12 @@ def even_owners(
             before[owners[group]] += costs[group]
         if max(before) * num_owners <= MAX_IMBALANCE * sum(before):
             continue
-        dealt = {}
+        assigned = {}
         for group in sorted(groups, key=lambda g: -costs[g]):
             least, present = min(after), owners[group]
-            dealt[group] = present if after[present] == least else after.index(least)
-            after[dealt[group]] += costs[group]
+            assigned[group] = present if after[present] == least else after.index(least)
+            after[assigned[group]] += costs[group]
         if max(after) < max(before):
-            for group, owner in dealt.items():
+            for group, owner in assigned.items():
                 new_owners[group] = owner
     return new_owners

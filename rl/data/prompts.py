@@ -45,7 +45,7 @@ def sample_seed(run_seed: int, epoch: int, prompt_id: int, sample_index: int) ->
 
 
 class WeightedSource(NamedTuple):
-    """Consecutive rows that have a share of the stream."""
+    """A run of consecutive rows, and the weight of its share of the stream."""
 
     num_rows: int
     weight: Fraction
@@ -63,12 +63,12 @@ class PromptStream:
         self._orders: list[tuple[int, list[int]]] = [(-1, [])] * len(self._sources)  # epoch and order of each source
 
     def __len__(self) -> int:
-        """Return the length of an epoch. With several sources it may hold some prompts twice and others never."""
+        """Return the length of an epoch. With several sources, an epoch may repeat some prompts and omit others."""
         return len(self._prompts)
 
     @cached_property
     def digest(self) -> str:
-        """Return a digest of all rows and weights, since a position means nothing in other data."""
+        """Return a digest of all rows and weights. A saved position is valid only for the same digest."""
         hasher = xxhash.xxh3_64(str(self._seed).encode())
         for prompt in self._prompts:
             hasher.update(f"\0{prompt.text}\0{prompt.answer}".encode())
@@ -95,11 +95,11 @@ class PromptStream:
 
 
 def source_at(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
-    """Return the source of the prompt at this position, and the number of its prompts before.
+    """Return the index of the source at this position, and how many of its prompts come before.
 
     The k-th prompt of a source with weight w is due at (k + 1/2) / w, and the stream is ordered by these times. So
-    every interval holds the sources in proportion, up to a prompt or two. No history is needed: the prompts that are
-    due just before the time position / total weight are all but a few of those before the position.
+    every interval holds the sources in proportion, up to a prompt or two. No history is needed: just before the time
+    position / total weight, all but a few of the prompts before the position are due. The loop adds these few.
     """
     time = max(Fraction(0), (position - Fraction(len(weights), 2)) / sum(weights))
     taken = [floor(time * weight + Fraction(1, 2)) for weight in weights]

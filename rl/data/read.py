@@ -37,7 +37,7 @@ def read_rows(path: str) -> Iterator[DataRow]:
 
 
 def data_files(path: str) -> list[Path]:
-    """Return the file itself, the files of a folder's only split, or those of the split that ends the path."""
+    """Return the files at a path: a file, a folder with a single split, or FOLDER/SPLIT."""
     place = resolve_path(path)
     if place.is_file():
         if place.suffix not in FORMATS:
@@ -167,7 +167,7 @@ def _read_csv(file: Path) -> Iterator[DataRow]:
                 if len(set(header)) < len(header):
                     raise ConfigError(f"{place} names a column twice; got {', '.join(header)}")
             elif len(record) != len(header):
-                yield DataRow(place, {}, f"has {len(record)} fields, but the header {len(header)}")
+                yield DataRow(place, {}, f"has {len(record)} fields, but the header has {len(header)}")
             else:
                 yield DataRow(place, dict(zip(header, record)))
 
@@ -199,7 +199,7 @@ def _arrow_rows(file: Path, batches: Callable[[], Iterable[Any]]) -> Iterator[Da
 
 
 def _jsonable(value: Any, place: str, column: str) -> Any:
-    """Return the value in a form that JSON can carry to the ranks that score."""
+    """Convert a value so that it can be sent as JSON to the ranks that compute rewards."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Turn the files that the config names into prompts: columns, templates, the length filter, and reports of skips."""
+"""Read the prompts of a run: select columns, fill templates, drop long rows, and report what was skipped."""
 
 import json
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from rl.data.read import read_rows
 from rl.watch.heart import HEART
 
 ROWS_PER_BEAT = 1000
-MAX_REPORTS = 5  # malformed rows of a path that are printed
+MAX_REPORTS = 5  # maximum number of malformed rows of a path that are printed
 
 
 @dataclass
 class Counts:
-    """Numbers of rows of one path, by what became of them."""
+    """Numbers of rows at one path: all, malformed ones and long ones."""
 
     num_rows: int = 0
     num_bad: int = 0
@@ -32,7 +32,7 @@ class Counts:
 
 @dataclass
 class Data:
-    """The prompts of a run, which the leader reads."""
+    """The prompts of a run. Only the leader reads them."""
 
     stream: PromptStream
     eval_sets: dict[str, list[Prompt]]
@@ -91,7 +91,7 @@ def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[lis
     print(f"oneworld: {summary}", flush=True)
     if data.template and (unfilled := _unfilled(data, prompts[0].row)):
         print(
-            f"oneworld: data.template: these are no columns of {path} and stay as they are: {', '.join(unfilled)}",
+            f"oneworld: data.template: these are not columns of {path} and stay unchanged: {', '.join(unfilled)}",
             flush=True,
         )
     return prompts, counts
@@ -112,9 +112,9 @@ def _summarize(path: str, counts: Counts, data: DataConfig) -> str:
 
 
 def own_bos(tokenizer: Tokenizer) -> list[int]:
-    """Return the BOS token if the tokenizer adds it to a text, as llama's does, and otherwise nothing.
+    """Return [BOS] if the tokenizer adds that token to a text, as Llama's does, and [] otherwise.
 
-    Some tokenizers have a BOS token that they do not add, such as SmolLM's. Chat templates write it themselves.
+    Some tokenizers, such as SmolLM's, have a BOS token but do not add it. Chat templates contain it if needed.
     """
     first = tokenizer.encode("", add_special_tokens=True)[:1]
     return first if first == [tokenizer.bos_token_id] else []
@@ -132,7 +132,7 @@ def _make_prompt(
         raise BadRow(f"has text that the tokenizer does not know: {text[:40]!r} ({error})") from None
     if not tokens:
         raise BadRow("has 0 tokens; a prompt has at least 1")
-    if tokens[:1] != first_token:  # the text itself may begin with it
+    if tokens[:1] != first_token:  # unless the text itself begins with it
         tokens = first_token + tokens
     answer = json.dumps(answer) if isinstance(answer, list | dict) else str(answer)
     return Prompt(row_id, 0, text, answer, tokens, row)
@@ -158,7 +158,7 @@ def _text(value: Any, column: str) -> str:
 
 
 def _fill(data: DataConfig, row: Mapping[str, Any]) -> str:
-    """Return the template with this row's columns. Braces around anything else stay."""
+    """Fill the template with this row's columns. Braces around other names stay unchanged."""
     if "prompt" in PLACEHOLDER.findall(data.template):
         row = {**row, "prompt": _column(row, data.prompt_key, "data.prompt_key")}
     wanted = [name for name in PLACEHOLDER.findall(data.template) if name in row]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rl.config.schema import AlgoConfig
 from rl.data.batch import Batch
 from rl.data.micro_batches import cut, cut_together, over_micro_batches
-from rl.data.packing import costs_of, count_micro_batches, split_evenly
+from rl.data.packing import count_micro_batches, estimate_costs, split_evenly
 from rl.learner.offload import Offloader
 from rl.model.logprobs import certainty_of_responses, hidden_size_of, score_responses
 from rl.model.shards import TensorInfo, local_slices, reshard
@@ -223,7 +223,7 @@ class LogprobService(Service):
     def _cut(self, letter: Letter[ScoreBatch]) -> None:
         asked, models, batch = letter.message, self._models, Batch.from_bytes(letter.payload)
         lengths = batch.lengths.tolist()
-        parts = split_evenly(costs_of(lengths, models.hidden_size), len(self._scorers))
+        parts = split_evenly(estimate_costs(lengths, models.hidden_size), len(self._scorers))
         count = max(count_micro_batches([lengths[s] for s in part], models.max_tokens) for part in parts)
         for rank, part in zip(self._scorers, parts, strict=True):
             message = ScorePart(letter.source, asked.version, asked.fields, part, count)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rl.data.batch import Batch
-from rl.data.packing import costs_of, even_owners
+from rl.data.packing import balance_owners, estimate_costs
 from rl.world.messages import Mailbox, Message
 
 
@@ -46,9 +46,9 @@ class Balancer:
             return dict(groups)
         costs = torch.zeros(len(owners), dtype=torch.float64)
         for position, group in groups.items():
-            costs[position] = sum(costs_of(group.lengths.tolist(), self._hidden_size))
+            costs[position] = sum(estimate_costs(group.lengths.tolist(), self._hidden_size))
         dist.all_reduce(costs, group=self._pg)  # each cost is added to zeros, so all ranks get the same bits
-        new_owners = even_owners(costs.tolist(), owners, len(self._actors), mini_batches)
+        new_owners = balance_owners(costs.tolist(), owners, len(self._actors), mini_batches)
         return self.exchange(batch, groups, owners, new_owners)
 
     def exchange(

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rl.data.batch import Batch
-from rl.data.packing import costs_of, mini_batch_of
+from rl.data.packing import estimate_costs, mini_batch_of
 from tests.distributed.balance_world import HIDDEN_SIZE, NUM_ACTORS, NUM_MINI_BATCHES, NUM_PROMPTS, group_of
 from tests.launcher import activated_environment, finish, spawn
 
@@ -31,7 +31,7 @@ def costs_by_actor(batch: int, positions: list[list[int]], mini_batch: int) -> l
     costs = []
     for mine in positions:
         ours = [p for p in mine if mini_batch_of(p, NUM_PROMPTS[batch], NUM_MINI_BATCHES) == mini_batch]
-        costs.append(sum(sum(costs_of(group_of(batch, p).lengths.tolist(), HIDDEN_SIZE)) for p in ours))
+        costs.append(sum(sum(estimate_costs(group_of(batch, p).lengths.tolist(), HIDDEN_SIZE)) for p in ours))
     return costs
 
 

@@ -281,8 +281,8 @@ BETWEEN_0_AND_1 = "it must be greater than 0 and less than 1"
         ),
         (
             ["algo.dynamic_sampling=true", "algo.advantage=gae", "rollout.num_samples_per_prompt=1"],
-            "algo.dynamic_sampling looks for groups with unequal rewards; set rollout.num_samples_per_prompt to 2 or "
-            "more",
+            "rollout.num_samples_per_prompt: got 1; algo.dynamic_sampling keeps only groups with different rewards, so "
+            "set it to 2 or more",
         ),
         (
             ["algo.dynamic_sampling=true", "train.num_epochs=2"],
@@ -303,8 +303,8 @@ BETWEEN_0_AND_1 = "it must be greater than 0 and less than 1"
         (["data.eval=held out.jsonl"], f"data.eval: got the name 'held out'; {NAME_RULE}"),
         (
             ["data.eval=[a/test.jsonl, b/test.jsonl]"],
-            "data.eval: got ['a/test.jsonl', 'b/test.jsonl'], of which two have the same name; give a mapping name -> "
-            "path",
+            "data.eval: got ['a/test.jsonl', 'b/test.jsonl']; two of these have the same name, so give a mapping "
+            "name -> path",
         ),
         (
             ["data.system_prompt=hello"],
@@ -312,13 +312,13 @@ BETWEEN_0_AND_1 = "it must be greater than 0 and less than 1"
         ),
         (
             ["data.template='say {}'"],
-            "data.template: got 'say {}', without a {column}: all prompts would be the same; {prompt} stands for the "
-            "prompt column",
+            "data.template: got 'say {}', which has no {column}, so all prompts would be the same; add one, such as "
+            "{prompt} for the column data.prompt_key",
         ),
         (
             [r"data.template='{prompt} \boxed{answer}'"],
-            r"data.template: got '{prompt} \\boxed{answer}'; {answer} would put the reference answer into the prompt: "
-            "use another word between these braces",
+            r"data.template: got '{prompt} \\boxed{answer}'; the placeholder {answer} would put the reference answer "
+            "into the prompt. Remove it. If the braces are literal text, write another word in them",
         ),
         (["run.name=a/b"], "run.name: got 'a/b'; it must be a directory name without '/' (run.dir is the path)"),
     ],

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from rl.data.micro_batches import cut
-from rl.data.packing import costs_of, count_micro_batches, even_owners, mini_batch_of, pack, split_evenly
+from rl.data.packing import balance_owners, count_micro_batches, estimate_costs, mini_batch_of, pack, split_evenly
 
 
 def test_costs_grow_faster_than_lengths() -> None:
-    assert costs_of([0, 12, 24], hidden_size=2) == [0, 18, 48]  # 12 (1 + 12/24) and 24 (1 + 24/24)
-    assert costs_of([], hidden_size=2) == []
+    assert estimate_costs([0, 12, 24], hidden_size=2) == [0, 18, 48]  # 12 (1 + 12/24) and 24 (1 + 24/24)
+    assert estimate_costs([], hidden_size=2) == []
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_pack_is_even_in_cost_not_in_tokens() -> None:
 def test_pack_places_every_sequence_within_the_budget(seed: int) -> None:
     random_ = random.Random(seed)
     lengths = [random_.randint(1, 60) for _ in range(random_.randint(0, 40))]
-    costs, max_tokens = costs_of(lengths, hidden_size=3), random_.randint(20, 200)
+    costs, max_tokens = estimate_costs(lengths, hidden_size=3), random_.randint(20, 200)
     fewest = count_micro_batches(lengths, max_tokens)
     assert sum(lengths) <= max(max_tokens, *lengths, 0) * fewest
     for count in (fewest, fewest + 1, fewest + 5):
@@ -121,16 +121,16 @@ def test_split_evenly(costs: list[float], num_parts: int, wanted: list[list[int]
         ([], [], 2, []),
     ],
 )
-def test_even_owners(costs: list[float], owners: list[int], num_owners: int, wanted: list[int]) -> None:
-    assert even_owners(costs, owners, num_owners, [0] * len(costs)) == wanted
+def test_balance_owners(costs: list[float], owners: list[int], num_owners: int, wanted: list[int]) -> None:
+    assert balance_owners(costs, owners, num_owners, [0] * len(costs)) == wanted
 
 
 def test_owners_are_even_in_each_mini_batch() -> None:
     """Over the whole batch 10 | 10 is balanced, but each owner would idle in one optimizer step."""
-    assert even_owners([5, 5, 5, 5], [0, 0, 1, 1], 2, [0, 0, 1, 1]) == [0, 1, 1, 0]
-    assert even_owners([5, 5, 5, 5], [0, 0, 1, 1], 2, [0, 0, 0, 0]) == [0, 0, 1, 1]
+    assert balance_owners([5, 5, 5, 5], [0, 0, 1, 1], 2, [0, 0, 1, 1]) == [0, 1, 1, 0]
+    assert balance_owners([5, 5, 5, 5], [0, 0, 1, 1], 2, [0, 0, 0, 0]) == [0, 0, 1, 1]
     # Only the first mini-batch is uneven: the other stays as it is.
-    assert even_owners([4, 4, 6, 6], [1, 1, 1, 0], 2, [0, 0, 1, 1]) == [1, 0, 1, 0]
+    assert balance_owners([4, 4, 6, 6], [1, 1, 1, 0], 2, [0, 0, 1, 1]) == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -140,7 +140,7 @@ def test_balancing_never_makes_it_worse_and_is_stable(seed: int) -> None:
     costs = [random_.randint(1, 1000) for _ in range(num_groups)]
     owners = [random_.randrange(num_owners) for _ in range(num_groups)]
     mini_batches = [mini_batch_of(position, num_groups, count) for position in range(num_groups)]
-    new_owners = even_owners(costs, owners, num_owners, mini_batches)
+    new_owners = balance_owners(costs, owners, num_owners, mini_batches)
     for mini_batch in set(mini_batches):
         groups = [group for group in range(num_groups) if mini_batches[group] == mini_batch]
         before, after = [0] * num_owners, [0] * num_owners
@@ -152,4 +152,4 @@ def test_balancing_never_makes_it_worse_and_is_stable(seed: int) -> None:
             assert_even(after, [costs[group] for group in groups])
         else:
             assert all(owners[group] == new_owners[group] for group in groups)
-    assert even_owners(costs, new_owners, num_owners, mini_batches) == new_owners
+    assert balance_owners(costs, new_owners, num_owners, mini_batches) == new_owners

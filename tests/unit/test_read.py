@@ -106,8 +106,8 @@ def test_bad_rows_of_json(tmp_path: Path) -> None:
 def test_bad_lines_of_csv(tmp_path: Path) -> None:
     content = b'a,b\n1,2\n\n"x\ny",2,3\n4\n5,6\n"7,8\n9,10\n'
     assert problems(tmp_path / "x.csv", content) == {
-        "line 4": "has 3 fields, but the header 2",
-        "line 6": "has 1 fields, but the header 2",
+        "line 4": "has 3 fields, but the header has 2",
+        "line 6": "has 1 fields, but the header has 2",
         "line 8": "is not CSV (unexpected end of data), up to line 9",
     }
     rows = [row for row in read_rows(str(tmp_path / "x.csv")) if not row.problem]

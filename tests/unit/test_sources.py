@@ -112,7 +112,7 @@ def test_a_template_needs_no_prompt_column_and_may_go_into_a_chat(tmp_path: Path
 def test_placeholders_that_are_no_columns_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, GOOD, GOOD)
     read_prompts(path, DataConfig(template="{prompt} \\frac{a}{b}"), Letters())
-    told = f"oneworld: data.template: these are no columns of {path} and stay as they are: {{a}}, {{b}}\n"
+    told = f"oneworld: data.template: these are not columns of {path} and stay unchanged: {{a}}, {{b}}\n"
     assert capsys.readouterr().out.count(told) == 1
 
 
