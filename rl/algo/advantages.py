@@ -1,9 +1,10 @@
 """Advantages from rewards, as pure tensor functions.
 
-There are S sequences with T response tokens, concatenated. `segment_ids` [T] is the sequence of each token, `lengths`
-[S] the number of tokens of each sequence, which may be 0. Sequences with equal `group_ids` [S] form a group. All tokens
-of a sequence share its advantage. Sums are float64: in float32 the mean of equal rewards may differ from that reward,
-and the division by the standard deviation would turn the rounding error into advantages.
+There are S sequences with T response tokens, concatenated. `segment_ids` [T] is the index of each token's sequence.
+`lengths` [S] is the number of tokens of each sequence, which may be 0. Sequences with equal `group_ids` [S] form a
+group. Functions that return [S] give all tokens of a sequence the same advantage. Sums are float64: in float32 the mean
+of equal rewards may differ from that reward, and the division by the standard deviation would turn the rounding error
+into advantages.
 """
 
 import torch
@@ -13,10 +14,10 @@ from rl.algo.segments import discounted_sums
 
 
 def group_relative(rewards: Tensor, group_ids: Tensor, normalize_std: bool, eps: float = 1e-6) -> Tensor:
-    """GRPO (arXiv 2402.03300): reward minus the group's mean, divided by the group's standard deviation (n - 1).
+    """Return GRPO's advantage (arXiv 2402.03300): reward minus group mean, divided by the group's std (n - 1).
 
-    Without `normalize_std` it is Dr.GRPO (arXiv 2503.20783), or the first half of REINFORCE++-baseline (arXiv
-    2501.03262), whose other half is `standardize` over all tokens of the batch.
+    Without `normalize_std` this is Dr.GRPO (arXiv 2503.20783). It is also the first half of REINFORCE++-baseline (arXiv
+    2501.03262), whose second half is `standardize` over all tokens of the batch.
 
     rewards [S], group_ids [S] -> [S]. A group of equal rewards has advantage 0.
     """
@@ -29,7 +30,7 @@ def group_relative(rewards: Tensor, group_ids: Tensor, normalize_std: bool, eps:
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """RLOO (arXiv 2402.14740): reward minus the mean reward of the group's other sequences.
+    """Return RLOO's advantage (arXiv 2402.14740): reward minus the mean reward of the group's other sequences.
 
     rewards [S], group_ids [S] -> [S]. The advantage of a group of one is its reward.
     """
@@ -39,7 +40,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def is_informative(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Return whether the rewards of a group differ. DAPO's dynamic sampling (arXiv 2503.14476) keeps such groups.
+    """Return whether the rewards of a group differ. DAPO's dynamic sampling (arXiv 2503.14476) keeps only such groups.
 
     rewards [S], group_ids [S] -> [S] bool, the same for all sequences of a group.
     """
@@ -82,15 +83,15 @@ def returns_to_go(token_rewards: Tensor, segment_ids: Tensor, gamma: float) -> T
 def gae(token_rewards: Tensor, values: Tensor, segment_ids: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return PPO's advantages (arXiv 1506.02438) and the returns, which are the targets of the critic.
 
-    The value after a sequence's last token is 0, even if a token limit cut the sequence.
+    The value after a sequence's last token is 0, even if the sequence was truncated.
 
     token_rewards [T], values [T], segment_ids [T] -> advantages [T], returns [T].
     """
     old_values = values.detach().double()
     next_values = torch.zeros_like(old_values)
     next_values[:-1] = torch.where(segment_ids[1:] == segment_ids[:-1], old_values[1:], 0.0)
-    surprise = token_rewards.double() + gamma * next_values - old_values
-    advantages = discounted_sums(surprise, segment_ids, gamma * lam)
+    td_errors = token_rewards.double() + gamma * next_values - old_values
+    advantages = discounted_sums(td_errors, segment_ids, gamma * lam)
     return advantages.to(token_rewards.dtype), (advantages + old_values).to(token_rewards.dtype)
 
 

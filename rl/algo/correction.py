@@ -1,4 +1,4 @@
-"""Importance weights between engine and learner, which round differently, and whose weights may differ in age."""
+"""Importance weights of the learner over the engine. They round differently, and the engine's weights may be older."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from rl.algo.segments import sequence_sums
 @dataclass(frozen=True)
 class Correction:
     weights: Tensor  # [T], factors of the policy loss, without gradient
-    cut: Tensor  # [T] bool, whether the weight was outside the bounds
+    cut: Tensor  # [T] bool, whether the weight was out of bounds
 
 
 def importance_weights(
@@ -25,14 +25,14 @@ def importance_weights(
         sequence_mask_two_sided  product over the sequence, 0 outside 1 / limit to limit
 
     The ratio of a token is biased but has a low variance. The product is unbiased, but its variance grows with the
-    length. lengths is [S], the others are [T].
+    length. `lengths` is [S], the other tensors are [T].
     """
     assert limit >= 1, limit
     assert mode in ("token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided"), mode
     log_weights = (old_logprobs - rollout_logprobs).detach()
     if mode.startswith("sequence"):
         log_weights = sequence_sums(log_weights, segment_ids, lengths)[segment_ids].to(log_weights.dtype)
-    weights = log_weights.exp()  # may be infinite for a long sequence; both kinds of bounds make it finite
+    weights = log_weights.exp()  # may be infinite for a long sequence, but every mode makes it finite
     cut = weights > limit
     if "mask" not in mode:
         return Correction(weights.clamp(max=limit), cut)

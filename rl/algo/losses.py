@@ -1,8 +1,8 @@
-"""Losses per token. The caller multiplies them by `token_weights`, sums them up, and divides once by the denominator
-over all ranks.
+"""Losses per token. The caller multiplies them by `token_weights`, and divides their sum by the denominator, which is
+summed over all ranks.
 
-A micro-batch has S sequences with T response tokens, concatenated. `segment_ids` [T] is the sequence of each token,
-`lengths` [S] the number of tokens of each sequence, which may be 0.
+A micro-batch has S sequences with T response tokens, concatenated. `segment_ids` [T] is the index of each token's
+sequence. `lengths` [S] is the number of tokens of each sequence, which may be 0.
 """
 
 from dataclasses import dataclass
@@ -46,9 +46,9 @@ def sequence_ratio(
 ) -> PolicyLoss:
     """Return the GSPO loss (arXiv 2507.18071) in the paper's GSPO-token form.
 
-    The ratio of a sequence is the geometric mean of its tokens' ratios; the gradient flows through each token's own
-    logprob. With "sequence" weights and one advantage per sequence, loss and gradient are those of GSPO. lengths is
-    [S], the others are [T].
+    The ratio of a sequence is the geometric mean of its tokens' ratios. The gradient flows through each token's own
+    logprob. With "sequence" weights and one advantage per sequence, loss and gradient are those of GSPO. `lengths` is
+    [S], the other tensors are [T].
     """
     log_ratio_sums = sequence_sums((new_logprobs - old_logprobs).detach(), segment_ids, lengths)
     mean_log_ratio = (log_ratio_sums / lengths.clamp(min=1)).to(new_logprobs.dtype)
@@ -59,8 +59,10 @@ def sequence_ratio(
 def clipped_weight(
     new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """Return the CISPO loss (arXiv 2506.13585): REINFORCE weighted by the clipped ratio, so that every token has a
-    gradient. All tensors are [T]."""
+    """Return the CISPO loss (arXiv 2506.13585): REINFORCE weighted by the clipped ratio. All tensors are [T].
+
+    Every token has a gradient, even where the ratio is clipped.
+    """
     ratio = torch.exp(new_logprobs.detach() - old_logprobs)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return PolicyLoss(loss=-weight * advantages * new_logprobs, clipped=weight != ratio)
@@ -69,12 +71,12 @@ def clipped_weight(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """Return the critic's loss as in PPO2 (github.com/openai/baselines), and whether clipping removed the gradient.
 
-    The loss is half the larger squared error of the value and of the value clipped to within `clip` of the old one. All
-    tensors are [T].
+    The loss is half of the larger squared error: that of the value, or that of the value clipped to within `clip` of
+    the old value. All tensors are [T].
     """
-    free = (values - returns).square()
-    held = (values.clamp(old_values - clip, old_values + clip) - returns).square()
-    return torch.maximum(free, held) / 2, held > free
+    error = (values - returns).square()
+    clipped_error = (values.clamp(old_values - clip, old_values + clip) - returns).square()
+    return torch.maximum(error, clipped_error) / 2, clipped_error > error
 
 
 def token_weights(normalization: str, lengths: Tensor, segment_ids: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
@@ -98,18 +100,18 @@ def token_weights(normalization: str, lengths: Tensor, segment_ids: Tensor, max_
 def _pessimistic(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> PolicyLoss:
-    """Return -min(r A, clip(r) A), and with `dual_clip` c at most -c A where A < 0.
+    """Return -min(r A, clip(r) A), bounded by -c A where A < 0 if `dual_clip` c is set.
 
-    Where the loss is flat (it is clipped, or A = 0) the exponential is not differentiated: exp(89) is infinite in
-    float32, and the gradient would be 0 times infinity.
+    Where the loss is flat (clipped, or A = 0), the exponential is not differentiated: exp(89) is infinite in float32,
+    and the gradient would be 0 times infinity.
     """
     with torch.no_grad():
         ratio = torch.exp(log_ratio)
-        held = ratio.clamp(1 - clip_low, 1 + clip_high)
-        clipped = held * advantages < ratio * advantages
+        bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+        clipped = bounded * advantages < ratio * advantages
         if dual_clip:
             is_cut = (advantages < 0) & (ratio > dual_clip)
-            held, clipped = held.masked_fill(is_cut, dual_clip), clipped | is_cut
+            bounded, clipped = bounded.masked_fill(is_cut, dual_clip), clipped | is_cut
         is_flat = clipped | (advantages == 0)
     free = torch.exp(log_ratio.masked_fill(is_flat, 0.0))
-    return PolicyLoss(loss=-torch.where(is_flat, held, free) * advantages, clipped=clipped)
+    return PolicyLoss(loss=-torch.where(is_flat, bounded, free) * advantages, clipped=clipped)

@@ -1,11 +1,11 @@
-"""The KL between engine and learner. It is 0 if engines sample from exactly the weights that are trained."""
+"""The KL between engine and learner. It is 0 if both compute the same probabilities from the same weights."""
 
 import torch
 from torch import Tensor
 
 
 def mismatch_kl(learner_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """Return the k3 estimate of KL(engine || learner), summed over tokens. Float64, since its terms nearly cancel."""
+    """Return the k3 estimate of KL(engine || learner), summed over tokens in float64: its terms nearly cancel."""
     log_ratio = (learner_logprobs.detach() - rollout_logprobs).double()
     return (torch.exp(log_ratio) - 1 - log_ratio).sum()
 

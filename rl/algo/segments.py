@@ -1,4 +1,4 @@
-"""Sums within sequences: S sequences, which may be empty, with T tokens, concatenated."""
+"""Sums within sequences. S sequences, some of which may be empty, have T tokens, concatenated."""
 
 import torch
 from torch import Tensor

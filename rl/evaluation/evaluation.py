@@ -47,7 +47,7 @@ class Evaluated(Message):
 class ScoredResponse:
     text: str
     score: float  # by the function eval.function
-    answer: str | None  # the answer that this function extracts, if it can
+    answer: str | None  # that this function extracts, if it can
     status: str  # of the reward functions: ok, error, timeout or crash
     num_tokens: int
     is_truncated: bool
@@ -60,7 +60,7 @@ class AnsweredPrompt:
 
 
 class Evaluation:
-    """Runs on every actor. Only the leader has the prompts."""
+    """The evaluation of held-out prompts. Every actor has one, but only the leader has the prompts."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ def for_evaluation(config: Config) -> Config:
 
 
 def check_best_metric(config: Config) -> None:
-    """Raise ConfigError for a metric that no evaluation reports, before anything is loaded."""
+    """Raise ConfigError for a best_metric that no evaluation reports. This needs no model and no data."""
     metric, k = config.checkpoint.best_metric, config.eval.num_samples
     sampled = [f"pass@{few}" for few in powers_of_two(k)[1:]] + ([f"maj@{k}"] if k > 1 else [])
     names = [f"{name}{end}" for name in (f"avg@{k}", *sampled) for end in ("", "_low", "_high")]
@@ -181,14 +181,14 @@ def _with_interval(name: str, found: Estimate) -> dict[str, float]:
 def save(
     folder: Path, step: int, version: int, answers: Mapping[str, Sequence[AnsweredPrompt]], values: Mapping[str, float]
 ) -> None:
-    """Write responses and metrics. A step that is evaluated again replaces its responses and adds a line of metrics."""
+    """Write responses and metrics. Evaluating a step again replaces its responses and appends a line of metrics."""
     (folder / "eval").mkdir(parents=True, exist_ok=True)
     for name, answered in answers.items():
         lines = []
         for each in answered:
             HEART.beat(f"writes prompt {each.prompt.id} of {name}")
             lines.append(json.dumps(_row(each), ensure_ascii=False) + "\n")
-        # The data may hold a lone surrogate, which is written as JSON escapes it.
+        # UTF-8 cannot encode a lone surrogate of the data, so it becomes a JSON escape.
         data = "".join(lines).encode(errors="backslashreplace")
         write_atomically(folder / "eval" / f"step_{step}.{name}.jsonl", data)
     with (folder / "eval.jsonl").open("a") as file:

@@ -1,1 +1,1 @@
-"""What a run tells people: metrics, descriptions of batches, and profiles."""
+"""Reports for people: metrics, descriptions of batches, and profiles."""

@@ -5,7 +5,7 @@ import sys
 
 
 def print_or_exit(text: str | bytes) -> None:
-    """Print a text, or bytes as they are. If the reader of a pipe has left, as `head` does, exit with status 0."""
+    """Print a text or raw bytes. If the reader of the pipe has ended, as `head` does, exit with status 0."""
     try:
         if isinstance(text, bytes):
             sys.stdout.buffer.write(text)
@@ -13,5 +13,5 @@ def print_or_exit(text: str | bytes) -> None:
             print(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout again at exit
         sys.exit(0)

@@ -23,7 +23,7 @@ def describe(batch: Batch) -> Measures:
 
 
 def check_finite(batch: Batch) -> None:
-    """Raise FloatingPointError for infinite or NaN logprobs and values, which would spoil every weight of the model."""
+    """Raise FloatingPointError for infinite or NaN logprobs and values. They would spoil all weights of the model."""
     for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "certainty", "values"):
         scores = getattr(batch, name)
         bad = [] if scores is None else (batch.response_mask & ~torch.isfinite(scores)).nonzero().flatten().tolist()

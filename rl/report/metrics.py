@@ -1,4 +1,4 @@
-"""Metrics of a run: means over ranks, TensorBoard, metrics.jsonl with one line per step, and the console.
+"""Reduce metrics over ranks. Write them to TensorBoard, to metrics.jsonl (one line per step) and to the console.
 
 Names have stable prefixes: reward/ loss/ policy/ rollout/ optim/ eval/ time/ perf/. A mean is kept as a sum and a
 count until the ranks are summed up, so it does not depend on which rank held which sequences.
@@ -40,7 +40,7 @@ class Measures:
         self._sums: set[str] = set()
 
     def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Add to a mean, without waiting for a device that is still computing the arguments."""
+        """Add to a mean. This does not wait for a device that is still computing the arguments."""
         first, second = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (total, count))
         self._pairs.setdefault(name, []).append((first, second))
 
@@ -49,7 +49,7 @@ class Measures:
         self.mean(name, total, 0)
 
     def reduce(self, pg: dist.ProcessGroup, *only: str) -> dict[str, float]:
-        """Return the values over all ranks of the group, the same on each of them. A mean over nothing is 0."""
+        """Return the values over all ranks of the group, which all call this. A mean over nothing is 0."""
         names = only or tuple(self._pairs)
         table = torch.stack([torch.stack([_sum(part) for part in zip(*self._pairs[name])]) for name in names])
         dist.all_reduce(table, group=pg)
@@ -64,7 +64,7 @@ def _sum(values: Sequence[Tensor]) -> Tensor:
 
 
 class MetricsWriter:
-    """Writes the metrics of a run. Only the leader has one.
+    """Write the metrics of a run. Only the leader has a writer.
 
     `step` is the step from which the run resumes. Rows after it are dropped, since the run writes them again.
     """
@@ -85,7 +85,7 @@ class MetricsWriter:
         self._rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
 
     def write(self, step: int, version: int, values: Mapping[str, float]) -> None:
-        """Write a step's metrics. `version` is the newest published one, from which the next step samples."""
+        """Write a step's metrics. `version` is the newest published version, from which the next step samples."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
         self._file.write(json.dumps({"step": step, "version": version, **finite}) + "\n")
         for name, value in values.items():
@@ -109,7 +109,7 @@ class MetricsWriter:
         self._file.close()
 
     def _print(self, line: str, last: bool) -> None:
-        """Print a line, which on a terminal overwrites the one before."""
+        """Print a line. On a terminal it overwrites the previous line."""
         if not self._live:
             print(line, flush=True)
             return
@@ -118,7 +118,7 @@ class MetricsWriter:
 
 
 def _rows_until(path: Path, step: int) -> list[dict[str, float]]:
-    """Return the rows of an earlier attempt up to this step, without a last line that a kill cut off."""
+    """Return the rows of an earlier attempt up to this step, without a last line that was cut off by a kill."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         with suppress(ValueError):

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch.profiler import profile
 
-NUM_ROWS = 12  # per stage
+NUM_ROWS = 12  # maximum number of kernels or operators listed per stage
 
 
 @contextmanager
 def profiled(target: Path | None) -> Iterator[None]:
-    """Write TARGET.json.gz, which Perfetto opens, and TARGET.txt. Do nothing if the target is None."""
+    """Profile the body. Write a Perfetto trace to TARGET.json.gz and a table to TARGET.txt. None: do not profile."""
     if target is None:
         yield
         return
@@ -30,7 +30,7 @@ def profiled(target: Path | None) -> Iterator[None]:
 
 
 def table(events: list[dict[str, Any]]) -> str:
-    """Return the seconds of each stage and of its kernels, the longest first. Without a GPU, list its operators."""
+    """Return the seconds of each stage and of its longest kernels, or of its longest operators without a GPU."""
     spans = [event for event in events if event.get("ph") == "X"]
     stages = [event for event in spans if event["name"].startswith("stage ") and event.get("cat") == "user_annotation"]
     on_gpu = any(event.get("cat") == "kernel" for event in spans)

@@ -1,14 +1,19 @@
 """Reward functions, `(prompt, response, row) -> score or parts`, and the processes that they run in.
 
-    functions.py   built-in functions                 find.py     functions that the config names, and their checks
-    extract.py     final answers in responses         writing.py  answers in one way of writing
-    answers.py     whether two answers are the same   totals.py   sums over samples, and their metrics
-    pool.py        the rank's side                    launch.py   starts the server
-    server.py      passes calls to workers, and enforces limits
-    worker.py      runs one call at a time            tree.py     ends all processes below a process
+    functions.py      the built-in functions
+    find.py           loads and checks the functions that the config names
+    extract.py        finds the final answer of a response
+    notation.py       normalizes the notation of answers
+    answers.py        compares two answers
+    totals.py         sums scores over samples and computes metrics
+    pool.py           the rank's side: sends calls and receives results
+    launch.py         starts the server
+    server.py         passes calls to workers and enforces limits
+    worker.py         runs one call at a time
+    process_tree.py   ends all processes below a process
 
     rank --submit--> server --call--> worker --> function
-    rank <--result-- server <-------- worker, or its end if it hangs or crashes
+    rank <--result-- server <-------- worker (if it hangs or crashes, the server reports a failure)
 
-Nothing is imported here: a rank starts the server before it imports torch.
+This file imports nothing, because a rank starts the server before it imports torch.
 """

@@ -1,4 +1,4 @@
-"""Find the reward functions that reward.function and reward.options name, and check them before anything is loaded."""
+"""Load the reward functions that reward.function names, and check them and reward.options."""
 
 import importlib.util
 import inspect
@@ -15,12 +15,12 @@ from rl.rewards.functions import FUNCTIONS
 from rl.rewards.worker import RewardFunction
 
 REQUIRED = "(prompt, response, row)"
-TAKEN = ("mean", "timeouts", "errors", "overlong", "certainty", "kl")  # names of other reward metrics
+TAKEN = ("mean", "timeouts", "errors", "overlong", "certainty", "kl")  # reward/NAME is already a metric
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One reward function of the weighted sum, as the config has it."""
+    """One reward function of the weighted sum: its name, weight and options in the config."""
 
     spec: str  # a name, or file.py:function
     weight: float
@@ -36,25 +36,27 @@ def read_rules(config: RewardConfig) -> list[Rule]:
     weights = config.function if isinstance(config.function, dict) else {str(config.function): 1.0}
     if not weights or not isinstance(config.function, str | dict) or not all(isinstance(s, str) for s in weights):
         raise ConfigError(
-            f"reward.function: got {config.function!r}; required is a name, file.py:function, or a mapping of those to "
+            f"reward.function: got {config.function!r}; it must be a name, file.py:function, or a mapping of these to "
             "weights, such as {math: 1.0, format: 0.2}"
         )
     rules = []
     for spec, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise ConfigError(f"reward.function: got {weight!r} as the weight of {spec}; required is a number")
+            raise ConfigError(f"reward.function: got {weight!r} as the weight of {spec}; it must be a finite number")
         rule = Rule(spec, float(weight), {})
         _check_name(rule)
         options = config.options.get(rule.name, {})
         if not isinstance(options, dict):
-            raise ConfigError(f"reward.options.{rule.name}: got {options!r}; required is a mapping of its arguments")
+            raise ConfigError(f"reward.options.{rule.name}: got {options!r}; it must be a mapping of arguments")
         rules.append(Rule(spec, float(weight), options))
     names = [rule.name for rule in rules]
     for name in names:
         if name in TAKEN:
             raise ConfigError(f"reward.function: got {name!r}, but reward/{name} is another metric; rename it")
         if names.count(name) > 1:
-            raise ConfigError(f"reward.function: got two functions named {name!r}, for one metric; rename one")
+            raise ConfigError(
+                f"reward.function: got two functions named {name!r}; their metrics would clash, so rename one"
+            )
     for name in config.options:
         if name not in names:
             raise ConfigError(f"reward.options: got options of {name!r}; reward.function has {', '.join(names)}")
@@ -62,7 +64,7 @@ def read_rules(config: RewardConfig) -> list[Rule]:
 
 
 def own_files(config: RewardConfig) -> dict[str, Path]:
-    """Return the files of functions that are not built in, by the names that the config gives them."""
+    """Return the files of functions that are not built in, by their paths in the config."""
     names = [rule.spec.rpartition(":")[0] for rule in read_rules(config)]
     return {name: resolve_path(name) for name in names if name}
 
@@ -98,7 +100,9 @@ def _check_name(rule: Rule) -> None:
             )
     elif not function.isidentifier() or not resolve_path(file).is_file():
         what = f"no file at {file}" if function.isidentifier() else f"{function!r} is not the name of a function"
-        raise ConfigError(f"reward.function: got {rule.spec!r}, but {what}; required is file.py:function")
+        raise ConfigError(
+            f"reward.function: got {rule.spec!r}, but {what}; give the path of a file and a function: file.py:function"
+        )
 
 
 def _import(rule: Rule) -> Callable[..., Any]:
@@ -138,7 +142,7 @@ def _check_signature(rule: Rule, call: Callable[..., Any]) -> None:
         signature.bind_partial("", "", {})
     except TypeError:
         raise ConfigError(
-            f"reward.function: {rule.name} takes {signature}; required are {REQUIRED}, then options by name"
+            f"reward.function: {rule.name} takes {signature}; it must take {REQUIRED}, then options by name"
         ) from None
     parameters = list(signature.parameters.values())
     names = [p.name for p in parameters[3:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

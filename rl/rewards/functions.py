@@ -1,8 +1,8 @@
-"""The built-in reward functions. Each takes the prompt, the response and the row of the data file, whose `answer` is
-the text of the field that data.answer_key names. Further parameters are set by reward.options.
+"""The built-in reward functions. Each takes the prompt, the response and the row of the data file. The row's `answer`
+is the text of the column that data.answer_key names. reward.options sets further parameters.
 
-The attribute `answer` of a function extracts the final answer of a response, written so that equal answers are equal
-texts.
+A function may have an attribute `answer`, which extracts the final answer of a response as text. It should return equal
+texts for equal answers.
 """
 
 import re
@@ -16,7 +16,7 @@ UNITS: dict[str, Callable[[str], int]] = {"characters": len, "words": lambda tex
 
 
 def with_answer(answer: Callable[[str], str | None]) -> Callable[[Callable], Callable]:
-    """Give a reward function the attribute `answer`."""
+    """Return a decorator that sets the attribute `answer` of a reward function."""
 
     def decorate(function: Callable) -> Callable:
         function.answer = answer  # type: ignore[attr-defined]
@@ -27,20 +27,20 @@ def with_answer(answer: Callable[[str], str | None]) -> Callable[[Callable], Cal
 
 @with_answer(str.strip)
 def exact_match(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Return 1 if the response is the answer, apart from blanks around it."""
+    """Return 1 if the response equals the answer, apart from surrounding whitespace."""
     return float(response.strip() == row["answer"].strip())
 
 
 @with_answer(last_number_of)
 def last_number(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Return 1 if the last number of the response equals that of the answer (GSM8K's answers end in '#### 42')."""
+    """Return 1 if the last number of the response equals the last number of the answer."""
     got, wanted = last_number_of(response), last_number_of(row["answer"])
     return float(got is not None and got == wanted)
 
 
 @with_answer(marked_number_of)
 def gsm8k(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Return 1 if the number that is marked as the final answer is right; without a mark, the last number counts."""
+    """Return 1 if the number marked as the final answer is right. Without a mark, the last number counts."""
     got, wanted = marked_number_of(response), marked_number_of(row["answer"])
     return float(got is not None and got == wanted)
 
@@ -52,8 +52,10 @@ def math(prompt: str, response: str, row: dict[str, Any]) -> float:
 
 
 def regex(prompt: str, response: str, row: dict[str, Any], pattern: str = "", whole: bool = False) -> float:
-    """Return 1 if the pattern is found in the response; with `whole` it must match all of it. The row's answer is the
-    default pattern."""
+    """Return 1 if the response contains the pattern, or with `whole` matches it fully.
+
+    The default pattern is the row's answer.
+    """
     search = re.fullmatch if whole else re.search
     return float(search(pattern or row["answer"], response.strip(), re.DOTALL) is not None)
 
@@ -61,10 +63,12 @@ def regex(prompt: str, response: str, row: dict[str, Any], pattern: str = "", wh
 def format(
     prompt: str, response: str, row: dict[str, Any], tags: Sequence[str] = ("think", "answer")
 ) -> dict[str, float]:
-    """Return 1 if the response is one pair of each tag, in this order, with content and nothing around them. A chat
-    template may have opened the first tag. The parts say which tags appear exactly once."""
+    """Return 1 if the response consists of one non-empty pair of each tag, in this order, and nothing else.
+
+    The chat template may have opened the first tag. The parts say which tags appear exactly once.
+    """
     if isinstance(tags, str) or not tags or not all(isinstance(tag, str) and tag for tag in tags):
-        raise ValueError(f"tags: got {tags!r}; it is a list of names, such as [think, answer]")
+        raise ValueError(f"tags: got {tags!r}; it must be a list of names, such as [think, answer]")
     opened = f"<{tags[0]}>"
     text = opened + response if prompt.rstrip().endswith(opened) else response
     places = [(text.find(f"<{tag}>"), text.find(f"</{tag}>")) for tag in tags]
@@ -85,9 +89,9 @@ def format(
 def length(
     prompt: str, response: str, row: dict[str, Any], most: int, free: int = 0, unit: str = "characters"
 ) -> float:
-    """Return 0 up to a length of `free`, then linearly down to -1 at `most` and beyond."""
+    """Return 0 up to a length of `free`. Beyond it, fall linearly to -1 at `most`, and stay there."""
     if not 0 <= free < most:
-        raise ValueError(f"got free = {free} and most = {most}; required is 0 <= free < most")
+        raise ValueError(f"got free = {free} and most = {most}; they must satisfy 0 <= free < most")
     if unit not in UNITS:
         raise ValueError(f"unit: got {unit!r}; choose one of {', '.join(UNITS)}")
     return -min(1.0, max(0.0, (UNITS[unit](response) - free) / (most - free)))

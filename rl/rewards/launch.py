@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-END_S = 5.0
+END_S = 5.0  # maximum wait for the server to end
 PROGRAM = "import sys; sys.path.insert(0, sys.argv[3]); import rl.rewards.server as s; s.main(*map(int, sys.argv[1:3]))"
 
 
 @dataclass(frozen=True)
 class RewardServerProcess:
-    """A server's process, and the rank's end of the connection to it."""
+    """The process of a reward server, and the rank's end of the connection to it."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
 
     def stop(self) -> None:
-        """End the server, which ends when its connection does."""
+        """Close the connection, which ends the server, and wait for its process."""
         self.connection.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)

@@ -1,4 +1,4 @@
-"""The rank's side of the reward pool: sends calls to the server, and receives results in a thread."""
+"""Send calls to the reward server, and receive results in a thread."""
 
 import json
 import select
@@ -17,13 +17,15 @@ from rl.rewards.find import read_rules
 from rl.rewards.launch import RewardServerProcess
 from rl.rewards.worker import MAX_CALL_ID
 
-READY_S = 120.0  # for the import of the functions
-SILENCE_S = 30.0  # beyond the time limit of a call, until the server counts as hung
-CLOSE_S = 6.0
+READY_S = 120.0  # time limit of the functions' import
+SILENCE_S = 30.0  # after the time limit of a call; then the server counts as hung
+CLOSE_S = 6.0  # time limit for the thread and the server to end
 MAX_RESULT = 1 << 20  # bytes
 
 
 class RewardPool:
+    """The rank's side of the processes that compute rewards."""
+
     def __init__(
         self,
         server: RewardServerProcess,
@@ -32,16 +34,16 @@ class RewardPool:
         deliver: Callable[[Any, dict[str, Any]], None],
         fail: Callable[[BaseException], None],
     ):
-        """`deliver` gets the key of a call and its result, `fail` the reason why no more results will come. Both are
-        called in a thread.
+        """`deliver` gets the key of a call and its result. `fail` gets the reason why no more results will come. Both
+        are called in a thread.
 
         A result has a `status` (ok, error, timeout or crash), a `score`, its `parts` by name, the final `answer` of the
-        response, and the `text` of what went wrong.
+        response, and a `text` that describes a failure.
         """
         self._deliver, self._fail = deliver, fail
         self._limit_s = config.timeout_s + SILENCE_S
         self._lock = threading.Lock()
-        self._keys: dict[int, Hashable] = {}  # of calls without a result
+        self._keys: dict[int, Hashable] = {}  # keys of calls that have no result yet
         self._num_calls = 0
         self._changed_at = time.monotonic()
         self._is_loaded = threading.Event()
@@ -60,7 +62,7 @@ class RewardPool:
         """Wait until the functions are imported. Raise if something is wrong with them."""
         if not self._is_loaded.wait(READY_S):
             raise ConfigError(
-                f"reward.function: its import has not ended after {READY_S:g} s; take what is slow out of the module"
+                f"reward.function: its import has not ended after {READY_S:g} s; move slow code into the function"
             )
         if self._failure is not None:
             raise self._failure
@@ -68,8 +70,10 @@ class RewardPool:
             raise ConfigError(self._error)
 
     def submit(self, key: Hashable, prompt: str, response: str, row: dict[str, Any], answer_of: str = "") -> None:
-        """Score a response. Return at once; the result comes by `deliver`. `answer_of` names a function that is also
-        asked for the final answer of the response."""
+        """Start to score a response, and return at once. `deliver` gets the result.
+
+        `answer_of` names the function that also extracts the final answer of the response.
+        """
         call = {"prompt": prompt, "response": response, "row": row, "answer_of": answer_of}
         with self._lock:
             self._num_calls += 1
@@ -78,7 +82,7 @@ class RewardPool:
             self._send(str(self._num_calls).encode(), call)
 
     def close(self) -> None:
-        """End the server. Calls without a result get none."""
+        """End the server. Results of unfinished calls are not delivered."""
         self._is_closing = True
         with suppress(OSError):
             self._server.connection.shutdown(socket.SHUT_RDWR)
@@ -108,7 +112,7 @@ class RewardPool:
             self._fail(error)
 
     def _wait(self) -> None:
-        """Wait for something to read. While calls are under way, one must end within the time limit."""
+        """Wait for data. Raise RuntimeError if calls are under way and none ends within the time limit."""
         poll = select.poll()
         poll.register(self._server.connection, select.POLLIN)
         while not poll.poll(self._limit_s * 1000):
@@ -129,7 +133,7 @@ class RewardPool:
         self._deliver(key, result)
 
     def _report_failure(self, result: dict[str, Any]) -> None:
-        """Print the first failure of each kind; the others are only counted."""
+        """Print the first failure of each kind. Later ones are only counted."""
         status = result["status"]
         if status == "ok" or status in self._reported:
             return

@@ -1,4 +1,4 @@
-"""Find and end all processes below a process, whatever sessions and groups they have put themselves into."""
+"""Find and end all processes below a process, even in other sessions and process groups."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Make orphans below this process its children, so that nothing leaves the tree."""
+    """Make this process the parent of orphans below it, so that no process leaves its tree."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

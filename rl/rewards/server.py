@@ -1,8 +1,8 @@
 """The reward server: passes calls to workers, enforces the time limit of a call, and leaves no process behind.
 
-It imports the functions once and forks workers that have them. A worker is killed with all that it started if its call
-takes too long, if it dies, sends an invalid result or has too many processes. Another worker takes its place, and the
-call's result is a failure. The server ends when its rank does.
+The server imports the functions once and then forks workers. It kills a worker and all processes below it if a call
+takes too long, or if the worker dies, sends an invalid result or has too many processes. It then reports the call as
+failed and forks another worker. The server ends when its rank ends.
 """
 
 import gc
@@ -28,22 +28,22 @@ from rl.watch.parent import die_with_parent
 
 MAX_RESULT = 1 << 18  # bytes
 MAX_PROCESSES = 64  # below a worker
-COUNT_S = 0.1  # between two counts of them, in calls that last
-START_S = 30.0  # for a worker to start
-MAX_FAILED_STARTS = 5  # of workers, in a row
-FORK_AGAIN_S = 0.2  # after a fork failed because memory or process ids are short
+COUNT_S = 0.1  # between two counts of these processes
+START_S = 30.0  # time limit of a worker's start
+MAX_FAILED_STARTS = 5  # consecutive workers that end before they are ready
+FORK_AGAIN_S = 0.2  # pause after a failed fork, when memory or process ids are short
 MAX_FORK_FAILURES = 100
-SWEEP_S = 0.01
-EXIT_CODE_S = 0.1  # between a dying process's end of connection, which comes first, and its exit code
-END_S = 5  # for the end of all processes below
+SWEEP_S = 0.01  # between two searches for processes to end
+EXIT_CODE_S = 0.1  # maximum wait for the exit code of a process that has closed its connection
+END_S = 5  # time limit for ending all processes below the server
 
 
 class _Worker:
     def __init__(self, pid: int, connection: socket.socket):
         self.pid, self.exit_fd = pid, os.pidfd_open(pid)
         self.channel = Channel(connection, MAX_CALL_ID, MAX_RESULT)
-        self.call_id: bytes | None = None  # of the call that it runs
-        self.began_at = time.monotonic()  # of that call, or of the worker's start
+        self.call_id: bytes | None = None  # the call that it runs
+        self.began_at = time.monotonic()  # start of that call, or of the worker
         self.has_started = False
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class _Worker:
 
 class Server:
     def __init__(self, connection: socket.socket, rank: int):
-        """`rank` is the process id of the rank, and `connection` leads to it."""
+        """Serve the rank at the other end of `connection`. `rank` is its process id."""
         self._rank, self._rank_fd = Channel(connection, MAX_CALL_ID, MAX_CALL), os.pidfd_open(rank)
         self._is_over = os.getppid() != rank
         self._selector = selectors.DefaultSelector()
@@ -63,7 +63,7 @@ class Server:
         self._timeout_s, self._num_workers = math.inf, 0
         self._workers: list[_Worker] = []
         self._idle: deque[_Worker] = deque()
-        self._calls: deque[tuple[bytes, Buffer]] = deque()  # that no worker has yet
+        self._calls: deque[tuple[bytes, Buffer]] = deque()  # calls that wait for a worker
         self._num_failed_starts = self._num_fork_failures = 0
         self._fork_at = self._counted_at = 0.0
         self._has_orphans = False
@@ -103,8 +103,8 @@ class Server:
         self._is_over = True
 
     def _load(self, rules: list[dict[str, Any]], timeout_s: float, num_workers: int) -> None:
-        """Import the reward functions, and tell the rank what is wrong with them."""
-        die_with_parent(signal.SIGKILL)  # an import may hang, and there is nothing below this process yet
+        """Import the reward functions. Send the rank an error message, which is empty if all is well."""
+        die_with_parent(signal.SIGKILL)  # an import may hang, and there are no workers to clean up yet
         try:
             from rl.rewards.find import load
 
@@ -176,7 +176,7 @@ class Server:
                 continue
             result = read_result(body) if call_id == worker.call_id else None
             if result is None:
-                self._fail(worker, "crash", "its process answered nonsense")
+                self._fail(worker, "crash", "its process sent an invalid result")
                 return
             is_last = result.pop("is_last")
             self._send_to_rank(bytes(call_id), result)
@@ -188,10 +188,10 @@ class Server:
         self._update_events(worker.channel, lambda: self._read_worker(worker))
         if not worker.channel.is_open:
             select.select([worker.exit_fd], [], [], EXIT_CODE_S)
-            self._fail(worker, "crash", "its process ended, closed its line or answered with too much")
+            self._fail(worker, "crash", "its process ended, closed its connection or sent too large a result")
 
     def _worker_ended(self, worker: _Worker) -> None:
-        self._read_worker(worker)  # its last result
+        self._read_worker(worker)  # it may have sent a last result
         if worker in self._workers:
             self._fail(worker, "crash", "its process ended")
 
@@ -206,10 +206,10 @@ class Server:
         elif not worker.has_started:
             self._num_failed_starts += 1
             if self._num_failed_starts >= MAX_FAILED_STARTS:
-                raise RuntimeError(f"{MAX_FAILED_STARTS} workers in a row ended before they began")
+                raise RuntimeError(f"{MAX_FAILED_STARTS} workers in a row ended before they were ready")
 
     def _remove(self, worker: _Worker) -> int | None:
-        """End a worker with all that it started. Return its exit status if it had ended by itself."""
+        """End a worker and all processes below it. Return its exit status if it had already ended."""
         self._workers.remove(worker)
         if worker in self._idle:
             self._idle.remove(worker)
@@ -223,7 +223,7 @@ class Server:
         return code if pid else None
 
     def _update_events(self, channel: Channel, handler: Callable[[], None]) -> None:
-        """Also wait for room in the socket while something is unsent."""
+        """Wait for writability of the connection only while it has unsent data."""
         if channel.is_open:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
             if self._selector.get_key(channel.connection).events != events:
@@ -260,7 +260,7 @@ class Server:
             self._end_orphans()
 
     def _end_orphans(self) -> None:
-        """End what workers have left, which are children of this process now."""
+        """End processes that removed workers left behind. They are children of this process now."""
         self._reap()
         orphans = set(children_of(os.getpid())) - {worker.pid for worker in self._workers}
         for orphan in orphans:
@@ -268,17 +268,17 @@ class Server:
         self._has_orphans = bool(orphans)
 
     def _reap(self) -> None:
-        """Wait for dead children other than workers, which `_remove` waits for."""
+        """Reap dead children, except workers, which `_remove` reaps."""
         known = {worker.pid for worker in self._workers}
         with suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if ended.si_pid in known:
-                    return  # its file descriptor becomes readable too
+                    return  # its exit_fd becomes readable too, which removes the worker
                 os.waitpid(ended.si_pid, 0)
 
 
 def read_result(body: bytes | bytearray) -> dict[str, Any] | None:
-    """Return the result in a worker's answer, or None if it is not one that a worker makes."""
+    """Return the result in a worker's answer, or None if it is invalid."""
     try:
         result = json.loads(body)
         numbers = [result["score"], *result["parts"].values()]
@@ -295,7 +295,7 @@ def read_result(body: bytes | bytearray) -> dict[str, Any] | None:
 
 
 def ignore_signals() -> None:
-    """Ignore signals that are meant for the rank, which may go on for a while. The rank's end ends this process."""
+    """Ignore signals that are meant for the rank. The rank may run on, and this process ends with it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
@@ -303,7 +303,7 @@ def ignore_signals() -> None:
 def main(fd: int, rank: int) -> None:
     """Run the server on an inherited socket for the process `rank`."""
     ignore_signals()
-    os.setsid()  # a signal that kills the rank's group must leave this process, which cleans up
+    os.setsid()  # a signal to the rank's process group must not end this process, which cleans up
     adopt_orphans()
     try:
         server = Server(socket.socket(fileno=fd), rank)

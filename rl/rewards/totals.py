@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-Totals = dict[str, list[float]]  # by metric: the sum, and the count to divide it by; 0 if the metric is the sum
+Totals = dict[str, list[float]]  # by metric: sum and count; a count of 0 marks a metric that is a sum, not a mean
 
 
 def total(samples: Iterable[Mapping[str, Any]]) -> Totals:
-    """Sum up results of the pool. Calls that hung or crashed are timeouts; those that raised, or returned no number,
-    are errors."""
+    """Sum up results of the pool.
+
+    Calls that hung or crashed count as timeouts. Calls that raised or did not return numbers count as errors.
+    """
     sums: Totals = {"reward/timeouts": [0.0, 0.0], "reward/errors": [0.0, 0.0]}
     for sample in samples:
         for name, value in sample["parts"].items():
@@ -21,7 +23,7 @@ def total(samples: Iterable[Mapping[str, Any]]) -> Totals:
 
 
 def add(parts: Iterable[Totals]) -> Totals:
-    """Add totals in the order given, on which the last bit of a sum depends."""
+    """Add totals in the given order. The rounding of a sum depends on it."""
     sums: Totals = {}
     for part in parts:
         for name, (value, count) in part.items():

@@ -19,12 +19,12 @@ from rl.common.framing import FrameReader, pack
 from rl.rewards.process_tree import adopt_orphans
 from rl.watch.parent import die_with_parent
 
-MAX_CALL_ID, MAX_CALL = 20, (1 << 32) - 1  # bytes of a frame's head and payload
-MAX_CALLS = 2000  # before the process ends, with whatever the functions left behind in it
-MAX_GROWTH = 256 << 20  # bytes of memory that it may gain before it ends
-MAX_MEMORY = 2 << 30  # bytes beyond what the server has
-MAX_FILE = 1 << 30  # bytes of a file that a function writes
-MAX_SCORE = 1e30  # beyond it a weighted sum may not fit float32
+MAX_CALL_ID, MAX_CALL = 20, (1 << 32) - 1  # maximum bytes of a frame's id and body
+MAX_CALLS = 2000  # after which the process is replaced, with whatever the functions left in it
+MAX_GROWTH = 256 << 20  # bytes of memory growth after which the process is replaced
+MAX_MEMORY = 2 << 30  # bytes of memory beyond what the process inherits from the server
+MAX_FILE = 1 << 30  # maximum bytes of a file that a function writes
+MAX_SCORE = 1e30  # a weighted sum of larger scores may not fit float32
 MAX_PARTS, MAX_NAME, MAX_TEXT, MAX_ANSWER = 64, 100, 500, 10_000
 
 
@@ -42,7 +42,7 @@ class RewardFunction:
 
 
 def run_worker(connection: socket.socket, functions: list[RewardFunction], server: int) -> None:
-    """Serve calls in the forked process, and end the process."""
+    """Serve calls in the forked process. This does not return: the process exits."""
     code = 1
     try:
         _isolate(server)
@@ -95,13 +95,13 @@ def _serve(connection: socket.socket, functions: list[RewardFunction]) -> None:
 
 
 def _pages(field: int) -> int:
-    """Return the pages of this process: all that it has mapped (0) or what is in memory (1)."""
+    """Return the number of memory pages of this process: mapped (field 0) or resident (field 1)."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[field])
 
 
 def _has_children() -> bool:
-    """Whether there are living children. Dead ones are reaped."""
+    """Return whether there are living children. Reap dead ones."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -113,7 +113,7 @@ def _has_children() -> bool:
 def score(
     functions: list[RewardFunction], prompt: str, response: str, row: dict[str, Any], answer_of: str = ""
 ) -> dict[str, Any]:
-    """Return the weighted sum of all functions, and their parts. If one of them fails, the whole call has failed."""
+    """Return the weighted sum of all functions, and their parts. If one function fails, the whole call fails."""
     total, parts = 0.0, {}
     answer = None
     for function in functions:
@@ -122,7 +122,7 @@ def score(
             if function.name == answer_of and function.answer is not None:
                 answer = function.answer(response)
                 if answer is not None and not isinstance(answer, str):
-                    raise TypeError(f"its answer is a {type(answer).__name__}; required is text or None")
+                    raise TypeError(f"its answer is a {type(answer).__name__}; it must be text or None")
         except BaseException as error:  # SystemExit too
             return failed("error", [function.name for function in functions], _describe(function.name, error))
         total += function.weight * value
@@ -138,7 +138,7 @@ def failed(status: str, names: list[str], text: str) -> dict[str, Any]:
 
 
 def read_value(value: Any) -> tuple[float, dict[str, float]]:
-    """Return the score and the parts that a function returned. Raise if it is neither a number nor numbers by name."""
+    """Return the score and the parts of a function's result. Raise if it is neither a number nor a dict of numbers."""
     if not isinstance(value, dict):
         return _number(value, "the score"), {}
     if not 0 < len(value) <= MAX_PARTS:
@@ -156,10 +156,10 @@ def _number(value: Any, what: str) -> float:
     if hasattr(value, "item"):  # numpy and torch
         value = value.item()
     if not isinstance(value, bool | int | float):
-        raise TypeError(f"{what} is a {type(value).__name__}; required is a number, or a dict of numbers by name")
+        raise TypeError(f"{what} is a {type(value).__name__}; it must be a number, or a dict of numbers by name")
     number = float(value)
     if not abs(number) <= MAX_SCORE:
-        raise ValueError(f"{what} is {number}; required is a finite number")
+        raise ValueError(f"{what} is {number}; it must be from -{MAX_SCORE:g} to {MAX_SCORE:g}")
     return number
 
 

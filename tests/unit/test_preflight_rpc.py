@@ -182,7 +182,9 @@ def test_files_of_reward_functions_are_code(tmp_path: Path) -> None:
     functions = {f"{file}:one": 1.0, f"{file}:two": 0.5, "math": 1.0}
     config = dataclasses.replace(load_config(), reward=RewardConfig(function=functions))
     answers = Answers(0, 0, lambda: config, print)
-    assert answers.describe()["config_error"].endswith(f"but no file at {file}; required is file.py:function")
+    assert answers.describe()["config_error"].endswith(
+        f"but no file at {file}; give the path of a file and a function: file.py:function"
+    )
     found = []
     for text in ("one = 1\n", "one = 2\n"):
         file.write_text(text)
