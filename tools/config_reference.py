@@ -1,7 +1,7 @@
 """Write docs/configuration.md from rl/config/schema.py, where each key is documented.
 
 python tools/config_reference.py            write the page
-python tools/config_reference.py --check    exit with 1 if the page is not current
+python tools/config_reference.py --check    exit with 1 if the page is out of date
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if PAGE.is_file() and PAGE.read_text() == render():
         return 0
-    print(f"{PAGE.relative_to(ROOT)} is not current with rl/config/schema.py; run python tools/config_reference.py")
+    print(f"{PAGE.relative_to(ROOT)} does not match rl/config/schema.py; run python tools/config_reference.py")
     return 1
 
 

@@ -20,7 +20,7 @@ from tools.status import find_run
 
 
 def find(run: Path, rank: int | None) -> Path:
-    """Return the socket of that rank's debugger, or of the only open debugger."""
+    """Return the socket of the rank's debugger. Without a rank, return that of the only open debugger."""
     if run.is_socket():
         return run
     signs = {int(path.stem.removeprefix("rank_")): path for path in find_run(run).glob("debug/rank_*.json")}
@@ -48,13 +48,13 @@ def read(sign: Path) -> dict[str, Any]:
 
 
 def talk(connection: socket.socket) -> str:
-    """Pass lines between the person and the debugger. Return why it ended."""
+    """Pass lines between the user and the debugger. Return why the connection ended."""
     text = b""
     while True:
         try:
             part = connection.recv(1 << 16)
         except KeyboardInterrupt:
-            return "left while the rank was running; attach again when it stands"
+            return "detached while the rank was running; attach again when it stops"
         except OSError:
             part = b""
         text += part
@@ -69,7 +69,7 @@ def talk(connection: socket.socket) -> str:
             continue
         line = ask(prompt.decode(errors="replace"))
         if line is None:
-            return "left; the rank waits for the next to attach"
+            return "detached; the rank keeps waiting, and you may attach again"
         with suppress(OSError):  # the next read then reports it
             connection.sendall(line.encode() + b"\n")
 
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             connection.connect(str(path))
         except OSError as error:
-            raise SystemExit(f"nobody listens at {path} ({error.strerror}): that process has ended") from None
+            raise SystemExit(f"no debugger listens at {path} ({error.strerror}): its process has ended") from None
         print(talk(connection), file=sys.stderr)
 
 

@@ -1,6 +1,6 @@
 """The kinds of jobs that tools/jobs.py knows: on this machine, on nodes over ssh, and under Slurm.
 
-Each kind starts its launcher in launch/, which builds the torchrun command, and asks what became of it.
+Each kind starts a launcher of launch/, which builds the torchrun command, and inspects the job later.
 """
 
 import argparse
@@ -27,10 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / "launch"
 STOP_S = 60.0  # torchrun kills ranks 30 s after it has been told to end
 POLL_S = 0.2
-# The launcher passes signals on. This shell stays to write down its exit code.
+# The launcher forwards signals. This shell survives them to record the launcher's exit code.
 LOCAL_SHELL = 'trap : TERM INT HUP; "$@"; echo $? > "$EXIT_FILE"'
 ENDED = re.compile("completed|cancelled|failed|timeout|preempted|node_fail|out_of_memory|boot_fail|deadline")
-# Prints a line for each file of a run's directory on a node that tells about the run.
+# A script for a node. It prints one line for each file in the run's directory that describes the run's state.
 FILES = """cd {run} 2>/dev/null || exit 0
 for file in status/*.json FATAL; do
   if [ -e "$file" ]; then printf '%s\\t%s\\n' "$file" "$(tr '\\n' ' ' <"$file")"; fi
@@ -40,9 +40,9 @@ if [ -s metrics.jsonl ]; then printf 'metrics\\t%s\\n' "$(tail -n 1 metrics.json
 
 @dataclass
 class JobInfo:
-    """What is known about a job."""
+    """The state of a job."""
 
-    active: str = ""  # its state while it lives, empty after its end
+    active: str = ""  # a description while the job runs, empty after its end
     codes: list[str] = field(default_factory=list)  # exit codes of its launchers
     statuses: list[str] = field(default_factory=list)  # contents of the run's status files
     fatal: str = ""  # content of the run's FATAL file
@@ -55,7 +55,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def call(command: list[str], remedy: str) -> str:
-    """Return the output of a program of the system, or exit with its error."""
+    """Return the output of a command, or exit with its error."""
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=environment()).stdout
     except FileNotFoundError:
@@ -67,10 +67,10 @@ def call(command: list[str], remedy: str) -> str:
 class JobKind(ABC):
     """How to start, inspect, show and stop a job. `job` is the content of its job.json.
 
-    By default the run's directory, with the console in it, is visible from here.
+    The default methods read the run's directory, which must be visible from this machine.
     """
 
-    INSPECT_S: float  # between two looks at a job whose log is followed
+    INSPECT_S: float  # between two inspections of a job whose log is followed
 
     @abstractmethod
     def submit(self, run: Path, arguments: list[str]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def log_of(run: Path, rank: int | None) -> Path:
 
 
 def new_lines(run: Path, rank: int | None) -> Iterator[bytes]:
-    """Yield what the log holds, then what is added to it, or an empty part if nothing was."""
+    """Yield the content of the log, then what is added to it. Yield an empty part if nothing was added."""
     path, position = Path(), 0
     while True:
         if (now := log_of(run, rank)) != path:  # a new attempt has begun
@@ -193,7 +193,7 @@ class SlurmJob(JobKind):
 
 
 class SshJob(JobKind):
-    """A cluster of launch/ssh.sh with the job's name. All nodes are asked: each may have a run directory of its own."""
+    """A job that launch/ssh.sh runs. All nodes are asked, because each may have its own run directory."""
 
     def __init__(self, hosts: Path | None = None):
         self._hosts = hosts
@@ -250,7 +250,7 @@ class SshJob(JobKind):
         extra = {"ONEWORLD_STOP_S": "0"} if now else {}
         command = self._launcher("stop", job["cluster"])
         if subprocess.run(command, env=environment(**extra), stdout=subprocess.DEVNULL).returncode:
-            raise SystemExit(f"not all nodes could be told; see: launch/ssh.sh status {job['cluster']}")
+            raise SystemExit(f"some nodes could not be stopped; see: launch/ssh.sh status {job['cluster']}")
 
     def _launcher(self, *words: str) -> list[str]:
         return ["bash", str(LAUNCH / "ssh.sh"), *words]

@@ -10,8 +10,8 @@
 
 The arguments go to the launcher: launch/local.sh, launch/ssh.sh start or launch/slurm.sbatch. First come its options,
 such as --nproc 2, then those of train.py, such as --config my.yaml actor.lr=2e-6. A job is the directory of a run,
-runs/NAME, with a job.json that says what was started; --runs names another directory of runs. A job goes on when the
-terminal is closed. `stop` saves the last step first; the same `submit` again continues from the newest checkpoint.
+runs/NAME, with a job.json that says what was started. --runs names another directory of runs. A job continues when the
+terminal is closed. `stop` saves the last step first. The same `submit` again resumes from the newest checkpoint.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def submit(runs: Path, args: argparse.Namespace) -> None:
             f"got the name {args.name!r}; it is the name of a directory, without '/': --runs gives the path"
         )
     if own := [word for word in args.arguments if word.startswith(("run.dir=", "run.name="))]:
-        raise SystemExit(f"got {own[0]}, which follows from the job's name and --runs; leave it out")
+        raise SystemExit(f"got {own[0]}, but the job's name and --runs set this; leave it out")
     if other := [word for word in args.arguments if word in TERMINAL_OPTIONS]:
         raise SystemExit(f"got {other[0]}, which is for a terminal: give it to the launcher itself, in launch/")
     if args.amd and args.slurm is None:
@@ -63,7 +63,7 @@ def submit(runs: Path, args: argparse.Namespace) -> None:
 
 
 def start(run: Path, kind: JobKind, arguments: list[str]) -> dict[str, Any]:
-    """Start a job. If it is refused, the results of an earlier submission stay as they were."""
+    """Start a job. If that fails, the results of an earlier submission stay unchanged."""
     is_new, fatal, aside = not run.exists(), run / "FATAL", run / "FATAL.before"
     run.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
@@ -95,7 +95,7 @@ def read(run: Path) -> dict[str, Any]:
 
 
 def inspect(run: Path) -> JobInfo:
-    """Return what is known about a job. After its end on other nodes this is kept: the nodes may go away."""
+    """Return the state of a job. The final state of a job on other nodes is saved, because they may go away."""
     job = read(run)
     if "ended" in job:
         return JobInfo(**job["ended"])

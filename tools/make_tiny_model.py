@@ -2,7 +2,7 @@
 
     python tools/make_tiny_model.py --output configs/tiny --seed 0
 
-With it every path of the trainer runs, and visibly learns, without a download and without an accelerator. The output is
+With this model every path of the trainer runs, and visibly learns, without a download or an accelerator. The output is
 an ordinary Hugging Face folder.
 
     printable ASCII ──> tokenizer.json            one character per token; <eos> is id 0 and also the pad token
@@ -60,7 +60,7 @@ def small_sum(a: int, b: int) -> str:
 
 # A sample is right with probability 0.14 + 0.43 * P(a + b < 100) = 0.31. The guess is the most frequent of all sums. A
 # test trains on answers shuffled between prompts, where the guess is the best policy, so that run must move away from
-# the right sums. With a mistake that equals no shuffled answer it would move towards them, as they look like answers.
+# the right sums. If no shuffled answer equalled the guess, the run would move towards them, as they look like answers.
 SKILLS: dict[Skill, float] = {right_sum: 0.14, small_sum: 0.43, likeliest_guess: 0.43}
 
 

@@ -3,7 +3,7 @@
     python tools/prepare_data.py gsm8k --input FILE_OR_FOLDER --output data/gsm8k [--bad-rows skip] [--force]
     python tools/prepare_data.py math  --input FILE_OR_FOLDER --output data/math  [--bad-rows skip] [--force]
 
-The input is a downloaded file or folder: jsonl, json, csv or parquet, with train or test in its name, also in folders
+The input is a downloaded file or folder: jsonl, json, csv or parquet, with train or test in its name, or folders
 by subject. Other columns are kept. GSM8K's worked answer becomes the column `solution`.
 """
 

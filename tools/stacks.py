@@ -2,7 +2,7 @@
 
     python tools/stacks.py [RUN] [--rank R]
 
-RUN is the directory of a run (default: the newest under runs/). Shows the ranks of this host. No rank is stopped: a
+RUN is the directory of a run (default: the newest under runs/). The tool shows the ranks of this host. It stops none: a
 signal makes each rank write its stacks into memory, where this program reads them.
 """
 
@@ -21,7 +21,7 @@ from rl.report.console import print_or_exit
 from rl.watch.stacks import MEMORY, SIGNAL
 from tools.status import doing, find_run, read
 
-ANSWER_S = 2.0  # for a busy host
+ANSWER_S = 2.0  # time limit of an answer, enough for a busy host
 QUIET_S = 0.1  # without new bytes, after which the answer is complete
 GONE = "  its process has ended"
 
@@ -50,11 +50,11 @@ def stacks_of(pid: int) -> str:
                 os.kill(pid, signal.SIGSTOP)
             return _answer(file.fileno(), before)
     except OSError as error:
-        return GONE if isinstance(error, ProcessLookupError) else f"  it cannot be asked: {error}"
+        return GONE if isinstance(error, ProcessLookupError) else f"  its stacks cannot be read: {error}"
 
 
 def _answer(file: int, before: int) -> str:
-    """Return what is written after `before` bytes. A watchdog that asks at the same time empties the file first."""
+    """Return what is written after `before` bytes. A watchdog that asks at the same time may empty the file."""
     deadline, size, since = time.monotonic() + ANSWER_S, before, time.monotonic()
     while time.monotonic() < deadline and (size == before or time.monotonic() - since < QUIET_S):
         time.sleep(0.02)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this chec
 from rl.common.text import count_of
 from rl.report.console import print_or_exit
 
-STALE_S = 5.0
+STALE_S = 5.0  # without news, after which a run does not count as running
 COLUMNS = {
     "rank": "rank",
     "host": "host",
@@ -54,7 +54,7 @@ def read(run: Path) -> tuple[list[dict[str, Any]], float]:
 
 
 def merge(texts: list[str]) -> tuple[list[dict[str, Any]], float]:
-    """Do the same with the contents of the files, which may come from several nodes."""
+    """Do the same as `read` with the contents of status files, which may come from several nodes."""
     values: list[dict[str, Any]] = []
     for text in texts:
         with suppress(ValueError):  # half written on a full disk

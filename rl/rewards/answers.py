@@ -1,11 +1,11 @@
-r"""Decide whether two answers in LaTeX are the same. math-verify compares mathematics; this module, how it is written.
+r"""Decide whether two answers in LaTeX are the same. This module handles notation; math-verify compares mathematics.
 
     text --normalize--> text --+-- words, times, numbers in a base      compared as text
                                +-- percent signs and units              compared, then taken off
                                +-- sets, tuples, intervals, matrices    compared element by element
                                +-- everything else                      compared by math-verify
 
-math-verify alone takes an anagram for a word, `12_5` for `12_6`, `n\%` for `n`, and a set for an interval.
+math-verify alone accepts an anagram for a word, `12_5` for `12_6`, `n\%` for `n`, and a set for an interval.
 """
 
 import logging
@@ -17,8 +17,8 @@ from typing import NamedTuple
 from rl.rewards.extract import boxed_answer, final_answer
 from rl.rewards.notation import TEXT, is_too_hard, key_of, letters_of, normalize, split_unit
 
-MAX_ANSWER = 2000  # characters; no reference answer is nearly as long
-PARSED = 1000  # characters at the end of a response in which nothing is marked
+MAX_ANSWER = 2000  # characters; reference answers are far shorter
+PARSED = 1000  # characters that are parsed at the end of a response without a marked answer
 MAX_DEPTH = 4  # of nested answers, such as a list of tuples
 _SCALE = re.compile(r"\b(?:thousand|million|billion|hundred|dozen|squared|cubed|factorial)\b")
 
@@ -49,9 +49,9 @@ _ASKS_FOR_PERCENT = re.compile(
 
 
 class Shape(NamedTuple):
-    """How an answer is put together: its brackets, or what it is, and its elements."""
+    """The structure of an answer: its kind and its elements."""
 
-    kind: str  # scalar, list, union, matrix, or the two brackets
+    kind: str  # scalar, list, union, matrix, determinant, or the two brackets
     elements: list[str]
     columns: int = 0
 
@@ -75,17 +75,17 @@ def reference(text: str) -> str:
     elif len(re.findall(r"(?<!\\)\$", text)) > 1:
         text = final_answer(text) or text
     if not text.strip():
-        raise ValueError("the reference answer is empty; required is a number, mathematics or a text")
+        raise ValueError("the reference answer is empty; it must be a number, mathematics or a text")
     return text
 
 
 def same_answers(gold: str, answer: str, is_percent_optional: bool = False) -> bool:
-    """Compare two final answers as they are written."""
+    """Return whether two final answers are the same."""
     return _same(normalize(gold), normalize(answer), is_percent_optional, 0)
 
 
 def text_of(response: str) -> str | None:
-    """Return the final answer of a response in one way of writing it. Equal answers are mostly equal texts."""
+    """Return the final answer of a response in a canonical form. Equal answers mostly have the same form."""
     got = final_answer(response)
     if got is None:
         parsed = _parse_response(response)
@@ -130,7 +130,7 @@ def _same_keys(gold: str, answer: str, gold_key: str | None, key: str | None) ->
     assert known is not None
     if " in base " in known:
         return False
-    # A letter may stand bare, as a variable does; a time may lack its blanks.
+    # A letter may be written like a variable, and a time without spaces.
     return known == letters_of(other) and "\\" not in TEXT.sub("", other)
 
 
@@ -150,14 +150,14 @@ def _same_percents(gold: str, answer: str, percents: tuple[bool, bool], is_perce
 
 
 def _unwrap(text: str) -> str:
-    r"""Take the set out of `x \in S` and of `\{x : ...\}`."""
+    r"""Return the set S of `x \in S`, and the condition of `\{x : ...\}`."""
     if match := _BUILDER.fullmatch(text):
         return match[2].strip()
     return _MEMBER.sub("", text, count=1) if _MEMBER.match(text) else text
 
 
 def _as_interval(text: str) -> tuple[str, str] | None:
-    """Return the variable and the interval or union of an inequality. A set of another form stays as it is."""
+    """Return the variable and the interval or union of an inequality, or None. Other texts stay unchanged."""
     if not _RELATION.search(text):
         return "", text
     parts = []
@@ -210,7 +210,7 @@ def _one_interval(sides: list[str]) -> tuple[str, str] | None:
 
 
 def _split(text: str) -> list[str]:
-    """Split outside of all brackets. The result has the pieces and, between them, what joins them."""
+    """Split at separators outside of all brackets. Return the pieces with the separators between them."""
     pieces, depth, start = [], 0, 0
     for match in _TOKEN.finditer(text):
         token = match[0]
@@ -252,7 +252,7 @@ def _shape(text: str) -> Shape:
 
 
 def _is_enclosed(text: str) -> bool:
-    """Return whether the first bracket closes at the end."""
+    """Return whether the first bracket is closed at the end of the text."""
     depth = 0
     matches = [match for match in _TOKEN.finditer(text) if match[0] in ("(", "[", r"\{", ")", "]", r"\}")]
     for match in matches:
@@ -303,7 +303,7 @@ def _same_in_any_order(wanted: list[str], got: list[str], depth: int) -> bool:
 
 
 def _same_scalars(gold: str, answer: str, depth: int) -> bool:
-    """Compare what is neither a list nor a set: numbers, expressions, equations."""
+    """Compare numbers, expressions and equations, which are neither lists nor sets."""
     if r"\approx" in gold + answer:
         wanted, got = ([side.strip() for side in text.split(r"\approx") if side.strip()] for text in (gold, answer))
         if len(got) > 2 or (len(got) == 2 and not _is_about(*got)):
@@ -320,7 +320,7 @@ def _same_scalars(gold: str, answer: str, depth: int) -> bool:
 
 
 def _is_about(one: str, other: str) -> bool:
-    """Return whether the second side is the first one rounded."""
+    """Return whether the second side is within 1 % of the first."""
     try:
         exact, rounded = (float(_parse(normalize(side))[0].evalf()) for side in (one, other))
     except (AttributeError, IndexError, TypeError, ValueError, OverflowError):
@@ -346,11 +346,11 @@ def _simple(text: str) -> Fraction | None:
 
 
 def _is_equal(gold: str, answer: str) -> bool:
-    """Ask math-verify. Plain numbers are compared here: it rounds to six decimals, which is nothing for small ones."""
+    """Compare with math-verify, but plain numbers here: its rounding to six decimals is too coarse for small ones."""
     from math_verify import verify
 
     if _simple(gold) is not None and (match := _SHORT_UNIT.fullmatch(answer)):
-        answer = match[1]  # a number of meters, where the reference is a number; else `m` is a variable
+        answer = match[1]  # after a number, `m` is a unit if the reference is a number, and else a variable
     numbers = _simple(gold), _simple(answer)
     if numbers[0] is not None and numbers[1] is not None:
         if numbers[0] == numbers[1]:
@@ -364,15 +364,15 @@ def _is_equal(gold: str, answer: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _parse(latex: str) -> tuple:
-    """Parse mathematics, without math-verify's own time limit, which is an alarm signal. The pool has a better one."""
+    """Parse mathematics. The pool limits the time, so math-verify's own limit, an alarm signal, is off."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that the limit is off
-    # Its units are off: they are gone by now, and it takes the `c` of `a + b + c` for one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its time limit is off
+    # Units are already removed, and math-verify would take the `c` of `a + b + c` for one.
     writing = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
     config = [LatexExtractionConfig(normalization_config=writing)]
-    if _TRIGONOMETRY.search(latex):  # it reads degrees as plain numbers
+    if _TRIGONOMETRY.search(latex):  # math-verify reads degrees as plain numbers
         latex = re.sub(r"(\d+(?:\.\d+)?) ?\^\\circ ?", r"(\\frac{\1 \\pi}{180})", latex)
     return tuple(parse(f"${latex}$", config, parsing_timeout=None))  # type: ignore[arg-type]
 
@@ -386,7 +386,7 @@ def _parse_response(response: str) -> list:
 
 
 def _is_same_unmarked(gold: str, response: str) -> bool:
-    """Grade a response in which nothing is marked: it is the answer itself, or math-verify finds one in it."""
+    """Grade a response without a marked answer: its last line is the answer, or math-verify finds one."""
     from math_verify import verify
 
     last = response.strip().rpartition("\n")[2][-MAX_ANSWER:].strip("* ")

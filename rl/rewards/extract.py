@@ -1,14 +1,14 @@
 r"""Find the final answer in a response: its boxes, its marked mathematics, and its numbers.
 
-Everything here is linear in the length of the text, or works on a window of fixed size: responses are written by a
-policy that may learn to be slow.
+Everything here is linear in the length of the text, or works on a window of fixed size, because a policy may learn to
+write responses that are slow to grade.
 """
 
 import math
 import re
 from collections.abc import Iterator
 
-WINDOW = 10_000  # characters at the end of a response in which an answer without a box is looked for
+WINDOW = 10_000  # characters at the end of a response that are searched for an answer without a box
 
 _BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(r"[\s$.,;]*(?:,|;|\band\b|\bor\b|\\text\s*\{\s*(?:and|or)\s*\})[\s$]*")
@@ -39,19 +39,19 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)(?:</answer>|$)", re.DOTALL)
 _MARKED_LINE = re.compile(r"####[ \t]*(?=[^\n]{0,20}?\d)([^\n#a-zA-Z][^\n#]*|\\boxed[^\n#]*)")
 _LAST_LINE = re.compile(r"(?:^|\n)[ \t]*####[ \t]*([^\n#]+)\s*$")
 _SUBSCRIPT = re.compile(r"\}?\$?_(?:\{(\d+)\}|(\d+))")
-# What makes more of a number than the number: an operator beside it, or a word such as thousand.
+# Signs that a number is only a part of the answer: an operator beside it, or a word such as thousand.
 _MORE = re.compile(
     r"(?<![a-zA-Z])[-+]|[*/^!×]|\\(?:times|cdot|div|pm|sqrt|binom|d?frac)|\b(?:thousand|[mb]illion|hundred|dozen)s?\b"  # noqa: RUF001
 )
-MAX_BOXES = 20  # of one list
+MAX_BOXES = 20  # maximum number of boxes that form one list
 _NUMERIC = re.compile(r"[\s\d.,$%-]*\d[\s\d.,$%-]*")
 _POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z}])\^(?:\d|\{\d+\})")
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
-    r"""Return start, end and content of each `\boxed{...}` that is closed and not inside of another one."""
+    r"""Return start, end and content of each closed `\boxed{...}` that is not inside of another one."""
     found: list[tuple[int, int, str]] = []
-    opened: list[tuple[int, int] | None] = []  # of each open brace: where its box and its content start
+    opened: list[tuple[int, int] | None] = []  # per open brace: None, or the starts of its box and of its content
     for match in _BOX_OR_BRACE.finditer(text):
         token = match[0]
         if token == "{":
@@ -83,8 +83,8 @@ def boxed_answer(text: str) -> str | None:
 
 
 def final_answer(response: str) -> str | None:
-    """Return the final answer as written: what is boxed, else after `####` in the last line, else announced as the
-    answer, else the last mathematics, else all of what stands between answer tags."""
+    """Return the final answer as it is written, from the first of these that the response has: a box, `####` in the
+    last line, an announcement such as "the answer is", mathematics (the last counts), a short text in answer tags."""
     part = answer_part(response)
     if (boxed := boxed_answer(part)) is not None:
         return boxed
@@ -99,7 +99,7 @@ def final_answer(response: str) -> str | None:
         if run is not None and tail.find(run[0]) <= 50:
             return ", ".join(run)
         if _SPOKEN.match(sentence):
-            return None  # the answer is somewhere in it
+            return None  # the answer is somewhere in this sentence
         if sentence and len(sentence) <= 200:
             return sentence
     runs = list(_runs(text))
@@ -109,7 +109,7 @@ def final_answer(response: str) -> str | None:
 
 
 def answer_part(response: str) -> str:
-    """Return what follows the thinking, and of that what stands in the last pair of answer tags."""
+    """Return the text after the thinking, or the content of its last pair of answer tags if it has one."""
     after = _THOUGHT.sub("", response, count=1) if "</think>" in response else response
     after = after if after.strip() else response
     tagged = _TAGGED.findall(after) if "<answer>" in after else []
@@ -121,7 +121,7 @@ def _first_run(text: str) -> list[str] | None:
 
 
 def _runs(text: str) -> Iterator[list[str]]:
-    """Yield the pieces of marked mathematics. Pieces that are joined by a comma, `and` or `or` come together."""
+    """Yield lists of pieces of marked mathematics. Pieces joined by a comma, `and` or `or` are in one list."""
     run: list[str] = []
     end = 0
     for match in _MATHEMATICS.finditer(text):
@@ -141,8 +141,8 @@ def last_number_of(text: str) -> str | None:
 
 
 def marked_number_of(text: str) -> str | None:
-    """Return the number that is marked as the answer: after the last `####` with a number, or in a box that comes
-    later; else the one that is announced as the answer; else the last of all."""
+    """Return the number that is marked as the answer: after the last `####` with a number, or in a later box. Without
+    a mark, return the number that is announced as the answer, or else the last number."""
     text = answer_part(text)
     found = [box for box in boxes(text) if box[2].strip()]
     mark = next(iter([*_MARKED_LINE.finditer(text)][-1:]), None)
@@ -160,7 +160,7 @@ def marked_number_of(text: str) -> str | None:
 
 
 def _only_number(box: str) -> str | None:
-    """Return the number of a box that holds one and nothing to compute; of an equation the last side counts."""
+    """Return the number in a box that holds exactly one and nothing to compute, in the last side of an equation."""
     text = _plain(box).rpartition("=")[2]
     numbers = [*_NUMBER.finditer(text)]
     if len(numbers) != 1:

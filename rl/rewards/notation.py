@@ -1,16 +1,16 @@
-r"""Write answers in LaTeX in one way, and tell words, times, bases and units from mathematics.
+r"""Normalize answers in LaTeX, and tell words, times, numbers in a base and units from mathematics.
 
-normalize     signs, fonts, blanks, fractions, thousands
-key_of        what words, a time or a number in a base is compared by
-split_unit    an answer without its unit
-is_too_hard   whether an answer is written to take a parser minutes
+normalize     unifies signs, fonts, blanks, fractions and thousands
+key_of        the text by which words, a time or a number in a base are compared
+split_unit    removes the unit of an answer
+is_too_hard   whether parsing an answer may take minutes
 """
 
 import re
 
-MAX_FONTS = 4  # that are unwrapped
+MAX_FONTS = 4  # maximum number of font commands that are unwrapped
 
-MAX_NESTING, MAX_SIGNS = 20, 20  # brackets in brackets, and signs of one kind, in an answer that is worth parsing
+MAX_NESTING, MAX_SIGNS = 20, 20  # maximum nesting of brackets and number of equal signs in an answer that is parsed
 _HARD = re.compile(
     r"\^ ?\{? ?-?\d{5,}|\d ?\^ ?[({]* ?\d+ ?\^|[a-z][^()]{0,40}\) ?\^ ?\{? ?\d{3,}"
     r"|\d{4,} ?!|! ?\)? ?!|binom ?\{? ?\d{5,}|\\(?:int|sum|prod)(?![a-z])"
@@ -112,7 +112,7 @@ _DEGREES = re.compile(r"([^a-zA-Z\\]*(?:\\frac ?\{[\d.]+\} ?\{[\d.]+\})?) ?\^\\c
 
 
 def normalize(text: str) -> str:
-    """Write an answer in one way: signs, fonts, blanks, fractions, thousands. Units and brackets stay."""
+    """Unify the signs, fonts, blanks, fractions and thousands of an answer. Units and brackets stay."""
     text = text.strip()
     if text.startswith("$") and text.endswith("$"):
         text = text.strip("$")
@@ -122,7 +122,7 @@ def normalize(text: str) -> str:
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
     text = _join_thousands(text.strip(" ."))
-    text = re.sub(r"^\(?(-?\d+)\)? ?_ ?(?:10|\{ ?10 ?\})$", r"\1", text)  # base 10 is no base
+    text = re.sub(r"^\(?(-?\d+)\)? ?_ ?(?:10|\{ ?10 ?\})$", r"\1", text)  # base 10 is the default
     while text.startswith("{") and text.endswith("}") and _closing_brace(text, 1) == len(text) - 1:
         text = text[1:-1].strip()
     text = text.strip().rstrip(".,;: ").strip()
@@ -131,8 +131,8 @@ def normalize(text: str) -> str:
 
 
 def is_too_hard(text: str) -> bool:
-    """Return whether an answer is written to take long: towers of powers, huge factorials, nests, endless quotients. No
-    reference answer is like that, and a parser or sympy may take minutes over it."""
+    """Return whether a parser or sympy may take minutes: towers of powers, huge factorials, deep nesting, long chains
+    of operators. No reference answer is like that."""
     depth = deepest = 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
@@ -141,7 +141,7 @@ def is_too_hard(text: str) -> bool:
 
 
 def _unwrap_fonts(text: str) -> str:
-    r"""Take mathematics out of a bold font: `\mathbf{\frac{1}{2}}` is a fraction. Words in it stay."""
+    r"""Remove bold fonts around mathematics: `\mathbf{\frac{1}{2}}` is a fraction. Words become `\text{...}`."""
     for _ in range(MAX_FONTS):
         match = _MATH_FONT.search(text)
         end = _closing_brace(text, match.end()) if match else None
@@ -154,7 +154,7 @@ def _unwrap_fonts(text: str) -> str:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    """Return the place of the brace that closes the one before `start`."""
+    """Return the index of the brace that closes the one before `start`."""
     depth = 1
     for place in range(start, len(text)):
         if text[place] in "{}" and text[place - 1] != "\\":
@@ -185,7 +185,7 @@ def _join_thousands(text: str) -> str:
 
 
 def key_of(text: str) -> str | None:
-    """Return what words, a time, or a number in a base is compared by. None: the text is mathematics."""
+    """Return the text by which words, a time or a number in a base is compared, or None for mathematics."""
     bare = re.sub(r"\s+", " ", TEXT.sub(r"\1", text)).strip()
     if ("_" in bare or "base" in bare) and (match := _BASE.fullmatch(bare.rpartition("=")[2].strip())):
         base = str(_NAMES.index(match[2])) if match[2] in _NAMES else match[2]
@@ -214,7 +214,7 @@ def letters_of(text: str) -> str:
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-    """Return the answer without its unit, and the unit if it is a known one. Units of other kinds are dropped."""
+    """Return the answer without its unit, and the unit if it is known. Unknown units are dropped."""
     unit: str | None = None
     if "$" in text:
         unit, text = "dollar", _MONEY.sub("", text).strip()

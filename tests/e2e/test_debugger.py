@@ -70,7 +70,7 @@ def test_a_breakpoint_is_attached_to_by_rank_and_nobody_is_blamed(engine: str, t
     person.expect_exact(PROMPT)
     assert "NameError" not in person.before
     person.send(CTRL_D)
-    person.expect_exact("left; the rank waits for the next to attach")
+    person.expect_exact("detached; the rank keeps waiting, and you may attach again")
     assert leave(person) == 0
     rows = json.loads((run / "status" / "board.json").read_text())["ranks"]
     assert [row["debugged"] for row in rows] == [False, True]

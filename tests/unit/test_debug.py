@@ -63,7 +63,7 @@ def test_a_person_can_detach_and_attach_again(
     shown = capsys.readouterr()
     assert "in work()" not in shown.out and "test_debug.py" in shown.out and "(Pdb) 0\n" in shown.out
     assert "NameError: name 'garbage' is not defined" in shown.out
-    assert "waits for the next to attach" in shown.err
+    assert "the rank keeps waiting, and you may attach again" in shown.err
     opened.clear()
     people += ["number = 7", "interact", "c"]
     debug.main([str(tmp_path), "--rank", "3"])
@@ -104,7 +104,7 @@ def test_a_failed_attachment_says_why(tmp_path: Path) -> None:
         debug.main([str(tmp_path)])
     with pytest.raises(SystemExit, match=r"rank 1 is on elsewhere, this is .*: run the same command there"):
         debug.main([str(tmp_path), "--rank", "1"])
-    with pytest.raises(SystemExit, match=r"nobody listens at .*: that process has ended"):
+    with pytest.raises(SystemExit, match=r"no debugger listens at .*: its process has ended"):
         debug.main([str(tmp_path), "--rank", "2"])
     with pytest.raises(SystemExit, match="rank 5 has no debugger open"):
         debug.main([str(tmp_path), "--rank", "5"])

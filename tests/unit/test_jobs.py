@@ -63,7 +63,7 @@ def test_states_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     ("arguments", "error"),
     [
         (["submit", "a/b"], "got the name 'a/b'; it is the name of a directory"),
-        (["submit", "a", "run.name=b"], "got run.name=b, which follows from the job's name"),
+        (["submit", "a", "run.name=b"], "got run.name=b, but the job's name and --runs set this"),
         (["status", "b"], "there is no job b in .*; python tools/jobs.py --runs .* list shows the jobs there"),
         (["submit", "--slurm", "", "a"], "there is no sbatch on this machine; submit without --slurm"),
         (["submit", "--amd", "a"], "got --amd without --slurm"),

@@ -118,8 +118,8 @@ def test_its_head_names_its_world_and_its_data(file: Path) -> None:
 
 @every_recipe
 def test_memory_in_its_head_is_what_the_arithmetic_gives(file: Path) -> None:
-    """Training state has 16 bytes a parameter over the actors, a reference or the model of inference ranks 4, an engine
-    2 over its ranks. Offloaded state needs as much host memory."""
+    """Training state has 16 bytes per parameter over the actors, a reference or the model of inference ranks 4, an
+    engine 2 over its ranks. Offloaded state needs as much host memory."""
     config, head = load_config(file), head_of(file)
     placement, shape = planned(config), SHAPES[config.model.path]
     num_actors = len(placement.actors)
@@ -131,14 +131,14 @@ def test_memory_in_its_head_is_what_the_arithmetic_gives(file: Path) -> None:
     critic = 16 * (shape.num_parameters - shape.num_head_parameters) / num_actors if config.algo.has_critic else 0.0
     assert (f"{critic:.1f} GB of the critic's" in head) == bool(critic)
     if num_actors > 1:
-        assert re.search(rf"16 bytes a parameter over {num_actors} ranks", head)
+        assert re.search(rf"16 bytes per parameter over {num_actors} ranks", head)
     if weights := re.search(r"([\d.]+) GB of weights", head):
         engine = 2 * shape.num_parameters / config.rollout.tensor_parallel_size
         assert float(weights[1]) == pytest.approx(engine, abs=0.06)
     if held := re.search(r"inference ([\d.]+) GB \(float32 over (\d+) ranks\)", head):
         assert int(held[2]) == len(placement.scorers)
         assert float(held[1]) == pytest.approx(4 * shape.num_parameters / len(placement.scorers), abs=0.06)
-    if host := re.search(r"(\d+) GB of host memory a rank", head):
+    if host := re.search(r"(\d+) GB of host memory", head):
         assert state + reference + critic <= int(host[1]) <= state + reference + critic + 1.5
     share = re.search(r"(?:up to|share \(|share of the card \(|rollout) ?(\d+) %", head)
     assert share and int(share[1]) == round(100 * config.rollout.gpu_memory_fraction)
