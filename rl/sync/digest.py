@@ -1,11 +1,12 @@
-"""Digests of tensors that depend on every bit and its place, and that add up over parts.
+"""Digests of tensors. A digest depends on every bit and its position, and the digests of parts add up.
 
-A digest is two numbers modulo 2^32. The digest of a tensor is the sum of the digests of its parts, each of which
-depends on its place in the whole. So what several owners sent can be compared with what a receiver received, and that
-with what lies in an engine's fused or tensor-parallel parameters, as long as both sides cut the tensor alike.
+A digest is two numbers modulo 2^32. The digest of a tensor is the sum of the digests of its parts. The digest of a part
+depends on the part's position in the tensor. So the digests of what several owners sent can be compared with the digest
+of what a receiver received. That digest can be compared with the contents of an engine's fused or tensor-parallel
+parameters. In each comparison both sides must cut the tensor into the same parts.
 
-On a CPU a part's digest is XXH3 of its bytes, seeded with its place: as fast as reading them. On a GPU, where no such
-hash exists, it is a sum that one kernel computes for any number of parts (digest_gpu.py).
+On a CPU, the digest of a part is XXH3 of its bytes, seeded with its position. It is as fast as reading the bytes. On a
+GPU, where XXH3 is not available, it is a weighted sum that one kernel computes for any number of parts (digest_gpu.py).
 """
 
 from collections.abc import Sequence
@@ -16,18 +17,18 @@ import xxhash
 from torch import Tensor
 
 NUM_SUMS = 2
-CAST_ELEMENTS = 1 << 22  # cast at a time, if the digest is of another dtype
+CAST_ELEMENTS = 1 << 22  # elements that are cast at a time, if the digest needs another dtype
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A [rows, columns] piece of a tensor: element (r, c) is number start + r * row_stride + c of the whole."""
+    """A [rows, columns] part of a tensor. Its element (r, c) has the flat index start + r * row_stride + c there."""
 
-    tensor: int
+    tensor: int  # index into the list of tensors
     values: Tensor
     start: int
     row_stride: int
-    dtype: torch.dtype  # that the digest is of; `values` may be wider, such as an actor's float32 masters
+    dtype: torch.dtype  # values are cast to it before hashing: an actor's masters may be float32
 
 
 def flat_part(tensor: int, values: Tensor, start: int, dtype: torch.dtype) -> TensorPart:

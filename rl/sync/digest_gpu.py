@@ -1,10 +1,10 @@
-"""Digests on a GPU: one kernel for all parts, whatever their number, at the speed of memory.
+"""Digests on a GPU: one kernel handles any number of parts at memory bandwidth.
 
     digest = sum over elements i of  mix(bits of element i) * w(i mod 256) * m(i div 256)    modulo 2^32, for two m
 
-Element i is counted in the whole tensor. `mix` is a bijection that carries every bit, the sign too, into the low half;
-w and m are odd and pseudo-random. So one wrong element always changes the digest. Several wrong elements leave it
-unchanged with a probability of about 2^-32 if they lie within 256 elements, and 2^-64 otherwise.
+Here i is an element's index in the whole tensor. `mix` is a bijection in which every bit, including the sign, affects
+the low half. w and m are odd and pseudo-random. So one wrong element always changes the digest. Several wrong elements
+leave it unchanged with a probability of about 2^-32 if they lie in the same 256 elements, and 2^-64 otherwise.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from torch import Tensor
 from rl.sync.digest import TensorPart
 
 BLOCK = 256
-PROGRAM_BLOCKS = 256  # covered by one program of the kernel, in steps of STEP_BLOCKS; chosen on an H200
+PROGRAM_BLOCKS = 256  # blocks per program of the kernel, in steps of STEP_BLOCKS; tuned on an H200
 STEP_BLOCKS = 4
 NUM_WARPS = 2
 TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
-FLAT, WHOLE_BLOCKS = tl.constexpr(1), tl.constexpr(2)  # else: element by element
+FLAT, WHOLE_BLOCKS = tl.constexpr(1), tl.constexpr(2)  # in any other layout, each element's position is computed
 ELEMENT_SALT, FIRST_SALT, SECOND_SALT = (tl.constexpr(salt) for salt in (0x13198A2E, 0x243F6A88, 0x85A308D3))
 
 
@@ -39,14 +39,14 @@ def add(sums: Tensor, parts: Sequence[TensorPart]) -> None:
 
 
 def _in_words(part: TensorPart) -> TensorPart:
-    """Split elements of 64 bits into two of 32."""
+    """View each 64-bit element as two 32-bit elements."""
     if part.dtype.itemsize < 8:
         return part
     return TensorPart(part.tensor, part.values.view(torch.int32), 2 * part.start, 2 * part.row_stride, torch.int32)
 
 
 def _layout(part: TensorPart) -> int:
-    """Return how the part lies in the blocks of the whole tensor."""
+    """Return how the part is aligned with the 256-element blocks of the whole tensor."""
     num_rows, num_columns = part.values.shape
     if part.start % BLOCK == 0 and num_rows == 1:
         return FLAT.value
@@ -101,7 +101,7 @@ def _add_digests(
     row_stride = tl.load(row + 5)
     tensor = tl.load(row + 6)
     begin = tl.program_id(1).to(tl.int64) * program_blocks
-    if begin * block >= num_rows * num_columns:  # as many programs as the largest part needs are started for each
+    if begin * block >= num_rows * num_columns:  # every part gets as many programs as the largest one
         return
     place = tl.arange(0, block)[None, :]
     first_sum = tl.zeros([step_blocks, block], dtype=tl.uint32)
@@ -129,9 +129,9 @@ def _add_digests(
         inside = (line < num_rows) & (column < num_columns)
         bits = tl.load(base + line * memory_stride + column, mask=inside, other=0)
         bits = bits.to(tl.int32).to(tl.uint32, bitcast=True)
-        if is_cast:  # float32 to bfloat16, to the nearest even, then widened with its sign
+        if is_cast:  # round float32 to bfloat16, ties to even, then sign-extend
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-            rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFF0000, rounded)  # not a number
+            rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFF0000, rounded)  # NaN
             bits = (rounded.to(tl.int32, bitcast=True) >> 16).to(tl.uint32, bitcast=True)
         mixed = (bits ^ (bits >> 16)) * 0x9E3779B1
         weighted = (mixed ^ (mixed >> 15)) * _odd_hash(position_place, ELEMENT_SALT)

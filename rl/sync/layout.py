@@ -1,13 +1,14 @@
-"""Where tensors lie in a receiver's memory: which rows and columns of each, and at which addresses.
+"""The memory layout of a receiver: which rows and columns of each tensor it holds, and at which addresses.
 
-An engine fuses q, k and v into one parameter and keeps a tensor-parallel slice of most. Instead of a table of model
-families we watch the engine's own loader once, with copies recorded and not made. The record serves twice: a sync
-copies along it in one call, without the loader, and verification reads back along it what the engine really holds.
+An engine fuses q, k and v into one parameter, and keeps only a tensor-parallel slice of most tensors. We need no table
+of model families: the engine's own loader runs once, and its copies are recorded instead of made. The record is used
+twice. A sync copies weights to the recorded places in one call, without the loader. Verification reads the same places
+to see what the engine really holds.
 
     q_proj.weight [rows, columns]  --(rows 0-511, columns 256-511)-->  a view of qkv_proj.weight
 
-A loader that does anything but copy (it packs, transposes, quantizes) cannot be followed: `Untraceable` says why. Such
-a receiver is filled through its loader (`OpaqueLoader`), and verified by what it received.
+A loader that does more than copy (it packs, transposes or quantizes) cannot be traced: `Untraceable` says why. Such a
+receiver is filled through its loader (`OpaqueLoader`). It is verified by what it received.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ class OpaqueLoader:
 
 @dataclass(frozen=True)
 class Region:
-    """Rows and columns of a flat tensor: element (r, c) is number start + r * row_stride + c."""
+    """Rows and columns of a tensor. Its element (r, c) has the flat index start + r * row_stride + c in the tensor."""
 
     start: int
     num_rows: int
@@ -59,7 +60,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Destination:
-    """A region of a tensor and its place in the receiver: a [rows, columns] view of a parameter."""
+    """A region of a tensor, and the [rows, columns] view of the receiver's parameter that it is copied to."""
 
     tensor: int  # index into the list of tensors
     region: Region
@@ -67,14 +68,14 @@ class Destination:
 
 
 class MemoryLayout:
-    """All destinations of one receiver. `zeros` are paddings, which no tensor fills."""
+    """All destinations of one receiver. `zeros` are views of padding, which no tensor fills."""
 
     def __init__(
         self, tensors: Sequence[TensorInfo], destinations: Sequence[Destination], zeros: Sequence[Tensor] = ()
     ):
         self._dtypes = [info.torch_dtype for info in tensors]
         self._zeros = list(zeros)
-        self._held: list[TensorPart] | None = None  # thousands of views that never change
+        self._held: list[TensorPart] | None = None  # built once: thousands of views that never change
         self._by_tensor: list[list[Destination]] = [[] for _ in tensors]
         for destination in destinations:
             self._by_tensor[destination.tensor].append(destination)
@@ -83,7 +84,7 @@ class MemoryLayout:
 
     @property
     def regions(self) -> list[list[Region]]:
-        """What this receiver takes of each tensor."""
+        """The regions of each tensor that this receiver takes."""
         return [[destination.region for destination in destinations] for destinations in self._by_tensor]
 
     def fill(self, whole: Mapping[int, Tensor]) -> None:
@@ -98,7 +99,7 @@ class MemoryLayout:
             target.zero_()
 
     def expected(self, whole: Mapping[int, Tensor]) -> list[TensorPart]:
-        """Return what the receiver should hold of those tensors of which it takes only parts, for digests."""
+        """Return, for digests, what the receiver should hold of the tensors that it takes only in part."""
         return [
             _part(destination, destination.region.of(whole[index]), self._dtypes[index])
             for index in whole
@@ -106,23 +107,23 @@ class MemoryLayout:
             for destination in self._by_tensor[index]
         ]
 
-    def held(self, cuts: Sequence[Sequence[tuple[int, int]]]) -> list[TensorPart]:
-        """Return what the receiver holds, as views of its own memory, for digests. `cuts` are the start and the number
-        of elements of the parts in which each tensor arrived, the same at each call. Whole tensors are read back in
-        these parts."""
+    def held(self, part_bounds: Sequence[Sequence[tuple[int, int]]]) -> list[TensorPart]:
+        """Return, for digests, what the receiver holds, as views of its memory. `part_bounds` holds the start and the
+        number of elements of the parts in which each tensor arrived. Whole tensors are read back in these parts. The
+        bounds must be the same at every call."""
         if self._held is None:
             self._held = [
                 part
                 for index, destinations in enumerate(self._by_tensor)
                 for destination in destinations
-                for part in self._held_parts(destination, cuts[index])
+                for part in self._held_parts(destination, part_bounds[index])
             ]
         return self._held
 
-    def _held_parts(self, destination: Destination, cuts: Sequence[tuple[int, int]]) -> list[TensorPart]:
+    def _held_parts(self, destination: Destination, part_bounds: Sequence[tuple[int, int]]) -> list[TensorPart]:
         index, target, dtype = destination.tensor, destination.target, self._dtypes[destination.tensor]
         if self.is_whole[index]:
-            return [flat_part(index, target[0, start : start + count], start, dtype) for start, count in cuts]
+            return [flat_part(index, target[0, start : start + count], start, dtype) for start, count in part_bounds]
         return [_part(destination, target, dtype)]
 
 
@@ -131,8 +132,8 @@ def _part(destination: Destination, values: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def uncovered(tensors: Sequence[TensorInfo], regions_by_rank: Sequence[Sequence[Sequence[Region]]]) -> list[str]:
-    """Return the parameters of which the ranks of one engine together take less or more than all. Two ranks take either
-    the same region or regions that do not overlap."""
+    """Return the names of the parameters whose regions on the ranks of one engine do not add up to the whole tensor.
+    Two ranks must take either the same region or regions that do not overlap."""
     names = []
     for index, info in enumerate(tensors):
         if not info.sharded:  # a buffer, which an engine may not need
@@ -150,7 +151,7 @@ def trace(tensors: Sequence[TensorInfo], model: nn.Module, load: Loader, device:
 
     def weights() -> Weights:
         for index, info in enumerate(tensors):
-            source = torch.ones(info.shape, dtype=info.torch_dtype, device=device)  # zeros are padding
+            source = torch.ones(info.shape, dtype=info.torch_dtype, device=device)  # not zeros, which mark padding
             with recorder.placing(index, source):
                 yield info.name, source
 
@@ -159,7 +160,7 @@ def trace(tensors: Sequence[TensorInfo], model: nn.Module, load: Loader, device:
             load(weights())
     except Untraceable:
         raise
-    except Exception as error:  # whatever the loader of a repacked layer trips over
+    except Exception as error:  # loaders of repacked layers fail in many ways
         raise Untraceable(f"its loader cannot be watched ({type(error).__name__}: {error})") from error
     _check_filled(parameters, recorder)
     return MemoryLayout(tensors, recorder.destinations, recorder.zeros)
@@ -225,7 +226,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _merged_axes(source: Tensor, target: Tensor) -> tuple[list[int], list[int], list[int]]:
-    """Return sizes and strides after merging every two axes that are contiguous in both tensors."""
+    """Return sizes and strides after merging neighbouring axes that are contiguous in both tensors."""
     sizes, source_strides, target_strides = [1], [1], [1]
     for size, source_stride, target_stride in zip(source.shape, source.stride(), target.stride(), strict=True):
         if size == 1:
@@ -241,7 +242,7 @@ def _merged_axes(source: Tensor, target: Tensor) -> tuple[list[int], list[int], 
 
 
 def _check_filled(parameters: Mapping[str, Tensor], recorder: _Recorder) -> None:
-    """Raise Untraceable if a parameter is not filled completely: it would keep the values it was made with."""
+    """Raise Untraceable if a parameter is not filled completely. The rest of it would keep its initial values."""
     targets: dict[int, list[Tensor]] = {}
     for target in [*(destination.target for destination in recorder.destinations), *recorder.zeros]:
         targets.setdefault(_storage(target), []).append(target)
@@ -255,7 +256,7 @@ def _check_filled(parameters: Mapping[str, Tensor], recorder: _Recorder) -> None
 
 
 def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the arguments that an operator changes."""
+    """Return the tensor arguments that an operator writes to."""
     if not func._schema.is_mutable:
         return []
     given = dict(zip((argument.name for argument in func._schema.arguments), args)) | dict(kwargs)
@@ -268,7 +269,7 @@ def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two views overlap in memory."""
+    """Return whether the address ranges of two views overlap."""
     if _storage(one) != _storage(other):
         return False
     ends = [

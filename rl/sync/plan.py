@@ -1,11 +1,11 @@
 """The plan of a weight sync: which bytes are sent when, by whom and to whom.
 
-Every rank derives it from the list of tensors, so no rank has to be told. A bucket is a run of whole tensors in model
-order, and every owner sends its slices of a bucket before the next begins.
+Every rank derives the same plan from the list of tensors. A bucket is a run of whole tensors in model order. The owner
+of a shard is the rank that sends it. All owners send their rows of one bucket before the next bucket begins.
 
     bucket 0   [ q_proj.weight | k_proj.weight | v_proj.weight ]    whole tensors, side by side, in their transfer dtype
-                 owner 0        owner 0         owner 0             one broadcast: owner 0's rows of each, packed
-                 owner 1        owner 1         owner 1             another
+                 shard 0         shard 0         shard 0            one broadcast: the rows of shard 0, packed
+                 shard 1         shard 1         shard 1            another broadcast
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from rl.model.shards import TensorInfo, local_slices
 from rl.placement.roles import Placement
 
-BUCKET_MB = {"cuda": 128, "cpu": 32}  # a CPU uses what arrives while it is in the cache
-ALIGNMENT = 16  # bytes; tensors and packed slices start at multiples of it
+BUCKET_MB = {"cuda": 128, "cpu": 32}  # smaller on CPUs, so that a bucket is still in the cache when it is used
+ALIGNMENT = 16  # bytes; tensors and packed rows start at multiples of this
 
 
 @dataclass(frozen=True)
-class Range:
-    """Consecutive rows of a tensor; `offset` is where they lie in the bucket's memory."""
+class RowRange:
+    """Consecutive rows of a tensor. Their bytes begin at `offset` in the bucket's memory."""
 
     tensor: int  # index into the plan's tensors
     start: int  # first element in the tensor
@@ -34,42 +34,42 @@ class Range:
     num_bytes: int
 
     @property
-    def stretch(self) -> slice:
+    def byte_slice(self) -> slice:
         return slice(self.offset, self.offset + self.num_bytes)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Whole tensors, with the place of each in the bucket's memory, and what every owner holds of them."""
+    """Whole tensors, their offsets in the bucket's memory, and the rows that each shard holds of them."""
 
     tensors: range  # indices into the plan's tensors
     offsets: tuple[int, ...]
     num_bytes: int
-    ranges: tuple[tuple[Range, ...], ...]  # by owner
+    ranges: tuple[tuple[RowRange, ...], ...]  # by shard
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether each owner's part is contiguous in the bucket's memory, so that receivers need not unpack it."""
+    def has_contiguous_parts(self) -> bool:
+        """Whether each shard's part is contiguous in the bucket's memory, so that receivers need not unpack it."""
         return sum(map(bool, self.ranges)) == 1 or all(len(ranges) < 2 for ranges in self.ranges)
 
-    def stretch(self, owner: int) -> slice:
-        """Return where the owner's part lies in a bucket that is in place."""
-        ranges = self.ranges[owner]
-        return ranges[0].stretch if len(ranges) == 1 else slice(0, self.packed_bytes(owner))
+    def byte_slice(self, shard: int) -> slice:
+        """Return the shard's byte range in the bucket. Without contiguous parts, only its length is meaningful."""
+        ranges = self.ranges[shard]
+        return ranges[0].byte_slice if len(ranges) == 1 else slice(0, self.packed_bytes(shard))
 
-    def sent_bytes(self, owner: int) -> int:
-        """Return how many bytes the owner sends."""
-        stretch = self.stretch(owner)
-        return stretch.stop - stretch.start
+    def sent_bytes(self, shard: int) -> int:
+        """Return how many bytes the shard's owner sends."""
+        byte_slice = self.byte_slice(shard)
+        return byte_slice.stop - byte_slice.start
 
-    def packed_bytes(self, owner: int) -> int:
-        return sum(_aligned(part.num_bytes) for part in self.ranges[owner])
+    def packed_bytes(self, shard: int) -> int:
+        return sum(_aligned(part.num_bytes) for part in self.ranges[shard])
 
 
 @dataclass(frozen=True)
 class Plan:
     tensors: tuple[TensorInfo, ...]
-    owners: tuple[int, ...]  # by shard: the rank that sends it
+    owners: tuple[int, ...]  # the rank that sends each shard
     receivers: tuple[int, ...]
     bucket_bytes: int
 
@@ -79,13 +79,13 @@ class Plan:
         return tuple(self._bucket(tensors) for tensors in cut_buckets(self.tensors, max_bytes))
 
     @cached_property
-    def cuts(self) -> list[list[tuple[int, int]]]:
-        """By tensor: start and number of elements of each owner's part."""
-        cuts: list[list[tuple[int, int]]] = [[] for _ in self.tensors]
+    def part_bounds(self) -> list[list[tuple[int, int]]]:
+        """For each tensor, the start and the number of elements of each shard's part."""
+        bounds: list[list[tuple[int, int]]] = [[] for _ in self.tensors]
         for bucket in self.buckets:
             for part in (part for ranges in bucket.ranges for part in ranges):
-                cuts[part.tensor].append((part.start, part.num_elements))
-        return cuts
+                bounds[part.tensor].append((part.start, part.num_elements))
+        return bounds
 
     @property
     def needs_transfer(self) -> bool:
@@ -95,14 +95,14 @@ class Plan:
     def num_bytes(self) -> int:
         return sum(info.num_bytes for info in self.tensors)
 
-    def fits(self, bucket: Bucket, following: Bucket) -> bool:
-        """Whether both may be in memory at once: two buckets, or one and a tensor that is larger than a bucket."""
+    def fit_together(self, bucket: Bucket, following: Bucket) -> bool:
+        """Return whether both buckets may be in memory at once: within twice bucket_bytes plus the largest tensor."""
         largest = max(info.num_bytes for info in self.tensors)
         return bucket.num_bytes + following.num_bytes <= 2 * self.bucket_bytes + largest
 
     @cached_property
     def digest(self) -> str:
-        """A digest that must be equal on all ranks: otherwise they would wait for each other inside a transfer."""
+        """A hash of the plan. It must be equal on all ranks, because different plans would deadlock in a transfer."""
         text = repr((self.tensors, self.owners, self.receivers, self.bucket_bytes))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -111,18 +111,18 @@ class Plan:
         for index in tensors:
             offsets.append(num_bytes)
             num_bytes += _aligned(self.tensors[index].num_bytes)
-        ranges = [self._ranges(tensors, offsets, owner) for owner in range(len(self.owners))]
+        ranges = [self._ranges(tensors, offsets, shard) for shard in range(len(self.owners))]
         return Bucket(tensors, tuple(offsets), num_bytes, tuple(ranges))
 
-    def _ranges(self, tensors: range, offsets: list[int], owner: int) -> tuple[Range, ...]:
+    def _ranges(self, tensors: range, offsets: list[int], shard: int) -> tuple[RowRange, ...]:
         ranges = []
         for index, offset in zip(tensors, offsets, strict=True):
             info = self.tensors[index]
-            first, end = info.rows(owner, len(self.owners))
+            first, end = info.rows(shard, len(self.owners))
             start, count = first * info.row_elements, (end - first) * info.row_elements
             if count:
                 itemsize = info.torch_dtype.itemsize
-                ranges.append(Range(index, start, count, offset + start * itemsize, count * itemsize))
+                ranges.append(RowRange(index, start, count, offset + start * itemsize, count * itemsize))
         return tuple(ranges)
 
 
@@ -132,7 +132,7 @@ def make_plan(tensors: Sequence[TensorInfo], placement: Placement, bucket_mb: in
 
 
 def cut_buckets(tensors: tuple[TensorInfo, ...], max_bytes: int) -> list[range]:
-    """Return runs of whole tensors in model order, each at most `max_bytes` unless one tensor alone is larger."""
+    """Split the tensors, in model order, into runs of at most `max_bytes`. A larger tensor gets a run of its own."""
     buckets: list[range] = []
     used = 0
     for index, info in enumerate(tensors):
@@ -145,7 +145,7 @@ def cut_buckets(tensors: tuple[TensorInfo, ...], max_bytes: int) -> list[range]:
 
 
 def transferred_tensors(model: nn.Module, dtype: str) -> list[TensorInfo]:
-    """Return the tensors of an actor's model as they are sent: parameters in the engine's dtype."""
+    """Return the tensors of an actor's model as they are sent. Parameters are cast to the engine's dtype."""
     parameters = {name for name, _ in model.named_parameters()}
     infos = []
     for part in local_slices(model):
@@ -160,8 +160,8 @@ def view_in(memory: Tensor, offset: int, info: TensorInfo, num_elements: int) ->
     return memory[offset : offset + num_elements * info.torch_dtype.itemsize].view(info.torch_dtype)
 
 
-def packed_offsets(ranges: tuple[Range, ...]) -> list[int]:
-    """Return where each of an owner's ranges begins in its packed memory."""
+def packed_offsets(ranges: tuple[RowRange, ...]) -> list[int]:
+    """Return the offset of each range when the ranges of one shard are packed."""
     offsets, used = [], 0
     for part in ranges:
         offsets.append(used)

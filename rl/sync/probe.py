@@ -1,9 +1,9 @@
-"""A fixed sequence of tokens whose logprobs engine and learner compare now and then.
+"""A fixed sequence of tokens. The logprobs that an engine and the learner give it are compared now and then.
 
-Digests verify what lies in parameters. The probe shows which weights are computed with: an engine may use a packed copy
-that differs from its parameters. It finds weights of another model, but not those of the last version, since an update
-changes logprobs less than kernels in bfloat16 differ. So the probe is used for the first versions, when engines held
-dummy weights, and digests always.
+Digests verify the contents of parameters. The probe tests the weights that an engine really computes with, which may be
+a packed copy that differs from its parameters. It detects the weights of another model. It cannot detect those of the
+previous version, because an update changes logprobs less than bfloat16 kernels differ. So digests verify every version,
+and the probe mainly the first two, since an engine holds dummy weights before them.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ LIMITS = {"float32": 1e-3, "bfloat16": 0.25}  # kernels in bfloat16 differ by 0.
 @dataclass(frozen=True)
 class Probe:
     tokens: list[int]
-    limit: float  # mean absolute difference that is still agreement
+    limit: float  # maximum mean absolute difference of logprobs
 
 
 def probe_of_run(config: Config, model_folder: Path) -> Probe:
@@ -35,20 +35,20 @@ def probe_of_run(config: Config, model_folder: Path) -> Probe:
 
 
 def make_probe(vocab_size: int, max_tokens: int, limit: float) -> Probe:
-    """Build a probe of at least two tokens, spread over the vocabulary. It matters only that they are fixed."""
+    """Build a probe of at least two tokens, spread over the vocabulary. Any fixed choice of tokens would do."""
     count = max(2, min(NUM_TOKENS, max_tokens))
     return Probe([(7 + 7919 * index) % vocab_size for index in range(count)], limit)
 
 
 @torch.no_grad()
 def learner_logprobs(model: nn.Module, tokens: list[int], device: torch.device) -> list[float]:
-    """Return the logprobs of all tokens but the first. It is a collective: a forward pass of a sharded model."""
+    """Return the logprobs of all tokens but the first. This is a collective, since the model is sharded."""
     logits = score_responses(model, empty_batch(), 1.0, device, probe=tokens).probe_logits[:-1]
     targets = torch.tensor(tokens[1:], device=device).unsqueeze(1)
     return torch.log_softmax(logits, -1).gather(1, targets).squeeze(1).tolist()
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the mean absolute difference; NaN if any logprob is NaN."""
+    """Return the mean absolute difference. It is NaN if any logprob is NaN."""
     assert len(ours) == len(theirs), (len(ours), len(theirs))
     return sum(abs(a - b) for a, b in zip(ours, theirs)) / len(ours)

@@ -1,12 +1,12 @@
-"""Send the buckets of a plan from their owners to the receivers, each byte once, one bucket ahead of its use.
+"""Send the buckets of a plan from their owners to the receivers. Each byte is sent once.
 
     owner      pack k+1 | send k+1 ...
-    receiver              receive k+1 ...        into memory of its own, while bucket k is used
+    receiver              receive k+1 ...        into separate memory, while bucket k is used
 
-A bucket in which each owner's part is contiguous is received in place, and two such buckets may be in flight. Others
-arrive packed and are unpacked when the memory of the bucket before is free again. Either way a rank holds at most two
-buckets; only a tensor that is larger than a bucket adds its size. On a GPU all of this runs on a stream of its own, and
-the current stream waits for a bucket only when it uses it.
+A bucket in which each shard's part is contiguous is received in place, and two such buckets may be in flight. Other
+buckets arrive packed. They are unpacked when the memory of the previous bucket is free again. In both cases a rank
+holds at most two buckets. Only a tensor that is larger than a bucket adds its size. On a GPU, transfers run on a
+separate stream. The current stream waits for a bucket only when it uses that bucket.
 """
 
 import itertools
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.sync.plan import Bucket, Plan, Range, packed_offsets, view_in
+from rl.sync.plan import Bucket, Plan, RowRange, packed_offsets, view_in
 
 
 @dataclass
@@ -27,16 +27,16 @@ class _Flight:
     """A bucket that is being sent or received."""
 
     bucket: Bucket
-    memory: Tensor | None  # of the whole bucket, if it is received in place
-    packed: Tensor | None  # of the owners' parts, otherwise
-    buffers: dict[int, Tensor]  # by owner: its part, in one of these memories
+    memory: Tensor | None  # holds the whole bucket, if it is received in place
+    packed: Tensor | None  # otherwise holds the packed parts of all shards
+    buffers: dict[int, Tensor]  # each shard's part: a view of `memory` or of `packed`
     works: list[dist.Work]  # on a CPU
     arrived: torch.cuda.Event | None  # on a GPU
 
 
 class BucketTransfer:
-    """Moves all buckets of a plan. `pgs` are the process groups by owner, None where the owner is the only member. With
-    `reuse` the memory of a bucket is used again, so receivers must not keep it."""
+    """Moves all buckets of a plan. `pgs` holds the process group of each shard, or None if its owner is the only
+    member. With `reuse`, the memory of a bucket is used again, so receivers must not keep it."""
 
     def __init__(
         self, plan: Plan, pgs: Sequence[dist.ProcessGroup | None], rank: int, device: torch.device, reuse: bool
@@ -47,17 +47,17 @@ class BucketTransfer:
         regular = [self._most_bytes(bucket) for bucket in plan.buckets if bucket.num_bytes <= plan.bucket_bytes]
         self._pool = BufferPool(device, max(regular, default=0), reuse)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.is_in_step = True  # False from the first transfer to the last
+        self.is_in_step = True  # False while this rank has transfers left to run
 
     def buckets(self, sources: dict[int, Tensor]) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
-        """Yield each bucket with its whole tensors by index; without tensors on ranks that only send.
+        """Yield each bucket with its whole tensors by index. Ranks that only send get no tensors.
 
-        `sources` are this rank's own slices by index, flat; they may lie in host memory.
+        `sources` are this rank's own slices by tensor index. They are flat and may be in host memory.
         """
         self._sources = sources
         if not self._plan.needs_transfer:
             for bucket in self._plan.buckets:
-                own = bucket.tensors if self._receives else ()  # otherwise another replica's rank is the only receiver
+                own = bucket.tensors if self._receives else ()  # else a rank of another replica is the only receiver
                 yield bucket, {i: sources[i].to(self._device).view(self._plan.tensors[i].shape) for i in own}
             return
         self.is_in_step = False
@@ -67,7 +67,7 @@ class BucketTransfer:
             self._pool.clear()
 
     def _send(self) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
-        """Yield each bucket as soon as it is being sent; two are sent at a time."""
+        """Yield each bucket as soon as its transfer has started. At most two are sent at a time."""
         flights: deque[_Flight] = deque()
         for bucket in self._plan.buckets:
             flights.append(self._start(bucket))
@@ -79,76 +79,77 @@ class BucketTransfer:
         self.is_in_step = True
 
     def _receive(self) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
-        """Yield each bucket as soon as it has arrived. The next is being received if there is memory for both."""
+        """Yield each bucket as soon as it has arrived. Receive the next one meanwhile if there is memory for both."""
         flights: deque[_Flight] = deque()
         for bucket, following in itertools.pairwise([*self._plan.buckets, None]):
             assert bucket is not None
             if not flights:
                 flights.append(self._start(bucket))
-            fits = following is not None and self._plan.fits(bucket, following)
-            if following is not None and fits and bucket.is_in_place and following.is_in_place:
-                flights.append(self._start(following))
+            ahead = following if following is not None and self._plan.fit_together(bucket, following) else None
+            if ahead is not None and bucket.has_contiguous_parts and ahead.has_contiguous_parts:
+                flights.append(self._start(ahead))
             memory = self._finish(flights.popleft())
             assert memory is not None
-            if following is not None and fits and not flights:
-                flights.append(self._start(following))
+            if ahead is not None and not flights:
+                flights.append(self._start(ahead))
             self.is_in_step = following is None
             yield bucket, self._whole(bucket, memory)
             self._pool.give(memory)
-            del memory  # not to hold it while the next is taken
+            del memory  # otherwise it would be alive while the next bucket takes memory
 
     def _start(self, bucket: Bucket) -> _Flight:
-        in_place = self._receives and bucket.is_in_place
-        owners = self._owners(bucket)
+        in_place = self._receives and bucket.has_contiguous_parts
+        shards = self._shards(bucket)
         memory = self._pool.take(bucket.num_bytes) if in_place else None
         with self._on_stream():
-            packed = None if in_place else self._pool.take(sum(map(bucket.packed_bytes, owners)))
+            packed = None if in_place else self._pool.take(sum(map(bucket.packed_bytes, shards)))
             buffers, works, used = {}, [], 0
-            for owner in owners:
+            for shard in shards:
                 if memory is not None:
-                    buffer = memory[bucket.stretch(owner)]
+                    buffer = memory[bucket.byte_slice(shard)]
                 else:
                     assert packed is not None
-                    buffer = packed[used : used + bucket.sent_bytes(owner)]
-                    used += bucket.packed_bytes(owner)
-                if self._plan.owners[owner] == self._rank:
-                    self._pack(bucket.ranges[owner], buffer)
-                buffers[owner] = buffer
-                works += self._broadcast(owner, buffer)
+                    buffer = packed[used : used + bucket.sent_bytes(shard)]
+                    used += bucket.packed_bytes(shard)
+                if self._plan.owners[shard] == self._rank:
+                    self._pack(bucket.ranges[shard], buffer)
+                buffers[shard] = buffer
+                works += self._broadcast(shard, buffer)
             arrived = self._stream.record_event() if self._stream is not None else None
         return _Flight(bucket, memory, packed, buffers, works, arrived)
 
     def _most_bytes(self, bucket: Bucket) -> int:
-        """Return the largest memory that this rank takes for a bucket."""
-        return max(bucket.num_bytes if self._receives else 0, sum(map(bucket.packed_bytes, self._owners(bucket))))
+        """Return the size of the largest block that this rank takes for a bucket."""
+        return max(bucket.num_bytes if self._receives else 0, sum(map(bucket.packed_bytes, self._shards(bucket))))
 
-    def _owners(self, bucket: Bucket) -> list[int]:
-        """Return the owners whose part of the bucket this rank sends or receives."""
+    def _shards(self, bucket: Bucket) -> list[int]:
+        """Return the shards whose part of the bucket this rank sends or receives."""
         return [
-            owner
-            for owner, rank in enumerate(self._plan.owners)
-            if bucket.ranges[owner] and (self._receives or rank == self._rank)
+            shard
+            for shard, owner in enumerate(self._plan.owners)
+            if bucket.ranges[shard] and (self._receives or owner == self._rank)
         ]
 
-    def _broadcast(self, owner: int, buffer: Tensor) -> list[dist.Work]:
-        pg = self._pgs[owner]
+    def _broadcast(self, shard: int, buffer: Tensor) -> list[dist.Work]:
+        pg = self._pgs[shard]
         if pg is None:
             return []
-        source = dist.get_group_rank(pg, self._plan.owners[owner])
-        # On a GPU a synchronous call waits in the stream only. Two communicators at once could block each other.
+        source = dist.get_group_rank(pg, self._plan.owners[shard])
+        # On a GPU a synchronous call makes only the stream wait. So broadcasts run one after the other: two
+        # communicators at once could block each other.
         work = dist.broadcast(buffer, group=pg, group_src=source, async_op=self._stream is None)
         return [] if work is None else [work]
 
     def _finish(self, flight: _Flight) -> Tensor | None:
-        """Wait until a bucket has been sent or has arrived; return its memory on a receiver."""
+        """Wait until a bucket has been sent or has arrived. Return its memory on a receiver, None elsewhere."""
         memory, arrived = flight.memory, flight.arrived
         for work in flight.works:
             work.wait()
         if self._receives and memory is None:
             memory = self._pool.take(flight.bucket.num_bytes)
             with self._on_stream():
-                for owner, buffer in flight.buffers.items():
-                    self._unpack(flight.bucket.ranges[owner], buffer, memory)
+                for shard, buffer in flight.buffers.items():
+                    self._unpack(flight.bucket.ranges[shard], buffer, memory)
                 arrived = self._stream.record_event() if self._stream is not None else None
         if self._receives and arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(arrived)
@@ -156,17 +157,17 @@ class BucketTransfer:
             self._pool.give(flight.packed)
         return memory
 
-    def _pack(self, ranges: tuple[Range, ...], buffer: Tensor) -> None:
+    def _pack(self, ranges: tuple[RowRange, ...], buffer: Tensor) -> None:
         views = [
             view_in(buffer, offset, self._plan.tensors[part.tensor], part.num_elements)
             for part, offset in zip(ranges, packed_offsets(ranges), strict=True)
         ]
         torch._foreach_copy_(views, [self._sources[part.tensor] for part in ranges])
 
-    def _unpack(self, ranges: tuple[Range, ...], buffer: Tensor, memory: Tensor) -> None:
+    def _unpack(self, ranges: tuple[RowRange, ...], buffer: Tensor, memory: Tensor) -> None:
         places = zip(ranges, packed_offsets(ranges), strict=True)
         sources = [buffer[offset : offset + part.num_bytes] for part, offset in places]
-        torch._foreach_copy_([memory[part.stretch] for part in ranges], sources)
+        torch._foreach_copy_([memory[part.byte_slice] for part in ranges], sources)
 
     def _whole(self, bucket: Bucket, memory: Tensor) -> dict[int, Tensor]:
         tensors = self._plan.tensors
@@ -178,26 +179,26 @@ class BucketTransfer:
     def _on_stream(self) -> AbstractContextManager:
         if self._stream is None:
             return nullcontext()
-        # The current stream may still read memory that is used again here.
+        # The current stream may still be reading memory that this stream will overwrite.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
 
 class BufferPool:
-    """Memory for buckets, used again. On a CPU fresh memory costs a page fault for every 4 KB, which halves the speed
-    of a sync, so there it is kept from version to version too. Blocks for tensors that are larger than a bucket are
-    never used for ordinary buckets: the next large tensor would need a second block of that size."""
+    """A pool of memory blocks for buckets. On a CPU, fresh memory costs a page fault for every 4 KB, which halves the
+    speed of a sync. So on CPUs the blocks are kept from version to version. A block for a tensor larger than a bucket
+    is never used for an ordinary bucket, because the next large tensor would then need a second large block."""
 
     def __init__(self, device: torch.device, bucket_bytes: int, reuse: bool):
         self._device, self._bucket_bytes, self._reuse = device, bucket_bytes, reuse
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return a block of at least this size."""
+        """Return a block of at least this size. Drop free blocks that are too small."""
         is_large = num_bytes > self._bucket_bytes
         alike = [memory for memory in self._free if (len(memory) > self._bucket_bytes) == is_large]
         fitting = [memory for memory in alike if len(memory) >= num_bytes]
-        dropped = fitting[:1] or alike  # blocks that are free but too small are freed
+        dropped = fitting[:1] or alike
         self._free = [memory for memory in self._free if not any(memory is block for block in dropped)]
         if fitting:
             return fitting[0]

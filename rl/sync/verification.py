@@ -1,7 +1,7 @@
-"""Checks by which the leader verifies a version. Each returns what is wrong, or an empty text.
+"""The checks with which the leader verifies a version. Each returns what is wrong, or an empty string.
 
 digests of what the actors sent       ==  digests of what each receiver received    compared here
-digests of what a receiver received   ==  digests of what lies in its memory        compared on its rank
+digests of what a receiver received   ==  digests of what lies in its memory        compared on the receiver
 logprobs of the learner               ~   logprobs of each engine                   compared here
 """
 
@@ -15,7 +15,7 @@ from rl.placement.roles import Placement
 from rl.sync.layout import Region, uncovered
 from rl.sync.probe import difference
 
-MAX_NAMES = 8  # of tensors in an error
+MAX_NAMES = 8  # tensors that an error names
 
 
 def describe_rank(rank: int, placement: Placement) -> str:
@@ -35,7 +35,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def check_plans(plans: Mapping[int, str], placement: Placement) -> str:
-    """Check that all ranks have derived the leader's plan."""
+    """Check that all ranks have derived the same plan as the leader."""
     ours = plans[placement.leader]
     others = [describe_rank(rank, placement) for rank, plan in sorted(plans.items()) if plan != ours]
     if not others:
@@ -49,8 +49,8 @@ def check_plans(plans: Mapping[int, str], placement: Placement) -> str:
 def check_regions(
     regions: Mapping[int, Sequence[Sequence[Region]]], tensors: Sequence[TensorInfo], placement: Placement
 ) -> str:
-    """Check that the ranks of each engine together take all of every tensor. Engines of which a rank cannot tell are
-    left out."""
+    """Check that the ranks of each engine together take all of every tensor. Engines are skipped if the regions of one
+    of their ranks are not known."""
     errors = []
     for index, ranks in enumerate(placement.engines):
         if all(rank in regions for rank in ranks):
@@ -67,8 +67,8 @@ def check_transfer(
     tensors: Sequence[TensorInfo],
     placement: Placement,
 ) -> str:
-    """Check digests: those of the actors' slices (`sent`) are equal in all replicas, and those of one replica add up to
-    those of the whole tensors that each receiver got (`received`)."""
+    """Check the digests of a transfer. The digests of the actors' slices (`sent`) must be equal in all replicas. Their
+    sum over one replica must equal the digests of the whole tensors that each receiver got (`received`)."""
     found = [f"{describe_rank(rank, placement)}: {text}" for rank, texts in sorted(errors.items()) for text in texts]
     for shard, owner in enumerate(placement.owners):
         for rank in (replica[shard] for replica in placement.replicas if sent):

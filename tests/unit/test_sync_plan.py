@@ -89,19 +89,19 @@ def test_where_the_ranges_of_mixed_dtypes_lie() -> None:
     (bucket,) = plan_of(*MIXED, num_owners=2).buckets
     assert bucket.offsets == (0, 32, 64)  # 30, 24 and 16 bytes
     first, second = bucket.ranges
-    assert [(part.tensor, part.stretch) for part in first] == [
+    assert [(part.tensor, part.byte_slice) for part in first] == [
         (0, slice(0, 18)),
         (1, slice(32, 56)),
         (2, slice(64, 72)),
     ]
-    assert [(part.tensor, part.stretch) for part in second] == [(0, slice(18, 30)), (2, slice(72, 80))]
+    assert [(part.tensor, part.byte_slice) for part in second] == [(0, slice(18, 30)), (2, slice(72, 80))]
     assert (packed_offsets(first), bucket.packed_bytes(0)) == ([0, 32, 64], 80)  # 18, 24 and 8 bytes
     assert (packed_offsets(second), bucket.packed_bytes(1)) == ([0, 16], 32)  # 12 and 8 bytes
-    assert not bucket.is_in_place
+    assert not bucket.has_contiguous_parts
 
 
 @pytest.mark.parametrize(
-    ("tensors", "num_owners", "stretches"),
+    ("tensors", "num_owners", "byte_slices"),
     [
         (MIXED, 1, [slice(0, 80)]),  # one owner: all of the memory, with the gaps
         (MIXED, 2, None),
@@ -109,14 +109,16 @@ def test_where_the_ranges_of_mixed_dtypes_lie() -> None:
         ((info("a", 2, 3),), 4, [slice(0, 12), slice(12, 24), None, None]),
         ((info("a", 6, sharded=False), info("b", 1, 3)), 3, [slice(0, 48), None, None]),  # all from the first
         ((info("a", 6), info("b", 0, 3)), 2, [slice(0, 12), slice(12, 24)]),
-        ((info("a", 1), info("b", 2)), 2, None),  # the second's part is one stretch, the first's is two
+        ((info("a", 1), info("b", 2)), 2, None),  # the second's part is contiguous, the first's is not
     ],
 )
-def test_in_place(tensors: tuple[TensorInfo, ...], num_owners: int, stretches: list[slice | None] | None) -> None:
+def test_contiguous_parts(
+    tensors: tuple[TensorInfo, ...], num_owners: int, byte_slices: list[slice | None] | None
+) -> None:
     (bucket,) = plan_of(*tensors, num_owners=num_owners).buckets
-    assert bucket.is_in_place == (stretches is not None)
-    for owner, stretch in enumerate(stretches or []):
-        assert stretch == (bucket.stretch(owner) if bucket.ranges[owner] else None)
+    assert bucket.has_contiguous_parts == (byte_slices is not None)
+    for owner, wanted in enumerate(byte_slices or []):
+        assert wanted == (bucket.byte_slice(owner) if bucket.ranges[owner] else None)
 
 
 def random_model(source: random.Random) -> tuple[TensorInfo, ...]:
@@ -151,11 +153,11 @@ def received(plan: Plan, bucket: Bucket, wholes: list[Tensor]) -> Tensor:
             tensor = plan.tensors[part.tensor]
             piece = sliced(wholes[part.tensor], tensor, owner, len(plan.owners))
             view_in(sent, offset, tensor, part.num_elements).copy_(piece.reshape(-1))
-        if bucket.is_in_place:
-            memory[bucket.stretch(owner)] = sent
+        if bucket.has_contiguous_parts:
+            memory[bucket.byte_slice(owner)] = sent
         else:
             for part, offset in zip(ranges, packed_offsets(ranges), strict=True):
-                memory[part.stretch] = sent[offset : offset + part.num_bytes]
+                memory[part.byte_slice] = sent[offset : offset + part.num_bytes]
     return memory
 
 
@@ -185,7 +187,7 @@ def test_every_byte_is_sent_once(seed: int, num_owners: int) -> None:
     plan = plan_of(*random_model(random.Random(seed)), num_owners=num_owners, bucket_bytes=200)
     for bucket in plan.buckets:
         covered = Counter(
-            byte for ranges in bucket.ranges for part in ranges for byte in range(part.offset, part.stretch.stop)
+            byte for ranges in bucket.ranges for part in ranges for byte in range(part.offset, part.byte_slice.stop)
         )
         wanted = [
             byte
@@ -250,12 +252,12 @@ def test_without_a_transfer_there_is_one_bucket(
     assert sum(bucket.num_bytes for bucket in plan.buckets) == 32 + 16 + 48
 
 
-def test_cuts_are_every_owners_part_of_every_tensor() -> None:
+def test_part_bounds_are_every_owners_part_of_every_tensor() -> None:
     tensors = (info("a", 5, 2), info("b", 1, 3), info("c", 4, sharded=False), info("d", 0, 2), info("e", 3))
     wanted = [[(0, 6), (6, 4)], [(0, 3)], [(0, 4)], [], [(0, 2), (2, 1)]]  # rows of a: 3 and 2
     for bucket_bytes in (1, 64, 1024):
-        assert plan_of(*tensors, num_owners=2, bucket_bytes=bucket_bytes).cuts == wanted
-    assert plan_of(*tensors).cuts == [[(0, 10)], [(0, 3)], [(0, 4)], [], [(0, 3)]]
+        assert plan_of(*tensors, num_owners=2, bucket_bytes=bucket_bytes).part_bounds == wanted
+    assert plan_of(*tensors).part_bounds == [[(0, 10)], [(0, 3)], [(0, 4)], [], [(0, 3)]]
 
 
 @pytest.mark.parametrize(

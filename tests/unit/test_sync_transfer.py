@@ -106,7 +106,7 @@ EVEN, GROWING, UNEVEN = [128] * 16, [64, 64, 128, 128, 192, 192, 256, 256], [256
 @pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("sizes", [EVEN, GROWING, GROWING[::-1], UNEVEN])
 @pytest.mark.parametrize(
-    ("owners", "receivers", "rank", "is_in_place", "limit"),
+    ("owners", "receivers", "rank", "has_contiguous_parts", "limit"),
     [
         ((0,), (9,), 0, True, 2),  # a pure sender
         ((0,), (9,), 9, True, 2),
@@ -121,14 +121,14 @@ def test_a_rank_holds_at_most_two_buckets(
     owners: tuple[int, ...],
     receivers: tuple[int, ...],
     rank: int,
-    is_in_place: bool,
+    has_contiguous_parts: bool,
     limit: float,
     sizes: list[int],
     reuse: bool,
 ) -> None:
     plan = make_plan(sizes, owners, receivers, bucket_bytes=512)
     assert len(plan.buckets) > 2
-    assert {bucket.is_in_place for bucket in plan.buckets} == {is_in_place}
+    assert {bucket.has_contiguous_parts for bucket in plan.buckets} == {has_contiguous_parts}
     pool = watch(plan, rank, reuse)
     assert pool.most_held <= limit * 512
     if sizes is EVEN:
@@ -144,7 +144,7 @@ def test_a_rank_holds_at_most_two_buckets(
 )
 def test_a_rank_holds_at_most_two_buckets_if_only_some_are_packed(sizes: list[int]) -> None:
     plan = make_plan(sizes, FOUR, (9,), bucket_bytes=256)
-    assert {bucket.is_in_place for bucket in plan.buckets} == {True, False}
+    assert {bucket.has_contiguous_parts for bucket in plan.buckets} == {True, False}
     assert watch(plan, 9, reuse=True).most_out <= 2 * 256
 
 
