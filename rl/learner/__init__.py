@@ -1,1 +1,1 @@
-"""Training on actor ranks: sharded trainers of policy and critic, logprob scoring, credit and offloading."""
+"""Training on actor ranks: the sharded trainers of policy and critic, scoring, advantages and offloading."""

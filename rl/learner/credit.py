@@ -15,10 +15,10 @@ from rl.report.metrics import Measures
 def assign_credit(
     batch: Batch, algo: AlgoConfig, max_new_tokens: int, kl_coef: float, pg: dist.ProcessGroup, measures: Measures
 ) -> Batch:
-    """Return the batch with advantages, and for a critic with returns. It is a collective: means over the batch are
-    means over all ranks of the process group. A rank's batch holds whole groups.
+    """Return the batch with advantages, and with returns if there is a critic. This is a collective: batch statistics
+    cover all ranks of the process group. A rank's batch must hold whole groups.
 
-    Responses that algo.mask_truncated masks count neither in the mean of their group nor in that of the batch.
+    Responses that algo.mask_truncated masks count neither in the mean of their group nor in the batch statistics.
     """
     kept = batch.trained_sequences(algo.mask_truncated)
     credited = _credit(batch.select(kept), algo, max_new_tokens, kl_coef, pg, measures)
@@ -73,7 +73,7 @@ def _shaped_rewards(batch: Batch, algo: AlgoConfig, max_new_tokens: int, measure
 
 
 def _kl(batch: Batch, algo: AlgoConfig, kl_coef: float, measures: Measures) -> Tensor | None:
-    """Return the KL of each response token, [R], if it is subtracted from rewards."""
+    """Return the KL of each response token, [R], or None if no KL is subtracted from rewards."""
     if not algo.has_kl_in_reward:
         return None
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None

@@ -1,4 +1,4 @@
-"""The trainer of PPO's critic on the actor mesh: a model's layers with a head of one row, and its own optimizer."""
+"""The trainer of PPO's critic, on the actor mesh. The critic is a model with a head of one row."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class CriticSettings:
     actor: ActorConfig
     algo: AlgoConfig
     critic: CriticConfig
-    max_tokens: int  # of one forward pass that only computes values
+    max_tokens: int  # maximum tokens of a forward pass that only computes values
 
 
 class CriticTrainer(ShardedTrainer):
@@ -32,7 +32,7 @@ class CriticTrainer(ShardedTrainer):
 
     @torch.no_grad()
     def add_values(self, batch: Batch) -> Batch:
-        """Return the batch with the critic's value before each response token. It is a collective."""
+        """Return the batch with the critic's value before each response token. This is a collective."""
         micro_batches = cut_together(batch, self._max_tokens, hidden_size_of(self.model), self._pg)
 
         def values(micro_batch: Batch) -> list[Tensor]:

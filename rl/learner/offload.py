@@ -1,8 +1,8 @@
-"""Move tensors between the device and host memory, while everything that refers to them stays valid.
+"""Move tensors between the device and host memory, while all references to them stay valid.
 
-Their storages are emptied and filled again. Parameters, the views that FSDP keeps of them, and the optimizer's moments
-are the same objects before and after, and the device never holds two copies. On a GPU the copies run on a stream of
-their own, beside other computation.
+An offload empties the storages of the tensors, and a reload fills them again. Parameters, the views that FSDP keeps of
+them, and the optimizer's moments stay the same objects, and the device never holds two copies. On a GPU the copies run
+on a separate stream, in parallel with other computation.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from rl.model.host_memory import HostBuffers
 
 
 class Offloader:
-    """Moves the storages of some tensors to host buffers, which it keeps, and back."""
+    """Moves the storages of some tensors to host memory and back. The host buffers are allocated once."""
 
     def __init__(self, tensors: Iterable[Tensor]):
         self._storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
@@ -24,7 +24,7 @@ class Offloader:
         sizes = [storage.nbytes() for storage in self._storages.values()]
         self._host = dict(zip(self._storages, HostBuffers(sizes, pinned=self._stream is not None), strict=True))
         self._offloaded: set[int] = set()
-        self._is_copied = False  # or being copied, on the stream
+        self._is_copied = False  # whether the copy to host memory is done, or at least queued on the stream
 
     @property
     def is_offloaded(self) -> bool:
@@ -32,7 +32,7 @@ class Offloader:
         return bool(self._offloaded)
 
     def start_offload(self) -> None:
-        """Start the copy to host memory. Until `offload` the tensors can be read, but nothing may write to them."""
+        """Start the copy to host memory. Until `offload` is called, the tensors may be read but not written."""
         if self.is_offloaded:
             return
         with self._after_current_stream():
@@ -41,21 +41,21 @@ class Offloader:
         self._is_copied = True
 
     def offload(self) -> None:
-        """Copy the tensors to host memory and free their memory on the device."""
+        """Copy the tensors to host memory, unless `start_offload` has done so. Free their memory on the device."""
         if self.is_offloaded:
             return
         if not self._is_copied:
             self.start_offload()
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).synchronize()  # it may be reading them
+            torch.cuda.current_stream(self._stream.device).synchronize()  # it may still be reading the tensors
             self._stream.synchronize()
         for storage in self._storages.values():
-            if storage.resizable():  # on a CPU not every storage is, such as one that numpy shares
+            if storage.resizable():  # some CPU storages are not, for example one that is shared with numpy
                 storage.resize_(0)
         self._offloaded, self._is_copied = set(self._storages), False
 
     def start_reload(self, tensors: Iterable[Tensor] | None = None) -> None:
-        """Start the copy of these tensors, or of all, back to the device. Call `wait` before they are used."""
+        """Start to copy these tensors, or all, back to the device. Call `wait` before they are used."""
         keys = set(self._offloaded) if tensors is None else {tensor.untyped_storage()._cdata for tensor in tensors}
         storages = {key: self._storages[key] for key in keys & self._offloaded}
         if not storages:
@@ -69,21 +69,21 @@ class Offloader:
         self._offloaded -= keys
 
     def wait(self) -> None:
-        """Let the current stream wait for the copies that were started; the host does not wait."""
+        """Make the current stream wait for the copies that were started. The host does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def host_copy(self, tensor: Tensor) -> Tensor:
-        """Return a view of one of the tensors in host memory."""
+        """Return the host copy of one of the tensors, as a view with its shape and strides."""
         whole = self._host[tensor.untyped_storage()._cdata].view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride(), whole.storage_offset() + tensor.storage_offset())
 
     @contextmanager
     def _after_current_stream(self) -> Iterator[None]:
-        """Run copies on our stream, after what the current stream has been given so far."""
+        """Run copies on our stream, after everything that is queued on the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):  # does nothing without a GPU
+        with torch.cuda.stream(self._stream):  # has no effect if the stream is None
             yield
 
 

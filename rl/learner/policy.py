@@ -1,4 +1,4 @@
-"""The trainer of the policy on the actor mesh: one batch in, new weights and metrics out."""
+"""The trainer of the policy, on the actor mesh. An update takes a batch, changes the weights and adds metrics."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class PolicySettings:
     actor: ActorConfig
     algo: AlgoConfig
     rollout: RolloutConfig
-    num_optimizer_steps: int  # of the whole run, for the learning rate schedule
+    num_optimizer_steps: int  # in the whole run, for the learning rate schedule
 
 
 class PolicyTrainer(ShardedTrainer):
@@ -36,41 +36,41 @@ class PolicyTrainer(ShardedTrainer):
         probe_tokens: Sequence[int] = (),
         reference: Callable[[], nn.Module] | None = None,
     ):
-        """`reference` returns the reference model. It is needed only for a KL over the whole vocabulary, and called at
-        the first update: the model is loaded after an engine on the same device was built.
+        """`reference` returns the reference model. It is needed only for a KL over the whole vocabulary. The first call
+        is in the first update, so that the model is loaded after an engine on the same device has been built.
 
-        The probe tokens are part of every update's first forward pass. So a checkpoint costs no forward pass of its
-        own, and whether one was saved changes no rounding.
+        The probe tokens are part of the first forward pass of every update. So a checkpoint needs no extra forward
+        pass, and saving one does not change how anything is rounded.
         """
         actor, algo = settings.actor, settings.algo
         schedule = lr_schedule(actor.lr_schedule, actor.warmup_steps, settings.num_optimizer_steps)
         super().__init__(sharded, actor, algo, actor.lr, schedule)
         self._rollout, self._reference = settings.rollout, reference
-        self.kl_coef = algo.kl_coef  # the current one; algo.kl_target adapts it
+        self.kl_coef = algo.kl_coef  # adapted during the run if algo.kl_target is set
         self.probe_tokens = probe_tokens
-        self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, by the policy before the last update
+        self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, of the policy before the last update
         self._is_probe_due = False
 
     def run_probe(self) -> None:
-        """Run a forward pass for the probe alone, in a step without an update. It is a collective."""
+        """Run a forward pass for the probe alone, in a step without an update. This is a collective."""
         self._is_probe_due = True
         with torch.no_grad():
             self._score(empty_batch(), None)
         reshard(self.model)
 
     def restore_kl_coef(self, kl_coef: float) -> None:
-        """Continue with an adapted KL coefficient. Without algo.kl_target this run's setting is used."""
+        """Continue with a checkpoint's adapted KL coefficient. Without algo.kl_target, keep this run's algo.kl_coef."""
         if self._algo.kl_target:
             self.kl_coef = kl_coef
 
     def adapt(self, kl: float, num_sequences: int) -> None:
-        """Adapt the KL coefficient to a step's mean KL to the reference per token."""
+        """Adapt the KL coefficient to a step's mean KL per token between policy and reference."""
         if self._algo.kl_target and math.isfinite(kl):
             self.kl_coef = adapt_kl_coef(self.kl_coef, kl, self._algo.kl_target, num_sequences)
 
     def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
-        """Update the policy. A batch without old logprobs was sampled by this policy and takes one step, whose forward
-        pass computes them."""
+        """Update the policy. A batch without old logprobs gets a single optimizer step, whose forward pass computes
+        them: the weights have not changed since the batch was sampled."""
         assert batch.old_logprobs is not None or self._algo.num_mini_batches * self._algo.num_epochs == 1
         self._is_probe_due = True
         super().update(batch, num_prompts, measures)
@@ -112,11 +112,11 @@ class PolicyTrainer(ShardedTrainer):
         if algo.correction != "none":
             limit = algo.correction_limit
             correction = importance_weights(old_logprobs, rollout_logprobs, segments, lengths, algo.correction, limit)
-            # Every loss is linear in the advantage for factors that are not negative. So these weights scale the loss,
-            # and a token of weight 0 has the loss 0, however large its ratio.
+            # Every loss is linear in the advantage for factors >= 0. So these weights scale the loss, and a token of
+            # weight 0 has a loss of 0, however large its ratio is.
             advantages = advantages * correction.weights
-            measures.mean("policy/correction_mean", correction.weights.sum(), count)  # near 1 if both agree
-            measures.mean("policy/correction_cut", correction.cut.sum(), count)  # near 0
+            measures.mean("policy/correction_mean", correction.weights.sum(), count)  # near 1 if the logprobs agree
+            measures.mean("policy/correction_cut", correction.cut.sum(), count)  # then near 0
         policy = self._policy_loss(scores.logprobs, old_logprobs, advantages, segments, lengths)
         loss = policy.loss
         weights = self._move(weights)

@@ -1,8 +1,8 @@
-"""Scoring: old and reference logprobs of a batch, computed by the actors' own models or by the inference ranks.
+"""Compute the old and reference logprobs of a batch, with the actors' own models or on the inference ranks.
 
-A forward pass of a sharded model is a collective, so the ranks of a mesh must run equally many. Actors agree on a count
-among themselves. The first inference rank cuts arriving work into even parts and tells each rank how many forward
-passes to run.
+A forward pass of a sharded model is a collective, so all ranks of a mesh must run the same number of them. Actors agree
+on the number among themselves. The first inference rank splits each batch evenly, and tells every inference rank how
+many forward passes to run.
 
     actor --ScoreBatch--> first inference rank --ScorePart--> every inference rank --PartScores--> actor
 """
@@ -41,17 +41,17 @@ def fields_to_score(algo: AlgoConfig) -> list[str]:
 
 
 def local_models(algo: AlgoConfig, policy: nn.Module, load_reference: Callable[[], nn.Module]) -> dict[str, nn.Module]:
-    """Return the models that actors compute logprobs with, by batch field. The reference is loaded if there is a KL."""
+    """Return the models with which actors fill each batch field. The reference model is loaded only for a KL."""
     models = {"old_logprobs": policy} if algo.has_old_pass else {}
     return models | ({"ref_logprobs": load_reference()} if algo.kl_coef else {})
 
 
 @dataclass(frozen=True)
 class ScoringModels:
-    """Models by the name of the batch field that each fills, and how their forward passes run."""
+    """The model that fills each batch field, and the settings of the forward passes."""
 
     by_field: Mapping[str, nn.Module]
-    max_tokens: int  # of one forward pass
+    max_tokens: int  # maximum of one forward pass
     temperature: float
     device: torch.device
 
@@ -61,7 +61,7 @@ class ScoringModels:
 
     @torch.no_grad()
     def score(self, fields: Sequence[str], batch: Batch, micro_batches: list[list[int]]) -> dict[str, Tensor]:
-        """Return [T] scores for each field: logprobs, and the policy's self-certainty from the same forward pass."""
+        """Return [T] scores for each field. Self-certainty comes from the same forward pass as old_logprobs."""
         scores: dict[str, Tensor] = {}
         for name, model in self.by_field.items():
             if name in fields:
@@ -78,7 +78,7 @@ class ScoringModels:
 
 @dataclass(frozen=True)
 class ScoreBatch(Message):
-    """Ask the first inference rank for scores of the batch in the payload."""
+    """Asks the first inference rank to score the batch in the payload."""
 
     version: int
     fields: list[str]
@@ -86,25 +86,27 @@ class ScoreBatch(Message):
 
 @dataclass(frozen=True)
 class ScorePart(Message):
-    """Ask an inference rank for scores of a part of an actor's batch."""
+    """Asks an inference rank to score the part of an actor's batch in the payload."""
 
     actor: int
     version: int
     fields: list[str]
-    sequences: list[int]  # of the actor's batch
+    sequences: list[int]  # indices into the actor's batch
     num_micro_batches: int
 
 
 @dataclass(frozen=True)
 class PartScores(Message):
-    """Scores of some sequences of an actor's batch, in the payload."""
+    """Returns the scores of some sequences of an actor's batch in the payload."""
 
     sequences: list[int]
 
 
 class Scorer:
+    """Base class of the scorers that an actor can use."""
+
     def score(self, batch: Batch, version: int) -> Batch:
-        """Return the batch with old and reference logprobs, as far as they need a separate forward pass."""
+        """Return the batch with all fields that need a separate forward pass (see `fields_to_score`)."""
         raise NotImplementedError
 
     def offload(self) -> None:
@@ -115,8 +117,8 @@ class Scorer:
 
 
 class LocalScorer(Scorer):
-    """Scores with the actors' own models. With `offloads_reference` the reference's weights are in host memory between
-    `offload` and `reload`."""
+    """Scores with the actors' own models. With `offloads_reference`, the weights of the reference model are in host
+    memory between `offload` and `reload`."""
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class LocalScorer(Scorer):
             self._offloader = Offloader(part.data for part in local_slices(self._reference))
 
     def offload(self) -> None:
-        self._reshard_reference()  # a loss with the full KL has used it too
+        self._reshard_reference()  # a KL over the whole vocabulary gathers it in the update
         if self._offloader is not None:
             self._offloader.offload()
 
@@ -142,7 +144,7 @@ class LocalScorer(Scorer):
             self._offloader.wait()
 
     def _reshard_reference(self) -> None:
-        """Free the reference's root parameters until the next batch. The policy's stay: the update begins with them."""
+        """Free the gathered root parameters of the reference. Those of the policy stay for the update that follows."""
         if self._reference is not None:
             reshard(self._reference)
 
@@ -156,7 +158,7 @@ class LocalScorer(Scorer):
 
 
 class RemoteScorer(Scorer):
-    """Lets the inference ranks score."""
+    """Sends batches to the inference ranks, which score them."""
 
     def __init__(self, mail: Mailbox, scorers: list[int], fields: list[str]):
         self._mail, self._scorers, self._fields = mail, scorers, fields
@@ -178,8 +180,8 @@ class RemoteScorer(Scorer):
 
 
 class LogprobService(Service):
-    """Scores on every inference rank with sharded copies of the models. The one for old_logprobs follows the policy, so
-    the service takes weights as engines do."""
+    """Scores batches on an inference rank, with sharded copies of the models. The copy for old_logprobs follows the
+    policy, so the service receives weights as an engine does."""
 
     name = "logprobs"
     kinds = (ScoreBatch, ScorePart)
@@ -190,7 +192,7 @@ class LogprobService(Service):
         self._policy = models.by_field["old_logprobs"]
 
     def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout:
-        """Return this rank's rows of each tensor in the copy that follows the policy."""
+        """Return where this rank's rows of each tensor lie in the copy that follows the policy."""
         index = self._scorers.index(self._mail.rank)
         parts = {part.info.name: part for part in local_slices(self._policy)}
         ours = {name: part.info.shape for name, part in parts.items()}
@@ -211,7 +213,7 @@ class LogprobService(Service):
         self.version = version
 
     def probe(self, tokens: list[int]) -> list[float]:
-        """Return the copy's logprobs of these tokens. It is a collective of the inference ranks."""
+        """Return the copy's logprobs of these tokens. This is a collective of the inference ranks."""
         return learner_logprobs(self._policy, tokens, self._models.device)
 
     def handle(self, letter: Letter[Any]) -> None:

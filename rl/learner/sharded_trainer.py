@@ -1,8 +1,8 @@
-"""A trainer of a sharded model with AdamW: its state by slices, offloading, and optimizer steps over micro-batches.
+"""Train a sharded model with AdamW: slices of the training state, offloading, and optimizer steps over micro-batches.
 
-Losses are sums. They are divided once, by the mini-batch's denominator over all ranks, so the result depends neither on
-the number of ranks nor on the split into micro-batches. FSDP averages gradients over the mesh; the factor `mesh size`
-undoes that.
+A loss is a sum over tokens. It is divided once, by the denominator of the mini-batch over all ranks. So the result
+depends neither on the number of ranks nor on the split into micro-batches. FSDP averages gradients over the mesh, and
+the loss is multiplied by the size of the mesh to undo that.
 """
 
 import math
@@ -43,10 +43,10 @@ class ShardedModel:
 class ShardedTrainer:
     """Base class of the trainers of policy and critic."""
 
-    kind = "model"  # the name of its weights in a checkpoint
-    metric = "optim"  # the prefix of its metrics
-    outputs = "logprobs of the policy"
-    remedy = " or set algo.dual_clip"  # if gradients are not finite, besides a lower learning rate
+    kind = "model"  # name of the weights in a checkpoint
+    metric = "optim"  # prefix of the metrics
+    outputs = "logprobs of the policy"  # what the model computes, for error messages
+    remedy = " or set algo.dual_clip"  # what helps against infinite gradients, besides a lower learning rate
 
     def __init__(
         self,
@@ -61,38 +61,38 @@ class ShardedTrainer:
         assert isinstance(parameter, DTensor)
         self._mesh = parameter.device_mesh  # [shard], or [replica, shard]
         self._actor, self._algo = actor, algo
-        # Built right after sharding: after a forward pass it would silently miss the root's parameters.
+        # Build the optimizer right after sharding. After a forward pass it would silently miss the root's parameters.
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=lr,
             betas=(actor.beta1, actor.beta2),
             eps=actor.eps,
             weight_decay=actor.weight_decay,
-            fused=self._device.type == "cuda" or None,  # also if actor.offload keeps them in host memory
+            fused=self._device.type == "cuda" or None,  # also if actor.offload keeps parameters in host memory
         )
-        # Infinite or NaN outputs of forward passes: counted on the device, read once per optimizer step.
+        # Number of infinite or NaN outputs, counted on the device and read once per optimizer step.
         self._num_bad_outputs = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._offloaders: dict[str, Offloader] = {}  # by kind of state, from its first offload on
-        _, *layers = (module for module in self.model.modules() if isinstance(module, FSDPModule))  # without the root
+        self._offloaders: dict[str, Offloader] = {}  # by kind of state; made at its first offload
+        _, *layers = (module for module in self.model.modules() if isinstance(module, FSDPModule))  # skip the root
         self._layers = [(layer, _trained(layer)) for layer in layers]
         self._schedule = schedule
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, schedule)
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps so far."""
+        """The number of optimizer steps so far."""
         return self._scheduler.last_epoch
 
     def _moment_kind(self, moment: str) -> str:
         return moment if self.kind == "model" else f"{self.kind}_{moment}"
 
     def state_slices(self) -> list[tuple[str, LocalSlice]]:
-        """Return this rank's part of the training state, by kind: float32 parameters and buffers, then moments. They
-        are views: of host memory while a kind is offloaded, otherwise of the memory that is trained."""
+        """Return this rank's part of the training state as (kind, slice): parameters and buffers, then moments. Slices
+        are views of the trained tensors, or of their host copies while a kind is offloaded."""
         for offloader in self._offloaders.values():
             if not offloader.is_offloaded:
                 offloader.wait()
-        return [(kind, self._where_it_lies(kind, part)) for kind, part in self._slices(with_moments=True)]
+        return [(kind, self._locate(kind, part)) for kind, part in self._slices(with_moments=True)]
 
     def _slices(self, with_moments: bool) -> list[tuple[str, LocalSlice]]:
         parts = [(self.kind, part) for part in local_slices(self.model)]
@@ -103,33 +103,33 @@ class ShardedTrainer:
                 parts += [(self._moment_kind(of), LocalSlice(infos[name], _local(state[of]))) for of in MOMENTS]
         return parts
 
-    def _where_it_lies(self, kind: str, part: LocalSlice) -> LocalSlice:
+    def _locate(self, kind: str, part: LocalSlice) -> LocalSlice:
         offloader = self._offloaders.get(kind)
         if offloader is None or not offloader.is_offloaded:
             return part
         return LocalSlice(part.info, offloader.host_copy(part.data))
 
     def weight_slices(self) -> Iterator[LocalSlice]:
-        """Yield this rank's part of the weights; in host memory while they are offloaded."""
+        """Yield this rank's part of the weights. It is in host memory while the weights are offloaded."""
         for part in local_slices(self.model):
-            yield self._where_it_lies(self.kind, part)
+            yield self._locate(self.kind, part)
 
     @property
     def offloads(self) -> bool:
-        """Whether all or a part of the state is offloaded while an engine of the same rank uses the device."""
+        """Whether some of the state is offloaded while an engine of the same rank uses the device."""
         return self._actor.offload in ("rollout", "moments")
 
     def start_offload(self) -> None:
-        """Start the copies of the moments that `offload` will wait for. Until then there may be no update."""
+        """Start to copy the moments to host memory; `offload` waits for it. Run no update in between."""
         for kind, offloader in self._offloaders.items():
             if kind != self.kind:
                 offloader.start_offload()
 
     def offload(self) -> None:
-        """Free device memory for an engine of this rank: temporary memory, and what actor.offload says."""
-        reshard(self.model)  # a probe leaves a part of it gathered
+        """Free device memory for an engine of this rank: temporary memory, and the state that actor.offload names."""
+        reshard(self.model)  # a probe leaves the root's parameters gathered
         tensors: dict[str, list[Tensor]] = {}
-        # None are made only to be offloaded. After the first update all trained parameters have moments.
+        # Make no moments only to offload them. After the first update all trained parameters have moments.
         for kind, part in self._slices(with_moments=bool(self._optimizer.state)) if self.offloads else ():
             if kind != self.kind or self._actor.offload != "moments":
                 tensors.setdefault(kind, []).append(part.data)
@@ -138,7 +138,7 @@ class ShardedTrainer:
                 self._offloaders[kind] = Offloader(tensors[kind])
             self._offloaders[kind].offload()
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # otherwise the allocator keeps what was freed
+            torch.cuda.empty_cache()  # otherwise the allocator keeps the freed memory
 
     def reload(self) -> None:
         """Bring the weights back to the device. The moments follow shortly before an optimizer step."""
@@ -157,7 +157,7 @@ class ShardedTrainer:
             self._moments(parameter)["step"].fill_(num_updates)
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a parameter's moments. AdamW makes them at its first step, but a checkpoint may need them before."""
+        """Return a parameter's moments. AdamW makes them in its first step, but a checkpoint may need them earlier."""
         state = self._optimizer.state[parameter]
         if not state:
             where = parameter.device if self._optimizer.defaults["fused"] else None
@@ -166,8 +166,8 @@ class ShardedTrainer:
         return state
 
     def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
-        """Run epochs of optimizer steps over mini-batches, which are runs of whole groups in stream order. Masked
-        responses are left out."""
+        """Run algo.num_epochs epochs of optimizer steps, one for each mini-batch. A mini-batch holds whole groups of
+        consecutive prompts. Masked responses are left out."""
         count, positions = self._algo.num_mini_batches, batch.group_ids.tolist()
         kept = batch.trained_sequences(self._algo.mask_truncated)
         for _ in range(self._algo.num_epochs):
@@ -197,19 +197,19 @@ class ShardedTrainer:
                 f"{num_bad:.0f} {self.outputs} are not finite: its weights or activations have overflowed. Resume from "
                 "an earlier checkpoint with a lower learning rate"
             )
-        is_finite = math.isfinite(norm_value)  # the same on every rank, as the norm is
+        is_finite = math.isfinite(norm_value)  # the norm, and so the decision, is equal on all ranks
         self._count_skipped(not is_finite, norm_value, measures)
         measures.mean(f"{self.metric}/grad_norm", torch.where(torch.isfinite(norm), norm, 0.0), float(is_finite))
         measures.mean(f"{self.metric}/lr", self._scheduler.get_last_lr()[0], 1)
         for offloader in self._offloaders.values():
             offloader.wait()
-        if denominator and is_finite:  # without tokens AdamW would still move by its momentum
+        if denominator and is_finite:  # even without tokens AdamW would move the weights, by its momentum
             self._optimizer.step()
             self._scheduler.step()
         self._optimizer.zero_grad(set_to_none=True)
 
     def _count_skipped(self, is_skipped: bool, norm: float, measures: Measures) -> None:
-        """Count a step that is skipped because the gradient has infinities or NaNs. Only the first rank counts it."""
+        """Count a step that is skipped because of an infinite or NaN gradient. Only the first rank counts it."""
         is_first = dist.get_rank(self._pg) == 0
         measures.sum(f"{self.metric}/skipped_steps", float(is_skipped and is_first))
         if is_skipped and is_first:
@@ -223,7 +223,7 @@ class ShardedTrainer:
     @contextmanager
     def _reloading_moments(self) -> Iterator[None]:
         """Reload a layer's moments as soon as its backward pass has freed its activations, so that the device never
-        holds both. The copies run beside the backward passes of the layers before it."""
+        holds both. The copies run in parallel with the backward passes of the preceding layers."""
         kinds = {moment: self._moment_kind(moment) for moment in MOMENTS}
         offloaders = {of: self._offloaders[kind] for of, kind in kinds.items() if kind in self._offloaders}
 
@@ -236,7 +236,7 @@ class ShardedTrainer:
         ) -> None:
             for value in (*inputs, *options.values()):
                 if isinstance(value, Tensor) and value.requires_grad:
-                    value.register_hook(partial(start_reload, parameters))  # a layer computes this gradient last
+                    value.register_hook(partial(start_reload, parameters))  # the last gradient that a layer computes
                     return
 
         layers = self._layers if any(offloader.is_offloaded for offloader in offloaders.values()) else ()
@@ -251,11 +251,11 @@ class ShardedTrainer:
                 handle.remove()
 
     def _set_reduction(self, is_last: bool) -> None:
-        """Add up the gradients of micro-batches before they are reduced, if the sum takes no more memory: on a rank
-        that has the whole model, and for a shard before its replicas exchange it. Over shards each is reduced at once.
+        """Reduce gradients only after the last micro-batch where this needs no extra memory: on a rank that holds the
+        whole model, and between the replicas of a shard. Between shards, gradients are reduced after each micro-batch.
         """
         assert isinstance(self.model, FSDPModule)
-        if self._actor.offload == "always":  # FSDP moves gradients to host memory when it has reduced them
+        if self._actor.offload == "always":  # FSDP moves gradients to host memory only once they are reduced
             return
         if self._mesh.size(self._mesh.ndim - 1) == 1:
             self.model.set_requires_gradient_sync(is_last)
@@ -263,11 +263,11 @@ class ShardedTrainer:
             self.model.set_requires_all_reduce(is_last)
 
     def _denominator(self, mini_batch: Batch) -> Tensor:
-        """Return this rank's part of the number by which the sum of losses is divided."""
+        """Return this rank's term of the denominator of the loss."""
         raise NotImplementedError
 
     def _accumulate(self, micro_batch: Batch, scale: float, measures: Measures) -> None:
-        """Run forward and backward of one micro-batch. An empty one takes part with a loss of 0."""
+        """Run the forward and backward pass of a micro-batch. An empty one takes part with a loss of 0."""
         raise NotImplementedError
 
     def _count_bad(self, outputs: Tensor) -> None:
@@ -289,7 +289,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def lr_schedule(name: str, warmup_steps: int, num_steps: int) -> Callable[[int], float]:
-    """Return a function that gives the factor on the learning rate at each optimizer step, counted from 0."""
+    """Return a function from the optimizer step, counted from 0, to the factor on the learning rate."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:

@@ -1,11 +1,11 @@
 """Attention over packed sequences, registered with transformers under two names.
 
-A micro-batch is one row of tokens in which sequences lie end to end. The model's keyword arguments say where they
-begin. Each sequence attends causally to itself alone.
+A micro-batch is one row of tokens in which sequences lie end to end. The model's keyword arguments say where each
+sequence begins. A sequence attends causally, and only to itself.
 
-    varlen    torch's own kernel for packed rows: half precision on GPUs
-    ragged    exact on every device: sequences of similar lengths are gathered into padded blocks, where padding comes
-              after the last real key and so is never attended to
+    varlen    torch's own kernel for packed rows, in half precision on GPUs
+    ragged    works on every device and in every dtype: sequences of similar length are gathered into padded blocks.
+              Padding comes after the last real key, so causal attention never reaches it.
 """
 
 import inspect
@@ -23,19 +23,20 @@ from rl.config.schema import ConfigError
 from rl.model.host_memory import to_device
 
 RAGGED, VARLEN = "ragged", "varlen"
-# How much longer the longest sequence of a padded block may be than any other, as a factor and in tokens.
+# Padding limit of a block: its longest sequence has at most MAX_STRETCH * n + FREE_PADDING tokens, where n is the
+# length of any other of its sequences.
 MAX_STRETCH, FREE_PADDING = 1.25, 16
-TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 does not
+TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 
 
 def implementation(device: torch.device, dtype: str) -> str:
-    """Return the name of the attention for this device and dtype."""
+    """Return the name of the attention implementation for this device and dtype."""
     return VARLEN if device.type == "cuda" and dtype == "bfloat16" else RAGGED
 
 
 def arguments(name: str, lengths: Sequence[int], num_probe_tokens: int, device: torch.device) -> dict[str, Any]:
-    """Return the keyword arguments of this attention for a row of sequences, and a probe as one more sequence at its
-    end."""
+    """Return the keyword arguments of this attention for a row of sequences. A probe is one more sequence at the end of
+    the row."""
     if name == VARLEN:
         every = [*lengths, num_probe_tokens] if num_probe_tokens else lengths
         cu_lengths = F.pad(torch.tensor(every, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
@@ -43,18 +44,18 @@ def arguments(name: str, lengths: Sequence[int], num_probe_tokens: int, device: 
         bound = 1 << max(every, default=1).bit_length()
         return {"cu_lengths": to_device(cu_lengths, device), "max_length": bound}
     starts = [0, *itertools.accumulate(lengths)]
-    blocks = [_Block.of([starts[s] for s in block], [lengths[s] for s in block]) for block in _alike(lengths)]
+    blocks = [_Block.of([starts[s] for s in block], [lengths[s] for s in block]) for block in _group_by_length(lengths)]
     if num_probe_tokens:
         blocks.append(_Block.of([starts[-1]], [num_probe_tokens]))
     return {"blocks": [block.to(device) for block in blocks]}
 
 
 class _Block(NamedTuple):
-    """Sequences that are padded to the longest of them."""
+    """A group of sequences, which are padded to the longest one."""
 
     tokens: Tensor  # [N] position of each token in the row
-    sequences: Tensor  # [N] which of the block's sequences it belongs to
-    places: Tensor  # [N] its position in that sequence
+    sequences: Tensor  # [N] index of the token's sequence in the block
+    places: Tensor  # [N] position of the token in that sequence
     shape: tuple[int, int]  # number of sequences, longest length
 
     @staticmethod
@@ -69,7 +70,7 @@ class _Block(NamedTuple):
         return _Block(tokens, sequences, places, self.shape)
 
 
-def _alike(lengths: Sequence[int]) -> list[list[int]]:
+def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Group sequences by similar length, longest first, so that a group needs little padding."""
     blocks: list[list[int]] = []
     for sequence in sorted(range(len(lengths)), key=lambda s: -lengths[s]):
@@ -81,7 +82,7 @@ def _alike(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def in_memory_order(x: Tensor) -> Tensor:
-    """Return [1, heads, T, head_dim] as [T, heads, head_dim]. The backward pass of x[0] would copy all of it."""
+    """Return a [T, heads, head_dim] view of [1, heads, T, head_dim]. It avoids x[0], whose backward pass copies x."""
     return x.squeeze(0).transpose(0, 1)
 
 
@@ -110,7 +111,7 @@ def varlen_attention(
     return output.unsqueeze(0), None
 
 
-@torch.compiler.disable  # the number of blocks varies, and with it the graph
+@torch.compiler.disable  # the graph depends on the number of blocks, which varies
 def ragged_attention(
     module: nn.Module,
     query: Tensor,  # [1, heads, T, head_dim]
@@ -143,7 +144,7 @@ def ragged_attention(
 
 
 def _check_supported(others: Mapping[str, object]) -> None:
-    """Raise ConfigError for an argument that would change the result. Others, such as position ids, are not used."""
+    """Raise ConfigError for an argument that would change the result. Others, such as position ids, are ignored."""
     for name, what in (("softcap", "caps its scores"), ("s_aux", "has sinks")):
         if others.get(name) is not None:
             raise ConfigError(
@@ -160,5 +161,5 @@ def _pad(flat: Tensor, block: _Block) -> Tensor:
 
 def register() -> None:
     for name, function in ((RAGGED, ragged_attention), (VARLEN, varlen_attention)):
-        # Without a mask function of this name: with one, transformers would wait for the device in every forward pass.
+        # Register no mask function of this name: transformers would then wait for the device in every forward pass.
         AttentionInterface.register(name, function)

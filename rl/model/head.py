@@ -1,8 +1,8 @@
-"""Logprobs, entropies and KLs straight from hidden states, a chunk at a time: all logits never exist at once.
+"""Compute logprobs, entropies and KLs from hidden states in chunks, so that all logits never exist at once.
 
-The backward pass computes each chunk's logits again. That is one more product with the head, a few percent of a model's
-work, and saves [tokens, vocabulary] of memory. Products run in the dtype of the hidden states, everything else in
-float32, fused by torch.compile on GPUs.
+The backward pass computes the logits of each chunk again. This costs one more product with the head, a few percent of a
+model's work, and saves a [tokens, vocabulary] tensor. Products run in the dtype of the hidden states. Everything else
+runs in float32, fused by torch.compile on GPUs.
 """
 
 import math
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 27  # logits that exist at a time
+CHUNK_ELEMENTS = 1 << 27  # maximum number of logits in a chunk
 
 
 class Scores(NamedTuple):
-    """Scores of each row of hidden states: [R] float32."""
+    """Scores of each row of hidden states. All are [R] float32."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -25,7 +25,7 @@ class Scores(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """The reference model's distributions at the same places: its logits are hidden @ weight.T / divisor."""
+    """The reference model at the same rows. Its logits are hidden @ weight.T / divisor."""
 
     hidden: Tensor  # [R, D]
     weight: Tensor  # [V, D]
@@ -35,8 +35,8 @@ class Reference(NamedTuple):
 def token_scores(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, reference: Reference | None = None
 ) -> Scores:
-    """Return the scores of hidden [R, D], weight [V, D] and targets [R], with logits hidden @ weight.T / temperature.
-    All scores carry the gradient."""
+    """Return the scores of the targets [R] under the logits hidden @ weight.T / temperature. hidden is [R, D], and
+    weight is [V, D]. All scores carry a gradient."""
     return Scores(*_TokenScores.apply(hidden, weight, targets, temperature, reference))
 
 
@@ -44,7 +44,7 @@ def token_scores(
 def self_certainty(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """Return KL(uniform || policy) over the whole vocabulary, [R] (arXiv 2502.18581; a reward in arXiv 2505.19590)."""
     certainty = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-    measure = _on(hidden.device.type, _certainty_of_chunk)
+    measure = _compile_on(hidden.device.type, _certainty_of_chunk)
     for part in _chunks(hidden.shape[0], weight.shape[0]):
         certainty[part] = measure(hidden[part] @ weight.t(), temperature)
     return certainty
@@ -61,11 +61,11 @@ class _TokenScores(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, reference: Reference | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        forward = _on(hidden.device.type, _score_chunk)
+        forward = _compile_on(hidden.device.type, _score_chunk)
         scores = hidden.new_empty(4, hidden.shape[0], dtype=torch.float32)
         for part in _chunks(hidden.shape[0], weight.shape[0]):
-            others = _other_logits(reference, part)
-            scores[:, part] = forward(hidden[part] @ weight.t(), targets[part], temperature, others)
+            ref_logits = _reference_logits(reference, part)
+            scores[:, part] = forward(hidden[part] @ weight.t(), targets[part], temperature, ref_logits)
         ctx.save_for_backward(hidden, weight, targets, scores)
         ctx.temperature, ctx.reference = temperature, reference
         ctx.set_materialize_grads(False)
@@ -75,19 +75,19 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, targets, scores = ctx.saved_tensors
-        by_scores = torch.stack([torch.zeros_like(scores[0]) if grad is None else grad for grad in gradients])
-        backward = _on(hidden.device.type, _score_chunk_backward)
+        grad_scores = torch.stack([torch.zeros_like(scores[0]) if grad is None else grad for grad in gradients])
+        backward = _compile_on(hidden.device.type, _score_chunk_backward)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for part in _chunks(hidden.shape[0], weight.shape[0]):
-            others, logits = _other_logits(ctx.reference, part), hidden[part] @ weight.t()
-            grad = backward(logits, targets[part], scores[:, part], by_scores[:, part], ctx.temperature, others)
+            ref_logits, logits = _reference_logits(ctx.reference, part), hidden[part] @ weight.t()
+            grad = backward(logits, targets[part], scores[:, part], grad_scores[:, part], ctx.temperature, ref_logits)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.t() @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
-def _other_logits(reference: Reference | None, part: slice) -> Tensor | None:
+def _reference_logits(reference: Reference | None, part: slice) -> Tensor | None:
     if reference is None:
         return None
     return (reference.hidden[part] @ reference.weight.t()).float() / reference.divisor
@@ -98,34 +98,36 @@ def _chunks(num_rows: int, vocab_size: int) -> list[slice]:
     return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
 
 
-def _score_chunk(logits: Tensor, targets: Tensor, temperature: float, others: Tensor | None) -> Tensor:
-    """Return [4, R]: logprobs, entropies, KLs and the logarithms of the sums of exponentials."""
+def _score_chunk(logits: Tensor, targets: Tensor, temperature: float, ref_logits: Tensor | None) -> Tensor:
+    """Return [4, R]: logprobs, entropies, KLs, and the logsumexp of the logits."""
     logits = logits.float() / temperature
     log_sums = torch.logsumexp(logits, -1)
     log_p = logits - log_sums.unsqueeze(1)
     chosen = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
     p = torch.exp(log_p)
-    kl = torch.zeros_like(chosen) if others is None else (p * (log_p - torch.log_softmax(others, -1))).sum(-1)
+    kl = torch.zeros_like(chosen) if ref_logits is None else (p * (log_p - torch.log_softmax(ref_logits, -1))).sum(-1)
     return torch.stack([chosen, -(p * log_p).sum(-1), kl, log_sums])
 
 
 def _score_chunk_backward(
-    logits: Tensor, targets: Tensor, scores: Tensor, by_scores: Tensor, temperature: float, others: Tensor | None
+    logits: Tensor, targets: Tensor, scores: Tensor, grad_scores: Tensor, temperature: float, ref_logits: Tensor | None
 ) -> Tensor:
-    """Return the gradient by the logits before the temperature, in their dtype: d logprob = onehot - p, d entropy =
-    -p (log p + entropy), d KL = p (log p - log q - KL)."""
-    by_logprob, by_entropy, by_kl = by_scores.unsqueeze(2)
+    """Return the gradient with respect to the logits before the division by the temperature, in their dtype.
+
+    d logprob = onehot - p,  d entropy = -p (log p + entropy),  d KL = p (log p - log q - KL)
+    """
+    grad_logprob, grad_entropy, grad_kl = grad_scores.unsqueeze(2)
     _, entropy, kl, log_sums = scores.unsqueeze(2)
     log_p = logits.float() / temperature - log_sums
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
-    by_p = by_logprob + by_entropy * (log_p + entropy)
-    if others is not None:
-        by_p = by_p - by_kl * (log_p - torch.log_softmax(others, -1) - kl)
-    grad = is_target * by_logprob - torch.exp(log_p) * by_p
+    p_factor = grad_logprob + grad_entropy * (log_p + entropy)
+    if ref_logits is not None:
+        p_factor = p_factor - grad_kl * (log_p - torch.log_softmax(ref_logits, -1) - kl)
+    grad = is_target * grad_logprob - torch.exp(log_p) * p_factor
     return (grad / temperature).to(logits.dtype)
 
 
 @cache
-def _on(device: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compile the function on GPUs, for any number of rows: chunks differ in it."""
+def _compile_on(device: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the function, compiled for any number of rows if it runs on a GPU."""
     return torch.compile(function, dynamic=True) if device == "cuda" else function

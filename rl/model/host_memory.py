@@ -1,7 +1,7 @@
-"""Host memory for copies from and to a GPU. Nothing else in this tree pins memory itself.
+"""Host memory for copies from and to a GPU. All pinned memory that we allocate comes from this module.
 
-Pinning is slow, and torch rounds every pinned allocation up to a power of two. So large buffers share slabs, which
-their owner keeps.
+Pinning is slow, and torch rounds every pinned allocation up to a power of two. So large buffers share slabs, and their
+owner keeps them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,18 +9,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-SLAB_BYTES = 1 << 30  # a power of two; a larger buffer has a slab of its own
+SLAB_BYTES = 1 << 30  # a power of two; a larger buffer gets its own slab
 ALIGNMENT = 64
 
 
 class HostBuffers:
-    """Byte buffers of the given sizes, in this order. A slab is allocated when the first of its buffers is reached."""
+    """Byte buffers of the given sizes, in this order. A slab is allocated when iteration reaches a buffer in it."""
 
     def __init__(self, sizes: Sequence[int], pinned: bool):
         self.sizes, self._pinned = list(sizes), pinned
         self._slabs: dict[int, Tensor] = {}
         self._slab_sizes: list[int] = []
-        self._places = [(0, 0)] * len(sizes)  # slab, and first byte in it
+        self._places = [(0, 0)] * len(sizes)  # (slab, offset in the slab) of each buffer
         for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
             size = -(-sizes[index] // ALIGNMENT) * ALIGNMENT
             fitting = (slab for slab, used in enumerate(self._slab_sizes) if used + size <= SLAB_BYTES)

@@ -1,7 +1,7 @@
-"""Load a Hugging Face causal LM on a mesh: built on the meta device, sharded by FSDP2, filled from safetensors.
+"""Load a Hugging Face causal LM on a mesh: build it on the meta device, shard it with FSDP2, fill it from safetensors.
 
-No rank ever holds the whole model: each reads the rows that it owns. Parameters are float32 masters. With bfloat16 the
-forward and backward passes run in bfloat16, and gradients are reduced in float32.
+No rank ever holds the whole model, because each reads only the rows that it owns. Parameters are float32 masters. With
+bfloat16, the forward and backward passes run in bfloat16, and gradients are reduced in float32.
 """
 
 import itertools
@@ -29,12 +29,12 @@ MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def find_model(path: str) -> Path:
-    """Return the local folder of a model. A hub name is downloaded into the hub's cache."""
+    """Return the local folder of a model. The model of a hub name is downloaded into the hub's cache."""
     folder = resolve_path(path)
     if not folder.exists():
         try:
             folder = Path(snapshot_download(path, allow_patterns=MODEL_FILES))
-        except Exception as error:  # the client raises many unrelated types: offline, no such name, no permission
+        except Exception as error:  # the client raises many unrelated types, for example when offline
             raise ConfigError(
                 f"model.path: {path!r} is not a local folder, and it could not be downloaded from the hub: {error}"
             ) from None
@@ -45,11 +45,11 @@ def find_model(path: str) -> Path:
 
 @dataclass(frozen=True)
 class Compute:
-    """How layers are computed. It changes only speed and memory."""
+    """How layers are computed. These settings change only speed and memory."""
 
     compiled: bool = False
-    recomputed: str = "none"  # activations in backward: none, every second layer (selective) or all layers (full)
-    on_host: bool = False  # parameters and gradients are in host memory; a layer is on the device while it computes
+    recomputed: str = "none"  # layers that are recomputed in backward: none, selective (every second) or full (all)
+    on_host: bool = False  # keep parameters and gradients in host memory; layers are on the device only to compute
 
 
 PLAIN = Compute()
@@ -65,8 +65,8 @@ def load_model(
     compute: Compute = PLAIN,
     as_critic: bool = False,
 ) -> nn.Module:
-    """Build a sharded model. With `filled` False, parameters and saved buffers get no values: a checkpoint has newer
-    ones."""
+    """Build a sharded model. If `filled` is False, parameters and persistent buffers get no values, because a
+    checkpoint will fill them."""
     attention.register()
     config = AutoConfig.from_pretrained(folder, **({"tie_word_embeddings": False} if as_critic else {}))
     with torch.device("meta"):
@@ -92,7 +92,7 @@ def load_model(
 
 
 def _give_value_head(model: Any) -> str:
-    """Replace the head by one with a single row; return its name, which is in no file."""
+    """Replace the head by one with a single row. Return the name of its weight, which is in no file."""
     with torch.device("meta"):
         head = nn.Linear(hidden_size_of(model), 1, bias=False, dtype=torch.float32)
     model.set_output_embeddings(head)
@@ -120,8 +120,8 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _set_compute(model: Any, compute: Compute) -> None:
-    """Set recomputation and compilation of layers. They are compiled inside the hooks of FSDP and of recomputation, so
-    one graph serves all of them."""
+    """Set recomputation and compilation of layers. Compilation is inside the hooks of FSDP and of recomputation, so all
+    layers share one graph."""
     layers: list[Any] = _layers(model)
     if compute.recomputed != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -134,7 +134,7 @@ def _set_compute(model: Any, compute: Compute) -> None:
 
 def _turn_dropout_off(model: nn.Module) -> None:
     """Turn dropout off, as in an engine, whatever config.json says. transformers recomputes a layer only in training
-    mode. So recomputed layers stay in it, and all modules inside them are in evaluation mode."""
+    mode. So recomputed layers stay in training mode, and the modules inside them are in evaluation mode."""
     model.eval()
     for layer in _layers(model):
         if getattr(layer, "gradient_checkpointing", False):
@@ -151,13 +151,13 @@ def _shard(model: nn.Module, mesh: DeviceMesh, dtype: str, on_host: bool) -> Non
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
     layers = [fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload) for layer in _layers(model)]
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    for layer, following in itertools.pairwise(layers):  # FSDP itself prefetches in backward passes
+    for layer, following in itertools.pairwise(layers):  # in backward passes FSDP prefetches by default
         layer.set_modules_to_forward_prefetch([following])
 
 
 def _place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Put buffers on the device, even if parameters are in host memory. Those that no file holds (rotary frequencies)
-    are computed by a fresh module of the same class."""
+    """Put buffers on the device, even if parameters are in host memory. Buffers that are in no file (rotary
+    frequencies) are copied from a fresh module of the same class, which computes them."""
     for name, module in model.named_modules():
         for buffer, value in module.named_buffers(recurse=False):
             setattr(module, buffer, value.to(device))
@@ -188,7 +188,7 @@ def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh, own_head:
             "folder must hold safetensors of the architecture that its config.json names"
         )
     handles = {file: safe_open(folder / file, framework="pt") for file in set(files.values())}
-    shard_axis = mesh.ndim - 1  # an axis of replicas may come before it
+    shard_axis = mesh.ndim - 1  # an axis for replicas may come before it
     for part in parts:
         info, file = part.info, files[part.info.name]
         source = handles[file].get_slice(info.name)
@@ -210,9 +210,9 @@ def has_weights(folder: Path) -> bool:
 
 
 def fill_with_noise(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Fill with random weights of the usual size, to try out a run. Replicas get equal weights."""
+    """Fill a model with random weights of the usual size, to try out a run. Replicas get equal weights."""
     for part in local_slices(model):
-        if len(part.info.shape) < 2:  # scales of norms; a bias of 1 does no harm
+        if len(part.info.shape) < 2:  # scales of norms, and biases, for which 1 does no harm
             part.data.fill_(1.0)
             continue
         shard = mesh.get_local_rank(mesh.ndim - 1) if part.info.sharded else 0
@@ -221,7 +221,7 @@ def fill_with_noise(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor in a model folder."""
+    """Return the name of the file that holds each tensor of a model folder."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return json.loads(index.read_text())["weight_map"]

@@ -1,7 +1,7 @@
 """Token logprobs and values of a packed micro-batch.
 
-A model's forward is replaced by one that returns them. So the head runs inside the model's own forward pass, where FSDP
-has gathered its weight and frees it again.
+The forward method of a model is replaced by one that returns them. So the head runs inside the model's own forward
+pass, where FSDP gathers the head's weight and frees it again.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from rl.model.host_memory import to_device
 
 
 class TokenScores(NamedTuple):
-    """Scores of the R response tokens of a micro-batch, end to end."""
+    """Scores of the R response tokens of a micro-batch, in its order."""
 
     logprobs: Tensor  # [R] float32, carries the gradient
     entropy: Tensor  # [R] float32, carries the gradient
-    reference_kl: Tensor  # [R] float32, over the whole vocabulary, carries the gradient; 0 without a reference
-    probe_logits: Tensor  # [P, vocabulary] float32 of the probe tokens, without gradient
+    reference_kl: Tensor  # [R] float32, KL over the whole vocabulary, carries the gradient; 0 without a reference
+    probe_logits: Tensor  # [P, vocabulary] float32, at the probe tokens, without gradient
 
 
 def patch_forward_to_score(model: Any) -> None:
-    """Let this causal LM of transformers return TokenScores."""
+    """Make this causal LM of transformers return TokenScores."""
     if getattr(model.config, "final_logit_softcapping", None):
         raise ConfigError(f"{type(model).__name__} caps its logits, which the learner does not support; choose another")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
@@ -37,7 +37,7 @@ def patch_forward_to_score(model: Any) -> None:
 
 
 def patch_forward_to_value(model: Any) -> None:
-    """Let this model, whose head has one row, return a float32 value for each place that is kept."""
+    """Make this model, whose head has one row, return a float32 value before each response token."""
     model.forward = MethodType(_values_of, model)
 
 
@@ -52,14 +52,14 @@ def _scores_of(
     self: Any,
     tokens: Tensor,  # [T]
     positions: Tensor,  # [T]
-    kept: Tensor,  # [R + P] places whose logits are needed: those before response tokens, then the probe's
+    kept: Tensor,  # [R + P] rows whose logits are needed: those before response tokens, then the probe's
     targets: Tensor,  # [R]
     temperature: float,
     wanted: str = "scores",
     reference: Reference | None = None,
     **about_sequences: Any,
 ) -> TokenScores | tuple[Tensor, Tensor] | Reference:
-    """Return what is `wanted`: scores, certainty (logprobs and self-certainty) or reference (for the policy's KL)."""
+    """Return what `wanted` names: scores, certainty (logprobs and self-certainty) or reference (for a full KL)."""
     hidden = _hidden_of(self, tokens, positions, kept, about_sequences)
     hidden, probe_rows = hidden.split([len(targets), len(kept) - len(targets)])
     weight, divisor = self.get_output_embeddings().weight, _logit_divisor(self.config)
@@ -97,8 +97,8 @@ def score_responses(
     probe: Sequence[int] = (),
     reference: Reference | None = None,
 ) -> TokenScores:
-    """Return scores, on the device, of the response tokens of a batch in host memory. The tokens of a `probe` are one
-    more sequence of the forward pass."""
+    """Return the scores of a batch's response tokens. The batch is in host memory, the scores are on the device. A
+    `probe` is one more sequence in the forward pass."""
     return model(**_inputs(model, batch, device, probe), temperature=temperature, reference=reference)
 
 
@@ -118,14 +118,14 @@ def value_responses(model: Any, batch: Batch, device: torch.device) -> Tensor:
 
 
 def _inputs(model: Any, batch: Batch, device: torch.device, probe: Sequence[int] = ()) -> dict[str, Any]:
-    """Return a forward pass's inputs. An empty batch gets one token, since the forward pass is a collective."""
+    """Return the inputs of a forward pass. An empty batch gets one token, since the forward pass is a collective."""
     response = batch.response_mask.nonzero().squeeze(1)
     extra = torch.tensor(probe or ([] if batch.num_tokens else [0]), dtype=torch.int64)
     places = torch.arange(len(extra))
     inputs = {
         "tokens": torch.cat([batch.tokens, extra]),
         "positions": torch.cat([batch.positions, places]),
-        # A token is predicted at the place before it. For a probe all places are wanted.
+        # A token is predicted at the row before it. A probe needs all of its rows.
         "kept": torch.cat([response - 1, batch.num_tokens + places[: len(probe)]]),
         "targets": batch.tokens[response],
     }

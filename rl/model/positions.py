@@ -1,9 +1,9 @@
-"""Rotary frequencies that do not depend on what a token is packed with.
+"""Fix rotary frequencies, so that they do not depend on the sequences that a token is packed with.
 
-For `dynamic` and `longrope` scaling transformers chooses the frequencies in every forward pass, by the longest sequence
-of the row. vLLM chooses once: for `longrope` by the longest sequence that it allows (max_model_len), for `dynamic`
-those that the model was trained with. The learner does as vLLM does, so a token's logprob depends on its own sequence
-alone and equals the engine's.
+For `dynamic` and `longrope` scaling, transformers chooses the frequencies in every forward pass, by the longest
+sequence of the row. vLLM chooses them once. For `longrope` it uses the longest sequence that it allows (max_model_len).
+For `dynamic` it uses the frequencies of training. The learner does the same as vLLM, so a token's logprob depends only
+on its own sequence and equals the engine's.
 """
 
 from typing import Any
@@ -15,13 +15,13 @@ from rl.config.schema import ConfigError
 
 
 def freeze_frequencies(model: Any, max_tokens: int) -> None:
-    """Fix the frequencies; `max_tokens` is the length of the longest sequence that the run allows."""
+    """Fix the frequencies for sequences of at most `max_tokens` tokens, the longest that the run allows."""
     for module in model.modules():
         for layer_type, rope_type in _scalings(module).items():
             if "dynamic" not in rope_type and rope_type != "longrope":
                 continue
             if rope_type == "longrope":
-                _angles(module, [max_tokens - 1], layer_type)  # the module chooses by itself and keeps its choice
+                _angles(module, [max_tokens - 1], layer_type)  # makes the module choose its frequencies and keep them
             is_single = layer_type is None
             module.rope_type = "default" if is_single else module.rope_type | {layer_type: "default"}
             if not _is_frozen(module, max_tokens, layer_type):
@@ -34,7 +34,7 @@ def freeze_frequencies(model: Any, max_tokens: int) -> None:
 
 
 def _scalings(module: Any) -> dict[str | None, str]:
-    """Return the kinds of scaling of a rotary module, by type of layer where it has several."""
+    """Return the kinds of scaling of a rotary module by layer type. The key is None if it has only one kind."""
     rope_type = getattr(module, "rope_type", None)
     if isinstance(rope_type, dict):
         return dict(rope_type)

@@ -1,7 +1,8 @@
-"""Rotary position embeddings as most model families compute them, in one kernel each for forward and backward.
+"""Rotary position embeddings as most model families compute them, with one kernel for each direction.
 
-A family's own function gets queries and keys as [1, heads, T, head_dim], while they lie in memory as [T, heads,
-head_dim], which attention needs. Compiled, it reaches a fifth of the memory bandwidth (benchmarks/RESULTS.md).
+A family's own function gets queries and keys as [1, heads, T, head_dim]. In memory they are [T, heads, head_dim], as
+attention needs them. So even when compiled, that function reaches only a fifth of the memory bandwidth
+(benchmarks/RESULTS.md).
 """
 
 import sys
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from rl.model.attention import in_memory_order
 
 NAME = "apply_rotary_pos_emb"
-OURS: set[Callable] = set()  # our functions; `__wrapped__` is the one that each replaces
+OURS: set[Callable] = set()  # our functions; `__wrapped__` of each is the function that it replaces
 
 
 def load_kernels() -> None:
@@ -24,7 +25,7 @@ def load_kernels() -> None:
 
 
 def replace(model: nn.Module) -> None:
-    """Replace the function of the model's family, in the module that defines it, if it is the usual one."""
+    """Replace the rotary function in the module that defines the model, if it computes the usual rotation."""
     family = sys.modules[type(model).__module__]
     rotate: Any = getattr(family, NAME, None)
     if rotate is not None and rotate not in OURS and _is_usual(rotate):
@@ -46,7 +47,7 @@ def _ours_for(theirs: Callable) -> Callable:
 
 
 def _is_row(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether these are one row of tokens, with angles for whole heads, of the same dtype and not trained."""
+    """Return whether these are one row of tokens with angles for whole heads, of one dtype, and untrained angles."""
     is_one = len(q) == len(k) == 1 and q.shape[2:] == k.shape[2:] and cos.shape == sin.shape == (1, *q.shape[2:])
     return is_one and q.dtype == k.dtype == cos.dtype == sin.dtype and not (cos.requires_grad or sin.requires_grad)
 
@@ -86,8 +87,8 @@ rotate_heads.register_autograd(_turn_back, setup_context=_save)
 
 def _is_usual(rotate: Callable) -> bool:
     """Return whether a family's function rotates the two halves of a head against each other, in the dtype of its
-    inputs. On a CPU its results must equal ours bit by bit. The GPU kernel rounds once at the end, as their compiled
-    code does."""
+    inputs. The check runs on the CPU, where its results must equal ours bit for bit. The GPU kernel rounds only once,
+    at the end, as the family's compiled function does."""
     query = torch.arange(48.0).sin().view(1, 2, 3, 8)
     angles = torch.arange(24.0).view(1, 3, 8)
     for dtype in (torch.float32, torch.bfloat16):
@@ -95,7 +96,7 @@ def _is_usual(rotate: Callable) -> bool:
         try:
             theirs, ours = rotate(q, k, cos, sin), _ours_for(rotate)(q, k, cos, sin)
             pairs = list(zip(theirs, ours, strict=True))
-        except (RuntimeError, TypeError, ValueError):  # it takes or returns something else
+        except (RuntimeError, TypeError, ValueError):  # the function has another signature or result
             return False
         if any(x.dtype != y.dtype or not x.equal(y) for x, y in pairs):
             return False

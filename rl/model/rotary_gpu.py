@@ -1,11 +1,11 @@
-"""The GPU kernel of rotary position embeddings: a program rotates some heads of one token, in float32."""
+"""The GPU kernel of rotary position embeddings. Each program rotates some heads of one token in float32."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 1024  # elements in each half of the heads that one program rotates
+TILE = 1024  # elements in the first (and in the second) halves of the heads that one program rotates
 NUM_WARPS = 4
 
 

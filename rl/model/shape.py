@@ -1,4 +1,4 @@
-"""Facts about a model from the files of its folder, without loading weights or torch."""
+"""Read facts about a model from the files in its folder, without loading weights or importing torch."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from rl.config.schema import Config, ConfigError, resolve_path
 
 
 def local_folder(path: str) -> Path | None:
-    """Return a model's folder on this machine, also in the hub's cache; None if there is none with a config.json."""
+    """Return a model's local folder, which may be in the hub's cache. Return None if it has no config.json."""
     folder = resolve_path(path)
     if not folder.exists() and not Path(path).is_absolute():
         from huggingface_hub import try_to_load_from_cache
@@ -22,7 +22,7 @@ def local_folder(path: str) -> Path | None:
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Count parameters by the headers of the safetensors files; return None if a file is missing."""
+    """Count parameters from the headers of the safetensors files. Return None if a file is missing or unreadable."""
     index, files = folder / "model.safetensors.index.json", [folder / "model.safetensors"]
     try:
         if index.is_file():
@@ -42,7 +42,7 @@ def _count_in(file: Path) -> int:
 
 
 def check_model(config: Config, model_folder: Path) -> None:
-    """Raise ConfigError if the settings do not fit config.json, before anything is loaded."""
+    """Raise ConfigError if the settings do not fit the model's config.json."""
     shape = json.loads((model_folder / "config.json").read_text())
     heads, tp = shape.get("num_attention_heads", 0), config.rollout.tensor_parallel_size
     if heads % tp:

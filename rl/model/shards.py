@@ -1,7 +1,7 @@
-"""The shards of a model: which rows of which tensor lie on which rank of a mesh.
+"""The shards of a model: which rank of a mesh holds which rows of each tensor.
 
-Loading, weight sync, checkpoints and merging all use this map. Every rank can derive it from the list of tensors: FSDP2
-cuts the first dimension into chunks of ceil(n / ranks) rows, so the last ranks may hold fewer rows or none.
+Loading, weight sync, checkpoints and merging all use this map. Every rank can derive it from the list of tensors,
+because FSDP2 cuts the first dimension into chunks of ceil(n / ranks) rows. The last ranks may hold fewer rows or none.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class TensorInfo:
     name: str
     shape: tuple[int, ...]
     dtype: str  # float32, bfloat16, ...
-    sharded: bool  # False: every rank of the mesh holds all of it
+    sharded: bool  # if False, every rank of the mesh holds the whole tensor
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -35,7 +35,7 @@ class TensorInfo:
         return self.num_elements * self.torch_dtype.itemsize
 
     def rows(self, index: int, num_ranks: int) -> tuple[int, int]:
-        """Return the first row and the end of what rank `index` of the mesh owns. Rank 0 owns replicated tensors."""
+        """Return the [start, end) rows that rank `index` of the mesh owns. Rank 0 owns replicated tensors."""
         num_rows = self.shape[0] if self.shape else 1
         if not self.sharded:
             return (0, num_rows) if index == 0 else (num_rows, num_rows)
@@ -49,18 +49,18 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class LocalSlice:
-    """This rank's rows of a tensor; `data` is a view of the model's own memory."""
+    """This rank's rows of a tensor. `data` is a view of the model's own memory."""
 
     info: TensorInfo
     data: Tensor
 
 
 def local_slices(model: nn.Module) -> Iterator[LocalSlice]:
-    """Yield this rank's part of every parameter and persistent buffer, in model order; tied parameters come once."""
+    """Yield this rank's part of every parameter and persistent buffer in model order. Tied parameters come once."""
     reshard(model)
     for name, tensor in _named_tensors(model):
         if isinstance(tensor, DTensor):
-            placement = tensor.placements[-1]  # the last axis of a mesh shards; an axis of replicas comes before it
+            placement = tensor.placements[-1]  # the last mesh axis is for shards; one for replicas may precede it
             assert isinstance(placement, Shard | Replicate), placement
             assert not isinstance(placement, Shard) or placement.dim == 0, f"{name} is cut along {placement}"
             info = TensorInfo(name, tuple(tensor.shape), _dtype_name(tensor), isinstance(placement, Shard))
@@ -70,8 +70,9 @@ def local_slices(model: nn.Module) -> Iterator[LocalSlice]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the root's gathered parameters. After a forward pass without a backward pass they still exist, so slices
-    would be read and written elsewhere, and the next forward pass would use stale values."""
+    """Free the gathered parameters of the root module. They still exist after a forward pass without a backward pass.
+    Meanwhile `local_slices` would return them instead of the shards, and the next forward pass would use them although
+    the shards may have changed."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
