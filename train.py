@@ -1,13 +1,12 @@
-"""RL post-training in one torchrun world: the same command on every node, ranks take their roles from the placement
-config.
+"""RL post-training in one torchrun world. Start the same command on every node; the config gives each rank its roles.
 
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint head:29500 train.py [--config F] [key=value ...]
     torchrun ... train.py --eval-only [--config F] [key=value ...]
     torchrun ... train.py --dry-run [--config F] [key=value ...]
     python train.py --plan [--config F] [--nnodes N --nproc-per-node M] [key=value ...]
 
-Actor ranks drive the loop in `train`; ranks that are only rollout or inference serve it and return when the run ends.
-rl/config/schema.py documents every key; configs/ has recipes.
+Actor ranks drive the loop in `train`. The other ranks, with only rollout or inference, serve them until the run ends.
+rl/config/schema.py documents every key, and configs/ has recipes.
 """
 
 import argparse
@@ -32,11 +31,11 @@ from rl.world.world import World, join
 
 
 def train(world: World, config: Config, actor: Actor) -> None:
-    """The loop: prompts -> rollout and reward -> old logprobs -> advantages -> update -> weight sync -> checkpoint."""
+    """Train: prompts -> rollout and reward -> old logprobs -> advantages -> update -> weight sync -> checkpoint."""
     start, reporter = actor.start, actor.reporter
     with world.stage("sync"):
-        version = actor.publish(start.step + 1)  # engines start from dummy weights
-    if not start.is_evaluated:  # before training, or where a signal interrupted it
+        version = actor.publish(start.step + 1)  # engines start with dummy weights
+    if not start.is_evaluated:  # evaluate before training, or if a signal interrupted the evaluation
         reporter.report(start.step, version, evaluate(world, config, actor, start.step, version))
     for step in range(start.step + 1, config.train.num_steps + 1):
         world.progress.begin_step(step)
@@ -63,7 +62,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
         actor.checkpoints.end_update(step, version, actor.sampler.stream)
         try:
             values |= evaluate(world, config, actor, step, version)
-        finally:  # a signal may stop the run here, after this step was saved
+        finally:  # a signal may stop the run in the evaluation, after this step was saved
             reporter.report(step, version, values, batch)
         with world.stage("checkpoint"):
             actor.checkpoints.end_step(step, values)
@@ -83,7 +82,7 @@ def evaluate(world: World, config: Config, actor: Actor, step: int, version: int
 
 
 def evaluate_alone(world: World, actor: Actor) -> None:
-    """Evaluate the newest checkpoint; leave metrics and checkpoints as they are."""
+    """Evaluate the newest checkpoint, without any change to the run's metrics and checkpoints."""
     assert actor.evaluation is not None
     with world.stage("sync"):
         version = actor.publish(actor.start.step + 1)
@@ -95,7 +94,10 @@ def evaluate_alone(world: World, actor: Actor) -> None:
 
 
 def print_plan(args: argparse.Namespace) -> int:
-    """Print the table of ranks and roles, or the mistake. Needs no torchrun, no GPU and no download."""
+    """Print the table of ranks and roles, or the mistake in the config. Return the exit code.
+
+    This needs no torchrun, no GPU and no download.
+    """
     try:
         config = load_config(args.config, args.overrides)
         config = for_evaluation(config) if args.eval_only else config
@@ -123,7 +125,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--nproc-per-node", type=int, metavar="M", help="with --plan: ranks per node")
     args = parser.parse_intermixed_args()
     if (args.nnodes or args.nproc_per_node) and not args.plan:
-        parser.error("--nnodes and --nproc-per-node are torchrun's, before train.py; here they go with --plan")
+        parser.error("--nnodes and --nproc-per-node after train.py need --plan; without it, write them before train.py")
     return args
 
 

@@ -1,1 +1,1 @@
-"""Roles of ranks: the grammar of the placement section, and the process groups that follow from it."""
+"""Roles of ranks: parse the placement section, and make the process groups."""

@@ -1,6 +1,6 @@
 """Make the process groups and device meshes of a run.
 
-Every rank makes every group, in the same order: a group that only its members create hangs the others.
+All ranks must make all groups in the same order. torch.distributed hangs if only the members of a group make it.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,18 @@ from rl.placement.roles import Placement
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups and meshes of a run; a mesh is None on ranks outside it."""
+    """The process groups and meshes of a run. A mesh is None on ranks that are not in it."""
 
     actor_pg: dist.ProcessGroup
     actor_mesh: DeviceMesh | None  # [shard], or [replica, shard]
     scorer_mesh: DeviceMesh | None
-    sync_pgs: tuple[dist.ProcessGroup | None, ...]  # by owner: where it sends its slices; None: nobody else needs them
+    sync_pgs: tuple[
+        dist.ProcessGroup | None, ...
+    ]  # the group in which each owner sends its slices; None: no other rank needs them
 
 
 def make_groups(placement: Placement, rank: int, device_type: str, timeout_s: float) -> Groups:
-    """Make all groups. Every rank calls this; the order of the calls below is part of the protocol."""
+    """Make all groups. Every rank calls this, and the order of the calls below must be the same on all ranks."""
 
     def group(ranks: list[int]) -> dist.ProcessGroup:
         return dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))

@@ -1,17 +1,17 @@
-"""The `placement` section of a config, turned into the roles of every rank and the engines that they host.
+"""Parse the `placement` section of a config into the roles of every rank and the engines that they host.
 
     placement:                  placement:                    placement:
       actor,rollout: all          rollout: 0-19                 rollout: 62.5%
                                   inference: 20-23              inference: 4 ranks
                                   actor: 24-31                  actor: rest
 
-A key is a role, or roles joined by commas that share the ranks beside it; each rank stands in exactly one entry, so
-sharing is always written (`actor,rollout: 0-7` with `rollout: 8-31`). A value is one of
-    all         every rank
-    0-3,8,10    inclusive ranges and single ranks; a plain integer is one rank
-    4 ranks     a count, 25% a share: consecutive ranks from 0 in the order of the entries, for any world size
-    rest        what the other entries leave
-`num_nodes` and `num_gpus_per_node` may stand beside the roles and are checked against the real world.
+A key is one role, or several roles joined by commas, which share their ranks. Each rank belongs to exactly one entry.
+So ranks with two roles have an entry of their own: `actor,rollout: 0-7` with `rollout: 8-31`. A value is one of
+    all           every rank
+    0-3,8,10      inclusive ranges and single ranks; a plain integer is one rank
+    4 ranks, 25%  a count or a share, for any world size: consecutive ranks from 0, in the order of the entries
+    rest          all ranks that the other entries leave
+The section may also have `num_nodes` and `num_gpus_per_node`, which are checked against the real world.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ ROLES = ("rollout", "inference", "actor")
 
 @dataclass(frozen=True)
 class Placement:
-    """The roles of every rank. An engine is the tuple of ranks that host it; the first of them is its lead."""
+    """The roles of every rank. An engine is the tuple of its ranks, and the first of them is its lead."""
 
     num_nodes: int
     num_ranks_per_node: int
@@ -46,7 +46,7 @@ class Placement:
 
     @property
     def scorers(self) -> list[int]:
-        """The ranks that hold a copy of the policy for logprobs; empty if the actors compute them."""
+        """The ranks that hold a copy of the policy to compute logprobs. Empty if the actors compute them."""
         inference = self.ranks("inference")
         return [] if inference == self.actors else inference
 
@@ -57,13 +57,13 @@ class Placement:
 
     @property
     def replicas(self) -> list[list[int]]:
-        """The actors of each replica; the i-th of each holds the i-th shard."""
+        """The actors of each replica. The i-th actor of a replica holds the i-th shard."""
         size = len(self.actors) // self.num_replicas
         return [self.actors[start : start + size] for start in range(0, len(self.actors), size)]
 
     @property
     def owners(self) -> list[int]:
-        """The actor that sends each shard. Replicas take turns, so that all of them share the work."""
+        """The actor that sends each shard. All replicas hold the shard, and they share the work of sending."""
         shards = len(self.replicas[0])
         return [self.replicas[shard % self.num_replicas][shard] for shard in range(shards)]
 
@@ -73,16 +73,16 @@ class Placement:
 
     @property
     def node_leads(self) -> list[int]:
-        """The first rank of each node, which answers for the node's disk."""
+        """The first rank of each node, which handles the node's disk for the other ranks."""
         return list(range(0, self.world_size, self.num_ranks_per_node))
 
     @property
     def receivers(self) -> list[int]:
-        """The ranks that need every version: they host an engine, or a copy for logprobs."""
+        """The ranks that receive every version of the weights, for an engine or for logprobs."""
         return sorted({*self.ranks("rollout"), *self.scorers})
 
     def sync_ranks(self, owner: int) -> list[int]:
-        """Return the ranks between which the slices of an owner travel."""
+        """Return the ranks that take part when this owner sends its slices."""
         return sorted({owner, *self.receivers})
 
     def engine_of(self, rank: int) -> int | None:
@@ -116,7 +116,7 @@ def plan(
     tensor_parallel_size: int = 1,
     num_replicas: int = 1,
 ) -> Placement:
-    """Turn the placement section into the roles of every rank. Raise ConfigError with a corrected example."""
+    """Turn the placement section into the roles of every rank. A ConfigError contains a corrected example."""
     world_size = num_nodes * num_ranks_per_node
     for name, real in zip(PLACEMENT_SIZES, (num_nodes, num_ranks_per_node)):
         if spec.get(name) not in (None, real):
@@ -159,15 +159,15 @@ def _assign(entries: list[tuple[tuple[str, ...], Any]], world_size: int, tensor_
     relative = [_parse_size(",".join(roles), text, world_size) for (roles, _), text in zip(entries, texts)]
     if texts.count("rest") > 1:
         raise ConfigError(
-            "placement: 'rest' is written twice; only one entry can take what the others leave, for example "
+            "placement: 'rest' is written twice; only one entry can take all remaining ranks, for example "
             "{'rollout': '75%', 'actor': 'rest'}"
         )
     if any(size is not None for size in relative):
         absolute = [text for text, size in zip(texts, relative) if size is None and text != "rest"]
         if absolute:
             raise ConfigError(
-                f"placement: got the absolute {absolute[0]!r} beside counts or shares; write all entries one way, for "
-                "example {'rollout': '75%', 'actor': 'rest'} or {'rollout': '0-2', 'actor': '3'}"
+                f"placement: got the ranks {absolute[0]!r} and also counts or shares; write all entries the same "
+                "way, for example {'rollout': '75%', 'actor': 'rest'} or {'rollout': '0-2', 'actor': '3'}"
             )
         return _assign_sizes(entries, relative, world_size, tensor_parallel_size)
     ranks = [
@@ -178,14 +178,14 @@ def _assign(entries: list[tuple[tuple[str, ...], Any]], world_size: int, tensor_
     if None in ranks and len(taken) == world_size:
         name = ",".join(entries[ranks.index(None)][0])
         raise ConfigError(
-            f"placement.{name}: got 'rest', but the other entries leave nothing of {count_of(world_size, 'rank')}; an "
-            "entry has at least one rank: take ranks from another entry or leave this one out"
+            f"placement.{name}: got 'rest', but the other entries take all of {count_of(world_size, 'rank')}; an entry "
+            "needs at least one rank: take ranks from another entry, or remove this one"
         )
     return [part if part is not None else [rank for rank in range(world_size) if rank not in taken] for part in ranks]
 
 
 def _parse_size(name: str, text: str, world_size: int) -> float | None:
-    """Return a count or a share as a number of ranks, not yet rounded; None for every other form."""
+    """Return a count or a share as a number of ranks, not yet rounded. Return None for every other form."""
     number = None
     if text.endswith("%"):
         number, whole = text[:-1], 100.0
@@ -208,9 +208,9 @@ def _parse_size(name: str, text: str, world_size: int) -> float | None:
 def _assign_sizes(
     entries: list[tuple[tuple[str, ...], Any]], sizes: list[float | None], world_size: int, tensor_parallel_size: int
 ) -> list[list[int]]:
-    """Return consecutive ranks. Counts are taken as written, and shares are rounded to whole engines.
+    """Return consecutive ranks for each entry. Counts are exact, and shares are rounded to whole engines.
 
-    Each share makes up for the rounding of the one before. Shares shrink if another entry would get no rank.
+    The rounding error of a share is carried over to the next one. Shares shrink if another entry would get no rank.
     """
     units = [tensor_parallel_size if "rollout" in roles else 1 for roles, _ in entries]
     shares = [index for index, (_, value) in enumerate(entries) if str(value).strip().endswith("%")]
@@ -220,7 +220,7 @@ def _assign_sizes(
         owed += sizes[index] or 0.0
         counts[index] = max(units[index], round(owed / units[index]) * units[index])
         owed -= counts[index]
-    if sum(size or 0.0 for size in sizes) <= world_size:  # otherwise the error below shows what was asked for
+    if sum(size or 0.0 for size in sizes) <= world_size:  # otherwise the error below shows the sizes of the config
         while sum(counts) > world_size and (wide := [index for index in shares if counts[index] > units[index]]):
             largest = max(wide, key=lambda index: counts[index])
             counts[largest] -= units[largest]
@@ -274,9 +274,9 @@ def _roles_by_rank(
         if shared:
             both = ",".join(role for role in ROLES if role in entry_roles + roles[shared[0]])
             raise ConfigError(
-                f"placement: {format_ranks(shared)} {'stands' if len(shared) == 1 else 'stand'} under "
-                f"{','.join(roles[shared[0]])!r} and under "
-                f"{','.join(entry_roles)!r}; a rank stands in one entry. If it is to have both roles, write {both!r}: "
+                f"placement: {format_ranks(shared)} {'is' if len(shared) == 1 else 'are'} in the entry "
+                f"{','.join(roles[shared[0]])!r} and in the entry "
+                f"{','.join(entry_roles)!r}; a rank belongs to one entry. To give it both roles, write {both!r}: "
                 f"{format_ranges(shared)}, and take it out of the other entries"
             )
         for rank in ranks:
@@ -286,7 +286,7 @@ def _roles_by_rank(
         last = ",".join(entries[-1][0])
         raise ConfigError(
             f"placement: {format_ranks(missing)} of {count_of(world_size, 'rank')} "
-            f"{'has' if len(missing) == 1 else 'have'} no role; every rank takes part: extend an "
+            f"{'has' if len(missing) == 1 else 'have'} no role; every rank needs one: extend an "
             f"entry, for example {last}: {format_ranges(assigned[-1] + missing)}, or start fewer ranks"
         )
     return tuple(roles)
@@ -330,7 +330,7 @@ def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
         divisors = [str(n) for n in range(1, num_actors + 1) if num_actors % n == 0]
         raise ConfigError(
             f"actor.num_replicas: got {placement.num_replicas}, but the actor role has {count_of(num_actors, 'rank')} "
-            f"({format_ranks(placement.actors)}), which must divide into replicas of one size: choose one of "
+            f"({format_ranks(placement.actors)}), which must divide into replicas of equal size: choose one of "
             f"{', '.join(divisors)}"
         )
     for ranks in placement.engines:
@@ -344,14 +344,13 @@ def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
     shared = set(placement.scorers) & set(placement.actors)
     if shared:
         raise ConfigError(
-            f"placement: {format_ranks([*shared])} {'is' if len(shared) == 1 else 'are'} actor and inference, "
-            "other ranks only one of them; inference "
-            "ranks either are all the actors (then leave the role out: actors compute logprobs themselves) or none "
-            "of them, for example {'actor,rollout': '0-2', 'inference': '3'}"
+            f"placement: {format_ranks([*shared])} {'is' if len(shared) == 1 else 'are'} actor and inference, but "
+            "other ranks have only one of these roles. Separate the roles, for example {'actor,rollout': '0-2', "
+            "'inference': '3'}, or leave out inference: then the actors compute logprobs themselves"
         )
     if tensor_parallel_size > 1 and set(placement.scorers) & set(placement.ranks("rollout")):
         raise ConfigError(
-            "placement: ranks that are inference and rollout need rollout.tensor_parallel_size=1, since the two kinds "
-            "of collectives would wait for each other; give inference ranks of its own, for example {'rollout': "
-            "'50%', 'inference': '25%', 'actor': 'rest'}"
+            "placement: ranks that are inference and rollout need rollout.tensor_parallel_size=1; otherwise the two "
+            "kinds of collectives could wait for each other. Set it, or use separate inference ranks, for example "
+            "{'rollout': '50%', 'inference': '25%', 'actor': 'rest'}"
         )

@@ -1,8 +1,8 @@
-"""Load balancing between actors: some get long rollouts, and every rank of the mesh would wait for the fullest.
+"""Load balancing between actors. Without it, all of them would wait for the one with the longest rollouts.
 
     costs of own groups --all_reduce--> all costs --the same rule on every rank--> new owners --mail--> moved groups
 
-Whole groups move, so a batch holds the same rollouts with the same advantages, whichever actor trains on them.
+Only whole groups move, so the advantages do not depend on which actor trains on a group.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from rl.world.messages import Mailbox, Message
 
 @dataclass(frozen=True)
 class MovedGroup(Message):
-    """Bring a group to its new owner; the payload is its batch."""
+    """Deliver a group to its new owner. The payload is the group as a Batch."""
 
     batch: int
     position: int
@@ -28,7 +28,7 @@ class MovedGroup(Message):
 
 
 class Balancer:
-    """Runs on every actor. Owners are numbers within `actors`, the ranks of the process group in its order."""
+    """Balance groups between actors. Runs on every actor. An owner is an index into `actors`, the ranks of `pg`."""
 
     def __init__(self, mail: Mailbox, pg: dist.ProcessGroup, actors: Sequence[int], hidden_size: int):
         self._mail, self._pg, self._actors, self._hidden_size = mail, pg, actors, hidden_size
@@ -37,10 +37,10 @@ class Balancer:
     def balance(
         self, batch: int, groups: Mapping[int, Batch], owners: Sequence[int], mini_batches: Sequence[int]
     ) -> dict[int, Batch]:
-        """Return this rank's groups after balancing, by position; `groups` are those before it.
+        """Move groups between the actors, and return this rank's groups by position. `groups` are its current ones.
 
-        This is a collective: all actors call it, when no order can call one of them away. `owners` and `mini_batches`
-        cover every group of the batch.
+        This is a collective: all actors must call it, at a time when no order can interrupt them. `owners` and
+        `mini_batches` have one entry for each group of the whole batch.
         """
         if len(self._actors) == 1 or not owners:
             return dict(groups)
@@ -54,7 +54,7 @@ class Balancer:
     def exchange(
         self, batch: int, groups: Mapping[int, Batch], owners: Sequence[int], new_owners: Sequence[int]
     ) -> dict[int, Batch]:
-        """Send away the groups that others own now, then wait for those that this rank owns and does not have."""
+        """Send groups to their new owners, then wait for the groups that this rank now owns."""
         me = self._actors.index(self._mail.rank)
         kept = dict(groups)
         for position in sorted(groups):

@@ -1,7 +1,7 @@
-"""The rollout stage as the loop sees it: prompts in, this actor's share of the finished groups out, in stream order.
+"""The rollout stage: hand prompts to the engines, and collect this actor's share of the finished groups.
 
-`start` hands a batch to the engines, `gather` waits for it, `settle` balances it. Dynamic sampling starts and gathers
-several times for one batch, and settles once.
+`start` hands a batch to the engines, `gather` waits for it, and `settle` balances it. Dynamic sampling calls `start`
+and `gather` several times for one batch, and `settle` once.
 """
 
 from collections import defaultdict
@@ -26,27 +26,28 @@ Results = list[dict[str, Any]]  # results of the reward functions, by sample
 
 @dataclass(frozen=True)
 class BatchStarted(Message):
-    """Tell an actor how many groups a batch has, so that it knows which of them it gets."""
+    """Tell an actor how many groups a batch has, so that it can compute which of them it gets."""
 
     batch: int
     num_prompts: int
-    is_dealt: bool  # to all actors; else the leader gets every group
+    is_dealt: bool  # between all actors; if False, the leader gets every group
 
     awaited = "a batch"
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """A batch that was sampled, as one actor has it."""
+    """A sampled batch: the groups of this actor, and what it knows about the others."""
 
-    groups: dict[int, Batch]  # of this actor, by position
-    owners: list[int]  # of all groups, as places among the actors
+    groups: dict[int, Batch]  # of this actor, by position in the batch
+    owners: list[int]  # of all groups, as indices into the actors
     scores: dict[int, Results]  # of this actor's groups, by position
-    totals: Totals  # of all actors
+    totals: Totals  # over all actors
 
 
 class Rollouts:
-    """Runs on every actor; only the leader gives prompts. `service` is this rank's own engine, if it hosts one."""
+    """Start and collect batches. Runs on every actor; only the leader has prompts. `service` is this rank's own engine,
+    if it hosts one."""
 
     def __init__(
         self,
@@ -72,17 +73,17 @@ class Rollouts:
         self._num_started = 0
         # batch -> position -> group
         self._arrived: dict[int, dict[int, tuple[ScoredGroup, Batch]]] = defaultdict(dict)
-        self._owners: dict[int, list[int]] = {}  # batch -> position -> place of the owner among the actors
+        self._owners: dict[int, list[int]] = {}  # batch -> position -> index of the owner in the actors
 
     def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int, is_dealt: bool = True) -> int:
-        """Start a batch, which is sampled from this version, and return its number.
+        """Start a batch that is sampled from this version of the weights. Return the number of the batch.
 
-        All actors call it in the same order. Groups that are not dealt to the actors go to the leader.
+        All actors call this in the same order. With `is_dealt` False, the leader gets all groups.
         """
         self._num_started += 1
         batch = self._num_started
         if self._dispatcher is not None:
-            assert prompts is not None, "the leader gives the prompts"
+            assert prompts is not None, "the leader must give the prompts"
             owners = self._deal(len(prompts), is_dealt)
             tasks = [
                 Task(batch, position, self._actors[owner], prompt, sampling, version)
@@ -94,7 +95,7 @@ class Rollouts:
         return batch
 
     def gather(self, batch: int) -> Gathered:
-        """Wait until every actor has all of its groups of this batch. This rank's engine, if any, samples meanwhile."""
+        """Wait until every actor has all of its groups of this batch. Meanwhile, this rank's engine samples, if any."""
         if self._gate is not None:
             self._gate.open()
         if self.service is not None:
@@ -119,14 +120,14 @@ class Rollouts:
         return Gathered(groups, owners, scores, self._wait_for_actors(batch, totals))
 
     def settle(self, batch: int, groups: Mapping[int, Batch], owners: Sequence[int]) -> Batch:
-        """Balance the groups between the actors and put this rank's into stream order. A collective, after `gather`."""
+        """Balance the groups between the actors. Return this rank's in stream order. A collective, after `gather`."""
         groups = self._balancer.balance(batch, groups, owners, self._mini_batches(len(owners)))
         return Batch.concat([groups[position] for position in sorted(groups)])
 
     def _wait_for_actors(self, batch: int, totals: Totals) -> Totals:
-        """Bring this rank's sums to the leader; return those of all actors when all have their groups.
+        """Send this rank's totals to the leader. Wait until all actors have their groups, and return the sum of totals.
 
-        Collectives follow, and no order may call an actor away from them.
+        No order arrives after that, so none can interrupt the collectives that follow.
         """
         self._mail.send(self._leader, Collected(batch, totals))
         while True:
@@ -139,7 +140,7 @@ class Rollouts:
                 self._orders.execute(message)
 
     def release_device(self) -> None:
-        """Give the memory of this rank's engine, if it hosts one, to the learner."""
+        """Free the device memory of this rank's engine, if it hosts one, for the learner."""
         if self.service is not None:
             self.service.engine.sleep()
 
@@ -147,7 +148,7 @@ class Rollouts:
         return [mini_batch_of(position, num_prompts, self._num_mini_batches) for position in range(num_prompts)]
 
     def _deal(self, num_prompts: int, is_dealt: bool) -> list[int]:
-        """Return the owner of each group. Each mini-batch is dealt to all actors, so that none idles during a step."""
+        """Return the owner of each group. Each mini-batch is dealt to all actors, so that none is ever idle."""
         if not is_dealt:
             return [self._actors.index(self._leader)] * num_prompts
         mini_batches = self._mini_batches(num_prompts)

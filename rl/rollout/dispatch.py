@@ -1,8 +1,8 @@
-"""Hands out the prompts of a batch, on the leader.
+"""Hand out the prompts of a batch to the engines. Runs on the leader.
 
-It runs in the mailbox's I/O thread, so that engines never wait for a busy leader. Engines pull when they have room. An
-engine holds at most its even share of the batch at a time: the first to ask does not take all, and one that finishes
-early takes more.
+The dispatcher runs in the mailbox's I/O thread, so that engines never wait for a busy leader. Engines pull when they
+have room. At any time, an engine holds at most an equal share of the batch. So the first engine to ask does not take
+everything, and an engine that finishes early gets more.
 """
 
 import threading
@@ -20,13 +20,13 @@ class Sampling:
     temperature: float
     max_new_tokens: int
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    answer_of: str = ""  # the reward function that also extracts the final answer; empty: none
+    top_k: int = 0  # 0: no limit
+    answer_of: str = ""  # name of the reward function that also extracts the final answer; empty: none
 
 
 @dataclass(frozen=True)
 class Task:
-    """One prompt to sample a group for. The group goes to its owner, an actor rank."""
+    """A prompt for which an engine samples a group. The finished group goes to `owner`, an actor rank."""
 
     batch: int
     position: int
@@ -42,10 +42,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Pull(Message):
-    """Ask the leader for tasks, on behalf of an engine."""
+    """Ask the leader for tasks. The lead of an engine sends it."""
 
-    room: int  # groups that the engine can take
-    held: int  # groups that it is sampling
+    room: int  # number of groups that the engine can take
+    held: int  # number of groups that the engine is sampling
     batch: int | None  # the batch that the rank's own loop waits for; None on ranks that only serve
 
 
@@ -72,7 +72,7 @@ class Dispatcher:
         self._tasks: deque[Task] = deque()
         self._share = 0
         self._newest_batch = 0
-        self._waiting: dict[int, Pull] = {}  # by engine lead: its latest pull
+        self._waiting: dict[int, Pull] = {}  # engine lead -> latest pull
         mail.on(Pull, self._on_pull)
 
     def open(self, tasks: Sequence[Task], batch: int) -> None:

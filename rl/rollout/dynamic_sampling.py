@@ -1,8 +1,8 @@
-"""A batch of the prompt stream: a fixed interval of it, or with dynamic sampling one that grows.
+"""Draw batches from the prompt stream, with or without dynamic sampling.
 
-A group of equal rewards has no advantages, so DAPO (arXiv 2503.14476) leaves it out and draws further prompts until
-enough groups are informative. The size of the interval depends on rewards alone, never on timing, and the first groups
-in stream order are kept.
+A group whose rewards are all equal has no advantages. So DAPO (arXiv 2503.14476) drops it, and draws further prompts
+until enough groups are informative. The number of prompts depends on rewards alone, never on timing. Of the informative
+groups, the first ones in stream order are kept.
 """
 
 from dataclasses import dataclass
@@ -23,28 +23,28 @@ from rl.rollout.dispatch import Sampling
 class Sampled(NamedTuple):
     batch: Batch  # this actor's share
     num_prompts: int  # of the whole batch
-    totals: Totals  # of everything that was sampled
+    totals: Totals  # over everything that was sampled, by all actors
 
 
 @dataclass(frozen=True)
 class DynamicSampling:
     max_rounds: int
-    mask_truncated: bool  # truncated responses are not trained on, so their rewards make no group informative
+    mask_truncated: bool  # truncated responses are not trained on, so they do not make a group informative
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws batches from the prompt stream, on every actor. Only the leader has the stream."""
+    """Draw batches from the prompt stream. Runs on every actor; only the leader has the stream."""
 
     rollouts: Rollouts
     stream: PromptStream | None
     pg: dist.ProcessGroup  # of the actors
     num_prompts: int  # per batch
     sampling: Sampling
-    dynamic: DynamicSampling | None  # None: groups of equal rewards stay in the batch
+    dynamic: DynamicSampling | None  # None: groups with equal rewards stay in the batch
 
     def sample(self, version: int, measures: Measures) -> Sampled:
-        """Sample the next batch from this version."""
+        """Sample the next batch from this version of the weights."""
         if self.dynamic is not None:
             return self._sample_dynamically(self.dynamic, version, measures)
         batch = self._start(self.num_prompts, version)
@@ -53,9 +53,9 @@ class Sampler:
         return Sampled(settled, self.num_prompts, gathered.totals)
 
     def _sample_dynamically(self, dynamic: DynamicSampling, version: int, measures: Measures) -> Sampled:
-        groups: dict[int, Batch] = {}  # of this rank, by position in the interval
+        groups: dict[int, Batch] = {}  # of this rank, by position among all drawn prompts
         owners: list[int] = []  # of all groups
-        informative: list[int] = []  # positions of all ranks
+        informative: list[int] = []  # positions, of all ranks
         totals: list[Totals] = []
         for _ in range(dynamic.max_rounds):
             first, count = len(owners), next_count(self.num_prompts, len(owners), len(informative))
@@ -90,9 +90,9 @@ class Sampler:
 
 
 def next_count(wanted: int, sampled: int, found: int) -> int:
-    """Return how many prompts to draw next, at most a batch.
+    """Return how many prompts to draw next, at most `wanted`.
 
-    They fill the batch if the share of informative prompts stays the same.
+    They fill the batch if the fraction of informative prompts stays the same.
     """
     if not sampled:
         return wanted

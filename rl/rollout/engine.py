@@ -1,6 +1,6 @@
-"""The interface between the rollout service and whatever samples tokens.
+"""The interface of an engine, which samples tokens for the rollout service.
 
-There are two implementations: vLLM (rl/rollout/vllm) and an engine without a model for tests (fake_engine.py).
+There are two implementations: vLLM (rl/rollout/vllm), and an engine without a model for tests (fake_engine.py).
 """
 
 from collections.abc import Sequence
@@ -27,18 +27,18 @@ class Request:
 @dataclass(frozen=True)
 class Completion:
     id: str
-    tokens: list[int]  # with the stop token
+    tokens: list[int]  # including the stop token
     logprobs: list[float]  # one per token, at the sampling temperature
-    truncated: bool
-    num_preemptions: int = 0  # how often the engine ran out of KV cache and had to compute the response again
+    truncated: bool  # ended at the limit of tokens
+    num_preemptions: int = 0  # how often the response was computed again because the KV cache was full
 
 
 class Engine(Receiver, Protocol):
-    """Samples completions, and receives weights as every receiver does."""
+    """Sample completions. The methods of `Receiver` bring new weights."""
 
-    name: str  # to be shown, such as "vllm 0.32.0"
+    name: str  # for display, such as "vllm 0.32.0"
     notice: str  # a warning for the user, or empty
-    version: int  # version of the weights it samples from; 0 while none is confirmed
+    version: int  # version of the weights; 0 until one is confirmed
 
     @property
     def num_unfinished(self) -> int: ...
@@ -46,26 +46,26 @@ class Engine(Receiver, Protocol):
     def add(self, requests: Sequence[Request]) -> None: ...
 
     def step(self) -> list[Completion]:
-        """Decode one token for every running request, and return the completions that ended."""
+        """Decode one token for each running request. Return the completions that ended."""
         ...
 
     def sleep(self) -> None:
-        """Free the device for the learner of the same rank. The next version and the next requests take it back."""
+        """Free device memory for the learner of this rank. The next weights and requests allocate it again."""
         ...
 
     def close(self) -> None:
-        """Shut down, and end the process groups: no collective may follow on this rank."""
+        """Shut down and destroy the process groups. No collective may follow on this rank."""
         ...
 
 
 @dataclass(frozen=True)
 class EngineSeat:
-    """The place of one rank's part of an engine: its name, its tensor-parallel rank and its device."""
+    """One rank's place in an engine: the engine's name, the tensor-parallel rank, the device."""
 
     name: str  # of the engine, unique in the run
     tp_rank: int
     tp_size: int
     store: Store
     device: torch.device
-    shares_device: bool  # the learner of this rank needs the memory between batches
-    stop_token_ids: list[int]  # if empty, responses go on to their limit
+    shares_device: bool  # a learner on this rank needs the memory between batches
+    stop_token_ids: list[int]  # if empty, all responses reach max_new_tokens

@@ -1,4 +1,4 @@
-"""An engine without a model, for tests with many ranks or little time. Tokens and logprobs depend on the seed alone."""
+"""An engine without a model, for tests with many ranks or little time. Tokens and logprobs depend only on the seed."""
 
 import random
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ class FakeEngine:
     name, notice = "fake", ""
 
     def __init__(self, max_num_seqs: int, stop_token_id: int | None, device: torch.device | None = None):
-        """Make an engine. Without a stop token, responses go on to their limit."""
+        """Build an engine. Without a stop token, all responses reach max_new_tokens."""
         self.version = 0
-        self.memory: dict[str, Tensor] = {}  # the weights that it received and does not use
+        self.memory: dict[str, Tensor] = {}  # the received weights, which are not used
         self._max_num_seqs, self._stop_token_id, self._device = max_num_seqs, stop_token_id, device
         self._vocabulary = [*range(1, 10), *([] if stop_token_id is None else [stop_token_id])]
         self._running: list[tuple[Request, random.Random, Completion]] = []

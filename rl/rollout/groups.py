@@ -1,4 +1,4 @@
-"""Groups that an engine is sampling: tasks become requests, completions are scored, whole groups become batches."""
+"""Groups that an engine is sampling: turn tasks into requests, have completions scored, pack finished groups."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -16,18 +16,18 @@ GroupId = tuple[int, int]  # batch and position
 
 
 class Rewards(Protocol):
-    """Scores responses in other processes."""
+    """The reward functions, which run in other processes."""
 
     def submit(self, key: tuple[int, ...], prompt: str, response: str, row: dict[str, Any], answer_of: str) -> None:
-        """Start to score a response. The result comes as a message `Scored`."""
+        """Start to score a response. The result arrives as a `Scored` message."""
 
 
 @dataclass
 class Group:
-    """The responses of one prompt and their scores, as far as they have come, by sample."""
+    """The responses of one prompt and their scores so far, each by the number of the sample."""
 
     task: Task
-    attempt: int = 0  # number of engines that failed on it; results of earlier attempts are dropped
+    attempt: int = 0  # engines that failed while sampling this group; scores of earlier attempts are dropped
     completions: dict[int, Completion] = field(default_factory=dict)
     scores: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -41,7 +41,7 @@ class Group:
 
 
 class OpenGroups:
-    """The groups of one engine that are not finished yet. Only the engine's lead has rewards, and any groups."""
+    """The unfinished groups of one engine. On its followers there are none, and `rewards` is None."""
 
     def __init__(self, rewards: Rewards | None, tokenizer: Tokenizer):
         self._rewards, self._tokenizer = rewards, tokenizer
@@ -51,7 +51,7 @@ class OpenGroups:
         return len(self._groups)
 
     @property
-    def unsampled(self) -> list[Group]:
+    def being_sampled(self) -> list[Group]:
         return [group for group in self._groups.values() if not group.is_sampled]
 
     def add(self, tasks: Iterable[Task]) -> None:
@@ -62,7 +62,7 @@ class OpenGroups:
         self._groups |= {group.task.group_id: Group(group.task, group.attempt + 1) for group in groups}
 
     def complete(self, completion: Completion) -> bool:
-        """Submit a response to the reward functions; return whether it was the last of its group."""
+        """Submit a response to the reward functions. Return whether it was the last one of its group."""
         assert self._rewards is not None
         batch, position, sample = map(int, completion.id.split("/"))
         group = self._groups[batch, position]
@@ -75,17 +75,17 @@ class OpenGroups:
         return group.is_sampled
 
     def score(self, key: Sequence[int], result: dict[str, Any]) -> Group | None:
-        """Record the score of a response; return its group when that was the last one."""
+        """Record the score of a response. Return the group if this was its last score, otherwise None."""
         batch, position, sample, attempt = key
         group = self._groups.get((batch, position))
-        if group is None or attempt != group.attempt:  # a response of an engine that failed since
+        if group is None or attempt != group.attempt:  # from an engine that has failed since then
             return None
         group.scores[sample] = result
         return self._groups.pop((batch, position)) if group.is_scored else None
 
 
 def make_requests(tasks: Iterable[Task], run_seed: int | None) -> list[Request]:
-    """Return one request per sample. Without a seed the engine's own generator decides."""
+    """Return one request per sample. Without `run_seed`, the engine's own generator is used."""
     return [
         Request(
             id=f"{task.batch}/{task.position}/{sample}",
@@ -104,7 +104,7 @@ def make_requests(tasks: Iterable[Task], run_seed: int | None) -> list[Request]:
 def pack_group(task: Task, completions: list[Completion], rewards: list[float]) -> Batch:
     """Return the ragged batch of one group, in the order of its samples."""
     prompt = task.prompt.tokens
-    tokens, logprobs, versions = array("q"), array("f"), array("i")  # four times as fast as lists
+    tokens, logprobs, versions = array("q"), array("f"), array("i")  # torch reads arrays four times as fast as lists
     for completion in completions:
         tokens.fromlist([*prompt, *completion.tokens])
         logprobs.fromlist([0.0] * len(prompt) + completion.logprobs)

@@ -1,10 +1,10 @@
-"""Orders reach all actors at the same place in the loop: while they wait for rollouts, never inside a collective.
+"""Deliver orders to all actors at the same place in the loop: while they wait for rollouts, never in a collective.
 
     any rank --Order--> OrderGate, on the leader --Execute--> every actor     while the leader collects a batch
     every actor --Collected--> OrderGate --BatchComplete--> every actor       update and sync; orders wait
 
-The sums of a batch (rl/rewards/totals.py) travel with these messages, and the gate adds them up. Ranks of one engine
-make its calls in the same order, so its lead passes both messages on to the others.
+`Collected` and `BatchComplete` also carry the totals of a batch (rl/rewards/totals.py), which the gate adds up. All
+ranks of an engine must call it in the same order. So its lead forwards `Execute` and `BatchComplete` to its followers.
 """
 
 import threading
@@ -20,7 +20,7 @@ from rl.world.service import Service
 
 @dataclass(frozen=True)
 class Execute(Message):
-    """Tell an actor to carry out an order now."""
+    """Tell an actor to execute an order now."""
 
     action: Action
 
@@ -29,7 +29,7 @@ class Execute(Message):
 
 @dataclass(frozen=True)
 class Collected(Message):
-    """Tell the leader that an actor has all groups of a batch that it owns, with the sums over them."""
+    """Tell the leader that an actor has all of its groups of a batch, and the totals over them."""
 
     batch: int
     totals: Totals
@@ -37,7 +37,7 @@ class Collected(Message):
 
 @dataclass(frozen=True)
 class BatchComplete(Message):
-    """Tell an actor that all actors have collected the batch, with the sums of all."""
+    """Tell an actor that all actors have collected the batch, and the totals over all of them."""
 
     batch: int
     totals: Totals
@@ -46,16 +46,16 @@ class BatchComplete(Message):
 
 
 class OrderGate:
-    """Lets orders through while the leader collects a batch, and holds them back until the next one otherwise.
+    """Forward orders while the leader collects a batch. At other times, hold them back until the next batch.
 
-    It runs on the leader, in the mailbox's I/O thread. `heads` are the actors that follow no other.
+    The gate runs on the leader, in the mailbox's I/O thread. `heads` are the actors that are not followers of a lead.
     """
 
     def __init__(self, mail: Mailbox, num_actors: int, heads: Sequence[int]):
         self._mail, self._num_actors, self._heads = mail, num_actors, heads
         self._lock = threading.Lock()
-        self._is_open = False  # the leader collects a batch, and no actor has gone on
-        self._collected: dict[int, dict[int, Totals]] = defaultdict(dict)  # batch -> actor -> sums
+        self._is_open = False  # the leader collects a batch, and no actor has continued yet
+        self._collected: dict[int, dict[int, Totals]] = defaultdict(dict)  # batch -> actor -> totals
         self._waiting: list[Action] = []
         mail.on(Collected, self._on_collected)
         mail.on(Order, self._on_order)
@@ -82,7 +82,7 @@ class OrderGate:
         with self._lock:
             batch = letter.message.batch
             self._collected[batch][letter.source] = letter.message.totals
-            if len(self._collected[batch]) == self._num_actors:  # the leader among them, so the gate is open
+            if len(self._collected[batch]) == self._num_actors:  # the leader is one of them, so the gate is open
                 by_rank = self._collected.pop(batch)
                 totals = add(by_rank[rank] for rank in sorted(by_rank))
                 self._is_open = False
@@ -91,7 +91,7 @@ class OrderGate:
 
 
 class OrderService(Service):
-    """Carries out orders on an actor; `followers` are the other ranks of the engine that it leads."""
+    """Execute orders on an actor. `followers` are the other ranks of the engine that this actor leads."""
 
     name = "checkpoint"
     kinds = (Execute,)

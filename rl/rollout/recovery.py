@@ -1,8 +1,8 @@
-"""Recovery of an engine: when its step raises, all of its ranks replace it, if every one of them can go on.
+"""Recovery of a failed engine: if a step raises on all ranks of an engine, they replace the engine.
 
-A rank cannot go on after an error of its device or of a process group. A follower tells the lead that its step failed.
-The lead decides: if all ranks failed, they rebuild the engine together; if not, some rank is inside a step that cannot
-end, and the error ends the world.
+A follower tells the lead that its step failed. If all ranks failed, the lead has them rebuild the engine together.
+Otherwise some rank is inside a step that cannot end, and the error ends the world. It also ends the world if it comes
+from a device or a process group, because that rank cannot continue.
 """
 
 import threading
@@ -20,7 +20,7 @@ from rl.watch.heart import HEART
 from rl.world.messages import Message
 from rl.world.world import World
 
-AGREE_S = 10.0  # for all ranks of an engine to report that they failed
+AGREE_S = 10.0  # timeout for all followers to report that they failed
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class EngineFailed(Message):
 
 
 class EngineUser(Protocol):
-    """Whatever holds memory of the engine."""
+    """An object that holds memory of the engine, such as the weight sync."""
 
     def remove_receiver(self, receiver: Engine) -> None: ...
 
@@ -37,7 +37,7 @@ class EngineUser(Protocol):
 
 
 class EngineHost:
-    """One rank's part of an engine, which is rebuilt when it fails. `ranks` are the engine's, the lead first."""
+    """Hold one rank's part of an engine, and rebuild it after a failure. The engine's first rank is its lead."""
 
     def __init__(self, world: World, ranks: tuple[int, ...], engine: Engine, rebuild: Callable[[Engine], Engine]):
         self.engine = engine
@@ -46,33 +46,33 @@ class EngineHost:
         self.followers = ranks[1:] if self.is_lead else ()
         self._world, self._rebuild = world, rebuild
         self._users: list[EngineUser] = []
-        self._failure: Exception | None = None  # of a follower's last step
+        self._failure: Exception | None = None  # of the last step, on a follower
         self._timer: threading.Timer | None = None
 
     def add_user(self, user: EngineUser) -> None:
-        """Tell this user before an engine is replaced, and afterwards."""
+        """Notify this user before and after the engine is replaced."""
         self._users.append(user)
 
     def require_recoverable(self, error: Exception) -> None:
-        """Raise the error if this rank or another one of the engine cannot go on. Called on the lead."""
+        """Raise the error again unless all ranks of the engine can continue. Called on the lead."""
         if breaks_rank(error) or not self._have_followers_failed():
             raise error
         clear_frames(error)
 
     def replace(self) -> None:
-        """Build another engine in the place of the failed one. All ranks of the engine do so together."""
+        """Replace the failed engine by a new one. All ranks of the engine do this together."""
         if self._timer is not None:
             self._timer.cancel()
         self._failure = None
         for user in self._users:
             user.remove_receiver(self.engine)
         self.engine = self._rebuild(self.engine)
-        HEART.forget_shapes()  # all are new to this engine
+        HEART.forget_shapes()  # every shape is new to this engine
         for user in self._users:
             user.add_receiver(self.engine)
 
     def check_follower(self) -> None:
-        """Raise the last failure of this follower: the lead goes on, so its own step did not fail."""
+        """Raise the last failure of this follower again. The lead continues, so the step did not fail there."""
         if self._failure is not None:
             raise self._failure
 
@@ -88,7 +88,7 @@ class EngineHost:
         self._timer.start()
 
     def _give_up(self, stage: str, step: int) -> None:
-        """End the world: the lead is inside a step that cannot end without this rank."""
+        """End the world, because the lead is inside a step that cannot end without this rank."""
         if self._failure is not None:
             self._world.faults.fail_in_background(self._failure, stage, step)
 
@@ -101,14 +101,14 @@ class EngineHost:
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Drop the local variables of an error and of its causes: they hold the engine's memory."""
+    """Drop the local variables in the traceback of an error and of its causes. They keep the engine's memory alive."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def breaks_rank(error: Exception) -> bool:
-    """Whether the device or a process group of this rank cannot be trusted after this error."""
+    """Return whether the device or a process group of this rank is unusable after this error."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     words = ("cuda", "cudnn", "cublas", "triton error", "nccl", "gloo", "connection closed by peer")

@@ -1,7 +1,8 @@
-"""Sampling on one engine: pull tasks, step the engine, have each response scored as it ends, send whole groups on.
+"""Sampling on one engine: pull tasks, step the engine, submit each response for scoring, deliver finished groups.
 
-All ranks of a tensor-parallel engine must make the same calls in the same order. The lead decides. It sends each call
-to its followers just before it makes it, and they repeat it. So no rank waits for work inside a collective.
+All ranks of a tensor-parallel engine must make the same calls in the same order. The engine's first rank, the lead,
+decides. Before each call, it sends a message to its followers, which make the same call. So no rank waits for work
+inside a collective.
 """
 
 import sys
@@ -18,7 +19,7 @@ from rl.world.orders import Order
 from rl.world.service import Service, serve
 from rl.world.world import World
 
-MIN_SEQUENCES, MIN_PROMPT_TOKENS = 8, 256  # smaller steps of an engine count as one shape
+MIN_SEQUENCES, MIN_PROMPT_TOKENS = 8, 256  # smaller steps all count as the same shape
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class RebuildEngine(Message):
 
 @dataclass(frozen=True)
 class Scored(Message):
-    """Bring the result of the reward functions for one response."""
+    """Deliver the result of the reward functions for one response."""
 
     key: tuple[int, ...]  # batch, position, sample, attempt
     result: dict[str, Any]
@@ -50,7 +51,7 @@ class Scored(Message):
 
 @dataclass(frozen=True)
 class ScoredGroup(Message):
-    """Bring a finished group to the actor that owns it; the payload is its batch."""
+    """Deliver a finished group to the actor that owns it. The payload is the group as a Batch."""
 
     batch: int
     position: int
@@ -63,27 +64,27 @@ class ScoredGroup(Message):
 
 
 @dataclass(frozen=True)
-class SamplingLimits:
-    """What one engine samples at a time, and how."""
+class SamplingSettings:
+    """Settings of one engine's sampling loop."""
 
-    max_num_groups: int
-    run_seed: int | None  # None: responses do not repeat
+    max_num_groups: int  # sampled at the same time
+    run_seed: int | None  # None: responses differ between runs
     leader: int  # the rank that hands out tasks
 
 
 class RolloutService(Service):
-    """Runs on every rank of an engine. Followers have no groups: they only repeat the lead's calls."""
+    """Sample on one engine. Runs on all of its ranks; followers have no groups and only repeat the lead's calls."""
 
     name = "rollout"
     kinds = (NewTasks, Drained, AddTasks, StepEngine, RebuildEngine, Scored)
 
-    def __init__(self, world: World, host: EngineHost, limits: SamplingLimits, groups: OpenGroups):
+    def __init__(self, world: World, host: EngineHost, settings: SamplingSettings, groups: OpenGroups):
         self.host = host
-        self._world, self._mail, self._limits, self._groups = world, world.mail, limits, groups
-        self._to_restart: list[Task] = []  # tasks of an engine that failed, until the new one has its weights
+        self._world, self._mail, self._settings, self._groups = world, world.mail, settings, groups
+        self._to_restart: list[Task] = []  # tasks of a failed engine, until the new engine has weights
         self._batch: int | None = None  # the batch that this rank's own loop waits for; None on ranks that only serve
-        self._drained = 0
-        self._num_prompt_tokens = 0  # added to the engine since its last step
+        self._last_drained_batch = 0
+        self._num_prompt_tokens = 0  # in requests that were added since the last step
 
     @property
     def engine(self) -> Engine:
@@ -98,17 +99,17 @@ class RolloutService(Service):
         return bool(self._to_restart) and self.engine.version > 0
 
     def begin(self) -> None:
-        """Ask for the first tasks; from then on every finished group asks for more."""
+        """Ask for the first tasks. Afterwards, the service asks for more whenever a group is finished."""
         self._pull()
 
     def serve_batch(self, batch: int, orders: Service) -> None:
-        """Sample until nothing of this batch is left to hand out or to finish here, or an order raises.
+        """Sample until all tasks of this batch are handed out and this engine has finished its own.
 
-        Called on ranks that also drive the loop.
+        An order may raise an exception earlier. Only ranks that also drive the loop call this.
         """
         self._batch = batch
         self._pull()
-        serve(self._world, [self, orders], until=lambda: self._drained >= batch and not self._groups)
+        serve(self._world, [self, orders], until=lambda: self._last_drained_batch >= batch and not self._groups)
         if self.host.is_lead:
             self._tell_followers(Drained(batch))
 
@@ -117,7 +118,7 @@ class RolloutService(Service):
             case NewTasks(tasks):
                 self._start(tasks)
             case Drained(batch):
-                self._drained = batch
+                self._last_drained_batch = batch
             case Scored(key, result):
                 group = self._groups.score(key, result)
                 if group is not None:
@@ -148,17 +149,18 @@ class RolloutService(Service):
             self._pull()
 
     def _recover(self, error: Exception) -> None:
-        """Replace the engine, and sample its groups again when the new one has proven weights.
+        """Replace the engine. Its groups are sampled again when the new engine has verified weights.
 
-        Each group may fail one engine only: otherwise one that fails every engine would have them rebuilt for ever.
+        A group may be restarted only once. Otherwise a group that crashes every engine would cause endless rebuilds.
         """
-        lost = self._groups.unsampled
+        lost = self._groups.being_sampled
         if any(group.attempt > 0 for group in lost):
             raise error
         self.host.require_recoverable(error)
         print(
-            f"oneworld: the engine of rank {self._mail.rank} failed with {len(lost)} groups of step "
-            f"{self._world.step}: {type(error).__name__}: {error}; it is rebuilt, and they are sampled again",
+            f"oneworld: the engine of rank {self._mail.rank} failed at step {self._world.step}: "
+            f"{type(error).__name__}: {error}. It is being rebuilt, and its unfinished groups ({len(lost)}) will be "
+            "sampled again",
             file=sys.stderr,
             flush=True,
         )
@@ -166,7 +168,7 @@ class RolloutService(Service):
         self._to_restart = [group.task for group in lost]
         self._tell_followers(RebuildEngine())
         self._replace_engine()
-        self._mail.send(self._limits.leader, Order("publish again"))
+        self._mail.send(self._settings.leader, Order("publish again"))
 
     def _replace_engine(self) -> None:
         self.host.replace()
@@ -185,26 +187,29 @@ class RolloutService(Service):
 
     def _pull(self) -> None:
         if self.host.is_lead:
-            held = len(self._groups.unsampled)
-            room = max(self._limits.max_num_groups - held, 0)
-            self._mail.send(self._limits.leader, Pull(room, held, self._batch))
+            held = len(self._groups.being_sampled)
+            room = max(self._settings.max_num_groups - held, 0)
+            self._mail.send(self._settings.leader, Pull(room, held, self._batch))
 
     def _start(self, tasks: list[Task]) -> None:
-        if self._to_restart and not self.engine.version:  # requested before the engine failed: started with the others
+        if self._to_restart and not self.engine.version:  # requested before the engine failed; start with the others
             self._groups.add(tasks)
             self._to_restart += tasks
             return
         for task in tasks:
             if task.version != self.engine.version:
-                held = f"confirmed version {self.engine.version}" if self.engine.version else "confirmed none"
-                raise RuntimeError(f"asked for a rollout of version {task.version}, but this engine has {held}")
+                held = f"version {self.engine.version}" if self.engine.version else "no version"
+                raise RuntimeError(
+                    f"got a task for weights of version {task.version}, but this engine has verified {held}; this is a "
+                    "bug in the order of sync and dispatch"
+                )
         self._tell_followers(AddTasks(tasks))
         self._groups.add(tasks)
         self._add(tasks)
         self._pull()
 
     def _add(self, tasks: list[Task]) -> None:
-        requests = make_requests(tasks, self._limits.run_seed)
+        requests = make_requests(tasks, self._settings.run_seed)
         self._num_prompt_tokens += sum(len(request.tokens) for request in requests)
         self.engine.add(requests)
 

@@ -1,1 +1,1 @@
-"""Assembly of a rank: opening a run, building what its roles need, and the dry run."""
+"""Open a run, build the objects that a rank's roles need, and make a dry run."""

@@ -1,4 +1,4 @@
-"""What an actor rank drives the loop with: every stage of an iteration is one call here."""
+"""The actor: the object with which an actor rank drives the loop. Each stage of an iteration is one method."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from rl.sync.weights import WeightSync
 
 @dataclass(frozen=True)
 class Trainers:
-    """Everything of an actor that computes on its device, except the engine."""
+    """The objects of an actor that compute on its device, except the engine."""
 
     learner: PolicyTrainer
     critic: CriticTrainer | None
@@ -47,10 +47,10 @@ class Trainers:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts or goes on."""
+    """The point from which a run starts or resumes."""
 
-    step: int = 0  # the last one that was trained
-    is_evaluated: bool = False
+    step: int = 0  # the last finished step
+    is_evaluated: bool = False  # the evaluation of this step is done
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Actor:
     sampler: Sampler
     sync: WeightSync
     checkpoints: Checkpoints
-    evaluation: Evaluation | None  # None if no evaluation is wanted
+    evaluation: Evaluation | None  # None: never evaluate
     reporter: Reporter
     start: Start
 
@@ -69,29 +69,29 @@ class Actor:
         return self.sampler.pg
 
     def sample(self, version: int, measures: Measures) -> Sampled:
-        """Sample the next batch from this version."""
+        """Sample the next batch from this version of the weights."""
         return self.sampler.sample(version, measures)
 
     def score(self, batch: Batch, version: int) -> Batch:
-        """Add logprobs of policy and reference, and the critic's values, where anything needs them."""
+        """Add logprobs of the policy and the reference, and values of the critic, if something needs them."""
         batch = self.trainers.scorer.score(batch, version)
         batch = batch if self.trainers.critic is None else self.trainers.critic.add_values(batch)
         check_finite(batch)
         return batch
 
     def describe(self, batch: Batch, totals: Totals) -> dict[str, float]:
-        """Return the metrics of the whole batch. Raise if engine and learner disagree about its logprobs."""
+        """Return the metrics of the whole batch. Raise if engine and learner disagree about the logprobs."""
         values = describe(batch).reduce(self.pg) | metrics_of(totals)
         check_mismatch(values.get("policy/mismatch_kl", 0.0), self.config.rollout.max_mismatch_kl)
         return values
 
     def assign_credit(self, batch: Batch, measures: Measures) -> Batch:
-        """Turn rewards into advantages of tokens."""
+        """Compute the advantage of each token from the rewards."""
         longest, kl_coef = self.config.rollout.max_new_tokens, self.trainers.learner.kl_coef
         return assign_credit(batch, self.config.algo, longest, kl_coef, self.pg, measures)
 
     def update(self, batch: Batch, step: int, num_prompts: int, measures: Measures) -> None:
-        """Train on the batch: the critic first, and the policy unless the critic is still warming up."""
+        """Train on the batch: first the critic, then the policy unless the critic is still warming up."""
         learner, critic = self.trainers.learner, self.trainers.critic
         self.checkpoints.wait_copied()
         if critic is not None:
@@ -104,7 +104,7 @@ class Actor:
     def adapt(self, values: Mapping[str, float], num_prompts: int) -> dict[str, float]:
         """Adapt the KL coefficient, warn if the policy collapses, and return further metrics."""
         algo, learner, found = self.config.algo, self.trainers.learner, {}
-        if not values.get("policy/tokens"):  # only the critic learnt, or every response was masked
+        if not values.get("policy/tokens"):  # only the critic was trained, or every response was masked
             return {}
         if algo.kl_target:
             kl = values["reward/kl" if algo.has_kl_in_reward else "loss/kl"]
@@ -116,20 +116,20 @@ class Actor:
             if is_collapsed and self.reporter.is_writing:
                 print(
                     f"oneworld: the policy collapses: its entropy per token is {values['policy/entropy']:.2g}, below "
-                    f"algo.collapse_entropy = {algo.collapse_entropy:g}, with self-certainty as a reward; look at the "
-                    "samples, and lower algo.certainty_coef or actor.lr",
+                    f"algo.collapse_entropy = {algo.collapse_entropy:g}. The self-certainty reward causes this; look "
+                    "at the samples, and lower algo.certainty_coef or actor.lr",
                     flush=True,
                 )
         return found
 
     def publish(self, step: int) -> int:
-        """Bring the next version of the weights, which this step samples from, to all engines; return its number."""
+        """Send the weights to all engines as the next version, which `step` samples from. Return the version."""
         for trainer in self.trainers.all:
-            trainer.start_offload()  # after the metrics of the update were read: copies would delay them
+            trainer.start_offload()  # only now, since the copies would delay the metrics of the update
         return self.sync.publish(step, self.give_device_to_engine)
 
     def give_device_to_engine(self) -> None:
-        """Release the device if this rank hosts an engine. A checkpoint is copied first: it needs the weights here."""
+        """Offload the trainers if this rank hosts an engine, after a pending copy for a checkpoint."""
         if self.sampler.rollouts.service is not None:
             if self.trainers.learner.offloads:
                 self.checkpoints.wait_copied()

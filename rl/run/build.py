@@ -1,7 +1,7 @@
-"""Assembly of an actor rank, in the order that all ranks share.
+"""Build the objects of an actor rank. All ranks build in the same order, since some builds are collectives.
 
-A rank builds what its roles need and nothing more: one that only samples loads no trainable model (serve.py), and one
-that only trains does not import vLLM.
+A rank builds only what its roles need. A rank that only samples loads no trainable model (serve.py), and a rank that
+only trains does not import vLLM.
 """
 
 import dataclasses
@@ -36,16 +36,16 @@ from rl.world.orders import Action
 
 
 def build_actor(run: Run, trains: bool = True) -> Actor:
-    """Build an actor. With `trains` False it only evaluates, and leaves the run's metrics alone."""
+    """Build an actor. With `trains` False, it only evaluates, and writes no metrics of the run."""
     config, mail, resume = run.config, run.world.mail, run.saved.resume
     tokenizer = AutoTokenizer.from_pretrained(run.model_folder)
-    # The reference is loaded after the engine was built, which must find the device as it will have it later.
+    # Load the reference after the engine, which measures the free device memory while it is built.
     load_reference = functools.cache(lambda: load(run, trainable=False))
     learner = build_learner(run, load_reference)
     critic = build_critic(run)
     tensors = share_tensors(mail, run.placement, learner.model, config.model.dtype)
     service, sync = _build_collocated(run, tokenizer, learner, critic, tensors)
-    if resume is not None:  # after the engine was built, which seeds the process
+    if resume is not None:  # after the engine, because vLLM seeds the random generators
         with run.world.stage("resume"):
             restore(learner, resume, run.saved.store, run.placement, run.world.rank, critic)
     checkpoints = build_checkpoints(run, learner, tensors, critic)
@@ -79,8 +79,8 @@ def _build_collocated(
 ) -> tuple[RolloutService | None, WeightSync]:
     """Build an actor's engine, if it hosts one, and its weight sync.
 
-    The learner leaves the device meanwhile, so that the engine sees the memory that it will have later. Then the engine
-    sleeps, as it does whenever weights arrive.
+    The learner is offloaded meanwhile, so that the engine finds as much free memory as it will have later. Then the
+    engine sleeps, and the learner returns to the device.
     """
     index = run.placement.engine_of(run.world.rank)
     if index is None:
@@ -104,7 +104,7 @@ def build_checkpoints(
     hf_files = read_hf_files(run.model_folder, config.model.dtype)
     description = RunDescription(run.folder.name, dataclasses.asdict(config), tuple(tensors), hf_files)
     saver = Saver(run.world, run.placement, run.saved.store, description, config.checkpoint.copies)
-    last_step = 0 if config.debug.dry_run else config.train.num_steps  # always saved
+    last_step = 0 if config.debug.dry_run else config.train.num_steps  # the last step is always saved
     return Checkpoints(saver, learner, config.checkpoint, last_step, run.saved.resume, critic)
 
 
@@ -135,12 +135,15 @@ def _restore_position(resume: Resume, stream: PromptStream) -> None:
         stream.position = state["position"]
     elif resume.is_own:
         raise ConfigError(
-            f"data.train, its templates or run.seed differ from those of step {resume.manifest.step}; a run goes on "
-            "with the same prompts. To train on others from here, give the new run another run.name, and the path of "
-            "this one as checkpoint.resume"
+            f"data.train, its templates or run.seed differ from those of step {resume.manifest.step}; a resumed run "
+            "must use the same prompts. To train on other prompts from here, start a run with another run.name and "
+            "with the path of this one as checkpoint.resume"
         )
     else:
-        print("oneworld: the prompts differ from those of the checkpoint: they start from the first", flush=True)
+        print(
+            "oneworld: the prompts differ from those of the checkpoint, so the run starts with the first prompt",
+            flush=True,
+        )
 
 
 def _build_evaluation(run: Run, rollouts: Rollouts, tokenizer: Tokenizer) -> Evaluation | None:

@@ -1,4 +1,4 @@
-"""`--dry-run`: one step of everything that a run does, without saving; then the memory that each role took."""
+"""`--dry-run`: run one step without saving, then print the time of each stage and the memory of each role."""
 
 import dataclasses
 import resource
@@ -15,7 +15,7 @@ from rl.world.world import World
 
 
 def for_dry_run(config: Config, config_name: str) -> Config:
-    """Return the config of a dry run. It has a folder of its own, since a run of that name may have checkpoints."""
+    """Return the config of a dry run. The folder is separate, since the real run's folder may have checkpoints."""
     return dataclasses.replace(
         config,
         run=dataclasses.replace(config.run, name=f"{config.run.name or config_name}.dry-run"),
@@ -28,17 +28,17 @@ def for_dry_run(config: Config, config_name: str) -> Config:
 
 @dataclass(frozen=True)
 class Footprint(Message):
-    """Bring the memory that a rank took to the leader."""
+    """Report the memory of a rank to the leader."""
 
     roles: str
-    host: int  # bytes, as all that follow
-    gpu_peak: int = 0  # of the allocator
-    gpu_now: int = 0  # in use on the whole GPU, engines and NCCL included
-    gpu: int = 0
+    host: int  # peak of the process; all sizes are in bytes
+    gpu_peak: int = 0  # peak of PyTorch's allocator
+    gpu_now: int = 0  # in use on the whole GPU, including engines and NCCL
+    gpu: int = 0  # size of the GPU's memory
 
 
 def share_footprints(world: World, leader: int) -> None:
-    """Bring the memory that every rank took to the leader, which prints it."""
+    """Send the memory of every rank to the leader, which prints a summary."""
     world.mail.send(leader, _footprint(world.roles, world.device))
     if world.rank != leader:
         return
@@ -56,7 +56,7 @@ def _footprint(roles: str, device: torch.device) -> Footprint:
 
 
 def describe(footprints: Mapping[int, Footprint], stage_seconds: Mapping[str, float]) -> list[str]:
-    """Return a line for the step, and a line per set of roles with the most that any of its ranks took."""
+    """Return a line for the step, and a line per set of roles with the maximum over its ranks."""
     stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in stage_seconds.items() if name != "step")
     lines = [f"dry run: one step took {stage_seconds.get('step', 0.0):.1f} s, nothing was saved; in seconds: {stages}"]
     ranks: dict[str, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The engine of a rank, its rollout service, and the weight sync that feeds it."""
+"""Build the engine of a rank, its rollout service, and the weight sync."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from rl.rollout.build import build_engine
 from rl.rollout.engine import Engine, EngineSeat
 from rl.rollout.groups import OpenGroups
 from rl.rollout.recovery import EngineHost
-from rl.rollout.service import RolloutService, SamplingLimits
+from rl.rollout.service import RolloutService, SamplingSettings
 from rl.run.open import Run
 from rl.sync.plan import make_plan
 from rl.sync.probe import probe_of_run
@@ -20,7 +20,7 @@ from rl.sync.weights import Receiver, SyncSettings, WeightSource, WeightSync
 
 
 def build_rollout_service(run: Run, tokenizer: Tokenizer, index: int) -> RolloutService:
-    """Build this rank's part of the engine with this index, and the service that samples on it."""
+    """Build this rank's part of engine number `index`, and the service that samples on it."""
     config, world = run.config, run.world
     ranks = run.placement.engines[index]
     seat = EngineSeat(
@@ -40,17 +40,17 @@ def build_rollout_service(run: Run, tokenizer: Tokenizer, index: int) -> Rollout
     engine = build()
     if engine.notice and index == seat.tp_rank == 0:
         print(f"oneworld: {engine.notice}", flush=True)
-    torch.manual_seed(sample_seed(config.run.seed, 0, index, 0))  # engines differ
+    torch.manual_seed(sample_seed(config.run.seed, 0, index, 0))  # another seed for each engine
     host = EngineHost(world, ranks, engine, build)
     world.at_end(lambda: host.engine.close())
-    # Ranks of one engine sample the same tokens only if nothing else draws from their generators.
+    # Without seeds, the ranks of an engine could sample different tokens, since other code uses their generators too.
     has_seeds = config.rollout.deterministic or seat.tp_size > 1
-    limits = SamplingLimits(
+    settings = SamplingSettings(
         max_num_groups=max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt),
         run_seed=config.run.seed if has_seeds else None,
         leader=run.placement.leader,
     )
-    return RolloutService(world, host, limits, OpenGroups(run.inputs.rewards, tokenizer))
+    return RolloutService(world, host, settings, OpenGroups(run.inputs.rewards, tokenizer))
 
 
 def build_sync(
@@ -66,7 +66,7 @@ def build_sync(
         probe_of_run(config, run.model_folder),
     )
     source = WeightSource(learner.model, learner.weight_slices) if learner is not None else None
-    version = resume.version - 1 if resume is not None else 0  # the first publication brings the next one
+    version = resume.version - 1 if resume is not None else 0  # the first publish adds 1
     sync = WeightSync(run.world.mail, settings, source, receivers, version)
     run.world.send_orders_to(placement.leader)
     return sync

@@ -1,4 +1,4 @@
-"""The models of a rank: policy, critic and reference, and who computes logprobs."""
+"""Build the models of a rank (policy, critic and reference), and the objects that compute logprobs."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -58,7 +58,7 @@ def build_scorer(run: Run, learner: PolicyTrainer, load_reference: Callable[[], 
 
 def build_logprob_service(run: Run) -> LogprobService:
     fields = fields_to_score(run.config.algo)
-    names = [name for name in fields if name != "certainty"]  # the model of old_logprobs computes it too
+    names = [name for name in fields if name != "certainty"]  # computed by the model of old_logprobs
     models = {name: load(run, trainable=False) for name in dict.fromkeys(["old_logprobs", *names])}
     return LogprobService(run.world.mail, run.placement.scorers, _scoring_models(run, models))
 
@@ -72,7 +72,7 @@ def _scoring_models(run: Run, models: Mapping[str, nn.Module]) -> ScoringModels:
 def load(
     run: Run, trainable: bool, filled: bool = True, folder: Path | None = None, as_critic: bool = False
 ) -> nn.Module:
-    """Load a model in shards over the ranks of its mesh. With `filled` False its weights come from a checkpoint."""
+    """Load a model, sharded over the ranks of its mesh. With `filled` False, a checkpoint brings its weights later."""
     mesh = run.groups.actor_mesh or run.groups.scorer_mesh
     assert mesh is not None
     config = run.config

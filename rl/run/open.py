@@ -1,4 +1,4 @@
-"""Opening a run: everything that can be checked before a model is loaded, and what all ranks then know about it."""
+"""Open a run: make all checks that need no model, connect the ranks, and find data, rewards and checkpoints."""
 
 import dataclasses
 import os
@@ -31,22 +31,22 @@ MAX_REWARD_WORKERS = 8
 
 @dataclass(frozen=True)
 class NumSteps(Message):
-    """Tell a rank the number of steps, which follows from the size of the data."""
+    """Tell a rank the number of steps, which the leader computes from the size of the data."""
 
     num_steps: int
 
 
 @dataclass(frozen=True)
-class Saved:
-    """Checkpoints of the run: where they are, and the one to resume from, if any."""
+class RunCheckpoints:
+    """The run's checkpoint directory, and the checkpoint to resume from, if any."""
 
     store: CheckpointStore
     resume: Resume | None
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Parts that only some ranks have."""
+class LocalInputs:
+    """The data and the reward workers. Each is None on ranks that do not need it."""
 
     data: Data | None  # on the leader
     rewards: RewardPool | None  # on ranks that lead an engine
@@ -54,16 +54,16 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Run:
-    """What every rank knows about the run before it builds anything."""
+    """The checked settings, placement, folders and inputs from which a rank builds its roles."""
 
     world: World
-    config: Config  # with the number of steps, also where it follows from train.num_epochs
+    config: Config  # train.num_steps is final, even if it was computed from train.num_epochs
     placement: Placement
     groups: Groups
     folder: Path
     model_folder: Path
-    saved: Saved
-    inputs: Inputs
+    saved: RunCheckpoints
+    inputs: LocalInputs
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -79,12 +79,14 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     world.progress.set_roles(",".join(placement.roles[world.rank]))
     check_best_metric(config)
     rewards = _start_rewards(world, config, placement)
-    _check_inference(world, config, placement, folder)
+    if world.rank == placement.leader:
+        print(f"{folder}: {placement.summary()}; loading", flush=True)
+    _check_inference(world, config, placement)
     model_folder = find_model(config.model.path)
     check_model(config, model_folder)
     if rewards is not None:
         rewards.wait_ready()
-    world.meet("model found")  # a download may take long, and what follows has a time limit
+    world.meet("model found")  # a download may take long, and the calls below have a timeout
     world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
     groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
     with world.stage("read data"):
@@ -92,17 +94,17 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
         if world.rank == placement.leader:
             data = read_data(config, AutoTokenizer.from_pretrained(model_folder))
         config = agree_on_steps(world, placement, config, data)
-    path = config.checkpoint.resume
-    source = None if path in ("auto", "never") else Path(path)
+    resume_setting = config.checkpoint.resume
+    source = None if resume_setting in ("auto", "never") else Path(resume_setting)
     store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, store, config)
-    saved, inputs = Saved(store, resume), Inputs(data, rewards)
+    saved, inputs = RunCheckpoints(store, resume), LocalInputs(data, rewards)
     return Run(world, config, placement, groups, folder, model_folder, saved, inputs)
 
 
 def agree_on_steps(world: World, placement: Placement, config: Config, data: Data | None) -> Config:
-    """Turn train.num_epochs into steps. Only the leader can count them, and tells the others."""
+    """Compute train.num_steps from train.num_epochs. Only the leader has the data; it tells the other ranks."""
     if not config.train.num_epochs:
         return config
     if data is not None:
@@ -131,25 +133,24 @@ def _place(world: World, config: Config) -> Placement:
     )
 
 
-def _check_inference(world: World, config: Config, placement: Placement, folder: Path) -> None:
+def _check_inference(world: World, config: Config, placement: Placement) -> None:
+    """Check that the settings give the inference ranks something to compute."""
     if placement.scorers and config.algo.kl_coef and config.algo.kl_estimator == "full":
         raise ConfigError(
-            "algo.kl_estimator=full computes the reference beside the policy, on the actors; give the inference ranks "
-            "another role, or choose k1, k2 or k3"
+            "algo.kl_estimator=full computes the reference on the actors, together with the policy, so the inference "
+            "ranks cannot do it; give these ranks another role, or choose k1, k2 or k3"
         )
-    if world.rank == placement.leader:
-        print(f"{folder}: {placement.summary()}; loading", flush=True)
-        if placement.scorers and not fields_to_score(config.algo):
-            print(
-                "oneworld: the inference ranks have nothing to do: without algo.kl_coef there is no reference, and one "
-                "update on exactly on-policy data needs no separate pass for old logprobs (algo.old_logprobs=auto); "
-                "give these ranks another role",
-                flush=True,
-            )
+    if world.rank == placement.leader and placement.scorers and not fields_to_score(config.algo):
+        print(
+            "oneworld: the inference ranks have nothing to compute. algo.kl_coef=0 needs no reference logprobs, and a "
+            "single update per batch needs no old logprobs. Give these ranks another role, or set "
+            "algo.old_logprobs=always",
+            flush=True,
+        )
 
 
 def _start_rewards(world: World, config: Config, placement: Placement) -> RewardPool | None:
-    """Start to import the reward functions in the server of each rank that leads an engine; end the other servers."""
+    """Start the reward workers if this rank leads an engine. Otherwise stop its reward server and return None."""
     server = reward_server()
     if not any(ranks[0] == world.rank for ranks in placement.engines):
         server.stop()
@@ -166,7 +167,10 @@ def _start_rewards(world: World, config: Config, placement: Placement) -> Reward
 
 
 def _run_name(world: World, config: Config, config_name: str) -> str:
-    """Return run.name, or the config's name and the time the launcher started: a restarted world finds its folder."""
+    """Return run.name. If it is empty, combine the config's name with the launcher's start time and process id.
+
+    A restarted world gets the same name, and so finds its folder.
+    """
     if config.run.name:
         return config.run.name
     if world.rank == 0:

@@ -1,4 +1,4 @@
-"""What one rank of a run leaves behind for people: metrics, samples, saved rollouts and profiles."""
+"""Write the reports of an actor rank: metrics, samples, saved rollouts and profiles."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +14,7 @@ from rl.world.world import World
 
 
 class Reporter:
-    """Writes the reports of an actor. Only the leader has a metrics writer, and only while it trains."""
+    """Write the reports of an actor. Only the leader has a metrics writer, and only in a training run."""
 
     def __init__(self, world: World, config: Config, folder: Path, tokenizer: Tokenizer, writer: MetricsWriter | None):
         self._world, self._config, self._folder = world, config, folder
@@ -25,20 +25,20 @@ class Reporter:
         return self._writer is not None
 
     def profile(self) -> AbstractContextManager[None]:
-        """Profile the step if debug.profile_step and debug.profile_num_steps ask for it."""
+        """Profile the step if debug.profile_step and debug.profile_num_steps select it."""
         first, step = self._config.debug.profile_step, self._world.step
         is_wanted = first and first <= step < first + self._config.debug.profile_num_steps
         return profiled(self._folder / "profile" / self._name() if is_wanted else None)
 
     def save_rollouts(self, batch: Batch) -> None:
-        """Save this rank's batch if debug.save_rollouts asks for it."""
+        """Save this rank's batch if debug.save_rollouts is set."""
         if self._config.debug.save_rollouts:
             file = self._folder / "rollouts" / f"{self._name()}.safetensors"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(batch.to_bytes())
 
     def report(self, step: int, version: int, values: dict[str, float], batch: Batch | None = None) -> None:
-        """Write the metrics of one step, and now and then samples of its batch."""
+        """Write the metrics of one step, and every metrics.samples_interval steps also samples of its batch."""
         if self._config.debug.dry_run:
             return
         seconds = {f"time/{stage}": seconds for stage, seconds in self._world.progress.take_seconds().items()}

@@ -1,4 +1,4 @@
-"""Ranks that only sample or score: they serve the actors until the run ends."""
+"""Serve the actors until the run ends, on ranks that only sample or compute logprobs."""
 
 from transformers import AutoTokenizer
 
@@ -11,7 +11,7 @@ from rl.world.service import EndRun, EndService, Service, serve
 
 
 def serve_run(run: Run) -> None:
-    """Build the services of this rank's roles and run them until the leader ends the run."""
+    """Build the services of this rank's roles, and run them until the leader ends the run."""
     world = run.world
     rollout = None
     if (index := run.placement.engine_of(world.rank)) is not None:
@@ -35,7 +35,7 @@ def serve_run(run: Run) -> None:
 
 
 def end_run(run: Run) -> None:
-    """Release the ranks that only serve. Called on every actor; the leader does it."""
+    """Tell the ranks that only serve that the run is over. Every actor calls this; only the leader sends."""
     if run.world.rank == run.placement.leader:
         for rank in range(run.placement.world_size):
             if rank not in run.placement.actors:

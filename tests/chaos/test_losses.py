@@ -80,7 +80,7 @@ def test_an_exception_in_an_engine(times: str, undisturbed: list[dict[str, Any]]
         if times != "once":
             world.expect((None, ended))
         world.finish_well(undisturbed)
-        assert world.output().count("oneworld: the engine of rank 1 failed with ") == 1
+        assert world.output().count("oneworld: the engine of rank 1 failed at step ") == 1
 
 
 @pytest.mark.timeout(900)

@@ -33,7 +33,7 @@ from rl.placement.groups import make_groups
 from rl.placement.roles import plan
 from rl.report.metrics import Measures
 from rl.run.build import build_checkpoints
-from rl.run.open import Inputs, Run, Saved
+from rl.run.open import LocalInputs, Run, RunCheckpoints
 from rl.sync.plan import transferred_tensors
 from rl.sync.probe import probe_of_run
 from rl.world.service import EndRun
@@ -100,7 +100,7 @@ def open_run(world: World, job: Job) -> Run:
     store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, store, config)
-    saved, inputs = Saved(store, resume), Inputs(data=None, rewards=None)
+    saved, inputs = RunCheckpoints(store, resume), LocalInputs(data=None, rewards=None)
     return Run(world, config, placement, groups, folder, Path(job.model), saved, inputs)
 
 

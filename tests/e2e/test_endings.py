@@ -43,7 +43,7 @@ def test_clean_end(num_ranks: int, placement: list[str], tmp_path: Path) -> None
     result = train(tmp_path / "run", num_ranks, *SETTINGS, *placement)
     assert [row["step"] for row in result.metrics] == [1, 2, 3]
     assert "in 3 steps" in result.output
-    assert result.output.count("oneworld: the inference ranks have nothing to do") == (num_ranks == 3)
+    assert result.output.count("oneworld: the inference ranks have nothing to compute") == (num_ranks == 3)
     assert result.output.rstrip().endswith("engine fake")
 
 

@@ -18,7 +18,7 @@ SETTINGS = [
     "rollout.max_num_seqs=24",  # three groups, so that no engine takes all of them
 ]
 FAKE = "rollout.engine=fake"
-PROMISE = "it is rebuilt, and they are sampled again"
+PROMISE = "It is being rebuilt, and its unfinished groups"
 
 
 def broken(folder: Path, num_ranks: int, what: str, rank: int, *overrides: str) -> tuple[int, Result]:

@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 @pytest.mark.parametrize(
     ("options", "answer"),
     [
-        ("{seed: 3}", "rollout.engine_options: other settings decide seed; leave that out"),
-        ("{block_sise: 64}", "knows no block_sise"),
-        ("{block_size: -1}", "vLLM refuses these settings: "),
+        ("{seed: 3}", "rollout.engine_options: got seed, which other settings decide; remove it"),
+        ("{block_sise: 64}", "has no option block_sise"),
+        ("{block_size: -1}", "vLLM does not accept these settings: "),
     ],
 )
 def test_options_are_vllms_own(options: str, answer: str, tmp_path: Path) -> None:

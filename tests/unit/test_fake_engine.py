@@ -14,7 +14,7 @@ from rl.rollout.engine import Completion, Request
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.groups import OpenGroups, pack_group
 from rl.rollout.recovery import EngineHost, clear_frames
-from rl.rollout.service import RolloutService, SamplingLimits
+from rl.rollout.service import RolloutService, SamplingSettings
 from rl.world.messages import Letter
 from rl.world.world import World
 from tests.mails import connected_worlds
@@ -115,16 +115,16 @@ def world() -> Iterator[World]:
 
 
 @pytest.mark.parametrize(
-    ("held", "has"), [(5, "confirmed version 5"), (7, "confirmed version 7"), (0, "confirmed none")]
+    ("held", "has"), [(5, "verified version 5"), (7, "verified version 7"), (0, "verified no version")]
 )
 def test_a_service_refuses_a_task_of_another_version(world: World, held: int, has: str) -> None:
     engine = FakeEngine(8, STOP)
     engine.confirm(held)
     tokenizer: Any = None
     host = EngineHost(world, (0,), engine, lambda failed: failed)
-    service = RolloutService(world, host, SamplingLimits(4, 0, leader=0), OpenGroups(None, tokenizer))
+    service = RolloutService(world, host, SamplingSettings(4, 0, leader=0), OpenGroups(None, tokenizer))
     work = Letter(0, NewTasks([TASK]))
-    with pytest.raises(RuntimeError, match=f"a rollout of version 6, but this engine has {has}"):
+    with pytest.raises(RuntimeError, match=f"weights of version 6, but this engine has {has}"):
         service.handle(work)
     engine.confirm(6)
     service.handle(work)

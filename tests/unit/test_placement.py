@@ -206,28 +206,28 @@ MISTAKES = {
     "rank missing": Mistake(
         {"rollout": "0-1", "actor": "2"},
         "rank 3 of 4 ranks has no role",
-        "every rank takes part",
+        "every rank needs one",
         "actor: 2-3",
         TWO_AND_TWO,
     ),
     "ranks missing": Mistake(
         {"actor": "0", "rollout": "2"},
         "ranks 1,3 of 4",
-        "every rank takes part",
+        "every rank needs one",
         "rollout: 1-3",
         {"actor": "0", "rollout": "1-3"},
     ),
     "rank in two entries": Mistake(
         {"rollout": "0-2", "actor": "2-3"},
-        "rank 2 stands under 'rollout' and under 'actor'",
-        "a rank stands in one entry",
+        "rank 2 is in the entry 'rollout' and in the entry 'actor'",
+        "a rank belongs to one entry",
         "'rollout,actor': 2",
         {"rollout": "0-1", "rollout,actor": "2", "actor": "3"},
     ),
     "all twice": Mistake(
         {"rollout": "all", "actor": "all"},
-        "ranks 0-3 stand under 'rollout' and under 'actor'",
-        "a rank stands in one entry",
+        "ranks 0-3 are in the entry 'rollout' and in the entry 'actor'",
+        "a rank belongs to one entry",
         "'rollout,actor': 0-3",
         {"rollout,actor": "0-3"},
     ),
@@ -313,12 +313,15 @@ MISTAKES = {
     ),
     "absolute beside relative": Mistake(
         {"rollout": "75%", "actor": "3"},
-        "got the absolute '3'",
-        "write all entries one way",
+        "got the ranks '3'",
+        "write all entries the same way",
         "{'rollout': '0-2', 'actor': '3'}",
     ),
     "all beside relative": Mistake(
-        {"rollout": "all", "actor": "1 rank"}, "got the absolute 'all'", "write all entries one way", "'actor': 'rest'}"
+        {"rollout": "all", "actor": "1 rank"},
+        "got the ranks 'all'",
+        "write all entries the same way",
+        "'actor': 'rest'}",
     ),
     "two rests": Mistake(
         {"rollout": "rest", "actor": "rest"}, "'rest' is written twice", "only one entry", "for example {"
@@ -372,20 +375,20 @@ MISTAKES = {
     ),
     "inference on some actors": Mistake(
         {"actor,inference": "0-1", "actor": "2", "rollout": "3"},
-        "ranks 0-1 are actor and inference, other ranks only one of them",
-        "either are all the actors (then leave the role out",
+        "ranks 0-1 are actor and inference, but other ranks have only one of these roles",
+        "or leave out inference",
         "{'actor,rollout': '0-2', 'inference': '3'}",
     ),
     "actors on some inference ranks": Mistake(
         {"actor,inference": "0", "inference,rollout": "1-3"},
         "rank 0 is actor and inference",
-        "or none of them",
+        "Separate the roles",
         "{'actor,rollout': '0-2', 'inference': '3'}",
     ),
     "replicas of different sizes": Mistake(
         {"rollout": "0-1", "actor": "2-7"},
         "actor.num_replicas: got 4, but the actor role has 6 ranks (ranks 2-7)",
-        "must divide into replicas of one size",
+        "must divide into replicas of equal size",
         "choose one of 1, 2, 3, 6",
         shape=(1, 8),
         num_replicas=4,
@@ -393,7 +396,7 @@ MISTAKES = {
     "more replicas than actors": Mistake(
         {"rollout": "0-2", "actor": "3"},
         "actor.num_replicas: got 2, but the actor role has 1 rank (rank 3)",
-        "must divide into replicas of one size",
+        "must divide into replicas of equal size",
         "choose one of 1",
         num_replicas=2,
     ),

@@ -127,7 +127,7 @@ def test_a_model_that_is_not_local_is_not_fetched(answers: dict[str, Answer], hu
 @pytest.mark.parametrize(
     ("command", "parts"),
     [
-        ("wrong placement", ["rank 0 stands under 'rollout' and under 'actor'", "write 'rollout,actor': 0"]),
+        ("wrong placement", ["rank 0 is in the entry 'rollout' and in the entry 'actor'", "write 'rollout,actor': 0"]),
         ("flags against config", ["placement.num_nodes: the config says 2", "has 1", "placement.num_nodes=1"]),
         ("wrong for the model", [f"got 3, but {ROOT / 'configs/tiny'} has 4 attention heads", "one of 1, 2, 4"]),
         ("too long for the model", ["got 129, but", "has 128 positions", "data.max_prompt_tokens=122"]),
@@ -148,4 +148,4 @@ def test_sizes_are_torchruns_unless_there_is_a_plan(answers: dict[str, Answer]) 
     """Otherwise a world of one rank would start, and take no notice of them."""
     answer = answers["sizes without a plan"]
     assert (answer.code, answer.stdout) == (2, "")
-    assert "--nnodes and --nproc-per-node are torchrun's, before train.py" in answer.stderr
+    assert "--nnodes and --nproc-per-node after train.py need --plan" in answer.stderr

@@ -11,7 +11,7 @@ from rl.rollout.dispatch import Drained, NewTasks, Pull, Sampling, Task
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.groups import OpenGroups
 from rl.rollout.recovery import EngineHost
-from rl.rollout.service import RolloutService, SamplingLimits, Scored, ScoredGroup
+from rl.rollout.service import RolloutService, SamplingSettings, Scored, ScoredGroup
 from rl.world.messages import Letter, Mailbox
 from rl.world.orders import Order
 from rl.world.service import Service
@@ -58,8 +58,8 @@ class Bench:
         self.engine.confirm(6)
         tokenizer: Any = Tokenizer()
         host = EngineHost(self.world, (0,), self.engine, lambda failed: self.make_engine())
-        limits = SamplingLimits(max_num_groups=4, run_seed=0, leader=1)
-        self.service = RolloutService(self.world, host, limits, OpenGroups(self.rewards, tokenizer))
+        settings = SamplingSettings(max_num_groups=4, run_seed=0, leader=1)
+        self.service = RolloutService(self.world, host, settings, OpenGroups(self.rewards, tokenizer))
 
     def make_engine(self) -> FakeEngine:
         return FakeEngine(8, STOP)

@@ -1,7 +1,7 @@
 """An attention backend for vLLM: FlashAttention, except where decode_attention.py is faster.
 
-Our kernel is used in steps in which every sequence decodes one token, for models whose query heads each have keys of
-their own. build.py registers the backend under its name, and vLLM imports it.
+Our kernel is used in steps in which every sequence decodes one token, for models without grouped-query attention.
+build.py registers the backend by name, and vLLM imports it.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from rl.rollout.vllm.decode_attention import attend
 
-MIN_HEADS_PER_PROCESSOR = 16  # heads of all sequences for each multiprocessor; fewer were not timed in CUDA graphs
-MAX_TOKENS = 2048  # one warp reads a head's whole sequence, so a long sequence among short ones would hold up the step
+MIN_HEADS_PER_PROCESSOR = 16  # minimum of (sequences x heads) per multiprocessor; smaller steps were not measured
+MAX_TOKENS = 2048  # one warp reads the whole sequence, so a long sequence would delay the step
 
 
 class DecodeImpl(FlashAttentionImpl):
@@ -62,8 +62,8 @@ class DecodeImpl(FlashAttentionImpl):
         return output
 
     def _step_is_plain(self, metadata: FlashAttentionMetadata | None) -> bool:
-        """Return whether our kernel can compute this step: enough sequences, one token each, whole contexts. Some
-        fields exist only in some versions of vLLM."""
+        """Return whether our kernel can compute this step: enough sequences, one token each, full attention. Some of
+        these fields exist only in some versions of vLLM."""
         return (
             metadata is not None
             and metadata.max_query_len == 1
@@ -78,7 +78,7 @@ class DecodeImpl(FlashAttentionImpl):
 class DecodeBuilder(FlashAttentionMetadataBuilder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Limit CUDA graphs to uniform batches: one captured with one token a sequence contains our kernel."""
+        """Limit CUDA graphs to uniform batches, so that graphs with one token per sequence capture our kernel."""
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if model.get_num_attention_heads(parallel) == model.get_num_kv_heads(parallel):
             return AttentionCGSupport.UNIFORM_BATCH

@@ -26,12 +26,12 @@ from rl.rollout.vllm.weights import turn_off_packing
 from rl.watch.compilation import mark_compilation
 from rl.watch.heart import HEART
 
-TESTED_VERSIONS = SpecifierSet(">=0.26,<0.33")  # the fast paths know their internals
+TESTED_VERSIONS = SpecifierSet(">=0.26,<0.33")  # the fast paths depend on vLLM's internals
 CPU_KV_CACHE_MB = 256
 
 
 def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngine | None = None) -> VllmEngine:
-    """Build an engine. If it replaces a failed one it takes over its process groups; vLLM finds its own again too."""
+    """Build an engine. If it replaces a failed one, it takes over the process groups, including those of vLLM."""
     notice = untested_notice(vllm.__version__)
     if seat.device.type == "cpu":
         turn_off_packing()
@@ -45,11 +45,11 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
         mark_compilation()
         try:
             llm = vllm.LLM(**options)
-        except ValidationError as error:  # bad settings; other errors, such as too little free memory, may pass
-            raise ConfigError(f"vLLM refuses these settings: {error}") from error
-        mark_compilation()  # again, for modules that vLLM imports only when it builds
+        except ValidationError as error:  # bad settings; after other errors, a restart may help
+            raise ConfigError(f"vLLM does not accept these settings: {error}") from error
+        mark_compilation()  # again, because vLLM has imported more modules
         HEART.beat("a barrier of the engine's ranks")
-        c10d.barrier()  # of the engine's ranks: this default group is the private one
+        c10d.barrier()  # in the private default group
     unlink_shared_memory(seat)
     responses: dict[str, RunningResponse] = {}
     if not notice:
@@ -58,7 +58,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
 
 
 def untested_notice(version: str) -> str:
-    """Return a notice for the user if this version of vLLM was not tested, otherwise an empty string."""
+    """Return a warning for the user if this version of vLLM was not tested, otherwise an empty string."""
     with suppress(InvalidVersion):
         if TESTED_VERSIONS.contains(version.partition("+")[0], prereleases=True):
             return ""
@@ -69,7 +69,7 @@ def untested_notice(version: str) -> str:
 
 
 def _engine_options(config: Config, model_folder: Path, seat: EngineSeat) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM: ours and those of `rollout.engine_options`, which may not repeat ours."""
+    """Return the arguments of vllm.LLM: ours, and `rollout.engine_options`, which must not contain ours."""
     rollout, is_cpu = config.rollout, seat.device.type == "cpu"
     kv_cache_mb = rollout.kv_cache_mb or (CPU_KV_CACHE_MB if is_cpu else 0)
     memory = (
@@ -82,29 +82,31 @@ def _engine_options(config: Config, model_folder: Path, seat: EngineSeat) -> dic
         "skip_tokenizer_init": True,
         "dtype": config.model.dtype,
         "load_format": "dummy",
-        "max_model_len": max(3, config.max_sequence_tokens),  # the shortest probe
+        "max_model_len": max(3, config.max_sequence_tokens),  # a probe needs 3
         "max_num_seqs": rollout.max_num_seqs,
         "tensor_parallel_size": seat.tp_size,
         "distributed_executor_backend": _executor(seat),
         "disable_custom_all_reduce": config.debug.share_gpu,
         "enforce_eager": rollout.enforce_eager or is_cpu,
         "enable_sleep_mode": seat.shares_device and seat.device.type == "cuda",
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, which vLLM's default ignores
-        # With asynchronous scheduling the order of calls depends on timing, but an engine's ranks need the same order.
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature; vLLM's default ignores it
+        # With asynchronous scheduling, the order of calls depends on timing. An engine's ranks need the same order.
         "async_scheduling": seat.tp_size == 1 and seat.device.type == "cuda",
         "seed": 0,
         **memory,
     }
     if ours := sorted(options.keys() & rollout.engine_options.keys()):
-        raise ConfigError(f"rollout.engine_options: other settings decide {', '.join(ours)}; leave that out")
+        raise ConfigError(f"rollout.engine_options: got {', '.join(ours)}, which other settings decide; remove it")
     if unknown := sorted(rollout.engine_options.keys() - {option.name for option in fields(EngineArgs)}):
-        raise ConfigError(f"rollout.engine_options: vLLM {vllm.__version__} knows no {', '.join(unknown)}")
+        raise ConfigError(
+            f"rollout.engine_options: vLLM {vllm.__version__} has no option {', '.join(unknown)}; remove it"
+        )
     return {**options, **rollout.engine_options}
 
 
 def _executor(seat: EngineSeat) -> type[ExecutorWithExternalLauncher]:
     class SeatExecutor(ExecutorWithExternalLauncher):
-        """vLLM derives shared-memory names from the init method, so it is unique to the run and the engine."""
+        """An executor with a unique init method, because vLLM derives names of shared memory from it."""
 
         def _distributed_args(self) -> tuple[str, int, int]:
             return f"env://:{seat.name}", seat.tp_rank, seat.device.index or 0
@@ -114,7 +116,7 @@ def _executor(seat: EngineSeat) -> type[ExecutorWithExternalLauncher]:
 
 @contextmanager
 def _untouched_rng() -> Iterator[None]:
-    """Restore the random generators of the process, all of which vLLM seeds."""
+    """Restore the process's random generators afterwards, since vLLM seeds them."""
     state, cpu_state = random.getstate(), torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     try:

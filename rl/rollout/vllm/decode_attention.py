@@ -1,15 +1,15 @@
 """A Triton kernel for attention of one new token per sequence over a paged KV cache.
 
-It is for models whose query heads each have keys of their own. Kernels for tensor cores pad a head's single query to
-sixteen, and read the cache at about half of the memory's speed. Plain arithmetic keeps up with the memory
-(benchmarks/RESULTS.md). Each row of a tile keeps its own running softmax; the rows are combined once, at the end.
+The kernel is for models without grouped-query attention. There, kernels for tensor cores pad a head's single query to
+sixteen, and read the cache at about half of the memory bandwidth. This kernel uses no tensor cores and reaches the full
+bandwidth (benchmarks/RESULTS.md). Each row of a tile has its own running softmax. The rows are combined at the end.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE, NUM_WARPS, NUM_STAGES = 16, 1, 3  # the fastest on an H200 for heads of 64: benchmarks/decode_attention.py --sweep
+TILE, NUM_WARPS, NUM_STAGES = 16, 1, 3  # fastest on an H200 for heads of 64: benchmarks/decode_attention.py --sweep
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -42,7 +42,7 @@ def _attend(
     columns = tl.arange(0, PADDED_HEAD_SIZE)
     is_column = columns < HEAD_SIZE
     query = tl.load(queries + sequence * query_stride + head * query_head_stride + columns, mask=is_column, other=0.0)
-    query = query.to(tl.float32) * (scale * LOG2_E)  # powers of 2 are cheaper
+    query = query.to(tl.float32) * (scale * LOG2_E)  # exp2 is cheaper than exp
 
     top = tl.full([TILE], -1e30, tl.float32)
     total = tl.zeros([TILE], tl.float32)
@@ -64,7 +64,7 @@ def _attend(
         top = new_top
 
     shrink = tl.exp2(top - tl.max(top, axis=0))
-    total = tl.maximum(tl.sum(total * shrink, axis=0), 1e-30)  # padding of a CUDA graph's batch has no tokens
+    total = tl.maximum(tl.sum(total * shrink, axis=0), 1e-30)  # padded rows of a CUDA graph have no tokens
     output = (tl.sum(sums * shrink[:, None], axis=0) / total).to(outputs.dtype.element_ty)
     tl.store(outputs + sequence * output_stride + head * output_head_stride + columns, output, mask=is_column)
 
@@ -72,8 +72,8 @@ def _attend(
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, scale: float, outputs: Tensor
 ) -> None:
-    """Compute attention into `outputs`. Queries and outputs are [sequences, heads, head size]. Keys and values are
-    [blocks, tokens of a block, heads, head size], with equal strides. A sequence's length includes the new token."""
+    """Compute attention and write it to `outputs`. Queries and outputs are [sequences, heads, head size]. Keys and
+    values are [blocks, tokens per block, heads, head size], with equal strides. `lengths` include the new token."""
     num_sequences, num_heads, head_size = queries.shape
     padded_head_size = triton.next_power_of_2(head_size)
     _attend[(num_heads, num_sequences)](
@@ -93,5 +93,5 @@ def attend(
         PADDED_HEAD_SIZE=padded_head_size,
         TILE=TILE,
         NUM_STAGES=NUM_STAGES,
-        num_warps=NUM_WARPS * max(1, padded_head_size // 128),  # fewer would spill registers
+        num_warps=NUM_WARPS * max(1, padded_head_size // 128),  # with fewer warps, registers would spill
     )

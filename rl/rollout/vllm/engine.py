@@ -1,4 +1,4 @@
-"""The vLLM engine of one rank: requests in, completions out, and the version of its weights."""
+"""The vLLM engine of one rank: requests, completions, and the version of the weights."""
 
 import gc
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class VllmEngine:
         responses: dict[str, RunningResponse],
         notice: str = "",
     ):
-        """Wrap vLLM. `responses` is empty, and shared with the scheduler, which looks up the running ones in it."""
+        """Wrap vLLM. `responses` is empty. The engine adds running responses to it, and the scheduler reads it."""
         self.name, self.notice = f"vllm {vllm.__version__}", notice
         self.version = 0
         self._engine = llm.llm_engine
@@ -44,9 +44,8 @@ class VllmEngine:
         return len(self._unfinished)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Start requests. They bypass vLLM's output processor, which builds a server's objects for every token: while
-        sequences are short, the GPU waits for Python, and these objects are a good part of it (benchmarks/RESULTS.md).
-        """
+        """Start requests. They bypass vLLM's output processor, which builds objects of a server for every token. With
+        short sequences, the GPU would wait for that Python code (benchmarks/RESULTS.md)."""
         engine, inputs = self._engine, self._engine.input_processor
         assert self.version > 0 and self._memory.has_weights, "sampling without weights"
         with self._group.entered():
@@ -63,7 +62,7 @@ class VllmEngine:
                     stop_token_ids=self._stop_token_ids,
                     ignore_eos=not self._stop_token_ids,
                 )
-                # The salt keeps KV blocks of older weights from being reused.
+                # The salt prevents reuse of KV blocks that older weights computed.
                 prompt = TokensPrompt(prompt_token_ids=request.tokens, cache_salt=str(self.version))
                 sent = inputs.process_inputs(request.id, prompt, params, supported_tasks=engine.get_supported_tasks())
                 inputs.assign_request_id(sent)
@@ -77,7 +76,7 @@ class VllmEngine:
         ended = []
         for output in outputs:
             response, reason = self._unfinished[output.request_id], output.finish_reason
-            if reason not in (None, FinishReason.STOP, FinishReason.LENGTH):  # it has no logprobs then
+            if reason not in (None, FinishReason.STOP, FinishReason.LENGTH):  # such outputs have no logprobs
                 num_tokens = len(response.logprobs)
                 raise RuntimeError(f"vLLM gave up on response {response.id} after {num_tokens} tokens: {reason}")
             response.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
@@ -95,7 +94,7 @@ class VllmEngine:
 
     def begin_version(self) -> None:
         self.version = 0
-        assert self.num_unfinished == 0, "weights change between batches only"
+        assert self.num_unfinished == 0, "weights may change only between batches"
         self._drain()
         with self._group.entered():
             self._memory.wake("weights")
@@ -106,13 +105,13 @@ class VllmEngine:
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError(
                     f"vLLM did not clear its prefix cache for version {version} of the weights: some of its blocks are "
-                    "still in use, and what they hold was computed with older weights"
+                    "still in use, and they were computed with older weights"
                 )
         self.version = version
 
     def probe(self, tokens: list[int]) -> list[float] | None:
-        """Return the logprobs of `tokens`, all but the first. Every rank of the engine calls this, since they compute
-        together, and all get the same result."""
+        """Return the logprobs of all `tokens` but the first. All ranks of the engine must call this together. They get
+        the same result."""
         self._num_probes += 1
         params = SamplingParams(
             temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
@@ -134,14 +133,14 @@ class VllmEngine:
                 self._memory.sleep()
 
     def abandon(self) -> PrivateDefaultGroup:
-        """Free the memory after a failure, and return the process group, which the next engine takes over. vLLM's own
-        shutdown would end all process groups, also the trainer's."""
+        """Free the memory after a failure, and return the process group for the next engine. vLLM's own shutdown would
+        destroy all process groups, including the trainer's."""
         client = self._engine.engine_core
         finalizer = getattr(client, "_finalizer", None)  # vLLM 0.26 has none
         if finalizer is not None:
             finalizer.detach()
         del client, self._engine, self._llm, self._memory
-        gc.unfreeze()  # vLLM froze what it had built
+        gc.unfreeze()  # vLLM froze its objects, so that a collection would skip them
         gc.collect()
         if self._can_sleep:
             free_abandoned_memory()
@@ -154,11 +153,11 @@ class VllmEngine:
             self._engine.engine_core.shutdown()
 
     def _reload(self, weights: Weights) -> None:
-        """Load weights through vLLM. A method, so that the sync holds nothing of vLLM that `abandon` has to free."""
+        """Load weights with vLLM's own loader. As a method, this gives the sync no reference of its own to vLLM."""
         reload_weights(self._llm, self._group, weights)
 
     def _drain(self) -> None:
-        """Wait for a forward that asynchronous scheduling may have started after the last request ended."""
+        """Wait for a forward pass that asynchronous scheduling may have started after the last request ended."""
         core = self._engine.engine_core.engine_core
         with self._group.entered():
             while core.batch_queue:

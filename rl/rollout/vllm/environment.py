@@ -1,6 +1,6 @@
-"""Environment variables and log filters that must be set before vLLM is imported.
+"""Set environment variables and log filters before vLLM is imported.
 
-The package imports this module first, so no file of it can import vLLM too early.
+The package imports this module first, so none of its modules can import vLLM too early.
 """
 
 import logging
@@ -11,15 +11,15 @@ import torch
 
 os.environ.update(
     {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, so that we step it
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process, so that we can step it
         "VLLM_PLUGINS": "",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks share cores here; vLLM would pin them all to the same ones
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM would pin all ranks to the same cores
     }
 )
 if not torch.cuda.is_available():
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM's sampler would call a C++ compiler, 9 s on first use
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # otherwise vLLM's sampler calls a C++ compiler, 9 s on first use
 
-logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it reports on every CPU rank that Triton is absent
-warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # vLLM touches deprecated names of torch
+logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns on every CPU rank that Triton is missing
+warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # vLLM uses deprecated names of torch

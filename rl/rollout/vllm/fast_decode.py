@@ -1,8 +1,8 @@
 """A fast path for steps in which every sequence only decodes.
 
-With hundreds of short sequences the GPU waits for the Python code that vLLM runs for every token of each. This module
-replaces three methods of a scheduler by shorter ones. They handle the next token of a sequence that goes on, and leave
-everything else to vLLM's own methods: prompts, preemptions, first and last tokens. Results are the same.
+With hundreds of short sequences, the GPU waits for the Python code that vLLM runs for each token of each sequence. This
+module replaces three methods of a scheduler by faster ones. They handle only tokens after which a sequence continues.
+vLLM's own methods handle everything else: prompts, preemptions, first and last tokens. The results are the same.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 @dataclass(slots=True)
 class RunningResponse:
-    """A response that is being sampled. Its tokens are in the scheduler's own request."""
+    """A response that is being sampled. Its tokens are in the scheduler's `request`."""
 
     id: str
     request: Request
@@ -35,7 +35,7 @@ class RunningResponse:
 
 
 def install_fast_decode(scheduler: Scheduler, responses: Mapping[str, RunningResponse]) -> None:
-    """Replace the scheduler's methods if its cache allows it. `responses` are the running ones, by request id."""
+    """Replace the scheduler's methods, if it is supported. `responses` are the running responses, by request id."""
     if supports_fast_decode(scheduler):
         allocate_at_block_ends(scheduler)
         schedule_next_tokens(scheduler)
@@ -43,15 +43,15 @@ def install_fast_decode(scheduler: Scheduler, responses: Mapping[str, RunningRes
 
 
 def supports_fast_decode(scheduler: Scheduler) -> bool:
-    """Return whether sequences grow by single tokens, in blocks that stay: no windows, and no states in their place."""
+    """Return whether sequences grow by one token at a time, in a KV cache without sliding windows or model states."""
     groups = scheduler.kv_cache_manager.coordinator.single_type_managers
     is_plain = scheduler.connector is None and scheduler.num_spec_tokens == 0 and not scheduler.use_pp
     return is_plain and len(groups) == 1 and type(groups[0]) is FullAttentionManager
 
 
 def allocate_at_block_ends(scheduler: Scheduler) -> None:
-    """Allocate only at the ends of a block. vLLM looks for a place in the cache for every token, and for a full block
-    that others may share. But only a block's first token takes a new block, and only its last token fills it."""
+    """Call vLLM's allocation only for the first and the last token of a block. vLLM calls it for every token. But only
+    the first token needs a new block, and only the last one completes a block that other sequences may share."""
     manager = scheduler.kv_cache_manager
     allocate, block_size = manager.allocate_slots, _block_size(scheduler)
 
@@ -65,8 +65,8 @@ def allocate_at_block_ends(scheduler: Scheduler) -> None:
 
 
 def schedule_next_tokens(scheduler: Scheduler) -> None:
-    """Schedule steps that consist of the next token of each running sequence. vLLM schedules such a step as if it were
-    paused, and the tokens are added to its empty result."""
+    """Schedule steps that only decode the next token of each running sequence. vLLM schedules such a step as if it were
+    paused, and we add the tokens to its empty result."""
     schedule_any, manager, block_size = scheduler.schedule, scheduler.kv_cache_manager, _block_size(scheduler)
     last_place = scheduler.max_model_len - 1
     is_async, has_old_runner = isinstance(scheduler, AsyncScheduler), not scheduler.use_v2_model_runner
@@ -119,9 +119,8 @@ def schedule_next_tokens(scheduler: Scheduler) -> None:
 
 
 def append_next_tokens(scheduler: Scheduler, responses: Mapping[str, RunningResponse]) -> None:
-    """Append a token after which its sequence goes on directly to the request, and its logprob to the response. vLLM
-    builds a server's objects only for the others: a response's first and last token, and sequences that were preempted.
-    """
+    """Append each token directly to its request, and its logprob to the response, if the sequence continues. For all
+    others, vLLM builds its output objects: the first and the last token, and sequences that were preempted."""
     update, manager, block_size = scheduler.update_from_output, scheduler.kv_cache_manager, _block_size(scheduler)
     max_model_len, is_async = scheduler.max_model_len, isinstance(scheduler, AsyncScheduler)
 

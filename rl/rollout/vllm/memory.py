@@ -1,4 +1,4 @@
-"""Device memory of an engine: its sleep while the learner of the same rank computes, and its end after a failure."""
+"""Device memory of an engine: sleep while the learner of the same rank computes, and free it after a failure."""
 
 import ctypes
 import gc
@@ -13,8 +13,8 @@ LONG_COLLECTION_S = 0.02
 
 
 class SleepingMemory:
-    """Weights and KV cache of an engine, each of which can be asleep. All calls are made inside the engine's process
-    group."""
+    """The weights and the KV cache of an engine, each of which can be asleep. Call the methods while the engine's
+    process group is the default group."""
 
     def __init__(self, llm: vllm.LLM):
         self._llm = llm
@@ -25,21 +25,21 @@ class SleepingMemory:
         return "weights" not in self._asleep
 
     def wake(self, part: str) -> None:
-        """Allocate the memory of "weights" or "kv_cache" again, unless it is awake."""
+        """Allocate the memory of `part`, "weights" or "kv_cache", unless it is awake."""
         if part in self._asleep:
             self._llm.wake_up(tags=[part])
             self._asleep.discard(part)
 
     def sleep(self) -> None:
-        """Free the memory. Nothing is kept, since the next sync brings new weights."""
-        if self._asleep:  # the cache was not woken up, since nothing was sampled with these weights
+        """Free the memory and drop its contents, since the next sync brings new weights."""
+        if self._asleep:  # the cache is still asleep, because nothing was sampled with these weights
             self._free_weights()
         else:
             self._llm.sleep(level=2)
         self._asleep = {"weights", "kv_cache"}
 
     def _free_weights(self) -> None:
-        """Free the weights alone. vLLM 0.26 frees both or none, and would free the sleeping cache a second time."""
+        """Free only the weights. vLLM 0.26 always frees both, and would free the sleeping cache a second time."""
         pointers = CuMemAllocator.get_instance().pointer_to_data
         asleep = {address: data for address, data in pointers.items() if data.is_asleep}
         for address in asleep:
@@ -52,25 +52,25 @@ class SleepingMemory:
 
 
 def free_abandoned_memory() -> None:
-    """Free weights and KV cache of an engine that is gone.
+    """Free the weights and the KV cache of an engine that was deleted.
 
-    They lie in memory pools of vLLM's own. A pool keeps what tensors have left, and its end fails if vLLM has freed a
-    part of it before. So the memory is given back as for a sleep. The pools themselves hold only addresses then, and
-    stay until the process ends."""
-    torch.cuda.synchronize()  # the last forward may still run
+    They are in vLLM's own memory pools, which keep their memory after the tensors are deleted. Destroying a pool fails
+    if vLLM has already freed part of it. So we free the memory as for a sleep. The pools then hold only addresses, and
+    are kept until the process ends."""
+    torch.cuda.synchronize()  # the last forward pass may still run
     allocator = CuMemAllocator.get_instance()
     for address in [address for address, data in allocator.pointer_to_data.items() if data.is_asleep]:
         del allocator.pointer_to_data[address]
     allocator.sleep(offload_tags=())
-    allocator.pointer_to_data.clear()  # otherwise the next engine's sleep would free them again
+    allocator.pointer_to_data.clear()  # otherwise the next engine's sleep would free them a second time
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(allocator.allocator_and_pools.values())))
     allocator.allocator_and_pools.clear()
-    _ROPE_DICT.clear()  # its tables lie in that memory, and the next engine would use them
+    _ROPE_DICT.clear()  # its tables were in the freed memory, and the next engine would use them
 
 
 def collect_garbage() -> None:
-    """Collect garbage, and freeze what there is if that took long. vLLM collects whenever it sleeps, and walks through
-    everything that the learner has compiled: a tenth of a second for nothing, since those objects stay."""
+    """Collect garbage. If that took long, freeze the remaining objects, so that later collections skip them. vLLM
+    collects at every sleep, and would spend 0.1 s on the learner's compiled code, which is never freed."""
     start = time.perf_counter()
     gc.collect()
     if time.perf_counter() - start > LONG_COLLECTION_S:

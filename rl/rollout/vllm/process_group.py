@@ -1,10 +1,10 @@
-"""The default process group that vLLM sees, and the shared memory of its ranks.
+"""The private default process group of an engine, and the shared memory of its ranks.
 
-vLLM builds its groups over the whole default group of torch.distributed, which hangs when only some ranks host
-engines. So each engine gets a private default group of its tensor-parallel ranks alone. It is in place during every
-call of vLLM, and the trainer's own is in place otherwise, also while a weight iterator that vLLM consumes runs
-collectives. The counter that names new groups is swapped too: otherwise later groups of the trainer would have
-different names on different ranks.
+vLLM builds its groups over the whole default group of torch.distributed, which hangs if only some ranks host engines.
+So each engine gets a private default group that contains only its tensor-parallel ranks. It is swapped in for every
+call of vLLM. The trainer's default group is in place at all other times, and also while vLLM consumes a weight iterator
+that runs collectives. The counter that names new groups is swapped too. Otherwise later groups of the trainer would
+have different names on different ranks.
 """
 
 import os
@@ -58,11 +58,11 @@ class PrivateDefaultGroup:
 
 
 def unlink_shared_memory(seat: EngineSeat) -> None:
-    """Remove the names of shared memory that every rank of the engine has mapped. Without a name it is freed when the
-    last of them ends, however that happens."""
+    """Unlink the engine's shared memory after all of its ranks have mapped it. Then the system frees it when the last
+    rank ends, even after a crash."""
     for segment in Path("/dev/shm").glob(f"{seat.name}-*"):
         segment.unlink(missing_ok=True)
-    queue = get_tp_group().mq_broadcaster  # Python chose the name of its segment
+    queue = get_tp_group().mq_broadcaster  # its segment has a name that Python chose
     if queue is not None and queue.buffer.is_creator:
         queue.buffer.shared_memory.unlink()
         queue.buffer.is_creator = False  # the creator would unlink it again

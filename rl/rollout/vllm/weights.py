@@ -1,8 +1,8 @@
 """New weights for a vLLM model.
 
-Weights start as dummies and arrive with the first sync, which thereby proves its path before the first token. Where
-the parameters are all that the model computes with, a sync writes into them directly, along the record of vLLM's
-own loader. Otherwise it goes through `reload_weights`, which repacks.
+The engine starts with dummy weights. The first sync brings the real ones, so the sync is tested before the first token
+is sampled. If the model computes only with its parameters, a sync writes into them directly, at the locations recorded
+from vLLM's own loader. Otherwise a sync calls `reload_weights`, which also rebuilds repacked copies.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +22,12 @@ from rl.sync.layout import MemoryLayout, OpaqueLoader, Untraceable, Weights, tra
 def find_memory_layout(
     llm: vllm.LLM, tensors: Sequence[TensorInfo], device: torch.device, reload: Callable[[Weights], None]
 ) -> MemoryLayout | OpaqueLoader:
-    """Return where each tensor goes in the model's parameters, or `reload` if that cannot be known. The engine's
-    process group is entered."""
+    """Return where each tensor goes in the model's parameters, or `reload` if that cannot be known. Call this while the
+    engine's process group is the default group."""
     with set_current_vllm_config(llm.llm_engine.vllm_config):
         model = llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
         try:
-            reason = _find_other_copies(model)
+            reason = _reason_untraceable(model)
             if reason:
                 raise Untraceable(reason)
             return trace(tensors, model, model.load_weights, device)
@@ -38,8 +38,8 @@ def find_memory_layout(
 def reload_weights(llm: vllm.LLM, group: PrivateDefaultGroup, weights: Weights) -> None:
     """Pass all weights to vLLM's own loader."""
 
-    def outside() -> Weights:
-        """Run the iterator's body with the trainer's default group in place."""
+    def in_trainer_group() -> Weights:
+        """Iterate over the weights with the trainer's default group in place, since the iterator runs collectives."""
         while True:
             with group.left():
                 item = next(weights, None)
@@ -48,18 +48,19 @@ def reload_weights(llm: vllm.LLM, group: PrivateDefaultGroup, weights: Weights) 
             yield item
 
     with group.entered(), set_current_vllm_config(llm.llm_engine.vllm_config):
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": outside()})
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": in_trainer_group()})
 
 
 def turn_off_packing() -> None:
-    """Keep vLLM from packing linear layers for oneDNN on CPUs: a tied head keeps its packed copy after a reload."""
+    """Disable oneDNN packing of linear layers on CPUs. Otherwise a tied LM head would keep a stale packed copy after a
+    reload."""
     import vllm._custom_ops as custom_ops
 
     custom_ops._supports_onednn = False
 
 
-def _find_other_copies(model: nn.Module) -> str:
-    """Return why the parameters are not all that the model computes with (a repacked copy, for example), or ""."""
+def _reason_untraceable(model: nn.Module) -> str:
+    """Return why the model computes with more than its parameters, such as a repacked copy. Otherwise return ""."""
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
