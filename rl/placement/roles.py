@@ -299,7 +299,7 @@ def _group_engines(
     if len(rollout) % tp:
         raise ConfigError(
             f"rollout.tensor_parallel_size: got {tp}, but the rollout role has {count_of(len(rollout), 'rank')} "
-            f"({format_ranks(rollout)}); their number must be a multiple: give the role "
+            f"({format_ranks(rollout)}); their number must be a multiple of it: give the role "
             f"{count_of(max(tp, len(rollout) // tp * tp), 'rank')}, or set rollout.tensor_parallel_size=1"
         )
     engines = tuple(tuple(rollout[start : start + tp]) for start in range(0, len(rollout), tp))
@@ -313,7 +313,7 @@ def _group_engines(
                 remedy = f"set for example rollout.tensor_parallel_size={num_ranks_per_node}"
             raise ConfigError(
                 f"rollout.tensor_parallel_size: got {tp}, but ranks {', '.join(map(str, ranks))} of one engine are "
-                f"{why}; an engine's ranks are consecutive ranks of one node: {remedy}"
+                f"{why}; an engine's ranks must be consecutive ranks of one node: {remedy}"
             )
     return engines
 
@@ -338,8 +338,9 @@ def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
             got = "; ".join(f"rank {rank} is {','.join(placement.roles[rank])}" for rank in ranks)
             raise ConfigError(
                 f"placement: the ranks of one engine have different roles: {got}; with "
-                f"rollout.tensor_parallel_size={tensor_parallel_size} each run of {tensor_parallel_size} rollout "
-                f"ranks shares its roles: move the boundary of the ranges to a multiple of {tensor_parallel_size}"
+                f"rollout.tensor_parallel_size={tensor_parallel_size} each {tensor_parallel_size} rollout "
+                "ranks in a row need the same roles: move the boundary of the ranges to a multiple of "
+                f"{tensor_parallel_size}"
             )
     shared = set(placement.scorers) & set(placement.actors)
     if shared:

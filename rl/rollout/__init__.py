@@ -1,1 +1,1 @@
-"""Sampling: the engine interface, the service on engine ranks, and how actors hand out prompts and collect groups."""
+"""Sampling: engines, the service that runs them, dispatch of prompts, and collection of finished groups."""

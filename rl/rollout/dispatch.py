@@ -42,7 +42,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Pull(Message):
-    """Ask the leader for tasks. The lead of an engine sends it."""
+    """Ask the leader for tasks. Sent by the lead of an engine."""
 
     room: int  # number of groups that the engine can take
     held: int  # number of groups that the engine is sampling

@@ -1,4 +1,4 @@
-"""The actor: the object with which an actor rank drives the loop. Each stage of an iteration is one method."""
+"""The object with which an actor rank drives the training loop."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,6 +55,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Actor:
+    """The parts of an actor rank, and one method per stage of the loop."""
+
     config: Config
     trainers: Trainers
     sampler: Sampler
@@ -129,7 +131,7 @@ class Actor:
         return self.sync.publish(step, self.give_device_to_engine)
 
     def give_device_to_engine(self) -> None:
-        """Offload the trainers if this rank hosts an engine, after a pending copy for a checkpoint."""
+        """Offload the trainers if this rank hosts an engine. First wait for a pending copy of a checkpoint."""
         if self.sampler.rollouts.service is not None:
             if self.trainers.learner.offloads:
                 self.checkpoints.wait_copied()

@@ -134,7 +134,7 @@ def _place(world: World, config: Config) -> Placement:
 
 
 def _check_inference(world: World, config: Config, placement: Placement) -> None:
-    """Check that the settings give the inference ranks something to compute."""
+    """Check the settings for inference ranks, and warn if these ranks have nothing to compute."""
     if placement.scorers and config.algo.kl_coef and config.algo.kl_estimator == "full":
         raise ConfigError(
             "algo.kl_estimator=full computes the reference on the actors, together with the policy, so the inference "

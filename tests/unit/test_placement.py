@@ -200,7 +200,7 @@ RANK_FORMS = "0-3,8, or all, rest, '4 ranks', '25%'"
 SIZE_FORMS = "a count is a whole number from 1 to 4, a share lies above 0% and up to 100%"
 HALF = {"rollout": "50%", "actor": "rest"}
 TWO_AND_TWO = {"rollout": "0-1", "actor": "2-3"}
-ANY_ENGINE = "an engine's ranks are consecutive ranks of one node"
+ANY_ENGINE = "an engine's ranks must be consecutive ranks of one node"
 
 MISTAKES = {
     "rank missing": Mistake(
@@ -306,7 +306,7 @@ MISTAKES = {
     "engine ranks with different roles": Mistake(
         {"actor,rollout": "0-2", "rollout": "3"},
         "rank 2 is rollout,actor; rank 3 is rollout",
-        "each run of 2 rollout ranks shares its roles",
+        "each 2 rollout ranks in a row need the same roles",
         "move the boundary of the ranges to a multiple of 2",
         {"actor,rollout": "0-1", "rollout": "2-3"},
         tp=2,

@@ -119,8 +119,8 @@ def schedule_next_tokens(scheduler: Scheduler) -> None:
 
 
 def append_next_tokens(scheduler: Scheduler, responses: Mapping[str, RunningResponse]) -> None:
-    """Append each token directly to its request, and its logprob to the response, if the sequence continues. For all
-    others, vLLM builds its output objects: the first and the last token, and sequences that were preempted."""
+    """Append a token directly to its request, and the logprob to the response, if the sequence continues. vLLM builds
+    its output objects only for other tokens: the first and the last of a response, and those of preempted sequences."""
     update, manager, block_size = scheduler.update_from_output, scheduler.kv_cache_manager, _block_size(scheduler)
     max_model_len, is_async = scheduler.max_model_len, isinstance(scheduler, AsyncScheduler)
 

@@ -1,4 +1,4 @@
-"""New weights for a vLLM model.
+"""Write new weights into a vLLM model.
 
 The engine starts with dummy weights. The first sync brings the real ones, so the sync is tested before the first token
 is sampled. If the model computes only with its parameters, a sync writes into them directly, at the locations recorded
