@@ -148,7 +148,7 @@ class Rollouts:
         return [mini_batch_of(position, num_prompts, self._num_mini_batches) for position in range(num_prompts)]
 
     def _deal(self, num_prompts: int, is_dealt: bool) -> list[int]:
-        """Return the owner of each group. Each mini-batch is dealt to all actors, so that none is ever idle."""
+        """Return the owner of each group. Each mini-batch is dealt to all actors, so that all of them train on it."""
         if not is_dealt:
             return [self._actors.index(self._leader)] * num_prompts
         mini_batches = self._mini_batches(num_prompts)

@@ -118,7 +118,7 @@ class Actor:
             if is_collapsed and self.reporter.is_writing:
                 print(
                     f"oneworld: the policy collapses: its entropy per token is {values['policy/entropy']:.2g}, below "
-                    f"algo.collapse_entropy = {algo.collapse_entropy:g}. The self-certainty reward causes this; look "
+                    f"algo.collapse_entropy = {algo.collapse_entropy:g}. The self-certainty reward can cause it; look "
                     "at the samples, and lower algo.certainty_coef or actor.lr",
                     flush=True,
                 )

@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from rl.rollout.vllm.decode_attention import attend
 
-MIN_HEADS_PER_PROCESSOR = 16  # minimum of (sequences x heads) per multiprocessor; smaller steps were not measured
+MIN_HEADS_PER_PROCESSOR = 16  # minimum of (sequences x heads) per multiprocessor; not timed below it in CUDA graphs
 MAX_TOKENS = 2048  # one warp reads the whole sequence, so a long sequence would delay the step
 
 
