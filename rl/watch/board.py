@@ -1,8 +1,9 @@
-"""The table of all ranks, which decides who failed. It lives in the watchdog of rank 0, and so outlives rank 0.
+"""The board: a table of all ranks that decides who failed. It lives in the watchdog of rank 0, so it survives rank 0.
 
-Watchdogs send it heartbeats, reports of exceptions, deaths and silence. After the first failure it collects what others
-say for a moment, because the exception that began it explains the broken connections that follow. It then prints one
-block that names who failed, where, for how long and who waited, and tells every watchdog to end its rank.
+Watchdogs send heartbeats, and reports of exceptions, deaths and silence. After the first report, the board collects
+others for a moment: a broken connection may arrive before the exception that caused it. Then it prints one block that
+says which rank failed, at which stage, how long it was silent and which ranks waited for it. Finally it tells every
+watchdog to end its rank.
 """
 
 import time
@@ -16,13 +17,13 @@ from rl.common.text import format_ranks
 from rl.watch.culprit import RankState, describe_others, describe_silence, find_culprit
 from rl.watch.reports import CAUSES, AttemptHistory, Report
 
-COLLECT_S = 0.7  # for reports, after the first
-MAX_COLLECT_S = 3.0  # while only broken connections were reported: who broke them will be reported too
-DIAGNOSIS_S = 3.0  # for watchdogs to write the stacks and collectives of silent ranks
-BEAT_S = 1.0  # between two messages of a watchdog, and of the board to each
-CUT_S = 10.0  # without a message; a host may pause
+COLLECT_S = 0.7  # to collect further reports after the first
+MAX_COLLECT_S = 3.0  # the same while only consequences are reported, such as broken connections
+DIAGNOSIS_S = 3.0  # limit for watchdogs to write the stacks and collectives of their ranks
+BEAT_S = 1.0  # between two heartbeats of a watchdog, and between two messages of the board to it
+CUT_S = 10.0  # without a message, after which a host counts as lost; shorter pauses are normal
 TICK_S = 0.2
-DEADLOCK_S = 600.0  # with every rank waiting for another; a slow disk may be the reason
+DEADLOCK_S = 600.0  # with every rank waiting for another; a slow disk may hold them up for less
 
 
 @dataclass
@@ -31,24 +32,28 @@ class Entry:
 
     state: RankState
     heard_at: float
-    about: dict[str, Any] = field(default_factory=dict)  # memory, tokens per second: for people
-    is_done: bool = False  # it ended normally
+    about: dict[str, Any] = field(default_factory=dict)  # process id, memory and tokens per second, for status files
+    is_done: bool = False  # the rank ended normally
     is_gone: bool = False
-    is_diagnosed: bool = False  # since the board asked for it
+    is_diagnosed: bool = False  # since the board last asked for a diagnosis
 
 
 class Board:
     def __init__(self, tell: Callable[..., None], say: Callable[[str], None]):
-        """`tell(rank, kind, **values)` sends to a rank's watchdog, `say` prints."""
+        """`tell(rank, kind, **values)` sends a message to a rank's watchdog. `say` prints a line."""
         self.entries: dict[int, Entry] = {}
-        self.history: AttemptHistory | None = None
         self.verdict: dict[str, Any] | None = None
+        self._history: AttemptHistory | None = None
         self._tell, self._say = tell, say
         self._reports: list[Report] = []
         self._first_at = 0.0
         self._decide_at: float | None = None
         self._is_diagnosing = False
-        self._interrupt: Report | None = None  # after Ctrl-C, which is then the reason for whatever ends the world
+        self._interrupt: Report | None = None  # a Ctrl-C, which explains most failures that follow it
+
+    def begin_run(self, history: AttemptHistory) -> None:
+        """Compare errors with those of earlier attempts from now on."""
+        self._history = history
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
         """Handle a message of a rank's watchdog."""
@@ -58,7 +63,7 @@ class Board:
             state = RankState.from_dict(message["state"])
             if entry is None:
                 entry = self.entries[rank] = Entry(state, now)
-                if self.verdict is not None:  # the rank joined after it was sent
+                if self.verdict is not None:  # the rank joined after the verdict was sent
                     self._tell(rank, "abort", **self.verdict)
             entry.heard_at, entry.about = now, message["about"]
             if not (self._is_diagnosing and entry.is_diagnosed):  # a diagnosis says more
@@ -91,12 +96,12 @@ class Board:
             self._decide_at = now + COLLECT_S
 
     def exclude_pause(self, seconds: float) -> None:
-        """Do not count the last `seconds`, in which this process could not listen."""
+        """Do not count the last `seconds`, in which this process did not run."""
         for entry in self.entries.values():
             entry.heard_at += seconds
 
     def tick(self) -> None:
-        """Look for hosts that are cut off and for deadlocks, and decide when it is time."""
+        """Look for lost hosts and for deadlocks. Decide when the reports are collected."""
         now = time.monotonic()
         for rank, entry in self.entries.items():
             if not entry.is_done and not entry.is_gone and now - entry.heard_at > CUT_S:
@@ -128,7 +133,7 @@ class Board:
             self.report(_report(entry.state, "lost", text, since))
 
     def _start_diagnosis(self, rank: int) -> None:
-        """Ask all watchdogs for stacks and collectives, because this rank is silent."""
+        """Ask all watchdogs for stacks and collectives, because `rank` is silent."""
         if self._is_diagnosing or self.verdict is not None:
             return
         self._is_diagnosing = True
@@ -164,14 +169,17 @@ class Board:
             self._say("oneworld: fatal, will not be restarted")
 
     def _is_repeated(self, report: Report) -> bool:
-        return self.history is not None and run_within_wait(partial(self.history.is_repeated, report), False)
+        return self._history is not None and run_within_wait(partial(self._history.is_repeated, report), False)
 
     def _present(self) -> list[RankState]:
         return [entry.state for entry in self.entries.values() if not entry.is_gone]
 
     def _may_wait_longer(self) -> bool:
-        """Whether the culprit is slow but within its limit, or somebody debugs a rank, or a rank compiles; others may
-        wait for a compilation, whatever their stacks say."""
+        """Return whether the silence is no failure yet.
+
+        This is so if a rank is in a debugger, if a rank does exceptional work such as a compilation, or if the culprit
+        is within its limit. Other ranks may wait for exceptional work, whatever their stacks show.
+        """
         present = self._present()
         if any(state.silence.debugged for state in present):
             return True
@@ -181,7 +189,7 @@ class Board:
         return not culprit.waits_for_others and culprit.silence.silent_s < culprit.silence.limit_s
 
     def _explain(self, report: Report) -> Report:
-        """Add what the other ranks did, if the report does not speak for itself."""
+        """Add what the other ranks were doing, if the cause is an error, a loss or silence."""
         if report.cause not in ("silent", "lost", "error"):
             return report
         lines = [report.trace.rstrip()] if report.trace else []

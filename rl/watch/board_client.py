@@ -1,4 +1,4 @@
-"""A watchdog's connection to the board at rank 0 (rl/watch/board_server.py)."""
+"""Connect a watchdog to the board, which runs in the watchdog of rank 0 (rl/watch/board_server.py)."""
 
 import selectors
 import socket
@@ -15,36 +15,38 @@ class BoardClient:
         self,
         address: tuple[str, int],
         selector: selectors.BaseSelector,
-        on_order: Callable[[dict[str, Any]], None],
+        on_message: Callable[[dict[str, Any]], None],
         on_lost: Callable[[str], None],
     ):
-        """`on_order` gets the board's messages, `on_lost` why it is out of reach. Raise OSError if it cannot be
-        reached now."""
+        """Connect, or raise OSError.
+
+        `on_message` receives the board's messages. `on_lost` receives the reason when the connection is lost later.
+        """
         self._heard_at = time.monotonic()
-        self._line = JsonChannel(socket.create_connection(address, timeout=CUT_S))
-        self._selector, self._on_order, self._on_lost = selector, on_order, on_lost
-        selector.register(self._line.connection, selectors.EVENT_READ, self._read)
+        self._channel = JsonChannel(socket.create_connection(address, timeout=CUT_S))
+        self._selector, self._on_message, self._on_lost = selector, on_message, on_lost
+        selector.register(self._channel.connection, selectors.EVENT_READ, self._read)
 
     def send(self, kind: str, **values: Any) -> None:
-        self._line.send(kind, **values)
+        self._channel.send(kind, **values)
 
     def tick(self) -> None:
-        self._line.flush()
+        self._channel.flush()
         unheard_s = time.monotonic() - self._heard_at
         if unheard_s > CUT_S:
             self._on_lost(f"has not been heard of for {unheard_s:.0f} s: its host is down or cut off")
 
     def exclude_pause(self, seconds: float) -> None:
-        """Do not count the last `seconds`, in which this process could not listen."""
+        """Do not count the last `seconds`, in which this process did not run."""
         self._heard_at += seconds
 
     def may_end(self, is_settled: bool) -> bool:
         return is_settled
 
     def _read(self) -> None:
-        for message in self._line.receive():
+        for message in self._channel.receive():
             self._heard_at = time.monotonic()
-            self._on_order(message)
-        if not self._line.is_open:
-            self._selector.unregister(self._line.connection)
+            self._on_message(message)
+        if not self._channel.is_open:
+            self._selector.unregister(self._channel.connection)
             self._on_lost("is gone: its process ended, or its host was cut off")

@@ -1,4 +1,7 @@
-"""The board's connections, in the watchdog of rank 0. All other watchdogs connect to it (rl/watch/board_client.py)."""
+"""Connect all watchdogs to the board, the table of ranks that decides who failed.
+
+This server runs in the watchdog of rank 0. The other watchdogs connect to it (rl/watch/board_client.py).
+"""
 
 import selectors
 import socket
@@ -9,7 +12,7 @@ from typing import Any
 from rl.common.json_channel import JsonChannel
 from rl.watch.board import BEAT_S, Board
 
-RANK = 0
+BOARD_RANK = 0
 
 
 class BoardServer:
@@ -18,24 +21,24 @@ class BoardServer:
         address: str,
         token: str,
         selector: selectors.BaseSelector,
-        on_order: Callable[[dict[str, Any]], None],
+        on_message: Callable[[dict[str, Any]], None],
         say: Callable[[str], None],
     ):
-        """`on_order` gets the board's messages to the watchdog that it lives in."""
+        """`on_message` receives the board's messages for rank 0's own watchdog. `say` prints a line."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.board = Board(self._tell, say)
-        self._token, self._selector, self._on_order = token, selector, on_order
+        self._token, self._selector, self._on_message = token, selector, on_message
         self._peers: dict[int, JsonChannel] = {}
-        self._ranks: dict[JsonChannel, int] = {}  # of peers that have shown the token
+        self._authenticated_ranks: dict[JsonChannel, int] = {}  # peers that sent the token
         self._sent_at = 0.0
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def send(self, kind: str, **values: Any) -> None:
         """Send a message of rank 0's watchdog to the board."""
-        self.board.handle(RANK, {"kind": kind, **values})
+        self.board.handle(BOARD_RANK, {"kind": kind, **values})
 
     def tick(self) -> None:
         self.board.tick()
@@ -49,7 +52,10 @@ class BoardServer:
         self.board.exclude_pause(seconds)
 
     def may_end(self, is_settled: bool) -> bool:
-        """Whether this watchdog may end, which it does after all others."""
+        """Return whether this watchdog may exit. It exits last, because all others are connected to it.
+
+        `is_settled`: its own rank is done or aborted.
+        """
         return (is_settled or self.board.verdict is not None) and not self._peers
 
     def _accept(self) -> None:
@@ -57,28 +63,28 @@ class BoardServer:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        line = JsonChannel(connection)
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(line))
+        channel = JsonChannel(connection)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(channel))
 
-    def _read(self, line: JsonChannel) -> None:
-        for message in line.receive():
-            if line in self._ranks:
-                self.board.handle(self._ranks[line], message)
+    def _read(self, channel: JsonChannel) -> None:
+        for message in channel.receive():
+            if channel in self._authenticated_ranks:
+                self.board.handle(self._authenticated_ranks[channel], message)
             elif message.get("token") == self._token:
-                self._ranks[line] = message["rank"]
-                self._peers[message["rank"]] = line
+                self._authenticated_ranks[channel] = message["rank"]
+                self._peers[message["rank"]] = channel
             else:
-                line.is_open = False
+                channel.is_open = False
                 break
-        if not line.is_open:
-            self._selector.unregister(line.connection)
-            line.connection.close()
-            if (rank := self._ranks.pop(line, None)) is not None:
+        if not channel.is_open:
+            self._selector.unregister(channel.connection)
+            channel.connection.close()
+            if (rank := self._authenticated_ranks.pop(channel, None)) is not None:
                 self._peers.pop(rank, None)
                 self.board.lost_connection(rank)
 
     def _tell(self, rank: int, kind: str, **values: Any) -> None:
-        if rank == RANK:
-            self._on_order({"kind": kind, **values})
+        if rank == BOARD_RANK:
+            self._on_message({"kind": kind, **values})
         elif rank in self._peers:
             self._peers[rank].send(kind, **values)

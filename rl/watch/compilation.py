@@ -1,7 +1,7 @@
-"""Heartbeats for compilers. torch.compile and Triton compile whenever they meet a new shape, however late in a run.
-That may take minutes, in the middle of a stage that took a second so far.
+"""Heartbeats for compilers. torch.compile and Triton compile whenever they meet a new shape, even late in a run.
 
-Neither is imported here: a rank that uses neither should not wait for their imports.
+A compilation may take minutes in a stage that took only a second so far. This module imports neither compiler, because
+a rank that uses neither should not wait for their imports.
 """
 
 import sys
@@ -15,8 +15,10 @@ _marked: set[type] = set()
 
 
 def mark_compilation() -> None:
-    """Report compilations by torch.compile and Triton as exceptional work. Only modules imported so far are covered:
-    call again after further imports."""
+    """Report compilations by torch.compile and Triton as exceptional work.
+
+    Only modules that are imported already are covered. Call this again after further imports.
+    """
     _mark_torch()
     _mark_triton()
 
@@ -24,7 +26,7 @@ def mark_compilation() -> None:
 def _mark_torch() -> None:
     callback = sys.modules.get("torch._dynamo.callback")
     handler = getattr(callback, "callback_handler", None)
-    if handler is not None and _begin not in handler.start_callbacks:  # `torch._dynamo.reset` forgets them
+    if handler is not None and _begin not in handler.start_callbacks:  # `torch._dynamo.reset` removes callbacks
         handler.register_start_callback(_begin)
         handler.register_end_callback(_end)
 
@@ -38,8 +40,11 @@ def _end(*details: object) -> None:
 
 
 def _mark_triton() -> None:
-    """Wrap the method that compiles a kernel. Triton's own hooks would not do: with one of them set it writes the
-    constants of every kernel as JSON, which fails for some of vLLM's, and none is called when a compilation fails."""
+    """Wrap the method that compiles a kernel.
+
+    Triton's own hooks do not work here. With a hook set, Triton writes the constants of every kernel as JSON, which
+    fails for some of vLLM's kernels. And no hook is called when a compilation fails.
+    """
     function: Any = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
     if function is None or function in _marked or not hasattr(function, "_do_compile"):
         return

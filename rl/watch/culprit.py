@@ -1,4 +1,4 @@
-"""Which of the silent ranks the others wait for, and how a failure is described."""
+"""Find the rank that the other silent ranks wait for, and describe the failure."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,20 +11,22 @@ from rl.watch.heart import Activity
 
 @dataclass(frozen=True)
 class Silence:
+    """How long a rank has been silent, and how long it may be."""
+
     silent_s: float  # since its last heartbeat
     stage_s: float  # since it entered its stage
     limit_s: float = 0.0  # how long it may be silent
-    frozen: str = ""  # why nothing in the process runs; empty if its I/O thread runs
-    debugged: bool = False  # a person has it in a debugger, for as long as that takes
+    frozen: str = ""  # why no thread of the process runs; empty if one does
+    debugged: bool = False  # a person has the rank in a debugger, so there is no limit
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a silent rank's stacks and collectives show. The names of files are empty where there are none."""
+    """What the stacks and collectives of a silent rank show. A file name is empty if there is no file."""
 
-    in_collective: bool = False  # its main thread is in a call that needs other ranks
-    is_pending: bool = False  # its device has collectives to finish
-    stacks: str = ""  # file with its stacks
+    in_collective: bool = False  # the main thread is in a call that needs other ranks
+    is_pending: bool = False  # the device has unfinished collectives
+    stacks: str = ""  # file with the stacks
     collectives: str = ""  # file that NCCL's flight recorder was asked to write
 
 
@@ -40,7 +42,7 @@ class RankState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RankState":
-        """Undo `asdict`."""
+        """Build a state from what `asdict` returned."""
         parts = Activity(**values["activity"]), Silence(**values["silence"]), Diagnosis(**values["diagnosis"])
         return cls(values["rank"], values["host"], *parts)
 
@@ -51,13 +53,13 @@ class RankState:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it waits for other ranks, and not for its own threads, such as a checkpoint's, nor for a person."""
+        """Return whether the rank waits for other ranks, not for its own threads or for a person in a debugger."""
         activity = self.activity
         return bool(activity.waits_for) and not activity.waits_for_itself and not self.silence.debugged
 
     @property
     def is_excused(self) -> bool:
-        """Whether it does exceptional work, and has not done so for too long yet."""
+        """Return whether the rank does exceptional work and is within its limit."""
         silence = self.silence
         return bool(self.activity.exceptional) and not silence.frozen and silence.silent_s < silence.limit_s
 
@@ -65,9 +67,8 @@ class RankState:
 def find_culprit(states: Sequence[RankState]) -> RankState:
     """Return the rank that the others most probably wait for.
 
-    A frozen process comes before one that runs, one that works before one that waits for others, one in its own code
-    before one in a collective and before one whose device is in one. Then comes the rank at the lowest step, and then
-    the one that has been silent longest.
+    These criteria are compared in order: the rank is frozen, it does not wait for others, its main thread is not in a
+    collective, its device is not in a collective, it has the lowest step, it has been silent longest.
     """
     return min(
         states,
@@ -93,7 +94,7 @@ def describe_silence(culprit: RankState) -> str:
 
 
 def describe_others(states: Iterable[RankState]) -> list[str]:
-    """Return a line for each group of ranks that were doing the same."""
+    """Return one line for each group of ranks that are doing the same."""
     alike: dict[tuple[str, str, str], list[RankState]] = defaultdict(list)
     for state in states:
         activity = state.activity

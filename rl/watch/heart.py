@@ -1,9 +1,9 @@
-"""Heartbeats: what a rank is doing now, in memory that it shares with its watchdog. A heartbeat takes a few
-microseconds to write and can be read when the rank is frozen.
+"""Heartbeats: what a rank is doing now, in memory that it shares with its watchdog.
 
-Every stage, engine step, micro-batch and message is a heartbeat. A rank that waits for others says so: the silence is
-then theirs. A rank also announces exceptional work, whose duration cannot be estimated from earlier work, such as a
-compilation.
+Writing a heartbeat takes a few microseconds. The watchdog can read it even when the rank is frozen. A rank writes one
+for every stage, engine step, micro-batch and message. It also announces when it waits for others, so that their silence
+is not blamed on it, and when it begins exceptional work. The duration of exceptional work, such as a compilation,
+cannot be estimated from earlier work.
 """
 
 import json
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 SIZE = 16_384  # bytes; holds four texts of MAX_ITEM characters, each of which JSON may write in 12 bytes
 HEAD = struct.Struct("=QQddI")  # heartbeats, tokens, times of the heartbeat and of the stage, bytes of text
 HEAD_OFFSET = 8  # after a sequence number, which is odd while something is written
-# Times that any thread may write; 0 means never. When the I/O thread and a thread that writes a checkpoint last ran;
-# when a debugger was opened, and when it was closed.
+# Times that any thread may write; 0 means never. They say when the I/O thread last ran, when a thread that writes a
+# checkpoint last made progress, when a debugger was opened, and when it was closed.
 THREADS = struct.Struct("=dddd")
 THREADS_OFFSET, TEXT_OFFSET = 64, 128
 MAX_ITEM = 200  # characters
-MAX_SHAPES = 64  # shapes of a stage that count as a first use; with more, the caller's classes are too fine
-OWN = "its "  # prefix of what a rank waits for if its own threads do it
+MAX_SHAPES = 64  # maximum number of shapes in a stage whose first use is allowed more time
+OWN = "its "  # prefix of `waits_for` if the rank waits for its own threads
 MAX_TRIES = 100
 
 
@@ -36,8 +36,8 @@ class Activity:
     stage: str = "start"
     step: int = 0
     version: int = 0
-    item: str = ""  # what it works on
-    waits_for: str = ""  # empty while it works; other ranks do it, unless it begins with OWN
+    item: str = ""  # what the rank works on
+    waits_for: str = ""  # empty while the rank works; begins with OWN if it waits for its own threads
     exceptional: str = ""  # work whose duration cannot be estimated from earlier work; empty if there is none
 
     @property
@@ -51,16 +51,16 @@ class Novelty:
 
     is_new: bool = False  # the stage was never entered for this item before
     shape: str = ""  # class of the work's size; empty if it has none
-    is_first_use: bool = False  # of that shape in this stage
+    is_first_use: bool = False  # the shape was not used in this stage before
 
 
 @dataclass(frozen=True)
 class Times:
     """Times of the monotonic clock, which all processes of a host share. 0 means never."""
 
-    at: float  # of the heartbeat
-    stage_at: float  # of the stage's begin
-    io_at: float  # when the I/O thread last ran, which shows that the interpreter was not frozen
+    at: float  # when the heartbeat was written
+    stage_at: float  # when the stage began
+    io_at: float  # when the I/O thread last ran: the interpreter was not frozen then
     background_at: float = 0.0  # when a thread that writes a checkpoint last made progress
     debugger_opened_at: float = 0.0
     debugger_closed_at: float = 0.0
@@ -71,8 +71,7 @@ class Times:
 
     @property
     def worked_at(self) -> float:
-        """Return when the main thread last showed progress. The time that a person spends in a debugger does not count
-        as silence."""
+        """Return when the main thread last made progress. The time in a debugger does not count as silence."""
         return max(self.at, self.debugger_closed_at)
 
     @property
@@ -90,36 +89,41 @@ class Heartbeat:
 
     @property
     def progress_at(self) -> float:
-        """Return when the rank last made progress, in its other threads too if it waits for them."""
+        """Return when the rank last made progress. If it waits for its own threads, their progress counts too."""
         times = self.times
         return max(times.worked_at, times.background_at) if self.activity.waits_for_itself else times.worked_at
 
 
 class Heart:
-    """Writes a rank's heartbeats. The main thread does so, except for the times of other threads and for compilations,
-    which a backward pass may begin in a thread of autograd."""
+    """Write a rank's heartbeats.
+
+    The main thread calls most methods. Other threads call the `touch_` methods, and autograd threads may begin or end
+    compilations.
+    """
 
     def __init__(self) -> None:
         self._activity = Activity()
         self._entry = ("start", "")
-        self._left: set[tuple[str, str]] = set()
+        self._left: set[tuple[str, str]] = set()  # pairs of stage and item that were entered and left before
         self._shape, self._is_first_use = "", False
         self._shapes: dict[str, set[str]] = {}  # used so far, by stage
-        self._exceptional: list[str] = []  # the innermost last
+        self._exceptional: list[str] = []  # nested, the innermost last
         self._lock = threading.RLock()
         self._sequence = self._count = self._tokens = 0
         self._stage_at = time.monotonic()
         self.renew()
 
     def renew(self) -> None:
-        """Move to new memory, which only processes forked from now on share."""
+        """Move to new memory, shared only with processes that are forked from now on."""
         self._memory = mmap.mmap(-1, SIZE)
         self._numbers = memoryview(self._memory).cast("Q")
         self._write()
 
     def beat(self, item: str = "", tokens: int = 0, shape: str = "") -> None:
-        """Announce work on `item`. `shape` is one of a few classes of size: the first use of each in a stage, until the
-        next heartbeat, may take longer than other work did."""
+        """Announce work on `item`.
+
+        `shape` is one of a few size classes. The first use of each in a stage may take longer than other work.
+        """
         with self._lock:
             self._activity.item = item[:MAX_ITEM]
             self._tokens += tokens
@@ -134,13 +138,15 @@ class Heart:
             used.add(shape)
 
     def forget_shapes(self) -> None:
-        """Count the next use of each shape in this stage as the first: what does the work is new."""
+        """Count the next use of each shape in this stage as the first, for example after an engine was rebuilt."""
         self._shapes.pop(self._activity.stage, None)
 
     @contextmanager
     def exceptional(self, what: str) -> Iterator[None]:
-        """Mark work whose duration cannot be estimated from earlier work of the stage, such as a compilation. Its limit
-        is the cap, and later work is not expected to take as long. It may nest."""
+        """Mark work whose duration cannot be estimated from earlier work of the stage, such as a compilation.
+
+        The limit of its silence is the cap, and nothing is learnt from its duration. Calls may nest.
+        """
         self.begin_exceptional(what)
         try:
             yield
@@ -148,19 +154,19 @@ class Heart:
             self.end_exceptional(what)
 
     def begin_exceptional(self, what: str) -> None:
-        """Begin what `exceptional` marks, for callers whose begin and end are separate callbacks."""
+        """Begin exceptional work. This is for callers whose begin and end are separate callbacks."""
         with self._lock:
             self._exceptional.append(what[:MAX_ITEM])
             self._write()
 
     def end_exceptional(self, what: str) -> None:
-        """End it. Without a begin nothing happens: a callback may be registered while a compilation is under way."""
+        """End exceptional work. Ignore an end without a begin: callbacks may be registered during a compilation."""
         with self._lock, suppress(ValueError):
             self._exceptional.remove(what[:MAX_ITEM])
             self._write()
 
     def enter(self, stage: str, item: str = "") -> None:
-        """Enter a stage. `item` is one of a few: the first of each in a stage may take longer than others did."""
+        """Enter a stage. `item` is one of a few values. The first visit for each may take longer than others."""
         with self._lock:
             if stage != self._activity.stage:
                 self._activity.stage, self._stage_at = stage, time.monotonic()
@@ -170,7 +176,7 @@ class Heart:
             self._write()
 
     def describe(self, roles: str | None = None, step: int | None = None, version: int | None = None) -> None:
-        """Change what is not None."""
+        """Set the values that are not None."""
         with self._lock:
             for name, value in {"roles": roles, "step": step, "version": version}.items():
                 if value is not None:
@@ -178,7 +184,7 @@ class Heart:
             self._write()
 
     def wait(self, what: str) -> None:
-        """Announce that the rank waits from now on; an empty text ends it."""
+        """Announce that the rank waits for `what` from now on. An empty text ends the wait."""
         with self._lock:
             self._activity.waits_for = what[:MAX_ITEM]
             self._write()
@@ -197,7 +203,7 @@ class Heart:
 
     def _touch(self, place: int) -> None:
         (bits,) = struct.unpack("=Q", struct.pack("=d", time.monotonic()))
-        self._numbers[THREADS_OFFSET // 8 + place] = bits  # in one store: `pack_into` would clear it first
+        self._numbers[THREADS_OFFSET // 8 + place] = bits  # a single store; `pack_into` would write zeros first
 
     def _write(self) -> None:
         self._activity.exceptional = self._exceptional[-1] if self._exceptional else ""
@@ -211,14 +217,14 @@ class Heart:
         self._numbers[0] = self._sequence
 
     def read(self) -> Heartbeat | None:
-        """Return the newest heartbeat, in the watchdog. None while the rank writes one, or if it froze meanwhile."""
+        """Return the newest heartbeat, or None if the rank is writing one or froze while it did."""
         for _ in range(MAX_TRIES):
             sequence = self._numbers[0]
             count, tokens, *times, size = HEAD.unpack_from(self._memory, HEAD_OFFSET)
             text = bytes(self._memory[TEXT_OFFSET : TEXT_OFFSET + size])
             times += THREADS.unpack_from(self._memory, THREADS_OFFSET)
             if sequence % 2 == 0 and self._numbers[0] == sequence:
-                with suppress(ValueError):  # torn all the same
+                with suppress(ValueError):  # the text may be torn nevertheless
                     *activity, is_new, shape, is_first_use = json.loads(text)
                     novelty = Novelty(is_new, shape, is_first_use)
                     return Heartbeat(count, tokens, Activity(*activity), novelty, Times(*times))
@@ -226,9 +232,8 @@ class Heart:
 
 
 def size_class(count: int, least: int = 1) -> int:
-    """Return the smallest power of two that is at least `count` and `least`; 0 for 0. A few such classes stand for all
-    sizes that a shape can have."""
+    """Return the smallest power of two that is at least `count` and `least`, or 0 if `count` is 0."""
     return 1 << (max(count, least) - 1).bit_length() if count else 0
 
 
-HEART = Heart()  # of this process
+HEART = Heart()  # the only one of this process

@@ -1,4 +1,4 @@
-"""The watchdog's view of its rank: heartbeats, how long there were none, stacks and collectives."""
+"""The watchdog's view of its rank: heartbeats, silence, stacks and collectives."""
 
 import socket
 import time
@@ -20,15 +20,17 @@ class _Examination:
     began_at: float
     state: RankState
     recording: Recording
-    diagnosis: Diagnosis | None = None  # of the stacks
+    diagnosis: Diagnosis | None = None  # from the stacks; the collectives follow
 
 
 class RankMonitor:
+    """Watch one rank from its watchdog: read its heartbeats, measure its silence, and diagnose it on request."""
+
     def __init__(self, heart: Heart, process: RankProcess, stacks: Stacks):
-        self.rank, self.world = -1, ""  # until the rank joins
+        self.rank, self.world = -1, ""  # set when the rank joins
         self.host = socket.gethostname()
-        self.folder: Path | None = None  # of the run
-        self.collectives = ""  # path of the flight recorder's files, without the rank
+        self.folder: Path | None = None  # of the run, once it is known
+        self._collectives = ""
         self.silence = SilenceDetector(Limits())
         beat = heart.read()
         assert beat is not None
@@ -36,17 +38,29 @@ class RankMonitor:
         self._heart, self._process, self._stacks = heart, process, stacks
         self._examination: _Examination | None = None
 
+    def join(self, rank: int, world: str) -> None:
+        """Record the rank's number and the id of its world."""
+        self.rank, self.world = rank, world
+
+    def begin_run(self, folder: Path, collectives: str, limits: Limits) -> None:
+        """Use the run's folder and its limits of silence from now on.
+
+        `collectives` is the path of the flight recorder's files, without the rank. It is empty if nothing is recorded.
+        """
+        self.folder, self._collectives = folder, collectives
+        self.silence.set_limits(limits)
+
     def update(self) -> None:
         """Read the newest heartbeat."""
         self.beat = self._heart.read() or self.beat
         self.silence.see(self.beat)
 
     def frozen(self) -> str:
-        """Return why nothing in the rank's process runs; empty if something does."""
+        """Return why no thread of the rank runs, or "" if one does."""
         return self.silence.frozen(self.beat, time.monotonic(), self._process.state)
 
     def is_silent(self) -> bool:
-        """Whether the rank has been silent for longer than it may be."""
+        """Return whether the rank has been silent for longer than its limit."""
         return self.silence.is_silent(self.beat, time.monotonic(), self.frozen())
 
     def state(self) -> RankState:
@@ -62,15 +76,17 @@ class RankMonitor:
         return RankState(self.rank, self.host, beat.activity, silence)
 
     def start_diagnosis(self) -> None:
-        """Ask the rank for its stacks and collectives; `finished_diagnosis` returns them a moment later."""
-        state = self.state()  # before a stopped process is woken to write its stacks
-        recording = Recording(self.world, self.rank, self.collectives)
+        """Ask the rank for its stacks and collectives. `finished_diagnosis` returns the result later."""
+        state = self.state()  # read it first: a stopped process is woken to write its stacks
+        recording = Recording(self.world, self.rank, self._collectives)
         self._stacks.ask(is_stopped=state.silence.frozen == STOPPED)
         self._examination = _Examination(time.monotonic(), state, recording)
 
     def finished_diagnosis(self) -> RankState | None:
-        """Return the rank's state with its diagnosis, once, when it is complete. The stacks are written while NCCL's
-        recorder is waited for."""
+        """Return the rank's state with a complete diagnosis, once. Return None before and after that.
+
+        The stacks are written to a file while the flight recorder answers.
+        """
         if self._examination is None:
             return None
         examination, now = self._examination, time.monotonic()

@@ -1,4 +1,4 @@
-"""Let the kernel end a process together with its parent. Imports next to nothing."""
+"""Let the kernel end a process together with its parent."""
 
 import ctypes
 
@@ -6,5 +6,5 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(number: int) -> None:
-    """Have the kernel send this signal when the parent ends, however it ends. 0 turns it off."""
+    """Have the kernel send signal `number` to this process when its parent ends. 0 turns this off."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The rank's process as its watchdog sees it from outside: it may be frozen or gone."""
+"""The rank's process, seen from its watchdog. The process may be frozen or gone."""
 
 import os
 import signal
@@ -6,30 +6,33 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-CHILDREN_S = 1.0  # for children of a dead rank to end by themselves; Python's tracker then removes shared memory
+CHILDREN_S = 1.0  # for children of a dead rank to exit; one of them, Python's resource tracker, removes shared memory
 
 
 class RankProcess:
     def __init__(self, pid: int, leads_group: bool):
-        """`leads_group` says that torchrun started it: it and its children are a process group of their own."""
+        """`leads_group` says that torchrun started the rank, which then leads a process group with its children."""
         self.pid, self.exit_fd = pid, os.pidfd_open(pid)
         self._leads_group = leads_group
         self._kill_children_at: float | None = None
 
     @property
     def state(self) -> str:
-        """Return the kernel's letter, such as T for stopped; empty if the process is gone."""
+        """Return the kernel's letter for the state, such as T for stopped, or "" if the process is gone."""
         return self._stat()[0]
 
     @property
     def has_crashed(self) -> bool:
-        """Whether it has ended badly, and not by the SIGTERM with which an agent ends ranks when another one failed or
-        a node joined. This is visible until the agent reaps the process, which it tries ten times a second."""
+        """Return whether the process ended with an error.
+
+        SIGTERM is no error: the agent sends it to end ranks when another rank failed or a node joined. The exit status
+        is visible only until the agent reaps the process, which may take just 0.1 s.
+        """
         stat = self._stat()
         return stat[0] == "Z" and int(stat[-1]) not in (0, signal.SIGTERM)
 
     def _stat(self) -> list[str]:
-        """Return the fields from the state on; the last is the exit status."""
+        """Return the fields of /proc/PID/stat, beginning with the state. The last one is the exit status."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split() or [""]
         except OSError:
@@ -54,7 +57,7 @@ class RankProcess:
 
     @property
     def has_children_left(self) -> bool:
-        """Whether children that were terminated have not ended yet."""
+        """Return whether terminated children are still running."""
         return self._kill_children_at is not None
 
     def tick(self) -> None:
@@ -65,7 +68,7 @@ class RankProcess:
                 self._kill_children_at = None
 
     def _signal_children(self, number: int) -> bool:
-        """Signal the children and return whether there are any. Signal 0 only asks."""
+        """Send a signal to the children and return whether there are any. Signal 0 is not delivered."""
         try:
             if self._leads_group:
                 os.killpg(self.pid, number)
@@ -75,7 +78,7 @@ class RankProcess:
 
 
 def remove_segments(world: str) -> None:
-    """Remove shared memory of a world's engines. A rank that is killed while it builds an engine leaves some."""
+    """Remove shared memory of a world's engines, which a rank leaves behind if it is killed while it builds one."""
     for segment in Path("/dev/shm").glob(f"oneworld-{world}-*") if world else ():
         with suppress(OSError):
             segment.unlink()

@@ -1,7 +1,7 @@
-"""NCCL's flight recorder: a rank's last collectives on GPUs, which its watchdog requests when ranks are silent.
+"""NCCL's flight recorder: a rank's last collectives on GPUs. Its watchdog requests them when ranks are silent.
 
-A thread of torch answers, also while the main thread is in a collective. `torchfrtrace` reads the files of all ranks
-and says in which collective they differ.
+A thread of torch answers, even while the main thread is in a collective. `torchfrtrace` reads the files of all ranks
+and shows in which collective they differ.
 """
 
 import os
@@ -12,20 +12,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-PIPES = Path("/dev/shm")  # a run folder may be on a file system without pipes; `remove_segments` cleans up here
+PIPES = Path("/dev/shm")  # a run folder's file system may have no pipes; `remove_segments` cleans up here
 READ_S = 2.0  # torch reads its pipe once a second
 
 
 def keep_collectives(folder: Path, world: str, count: int) -> str:
-    """Record the last `count` collectives. Call it in the rank, before the first process group on GPUs is made.
+    """Record the last `count` collectives. Call this in the rank before its first process group on GPUs is created.
 
-    Return the path of the files to come, without the rank, or nothing if none are wanted. Environment variables that
-    the user has set win.
+    Return the path of the files, without the rank, or "" if `count` is 0. Environment variables that the user has set
+    take precedence.
     """
     _set(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(count))
     if not count:
         return ""
-    target = folder.resolve() / "stacks" / world / "nccl_rank_"  # torchfrtrace takes all files of a folder for one time
+    # One folder per world, because torchfrtrace reads all files of a folder.
+    target = folder.resolve() / "stacks" / world / "nccl_rank_"
     target.parent.mkdir(parents=True, exist_ok=True)
     _set(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(target))
     _set(("TORCH_NCCL_DEBUG_INFO_PIPE_FILE",), str(_pipe(world, "")))
@@ -33,18 +34,20 @@ def keep_collectives(folder: Path, world: str, count: int) -> str:
 
 
 def _set(names: tuple[str, ...], value: str) -> None:
-    """Set the names that newer and older versions of torch read."""
+    """Set the same variable under the names that newer and older versions of torch read."""
     if not any(name in os.environ for name in names):
         os.environ |= dict.fromkeys(names, value)
 
 
 class Recording:
-    """A request for a rank's last collectives, in the watchdog. A thread reads the file, because the run's folder may
-    be what hangs."""
+    """A watchdog's request for the last collectives of its rank.
+
+    A thread reads the file, because the file system may be what hangs.
+    """
 
     def __init__(self, world: str, rank: int, stem: str):
-        self.path = ""  # of the file, if a recorder listens
-        self.is_pending = False  # the device is in a collective, wherever the main thread waits for it
+        self.path = ""  # path of the file, if a recorder listens
+        self.is_pending = False  # the device has unfinished collectives, whatever the main thread does
         self._thread = threading.Thread(target=self._take, args=(world, rank, Path(f"{stem}{rank}")), daemon=True)
         if stem:
             self._thread.start()
@@ -55,27 +58,29 @@ class Recording:
 
     def _take(self, world: str, rank: int, path: Path) -> None:
         with suppress(OSError):
-            path.unlink()  # of an earlier silence
+            path.unlink()  # the file of an earlier request
         if not ask_for_collectives(world, rank):
             return
         self.path = str(path)
         deadline = time.monotonic() + READ_S
         while time.monotonic() < deadline:
-            with suppress(OSError, EOFError, pickle.UnpicklingError):  # not written yet, or not to its end
+            with suppress(OSError, EOFError, pickle.UnpicklingError):  # not written yet, or only in part
                 self.is_pending = has_pending(pickle.loads(path.read_bytes()))
                 return
             time.sleep(0.1)
 
 
 def has_pending(trace: dict[str, Any]) -> bool:
-    """Whether the device has unfinished collectives of some group: other ranks have not joined one, or earlier work in
-    the queue does not end."""
+    """Return whether the device has unfinished collectives of any group.
+
+    Either another rank has not joined one, or earlier work in the queue does not end.
+    """
     groups = trace.get("pg_status", {}).values()
     return any(int(of["last_enqueued_collective"]) > int(of["last_completed_collective"]) for of in groups)
 
 
 def ask_for_collectives(world: str, rank: int) -> bool:
-    """Request the file and return whether a recorder listens. The file is there a second or two later."""
+    """Request the file and return whether a recorder listens. Torch writes the file within about two seconds."""
     with suppress(OSError):
         pipe = os.open(_pipe(world, f"{rank}.pipe"), os.O_WRONLY | os.O_NONBLOCK)
         try:

@@ -1,4 +1,4 @@
-"""Why a world ended: the reports of its ranks, which one explains the others, and what the next attempt must know."""
+"""Why a world ended: the reports of its ranks, and what the next attempt must know about them."""
 
 import json
 import sys
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from rl.common.files import write_atomically
 
-# What may end a world, the best explanation first: after a loss, agents end the other ranks and connections break.
+# Causes of a world's end, the best explanation first. For example, a lost rank breaks connections of other ranks.
 CAUSES = ("interrupt", "fatal", "error", "lost", "stopped", "silent", "terminated", "connection")
 
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's report of its end. It travels as JSON with all of its fields."""
+    """One rank's report of its failure. It is sent as JSON."""
 
     rank: int
     roles: str
@@ -40,27 +40,31 @@ class Report:
         return f"oneworld: {place}: {self.error}" + (f"\n{self.trace.rstrip()}" if self.trace else "")
 
     def signature(self) -> dict[str, object]:
-        """Return what identifies an error; messages differ in addresses, sizes and process ids."""
+        """Return what identifies an error. Its message is left out, because addresses and sizes in it may differ."""
         return {"step": self.step, "stage": self.stage, "error": self.error.partition(":")[0]}
 
 
 class AttemptHistory:
-    """Files in the run's folder by which attempts of one launch learn about earlier ones. Each node has its own files,
-    because disks may be private."""
+    """Files in the run's folder that tell an attempt about earlier attempts of the same launch.
+
+    Each node keeps its own files, because nodes may not share a disk.
+    """
 
     def __init__(self, folder: Path):
         self._fatal, self._last_error = folder / "FATAL", folder / "last_error.json"
         self._attempts = folder / "attempts.json"
 
     def forget_before(self, launched_at: float) -> None:
-        """Remove what earlier launches left, but not what earlier attempts left. torchrun's restart count cannot tell
-        them apart, because it differs between nodes."""
+        """Remove the files of earlier launches, but keep those of earlier attempts of this launch.
+
+        torchrun's restart count cannot tell them apart, because it differs between nodes.
+        """
         for file in (self._fatal, self._last_error, self._attempts):
             if file.exists() and file.stat().st_mtime < launched_at:
                 file.unlink()
 
     def is_repeated(self, report: Report) -> bool:
-        """Whether the attempt before ended with the same error at the same step, which a restart would meet again."""
+        """Return whether the previous attempt ended with the same error at the same step. Record this error."""
         if report.cause not in ("error", "connection"):
             return False
         now = report.signature()
@@ -73,8 +77,10 @@ class AttemptHistory:
         return before == now
 
     def count_attempt(self) -> tuple[int, int]:
-        """Count this attempt. Return how many in a row got no further than those before, with this one, and the step at
-        which the furthest of them ended."""
+        """Count this attempt.
+
+        Return the number of attempts in a row without progress, including this one, and the furthest step they reached.
+        """
         count, furthest = self._read_attempts()
         self._write_attempts(count + 1, furthest)
         return count + 1, furthest
@@ -85,13 +91,13 @@ class AttemptHistory:
         self._write_attempts(count, max(step, furthest))
 
     def forget_attempts(self) -> None:
-        """Start to count anew, because this attempt got further."""
+        """Reset the count, because this attempt got further."""
         self._write_attempts(0, 0)
 
     def _read_attempts(self) -> tuple[int, int]:
         try:
             count, furthest = json.loads(self._attempts.read_text())
-        except (OSError, ValueError):  # there is none, or only half of one
+        except (OSError, ValueError):  # the file is missing or damaged
             return 0, 0
         return count, furthest
 
@@ -106,7 +112,7 @@ class AttemptHistory:
             print(f"oneworld: cannot write {self._fatal}: {error}", file=sys.stderr, flush=True)
 
     def forget(self) -> None:
-        """Remove what the next attempt would read; after a normal end there is none."""
+        """Remove the files after a normal end, which no other attempt follows."""
         with suppress(OSError):
             self._attempts.unlink(missing_ok=True)
             self._last_error.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How long a rank may be silent: learnt for each stage from its longest silence so far, between a floor and a cap."""
+"""How long a rank may be silent. The limit is learnt for each stage from its longest silence so far."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -12,25 +12,29 @@ STRETCH = 5.0  # a stage may be silent for this many times its longest silence s
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds of silence. The cap is also the limit of exceptional work, and of a stage or work not seen before."""
+    """Bounds of the learnt limit, in seconds. The cap also applies to exceptional work and to work not seen before."""
 
     floor_s: float = 60.0
     cap_s: float = 1800.0
 
 
 class SilenceDetector:
-    """Decides from heartbeats whether a rank has been silent for too long."""
+    """Decide from heartbeats whether a rank has been silent for too long."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
-        self._longest: dict[str, float] = {}  # by stage, of visits that have ended
-        self._in_visit = 0.0
-        self._first_uses: dict[tuple[str, str], float] = {}  # by stage and shape, until it is used again
+        self._longest: dict[str, float] = {}  # by stage; only visits that have ended count
+        self._in_visit = 0.0  # longest silence of the current visit
+        self._first_uses: dict[tuple[str, str], float] = {}  # by stage and shape, until the second use
         self._last: Heartbeat | None = None
-        self._pauses: deque[tuple[float, float]] = deque(maxlen=1000)  # ends and lengths
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=1000)  # (end, seconds)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Replace the limits by those of the config, once it is known."""
+        self.limits = limits
 
     def see(self, beat: Heartbeat) -> None:
-        """Learn from the newest heartbeat, which may be the same as before."""
+        """Learn from the newest heartbeat. Seeing the same one again changes nothing."""
         last, self._last = self._last, beat
         if last is None or beat.count == last.count:
             return
@@ -44,8 +48,8 @@ class SilenceDetector:
     def _learn(self, last: Heartbeat, silence_s: float) -> None:
         """Remember how long the work of the last heartbeat took.
 
-        The first use of a shape may include a compilation, so its time says nothing about other shapes. It is kept
-        as the estimate for the second use, until that has been seen.
+        The first use of a shape may include a compilation, so its time says nothing about other shapes. That time is
+        the estimate for the second use only.
         """
         use = (last.activity.stage, last.novelty.shape)
         if last.novelty.is_first_use:
@@ -55,7 +59,7 @@ class SilenceDetector:
             self._in_visit = max(self._in_visit, silence_s)
 
     def exclude_pause(self, now: float, seconds: float) -> None:
-        """Do not count the last `seconds`: the watchdog itself stood still, and so did probably the rank beside it."""
+        """Do not count the last `seconds`. The watchdog itself did not run, so the rank probably did not either."""
         self._pauses.append((now, seconds))
 
     def silent_s(self, beat: Heartbeat, now: float, frozen: str) -> float:
@@ -66,8 +70,8 @@ class SilenceDetector:
     def limit_s(self, beat: Heartbeat) -> float:
         """Return how long the rank may be silent now.
 
-        The start of a run does many things once, so nothing is learnt from it. A disk may be arbitrarily slow as long
-        as it makes progress.
+        It is the cap in these cases: the start of a run, whose work happens only once; work not seen before;
+        exceptional work; and a wait for the rank's own threads, because a disk may be slow.
         """
         activity, novelty = beat.activity, beat.novelty
         is_unknown = activity.stage == "start" or novelty.is_new or novelty.is_first_use or bool(activity.exceptional)
@@ -78,9 +82,9 @@ class SilenceDetector:
         return min(self.limits.cap_s, max(self.limits.floor_s, STRETCH * longest))
 
     def frozen(self, beat: Heartbeat, now: float, state: str) -> str:
-        """Return why nothing in the process runs; empty if something runs, or if the process is gone.
+        """Return why no thread of the process runs. Return "" if one runs or the process is gone.
 
-        `state` is the kernel's letter. A process without an I/O thread cannot show that its interpreter runs.
+        `state` is the kernel's letter for the process. Without an I/O thread, a frozen interpreter is not detected.
         """
         if state in ("T", "t"):
             return STOPPED
@@ -88,7 +92,7 @@ class SilenceDetector:
         return FROZEN if state and beat.times.io_at and not beat.times.is_in_debugger and is_stuck else ""
 
     def is_silent(self, beat: Heartbeat, now: float, frozen: str) -> bool:
-        """Whether the rank has been silent for too long. One that waits for others, or for a person, has not."""
+        """Return whether the rank has been silent for too long. A wait for other ranks or for a debugger may last."""
         if beat.times.is_in_debugger:
             return False
         limit_s = self.limits.floor_s if frozen else self.limit_s(beat)

@@ -1,5 +1,7 @@
-"""Python stacks of a rank, also of one whose interpreter is frozen: a signal makes it write them into memory that its
-watchdog reads."""
+"""Python stacks of a rank, even if its interpreter is frozen.
+
+A signal makes the rank write its stacks to memory that its watchdog reads.
+"""
 
 import faulthandler
 import os
@@ -11,9 +13,9 @@ from pathlib import Path
 from rl.common.files import run_within_wait
 
 SIGNAL = signal.SIGUSR2
-MEMORY = "stacks"  # name by which tools/stacks.py finds it
-ANSWER_S = 0.5  # for a rank to write them
-# Parts of paths that belong to calls which need other ranks, or wait for a device that does.
+MEMORY = "stacks"  # name of the memory file; tools/stacks.py looks for it
+ANSWER_S = 0.5  # for a rank to write its stacks
+# Paths of calls that need other ranks, or that wait for a device that may need them.
 WAITING_WORDS = (
     "torch/distributed/",
     "torch/autograd/",
@@ -25,7 +27,7 @@ MAX_BYTES = 1 << 20
 
 
 class Stacks:
-    """Memory for a rank's stacks. The rank makes it before its watchdog is forked."""
+    """Memory for a rank's stacks. The rank creates it before it forks its watchdog."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -33,13 +35,15 @@ class Stacks:
         faulthandler.register(SIGNAL, self._file, all_threads=True)
 
     def ask(self, is_stopped: bool) -> None:
-        """Ask the rank to write its stacks, which `take` returns ANSWER_S later. The rank writes where this process
-        seeks to, which is the beginning of the file."""
+        """Ask the rank to write its stacks. `take` returns them ANSWER_S later.
+
+        Both processes share the file position, so the rank writes at the beginning of the file.
+        """
         os.ftruncate(self._file.fileno(), 0)
         os.lseek(self._file.fileno(), 0, os.SEEK_SET)
         with suppress(ProcessLookupError):
             os.kill(self._pid, SIGNAL)
-            if is_stopped:  # let it run for a moment to answer
+            if is_stopped:  # wake it for a moment, so that it can answer
                 os.kill(self._pid, signal.SIGCONT)
                 time.sleep(0.05)
                 os.kill(self._pid, signal.SIGSTOP)
@@ -49,8 +53,10 @@ class Stacks:
 
 
 def write_stacks(stacks: str, folder: Path | None, rank: int) -> str:
-    """Write stacks to the run's folder and return the path. Return nothing if that takes too long: the file system may
-    be what hangs."""
+    """Write stacks to the run's folder and return the path.
+
+    Return "" if that fails or takes too long. The file system may be what hangs.
+    """
     if not stacks or folder is None:
         return ""
     path = folder / "stacks" / f"{time.strftime('%Y%m%d-%H%M%S')}.rank_{rank}.txt"
@@ -66,6 +72,6 @@ def write_stacks(stacks: str, folder: Path | None, rank: int) -> str:
 
 
 def stands_in_collective(stacks: str) -> bool:
-    """Whether the main thread's innermost frames belong to calls that need other ranks."""
+    """Return whether the innermost frames of the main thread belong to a call that needs other ranks."""
     main = stacks.partition("Current thread")[2].splitlines()[1:6]
     return any(word in line for line in main for word in WAITING_WORDS)

@@ -1,4 +1,4 @@
-"""Status files of a rank in its node's run folder, which tools/status.py shows."""
+"""Write a rank's status files to the run folder of its node. tools/status.py shows them."""
 
 import json
 import threading
@@ -10,7 +10,7 @@ from typing import Any
 from rl.common.files import write_atomically
 from rl.watch.process import RankProcess
 
-WRITE_S = 1.0  # for the last write at the end
+WRITE_S = 1.0  # limit for the last write
 
 
 class StatusWriter:
@@ -21,7 +21,7 @@ class StatusWriter:
         self._writer: threading.Thread | None = None
 
     def sample(self, tokens: int) -> dict[str, Any]:
-        """Return what heartbeats do not tell. `tokens` counts all so far; their rate is that since the call before."""
+        """Return the process id, the token rate since the last call, and the memory. `tokens` is the total so far."""
         now = time.monotonic()
         rate = (tokens - self._sampled_tokens) / max(now - self._sampled_at, 0.1)
         self._sampled_at, self._sampled_tokens = now, tokens
@@ -34,7 +34,7 @@ class StatusWriter:
         return self._writer is not None and self._writer.is_alive()
 
     def start_writing(self, folder: Path, files: dict[str, dict[str, Any]]) -> None:
-        """Write the files in a thread, because a disk may be slow."""
+        """Write the files in a thread, because the disk may be slow."""
         self._writer = threading.Thread(target=write, args=[folder / "status", files], daemon=True)
         self._writer.start()
 

@@ -1,7 +1,7 @@
-"""Copy what a rank writes to its console to a log of its own, whoever writes it: Python, C++ or a child.
+"""Copy a rank's console output to its log, whether Python, C++ or a child process writes it.
 
-A small process beside the rank reads the output, so that nothing is lost when the rank is killed. On a terminal the
-rank still sees a terminal, so progress bars keep working.
+A small process beside the rank reads the output, so that nothing is lost when the rank is killed. If the console is a
+terminal, the rank gets a pseudo-terminal, so progress bars keep working.
 
     rank, its children and its watchdog -> a pipe or a pseudo-terminal -> this process -> log, console
 """
@@ -21,17 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_EARLY = 4 << 20  # bytes kept until the run's folder is known
-MAX_BEHIND = 16 << 20  # bytes waiting for a slow disk; beyond it, output is missing in the log
-HANG_S = 5.0  # that a disk may make no progress at the end
+MAX_BEHIND = 16 << 20  # bytes waiting for a slow disk; further output is not logged
+HANG_S = 5.0  # without progress of the disk, after which the rest of the log is given up
 TICK_S = 1.0  # between two checks of the terminal's size
 STDOUT, STDERR = 1, 2
 
 
 def start_tee() -> socket.socket:
-    """Fork the process that copies output. Return the socket by which `write_log` hands it a file."""
+    """Fork the process that copies output. Return the socket over which `write_log` sends it a file."""
     sys.stdout.flush()
     sys.stderr.flush()
-    is_one = os.path.sameopenfile(STDOUT, STDERR)  # share one stream, which keeps the order
+    is_one = os.path.sameopenfile(STDOUT, STDERR)  # then both share one stream, which keeps their order
     streams = [_open(number) for number in ((STDOUT,) if is_one else (STDOUT, STDERR))]
     ours, theirs = socket.socketpair()
     if os.fork():
@@ -45,7 +45,7 @@ def start_tee() -> socket.socket:
         return ours
     try:
         ours.close()
-        os.setsid()  # out of reach of signals to the rank's process group
+        os.setsid()  # leave the rank's process group, so that its signals do not arrive here
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         for stream in streams:
@@ -56,7 +56,7 @@ def start_tee() -> socket.socket:
 
 
 def write_log(line: socket.socket, path: Path) -> None:
-    """Write the output to a file, including what came before. Raise OSError if the file cannot be made."""
+    """Write all output to a file, including earlier output. Raise OSError if the file cannot be created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -66,14 +66,14 @@ def write_log(line: socket.socket, path: Path) -> None:
 
 
 def next_attempt(logs: Path) -> int:
-    """Return the number of the next attempt, which has no folder yet."""
+    """Return the smallest number above those of all attempts that have a folder."""
     numbers = [path.name.removeprefix("attempt_") for path in logs.glob("attempt_*")]
     return 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 @dataclass
 class _Stream:
-    """A stream of the rank: `writer` replaces its file descriptor `console`."""
+    """An output stream of the rank. `writer` replaces the file descriptor `console` in the rank."""
 
     console: int
     reader: int
@@ -85,7 +85,7 @@ def _open(console: int) -> _Stream:
     if not os.isatty(console):
         return _Stream(console, *os.pipe(), is_terminal=False)
     reader, writer = os.openpty()
-    tty.setraw(writer)  # the console itself translates line ends
+    tty.setraw(writer)  # the real terminal translates line ends
     stream = _Stream(console, reader, writer, is_terminal=True)
     _copy_size(stream)
     return stream
@@ -133,7 +133,7 @@ class _Tee:
     def _pass_on(self, stream: _Stream) -> None:
         try:
             part = os.read(stream.reader, 1 << 16)
-        except OSError:  # a pseudo-terminal that nobody has open any more
+        except OSError:  # the pseudo-terminal has no writer any more
             part = b""
         if not part:
             del self._streams[stream.reader]
@@ -143,11 +143,11 @@ class _Tee:
         if self._log is not None:
             self._log.write(part)
         if stream.console not in self._broken and not _write(stream.console, part):
-            self._broken.add(stream.console)  # the log goes on
+            self._broken.add(stream.console)  # keep writing the log
 
 
 class _Log:
-    """Writes in a thread of its own. If a disk hangs or is full, lines are lost, but not the run or its console."""
+    """Write the log in a thread. If the disk hangs or is full, log lines are lost, but the run and console go on."""
 
     def __init__(self, file: int):
         self._file = file
@@ -162,7 +162,7 @@ class _Log:
             self._parts.put(part)
 
     def finish(self) -> None:
-        """Wait until all is written, or the disk has made no progress for HANG_S."""
+        """Wait until everything is written, or until the disk has made no progress for HANG_S."""
         self._parts.put(None)
         before = -1
         while self._thread.is_alive() and self._num_written > before:
@@ -179,7 +179,7 @@ def _write(file: int, part: bytes) -> bool:
     while part:
         try:
             part = part[os.write(file, part) :]
-        except BlockingIOError:  # another program has set the console non-blocking
+        except BlockingIOError:  # another program made the console non-blocking
             select.select([], [file], [])
         except OSError:
             return False

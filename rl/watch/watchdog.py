@@ -1,8 +1,8 @@
-"""A small process beside each rank, forked before torch is imported. It outlives a rank that is frozen or killed.
+"""The watchdog: a small process beside each rank, forked before torch is imported. It survives a frozen or killed rank.
 
-It reads the rank's heartbeats from shared memory, and sends them to the board (in the watchdog of rank 0) and to its
-node's run folder. It asks the board for a verdict when its rank has died or has been silent for too long. It ends the
-rank when the board says so, or when the board itself is out of reach.
+The watchdog reads the rank's heartbeats from shared memory. It sends them to the board, which lives in the watchdog of
+rank 0, and writes them to the run folder of its node. If the rank dies or is silent for too long, it asks the board for
+a verdict. It kills the rank when the board says so, or when the board cannot be reached.
 
     heart.py -> monitor.py -> this file -> board_server.py or board_client.py -> board.py
 
@@ -37,12 +37,12 @@ from rl.watch.stacks import Stacks
 from rl.watch.status import StatusWriter
 
 TICK_S = 0.1
-GRACE_S = 3.0  # from the verdict to the end of a rank that does not end by itself
-CLOSE_S = 60.0  # for a rank that is done to close its engines
-MAX_LATE_S = 1.0
-LAST_WORDS_S = 6.0  # after the rank's end, for the board's verdict
+GRACE_S = 3.0  # after the verdict, before a rank that has not exited is killed
+CLOSE_S = 60.0  # limit for a finished rank to close its engines
+MAX_LATE_S = 1.0  # a longer delay of a tick counts as a pause of the machine
+VERDICT_S = 6.0  # limit for the board's verdict after the rank has exited
 MAX_EARLY_DEATHS = 3
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)  # they are meant for the rank
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)  # meant for the rank
 
 
 def start_watchdog() -> JsonChannel:
@@ -57,46 +57,46 @@ def start_watchdog() -> JsonChannel:
     code = 1
     try:
         ours.close()
-        os.setsid()  # out of reach of signals to the rank's process group
+        os.setsid()  # leave the rank's process group, so that its signals do not arrive here
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
         Watchdog(pid, agent, theirs, HEART, stacks).run()
         code = 0
     except BaseException:
         say(traceback.format_exc())
-        os.kill(pid, signal.SIGKILL)  # a frozen rank would not notice that nobody watches it
+        os.kill(pid, signal.SIGKILL)  # a frozen rank would not notice that its watchdog is gone
     finally:
         os._exit(code)
 
 
 class Watchdog:
-    def __init__(self, pid: int, agent: int, line: socket.socket, heart: Heart, stacks: Stacks):
-        """`agent` is the launcher's process, 0 if there is none. `line` is the connection to the rank."""
+    def __init__(self, pid: int, agent: int, connection: socket.socket, heart: Heart, stacks: Stacks):
+        """`pid` and `connection` belong to the rank. `agent` is torchrun's process id, or 0 without torchrun."""
         self._process, self._launcher = RankProcess(pid, leads_group=bool(agent)), Launcher(agent)
         self._monitor, self._status = RankMonitor(heart, self._process, stacks), StatusWriter(self._process)
         self._selector = selectors.DefaultSelector()
-        self._rank_line = JsonChannel(line)
-        self._selector.register(line, selectors.EVENT_READ, self._read_rank)
+        self._rank_channel = JsonChannel(connection)
+        self._selector.register(connection, selectors.EVENT_READ, self._read_rank)
         self._selector.register(self._process.exit_fd, selectors.EVENT_READ, self._rank_ended)
         self._local_rank = 0
-        self._server: BoardServer | None = None  # at rank 0
-        self._client: BoardClient | None = None  # at any other rank, once it has joined
+        self._server: BoardServer | None = None  # only in the watchdog of rank 0
+        self._client: BoardClient | None = None  # in all other watchdogs, once the rank has joined
         self._round_at, self._sent_at = time.monotonic(), 0.0
         self._has_raised = self._is_done = self._is_aborted = False
         self._quiet_until = 0.0
         self._kill_at: float | None = None
         self._history_writer: threading.Thread | None = None
-        self._end_at: float | None = None  # of this process at the latest; None while the rank lives
+        self._end_at: float | None = None  # when this process ends at the latest; None while the rank lives
 
     def run(self) -> None:
         while not self._is_over():
             for key, _ in self._selector.select(TICK_S):
                 key.data()
             now = time.monotonic()
-            if (late := now - self._round_at - TICK_S) > MAX_LATE_S:  # the machine stood still
+            if (late := now - self._round_at - TICK_S) > MAX_LATE_S:  # the machine was suspended or overloaded
                 self._monitor.silence.exclude_pause(now, late)
                 if self._board is not None:
-                    self._board.exclude_pause(late)  # messages that came meanwhile are not read yet
+                    self._board.exclude_pause(late)  # messages of the other watchdogs may wait unread
             self._round_at = now
             self._tick()
         self._write_status()
@@ -121,30 +121,29 @@ class Watchdog:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether the rank may end, or has to."""
+        """Return whether the rank is done or was told to abort."""
         return self._is_done or self._is_aborted
 
-    # Messages of the rank: `_on_KIND` handles each kind
+    # Messages of the rank: `_on_KIND` handles messages of that kind
 
     def _read_rank(self) -> None:
-        for message in self._rank_line.receive():
+        for message in self._rank_channel.receive():
             getattr(self, f"_on_{message.pop('kind')}")(**message)
-        if not self._rank_line.is_open:
-            self._selector.unregister(self._rank_line.connection)
+        if not self._rank_channel.is_open:
+            self._selector.unregister(self._rank_channel.connection)
 
     def _on_host(self, address: str, token: str) -> None:
-        """Open the board; rank 0 asks for it."""
-        self._monitor.world = token[:8]
-        self._server = BoardServer(address, token, self._selector, self._handle_order, say)
-        self._rank_line.send("hosted", port=self._server.port)
+        """Open the board. Only rank 0 asks for this."""
+        self._server = BoardServer(address, token, self._selector, self._handle_board_message, say)
+        self._rank_channel.send("hosted", port=self._server.port)
 
     def _on_join(self, rank: int, local_rank: int, token: str, board: list[Any]) -> None:
-        self._local_rank, self._monitor.rank, self._monitor.world = local_rank, rank, token[:8]
+        self._local_rank = local_rank
+        self._monitor.join(rank, world=token[:8])
         if self._server is None:
             try:
-                self._client = BoardClient(
-                    (board[0], board[1]), self._selector, self._handle_order, self._on_lost_board
-                )
+                address = (board[0], board[1])
+                self._client = BoardClient(address, self._selector, self._handle_board_message, self._on_lost_board)
             except OSError as error:
                 self._on_lost_board(f"cannot be reached at {board[0]}:{board[1]}: {error}")
                 return
@@ -152,12 +151,11 @@ class Watchdog:
         self._send_beat()
 
     def _on_run(self, folder: str, floor_s: float, cap_s: float, collectives: str) -> None:
-        self._monitor.folder, self._monitor.collectives = Path(folder), collectives
-        self._monitor.silence.limits = Limits(floor_s, cap_s)
+        self._monitor.begin_run(Path(folder), collectives, Limits(floor_s, cap_s))
         if self._local_rank == 0:
             self._launcher.forget_early_deaths()
         if self._server is not None:
-            self._server.board.history = AttemptHistory(Path(folder))
+            self._server.board.begin_run(AttemptHistory(Path(folder)))
 
     def _on_report(self, **report: Any) -> None:
         self._send("report", report=report)
@@ -169,20 +167,20 @@ class Watchdog:
         self._is_done = True
         self._kill_at = time.monotonic() + CLOSE_S
         self._monitor.update()
-        self._send_beat()  # the last that people see of it
+        self._send_beat()  # so that status files show the final state
         self._send("done")
 
     def _on_raised(self) -> None:
-        """Note that the rank failed before it joined, for example because a module cannot be imported."""
+        """Record that the rank failed before it joined, for example because an import failed."""
         self._has_raised = True
 
     def _rank_ended(self) -> None:
         self._selector.unregister(self._process.exit_fd)
-        self._end_at = time.monotonic() + LAST_WORDS_S
+        self._end_at = time.monotonic() + VERDICT_S
         self._process.end_children()
         remove_segments(self._monitor.world)
-        if self._rank_line.is_open:
-            self._read_rank()  # its last messages
+        if self._rank_channel.is_open:
+            self._read_rank()  # messages from before the exit
         if not self._has_joined:
             is_own_end = self._has_raised or self._process.has_crashed
             if is_own_end and (count := self._launcher.count_early_death()) >= MAX_EARLY_DEATHS:
@@ -201,12 +199,12 @@ class Watchdog:
     def _on_lost_board(self, text: str) -> None:
         if self._is_settled:
             return
-        if self._local_rank == 0:  # one line per node: nobody is left to speak for all
+        if self._local_rank == 0:  # one line per node, because no board prints one for all
             rank, host, stage = self._monitor.rank, self._monitor.host, self._monitor.beat.activity.stage
             say(f"oneworld: rank 0 {text} (seen by rank {rank} on {host}, stage {stage})")
-        self._handle_order({"kind": "abort", "stop": False, "fatal": ""})
+        self._handle_board_message({"kind": "abort", "stop": False, "fatal": ""})
 
-    def _handle_order(self, message: dict[str, Any]) -> None:
+    def _handle_board_message(self, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
         if kind == "diagnose":
             self._monitor.start_diagnosis()
@@ -218,8 +216,8 @@ class Watchdog:
 
     def _abort(self, stop: bool, fatal: str) -> None:
         if stop and self._local_rank == 0:
-            self._launcher.stop()  # before it sees a dead worker, which it would restart
-        self._rank_line.send("abort", stop=stop)
+            self._launcher.stop()  # before it sees a dead worker and restarts it
+        self._rank_channel.send("abort", stop=stop)
         self._kill_at = time.monotonic() + (0.0 if self._monitor.frozen() else GRACE_S)
         if self._local_rank == 0 and self._monitor.folder is not None:
             history, step = AttemptHistory(self._monitor.folder), self._monitor.beat.activity.step
@@ -227,13 +225,13 @@ class Watchdog:
             self._history_writer.start()
 
     def _note_end(self, history: AttemptHistory, step: int, fatal: str) -> None:
-        """Write down how the attempt ended. A thread does it, because the folder may hang."""
+        """Record how the attempt ended. This runs in a thread, because the file system may hang."""
         if fatal:
             history.write_fatal(fatal)
         if self._server is not None:
             history.note_end(step)
 
-    # Ten times a second
+    # Called every TICK_S
 
     def _tick(self) -> None:
         now, is_ended = time.monotonic(), self._end_at is not None
@@ -255,8 +253,8 @@ class Watchdog:
             self._report_silence()
 
     def _report_silence(self) -> None:
-        self._quiet_until = math.inf  # until the board tells it to wait longer
-        if self._board is None:  # it has not joined yet
+        self._quiet_until = math.inf  # report once, until the board orders to wait longer
+        if self._board is None:  # the rank has not joined yet
             silent_s = time.monotonic() - self._monitor.beat.times.at
             say(f"oneworld: a rank on {self._monitor.host} was silent for {silent_s:.0f} s before it joined")
             self._process.kill()
@@ -282,6 +280,6 @@ class Watchdog:
 
 
 def say(text: str) -> None:
-    """Print to stderr. A console that cannot be written to is no reason to fail."""
+    """Print to stderr. Ignore a console that cannot be written to."""
     with suppress(OSError):
         os.write(2, (text + "\n").encode(errors="replace"))

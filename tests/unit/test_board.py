@@ -297,7 +297,7 @@ def test_a_rank_that_is_done_may_go(world: FakeWorld) -> None:
 
 
 def test_the_same_error_again_stops_the_launcher(world: FakeWorld, tmp_path: Path) -> None:
-    world.board.history = AttemptHistory(tmp_path)
+    world.board.begin_run(AttemptHistory(tmp_path))
     AttemptHistory(tmp_path).is_repeated(Report(**report(3, "error", "ValueError: other details")))
     world.send(3, "report", report=report(3, "error"))
     world.wait(1)

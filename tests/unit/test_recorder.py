@@ -16,6 +16,7 @@ from rl.watch.board import DIAGNOSIS_S
 from rl.watch.culprit import Diagnosis
 from rl.watch.heart import Heart
 from rl.watch.monitor import RankMonitor
+from rl.watch.silence import Limits
 from rl.watch.stacks import Stacks
 from tests.launcher import until
 
@@ -24,8 +25,8 @@ def diagnose(folder: Path) -> tuple[Diagnosis, float]:
     """Diagnose this process, and return how long that took."""
     process: Any = SimpleNamespace(state="S")  # that of a process that waits
     monitor = RankMonitor(Heart(), process, Stacks())
-    monitor.rank, monitor.world, monitor.folder = 7, "0123", folder
-    monitor.collectives = str(folder / "nccl_rank_")
+    monitor.join(7, "0123")
+    monitor.begin_run(folder, str(folder / "nccl_rank_"), Limits())
     started = time.monotonic()
     monitor.start_diagnosis()
     while (state := monitor.finished_diagnosis()) is None:
