@@ -1,1 +1,1 @@
-"""Small tools for every package, with nothing but the standard library: text, files, and frames on sockets."""
+"""Small tools for every package: text, files, and frames on sockets. Only the standard library is used."""

@@ -1,4 +1,4 @@
-"""Files of a directory that may be slow, may hang, or may be read while they are written."""
+"""Write files that others may read meanwhile, and access file systems that may hang."""
 
 import os
 import threading
@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-WAIT_S = 1.0
+WAIT_S = 1.0  # limit of `run_within_wait`
 T = TypeVar("T")
 
 
 def write_atomically(path: Path, data: bytes | str, fsync: bool = False) -> None:
-    """Replace the file at `path` by one that holds `data`; text is written as UTF-8.
+    """Replace the contents of `path` by `data`, so that a reader sees either the old or the new file. Text is UTF-8.
 
-    The data goes to a temporary file in the same directory, which then takes the place of `path`. Its name contains the
+    The data goes to a temporary file in the same directory, which is then renamed. The temporary name contains the
     process id, because two processes may write the same file. `fsync` makes the data survive a crash of the machine.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -30,9 +30,9 @@ def write_atomically(path: Path, data: bytes | str, fsync: bool = False) -> None
 
 
 def run_within_wait(work: Callable[[], T], default: T) -> T:
-    """Return what `work` returns, or `default` after WAIT_S seconds. The work then goes on in its thread.
+    """Return what `work` returns, or `default` after WAIT_S seconds. In that case the work goes on in its thread.
 
-    Watchdogs use it for files: a directory that hangs must not keep them from ending ranks.
+    Watchdogs use this for files, because a file system that hangs must not keep them from ending ranks.
     """
     results = [default]
 

@@ -1,9 +1,9 @@
-"""Frames on stream sockets: the one format of messages between ranks, watchdogs and reward processes.
+"""Frames on stream sockets: the format of all messages between ranks, watchdogs and reward processes.
 
     prefix (magic, bytes of the head, bytes of the payload) | head | payload
 
-`FrameReader` assembles frames without blocking. `Channel` adds a queue of unsent frames, for an owner that must not
-block when it sends either. A sender that may block writes `pack(...)` and the payload with `sendall`.
+`FrameReader` assembles frames without blocking. `Channel` adds a queue of unsent frames, so that sending does not block
+either. A sender that may block calls `sendall` with `pack(...)` and then with the payload.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import NamedTuple
 PREFIX = struct.Struct("!4sIQ")  # magic, bytes of the head, bytes of the payload
 MAGIC = b"1wld"
 READ_BYTES = 1 << 16
-MAX_READS = 16  # in one go, so that a peer that sends without end leaves other connections their turn
+MAX_READS = 16  # per call of `frames`, so that a fast sender does not starve other connections
 
 Buffer = bytes | bytearray | memoryview
 
@@ -34,25 +34,25 @@ def pack(head: Buffer, payload_length: int = 0) -> bytes:
 
 
 class FrameReader:
-    """Assembles frames from a socket. Small frames are read together; a large one is received straight into the
-    buffers that the caller gets.
+    """Assemble frames from a socket.
 
+    Small frames are read together. A large one is received directly into the buffers that the caller gets.
     `max_head_bytes` and `max_payload_bytes` may change between frames, for example after a handshake.
     """
 
     def __init__(self, connection: socket.socket, max_head_bytes: int, max_payload_bytes: int = 0):
         self.connection = connection
         self.max_head_bytes, self.max_payload_bytes = max_head_bytes, max_payload_bytes
-        self._unread, self._begin = bytearray(), 0  # bytes before `_begin` belong to frames that were returned
-        self._large: Frame | None = None  # a frame of which the buffers in `_missing` are not filled yet
+        self._unread, self._begin = bytearray(), 0  # bytes before `_begin` were returned as frames
+        self._large: Frame | None = None  # an incomplete large frame; `_missing` holds its unfilled buffers
         self._missing: list[memoryview] = []
 
     def frames(self) -> Iterator[Frame]:
         """Yield the frames that have arrived. Never block, unless the socket has a timeout.
 
-        Iterate to the end: the socket does not become readable again for frames that are buffered here. Raise
-        ValueError for a frame that is not ours or breaks a limit, ConnectionError at the end of the stream, and any
-        other OSError of the socket.
+        Always iterate to the end, because the socket does not become readable again for frames that are buffered here.
+        Raise ValueError for a frame with a wrong prefix or above a limit, ConnectionError at the end of the stream, and
+        any other OSError of the socket.
         """
         num_reads, has_more = 0, True
         while True:
@@ -73,7 +73,7 @@ class FrameReader:
         return frame
 
     def _receive(self, flags: int) -> bool:
-        """Read once. Return whether more may be there to read."""
+        """Read once. Return whether there may be more to read."""
         if self._missing:
             count = self.connection.recv_into(self._missing[0], 0, flags)
             self._missing[0] = self._missing[0][count:]
@@ -92,10 +92,7 @@ class FrameReader:
         return has_more
 
     def _next_frame(self) -> Frame | None:
-        """Return the next frame if it has arrived whole.
-
-        This is the place to authenticate a peer: nothing but the prefix has been interpreted yet.
-        """
+        """Return the next frame if all of it has arrived. Only the prefix is interpreted here."""
         if self._large is not None:
             if self._missing:
                 return None
@@ -121,7 +118,7 @@ class FrameReader:
         return None
 
     def _begin_large(self, frame: Frame, begin: int) -> None:
-        """Copy what has arrived of a large frame; `_receive` fills the rest."""
+        """Copy the part of a large frame that has arrived. `_receive` fills the rest."""
         self._large, self._begin = frame, len(self._unread)
         for buffer in frame:
             arrived = self._unread[begin : begin + len(buffer)]
@@ -132,9 +129,9 @@ class FrameReader:
 
 
 class Channel:
-    """Sends and receives frames over a socket without blocking its owner.
+    """Send and receive frames over a socket without blocking.
 
-    Errors do not raise: `is_open` turns False when the peer is gone or has sent something that is not a valid frame.
+    Errors are not raised. `is_open` turns False when the peer is gone or has sent an invalid frame.
     """
 
     def __init__(
@@ -144,7 +141,7 @@ class Channel:
         max_payload_bytes: int = 0,
         max_unsent_bytes: float = math.inf,
     ):
-        """`max_unsent_bytes` bounds what is kept for a peer that does not read; further frames are dropped."""
+        """`max_unsent_bytes` limits the queue for a peer that does not read. Further frames are dropped."""
         self.connection, self.is_open = connection, True
         self._reader = FrameReader(connection, max_head_bytes, max_payload_bytes)
         self._max_unsent_bytes = max_unsent_bytes
@@ -156,7 +153,7 @@ class Channel:
         return self.is_open and bool(self._unsent)
 
     def send_frame(self, head: bytes, payload: Buffer = b"") -> None:
-        """Send what the socket takes now and queue the rest for `flush`."""
+        """Send what the socket accepts now, and queue the rest for `flush`."""
         if self.is_open and self._unsent_bytes < self._max_unsent_bytes:
             data = pack(head, len(payload)) + payload
             self._unsent.append(memoryview(data))
@@ -164,7 +161,7 @@ class Channel:
             self.flush()
 
     def flush(self) -> None:
-        """Send as much of the queue as the socket takes now."""
+        """Send as much of the queue as the socket accepts now."""
         try:
             while self._unsent:
                 sent = self.connection.send(self._unsent[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -179,7 +176,7 @@ class Channel:
             self.is_open = False
 
     def flush_within(self, timeout_s: float) -> None:
-        """Send the queue, and wait up to `timeout_s` seconds for a peer that is slow to read."""
+        """Send the queue. Wait up to `timeout_s` seconds for a slow peer."""
         deadline = time.monotonic() + timeout_s
         while self.has_unsent and (left := deadline - time.monotonic()) > 0:
             select.select([], [self.connection], [], left)

@@ -1,4 +1,4 @@
-"""JSON messages over a socket that never blocks its owner."""
+"""JSON messages over a socket, sent and received without blocking."""
 
 import json
 import socket
@@ -18,7 +18,7 @@ class JsonChannel(Channel):
         connection.setblocking(False)
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send a message. It is dropped if the peer has not read the ones before it."""
+        """Send a message. Drop it if MAX_UNSENT bytes wait for the peer already."""
         self.send_frame(json.dumps({"kind": kind, **values}).encode())
 
     def receive(self) -> list[dict[str, Any]]:
@@ -28,6 +28,6 @@ class JsonChannel(Channel):
         except ValueError:
             messages = [None]
         if not all(isinstance(message, dict) and "kind" in message for message in messages):
-            self.is_open = False  # not one of our processes
+            self.is_open = False  # the peer is not one of our processes
             return []
         return messages

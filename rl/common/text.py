@@ -1,4 +1,4 @@
-"""Sizes, ranks and counts as text, for messages."""
+"""Format sizes, ranks and counts for messages, and parse sizes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -25,7 +25,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
-    """Return numbers in order, with runs shortened: 0-2,5."""
+    """Return the numbers in order, with consecutive ones joined: 0-2,5."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -36,7 +36,7 @@ def format_ranges(numbers: Iterable[int]) -> str:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as a message names them: rank 3, ranks 0-2,5."""
+    """Return ranks as text: rank 3, ranks 0-2,5."""
     return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}"
 
 

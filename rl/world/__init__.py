@@ -1,1 +1,1 @@
-"""The life of a world: how ranks start, join, talk, serve, take signals and restart."""
+"""The world of ranks: start, join, exchange messages, serve, handle signals and errors, restart."""

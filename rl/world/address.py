@@ -1,4 +1,4 @@
-"""The address at which other nodes reach this one. Launchers use it too, so torch is not imported."""
+"""Find the address at which other nodes reach this one. Launchers use this too, so torch is not imported."""
 
 import ipaddress
 import json
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def own_address(store: "dist.Store") -> str:
     """Return this node's address on the route to the rendezvous host.
 
-    On that host itself its name may resolve to the loopback (Debian's 127.0.1.1), which other nodes cannot reach. Then
-    the address on the route to another node is returned, if there is another: all "nodes" may be one host. gloo would
-    use the address of the host name too, so the interface is set for it.
+    On the rendezvous host itself, its name may resolve to a loopback address (127.0.1.1 on Debian), which other nodes
+    cannot reach. Then return the address on the route to another node, unless all nodes are on this host. gloo would
+    also use the loopback, so set GLOO_SOCKET_IFNAME to the interface of the returned address.
     """
     master = os.environ["MASTER_ADDR"]
     address = address_towards(master)
@@ -43,7 +43,7 @@ def own_address(store: "dist.Store") -> str:
 
 
 def address_towards(host: str) -> str:
-    """Return this node's address on the route to that host. Nothing is sent."""
+    """Return this node's address on the route to `host`. Nothing is sent."""
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)

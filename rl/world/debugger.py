@@ -1,8 +1,7 @@
-"""`breakpoint()` on a rank: pdb on a socket in the run's folder; a person attaches to it with tools/debug.py.
+"""`breakpoint()` on a rank: pdb on a socket in the run's folder. A person attaches with tools/debug.py.
 
-Ranks have no terminal of their own: all ranks of a node share torchrun's, which may be on another host. While a
-debugger is open, the heartbeat says so. Then nobody takes the silence of this rank, or of ranks that wait for it, for a
-failure.
+Ranks have no terminal of their own. All ranks of a node share torchrun's, which may be on another host. While a
+debugger is open, the heartbeat says so. Then this rank, and ranks that wait for it, are not reported as hung.
 """
 
 import io
@@ -22,13 +21,13 @@ from typing import IO, Any, cast
 from rl.common.files import write_atomically
 from rl.watch.heart import HEART
 
-MAX_PATH = 100  # bytes; the kernel accepts 107 for a socket
-MAX_UNSEEN = 1 << 16  # characters of earlier output that a person sees after attaching
-ASKS = "\x05"  # marks the place where a line is read; the text before it is the prompt
+MAX_PATH = 100  # bytes; the kernel's limit for the path of a socket is 107
+MAX_UNSEEN = 1 << 16  # characters of earlier output that are shown to a person who attaches
+ASKS = "\x05"  # sent before a line is read; the text before it is the prompt
 
 
 class Debugger:
-    """The debugger of one rank. `announce` prints a line about it to the console."""
+    """The debugger of one rank. `announce` prints a line about the rank to the console."""
 
     def __init__(self, rank: int, announce: Callable[[str], None]):
         self._rank, self._announce = rank, announce
@@ -43,8 +42,8 @@ class Debugger:
     def begin_run(self, folder: Path, peer_timeout_s: float | None) -> None:
         """Put sockets into the run's folder from now on.
 
-        `peer_timeout_s` is how long other ranks wait for this one before their collectives fail; None if they wait as
-        long as a debugger is open.
+        `peer_timeout_s` is how long other ranks wait for this one before their collectives fail. It is None if they
+        wait as long as a debugger is open.
         """
         self._folder, self._peer_timeout_s = folder, peer_timeout_s
 
@@ -55,12 +54,12 @@ class Debugger:
         debugger = _RemotePdb(self)
         debugger.message(f"{type(error).__name__}: {error}")
         debugger.reset()
-        with suppress(BaseException):  # whatever is typed there, the error is what is reported
+        with suppress(BaseException):  # only the original error is reported
             debugger.interaction(None, error.__traceback__)
         self.close()
 
     def terminal(self, place: str) -> "Terminal":
-        """Return the terminal, and open one if there is none; `place` is the line of code that the rank stops at."""
+        """Return the terminal. Open one if there is none. `place` is the line of code at which the rank has stopped."""
         with self._lock:
             if self._terminal is None:
                 self._terminal = Terminal(self._folder, self._rank, place)
@@ -85,7 +84,7 @@ class _RemotePdb(pdb.Pdb):
         self._owner = owner
         self._output = _Output()
         stream = cast(IO[str], self._output)
-        super().__init__(stdin=stream, stdout=stream, nosigint=True)  # SIGINT is the world's
+        super().__init__(stdin=stream, stdout=stream, nosigint=True)  # rl/world/signals.py handles SIGINT
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None) -> None:  # type: ignore[override]
         HEART.open_debugger()
@@ -97,7 +96,7 @@ class _RemotePdb(pdb.Pdb):
 
     def set_continue(self) -> None:
         super().set_continue()
-        if not self.breaks:  # nothing will bring this debugger back
+        if not self.breaks:  # without breakpoints, this debugger is never entered again
             self._end()
 
     def set_quit(self) -> None:
@@ -122,7 +121,7 @@ def _place(frame: FrameType | None, traceback: TracebackType | None) -> str:
 
 
 class _Output(io.TextIOBase):
-    """The stream that pdb reads and writes. It keeps the output until there is a terminal."""
+    """The stream that pdb reads and writes. It buffers the output until there is a terminal."""
 
     def __init__(self) -> None:
         self.terminal: Terminal | None = None
@@ -146,9 +145,9 @@ class _Output(io.TextIOBase):
 
 
 class Terminal:
-    """A socket for one person at a time.
+    """A socket that one person at a time can attach to.
 
-    A person who hangs up leaves the rank where it is, and the next one sees the latest output.
+    When a person detaches, the rank stays where it is. The next one sees the latest output.
     """
 
     def __init__(self, folder: Path | None, rank: int, place: str):
@@ -169,7 +168,7 @@ class Terminal:
         self._send(text)
 
     def readline(self) -> str:
-        """Wait for a person to attach, and to type a line."""
+        """Return the next line that a person types. Wait until somebody attaches."""
         while True:
             if self._connection is None:
                 self._connection, _ = self._listener.accept()
@@ -187,7 +186,7 @@ class Terminal:
             self._hang_up()
 
     def _receive(self) -> str:
-        """Return a line, or an empty string if the person hung up."""
+        """Return a line, or "" if the person has detached."""
         while b"\n" not in self._unread:
             try:
                 part = self._connection.recv(1 << 16) if self._connection is not None else b""
@@ -219,7 +218,7 @@ class Terminal:
 def _listen(folder: Path | None, name: str) -> tuple[socket.socket, Path]:
     """Listen in the run's folder, or in a temporary one if its path is too long or its file system has no sockets.
 
-    Only the owner can enter either: a person who attaches can do everything that the run can.
+    Only the owner can access either folder, because a person who attaches can run any code.
     """
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -233,7 +232,7 @@ def _listen(folder: Path | None, name: str) -> tuple[socket.socket, Path]:
 
 
 def _bind(path: Path) -> socket.socket:
-    path.unlink(missing_ok=True)  # a killed process may have left it
+    path.unlink(missing_ok=True)  # a killed process may have left one
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(str(path))

@@ -1,12 +1,12 @@
-"""How an error of this rank reaches all others, and how theirs reach this one.
+"""Report this rank's errors to the other ranks, and end this rank when another one fails.
 
 A rank that fails tells its watchdog (rl/watch). The watchdog tells the board, which runs in the watchdog of rank 0.
-The board also hears of deaths and of silent ranks. It prints one report and tells every watchdog to end its rank. A
-watchdog kills a rank whose main thread does not end by itself, so a stuck collective cannot keep the world alive.
+The board also receives reports of dead and silent ranks. It prints one report and tells every watchdog to end its rank.
+A watchdog kills a rank that does not exit by itself, so a stuck collective cannot keep the world alive.
 
-torchrun restarts workers after any failure, whatever their exit code. After a fatal error (bad settings, Ctrl-C, the
-same error at the same step twice) the watchdog of each node's first rank therefore stops its agent, and the file
-`FATAL` in the run's folder says why.
+torchrun restarts workers after any failure, whatever their exit code. On each node, the watchdog of the first rank
+therefore stops the torchrun agent after a fatal error (bad settings, Ctrl-C, the same error at the same step twice).
+The file `FATAL` in the run's folder says why.
 """
 
 import bdb
@@ -31,27 +31,27 @@ from rl.world.messages import Mailbox, PeerLost
 from rl.world.progress import Progress
 
 VERDICT_TIMEOUT_S = 5.0
-WATCHDOG_TIMEOUT_S = 10.0  # to open the board's port
+WATCHDOG_TIMEOUT_S = 10.0  # for the watchdog to open the board's port
 MAX_TEXT = 32_768  # characters of an error and of its trace
-INTERRUPTS = (KeyboardInterrupt, bdb.BdbQuit)  # the latter is `q` in a debugger
+INTERRUPTS = (KeyboardInterrupt, bdb.BdbQuit)  # `q` in a debugger raises the second
 
 
 class Aborted(Exception):
-    """Another rank failed; its report has been printed."""
+    """Another rank failed. The board has printed its report."""
 
 
 class Stopped(Exception):
-    """A signal asked for the end of the run, and everything that can be saved is saved; the message says what."""
+    """A signal stopped the run after everything that can be saved was saved. The message says what was saved."""
 
 
-class Faults:
+class FaultReporter:
     """Report this rank's errors to its watchdog, and end this rank when the watchdog says so."""
 
     def __init__(self, progress: Progress, mail: Mailbox, watchdog: JsonChannel, debugger: Debugger):
-        self.is_over = False  # the world is ending
+        self.is_over = False  # turns True when the world is ending
         self._progress, self._mail, self._watchdog, self._debugger = progress, mail, watchdog, debugger
         self._has_post_mortem = False
-        self._is_finished = False
+        self._ignores_lost_connections = False
         self._verdict = threading.Event()
         self._stops_launcher = False
         self._lock = threading.Lock()
@@ -60,13 +60,13 @@ class Faults:
         self._mail.on_lost(self._on_lost)
         self._mail.watch(self._watchdog.connection, self._on_watchdog)
 
-    def open_post_mortem(self) -> None:
-        """Open a debugger at every error of this rank from now on, before it is reported."""
+    def enable_post_mortem(self) -> None:
+        """Open a debugger at every error of this rank from now on, before the error is reported."""
         self._has_post_mortem = True
 
-    def finish(self) -> None:
-        """Treat closed connections as normal from now on: this rank has done its work."""
-        self._is_finished = True
+    def ignore_lost_connections(self) -> None:
+        """Treat closed connections as normal from now on, because this rank has done its work."""
+        self._ignores_lost_connections = True
 
     def fail(self, error: BaseException) -> int:
         """Report an exception of this rank, wait for the verdict, and return the exit code."""
@@ -77,22 +77,26 @@ class Faults:
             self._report(report)
         self._verdict.wait(VERDICT_TIMEOUT_S)
         if self._stops_launcher:
-            time.sleep(1.0)  # an agent that sees a dead worker before it is told to stop begins a restart
+            # Give the watchdog time to stop the torchrun agent, which would otherwise restart the dead worker.
+            time.sleep(1.0)
         if isinstance(error, Stopped):
             return EXIT_STOPPED
         return EXIT_INTERRUPTED if isinstance(error, INTERRUPTS) else EXIT_FAILED
 
     def fail_in_background(self, error: BaseException, stage: str, step: int) -> None:
-        """End the world for an error in a thread of this rank, although the main thread goes on."""
+        """Report an error of a background thread, which ends the world.
+
+        The main thread runs until the watchdog ends it.
+        """
         if not isinstance(error, Aborted):
             self._report(replace(self._describe(error), stage=stage, step=step))
 
     def end_world(self, cause: str, text: str) -> None:
-        """End the world for a cause (rl/watch/reports.py) that is no exception."""
+        """End the world for a reason other than an exception. `cause` is one of CAUSES in rl/watch/reports.py."""
         self._report(self._progress.report(cause, text))
 
     def announce_interrupt(self) -> None:
-        """Tell the watchdog that a Ctrl-C came first, whatever this rank reports later."""
+        """Tell the watchdog about a Ctrl-C, so that it is reported as the cause of any error that follows."""
         self.tell_watchdog("interrupting", **asdict(self._describe(KeyboardInterrupt())))
 
     def tell_watchdog(self, kind: str, **values: Any) -> None:
@@ -101,7 +105,7 @@ class Faults:
             self._watchdog.flush_within(1.0)
 
     def host_board(self, address: str, token: str) -> int:
-        """Let this rank's watchdog open the board; return the board's port."""
+        """Let this rank's watchdog open the board. Return the board's port."""
         self.tell_watchdog("host", address=address, token=token)
         while select.select([self._watchdog.connection], [], [], WATCHDOG_TIMEOUT_S)[0]:
             for message in self._watchdog.receive():
@@ -110,7 +114,8 @@ class Faults:
             if not self._watchdog.is_open:
                 break
         raise RuntimeError(
-            f"the watchdog of rank {self._progress.rank} has ended, or did not answer within {WATCHDOG_TIMEOUT_S:g} s"
+            f"the watchdog of rank {self._progress.rank} has ended, or did not open a port within "
+            f"{WATCHDOG_TIMEOUT_S:g} s; look for its error in the log of this rank, then start the run again"
         )
 
     def _describe(self, error: BaseException) -> Report:
@@ -134,7 +139,7 @@ class Faults:
             self.tell_watchdog("report", **asdict(report))
 
     def _on_watchdog(self, source: socket.socket) -> None:
-        """Run in the I/O thread."""
+        """Handle messages of the watchdog. Called in the I/O thread."""
         for message in self._watchdog.receive():
             assert message["kind"] == "abort", message
             self._stops_launcher = message["stop"]
@@ -148,13 +153,13 @@ class Faults:
             exit_now(EXIT_FAILED)
 
     def _on_lost(self, rank: int) -> None:
-        """Report a closed connection. If the peer's process ended, its own watchdog reports that too."""
-        if not self._is_finished:
+        """Report a lost connection. If the peer's process ended, its own watchdog reports that too."""
+        if not self._ignores_lost_connections:
             self.end_world("connection", f"its connection to rank {rank} broke")
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """Whether this error may be a consequence of another rank's end."""
+    """Return whether this error may be a consequence of another rank's failure."""
     if isinstance(error, PeerLost | dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
         return True
     words = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Timed out waiting", "Broken pipe")

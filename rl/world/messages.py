@@ -1,13 +1,13 @@
-"""Messages between ranks: typed dataclasses and packed payloads over plain TCP, beside torch.distributed.
+"""Messages between ranks: typed dataclasses and raw payloads over plain TCP, independent of torch.distributed.
 
     sender's thread --send--> socket --> receiver's I/O thread --> handler, or the inbox --receive--> main thread
 
-Why not c10d: a gloo send blocks until the other side enters the matching receive, and it cannot be polled. An engine
-would stop for a busy actor, and a rank would wait for work inside a c10d call. Here the I/O thread always reads, and a
-sender waits for the kernel alone. When a process ends, its connections close, and its peers notice at once.
+c10d is not used, because a gloo send blocks until the other side enters the matching receive, and it cannot be polled.
+An engine would have to wait for a busy actor, and a rank would wait for work inside a c10d call. Here the I/O thread
+always reads, so a sender waits only for the kernel. When a process ends, its connections close, and its peers notice.
 
-A frame holds the name of the message class, its fields in msgpack, and raw bytes; nothing is unpickled. A connection
-opens with the run's token, which ranks get from the rendezvous store. Connections without it are dropped.
+A frame holds the name of the message class, its fields in msgpack, and raw bytes. Nothing is unpickled. The first frame
+of a connection holds the run's token, which ranks get from the rendezvous store. Connections without it are dropped.
 """
 
 import re
@@ -30,13 +30,13 @@ MAX_HELLO_BYTES = 1 << 10
 MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES = 64 << 20, 1 << 62
 CONNECT_TIMEOUT_S = 10.0
 SEND_TIMEOUT_S = 60.0
-SILENCE_S = 16
+SILENCE_S = 16  # after which the kernel closes a connection to a host that does not answer
 
 
 class Message:
-    """Base class of everything that ranks send. Subclasses are frozen dataclasses; the class name is the kind."""
+    """Base class of all messages. Subclasses are frozen dataclasses. The name of the class is the message's kind."""
 
-    awaited: ClassVar[str] = ""  # what a rank waits for, in words; empty: those of the class name
+    awaited: ClassVar[str] = ""  # how reports name what a receiver waits for; default: the class name in words
 
 
 M = TypeVar("M", bound=Message)
@@ -44,7 +44,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """Open a connection."""
+    """Identify the sender in the first frame of a connection."""
 
     token: str
     rank: int
@@ -52,7 +52,7 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Letter(Generic[M]):
-    """A message that arrived, with its sender and its raw bytes."""
+    """A received message, with its sender and its payload."""
 
     source: int
     message: M
@@ -65,7 +65,7 @@ class _Arrival:
 
     source: int
     kind: str
-    fields: msgspec.Raw | Message  # the message itself where a rank wrote to itself
+    fields: msgspec.Raw | Message  # the message itself if a rank sent it to itself
     payload: bytes | bytearray
 
     def decode(self, kind: type[M]) -> Letter[M]:
@@ -83,7 +83,7 @@ class PeerLost(ConnectionError):
 
 
 class Mailbox:
-    """One rank's mailbox. The I/O thread handles the kinds given to `on` at once; the others wait for `receive`."""
+    """One rank's mailbox. Its I/O thread calls the handlers set by `on`. Other messages wait for `receive`."""
 
     def __init__(self, rank: int, host: str, token: str):
         self.rank = rank
@@ -109,7 +109,7 @@ class Mailbox:
         self._thread.start()
 
     def on(self, kind: type[M], handler: Callable[[Letter[M]], Any]) -> None:
-        """Handle messages of this kind in the I/O thread, also while the main thread is busy."""
+        """Handle messages of this kind in the I/O thread, even while the main thread is busy."""
         name = kind.__name__
         with self._arrived:
             self._handlers[name] = lambda arrival: handler(arrival.decode(kind))
@@ -119,20 +119,20 @@ class Mailbox:
             self._handlers[name](arrival)
 
     def on_lost(self, handler: Callable[[int], None]) -> None:
-        """Call the handler in the I/O thread with the rank of a peer whose connection ended."""
+        """Call `handler` in the I/O thread with the rank of each peer whose connection ends."""
         self._on_lost = handler
 
     def watch(self, source: socket.socket, handler: Callable[[socket.socket], None]) -> None:
-        """Let the I/O thread serve another socket too."""
+        """Call `handler` in the I/O thread whenever this socket is readable."""
         self._selector.register(source, selectors.EVENT_READ, lambda: handler(source))
 
     def learn(self, addresses: dict[int, tuple[str, int]]) -> None:
         self._addresses.update(addresses)
 
     def send(self, rank: int, message: Message, payload: bytes | bytearray | memoryview = b"") -> None:
-        """Send a message. Messages of a pair of ranks arrive in order.
+        """Send a message. Messages from one rank to another arrive in order.
 
-        Raise PeerLost when the other side does not accept it in time.
+        Raise PeerLost if the other side does not accept the message in time.
         """
         kind = type(message).__name__
         if rank == self.rank:
@@ -150,19 +150,19 @@ class Mailbox:
                 if payload:
                     connection.sendall(payload)
             except OSError as error:
-                self._gone.add(rank)  # for good: the connection may hold half a frame
+                self._gone.add(rank)  # never retry, because half a frame may have been sent
                 raise PeerLost(
                     f"could not send {kind!r} to rank {rank} at {self._addresses.get(rank)}: {error}"
                 ) from error
 
     def receive(self, *kinds: type[M]) -> Letter[M]:
-        """Wait for the oldest message of these kinds, as long as the world lives."""
+        """Wait for a message of these kinds and return the oldest. Raise the error that ends the world, if one does."""
         letter = self._take(kinds, None)
         assert letter is not None
         return letter
 
     def receive_within(self, timeout_s: float, *kinds: type[M]) -> Letter[M] | None:
-        """Wait for the oldest message of these kinds; return None after the timeout."""
+        """Do the same as `receive`, but return None after the timeout."""
         return self._take(kinds, timeout_s)
 
     def check(self) -> None:
@@ -208,7 +208,7 @@ class Mailbox:
         hello = Hello(self.token, self.rank)
         connection.sendall(pack(msgspec.msgpack.encode((Hello.__name__, hello))))
         self._outgoing[rank] = connection
-        # Nobody answers on this connection: it becomes readable only when the peer is gone.
+        # The peer never sends on this connection, so it becomes readable only when the peer is gone.
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._drop(connection, rank))
         return connection
 
@@ -229,13 +229,13 @@ class Mailbox:
                     return
                 try:
                     selected.data()
-                except Exception as error:  # must reach the main thread, and this thread must live on
+                except Exception as error:  # pass it to the main thread, and keep this thread alive
                     self.fail(error)
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # the peer hung up before it was accepted
+        except OSError:  # the peer closed the connection first
             return
         _notice_silence(connection)
         peer = _Connection(FrameReader(connection, MAX_HELLO_BYTES))
@@ -254,7 +254,7 @@ class Mailbox:
             if arrived is not None:
                 try:
                     self._deliver(arrived)
-                except Exception as error:  # of a handler: the frames behind this one are still to be delivered
+                except Exception as error:  # of a handler; the following frames must still be delivered
                     self.fail(error)
 
     def _drop(self, connection: socket.socket, rank: int | None) -> None:
@@ -267,7 +267,7 @@ class Mailbox:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """A main thread that waits here is not silent by its own fault."""
+    """Announce in the heartbeat that the main thread waits, so that the watchdog does not report it as silent."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -279,7 +279,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def _notice_silence(connection: socket.socket) -> None:
-    """A host that is cut off sends no end of connection; the kernel then ends it after about SILENCE_S."""
+    """Let the kernel close the connection about SILENCE_S after the other host was cut off."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 2)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, SILENCE_S // 8))
@@ -288,19 +288,19 @@ def _notice_silence(connection: socket.socket) -> None:
 
 
 def _words(kind: type[Message]) -> str:
-    """Return what a rank waits for, in words: EngineFailed -> engine failed."""
+    """Return what a receiver of this kind waits for, in words: EngineFailed -> engine failed."""
     return kind.awaited or re.sub("(?<!^)([A-Z])", r" \1", kind.__name__).lower()
 
 
 class _Connection:
-    """The receiving end of a connection; `rank` is None until the peer has shown the run's token."""
+    """The receiving end of a connection. `rank` is None until the peer has sent the run's token."""
 
     def __init__(self, reader: FrameReader):
         self.reader = reader
         self.rank: int | None = None
 
     def open_frame(self, frame: Frame, token: str) -> _Arrival | None:
-        """Return the message in a frame; None for the frame that opens a connection."""
+        """Return the message in a frame, or None for the first frame of a connection."""
         kind, fields = msgspec.msgpack.decode(frame.head, type=tuple[str, msgspec.Raw])
         if self.rank is not None:
             return _Arrival(self.rank, kind, fields, frame.payload)

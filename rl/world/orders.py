@@ -1,4 +1,4 @@
-"""Orders: what all actors do together, at the same place in the loop, after a signal or the loss of an engine."""
+"""Orders: actions that all actors take at the same place in the loop, after a signal or the loss of an engine."""
 
 from dataclasses import dataclass
 from typing import Literal

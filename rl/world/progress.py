@@ -1,4 +1,4 @@
-"""Where this rank is in the run: its roles, step and stage, as error reports, heartbeats and metrics show them."""
+"""This rank's roles, step and stage, which error reports, heartbeats and metrics show."""
 
 import socket
 import time
@@ -19,7 +19,7 @@ class Progress:
         self.rank = rank
         self.roles = "no role yet"
         self.step = 0
-        self.seconds: dict[str, float] = {}  # by stage, since `take_seconds`
+        self.seconds: dict[str, float] = {}  # by stage, since the last `take_seconds`
         self._restarts = restarts
         self._stage = "start"
         self._failed_stage: str | None = None
@@ -35,16 +35,16 @@ class Progress:
 
     @contextmanager
     def stage(self, name: str, item: str = "") -> Iterator[None]:
-        """Time a stage and put its name into every error that leaves it.
+        """Time a stage, and name it in the report of any error that leaves it.
 
-        `item` says what the stage works on, where that differs from one time to the next.
+        `item` says what the stage works on, if that differs between visits.
         """
         outer, self._stage = self._stage, name
         HEART.enter(name, item)
-        is_counted = outer in ("start", "step")  # a nested stage belongs to the stage around it
+        is_counted = outer in ("start", "step")  # a nested stage counts as part of its outer stage
         started = time.perf_counter()
         try:
-            with record_function(f"stage {name}") if is_counted else nullcontext():  # for a profile
+            with record_function(f"stage {name}") if is_counted else nullcontext():  # shown in profiles
                 yield
         except BaseException:
             self._failed_stage = self._failed_stage or name
@@ -56,11 +56,11 @@ class Progress:
             HEART.enter(outer)
 
     def take_seconds(self) -> dict[str, float]:
-        """Return the seconds of every stage since the last call."""
+        """Return the seconds spent in each stage since the last call."""
         taken, self.seconds = self.seconds, {}
         return taken
 
     def report(self, cause: str, error: str, trace: str = "", failed: bool = False) -> Report:
-        """Describe this rank for the others; with `failed`, at the stage that an exception left first."""
+        """Build a report of this rank. `failed` means that it names the stage which an exception left first."""
         stage = self._failed_stage if failed and self._failed_stage else self._stage
         return Report(self.rank, self.roles, socket.gethostname(), stage, self.step, error, trace, cause)

@@ -1,4 +1,4 @@
-"""Bookkeeping of restarts: the number and the logs of this attempt, and whether attempts get any further."""
+"""Bookkeeping of restarts: the number and the logs of this attempt, and whether attempts make progress."""
 
 import os
 import sys
@@ -18,32 +18,32 @@ MAX_BACK_OFF_S = 60.0
 
 
 class Restarts:
-    """Count attempts of one launch that make no progress, wait longer after each, and give up in the end.
+    """Count attempts of one launch that make no progress, wait longer after each, and finally give up.
 
-    Each node's first rank keeps the node's memory. Rank 0 decides for all by how far it got itself: ranks that only
-    serve are a step ahead of those that train, and nodes may share the folder.
+    The first rank of each node keeps the history of attempts. Only rank 0 counts them, by the step that it reached
+    itself: ranks that only serve are one step ahead of those that train, and nodes may share the folder.
     """
 
     def __init__(self, rank: int, local_rank: int):
         self._rank, self._is_first_on_node = rank, local_rank == 0
-        self._memory: AttemptHistory | None = None
+        self._history: AttemptHistory | None = None
         self._first_step = 0
         self._furthest_step = 0  # of earlier attempts
         self._has_got_further = False
 
-    def open_memory(self, folder: Path) -> None:
-        """Read what earlier attempts of the same launch left in the run's folder."""
+    def open_history(self, folder: Path) -> None:
+        """Open the history of attempts in the run's folder, and remove what earlier launches left."""
         if not self._is_first_on_node:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run.dir: cannot make {folder}: {error}; give a folder that can be written") from None
-        self._memory = AttemptHistory(folder)
-        self._memory.forget_before(launcher_process().create_time())
+        self._history = AttemptHistory(folder)
+        self._history.forget_before(launcher_process().create_time())
 
     def open_log(self, logs: Path, store: dist.Store) -> None:
-        """Write this rank's output to a log. An attempt has the same number on all nodes, whatever their disks hold."""
+        """Write this rank's output to a log. Rank 0 chooses the number of the attempt for all nodes."""
         if self._rank == 0:
             store.set("attempt", str(next_attempt(logs)))
         number = int(store.get("attempt"))
@@ -53,11 +53,11 @@ class Restarts:
             print(f"oneworld: rank {self._rank} has no log of its own: {error}", file=sys.stderr, flush=True)
 
     def back_off(self, max_attempts: int) -> None:
-        """Wait before an attempt that follows fruitless ones, and raise after `max_attempts` of them in a row."""
-        if self._rank != 0:  # nodes may share the folder; the other ranks wait where all meet
+        """Wait if earlier attempts made no progress. Raise after `max_attempts` of them in a row."""
+        if self._rank != 0:  # the other ranks wait for rank 0 at the next meeting
             return
-        assert self._memory is not None
-        count, self._furthest_step = self._memory.count_attempt()
+        assert self._history is not None
+        count, self._furthest_step = self._history.count_attempt()
         before = count - 1
         if before >= max_attempts:
             raise ConfigError(
@@ -72,23 +72,23 @@ class Restarts:
             HEART.wait("")
 
     def reach(self, step: int) -> None:
-        """Forget fruitless attempts once this one gets further than they did."""
+        """Reset the count of attempts without progress once this one gets further than they did."""
         self._first_step = self._first_step or step
-        if self._rank != 0 or self._memory is None or self._has_got_further:
+        if self._rank != 0 or self._history is None or self._has_got_further:
             return
         if step > max(self._first_step, self._furthest_step):
             self._has_got_further = True
-            self._memory.forget_attempts()
+            self._history.forget_attempts()
 
     def end_cleanly(self) -> None:
-        if self._memory is not None:
-            self._memory.forget()
+        if self._history is not None:
+            self._history.forget()
 
 
 def launcher_process() -> psutil.Process:
     """Return the process that lives through all attempts of a launch.
 
-    It is the loop of launch/run_node.sh, or torchrun's agent, or this process where there is neither.
+    It is the loop of launch/run_node.sh, or torchrun's agent, or this process if there is neither.
     """
     if (loop := int(os.environ.get("ONEWORLD_LAUNCHER", 0))) and psutil.pid_exists(loop):
         return psutil.Process(loop)

@@ -1,4 +1,4 @@
-"""What a rank does while others drive: it answers messages, and works on its tasks in between."""
+"""The loop of a rank that serves others: it handles messages, and works on its tasks in between."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from rl.world.world import World
 
 
 class Service:
-    """Answers messages of its kinds; `name` is the stage in which it does so."""
+    """Handle messages of the given kinds. `name` is the stage that is timed and reported meanwhile."""
 
     name = "serve"
     kinds: tuple[type[Message], ...] = ()
@@ -22,12 +22,12 @@ class Service:
         raise NotImplementedError
 
     def work(self) -> None:
-        """Do one short piece of work, such as an engine step; called while busy."""
+        """Do one short piece of work, such as an engine step. Called repeatedly while `busy`."""
         raise NotImplementedError
 
 
 def serve(world: World, services: Sequence[Service], until: Callable[[], bool]) -> None:
-    """Run the services until the condition holds. They wait in the mailbox, never inside a c10d call."""
+    """Run the services until `until` returns True. The rank waits in its mailbox, never inside a c10d call."""
     by_kind = {kind: service for service in services for kind in service.kinds}
     while not until():
         busy = [service for service in services if service.busy]
@@ -49,7 +49,7 @@ class EndRun(Message):
 
 
 class EndService(Service):
-    """Ends `serve` on ranks that only serve."""
+    """Record when `serve` should return, on ranks that only serve."""
 
     kinds = (EndRun,)
 

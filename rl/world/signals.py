@@ -1,7 +1,7 @@
-"""Signals: SIGUSR1 saves a checkpoint, SIGTERM and Ctrl-C save one and stop, a second Ctrl-C stops at once.
+"""Signals: SIGUSR1 saves a checkpoint. SIGTERM and Ctrl-C save one and stop. A second Ctrl-C stops at once.
 
-A Python handler runs in the main thread, which may be inside a C call that does not return. Handlers therefore do
-nothing, and the I/O thread reads which signal came.
+A Python signal handler runs in the main thread, which may be inside a C call that does not return. So the handlers do
+nothing, and the I/O thread reads the signal numbers from a wakeup socket.
 """
 
 import signal
@@ -9,31 +9,32 @@ import socket
 import threading
 from contextlib import suppress
 
-from rl.world.faults import Faults
+from rl.world.faults import FaultReporter
 from rl.world.messages import Mailbox, PeerLost
 from rl.world.orders import Action, Order
 
-STOP_S = 25.0  # for a checkpoint after SIGTERM; torchrun kills its workers 30 s after it
+STOP_S = 25.0  # limit for a checkpoint after SIGTERM; torchrun kills its workers after 30 s
 
 
 class Signals:
     """Turn the signals of one rank into orders for the leader."""
 
-    def __init__(self, mail: Mailbox, faults: Faults):
+    def __init__(self, mail: Mailbox, faults: FaultReporter):
         self._mail, self._faults = mail, faults
         self._leader: int | None = None
         self._is_interrupted = False
 
     def send_orders_to(self, leader: int) -> None:
-        """Save and stop through the leader from now on; until then a signal ends the world at once."""
+        """Send orders to the leader from now on. Before that, SIGTERM and Ctrl-C end the world at once."""
         self._leader = leader
 
     def listen(self) -> None:
-        if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
+        if threading.current_thread() is not threading.main_thread():  # Python lets no other thread set handlers
             return
         reader, writer = socket.socketpair()
         writer.setblocking(False)
-        signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)  # first: a handler alone would swallow one
+        # Before the handlers, which do nothing: a signal that arrived in between would be lost.
+        signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: None)
         self._mail.watch(reader, self._read)
@@ -64,13 +65,13 @@ class Signals:
         self._send("stop")
 
     def _send(self, action: Action) -> None:
-        """Send in another thread: a checkpoint may occupy the connection, and the I/O thread must keep reading."""
+        """Send in another thread: a checkpoint may occupy the connection, but the I/O thread must keep reading."""
         leader = self._leader
         if leader is None:
             return
 
         def send() -> None:
-            with suppress(PeerLost):  # the leader's watchdog reports that
+            with suppress(PeerLost):  # the leader's watchdog reports its failure
                 self._mail.send(leader, Order(action))
 
         threading.Thread(target=send, daemon=True).start()

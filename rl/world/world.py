@@ -1,4 +1,4 @@
-"""How ranks join one world, meet, connect their process groups and leave it together."""
+"""The world of all ranks: join it, wait for each other, connect process groups, and leave together."""
 
 import json
 import os
@@ -19,29 +19,29 @@ from rl.common.json_channel import JsonChannel
 from rl.config.schema import Config, ConfigError
 from rl.watch.recorder import keep_collectives
 from rl.world.address import own_address
-from rl.world.bootstrap import line_to_watchdog
+from rl.world.bootstrap import watchdog_channel
 from rl.world.debugger import Debugger
 from rl.world.exits import EXIT_CLEAN, exit_now
-from rl.world.faults import Faults
+from rl.world.faults import FaultReporter
 from rl.world.messages import Letter, Mailbox, Message
 from rl.world.progress import Progress
 from rl.world.restarts import Restarts
 from rl.world.signals import Signals
 
-HUB = 0  # the rank at which all others report when they meet
+HUB = 0  # the rank that counts arrivals at a meeting
 JOIN_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
 class Arrived(Message):
-    """Tell the hub that a rank waits at a meeting."""
+    """Tell the hub that a rank has arrived at a meeting and waits."""
 
     meeting: str
 
 
 @dataclass(frozen=True)
 class Proceed(Message):
-    """Tell a rank that all others have arrived at the meeting."""
+    """Tell a rank that all ranks have arrived at the meeting."""
 
     awaited = "the other ranks"
     meeting: str
@@ -58,9 +58,9 @@ class RankPlace:
 
 
 class World:
-    """This rank's place in the world, and its means to talk, to report and to leave.
+    """This rank's place in the world, with its mailbox, its progress and its error reports.
 
-    `join` makes it. The process groups follow in `connect`, when the config is known.
+    `join` creates it. `connect` adds torch.distributed later, when the config is known.
     """
 
     def __init__(self, place: RankPlace, store: dist.Store, mail: Mailbox, watchdog: JsonChannel):
@@ -72,10 +72,10 @@ class World:
         self._restarts = Restarts(place.rank, place.local_rank)
         self.progress = Progress(place.rank, self._restarts)
         self._debugger = Debugger(place.rank, self._print_about_debugger)
-        self.faults = Faults(self.progress, mail, watchdog, self._debugger)
+        self.faults = FaultReporter(self.progress, mail, watchdog, self._debugger)
         self._signals = Signals(mail, self.faults)
         self._closers: list[Callable[[], None]] = []
-        self._num_arrived: dict[str, int] = {}  # on the hub, by meeting
+        self._num_arrived: dict[str, int] = {}  # by meeting, only on the hub
         mail.on(Arrived, self._on_arrived)
 
     @property
@@ -87,11 +87,11 @@ class World:
         return self.progress.roles
 
     def stage(self, name: str, item: str = "") -> AbstractContextManager[None]:
-        """Time a stage of the loop and put its name into every error that leaves it."""
+        """Time a stage of the loop, and name it in the report of any error that leaves it."""
         return self.progress.stage(name, item)
 
     def enter(self) -> None:
-        """Find the other ranks and the board, and start to listen."""
+        """Find the board and the other ranks, and start to listen for messages and signals."""
         self._debugger.install()
         if self.rank == HUB:
             port = self.faults.host_board(self.mail.address[0], self.mail.token)
@@ -105,8 +105,8 @@ class World:
         self.mail.learn({peer: tuple(json.loads(address)) for peer, address in enumerate(addresses)})
 
     def begin_run(self, folder: Path, config: Config) -> None:
-        """Open the run's folder for restarts, logs, watchdog and debuggers."""
-        self._restarts.open_memory(folder)
+        """Use the run's folder for restarts, logs, the watchdog and debuggers from now on."""
+        self._restarts.open_history(folder)
         self._restarts.open_log(folder / "logs", self.store)
         limits, count = config.world, config.debug.num_collectives
         collectives = keep_collectives(folder, self.id, count) if torch.cuda.is_available() else ""
@@ -116,23 +116,23 @@ class World:
         is_allowed = config.debug.breakpoints or config.debug.post_mortem or self.size == 1
         self._debugger.begin_run(folder, None if is_allowed else limits.transfer_timeout_s)
         if config.debug.post_mortem:
-            self.faults.open_post_mortem()
+            self.faults.enable_post_mortem()
 
     def send_orders_to(self, leader: int) -> None:
-        """Let signals save and stop through the leader from now on."""
+        """Send the orders of signals to the leader from now on."""
         self._signals.send_orders_to(leader)
 
     def at_end(self, closer: Callable[[], None]) -> None:
-        """Call `closer` at the clean end, when no rank needs another any more."""
+        """Call `closer` at the normal end, when no rank needs another any more."""
         self._closers.append(closer)
 
     def meet(self, name: str) -> None:
-        """Wait for all ranks, however long each needs, outside any c10d call."""
+        """Wait for all ranks without a timeout. Messages are used, because c10d calls would time out."""
         self.mail.send(HUB, Arrived(name))
         self.mail.receive(Proceed)
 
     def connect(self, share_gpu: bool, timeout_s: float) -> None:
-        """Initialise torch.distributed; rl/placement/groups.py makes the groups that are used."""
+        """Initialise torch.distributed. rl/placement/groups.py creates the process groups that are used."""
         backend = "gloo"
         if torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"
@@ -144,30 +144,30 @@ class World:
                     "debug.share_gpu=true to try a placement on one card"
                 )
             if share_gpu:
-                os.environ["NCCL_HOSTID"] = f"oneworld-{self.rank}"  # NCCL refuses two ranks of one host on one device
+                os.environ["NCCL_HOSTID"] = f"oneworld-{self.rank}"  # NCCL refuses two ranks of a host on one GPU
             torch.cuda.set_device(self.device)
         timeout = timedelta(seconds=timeout_s)
         store = dist.PrefixStore("c10d", self.store)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
 
     def close(self) -> None:
-        """End cleanly: wait until all ranks are done, so that no rank takes the end of another for a loss."""
-        self.faults.finish()
-        self.meet("the end")  # raises when another rank fails at the last moment
+        """End normally. Wait until all ranks are done, so that no rank reports the exit of another as a failure."""
+        self.faults.ignore_lost_connections()
+        self.meet("the end")  # raises if another rank fails meanwhile
         self.faults.tell_watchdog("done")
         self._restarts.end_cleanly()
         self.mail.close()
         for closer in self._closers:
             try:
                 closer()
-            except Exception:  # the run is done and saved: a failed exit code would make torchrun start it again
+            except Exception:  # not raised: the run is saved, and torchrun would restart it after an error
                 traceback.print_exc()
 
     def _on_arrived(self, letter: Letter[Arrived]) -> None:
         meeting = letter.message.meeting
         self._num_arrived[meeting] = self._num_arrived.get(meeting, 0) + 1
         if self._num_arrived[meeting] == self.size:
-            for rank in reversed(range(self.size)):  # the hub last: it may leave at once
+            for rank in reversed(range(self.size)):  # the hub last, because it may exit at once
                 self.mail.send(rank, Proceed(meeting))
 
     def _print_about_debugger(self, text: str) -> None:
@@ -176,7 +176,7 @@ class World:
 
 @contextmanager
 def join() -> Iterator[World]:
-    """Join the world that torchrun started, or a world of one without it. An exception in the body ends every rank."""
+    """Join the world that torchrun started, or a world of one rank without torchrun. An error in the body ends all."""
     world = _join()
     try:
         yield world
@@ -195,6 +195,6 @@ def _join() -> World:
         store.set("mail/token", secrets.token_hex(16))
     address, token = own_address(store), store.get("mail/token").decode()
     place = RankPlace(rank, local_rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-    world = World(place, store, Mailbox(rank, address, token), line_to_watchdog())
+    world = World(place, store, Mailbox(rank, address, token), watchdog_channel())
     world.enter()
     return world

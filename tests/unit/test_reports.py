@@ -77,7 +77,7 @@ def test_attempts_are_counted_where_nodes_share_the_folder(tmp_path: Path) -> No
     def run(max_attempts: int) -> None:
         zero, two = Restarts(0, 0), Restarts(2, 0)
         for restarts in (zero, two):
-            restarts.open_memory(tmp_path)
+            restarts.open_history(tmp_path)
             restarts.back_off(max_attempts)
         for step in range(20, 24):
             two.reach(step + 1)

@@ -13,7 +13,7 @@ import pytest
 
 import rl.world.signals
 from rl.config.schema import ROOT
-from rl.world.faults import Faults
+from rl.world.faults import FaultReporter
 from rl.world.messages import Mailbox, Message
 from rl.world.orders import Order
 from rl.world.signals import Signals
@@ -36,7 +36,7 @@ class Watched:
 
 
 class Endings:
-    """The part of Faults that signals use."""
+    """The part of FaultReporter that signals use."""
 
     is_over = False
 
@@ -72,7 +72,7 @@ def test_a_signal_that_comes_right_after_its_handler_is_heard(mail: Watched, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(signal, "signal", set_and_send)
-        Signals(cast(Mailbox, mail), cast(Faults, Endings())).listen()
+        Signals(cast(Mailbox, mail), cast(FaultReporter, Endings())).listen()
     mail.source.settimeout(1.0)
     assert [*mail.source.recv(64)] == [*NUMBERS]
 
@@ -84,7 +84,7 @@ def test_what_is_not_saved_in_time_is_not_waited_for(
     assert rl.world.signals.STOP_S == 25.0, "torchrun kills after 30 s"
     monkeypatch.setattr(rl.world.signals, "STOP_S", 0.2)
     endings = Endings()
-    signals = Signals(cast(Mailbox, mail), cast(Faults, endings))
+    signals = Signals(cast(Mailbox, mail), cast(FaultReporter, endings))
     signals.send_orders_to(3)
     signals.listen()
     os.kill(os.getpid(), number)
