@@ -39,6 +39,8 @@ class Entry:
 
 
 class Board:
+    """Collect what watchdogs report about their ranks, and decide which rank failed."""
+
     def __init__(self, tell: Callable[..., None], say: Callable[[str], None]):
         """`tell(rank, kind, **values)` sends a message to a rank's watchdog. `say` prints a line."""
         self.entries: dict[int, Entry] = {}

@@ -11,6 +11,8 @@ from rl.watch.board import CUT_S
 
 
 class BoardClient:
+    """One watchdog's connection to the board."""
+
     def __init__(
         self,
         address: tuple[str, int],

@@ -16,6 +16,8 @@ BOARD_RANK = 0
 
 
 class BoardServer:
+    """The board, with connections to all other watchdogs."""
+
     def __init__(
         self,
         address: str,

@@ -9,6 +9,8 @@ EARLY = "oneworld.early"  # marks a start that ended before the ranks had met
 
 
 class Launcher:
+    """Stop the agent, and count starts that ended before the ranks had met."""
+
     def __init__(self, pid: int):
         """`pid` is the agent's process id, or 0 without torchrun."""
         self._pid = pid

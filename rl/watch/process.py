@@ -10,6 +10,8 @@ CHILDREN_S = 1.0  # for children of a dead rank to exit; one of them, Python's r
 
 
 class RankProcess:
+    """Inspect and end the process of a rank and its children."""
+
     def __init__(self, pid: int, leads_group: bool):
         """`leads_group` says that torchrun started the rank, which then leads a process group with its children."""
         self.pid, self.exit_fd = pid, os.pidfd_open(pid)

@@ -14,6 +14,8 @@ WRITE_S = 1.0  # limit for the last write
 
 
 class StatusWriter:
+    """Sample the rank's process, and write status files in the background."""
+
     def __init__(self, process: RankProcess):
         self.about: dict[str, Any] = {}
         self._process = process

@@ -55,12 +55,12 @@ def start_tee() -> socket.socket:
         os._exit(0)
 
 
-def write_log(line: socket.socket, path: Path) -> None:
+def write_log(connection: socket.socket, path: Path) -> None:
     """Write all output to a file, including earlier output. Raise OSError if the file cannot be created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        socket.send_fds(line, [b"log"], [file])
+        socket.send_fds(connection, [b"log"], [file])
     finally:
         os.close(file)
 
@@ -98,17 +98,18 @@ def _copy_size(stream: _Stream) -> None:
 
 
 class _Tee:
-    def __init__(self, streams: list[_Stream], line: socket.socket):
+    def __init__(self, streams: list[_Stream], connection: socket.socket):
         self._streams = {stream.reader: stream for stream in streams}
-        self._line: socket.socket | None = line
+        self._connection: socket.socket | None = connection
         self._log: _Log | None = None
         self._early: bytes | None = b""  # output before the log is known; None afterwards
         self._broken: set[int] = set()  # consoles that are gone
 
     def run(self) -> None:
         while self._streams:
-            lines = [self._line] if self._line is not None else []
-            sources: list[int | socket.socket] = [*self._streams, *lines]
+            sources: list[int | socket.socket] = [*self._streams]
+            if self._connection is not None:
+                sources.append(self._connection)
             for source in select.select(sources, [], [], TICK_S)[0]:
                 if isinstance(source, socket.socket):
                     self._take_log(source)
@@ -120,15 +121,15 @@ class _Tee:
         if self._log is not None:
             self._log.finish()
 
-    def _take_log(self, line: socket.socket) -> None:
+    def _take_log(self, connection: socket.socket) -> None:
         try:
-            _, files, _, _ = socket.recv_fds(line, 16, 1)
+            _, files, _, _ = socket.recv_fds(connection, 16, 1)
         except OSError:
             files = []
         if files:
             self._log = _Log(files[0])
             self._log.write(self._early or b"")
-        self._line = self._early = None
+        self._connection = self._early = None
 
     def _pass_on(self, stream: _Stream) -> None:
         try:

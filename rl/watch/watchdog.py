@@ -70,6 +70,8 @@ def start_watchdog() -> JsonChannel:
 
 
 class Watchdog:
+    """The main loop of a watchdog process, and its state."""
+
     def __init__(self, pid: int, agent: int, connection: socket.socket, heart: Heart, stacks: Stacks):
         """`pid` and `connection` belong to the rank. `agent` is torchrun's process id, or 0 without torchrun."""
         self._process, self._launcher = RankProcess(pid, leads_group=bool(agent)), Launcher(agent)
