@@ -9,7 +9,7 @@ import torch
 from rl.checkpoint.resume import Resume
 from rl.checkpoint.retention import Best, check_metric, is_due, steps_to_keep, update_best
 from rl.checkpoint.save import Saver
-from rl.checkpoint.snapshot import Snapshot, generator_states
+from rl.checkpoint.snapshot import Snapshot, get_rng_states
 from rl.config.schema import CheckpointConfig
 from rl.data.prompts import PromptStream
 from rl.learner.critic import CriticTrainer
@@ -30,25 +30,25 @@ class Checkpoints:
     ):
         self._saver, self._learner, self._critic = saver, learner, critic
         self._config, self._num_steps = config, num_steps
-        self._ended: tuple[int, dict[str, Any], dict[str, Any]] | None = None  # step, run's state, this rank's state
-        self._saved_step = 0  # the newest step that was saved
-        self._unprobed_step = 0  # the same, as long as it has no logits
+        self._ended: tuple[int, dict[str, Any], dict[str, Any]] | None = None  # step, run's state, rank's state
+        self._saved_step = 0  # the newest saved step
+        self._unprobed_step = 0  # the newest saved step while it has no logits, else 0
         self._best: Best | None = None
         self._origin = resume.origin if resume is not None else ""
-        self._is_ending = False  # a step's update has ended, but not the step itself
+        self._is_ending = False  # the update of a step has ended, but not its evaluation
         self._is_save_wanted = False
         if resume is not None and resume.is_own:
             self._saved_step = resume.manifest.step
             self._unprobed_step = 0 if resume.has_probe else resume.manifest.step
-            saver.steps, saver.saved_at = set(resume.committed), resume.manifest.saved_at
+            saver.restore(resume.committed, resume.manifest.saved_at)
             best, before = resume.manifest.state["best"], resume.manifest.config["checkpoint"]
             same = all(before[name] == getattr(config, name) for name in ("best_metric", "best_is_lowest"))
             self._best = Best(**best) if best and same else None
 
     def end_update(self, step: int, version: int, stream: PromptStream | None) -> None:
-        """Remember the state after a step's update: a save before the next update saves this state.
+        """Record the state after a step's update. Any save before the next update saves this state.
 
-        `stream` is the leader's prompt stream, at the end of the step.
+        `stream` is the leader's prompt stream at the end of the step, and None on other ranks.
         """
         state: dict[str, Any] = {"version": version, "num_updates": self._learner.num_updates, "origin": self._origin}
         state |= {"is_evaluated": False, "kl_coef": self._learner.kl_coef}
@@ -56,12 +56,12 @@ class Checkpoints:
             state["num_critic_updates"] = self._critic.num_updates
         if stream is not None:
             state |= {"position": stream.position, "data": stream.digest}
-        self._ended = (step, state, generator_states())
+        self._ended = (step, state, get_rng_states())
         self._is_ending = True
         self._add_probe()
 
     def end_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Save if a checkpoint is due. Returns while it is still being written."""
+        """Start a save if a checkpoint is due. `values` are the metrics of the step."""
         assert self._ended is not None
         self._ended[1]["is_evaluated"] = True
         is_wanted, self._is_save_wanted, self._is_ending = self._is_save_wanted, False, False
@@ -72,32 +72,32 @@ class Checkpoints:
             self._save()
 
     def wait_copied(self) -> None:
-        """Wait until the policy may change."""
+        """Wait until the copy to the host is done, so that the policy may change."""
         self._saver.wait_copied()
 
     def execute(self, order: Literal["save", "stop"]) -> None:
-        """Save now, or save and stop, after a signal. All actors get the order while they wait for rollouts.
+        """Save, or save and stop, after a signal. All actors receive the order while they wait for rollouts.
 
-        A save may wait for the end of an evaluation, which decides what is best.
+        During an evaluation, a save waits for its end, because the result decides which step is best.
         """
         if order == "save" and self._is_ending:
             self._is_save_wanted = True
             return
         self._save()
         if order == "stop":
-            # A probe is a collective. If some ranks have their weights offloaded, the resumed run does it.
+            # The probe is a collective that needs the weights. If ranks offload them, the resumed run computes it.
             self.close(with_probe=not self._learner.offloads)
             self._saver.stop(f"step {self._saved_step} is saved" if self._saved_step else "no step had ended yet")
 
     def close(self, with_probe: bool = True) -> None:
         """Wait until the last checkpoint is complete."""
-        if self._unprobed_step and with_probe:  # no later update computes its logits
+        if self._unprobed_step and with_probe:  # no later update will compute the logits
             self._learner.run_probe()
             self._add_probe()
         self._saver.wait_done()
 
     def _add_probe(self) -> None:
-        """Add the logits of the saved policy, which the learner has computed since."""
+        """Add the saved policy's logits, which the learner has computed after the save, to its checkpoint."""
         step, self._unprobed_step = self._unprobed_step, 0
         if step and self._saver.is_leader:
             logits = self._learner.probe_logits
@@ -114,7 +114,7 @@ class Checkpoints:
         snapshot = Snapshot(
             step=step,
             parts=[part for each in trainers for part in each.state_slices()] if self._saver.is_owner else (),
-            ready=self._saver.mark(),
+            ready=self._saver.record_event(),
             rank_state=rank_state,
             state={**state, "best": dataclasses.asdict(self._best) if self._best else None},
             steps_to_keep=frozenset(steps_to_keep({*self._saver.steps, step}, self._best, self._config)),

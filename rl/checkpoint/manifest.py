@@ -1,14 +1,14 @@
-"""The manifest of a checkpoint, and its files. Does not import torch, because the merge tool reads manifests too.
+"""The manifest of a checkpoint: the list of its files. Does not import torch, because the merge tool reads it too.
 
     runs/NAME/checkpoints/step_40/
         manifest.json                            all files and their slices, and the state that is not in tensors
-        COMMITTED                                written after all nodes have all of their files
-        model-00000-of-00004.safetensors         rows of every tensor, in the dtype that is exported
-        optimizer-00000-of-00004.safetensors     rows of the moments, and of the float32 masters of a narrower export
+        COMMITTED                                written after all nodes have renamed the folder to this name
+        model-00000-of-00004.safetensors         rows of every tensor, in the dtype of the merged model
+        optimizer-00000-of-00004.safetensors     rows of optimizer moments, and of float32 masters of narrower weights
         hf/                                      config.json, generation config and tokenizer of the merged model
         probe.safetensors                        tokens and the policy's logits for them; written one step later
 
-On private disks each node holds the files of its own ranks. Manifest and marker lie on every node.
+If disks are private, each node holds the files of its own ranks. Every node has manifest.json and COMMITTED.
 The fields of `Manifest`, `File` and `Slice` are a file format: changing them needs a new FORMAT.
 """
 
@@ -26,7 +26,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says which file, why, and what to do."""
+    """A checkpoint could not be written or read. The message says which file, why, and what to do."""
 
 
 def step_folder(step: int) -> str:
@@ -37,7 +37,7 @@ def step_folder(step: int) -> str:
 class Slice:
     """A part of a tensor, stored at byte `begin` of its file. The digest is the XXH3 of its bytes."""
 
-    kind: str  # model, master, or the name of a moment
+    kind: str  # model, critic, master, or the name of an optimizer moment
     name: str  # the tensor's Hugging Face name
     dtype: str  # safetensors name
     shape: tuple[int, ...]  # of the whole tensor
@@ -67,17 +67,7 @@ class File:
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> "File":
         slices = tuple(
-            Slice(
-                kind=kind,
-                name=name,
-                dtype=dtype,
-                shape=tuple(shape),
-                offsets=tuple(offsets),
-                size=tuple(size),
-                begin=begin,
-                num_bytes=num_bytes,
-                digest=digest,
-            )
+            Slice(kind, name, dtype, tuple(shape), tuple(offsets), tuple(size), begin, num_bytes, digest)
             for kind, name, dtype, shape, offsets, size, begin, num_bytes, digest in row["slices"]
         )
         return File(row["name"], row["num_bytes"], row["digest"], tuple(row["hosts"]), slices)
@@ -88,11 +78,11 @@ class Manifest:
     run_id: str
     run_name: str
     step: int
-    save_id: str  # unique to one attempt to save, so that leftovers of a killed one never mix with the next
+    save_id: str  # unique to one attempt to save, so that files of a killed attempt are never used
     saved_at: float  # Unix time of the leader's clock
     state: dict[str, Any]  # version, data position, optimizer steps, random generators, ...
     config: dict[str, Any]
-    placement: dict[str, Any]  # roles and host of every rank, and where the run's steps lie on each host
+    placement: dict[str, Any]  # roles and host of every rank, and the checkpoint directory on each host
     files: tuple[File, ...]
 
     def slices(self, kind: str) -> dict[str, list[tuple[File, Slice]]]:

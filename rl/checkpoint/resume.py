@@ -1,8 +1,8 @@
 """Find the checkpoint to resume from, and load it into a learner, at any number of ranks.
 
-The leader asks one rank of every node what its disk holds, takes the newest step, and checks that some node holds each
-of its files. Then each actor reads the slices that overlap its rows, from its own node's disk or from a rank of a node
-that holds them. Every slice is checked by its digest. If a copy is corrupt, another one is read.
+The leader asks one rank of every node for its steps, chooses the newest step, and checks that some node holds each of
+its files. Then each actor reads the slices that overlap its rows, from its own node's disk or through a rank of another
+node. The digest of every slice is checked. If a copy is corrupt, another copy is read.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from torch import Tensor
 from rl.checkpoint.dtypes import TORCH_DTYPES
 from rl.checkpoint.manifest import MANIFEST, PROBE, CheckpointError, File, Manifest, Slice
 from rl.checkpoint.shard_file import digest, read_bytes
-from rl.checkpoint.snapshot import restore_generators
+from rl.checkpoint.snapshot import set_rng_states
 from rl.checkpoint.store import (
     MESSAGE_BYTES,
     CheckpointStore,
@@ -46,7 +46,7 @@ Listings = Sequence[Letter[StepsListed]]  # by node
 
 @dataclass(frozen=True)
 class ResumeFrom(Message):
-    """Tell a rank which checkpoint the run resumes from. The payload is a `Resume`; empty for a new run."""
+    """Tell a rank which checkpoint the run resumes from. The payload is a `Resume`, and empty for a new run."""
 
     awaited: ClassVar[str] = "resume"
 
@@ -55,11 +55,11 @@ class ResumeFrom(Message):
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint that this run resumes from. Only actors know its files."""
+    """The checkpoint that this run resumes from. Only actors receive the list of its files."""
 
     manifest: Manifest
-    holders: Mapping[str, Sequence[Holder]]  # by file, for files with slices
-    is_own: bool  # it belongs to this run, not to one that this run forks
+    holders: Mapping[str, Sequence[Holder]]  # by file name, for files with slices
+    is_own: bool  # False if this run forks the run that saved it
     committed: tuple[int, ...]  # committed steps of this run up to this one
     origin: str  # the path that a fork was made from; empty if this run is not a fork
     has_probe: bool  # logits were added after the commit
@@ -78,31 +78,21 @@ class Resume:
         return dataclasses.replace(self, manifest=manifest, holders={})
 
     def to_payload(self) -> bytes:
-        places = sorted({holder for holders in self.holders.values() for holder in holders})
-        held = {name: [places.index(holder) for holder in holders] for name, holders in self.holders.items()}
-        body = {"places": places, "held": held, "is_own": self.is_own, "committed": self.committed}
-        head = json.dumps(body | {"origin": self.origin, "has_probe": self.has_probe}).encode()
+        head = json.dumps(vars(self) | {"manifest": None}).encode()
         return len(head).to_bytes(8, "little") + head + self.manifest.to_json()
 
     @staticmethod
     def from_payload(payload: bytes | bytearray) -> "Resume":
         end = 8 + int.from_bytes(payload[:8], "little")
-        body = json.loads(payload[8:end])
-        places = [(rank, folder) for rank, folder in body["places"]]
-        holders = {name: [places[index] for index in held] for name, held in body["held"].items()}
-        manifest = Manifest.from_json(payload[end:], "the leader's manifest")
-        return Resume(
-            manifest=manifest,
-            holders=holders,
-            is_own=body["is_own"],
-            committed=tuple(body["committed"]),
-            origin=body["origin"],
-            has_probe=body["has_probe"],
-        )
+        fields = json.loads(payload[8:end])
+        fields["manifest"] = Manifest.from_json(payload[end:], "the leader's manifest")
+        fields["holders"] = {name: [tuple(holder) for holder in held] for name, held in fields["holders"].items()}
+        fields["committed"] = tuple(fields["committed"])
+        return Resume(**fields)
 
 
 def agree_on_resume(mail: Mailbox, placement: Placement, store: CheckpointStore, config: Config) -> Resume | None:
-    """Return the checkpoint that the leader found, on every rank; None if the run starts from the model."""
+    """Return the checkpoint that the leader chose, or None if the run starts from the model. Called on every rank."""
     if mail.rank == placement.leader:
         found = find_checkpoint(store, config.checkpoint.resume)
         store.create_roots(found.manifest.run_id if found is not None and found.is_own else secrets.token_hex(8))
@@ -113,7 +103,7 @@ def agree_on_resume(mail: Mailbox, placement: Placement, store: CheckpointStore,
         if found is not None:
             print(_announcement(found, store, config), flush=True)
     letter = mail.receive(ResumeFrom)
-    store.run_id = letter.message.run_id
+    store.join_run(letter.message.run_id)
     return Resume.from_payload(letter.payload) if letter.payload else None
 
 
@@ -141,14 +131,14 @@ def find_checkpoint(store: CheckpointStore, resume: str) -> Resume | None:
     if resume not in ("auto", "never"):
         found = _fork(store, found, resume)
     if found is not None and found.is_own:
-        for rank, step in _steps(own):  # a kill may have come before the marker was written on all nodes
+        for rank, step in _steps(own):  # a kill may have left some nodes without COMMITTED
             if step.save_id == found.manifest.save_id and not step.is_committed:
                 store.wait(store.call(rank, ConfirmStep(step.folder, step.save_id)))
     return found
 
 
 def _rename_old_roots(store: CheckpointStore, own: Listings) -> Listings:
-    """Rename the directories of earlier launches for checkpoint.resume=never. A restart keeps those of its launch."""
+    """Rename the checkpoint directories of earlier launches. A restart within a launch keeps its own."""
     times = [step.saved_at for _, step in _steps(own)]
     if not times or max(times) >= min(answer.message.launched_at for answer in own):
         return own
@@ -159,7 +149,7 @@ def _rename_old_roots(store: CheckpointStore, own: Listings) -> Listings:
 
 
 def _fork(store: CheckpointStore, own: Resume | None, path: str) -> Resume:
-    """Return the checkpoint for checkpoint.resume=PATH: the fork's own newest one, at first that of the other run."""
+    """Return the checkpoint for checkpoint.resume=PATH: the newest of this fork, or else the one at PATH."""
     source = [answer for answer in store.call_all(ListSteps("source")) if answer.message.exists]
     if not source:
         raise ConfigError(
@@ -197,8 +187,8 @@ def _steps(listings: Listings) -> list[tuple[int, StoredStep]]:
 def _load(store: CheckpointStore, listings: Listings, is_own: bool) -> Resume | None:
     """Return the step that was saved last.
 
-    It counts if some node has its marker, or if all of its files can be reached: no node gives a step its final name
-    before all nodes have written all of it.
+    A step without COMMITTED on any node is also valid if all of its files can be reached. The reason: no node renames a
+    step's folder to its final name before all nodes have written everything.
     """
     steps = _steps(listings)
     committed = {step.save_id for _, step in steps if step.is_committed and not step.error}
@@ -212,7 +202,7 @@ def _load(store: CheckpointStore, listings: Listings, is_own: bool) -> Resume | 
         holders, problems = _locate(manifest, listings)
         others = sorted({other.step for _, other in steps if other.save_id in committed - {manifest.save_id}})
         if not problems and max(unreadable, default=0) > manifest.step:
-            break  # a newer step was committed too, and is reported below
+            break  # a newer committed step cannot be read, which is reported below
         if not problems:
             return Resume(
                 manifest=manifest,
@@ -239,12 +229,12 @@ def _check_one_run(listings: Listings, committed: Sequence[StoredStep]) -> None:
 
 
 def _locate(manifest: Manifest, listings: Listings) -> tuple[dict[str, list[Holder]], list[str]]:
-    """Return the ranks that hold each file with slices, and a line about each file that nobody holds."""
+    """Return the holders of each file with slices, and a line about each file that no node holds."""
     files = [file for file in manifest.files if file.slices]
     holders: dict[str, list[Holder]] = {file.name: [] for file in files}
     wrong_size: dict[str, str] = {}
     for rank, step in _steps(listings):
-        # A folder whose manifest is unreadable may still hold good files: digests tell.
+        # Files next to an unreadable manifest may still be good. Their digests are checked when they are read.
         if step.step != manifest.step or (step.save_id != manifest.save_id and not step.error):
             continue
         for file in files:
@@ -274,21 +264,21 @@ def _incomplete_message(manifest: Manifest, folder: str, problems: list[str], ot
 
 
 class SliceReader:
-    """Read slices of a checkpoint, from this node's own disk if they are there. `own_lead` leads this node."""
+    """Read slices of a checkpoint, from this node's disk if possible. `own_lead` is this node's entry of node_leads."""
 
     def __init__(self, resume: Resume, store: CheckpointStore, own_lead: int):
         self.manifest = resume.manifest
         self._resume, self._store, self._own_lead = resume, store, own_lead
 
     def read(self, file: File, part: Slice) -> Tensor:
-        """Return the elements of a slice, flat, after a check of their digest."""
+        """Return the elements of a slice as a flat tensor, after a check of their digest."""
         problems, are_all_corrupt = [], True
         holders = self._resume.holders[file.name]
         for rank, folder in sorted(holders, key=lambda holder: holder[0] != self._own_lead):
             try:
                 data = self._fetch(rank, folder, file, part)
             except ConnectionError:
-                raise  # a node is lost, and with it this world
+                raise  # a lost node ends this world, so another copy does not help
             except (CheckpointError, OSError) as error:
                 problems.append(str(error))
                 are_all_corrupt = False
@@ -329,16 +319,16 @@ def restore(
     fill(learner.state_slices(), reader, shard, num_shards)
     learner.restore_schedule(state["num_updates"])
     learner.restore_kl_coef(state.get("kl_coef", learner.kl_coef))
-    if critic is not None and resume.has_critic:  # else the run had no critic before, and it starts from its model
+    if critic is not None and resume.has_critic:  # otherwise the critic is new, and starts from its model
         fill(critic.state_slices(), reader, shard, num_shards)
         critic.restore_schedule(state["num_critic_updates"])
     generators = state["actors"].get(str(placement.actors.index(rank)))
-    if generators is not None:  # else the world has grown, and this rank keeps its own state
-        restore_generators(generators)
+    if generators is not None:  # otherwise the world has grown, and this rank keeps its own state
+        set_rng_states(generators)
 
 
 def fill(parts: Sequence[tuple[str, LocalSlice]], reader: SliceReader, shard: int, num_shards: int) -> None:
-    """Load this rank's part of every tensor; `parts` are kinds and slices as the learner names them."""
+    """Load this rank's part of every tensor. `parts` are (kind, slice), as `state_slices` returns them."""
     manifest = reader.manifest
     kinds = {kind for kind, _ in parts}
     saved = {kind: manifest.slices(kind) for kind in kinds | {"master"}}

@@ -1,4 +1,4 @@
-"""Decide which checkpoints are made and which are kept, from steps and metrics alone."""
+"""Decide which steps are saved and which checkpoints are kept."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Best:
 
 
 def update_best(best: Best | None, step: int, values: Mapping[str, float], config: CheckpointConfig) -> Best | None:
-    """Return the best step so far: this one, or `best` if this one is not better or was not measured."""
+    """Return the best step so far. It remains `best` if this step is not better or has no value of the metric."""
     value = values.get(config.best_metric)
     if value is None or value != value:  # NaN is never best
         return best
@@ -24,11 +24,12 @@ def update_best(best: Best | None, step: int, values: Mapping[str, float], confi
 
 
 def is_due(step: int, num_steps: int, config: CheckpointConfig) -> bool:
+    """Return whether this step is the last one or a multiple of `save_interval`."""
     return step == num_steps or (config.save_interval > 0 and step % config.save_interval == 0)
 
 
 def steps_to_keep(steps: Iterable[int], best: Best | None, config: CheckpointConfig) -> set[int]:
-    """Return the newest of these steps, those at multiples of `keep_every`, and the best one."""
+    """Return the last `keep_last` of these steps, the multiples of `keep_every`, and the best one."""
     ordered = sorted(steps)
     chosen = set(ordered[-config.keep_last :])
     chosen |= {step for step in ordered if config.keep_every and step % config.keep_every == 0}
@@ -38,10 +39,10 @@ def steps_to_keep(steps: Iterable[int], best: Best | None, config: CheckpointCon
 
 
 def check_metric(values: Mapping[str, float], config: CheckpointConfig) -> None:
-    """Raise if no step reports `checkpoint.best_metric`: no step would ever be best."""
+    """Raise if `checkpoint.best_metric` is missing. Metrics under eval/ are only expected after an evaluation."""
     name = config.best_metric
-    is_due = not name.startswith("eval/") or any(other.startswith("eval/") for other in values)
-    if name and is_due and name not in values:
+    is_expected = not name.startswith("eval/") or any(other.startswith("eval/") for other in values)
+    if name and is_expected and name not in values:
         raise ConfigError(
             f"checkpoint.best_metric: got {name!r}, which no step reports; choose one of {', '.join(sorted(values))} "
             "or one under eval/"

@@ -1,11 +1,11 @@
 """Save the training state in the background, on all nodes or on none.
 
-    start()           the next step's rollouts, ...                              the update waits for the host copy
-      \\-- copy to the host --> write this rank's files, sync --> [copy to the next node] --> FilesWritten to the leader
-    leader: all written --> every node: PrepareStep --> all prepared --> every node: CommitStep --> RemoveSteps
+    each rank: start() --> copy to the host --> write this rank's files --> [copy to the next node] --> FilesWritten
+    leader:    all FilesWritten --> PrepareStep on every node --> CommitStep on every node --> RemoveSteps
 
-No node gives a step its final name before all nodes have all of their files, and none writes COMMITTED before all have
-the final name. So a kill at any moment leaves either this step or the one before. Leftovers have other names.
+The next update waits for the copy to the host, but not for the files. No node renames a step's folder to its final name
+before all nodes have written all files. No node writes COMMITTED before all folders have their final names. So after a
+kill at any moment, either this step or the previous one is complete. Leftovers of a killed save have other names.
 """
 
 import json
@@ -13,7 +13,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rl.checkpoint.manifest import CheckpointError, File, Manifest, step_folder
-from rl.checkpoint.snapshot import HostCopy, Snapshot
+from rl.checkpoint.snapshot import HostCopier, Snapshot
 from rl.checkpoint.store import POLL_S, CheckpointStore, CommitStep, PrepareStep, RemoveSteps
 from rl.checkpoint.write import CheckpointWriter, RunDescription
 from rl.placement.roles import Placement
@@ -31,7 +31,7 @@ from rl.world.faults import Stopped
 from rl.world.messages import Letter, Message, waiting
 from rl.world.world import World
 
-# What a main thread may wait for. The watchdog blames the rank whose own disk hangs, and no other.
+# What a main thread may report to wait for. The watchdog blames only ranks that wait for OWN work, such as a hung disk.
 OWN_FILES, OTHERS_FILES, COMMIT = f"{OWN}checkpoint", "the others' checkpoints", f"{OWN}commit on all nodes"
 
 
@@ -46,23 +46,25 @@ class FilesWritten(Message):
 
 @dataclass(frozen=True)
 class StepCommitted(Message):
+    """Tell an actor that a step is committed on all nodes."""
+
     step: int
 
 
 class Saver:
-    """Save checkpoints on every actor rank, one at a time. A failure on any rank ends the world with the reason."""
+    """Save checkpoints on every actor rank, one at a time. A failure on any rank ends the world."""
 
     def __init__(self, world: World, placement: Placement, store: CheckpointStore, run: RunDescription, copies: int):
         self.is_owner, self.is_leader = world.rank in placement.owners, world.rank == placement.leader
-        self.steps: set[int] = set()  # committed ones; known to the leader
-        self.saved_at = 0.0  # when the newest of them was saved
+        self.steps: set[int] = set()  # committed steps; only the leader adds new ones
+        self._saved_at = 0.0  # Unix time of the newest save
         self._world, self._mail, self._placement = world, world.mail, placement
         self._store, self._run, self._copies = store, run, copies
         self._writer = CheckpointWriter(store, placement, world.rank, run, copies)
-        self._host = HostCopy(world.device)
-        self._work: queue.SimpleQueue[tuple[int, Callable[[], None]]] = queue.SimpleQueue()  # step, what to do
+        self._copier = HostCopier(world.device)
+        self._work: queue.SimpleQueue[tuple[int, Callable[[], None]]] = queue.SimpleQueue()  # (step, task)
         self._written: queue.SimpleQueue[Letter[FilesWritten]] = queue.SimpleQueue()  # on the leader
-        self._waits_for = OTHERS_FILES  # what a thread that waits for a save waits for
+        self._waits_for = OTHERS_FILES  # the reason that waiting threads report
         self._copied, self._idle = threading.Event(), threading.Event()
         self._copied.set()
         self._idle.set()
@@ -71,18 +73,23 @@ class Saver:
         self._mail.on(StepCommitted, lambda letter: self._idle.set())
         threading.Thread(target=self._serve, name="checkpoint", daemon=True).start()
 
-    def mark(self) -> torch.cuda.Event | None:
-        """Return the event on the device that the host copy must wait for."""
-        return self._host.mark()
+    def restore(self, steps: Iterable[int], saved_at: float) -> None:
+        """Continue a run that has committed these steps, the newest of them at `saved_at`."""
+        self.steps, self._saved_at = set(steps), saved_at
+
+    def record_event(self) -> torch.cuda.Event | None:
+        """Return the event on the GPU that the copy to the host must wait for."""
+        return self._copier.record_event()
 
     def start(self, snapshot: Snapshot) -> None:
+        """Start a save, which continues in the background."""
         assert self._idle.is_set(), "one save at a time"
         self._copied.clear()
         self._idle.clear()
         self._work.put((snapshot.step, partial(self._save, snapshot)))
 
     def add_probe(self, step: int, probe: dict[str, Tensor]) -> None:
-        """Write logits to the checkpoint of this step when it is committed. Called on the leader."""
+        """Add logits to the checkpoint of this step after its commit. Called on the leader."""
         self._work.put((step, partial(self._writer.write_probe, step_folder(step), probe)))
 
     def wait_copied(self) -> None:
@@ -101,10 +108,10 @@ class Saver:
         self._wait(done)
 
     def stop(self, text: str) -> None:
-        """End the run. The leader decides it when its own files are complete; the other ranks wait for that."""
+        """End the run. The leader raises Stopped; the other ranks wait until that ends the world."""
         if self.is_leader:
             raise Stopped(f"{text} (run.name={self._run.name})")
-        self._wait(threading.Event())  # ends with the world
+        self._wait(threading.Event())  # raises when the world ends
 
     def _wait(self, event: threading.Event) -> None:
         while not event.is_set():
@@ -118,15 +125,15 @@ class Saver:
             self._waits_for = OWN_FILES
             try:
                 work()
-            except BaseException as error:  # the run must not continue unsaved without a word
+            except BaseException as error:  # a run that cannot save must end, not continue silently
                 self._world.faults.fail_in_background(error, "checkpoint", step)
-                # Deleted last: other ranks of this node may fail because of it, and their errors must not come first.
+                # Report first, then delete: the deletion may make other ranks of this node fail as well.
                 shutil.rmtree(self._store.root / self._temporary(step), ignore_errors=True)
                 return
             self._waits_for = OTHERS_FILES
 
     def _save(self, snapshot: Snapshot) -> None:
-        pieces = self._host.take([part.data for _, part in snapshot.parts], snapshot.ready)
+        pieces = self._copier.copy([part.data for _, part in snapshot.parts], snapshot.ready)
         self._copied.set()
         step = snapshot.step
         written = self._writer.write(self._temporary(step), self._save_id(step), snapshot, pieces)
@@ -190,9 +197,9 @@ class Saver:
         )
 
     def _next_time(self) -> float:
-        """Return a time later than all before in this run, even if the clock went back: it tells the newest save."""
-        self.saved_at = max(time.time(), self.saved_at + 1e-3)
-        return self.saved_at
+        """Return a time later than that of any earlier save, even if the clock was set back."""
+        self._saved_at = max(time.time(), self._saved_at + 1e-3)  # a resume takes the newest save
+        return self._saved_at
 
     def _next_written(self) -> Letter[FilesWritten]:
         while True:

@@ -1,7 +1,7 @@
-"""Read and write safetensors files whose header says which slices they hold. Does not import torch.
+"""Read and write shards: safetensors files whose header says which slices they hold. Does not import torch.
 
-Our own writer computes digests while it writes, and makes no extra copy. Any safetensors reader opens the files.
-`__metadata__` names the run, the step and, for every tensor, the shape of the whole and the offsets of the slice.
+Any safetensors reader can open them. This writer also computes digests while it writes, and makes no extra copy.
+The header's `__metadata__` has the run, the step and, for each slice, its offsets and the shape of the whole tensor.
 """
 
 import json
@@ -21,40 +21,30 @@ from rl.common.text import format_bytes
 from rl.watch.heart import HEART
 
 CHUNK_BYTES = 16 << 20
-# Syncs on the way show the watchdog that a slow disk makes progress.
-SYNC_BYTES = 2 << 30
+SYNC_BYTES = 2 << 30  # between syncs, which show the watchdog that a slow disk makes progress
 ALIGNMENT = 8
 LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
 class Content:
-    """A slice to write, with its bytes in pieces."""
+    """A slice to write, and its bytes in pieces."""
 
     part: Slice
     pieces: Iterable[memoryview]
 
 
 def rows_to_write(kind: str, name: str, dtype: str, shape: tuple[int, ...], first: int, end: int) -> Slice:
-    """Describe rows of a tensor. Their place in the file and their digest are filled in when they are written."""
+    """Describe rows of a tensor. `write_shard` fills in their position in the file and their digest."""
     offsets, size = ((first, *(0 for _ in shape[1:])), (end - first, *shape[1:])) if shape else ((), ())
     num_bytes = math.prod(size) * ITEM_BYTES[dtype]
-    return Slice(
-        kind=kind,
-        name=name,
-        dtype=dtype,
-        shape=shape,
-        offsets=offsets,
-        size=size,
-        begin=0,
-        num_bytes=num_bytes,
-        digest="",
-    )
+    return Slice(kind, name, dtype, shape, offsets, size, begin=0, num_bytes=num_bytes, digest="")
 
 
 def write_shard(path: Path, contents: Sequence[Content], about: dict[str, Any]) -> File:
-    """Write and sync a new file; `about` (run, step, ...) goes into its header."""
-    contents = sorted(contents, key=lambda content: -ITEM_BYTES[content.part.dtype])  # so that all are aligned
+    """Write and sync a new file. `about` (run, step, save) goes into its header."""
+    # The widest dtype comes first, so that all slices are aligned.
+    contents = sorted(contents, key=lambda content: -ITEM_BYTES[content.part.dtype])
     header = _header([content.part for content in contents], about)
     parts: list[Slice] = []
     with NewFile(path) as file:
@@ -72,9 +62,9 @@ def write_shard(path: Path, contents: Sequence[Content], about: dict[str, Any]) 
 
 
 class NewFile:
-    """A new file that is written in pieces and digested. It is on disk after `finish`, and deleted by `discard`.
+    """Write a new file in pieces and compute its digest. `finish` syncs the file, `discard` deletes it.
 
-    Errors name the file and the free space.
+    As a context manager, it finishes the file, or discards it after an error.
     """
 
     def __init__(self, path: Path):
@@ -144,6 +134,7 @@ class NewFile:
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
+    """Return an error that names the file, the reason and the free space."""
     try:
         folder = next(parent for parent in path.parents if parent.exists())
         space = os.statvfs(folder)
@@ -157,14 +148,14 @@ def cannot_write(path: Path, error: OSError) -> CheckpointError:
 
 
 def write_small_file(path: Path, data: bytes) -> File:
-    """Write and sync a new file. Its folder gets its final name later, so no temporary name is needed."""
+    """Write and sync a new file. It needs no temporary name, because its folder gets its final name later."""
     with NewFile(path) as file:
         file.write(memoryview(data))
     return File(path.name, file.num_bytes, file.digest, ())
 
 
 def read_bytes(path: Path, begin: int, num_bytes: int) -> bytearray:
-    """Return exactly these bytes of a file."""
+    """Return these bytes of a file. Raise if the file is shorter."""
     data = bytearray(num_bytes)
     view, done = memoryview(data), 0
     with path.open("rb", buffering=0) as file:
@@ -179,7 +170,7 @@ def read_bytes(path: Path, begin: int, num_bytes: int) -> bytearray:
 
 
 def pieces_of(path: Path, num_bytes: int) -> Iterator[memoryview]:
-    """Yield a file's bytes in pieces of `num_bytes`; an empty file yields one empty piece."""
+    """Yield a file's bytes in pieces of `num_bytes`. An empty file yields one empty piece."""
     with path.open("rb", buffering=0) as file:
         yield memoryview(file.read(num_bytes))
         while piece := file.read(num_bytes):
@@ -187,11 +178,12 @@ def pieces_of(path: Path, num_bytes: int) -> Iterator[memoryview]:
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
+    """Return the XXH3 of the bytes in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make new names in a folder survive a crash of the machine."""
+    """Sync a folder, so that new names in it survive a crash of the machine."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -206,7 +198,7 @@ def rename_durably(source: Path, target: Path) -> None:
 
 
 def pack_header(metadata: dict[str, str], tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
-    """Return the header of a safetensors file; `tensors` are (name, dtype, shape, bytes) in the order of the file."""
+    """Return the header of a safetensors file. `tensors` are (name, dtype, shape, bytes), in the order of the file."""
     header: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for name, dtype, shape, num_bytes in tensors:
@@ -220,7 +212,7 @@ def pack_header(metadata: dict[str, str], tensors: Iterable[tuple[str, str, Sequ
 def check_shard(file: File, read: Callable[[int, int], bytes | bytearray], about: dict[str, Any]) -> None:
     """Raise unless a shard is the one that the manifest lists.
 
-    Its header must name the run, step and save in `about`, and have every slice where the manifest has it.
+    Its header must have the run, step and save in `about`, and the same slice positions as the manifest.
     `read(begin, num_bytes)` returns bytes of the shard.
     """
     try:
@@ -230,7 +222,8 @@ def check_shard(file: File, read: Callable[[int, int], bytes | bytearray], about
         header = json.loads(read(LENGTH.size, num_bytes))
         own = json.loads(header["__metadata__"]["oneworld"])
         data = LENGTH.size + num_bytes
-        found = {name: (data + begin, data + end) for name, (begin, end) in _offsets(header).items()}
+        offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+        found = {name: (data + begin, data + end) for name, (begin, end) in offsets.items()}
         other = [f"{name} {own[name]}, not {value}" for name, value in about.items() if own[name] != value]
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(f"it is not a shard of a checkpoint: {type(error).__name__}: {error}") from None
@@ -238,10 +231,6 @@ def check_shard(file: File, read: Callable[[int, int], bytes | bytearray], about
         raise CheckpointError(f"it is a shard of another checkpoint: {', '.join(other)}")
     if found != {part.key: (part.begin, part.begin + part.num_bytes) for part in file.slices}:
         raise CheckpointError("it holds other slices than its manifest lists")
-
-
-def _offsets(header: dict[str, Any]) -> dict[str, list[int]]:
-    return {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
 
 
 def _header(parts: Sequence[Slice], about: dict[str, Any]) -> bytes:

@@ -2,8 +2,8 @@
 
     call(rank, ReadBytes(...)) --> that rank's store thread, on its disk --> Future of a typed answer
 
-Disks may be private to a node or shared by some or all nodes, and no setting says which. So every request may come
-from several nodes that see the same directory, and takes effect once.
+A disk may be private to a node or shared by several nodes, and no setting says which. So several nodes may get the same
+request for the same directory, and it must take effect only once.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from rl.world.restarts import launcher_process
 
 POLL_S = 0.2
 RUN_ID = "run_id"
-MESSAGE_BYTES = 4 << 20  # of a file per message, so that prompts between the same ranks do not wait long behind it
+MESSAGE_BYTES = 4 << 20  # maximum size of a piece of a file, so that other messages do not wait long behind it
 LEFT_OVER = re.compile(r"step_\d+\.(tmp|old|claim)-.*")
 
 
@@ -40,18 +40,18 @@ class StoreAnswer(Message):
 
     call: int = -1
     error: str = ""
-    took_effect: bool = True  # False if another node on the same disk has done the work already
+    took_effect: bool = True  # False if another node on the same disk has already done the work
 
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A step in a store's directory, and its files with their sizes."""
+    """A step in a store's directory, and the sizes of its files."""
 
     step: int
     folder: str
     files: dict[str, int]
     is_committed: bool
-    error: str  # why the manifest cannot be read; then the fields below are empty
+    error: str  # why the manifest cannot be read, in which case the fields below are empty
     save_id: str = ""
     run_id: str = ""
     saved_at: float = 0.0
@@ -59,15 +59,19 @@ class StoredStep:
 
 @dataclass(frozen=True)
 class StepsListed(StoreAnswer):
+    """The answer to ListSteps."""
+
     steps: list[StoredStep]
     folder: str
     exists: bool
-    launched_at: float
+    launched_at: float  # Unix time at which this launch began
     run_id: str  # of the run that uses the root
 
 
 @dataclass(frozen=True)
 class RootCreated(StoreAnswer):
+    """The answer to CreateRoot."""
+
     host: str
     folder: str
 
@@ -77,12 +81,14 @@ A = TypeVar("A", bound=StoreAnswer)
 
 @dataclass(frozen=True, kw_only=True)
 class StoreRequest(Message, Generic[A]):
+    """A call of another rank's store, which answers with a message of type A."""
+
     call: int = -1
 
 
 @dataclass(frozen=True)
 class ListSteps(StoreRequest[StepsListed]):
-    """List the steps of this run, or of the source that it forks."""
+    """List the steps of this run, or of the run that it forks."""
 
     where: Literal["root", "source"]
 
@@ -103,7 +109,7 @@ class RenameRoot(StoreRequest[StoreAnswer]):
 
 @dataclass(frozen=True)
 class ReadBytes(StoreRequest[StoreAnswer]):
-    """Read part of a file; without `num_bytes` the whole file."""
+    """Read `num_bytes` of a file, or all of it."""
 
     folder: str
     file: str
@@ -113,7 +119,7 @@ class ReadBytes(StoreRequest[StoreAnswer]):
 
 @dataclass(frozen=True)
 class WriteBytes(StoreRequest[StoreAnswer]):
-    """Write the next piece of a file that another rank has on its own disk. The payload is the piece."""
+    """Write the next piece of a file that the caller has on its own disk. The payload is the piece."""
 
     folder: str
     file: str
@@ -124,7 +130,7 @@ class WriteBytes(StoreRequest[StoreAnswer]):
 
 @dataclass(frozen=True)
 class PrepareStep(StoreRequest[StoreAnswer]):
-    """Give a step its final name after all nodes have written all of its files. The payload is the manifest."""
+    """Rename a step's folder to its final name. All nodes have written all files. The payload is the manifest."""
 
     step: int
     save_id: str
@@ -134,7 +140,7 @@ class PrepareStep(StoreRequest[StoreAnswer]):
 
 @dataclass(frozen=True)
 class CommitStep(StoreRequest[StoreAnswer]):
-    """Write the marker of a step that has its final name on all nodes."""
+    """Write COMMITTED into a step whose folder has its final name on all nodes."""
 
     step: int
     save_id: str
@@ -142,7 +148,7 @@ class CommitStep(StoreRequest[StoreAnswer]):
 
 @dataclass(frozen=True)
 class RemoveSteps(StoreRequest[StoreAnswer]):
-    """Delete steps that are no longer kept after the save `save_id`."""
+    """Delete steps that are not kept after the save `save_id`."""
 
     save_id: str
     steps: list[int]
@@ -150,7 +156,7 @@ class RemoveSteps(StoreRequest[StoreAnswer]):
 
 @dataclass(frozen=True)
 class ConfirmStep(StoreRequest[StoreAnswer]):
-    """Write the marker of a step that another node had committed when the world was killed."""
+    """Write COMMITTED into a step that a killed world had not marked on all nodes."""
 
     folder: str
     save_id: str
@@ -159,13 +165,13 @@ class ConfirmStep(StoreRequest[StoreAnswer]):
 class CheckpointStore:
     """One rank's access to the checkpoint directories of all nodes.
 
-    `root` holds this run's steps on this node. `source` holds the steps of the run that this one forks. `node_leads`
-    are the ranks, one per node, that are asked about a whole disk.
+    `root` holds this run's steps on this node. `source` holds the steps of the run that this one forks.
+    `node_leads` are the ranks, one per node, that answer for the node's disk.
     """
 
     def __init__(self, mail: Mailbox, root: Path, source: Path | None, node_leads: Sequence[int]):
         self.root, self.node_leads = root, node_leads
-        self.run_id = ""  # agreed at the start
+        self.run_id = ""  # known after create_roots or join_run
         self.hosts: list[str] = []  # by node; known to the leader
         self.folders: dict[str, str] = {}  # by host: this run's checkpoint directory there
         self.mail, self._source = mail, source
@@ -173,7 +179,7 @@ class CheckpointStore:
         self._calls: dict[int, Future[Any]] = {}
         self._requests: queue.SimpleQueue[Letter[Any]] = queue.SimpleQueue()
         self._incoming: dict[str, NewFile] = {}  # files that other nodes send, by path
-        self._claimed = ""  # the newest save whose folder this rank put in place
+        self._claimed = ""  # id of the newest save whose folder this rank renamed to its final name
         self._handlers: dict[type[StoreRequest], Callable[[Any], StoreAnswer]] = {
             ListSteps: self._list,
             CreateRoot: self._create_root,
@@ -189,21 +195,21 @@ class CheckpointStore:
         threading.Thread(target=self._serve, name="checkpoint store", daemon=True).start()
 
     def call(self, rank: int, request: StoreRequest[A], payload: bytes | memoryview = b"") -> Future[Letter[A]]:
-        """Send a request to a rank's store. The future raises CheckpointError if it failed there."""
+        """Send a request to a rank's store. The future raises CheckpointError if the request failed there."""
         number, future = next(self._numbers), Future[Letter[A]]()
         self._calls[number] = future
         self.mail.send(rank, dataclasses.replace(request, call=number), payload=payload)
         return future
 
     def call_all(self, request: StoreRequest[A], payload: bytes = b"") -> list[Letter[A]]:
-        """Send a request to one rank of every node; return all answers, by node."""
+        """Send a request to one rank of every node. Return all answers, by node."""
         futures = [self.call(rank, request, payload) for rank in self.node_leads]
         return [self.wait(future) for future in futures]
 
     def create_roots(self, run_id: str) -> None:
-        """Create the checkpoint directory on all nodes, so that a missing one later means that a disk is gone.
+        """Create the checkpoint directory on all nodes. If it is missing later, a disk is gone.
 
-        A run that was killed before its first checkpoint keeps the id that its directories have.
+        A run that was killed before its first checkpoint keeps the id in its directories, instead of `run_id`.
         """
         known = [answer.message.run_id for answer in self.call_all(ListSteps("root"))]
         self.run_id = next(filter(None, known), run_id)
@@ -211,8 +217,12 @@ class CheckpointStore:
         self.hosts = [root.host for root in created]
         self.folders = {root.host: root.folder for root in created}
 
+    def join_run(self, run_id: str) -> None:
+        """Use the run's id, which the leader's `create_roots` has determined."""
+        self.run_id = run_id
+
     def wait(self, future: Future[Letter[A]]) -> Letter[A]:
-        """Return an answer; raise if the world ends meanwhile."""
+        """Wait for an answer and return it. Raise if the world ends in the meantime."""
         with waiting("an answer about checkpoints"):
             while True:
                 try:
@@ -248,12 +258,12 @@ class CheckpointStore:
             try:
                 self.mail.send(letter.source, dataclasses.replace(answer, call=request.call), payload=payload)
             except ConnectionError:
-                return  # the caller is gone, and with it this world
+                return  # the caller is lost, which ends this world
 
     def _list(self, request: ListSteps) -> StepsListed:
         place = self.root if request.where == "root" else self._source
         assert place is not None
-        if (place / self.root.name).is_dir():  # a run's folder
+        if (place / self.root.name).is_dir():  # `place` is a run's folder
             place = place / self.root.name
         folders = [place] if STEP_FOLDER.fullmatch(place.name) else sorted(place.glob("step_*"))
         steps = [_describe(folder) for folder in folders if STEP_FOLDER.fullmatch(folder.name) and folder.is_dir()]
@@ -283,19 +293,19 @@ class CheckpointStore:
                 if LEFT_OVER.fullmatch(folder.name):
                     _delete(folder)
             if not self._read_run_id():
-                # Nodes that share the disk write the same bytes; a shared temporary name would be a race.
+                # Not through a temporary file: nodes that share the disk would race for its name. All write the same.
                 (self.root / RUN_ID).write_text(request.run_id)
         except OSError as error:
             raise cannot_write(self.root, error) from error
         return RootCreated(socket.gethostname(), str(self.root.resolve()))
 
     def _rename_root(self, request: RenameRoot) -> StoreAnswer:
-        with suppress(FileNotFoundError):  # it does not exist, or another node on the same disk was first
+        with suppress(FileNotFoundError):  # there is none, or another node on the same disk was first
             self.root.rename(self.root.with_name(f"{self.root.name}.{request.suffix}"))
         return StoreAnswer()
 
     def _write(self, request: WriteBytes, payload: bytes | bytearray) -> bool:
-        """Return False if the file exists: then this is the disk that it was written to."""
+        """Write a piece of a file. Return False if the file exists, because the caller shares this disk."""
         path = self.root / request.folder / request.file
         if request.begin == 0:
             self._check_root()
@@ -326,14 +336,14 @@ class CheckpointStore:
         return True
 
     def _prepare(self, request: PrepareStep, manifest: bytes | bytearray) -> bool:
-        """Return False if another node on this disk prepares the step."""
+        """Put a step in place. Return False if another node on this disk does so."""
         save_id = request.save_id
         temporary, final = self.root / request.folder, self.root / step_folder(request.step)
         self._check_root()
         for file, num_bytes in request.expected[self.node_leads.index(self.mail.rank)].items():
             if _size(temporary / file) == num_bytes:
                 continue
-            # Another node on this disk may have given the folder its final name already.
+            # Another node on this disk may already have renamed the folder to its final name.
             if _describe(final).save_id != save_id or _size(final / file) != num_bytes:
                 raise CheckpointError(
                     f"{temporary / file} was written and is gone: does another run of this name work in {self.root}?"
@@ -346,7 +356,7 @@ class CheckpointStore:
             temporary.mkdir(exist_ok=True)
             write_small_file(temporary / MANIFEST, bytes(manifest))
             sync_folder(temporary)
-            if final.exists():  # from a save that was never committed, or that this run did not resume from
+            if final.exists():  # left by an uncommitted save, or newer than the step that this run resumed from
                 final.rename(final.with_name(f"{final.name}.old-{save_id}"))
             rename_durably(temporary, final)
         except OSError as error:
@@ -367,7 +377,7 @@ class CheckpointStore:
 
     def _remove(self, request: RemoveSteps) -> StoreAnswer:
         if request.save_id == self._claimed:
-            for step in request.steps:  # renamed first, since deleting takes time
+            for step in request.steps:  # rename all first, because deletion takes time
                 folder = self.root / step_folder(step)
                 if folder.exists():
                     folder.rename(folder.with_name(f"{folder.name}.old-{request.save_id}"))
@@ -377,7 +387,7 @@ class CheckpointStore:
     def _confirm(self, request: ConfirmStep) -> StoreAnswer:
         folder = Path(request.folder)
         if _describe(folder).save_id == request.save_id and not (folder / COMMITTED).exists():
-            with suppress(CheckpointError):  # another node on this disk did it, or the disk is read-only
+            with suppress(CheckpointError):  # another node on this disk was first, or the disk is read-only
                 write_small_file(folder / COMMITTED, b"")
                 sync_folder(folder)
         return StoreAnswer()
@@ -403,7 +413,7 @@ def _delete(folder: Path) -> None:
 
 
 def _size(path: Path) -> int | None:
-    """Return a file's size; None if it is not there, perhaps because another node renamed its folder."""
+    """Return a file's size, or None if it is absent. Another node may have renamed its folder."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

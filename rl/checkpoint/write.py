@@ -1,4 +1,4 @@
-"""Write one rank's files of a checkpoint: its shards, the leader's small files, and copies on another node's disk."""
+"""Write one rank's files of a checkpoint: its shards, the leader's small files, and their copies on another node."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -32,21 +32,21 @@ from rl.world.messages import Letter
 
 HF_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 MESSAGES_IN_FLIGHT = 4
-CAST_ELEMENTS = 1 << 22
+CAST_ELEMENTS = 1 << 22  # elements that are cast at a time
 
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What every checkpoint of a run stores about the run."""
+    """Facts about a run that each of its checkpoints stores."""
 
     name: str
     config: dict[str, Any]
-    tensors: tuple[TensorInfo, ...]  # in the dtypes that are exported
-    hf_files: dict[str, bytes]  # config and tokenizer files of the exported model
+    tensors: tuple[TensorInfo, ...]  # in the dtypes of the merged model
+    hf_files: dict[str, bytes]  # config and tokenizer files of the merged model
 
 
 def read_hf_files(model_folder: Path, dtype: str) -> dict[str, bytes]:
-    """Return the config and tokenizer files of a model whose weights are exported in this dtype."""
+    """Return the config and tokenizer files of a model. The config gets this dtype."""
     paths = sorted(path for pattern in HF_FILES for path in model_folder.glob(pattern))
     files = {path.name: path.read_bytes() for path in paths if not path.name.endswith(".index.json")}
     config = json.loads(files["config.json"]) | {"dtype": dtype}
@@ -62,6 +62,8 @@ class StoredFile:
 
 
 class CheckpointWriter:
+    """Write one rank's files into the store's directory, on `copies` nodes if there are enough disks."""
+
     def __init__(self, store: CheckpointStore, placement: Placement, rank: int, run: RunDescription, copies: int):
         self.rank, self._store, self._placement = rank, store, placement
         self._run, self._copies = run, copies
@@ -69,7 +71,7 @@ class CheckpointWriter:
     def write(
         self, folder: str, save_id: str, snapshot: Snapshot, pieces: Sequence[Sequence[Tensor]]
     ) -> list[StoredFile]:
-        """Write this rank's files into the store's `folder`: shards on owners, hf/ on the leader.
+        """Write this rank's files into `folder` of the store. Owners write shards, and the leader also writes hf/.
 
         `pieces` are the host copies of the snapshot's parts.
         """
@@ -119,7 +121,7 @@ class CheckpointWriter:
         return [replace(file, name=f"{folder.name}/{file.name}") for file in written]
 
     def write_probe(self, folder: str, probe: dict[str, Tensor]) -> None:
-        """Write logits into a committed step, unless it was deleted since."""
+        """Write logits into a committed step, unless the step has been deleted."""
         path = self._store.root / folder / PROBE
         part = path.with_suffix(".part")
         if not path.parent.is_dir() or path.exists():
@@ -133,7 +135,7 @@ class CheckpointWriter:
         self._copy(folder, replace(file, name=PROBE))
 
     def _copy(self, folder: str, file: File) -> tuple[int, ...]:
-        """Copy a file to the next node with its own disk, if two copies are wanted; return the nodes that hold it."""
+        """Copy a file to the next node with another disk, if two copies are wanted. Return the nodes that hold it."""
         num_nodes, per_node = self._placement.num_nodes, self._placement.num_ranks_per_node
         own, place = divmod(self.rank, per_node)
         for distance in range(1, num_nodes if self._copies > 1 else 1):
@@ -143,7 +145,7 @@ class CheckpointWriter:
         return (own,)
 
     def send_file(self, rank: int, folder: str, file: File) -> bool:
-        """Send a file to a rank; return False if that rank shares the disk and has the file already."""
+        """Send a file to a rank. Return False if that rank shares the disk, and so has the file already."""
         begin = 0
         pending: list[Future[Letter[StoreAnswer]]] = []
         for piece in pieces_of(self._store.root / folder / file.name, MESSAGE_BYTES):
@@ -161,7 +163,7 @@ class CheckpointWriter:
 
 
 def _bytes(pieces: Sequence[Tensor], dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield the bytes of the elements in this dtype, cast a few at a time."""
+    """Yield the bytes of the elements, cast to this dtype."""
     for piece in pieces:
         for part in (piece,) if piece.dtype == dtype else piece.split(CAST_ELEMENTS):
             yield part.to(dtype).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""The copy in host memory, and the random generator_states."""
+"""The copies in host memory, and the states of the random generators."""
 
 import json
 import random
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl.checkpoint.snapshot import HostCopy, generator_states, restore_generators
+from rl.checkpoint.snapshot import HostCopier, get_rng_states, set_rng_states
 from rl.model import host_memory
 
 
@@ -20,8 +20,8 @@ def joined(pieces: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat([torch.empty(0, dtype=like.dtype), *pieces]).view(like.shape)
 
 
-def counts(taken: list[list[Tensor]]) -> list[list[int]]:
-    return [[piece.numel() for piece in pieces] for pieces in taken]
+def counts(copies: list[list[Tensor]]) -> list[list[int]]:
+    return [[piece.numel() for piece in pieces] for pieces in copies]
 
 
 def test_a_tensor_larger_than_a_slab_is_copied_in_pieces() -> None:
@@ -32,10 +32,10 @@ def test_a_tensor_larger_than_a_slab_is_copied_in_pieces() -> None:
         torch.arange(150.0),
         torch.arange(3, dtype=torch.uint8),
     ]
-    host = HostCopy(torch.device("cpu"))
-    taken = host.take(tensors, host.mark())
-    assert counts(taken) == [[10], [50], [64, 64, 22], [3]]
-    for pieces, tensor in zip(taken, tensors, strict=True):
+    host = HostCopier(torch.device("cpu"))
+    copies = host.copy(tensors, host.record_event())
+    assert counts(copies) == [[10], [50], [64, 64, 22], [3]]
+    for pieces, tensor in zip(copies, tensors, strict=True):
         assert torch.equal(joined(pieces, tensor), tensor)
 
 
@@ -44,34 +44,34 @@ def test_a_tensor_larger_than_a_slab_is_copied_in_pieces() -> None:
 def test_every_shape_and_dtype_comes_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(1)
     tensors = [torch.randint(0, 2, (5,)).to(dtype), torch.randint(0, 2, shape).to(dtype), torch.ones(2, dtype=dtype)]
-    taken = HostCopy(torch.device("cpu")).take(tensors, None)
-    for pieces, tensor in zip(taken, tensors, strict=True):
+    copies = HostCopier(torch.device("cpu")).copy(tensors, None)
+    for pieces, tensor in zip(copies, tensors, strict=True):
         assert torch.equal(joined(pieces, tensor), tensor)
-    assert bool(taken[1]) == bool(tensors[1].numel())
+    assert bool(copies[1]) == bool(tensors[1].numel())
 
 
 def test_elements_come_in_the_tensors_order_not_the_memorys() -> None:
     tensor = torch.arange(200.0).view(20, 10).T
-    (pieces,) = HostCopy(torch.device("cpu")).take([tensor], None)
+    (pieces,) = HostCopier(torch.device("cpu")).copy([tensor], None)
     assert torch.cat(pieces)[:3].tolist() == [0.0, 10.0, 20.0]
     assert torch.equal(joined(pieces, tensor), tensor)
 
 
 def test_what_changes_later_does_not_change_the_copy() -> None:
     tensor, expected = torch.arange(100.0), torch.arange(100.0)
-    (pieces,) = HostCopy(torch.device("cpu")).take([tensor], None)
+    (pieces,) = HostCopier(torch.device("cpu")).copy([tensor], None)
     tensor.fill_(-1)
     assert torch.equal(torch.cat(pieces), expected)
 
 
 def test_memory_is_kept_from_save_to_save() -> None:
-    host = HostCopy(torch.device("cpu"))
-    first = host.take([torch.arange(100.0), torch.zeros(40)], None)
+    host = HostCopier(torch.device("cpu"))
+    first = host.copy([torch.arange(100.0), torch.zeros(40)], None)
     pointers = [piece.data_ptr() for pieces in first for piece in pieces]
-    second = host.take([torch.arange(100.0, 200.0), torch.ones(40)], None)
+    second = host.copy([torch.arange(100.0, 200.0), torch.ones(40)], None)
     assert [piece.data_ptr() for pieces in second for piece in pieces] == pointers
     assert torch.equal(torch.cat(second[0]), torch.arange(100.0, 200.0))
-    third = host.take([torch.arange(300.0)], None)
+    third = host.copy([torch.arange(300.0)], None)
     assert torch.equal(torch.cat(third[0]), torch.arange(300.0))
 
 
@@ -83,14 +83,14 @@ def test_generators_go_on_where_they_were() -> None:
     torch.manual_seed(3)
     random.seed(4)
     draw()
-    states = json.loads(json.dumps(generator_states()))  # as it lies in the manifest
+    states = json.loads(json.dumps(get_rng_states()))  # as it lies in the manifest
     expected = draw()
     assert draw() != expected
     torch.manual_seed(5)
     random.seed(6)
-    restore_generators(states)
+    set_rng_states(states)
     assert draw() == expected
-    restore_generators(states)
+    set_rng_states(states)
     assert draw() == expected
 
 
@@ -98,17 +98,17 @@ def test_the_second_of_a_pair_of_gaussian_numbers_is_kept() -> None:
     """Python makes them in pairs and keeps the other one beside the generator."""
     random.seed(4)
     random.gauss(0, 1)
-    states = json.loads(json.dumps(generator_states()))
+    states = json.loads(json.dumps(get_rng_states()))
     expected = [random.gauss(0, 1) for _ in range(3)]
     random.seed(6)
-    restore_generators(states)
+    set_rng_states(states)
     assert [random.gauss(0, 1) for _ in range(3)] == expected
-    states = generator_states()  # none is kept now
+    states = get_rng_states()  # none is kept now
     assert random.getstate()[2] is None
     expected = [random.gauss(0, 1) for _ in range(3)]
     random.seed(6)
     random.gauss(0, 1)
-    restore_generators(states)
+    set_rng_states(states)
     assert [random.gauss(0, 1) for _ in range(3)] == expected
 
 
@@ -118,7 +118,7 @@ def test_telling_the_state_draws_nothing() -> None:
     expected = draw()
     torch.manual_seed(3)
     random.seed(4)
-    first, second = generator_states(), generator_states()
+    first, second = get_rng_states(), get_rng_states()
     assert first == second
     assert draw() == expected
-    assert generator_states() != first
+    assert get_rng_states() != first

@@ -1,5 +1,6 @@
 """When the loop's checkpoints save what: after updates, at the ends of steps, on orders. The saver is a list here."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,9 @@ class Saver:
         self.saved_at = 0.0
         self.calls: list[Any] = []
 
+    def restore(self, steps: Iterable[int], saved_at: float) -> None:
+        self.steps, self.saved_at = set(steps), saved_at
+
     def start(self, snapshot: Snapshot) -> None:
         self.calls.append(snapshot)
         self.steps.add(snapshot.step)
@@ -32,7 +36,7 @@ class Saver:
     def stop(self, text: str) -> None:
         raise Stopped(text)
 
-    def mark(self) -> None: ...
+    def record_event(self) -> None: ...
     def wait_committed(self) -> None: ...
     def wait_done(self) -> None: ...
 
