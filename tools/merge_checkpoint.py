@@ -1,4 +1,4 @@
-"""Merge a sharded checkpoint into a Hugging Face model, wherever its shards lie, and upload it: docs/merge.md.
+"""Merge a sharded checkpoint into a Hugging Face model, from any number of nodes, and upload it: docs/merge.md.
 
     python tools/merge_checkpoint.py --upload           newest step of the newest run, to the name in its config
     python tools/merge_checkpoint.py runs/x             newest step -> runs/x/merged/step_N

@@ -21,7 +21,7 @@ from rl.export.reward_curve import Points, draw_curve
 REWARD, ACCURACY = "reward/mean", "eval/accuracy"
 PICTURE = "reward.png"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-LOCATION = re.compile(r"(/|~|\.\.(/|$)|file:)")  # the beginning of a path that reveals a location on a machine
+LOCATION = re.compile(r"(/|~|\.\.(/|$)|file:)")  # the beginning of a path on this machine
 ADVANTAGES = {
     "grpo": "GRPO",
     "dr_grpo": "Dr.GRPO",
@@ -31,13 +31,13 @@ ADVANTAGES = {
     "gae": "PPO with a critic",
 }
 LOSSES = {"clip": "clipped-ratio", "gspo": "GSPO", "cispo": "CISPO"}
-LOCAL_SETTINGS = ("run.dir", "run.name")  # they say nothing about the model
+LOCAL_SETTINGS = ("run.dir", "run.name")  # not shown, because they say nothing about the model
 
 
 def model_card(manifest: Manifest, metrics: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, bytes]:
-    """Return files for the model's folder: README.md, and the reward curve if there is something to draw.
+    """Return the card's files, by name: README.md, and the picture of the reward curve if there are values to draw.
 
-    `metrics` are the rows of the run's metrics.jsonl. Rows of later steps are ignored.
+    `metrics` are the rows of the run's metrics.jsonl. Rows after the checkpoint's step are ignored.
     """
     series = _series(metrics, manifest.step)
     rewards, accuracies = series.get(REWARD, []), series.get(ACCURACY, [])
@@ -73,7 +73,7 @@ def _yaml(values: Mapping[str, Any]) -> str:
 
 
 def _base_model(manifest: Manifest) -> str:
-    """Return the model's name on the hub; empty if it was a local folder."""
+    """Return the base model's name on the hub, or "" if it was a local folder."""
     path = str(manifest.config.get("model", {}).get("path", ""))
     return path if HUB_NAME.fullmatch(path) and not resolve_path(path).exists() else ""
 
@@ -94,7 +94,7 @@ def _introduction(manifest: Manifest, dtype: str) -> str:
 
 
 def _algorithm(manifest: Manifest) -> str:
-    """Name the advantages and the loss of the run. Names that this version does not know are kept as they are."""
+    """Return the run's kinds of advantage and loss as text. Names that this version does not know stay unchanged."""
     algo = manifest.config.get("algo", {})
     advantage, loss = str(algo.get("advantage", "")), str(algo.get("loss", ""))
     if not advantage or not loss:
@@ -127,7 +127,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted name; a placement is one value."""
+    """Return settings by dotted name. The placement is a single value."""
     flat: dict[str, Any] = {}
     for section, values in config.items():
         if isinstance(values, Mapping) and section != "placement":
@@ -160,7 +160,7 @@ def _plain(text: str) -> str:
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], last_step: int) -> dict[str, Points]:
-    """Return reward and evaluations by name. If a step was done twice, its last values count."""
+    """Return the values of the reward and of all eval/ metrics, by name. If a step ran twice, its last value counts."""
     found: dict[str, dict[int, float]] = {}
     for row in metrics:
         step = row.get("step")

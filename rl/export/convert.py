@@ -7,7 +7,7 @@ from rl.checkpoint.manifest import ITEM_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 NUMPY = {"F32": np.float32, "F16": np.float16}
-BLOCK = 1 << 16  # elements; few enough to stay in a core's cache during all passes
+BLOCK = 1 << 16  # elements per block, which stays in a core's cache during all passes
 SIGNLESS = np.uint32(0x7FFFFFFF)
 ROUNDS_TO_INFINITY = 0x7F7F8000  # a float32 with these bits or more rounds to an infinite bfloat16
 
@@ -17,7 +17,7 @@ class OutOfRange(ValueError):
 
 
 def convert(data: Bytes, source: str, result: Bytes, target: str) -> None:
-    """Convert the elements of `data` into `result`. Both are raw bytes; dtypes have their safetensors names."""
+    """Convert the elements of `data` into `result`. Both are raw bytes. `source` and `target` are safetensors names."""
     read, written = ITEM_BYTES[source] * BLOCK, ITEM_BYTES[target] * BLOCK
     for block in range(-(-data.size // read)):
         values = _load(data[block * read : (block + 1) * read], source)
@@ -44,7 +44,7 @@ def _store(values: npt.NDArray[np.floating], result: Bytes, dtype: str) -> None:
 
 
 def _round_to_bfloat16(values: npt.NDArray[np.float32], stored: npt.NDArray[np.uint16]) -> bool:
-    """Round `values` into `stored`; return whether a finite value became infinite."""
+    """Round `values` into `stored`. Return whether a finite value became infinite."""
     bits = values.view(np.uint32)
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)
@@ -54,5 +54,5 @@ def _round_to_bfloat16(values: npt.NDArray[np.float32], stored: npt.NDArray[np.u
     stored[:] = rounded
     if not bits.size or (bits & SIGNLESS).max() < ROUNDS_TO_INFINITY:
         return False
-    stored[np.isnan(values)] = 0x7FC0  # rounding may have overflowed its bits
+    stored[np.isnan(values)] = 0x7FC0  # rounding may have overflowed the bits of a NaN
     return bool((np.isfinite(values) & ((bits & SIGNLESS) >= ROUNDS_TO_INFINITY)).any())

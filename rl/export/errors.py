@@ -13,10 +13,12 @@ class MergeError(RuntimeError):
 
 
 def warn(text: str) -> None:
+    """Print a warning to stderr."""
     print(f"merge_checkpoint: {text}", file=sys.stderr, flush=True)
 
 
 def cannot_write(path: Path, error: OSError) -> MergeError:
+    """Return an error that names the file, the reason and a remedy."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = f"free space ({format_bytes(free_bytes(path))} are left there)" if is_full else "fix that"
     return MergeError(
@@ -26,11 +28,11 @@ def cannot_write(path: Path, error: OSError) -> MergeError:
 
 
 def partial_path(path: Path) -> Path:
-    """Return the name of a file while it is incomplete."""
+    """Return the path at which a file is written until it is complete."""
     return path.with_name(f"{path.name}.part")
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free space of the disk on which `path` lies or will lie."""
+    """Return the free space of the disk that holds or will hold `path`."""
     folder = next(parent for parent in (path, *path.parents) if parent.exists())
     return shutil.disk_usage(folder).free

@@ -4,7 +4,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,11 +41,11 @@ class CheckpointRequest:
 
 
 def resolve_request(path: Path, step: int | None, is_elsewhere: bool) -> CheckpointRequest:
-    """Return what `path` stands for: a run, its checkpoints folder, a step, or a folder of runs (the newest run).
+    """Find the run and step that `path` means: a run, its checkpoints, a step, or a folder of runs (the newest run).
 
-    With `is_elsewhere` the run's checkpoints may all lie on other nodes.
+    With `is_elsewhere`, all of the run's checkpoints may be on other nodes.
     """
-    path = Path(os.path.abspath(path))  # links are not followed: a run has the name of its folder here
+    path = Path(os.path.abspath(path))  # does not follow links, so results go next to the given path
     if named := STEP_FOLDER.fullmatch(path.name):
         if step not in (None, int(named[1])):
             raise MergeError(f"got {path} and --step {step}, which contradict each other; give one of them")
@@ -76,7 +76,7 @@ def _newest_save_time(root: Path) -> float:
 
 
 def parse_nodes(text: str, ssh: SshOptions) -> list[Place]:
-    """Return the places in `HOST:FOLDER,...`; an entry without a host is a folder of this machine."""
+    """Return the places in `HOST:FOLDER,...`. An entry without a host is a folder on this machine."""
     places: list[Place] = []
     for entry in filter(None, (part.strip() for part in text.replace("\n", ",").split(","))):
         host, colon, folder = entry.partition("]:") if entry.startswith("[") else entry.partition(":")
@@ -104,14 +104,14 @@ class Checkpoint:
     text: bytes  # the manifest's bytes
     inventory: Inventory
     root: Path  # the run's checkpoints on this machine
-    ssh: SshOptions | None  # to ask the hosts that the checkpoint records; None if they must not be asked
+    ssh: SshOptions | None  # for the hosts that the manifest records; None if they must not be asked
     corrupt: dict[tuple[str, str], str] = field(default_factory=dict)  # (place, file) -> reason
     _reported: set[tuple[str, str]] = field(default_factory=set)  # (place, file)
     _opened_in: dict[str, str] = field(default_factory=dict)  # file -> place
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the manifest, which identifies the places with this save."""
+        """SHA-256 of the manifest. Places with the same digest hold files of the same save."""
         return hashlib.sha256(self.text).hexdigest()
 
     @property
@@ -120,7 +120,7 @@ class Checkpoint:
 
     @property
     def model_files(self) -> list[File]:
-        """The files that a model is merged from: model shards, configs and tokenizer."""
+        """The files that the merge needs: model shards, configs and tokenizer."""
         return [file for file in self.manifest.files if is_model_shard(file) or file.name.startswith("hf/")]
 
     @property
@@ -129,7 +129,7 @@ class Checkpoint:
         return self.manifest.config["model"]["dtype"]
 
     def holders(self, file: str, num_bytes: int | None = None) -> list[Place]:
-        """Return the places that list a usable copy of the file, of this size if one is given; local ones first."""
+        """Return the places with a usable copy of the file, local places first. If given, the size must match."""
         found = [
             place
             for place, listing in self.inventory.listings
@@ -159,9 +159,9 @@ class Checkpoint:
         return place.path(self.manifest.step, file.name)
 
     def mark_corrupt(self, file: str, reason: str) -> str:
-        """Stop using the local copy of a file; return a message about it.
+        """Stop using the local copy of a file. Return a message about it.
 
-        A copy that is corrupt again after it was fetched again is the fault of this machine, and raises.
+        Raise if the same copy was reported before: it was fetched again, so this machine's disk is at fault.
         """
         copy = (self._opened_in[file], file)
         if copy in self._reported:
@@ -170,15 +170,8 @@ class Checkpoint:
         self.corrupt[copy] = reason
         return f"{copy[0]}: {file} is corrupt ({reason}); looking for another copy"
 
-    def list_again(self, place: LocalFolder) -> None:
-        """Update the inventory after files were written to `place`."""
-        if place not in self.inventory.asked:
-            self.inventory.asked.append(place)
-        others = [(other, listing) for other, listing in self.inventory.listings if other.name != place.name]
-        self.inventory.listings = [*others, *((place, listing) for listing in place.steps())]
-
     def check_complete(self) -> None:
-        """Raise unless every file of the model lies in a place that can be reached."""
+        """Raise unless some reachable place holds each file of the model."""
         self.ask_hosts(host for file in self.missing_files() for host in file.hosts)
         missing = self.missing_files()
         if not missing:
@@ -193,7 +186,7 @@ class Checkpoint:
         raise MergeError(text + remedy)
 
     def ask_hosts(self, hosts: Iterable[str]) -> None:
-        """List these nodes, unless --nodes says where to look, or they were listed before."""
+        """List these nodes, unless --nodes was given or they have been listed before."""
         if self.ssh is None:
             return
         folders = self.manifest.placement.get("folders", {})
@@ -237,83 +230,72 @@ def find_checkpoint(
 ) -> Checkpoint:
     """Return the requested checkpoint, with the places that hold its files.
 
-    `nodes` are the places that --nodes names. Without them, missing files are looked for on the hosts that the
-    checkpoint itself records. `gathered` are the places where earlier calls stored files. They decide which step is
-    meant only if the user asked for a step that the run has deleted.
+    `nodes` are the places in --nodes. Without them, missing files are looked for on the hosts in the manifest.
+    `gathered` are the places where earlier calls stored files. A step that the run has deleted is found there, if the
+    user names it.
     """
-    found = _drop_other_runs(list_places([LocalFolder(request.root), *nodes]), request.root)
-    earlier = list_places(gathered)
-    ssh_to_hosts = None if nodes else ssh
-    try:
-        checkpoint = _choose(request, found, ssh_to_hosts)
-    except CheckpointNotFound as not_found:
-        run_id = LocalFolder(request.root).read_run_id()
-        try:
-            checkpoint = _choose(request, earlier, ssh_to_hosts)
-        except CheckpointNotFound:
-            raise not_found from None
-        if request.step is None or run_id not in ("", checkpoint.manifest.run_id):
-            raise
-        checkpoint.inventory = found
-    checkpoint.inventory.add(earlier)
-    return checkpoint
+    found, earlier = list_places([LocalFolder(request.root), *nodes]), list_places(gathered)
+    _exclude_other_runs(found, request.root)
+    chosen = _choose(request.step, found)
+    if chosen is None and request.step is not None:
+        chosen = _choose(request.step, earlier)
+        if chosen is not None and LocalFolder(request.root).read_run_id() not in ("", chosen[0].run_id):
+            chosen = None
+    if chosen is None:
+        raise CheckpointNotFound(_not_found_message(request, found))
+    found.add(earlier)
+    return Checkpoint(*chosen, inventory=found, root=request.root, ssh=None if nodes else ssh)
 
 
-def _drop_other_runs(found: Inventory, root: Path) -> Inventory:
-    """Remove the places of other runs than that of `root`. Without a run in `root`, all places must be of one run."""
+def _exclude_other_runs(found: Inventory, root: Path) -> None:
+    """Exclude places of other runs than the one in `root`. If `root` holds no run, all places must be of one run."""
     run_ids = {place.name: listing.run_id for place, listing in found.listings if listing.run_id}
     if not run_ids:
-        return found
+        return
     wanted = run_ids.get(str(root), next(iter(run_ids.values())))
     foreign = [name for name, run_id in run_ids.items() if run_id != wanted]
     if foreign and str(root) not in run_ids:
         raise MergeError(f"--nodes names folders of different runs: {', '.join(run_ids)}; give those of one run")
     for name in foreign:
-        found.failures[name] = MergeError(f"{name}: it belongs to another run than {root}")
-    found.listings = [(place, listing) for place, listing in found.listings if place.name not in foreign]
-    return found
+        found.exclude(name, f"it belongs to another run than {root}")
 
 
-def _choose(request: CheckpointRequest, found: Inventory, ssh: SshOptions | None) -> Checkpoint:
-    """Return the requested step, by default the newest that is committed in some place.
+def _choose(step: int | None, found: Inventory) -> tuple[Manifest, bytes] | None:
+    """Return the manifest of a step and its bytes. By default, the step is the newest that is committed in some place.
 
-    If places hold different saves of that step, a committed one wins, then the newest.
+    If places hold different saves of the step, a committed save wins, then the newest.
     """
-    readable = [(place, listing) for place, listing in found.listings if listing.manifest]
-    committed = {(listing.step, listing.manifest) for _, listing in readable if listing.is_committed}
-    step = request.step if request.step is not None else max((step for step, _ in committed), default=None)
-    saves: dict[str, tuple[Place, StepListing]] = {}
-    for place, listing in readable:
-        if listing.step == step:
+    if step is None:
+        step = max(_committed_steps(found), default=None)
+    saves: dict[str, tuple[Place, StepListing]] = {}  # by the digest of the manifest
+    for place, listing in found.listings:
+        if listing.step == step and listing.manifest:
             saves.setdefault(listing.manifest, (place, listing))
-    manifests, errors = _read_manifests(saves)
-    if not manifests:
-        steps = sorted({step for step, _ in committed})
-        raise errors[0] if errors else CheckpointNotFound(_not_found_message(request, found, steps))
-    checkpoints = [Checkpoint(manifest, text, found, request.root, ssh) for manifest, text in manifests]
-    return max(checkpoints, key=lambda checkpoint: (checkpoint.is_committed, checkpoint.manifest.saved_at))
-
-
-def _read_manifests(
-    saves: Mapping[str, tuple[Place, StepListing]],
-) -> tuple[list[tuple[Manifest, bytes]], list[CheckpointError]]:
-    """Return the readable manifests with their bytes, and the errors of the others."""
-    manifests: list[tuple[Manifest, bytes]] = []
+    committed = {listing.manifest for _, listing in found.listings if listing.is_committed}
+    choices: list[tuple[bool, Manifest, bytes]] = []
     errors: list[CheckpointError] = []
-    for place, listing in saves.values():
+    for save, (place, listing) in saves.items():
         name = f"{step_folder(listing.step)}/{MANIFEST}"
         text = place.read(name) or b""
         try:
             manifest = Manifest.from_json(text, f"{place.name}/{name}")
             if manifest.step != listing.step:
                 raise CheckpointError(f"{place.name}/{name} is of step {manifest.step}: its folder was renamed")
-            manifests.append((manifest, text))
+            choices.append((save in committed, manifest, text))
         except CheckpointError as error:
             errors.append(error)
-    return manifests, errors
+    if errors and not choices:
+        raise errors[0]
+    best = max(choices, key=lambda choice: (choice[0], choice[1].saved_at), default=None)
+    return best[1:] if best is not None else None
 
 
-def _not_found_message(request: CheckpointRequest, found: Inventory, committed: list[int]) -> str:
+def _committed_steps(found: Inventory) -> list[int]:
+    return sorted({listing.step for _, listing in found.listings if listing.is_committed and listing.manifest})
+
+
+def _not_found_message(request: CheckpointRequest, found: Inventory) -> str:
+    committed = _committed_steps(found)
     failures = "".join(f"\n{error}" for error in found.failures.values())
     if request.step is not None and committed:
         where = f"in {request.root} or on the nodes"
@@ -325,6 +307,7 @@ def _not_found_message(request: CheckpointRequest, found: Inventory, committed: 
 
 
 def describe(checkpoint: Checkpoint) -> str:
+    """Return a line about the checkpoint for the user."""
     manifest = checkpoint.manifest
     shards = [file for file in manifest.files if is_model_shard(file)]
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))

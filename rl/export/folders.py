@@ -1,7 +1,7 @@
-"""Places that may hold files of a run: folders of this machine, and folders of nodes that are reached by ssh.
+"""Places that may hold files of a run: folders on this machine, and folders on nodes that are reached by ssh.
 
-A node needs a POSIX shell with sha256sum, stat and tail. It needs neither rsync nor Python. Each command is a script on
-the standard input of `sh -s`, so the quoting rules of the login shell do not matter.
+A node needs a POSIX shell with sha256sum, find, stat, sed and tail, but neither rsync nor Python. Each command is a
+script on the standard input of `sh -s`, so the quoting rules of the login shell do not matter.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -29,7 +29,7 @@ PIECE_BYTES = 1 << 20
 NUM_LISTED_AT_ONCE = 16
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 LINE = re.compile(r"([0-9a-f]+) +\*?(step_\d+)/(.+)")
-BEGIN, END = b"oneworld begin\n", b"oneworld end\n"  # a login shell may print a greeting before
+BEGIN, END = b"oneworld begin\n", b"oneworld end\n"  # a login shell may print other text before
 ENTER = """
 cd -- {root} || exit 3
 if [ -d {checkpoints} ]; then cd {checkpoints} || exit 3; fi
@@ -71,7 +71,7 @@ class StepListing:
 
     step: int
     sizes: dict[str, int]  # by file name
-    manifest: str  # SHA-256 of the manifest, which is equal on all nodes of a save; empty if it cannot be read
+    manifest: str  # SHA-256 of the manifest, the same on all nodes of a save; empty if it cannot be read
     run_id: str  # of the run that uses this place; empty if unknown
 
     @property
@@ -80,14 +80,15 @@ class StepListing:
 
 
 class Place(Protocol):
-    """A folder with checkpoints of a run. `name` is how a user would write it."""
+    """A folder with checkpoints of a run. `name` is FOLDER, or HOST:FOLDER on another node."""
 
     name: str
 
-    def steps(self) -> list[StepListing]: ...
+    def steps(self) -> list[StepListing]:
+        """List the steps in this place."""
 
     def read(self, file: str) -> bytes | None:
-        """Return the content of a small file; its path is relative to this place. Return None if it does not exist."""
+        """Return the content of a small file, or None if it does not exist. Its path is relative to this place."""
 
 
 class LocalFolder:
@@ -116,7 +117,7 @@ class LocalFolder:
 
 @dataclass(frozen=True)
 class SshOptions:
-    """How to call nodes: a command such as `ssh -p 2222`, and a user and key other than ssh's own defaults."""
+    """The ssh command, such as `ssh -p 2222`, and a user and a private key other than the defaults of ssh."""
 
     command: str = "ssh"
     user: str = ""
@@ -157,7 +158,7 @@ class RemoteFolder:
             return None
 
     def _run(self, script: bytes) -> bytes:
-        """Return the whole output of a script. ssh may exit with 0 although its connection broke before the end."""
+        """Return the output of a script. It must end with END: ssh may exit with 0 after a broken connection."""
         command = self._ssh.arguments(self.host)
         try:
             done = subprocess.run(command, input=script, capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False)
@@ -190,9 +191,9 @@ class RemoteFolder:
         self, process: "subprocess.Popen[bytes]", script: bytes, errors: IO[bytes], stop: threading.Event
     ) -> Iterator[bytes]:
         assert process.stdin is not None and process.stdout is not None
-        with suppress(BrokenPipeError), process.stdin:  # if it has ended already, its exit code says why
+        with suppress(BrokenPipeError), process.stdin:  # if ssh has already ended, its exit code says why
             process.stdin.write(script)
-        greeting: bytes | None = b""  # output of the login shell before our own
+        greeting: bytes | None = b""  # output before BEGIN; None after it
         silent_s = 0.0
         while not stop.is_set():
             if not select.select([process.stdout], [], [], POLL_S)[0]:
@@ -215,7 +216,7 @@ class RemoteFolder:
             raise self._failure(process.returncode, errors.read())
 
     def _script(self, text: str, **values: object) -> bytes:
-        home = "~/" if self._root.startswith("~/") else ""  # the shell would not expand it inside quotes
+        home = "~/" if self._root.startswith("~/") else ""  # the shell does not expand ~ inside quotes
         quoted = {"root": home + shlex.quote(self._root.removeprefix(home)), "checkpoints": CHECKPOINTS}
         return (ENTER + text).format(**quoted, **values).encode()
 
@@ -234,11 +235,24 @@ class RemoteFolder:
 class Inventory:
     """The content of all places, and why some of them could not be listed."""
 
-    asked: list[Place] = field(default_factory=list)
-    listings: list[tuple[Place, StepListing]] = field(default_factory=list)
-    failures: dict[str, MergeError] = field(default_factory=dict)  # by the place's name
+    asked: list[Place]
+    listings: list[tuple[Place, StepListing]]
+    failures: dict[str, MergeError]  # by the place's name
+
+    def exclude(self, place: str, reason: str) -> None:
+        """Drop the listings of the place with this name, and report it as a failure."""
+        self.failures[place] = MergeError(f"{place}: {reason}")
+        self.listings = [entry for entry in self.listings if entry[0].name != place]
+
+    def list_again(self, place: Place) -> None:
+        """Replace or add the listings of a place whose files have changed."""
+        if place not in self.asked:
+            self.asked.append(place)
+        others = [entry for entry in self.listings if entry[0].name != place.name]
+        self.listings = [*others, *((place, listing) for listing in place.steps())]
 
     def add(self, other: "Inventory") -> None:
+        """Add the content of other places."""
         self.asked += other.asked
         self.listings += other.listings
         self.failures |= other.failures
@@ -246,7 +260,6 @@ class Inventory:
 
 def list_places(places: Sequence[Place]) -> Inventory:
     """List all places in parallel."""
-    found = Inventory(list(places))
 
     def ask(place: Place) -> list[StepListing] | MergeError:
         try:
@@ -255,12 +268,12 @@ def list_places(places: Sequence[Place]) -> Inventory:
             return error
 
     with ThreadPoolExecutor(NUM_LISTED_AT_ONCE) as pool:
-        for place, answer in zip(places, pool.map(ask, places)):
-            if isinstance(answer, MergeError):
-                found.failures[place.name] = answer
-            else:
-                found.listings += [(place, listing) for listing in answer]
-    return found
+        answers = list(zip(places, pool.map(ask, places)))
+    return Inventory(
+        asked=list(places),
+        listings=[(place, step) for place, answer in answers if isinstance(answer, list) for step in answer],
+        failures={place.name: answer for place, answer in answers if isinstance(answer, MergeError)},
+    )
 
 
 def _list_step(folder: Path, run_id: str) -> StepListing:

@@ -1,6 +1,6 @@
-"""Fetch files from other nodes into a folder of this machine, in parallel, and check the digest of each.
+"""Fetch files from other nodes into a folder on this machine, in parallel, and check their digests.
 
-An interrupted transfer continues from the last byte, in this call or in a later one.
+An interrupted transfer continues after the last byte that arrived, in this call or in a later one.
 """
 
 import itertools
@@ -26,7 +26,7 @@ PAUSE_S = 1.0
 
 
 class Gatherer:
-    """Fetch files of a checkpoint into `target`. `progress` is called with numbers of bytes."""
+    """Fetch files of a checkpoint into `target`. `progress` is called with the number of bytes that arrived."""
 
     def __init__(self, checkpoint: Checkpoint, target: LocalFolder, progress: Callable[[int], object]):
         self._checkpoint, self._target, self._progress = checkpoint, target, progress
@@ -34,7 +34,7 @@ class Gatherer:
         self._stop = threading.Event()
 
     def fetch(self, files: Sequence[File]) -> None:
-        """Fetch all files, or raise an error that names those that failed. Files that arrived are kept."""
+        """Fetch all files. Raise an error that names the files that failed; the others are kept."""
         by_host: dict[str, list[File]] = {}
         for file in files:
             for place in self._remote_holders(file):
@@ -47,7 +47,7 @@ class Gatherer:
             except BaseException:
                 self._stop.set()
                 raise
-        self._checkpoint.list_again(self._target)
+        self._checkpoint.inventory.list_again(self._target)
         problems = [problem for problem in results if problem]
         if problems:
             raise MergeError(
@@ -60,7 +60,7 @@ class Gatherer:
         return [place for place in holders if isinstance(place, RemoteFolder)]
 
     def _fetch(self, file: File) -> str:
-        """Fetch a file from the first node that delivers it. Return the problems if no node did, else an empty text."""
+        """Fetch a file from the first node that delivers it. Return the problems if no node does, else ""."""
         problems = []
         for place in self._remote_holders(file):
             with self._host_limits[place.host]:
@@ -89,14 +89,14 @@ class Gatherer:
             return
         part.unlink()
         self._progress(-file.num_bytes)
-        if was_there:  # the part that an earlier call left may be the corrupt one
+        if was_there:  # the bytes that an earlier call left may be the corrupt ones
             self._fetch_from(place, file)
             return
         self._checkpoint.corrupt[place.name, file.name] = reason = "its bytes differ from those that were saved"
         raise MergeError(f"{place.name}: {reason}")
 
     def _complete(self, place: RemoteFolder, file: File, part: Path) -> str:
-        """Append what is missing to `part`; return the digest of the whole file."""
+        """Append the missing bytes to `part`. Return the digest of the whole file."""
         hasher = xxhash.xxh3_64()
         with part.open("ab", buffering=0) as output:
             if output.tell() > file.num_bytes:

@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM
 
 from rl.export.errors import MergeError
 
-LIMITS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # relative difference that rounding explains
+LIMITS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # largest relative difference that rounding explains
 
 
 def compare_logits(folder: Path, probe: bytes, trained_in: str, merged_in: str) -> float:
-    """Return the relative difference of the logits; raise if rounding does not explain it.
+    """Return the relative difference of the logits. Raise if rounding does not explain it.
 
-    This detects a wrong config and a missing or misplaced tensor. The digests check every byte.
+    This detects a wrong config and missing or misplaced tensors. Digests detect corrupt bytes.
     """
     try:
         stored = safetensors.torch.load(probe)

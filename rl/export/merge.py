@@ -44,7 +44,7 @@ class CheckpointSource:
 
     run: Path  # a run, its step_N, or a folder of runs
     step: int | None  # None means the newest committed step
-    nodes: Sequence[Place]  # empty: the hosts that the checkpoint records
+    nodes: Sequence[Place]  # if empty, the hosts that the checkpoint records
     ssh: SshOptions
 
 
@@ -64,11 +64,12 @@ class MergeOptions:
 class UploadOptions:
     """Where to upload the result."""
 
-    name: str  # empty: checkpoint.hub_name of the run's config
+    name: str  # if empty, checkpoint.hub_name of the run's config
     revision: str
     public: bool
 
     def open(self, default_name: str = "") -> HubRepository:
+        """Return the repository. This does not contact the hub."""
         name = self.name or default_name
         if not name:
             raise MergeError("the run's config has no checkpoint.hub_name; give the name: --upload ORG/NAME")
@@ -105,7 +106,7 @@ def merge_checkpoint(
             print(f"would upload to {hub.check()}")
         return
     if hub is not None:
-        hub.create()  # first, so that a wrong name fails before hours of work
+        hub.create()  # before the merge, so that a wrong name fails at once
     merge.run(hub)
 
 
@@ -167,7 +168,7 @@ class CheckpointMerge:
         self._work.check_space(needed)
 
     def run(self, hub: HubRepository | None) -> None:
-        """Merge, verify and upload, whatever of it earlier calls have not done."""
+        """Merge, verify and upload. Skip what earlier calls have done."""
         manifest = self._checkpoint.manifest
         with closing(self._work):
             self._work.open(self._checkpoint)
@@ -186,7 +187,7 @@ class CheckpointMerge:
         return self._work.missing_bytes(self._outputs, self._checkpoint.remote_files())
 
     def _merge(self) -> None:
-        """Write the result. Other copies replace corrupt ones; if there is no other copy, this raises."""
+        """Write the result. Replace corrupt files by other copies; raise if there are none."""
         self._work.begin()
         checkpoint, options = self._checkpoint, self._options
         with OpenFiles(checkpoint.manifest) as opened:
@@ -246,7 +247,7 @@ class CheckpointMerge:
             Merger(opened, self._work.model, self._options.verify_digests, count).write(self._outputs)
 
     def _read_metrics(self) -> list[dict[str, Any]]:
-        """Return the run's metrics from the first place that has them, without lines that are still being written."""
+        """Return the run's metrics from the first place that has them. Lines that are not valid JSON are skipped."""
         inventory = self._checkpoint.inventory
         for place in [LocalFolder(self._run_folder / "checkpoints"), *inventory.asked]:
             if place.name in inventory.failures:
@@ -268,7 +269,7 @@ class CheckpointMerge:
         from rl.export.logits import compare_logits
 
         checkpoint, output = self._checkpoint, self._work.output
-        if not checkpoint.holders(PROBE):  # it lies on the node that wrote hf/
+        if not checkpoint.holders(PROBE):  # the node that wrote hf/ has the probe, too
             small_files = [file for file in checkpoint.model_files if not is_model_shard(file)]
             checkpoint.ask_hosts(host for file in small_files for host in file.hosts)
         holders = checkpoint.holders(PROBE)

@@ -13,7 +13,7 @@ from rl.checkpoint.manifest import ITEM_BYTES, CheckpointError, File, Manifest, 
 from rl.checkpoint.shard_file import pack_header
 
 FLOATS = ("F32", "F16", "BF16")
-Box = tuple[tuple[int, int], ...]  # first and end along each dimension
+Box = tuple[tuple[int, int], ...]  # (first, end) along each dimension
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class MergedTensor:
     dtype: str  # in the output file
     shape: tuple[int, ...]
     slices: tuple[tuple[File, Slice], ...]
-    begin: int = 0  # in its output file
+    begin: int = 0  # first byte in the output file
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +67,7 @@ def read_tensors(manifest: Manifest, dtype: str | None) -> list[MergedTensor]:
 
 
 def _select_cover(pieces: Sequence[tuple[File, Slice]]) -> list[tuple[File, Slice]]:
-    """Return slices that hold each element of a tensor exactly once. Of equal replicas, the first is taken."""
+    """Return slices that hold each element of a tensor exactly once. Use the first of several replicas."""
     whole = pieces[0][1]
     left: list[Box] = [tuple((0, length) for length in whole.shape)]  # not covered yet
     taken: dict[Box, tuple[File, Slice]] = {}
@@ -147,7 +147,7 @@ def lay_out(tensors: Sequence[MergedTensor], max_bytes: int) -> list[OutputFile]
 
 
 def _output(name: str, tensors: Sequence[MergedTensor]) -> OutputFile:
-    ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])  # so that all are aligned
+    ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])  # for alignment
     entries = [(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in ordered]
     header = pack_header({"format": "pt"}, entries)
     begins = itertools.accumulate((tensor.num_bytes for tensor in ordered), initial=len(header))

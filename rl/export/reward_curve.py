@@ -11,7 +11,7 @@ MIN_POINTS_TO_SMOOTH = 60
 
 def draw_curve(title: str, rewards: Points, accuracies: Points) -> bytes:
     """Return a PNG that shows rewards as a line over the steps and held-out accuracies as dots."""
-    # Imported here because it takes half a second. No pyplot: it would keep global state and look for a display.
+    # Imported here because the import takes half a second. pyplot would keep global state and look for a display.
     import matplotlib.style
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -41,7 +41,7 @@ def draw_curve(title: str, rewards: Points, accuracies: Points) -> bytes:
 
 
 def moving_mean(points: Points) -> Points:
-    """Return the mean over a twentieth of the points around each; windows at both ends are shorter."""
+    """Return the moving mean over a twentieth of the points. Windows at both ends are shorter."""
     reach = max(2, len(points) // 40)
     values = [value for _, value in points]
     windows = [values[max(0, at - reach) : at + reach + 1] for at in range(len(values))]

@@ -4,9 +4,9 @@
     create    the repository, private unless asked otherwise, and the branch
     upload    all files in one commit, which also deletes the weights of an earlier upload
 
-Readers see the old model or the new one, never a mix. For that reason this module calls `create_commit`:
-`upload_folder` splits a large folder into several commits. Large files that reached the hub in an earlier attempt are
-not sent again. The client finds the token itself, and no message contains it.
+Readers see the old model or the new one, never a mix. That is why this module calls `create_commit`: `upload_folder`
+splits a large folder into several commits. Large files that reached the hub in an earlier attempt are not sent again.
+The hub client finds the token itself. Our messages never contain it.
 """
 
 import json
@@ -44,7 +44,7 @@ class HubRepository:
             raise MergeError(f"--revision: got {revision!r}; expected the name of a branch, such as main or step-40")
         self._name, self._revision, self._public = name, revision, public
         self._account: Mapping[str, Any] = {}
-        self._token = ""  # known in order to remove it from messages of other libraries
+        self._token = ""  # needed to remove it from messages of other libraries
         self._has_warned = False
 
     def check(self) -> str:
@@ -58,7 +58,7 @@ class HubRepository:
         repo = self._repo()
         if not self._exists(repo):
             self._retry(lambda: self._api.create_repo(repo, private=not self._public, exist_ok=True))
-            self._exists(repo)  # checks the visibility: somebody else may have created it first
+            self._exists(repo)  # check the visibility: somebody else may have created it first
         if self._revision:
             self._retry(lambda: self._api.create_branch(repo, branch=self._revision, exist_ok=True))
         return repo
@@ -69,7 +69,7 @@ class HubRepository:
         files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
         if not files:
             raise MergeError(f"{folder} holds no files to upload; merge a checkpoint into it first")
-        self._exists(repo, folder)  # checks the visibility again: hours may have passed since `create`
+        self._exists(repo, folder)  # check the visibility again: hours may have passed since `create`
         return self._retry(lambda: self._commit(repo, folder, files, message), folder)
 
     @cached_property
@@ -101,13 +101,13 @@ class HubRepository:
         )
 
     def _exists(self, repo: str, folder: Path | None = None) -> bool:
-        """Return whether the repository exists. Raise if it would make private weights public."""
+        """Return whether the repository exists. Raise if it is public and --public was not given."""
         from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError
 
         def look() -> Any:
             try:
                 return self._api.repo_info(repo)
-            except GatedRepoError:  # a subclass of the next, but the repository exists
+            except GatedRepoError:  # a subclass of RepositoryNotFoundError, but the repository exists
                 raise
             except RepositoryNotFoundError:
                 return None
@@ -190,7 +190,7 @@ class HubRepository:
 
 
 def _client_with_timeouts() -> Any:
-    """Return the hub client's own HTTP client with timeouts; by default it waits for an answer forever."""
+    """Return the hub client's HTTP client with timeouts. Without them it would wait for an answer forever."""
     from huggingface_hub.utils._http import default_client_factory
 
     def limit(request: Any) -> None:
@@ -221,18 +221,19 @@ def _read_token() -> str:
 def may_write(org: Mapping[str, Any]) -> bool:
     """Return whether the user's role in an organisation, or in a part of it, permits writing.
 
-    A hub that reports no role counts as a yes: it refuses the upload itself.
+    If the hub reports no role, return True: the hub itself will refuse the upload if necessary.
     """
     roles = {org.get("roleInOrg"), *(group.get("role") for group in org.get("resourceGroups") or [])} - {None}
     return not roles or bool(roles - {"read", "no_access"})
 
 
 def is_model_weights(name: str) -> bool:
-    """Return whether a file holds weights of the repository's own model. Folders belong to the user."""
+    """Return whether a file holds weights of the repository's model. Files in folders belong to the user."""
     return "/" not in name and any(fnmatch(name, pattern) for pattern in WEIGHTS)
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
+    """Return an error and its causes."""
     found: list[BaseException] = []
     while error is not None:
         found.append(error)
@@ -253,7 +254,7 @@ def http_status(error: BaseException) -> int:
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Return whether a retry may succeed because the hub or the network failed, not the request."""
+    """Return whether a retry may succeed, because the hub or the network failed and not the request."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     http_error = HfHubHTTPError.__bases__[0]  # belongs to the HTTP library that this version of the client uses
@@ -279,6 +280,7 @@ def _text(error: BaseException) -> str:
 
 
 def _stays(folder: Path | None) -> str:
+    """Return the end of an error message: what remains, and how to continue."""
     if folder is None:
         return "Nothing was uploaded; to merge now, leave out --upload"
     return f"The merged model stays in {folder}; run the same command again to continue"

@@ -1,6 +1,6 @@
-"""The folder that a merge works in. A kill at any moment loses little work and never leaves half a model.
+"""The work folder of a merge. A kill at any moment loses little work and never leaves half a model.
 
-    runs/x/merged/step_40/                the result; it appears when all of it is on disk
+    runs/x/merged/step_40/                the result; it appears when it is complete
     runs/x/merged/step_40.work-SAVE/      deleted when the merge and a requested upload are done
         model/                            files of the result; incomplete ones end in .part
         shards/step_40/                   the manifest, and files gathered from other nodes
@@ -29,7 +29,7 @@ RECORD, SHARDS = "merge.json", "shards"
 
 
 class WorkFolder:
-    """The work folder of one result. `record` says what is merged and how; only work with an equal record continues."""
+    """The work folder of one result. `record` says what is merged and how. Only work with the same record continues."""
 
     def __init__(self, output: Path, record: dict[str, Any]):
         if not output.name or output.is_mount() or (output.is_symlink() and not output.exists()):
@@ -69,7 +69,7 @@ class WorkFolder:
             )
 
     def open(self, checkpoint: Checkpoint) -> None:
-        """Lock the folder, and keep the manifest in it: the run may delete the step before an upload."""
+        """Lock the folder, and store the manifest in it, because the run may delete the step before an upload."""
         shards = self.shards.path(self._record["step"], "")
         try:
             shards.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ class WorkFolder:
             raise cannot_write(path, error) from error
 
     def publish(self) -> None:
-        """Give the complete result its name."""
+        """Rename the complete result to its final name."""
         try:
             for left in self.model.glob("*.part"):
                 left.unlink()
@@ -129,7 +129,7 @@ def find_gathered(*results: Path) -> list[LocalFolder]:
 
 
 def _satisfies(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Return whether a result was made as wanted; a verified one also serves if no verification is wanted."""
+    """Return whether a result was made as wanted. A verified result also satisfies a request without verification."""
     return found | {"verified": True} == wanted | {"verified": True} and (found["verified"] or not wanted["verified"])
 
 
@@ -139,11 +139,11 @@ def _lock(handle: int, folder: Path) -> None:
     except BlockingIOError:
         raise MergeError(f"another process works in {folder}; wait for it, or give another --output") from None
     except OSError:
-        return  # a filesystem without locks
+        return  # this filesystem has no locks
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return what a result was made from; empty if the folder is not a result of this tool."""
+    """Return what a result was made from, or {} if the folder is not a result of this tool."""
     try:
         record = json.loads((folder / RECORD).read_bytes())
     except (OSError, ValueError):

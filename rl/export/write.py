@@ -1,8 +1,8 @@
-"""Write the output files: stream bytes from the shards to their places, in chunks, several tensors at a time.
+"""Write the output files: stream bytes in chunks from the shards to their places, several tensors in parallel.
 
-If neither digests nor dtypes matter, the kernel copies the bytes. Otherwise they pass through a chunk of memory in the
-order of their slice, so that its digest is computed on the way. Slices that are not contiguous in the whole tensor are
-assembled in memory, one contiguous block of the tensor at a time.
+If no digest is checked and no dtype converted, the kernel copies the bytes. Otherwise each slice is read from its first
+byte to its last through a buffer, and its digest is computed on the way. Slices that are not contiguous in the whole
+tensor are assembled in memory, one contiguous block of the tensor at a time.
 """
 
 import errno
@@ -25,13 +25,13 @@ from rl.export.plan import Box, MergedTensor, OutputFile, box_of, intersect, vol
 
 CHUNK_BYTES = 4 << 20
 NUM_WORKERS = 4
-# These filesystems cannot copy in the kernel. After EIO, separate calls tell whether reading or writing failed.
+# The filesystems do not support a copy in the kernel. EIO: read and write calls then tell which of the two failed.
 NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO)
 Progress = Callable[[int], object]
 
 
 class CorruptFile(MergeError):
-    """A file of the checkpoint that cannot be read, or whose bytes differ from those that were saved."""
+    """A file of the checkpoint cannot be read, or its bytes differ from those that were saved."""
 
     def __init__(self, file: str, reason: str):
         super().__init__(f"{file}: {reason}")
@@ -39,7 +39,7 @@ class CorruptFile(MergeError):
 
 
 class Cancelled(Exception):
-    """Another thread failed."""
+    """Work was cancelled because another thread failed."""
 
 
 class OpenFiles:
@@ -101,7 +101,7 @@ class Merger:
         self._stop = threading.Event()
 
     def write(self, outputs: Sequence[OutputFile]) -> None:
-        """Write all files. A file gets its name when it is complete on disk; files that exist already are kept."""
+        """Write all files. Each gets its final name when it is complete on disk. Existing files are kept."""
         with ThreadPoolExecutor(NUM_WORKERS) as pool, ThreadPoolExecutor(1) as finisher:
             finishing: list[Future[None]] = []
             try:
@@ -145,12 +145,12 @@ class Merger:
                 self._assemble(tensor, target)
         except OutOfRange as error:
             raise MergeError(f"{tensor.name}: {error}; choose a --dtype with a wider range") from None
-        # Nobody reads these pages soon, and the disk starts to write them now rather than at the final sync.
+        # These pages are not read again soon, and writing them now shortens the final sync.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(target, tensor.begin, tensor.num_bytes, os.POSIX_FADV_DONTNEED)
 
     def _copy_contiguous(self, file: File, part: Slice, dtype: str, target: int, begin: int) -> None:
-        """Copy a slice that is contiguous in the whole tensor too."""
+        """Copy a slice that is also contiguous in the whole tensor."""
         if not self._verify and dtype == part.dtype and self._copy_in_kernel(file, part, target, begin):
             return
         hasher = xxhash.xxh3_64()
@@ -165,8 +165,8 @@ class Merger:
     def _assemble(self, tensor: MergedTensor, target: int) -> None:
         """Assemble slices that are cut along any dimension.
 
-        A block of the tensor takes one contiguous run of bytes from a slice. The runs of successive blocks follow each
-        other in the slice.
+        Each block of the tensor needs one contiguous range of a slice. The ranges of successive blocks are adjacent, so
+        every slice is read in order.
         """
         source = tensor.slices[0][1].dtype
         width = ITEM_BYTES[source]
@@ -190,7 +190,7 @@ class Merger:
             self._check(file, part, hasher)
 
     def _copy_in_kernel(self, file: File, part: Slice, target: int, begin: int) -> bool:
-        """Return False if these filesystems do not support it."""
+        """Copy a slice in the kernel. Return False if these filesystems do not support that."""
         done = 0
         while self._has_kernel_copy and done < part.num_bytes:
             self._raise_if_stopped()
@@ -212,7 +212,7 @@ class Merger:
         return done == part.num_bytes
 
     def _read(self, file: File, part: Slice, first: int, num_bytes: int) -> Bytes:
-        """Return bytes of a slice; they are valid until the next call in this thread."""
+        """Return bytes of a slice, which are valid until the next call in this thread."""
         self._raise_if_stopped()
         chunk = self._buffer("chunk", num_bytes)
         self._files.read_into(chunk, file.name, part.begin + first)
@@ -231,7 +231,7 @@ class Merger:
             raise CorruptFile(file.name, f"the bytes of {part.name} differ from those that were saved")
 
     def _buffer(self, name: str, num_bytes: int) -> Bytes:
-        """Return this thread's scratch memory of this name."""
+        """Return this thread's buffer of this name."""
         kept: Bytes | None = getattr(self._scratch, name, None)
         if kept is None or kept.size < num_bytes:
             kept = np.empty(num_bytes, np.uint8)
@@ -244,13 +244,13 @@ class Merger:
 
 
 def is_contiguous(part: Slice) -> bool:
-    """Return whether the slice's elements are contiguous in the whole tensor too."""
+    """Return whether the slice's elements are also contiguous in the whole tensor."""
     cut = [dim for dim, length in enumerate(part.size) if length != part.shape[dim]]
     return not cut or all(length == 1 for length in part.size[: cut[-1]])
 
 
 def blocks(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
-    """Yield contiguous pieces of a tensor, in their order."""
+    """Yield contiguous pieces of a tensor in order, each with at most `max_elements`."""
     inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     cut = next(dim for dim, num_elements in enumerate(inner) if num_elements <= max_elements)
     step = max(1, max_elements // max(1, inner[cut]))
