@@ -73,6 +73,7 @@ class Resume:
         return bool(self.manifest.slices("critic"))
 
     def without_files(self) -> "Resume":
+        """Return the part that ranks other than actors need."""
         state = {"version": self.version}
         manifest = dataclasses.replace(self.manifest, files=(), state=state, config={}, placement={})
         return dataclasses.replace(self, manifest=manifest, holders={})

@@ -90,17 +90,14 @@ class NewFile:
             while chunk:
                 chunk = chunk[os.write(self._handle, chunk) :]
                 HEART.touch_background()
-            if self._num_unsynced >= SYNC_BYTES:
-                self._sync()
         except OSError as error:
             raise cannot_write(self.path, error) from error
+        if self._num_unsynced >= SYNC_BYTES:
+            self._sync()
 
     def finish(self) -> None:
         assert self._handle is not None, f"{self.path} is finished"
-        try:
-            self._sync()
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        self._sync()
         self._close()
 
     def discard(self) -> None:
@@ -110,7 +107,10 @@ class NewFile:
 
     def _sync(self) -> None:
         assert self._handle is not None
-        os.fsync(self._handle)
+        try:
+            os.fsync(self._handle)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
         self._num_unsynced = 0
         HEART.touch_background()
 
@@ -123,14 +123,12 @@ class NewFile:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is not None:
-            self.discard()
-            return
         try:
-            self.finish()
-        except CheckpointError:
-            self.discard()
-            raise
+            if kind is None:
+                self.finish()
+        finally:
+            if self._handle is not None:
+                self.discard()
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:

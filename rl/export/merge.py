@@ -19,14 +19,7 @@ from rl.checkpoint.shard_file import digest
 from rl.common.text import count_of, format_bytes
 from rl.export.card import model_card
 from rl.export.errors import MergeError, warn
-from rl.export.find import (
-    Checkpoint,
-    CheckpointNotFound,
-    describe,
-    find_checkpoint,
-    is_model_shard,
-    resolve_request,
-)
+from rl.export.find import Checkpoint, CheckpointNotFound, describe, find_checkpoint, is_model_shard, resolve_request
 from rl.export.folders import LocalFolder, Place, SshOptions
 from rl.export.gather import Gatherer
 from rl.export.plan import index_of, lay_out, read_tensors

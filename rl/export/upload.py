@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from rl.common.text import count_of
 from rl.export.errors import MergeError, warn
 
-WAITS_S = (2.0, 8.0)  # before each retry; the client itself also retries most requests
+WAITS_S = (2.0, 8.0)  # pause before each retry; the hub client itself also retries most requests
 TIMEOUTS_S = {"connect": 20.0, "read": 300.0, "write": 300.0, "pool": 300.0}
 RETRY_STATUS = (408, 409, 412, 429, 500, 502, 503, 504)  # 409 and 412: another commit came in between
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
