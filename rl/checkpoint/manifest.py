@@ -35,7 +35,7 @@ def step_folder(step: int) -> str:
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a tensor, stored at byte `begin` of its file. The digest is the XXH3 of its bytes."""
+    """A part of a tensor, stored at byte `begin` of its file. `digest` is the XXH3 of the bytes."""
 
     kind: str  # model, critic, master, or the name of an optimizer moment
     name: str  # the tensor's Hugging Face name

@@ -108,7 +108,7 @@ class Saver:
         self._wait(done)
 
     def stop(self, text: str) -> None:
-        """End the run. The leader raises Stopped; the other ranks wait until that ends the world."""
+        """End the run. The leader raises Stopped. The other ranks wait until that ends the world."""
         if self.is_leader:
             raise Stopped(f"{text} (run.name={self._run.name})")
         self._wait(threading.Event())  # raises when the world ends

@@ -33,7 +33,7 @@ class CheckpointNotFound(MergeError):
 
 @dataclass(frozen=True)
 class CheckpointRequest:
-    """The run, and perhaps the step, that the command line names."""
+    """The run and the step that the command line selects."""
 
     run: Path  # results go to a folder in it
     root: Path  # the run's checkpoints
@@ -125,7 +125,7 @@ class Checkpoint:
 
     @property
     def trained_in(self) -> str:
-        """The dtype of the model in the run."""
+        """The dtype of the model during training."""
         return self.manifest.config["model"]["dtype"]
 
     def holders(self, file: str, num_bytes: int | None = None) -> list[Place]:

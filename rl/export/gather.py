@@ -34,7 +34,7 @@ class Gatherer:
         self._stop = threading.Event()
 
     def fetch(self, files: Sequence[File]) -> None:
-        """Fetch all files. Raise an error that names the files that failed; the others are kept."""
+        """Fetch all files. If some fail, keep the others and raise an error that names them."""
         by_host: dict[str, list[File]] = {}
         for file in files:
             for place in self._remote_holders(file):

@@ -33,7 +33,7 @@ LOG_INTERVAL_S = 10.0  # between lines of progress in a log file
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Where to look for a checkpoint."""
+    """The run and the nodes that are searched for a checkpoint."""
 
     run: Path  # a run, its step_N, or a folder of runs
     step: int | None  # None means the newest committed step
@@ -43,7 +43,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """How to merge."""
+    """Settings of a merge."""
 
     dtype: str | None  # None keeps the dtypes that were saved
     max_shard_bytes: int
@@ -55,7 +55,7 @@ class MergeOptions:
 
 @dataclass(frozen=True)
 class UploadOptions:
-    """Where to upload the result."""
+    """The hub repository for the result, and its visibility."""
 
     name: str  # if empty, checkpoint.hub_name of the run's config
     revision: str
@@ -180,7 +180,7 @@ class CheckpointMerge:
         return self._work.missing_bytes(self._outputs, self._checkpoint.remote_files())
 
     def _merge(self) -> None:
-        """Write the result. Replace corrupt files by other copies; raise if there are none."""
+        """Write the result. Replace corrupt files by other copies. Raise if there are none."""
         self._work.begin()
         checkpoint, options = self._checkpoint, self._options
         with OpenFiles(checkpoint.manifest) as opened:

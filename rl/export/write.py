@@ -43,7 +43,7 @@ class Cancelled(Exception):
 
 
 class OpenFiles:
-    """The checkpoint's files on this machine. They stay open, so a running job may delete the step meanwhile."""
+    """The checkpoint's files on this machine. They stay open, so a running job may delete the step during the merge."""
 
     def __init__(self, manifest: Manifest):
         self._about = {"run_id": manifest.run_id, "step": manifest.step, "save_id": manifest.save_id}
