@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Check the numbers that a launcher was given, before anything is started. The launcher defines `fail`.
+# Functions that check the numbers given to a launcher. The launcher defines `fail`.
 
 check_number() { # OPTION VALUE LEAST MOST
   if [[ ! $2 =~ ^(0|[1-9][0-9]{0,5})$ ]] || [ "$2" -lt "$3" ] || [ "$2" -gt "$4" ]; then

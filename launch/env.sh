@@ -7,18 +7,18 @@
 
 # Without this the rendezvous is static with node rank 0 on every node, and the command above hangs.
 export PET_RDZV_BACKEND="${PET_RDZV_BACKEND:-c10d}"
-# Nodes of one run meet at one endpoint under one id. Without an endpoint, a run takes a free port, so that two runs on one
-# host never meet. The default of torchrun is a fixed port.
+# The nodes of a run meet at one endpoint under one id. Without an endpoint, a run takes a free port. torchrun's default is
+# a fixed port, at which two runs on one host would meet.
 export PET_RDZV_ENDPOINT="${PET_RDZV_ENDPOINT:-localhost:0}"
 export PET_RDZV_ID="${PET_RDZV_ID:-oneworld}"
-# A worker that dies is restarted together with its world. Each agent counts its own restarts, and an agent without any left
-# ends the job. Fatal errors stop the agents in another way.
+# If a worker dies, its whole world is restarted. Each agent counts the restarts, and ends the job when none is left. The
+# number is large, because fatal errors stop the agents in another way.
 export PET_MAX_RESTARTS="${PET_MAX_RESTARTS:-1000}"
 # A lost node is noticed within seconds. With --nnodes 3:4 the others continue without it three seconds later.
 export PET_RDZV_CONF="${PET_RDZV_CONF:-last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3}"
 # A restarted world must not find the keys of the previous one in the agents' store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# One thread per rank: torchrun would set the same, with a warning.
+# One thread per rank. torchrun would set the same, but with a warning.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Compiled layers survive a restart, even if every job empties /tmp. vLLM keeps its own cache under ~/.cache.
 export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/oneworld/inductor}"

@@ -1,7 +1,7 @@
-"""The environment that `. .venv/bin/activate` sets, for a Python that was started by its path.
+"""Build the environment that `. .venv/bin/activate` sets, in a Python that was started without it.
 
-Benchmarks and tests start torchrun this way. torchrun is then the one of the Python that runs them, and its settings
-are those of launch/env.sh.
+Benchmarks and tests start torchrun in this environment. It has the settings of launch/env.sh, and the programs of the
+Python that runs them.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]  # a torchrun in PATH could belong to another Python
-FOREIGN = ("PET_", "TORCHELASTIC_", "MAKE", "MFLAGS")  # settings of a launcher or a make around this process
+FOREIGN = ("PET_", "TORCHELASTIC_", "MAKE", "MFLAGS")  # set by a launcher or a make that started this process
 
 
 def activated_environment(**extra: str) -> dict[str, str]:

@@ -4,9 +4,8 @@
     python launch/find_head.py find FOLDER SECONDS     on a worker; prints launch, nodes, address, port
     python launch/find_head.py address                 prints this node's address
 
-The head writes its addresses and a random word into FOLDER/head.json. A worker trusts the file if the head answers with
-that word at one of these addresses, which the worker then uses. So the file of an older run is never mistaken for the
-head's, whatever the clocks of the nodes say.
+The head writes its addresses and a random word into FOLDER/head.json. A worker tries these addresses, and uses the
+first one at which the head answers with that word. So the file of an older run is ignored, even if clocks differ.
 """
 
 import json
@@ -30,11 +29,11 @@ from rl.world.address import address_towards
 ASK_TIMEOUT_S = 3.0
 POLL_S = 0.2  # a shared filesystem does not report new files
 FILE = "head.json"
-ELSEWHERE = "192.0.2.1"  # reserved for documentation, so always behind the default route
+ELSEWHERE = "192.0.2.1"  # reserved for documentation, so the route to it is the default route
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses for other nodes: that of the default route first, then the others, then the host name."""
+    """Return this node's addresses: first the one of the default route, then the others, then the host name."""
     entries = [entry for addresses in psutil.net_if_addrs().values() for entry in addresses]
     found = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
     found = [address for address in found if not address.startswith(("127.", "::1", "fe80:", "169.254."))]
@@ -45,7 +44,7 @@ def own_addresses() -> list[str]:
 
 def serve(folder: Path, launch: str, num_nodes: str, port: int, address: str = "") -> None:
     """Write the file, answer workers, and remove the file at the end."""
-    die_with_parent(signal.SIGTERM)  # the launcher, however it ends
+    die_with_parent(signal.SIGTERM)  # end together with the launcher
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
@@ -61,7 +60,7 @@ def serve(folder: Path, launch: str, num_nodes: str, port: int, address: str = "
         print(f"oneworld: {file} tells workers that the head is at {' '.join(addresses)}", file=sys.stderr, flush=True)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)  # sent by the terminal; the launcher decides
+            signal.signal(number, signal.SIG_IGN)  # the launcher gets them too, and decides when to end
         print("ready", flush=True)
         try:
             while True:
@@ -97,7 +96,7 @@ def find(folder: Path, timeout_s: float) -> tuple[str, str, str, int]:
 def _read(file: Path) -> dict:
     try:
         return json.loads(file.read_text())
-    except (OSError, ValueError):  # there is no file yet
+    except (OSError, ValueError):  # there is no file yet, or a broken one
         return {}
 
 

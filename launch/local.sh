@@ -7,7 +7,7 @@
 #
 #   --shared FOLDER   a directory that all nodes see, one for each cluster; workers find the head's address there
 #   --wait S          seconds that a worker waits for the head (default: 600)
-#   --address A       address of the head, if it has several and only one is right
+#   --address A       address of the head, if it has several and the workers can use only one of them
 #
 # Paths are relative to the repository. launch/run_node.sh --help describes the other options (--nproc, --port, --print),
 # signals, restarts and ONEWORLD_* variables.
@@ -62,7 +62,7 @@ if [ "$rank" = 0 ]; then
   launch=$(date +%Y%m%d-%H%M%S)-$$
   if [ -z "$print" ]; then
     exec 3< <(exec python "$here/find_head.py" serve "$shared" "$launch" "$nnodes" "$port" "$address")
-    read -r _ <&3 || exit 2 # from now on it answers, until this process ends
+    read -r _ <&3 || exit 2 # from now on the server answers, until this process ends
     exec 3<&-
   fi
   address=${address:-$(python "$here/find_head.py" address)}

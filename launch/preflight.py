@@ -1,11 +1,11 @@
-"""Check that this cluster is fit for the run, before anything is started and in less than 30 s.
+"""Check in less than 30 s, before a run is started, that the cluster is fit for it.
 
     torchrun ... launch/preflight.py [train.py's arguments]
 
-Give the torchrun options that train.py would be started with; launch/run_node.sh does so. Every rank answers what rank
-0 asks (launch/checks): versions, GPUs, clocks, ports, rates between and inside nodes, disk, memory, placement. One
-rank, on the head if that is known, prints a table and a verdict. The exit code on every node is 0 if the cluster is
-fit, even with warnings, otherwise 1. ONEWORLD_PREFLIGHT_S limits the seconds once all ranks have met (30).
+Give torchrun the same options as for train.py; launch/run_node.sh does so. Rank 0 asks every rank about versions, GPUs,
+clocks, ports, transfer rates, disk and memory, and checks the placement (launch/checks). One rank, on the head if that
+is known, prints a table and a verdict. The exit code on every node is 0 if the cluster is fit, even with warnings,
+otherwise 1. ONEWORLD_PREFLIGHT_S is the time limit in seconds, counted from when all ranks have connected (30).
 """
 
 import argparse
@@ -30,7 +30,7 @@ from rl.config.load import add_arguments, load_config
 from rl.config.schema import ConfigError
 from rl.watch.parent import die_with_parent
 
-JOIN_S = 120.0  # from the first rank to the last, which may have to read torch from a slow disk
+JOIN_S = 120.0  # until all ranks have connected; one may have to read torch from a slow disk
 END_S = 10.0  # for telling all ranks to end
 DEFAULT_LIMIT_S = 30.0
 
@@ -38,7 +38,8 @@ DEFAULT_LIMIT_S = 30.0
 def meeting_point(rank: int) -> tuple[str, int, socket.socket | None]:
     """Return the address and port of rank 0, and on rank 0 the listening socket.
 
-    torchrun chooses a free port for rank 0. If its agent's store listens on that port, the store passes on another one.
+    torchrun chooses a free port for rank 0. If torchrun's own store listens there, rank 0 takes another port and
+    publishes it in that store.
     """
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", 0))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -60,25 +61,25 @@ def coordinate(server: socket.socket, args: argparse.Namespace, began: float, li
 
     num_ranks, num_local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     coordinator = Coordinator(server, num_ranks)
-    code, is_whole = 1, True
+    code, all_alive = 1, True
     try:
         coordinator.wait_for_ranks(JOIN_S)
         coordinator.limit_time(limit_s)
         config = load_config(args.config, args.overrides)
         trains, saves = not args.eval_only, not (args.dry_run or args.eval_only)
         check = ClusterCheck(coordinator, num_ranks, num_local, config, saves, trains)
-        results, is_whole = check.run(), check.is_whole
+        results, all_alive = check.run(), check.all_alive
         code = int(any(result.state == FAILED for result in results))
         verdict = format_verdict(results, num_ranks // num_local, num_ranks, time.monotonic() - began)
         text = f"{format_table(results)}\n{verdict}"
     except ConfigError as error:
         text = f"oneworld: {error}"
     except NoAnswer as error:
-        text, is_whole = f"preflight: 1 problem: {error}", False
+        text, all_alive = f"preflight: 1 problem: {error}", False
     except Exception:  # a bug of ours must not leave the other ranks waiting
-        text, is_whole = traceback.format_exc(), False
-    coordinator.end(code, text, is_whole)
-    end_process(code, "", is_whole)
+        text, all_alive = traceback.format_exc(), False
+    coordinator.end(code, text, all_alive)
+    end_process(code, "", all_alive)
 
 
 def main() -> None:
@@ -94,15 +95,15 @@ def main() -> None:
     timeout = threading.Timer(JOIN_S + limit_s + END_S, end_process, [1, silent, False])
     timeout.daemon = True
     timeout.start()
-    if gpus.has_devices():
-        import torch  # noqa: F401  before rank 0 waits for an answer
+    if gpus.has_gpu():
+        import torch  # noqa: F401  takes seconds, so do it before rank 0 waits for an answer
     host, port, server = meeting_point(rank)
     try:
         connection = connect("127.0.0.1" if server is not None else host, port, JOIN_S)
     except NoAnswer as error:
-        end_process(1, f"preflight: 1 problem: {error}", is_whole=False)
+        end_process(1, f"preflight: 1 problem: {error}", all_alive=False)
         return
-    on_end = end_process if server is None else lambda code, text, is_whole: None  # rank 0 ends itself
+    on_end = end_process if server is None else lambda code, text, all_alive: None  # rank 0 ends itself
     responder = Responder(rank, connection, on_end, prints=local_rank == 0 and is_head())
     answers = Answers(rank, local_rank, lambda: load_config(args.config, args.overrides), responder.note)
     if server is None:

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# Slurm signals the batch script before the time limit of its job (#SBATCH --signal=B:USR1@90). The step then saves and ends,
-# and the job goes back into the queue. It continues the same run, even with checkpoint.resume=never (launch/run_node.sh).
+# Requeue a job at its time limit. Slurm sends a signal to the batch script before that (#SBATCH --signal=B:USR1@90). The
+# step then saves and ends, and the job goes back into the queue. The requeued job continues the same run, even with
+# checkpoint.resume=never (launch/run_node.sh).
 
 stop_step() { # srun itself would turn a SIGTERM into a SIGKILL
   echo "oneworld: the time of job $SLURM_JOB_ID is almost over: it saves and stops" >&2
@@ -20,14 +21,14 @@ run_step() {
   wait "$step" || step_status=$?
 }
 
-# end_job: end the job after run_step. It is not requeued if the run has ended by itself, nor after scancel.
+# end_job: end the job after run_step. Requeue it if its time is over, but not if the run has ended or after scancel.
 end_job() {
   local times=${SLURM_RESTART_COUNT:-0}
   if [ "$is_over" ] && [ "$step_status" != 0 ]; then
     if [ "$times" -ge "${ONEWORLD_MAX_REQUEUES:-100}" ]; then
       echo "oneworld: not requeued after $times times (ONEWORLD_MAX_REQUEUES)" >&2
     elif scontrol requeue "$SLURM_JOB_ID"; then
-      echo "oneworld: job $SLURM_JOB_ID is requeued, and goes on from what it has saved" >&2
+      echo "oneworld: job $SLURM_JOB_ID is requeued, and will continue from its newest checkpoint" >&2
     else
       echo "oneworld: job $SLURM_JOB_ID cannot be requeued; submit it again with the same run.name" >&2
     fi

@@ -1,20 +1,20 @@
-"""Find out which nodes are there before torchrun starts: its rendezvous waits for missing nodes without a word.
+"""Name missing nodes before torchrun starts. Its rendezvous would wait for them without a message.
 
     python launch/roll_call.py HEAD PORT NNODES NODE_RANK RUN TRAINING_PORT
 
 launch/run_node.sh runs this on every node; NODE_RANK may be empty. The head listens on PORT and says which nodes it
 waits for. The other nodes introduce themselves, and say so if they cannot reach the head. ONEWORLD_NODES may hold the
-names of the nodes in the order of their ranks. With NNODES as MIN:MAX, the nodes that come within EXTRA_S seconds after
-the first MIN take part.
+names of the nodes in the order of their ranks. If NNODES is MIN:MAX, the head waits EXTRA_S seconds for more nodes once
+MIN nodes have come.
 
-The exit code is the same on every node: 0 if all are there, 1 if they were not within ONEWORLD_PREFLIGHT_WAIT_S seconds
-(300). It is 3 on a node that finds no roll call, but torchrun's rendezvous of this run on the head's training port: the
-other nodes are training already, and this one may join them.
+The exit code is the same on every node: 0 if the nodes have come, 1 if some are missing after ONEWORLD_PREFLIGHT_WAIT_S
+seconds (300). But a node that comes late exits with 3, if there is no roll call any more and torchrun's rendezvous of
+this run answers on the training port of the head. The other nodes are training already, and this one may join them.
 
     python launch/roll_call.py rendezvous HEAD TRAINING_PORT RUN SECONDS
 
-ends with 0 if that rendezvous is there. It is a process of its own, because torch's client waits forever for a listener
-that says nothing.
+exits with 0 if that rendezvous answers. This is a separate process, because torch's client waits forever for a listener
+that never answers.
 """
 
 import json
@@ -42,9 +42,9 @@ READY, NOT_READY, UNDER_WAY = 0, 1, 3
 DEFAULT_WAIT_S = 300.0
 FIRST_REPORT_S, REPORT_S = 3.0, 15.0  # when missing nodes are reported
 EXTRA_S = 10.0
-HEARTBEAT_S, SILENCE_S = 2.0, 20.0  # interval of the head's messages, and when it counts as dead
-UNDER_WAY_S = 8.0  # a head may take this long from the roll call to the training port
-STORE_S = 5.0  # for a store to answer
+HEARTBEAT_S, SILENCE_S = 2.0, 20.0  # interval of the head's messages; silence after which it counts as dead
+UNDER_WAY_S = 8.0  # a head may take this long from the end of the roll call until it opens the training port
+STORE_S = 5.0  # time for a store to answer
 
 
 def say(text: str) -> None:
@@ -97,6 +97,7 @@ class RollCall:
         self._members: dict[JsonChannel, tuple[int | None, str] | None] = {}  # None until a node has introduced itself
 
     def call(self, wait_s: float) -> int:
+        """Wait until the nodes have come, and return the exit code."""
         begun = time.monotonic()
         next_report, next_heartbeat, enough_at = begun + FIRST_REPORT_S, begun, None
         while (count := len(self._roll.present)) < self._roll.max_nodes:
@@ -123,21 +124,21 @@ class RollCall:
 
     def step(self, timeout_s: float) -> None:
         """Wait for connections and messages, and bring the roll up to date."""
-        connections = [lines.connection for lines in self._members]
+        connections = [channel.connection for channel in self._members]
         if self._server in select.select([self._server, *connections], [], [], timeout_s)[0]:
             self._members[JsonChannel(self._server.accept()[0])] = None
-        for lines in [*self._members]:
-            for message in lines.receive()[:1]:  # a node sends only its hello
-                self._meet(lines, message)
-            if not lines.is_open:
-                node = self._members.pop(lines)
-                lines.close()
-                if node is not None and node not in self._members.values():  # else it has connected again
+        for channel in [*self._members]:
+            for message in channel.receive()[:1]:  # a node sends only its hello
+                self._meet(channel, message)
+            if not channel.is_open:
+                node = self._members.pop(channel)
+                channel.close()
+                if node is not None and node not in self._members.values():  # otherwise it has connected again
                     self._roll.leave(*node)
 
-    def _meet(self, lines: JsonChannel, hello: dict[str, Any]) -> None:
-        if not {"run", "node", "name"} <= hello.keys():  # not one of our nodes
-            lines.close()
+    def _meet(self, channel: JsonChannel, hello: dict[str, Any]) -> None:
+        if not {"run", "node", "name"} <= hello.keys():  # not from one of our nodes
+            channel.close()
             return
         run, rank, name = hello["run"], hello["node"], hello["name"]
         if run != self._run:
@@ -146,19 +147,19 @@ class RollCall:
             wrong = self._roll.enter(rank, name)
         if wrong:
             say(wrong)
-            lines.send("end", code=NOT_READY, text=wrong)
-            lines.close()
+            channel.send("end", code=NOT_READY, text=wrong)
+            channel.close()
         else:
-            self._members[lines] = (rank, name)
+            self._members[channel] = (rank, name)
 
     def _send_all(self, kind: str, **values: Any) -> None:
-        for lines, node in self._members.items():
+        for channel, node in self._members.items():
             if node is not None:
-                lines.send(kind, **values)
+                channel.send(kind, **values)
 
 
 def answer(head: str, port: int, training_port: int, hello: dict[str, Any], wait_s: float) -> int:
-    """Introduce this node to the head, and return its verdict."""
+    """Introduce this node to the head, and return the exit code that the head sends."""
     who = hello["name"] if hello["node"] is None else f"node {hello['node']} ({hello['name']})"
     begun = time.monotonic()
     next_report, next_look = begun + FIRST_REPORT_S, begun + UNDER_WAY_S
@@ -195,7 +196,7 @@ def answer(head: str, port: int, training_port: int, hello: dict[str, Any], wait
             left = begun + wait_s - now
             say(f"{who} cannot reach the head at {head}:{port}: {trouble}; retries for {left:.0f} s more")
             next_report = now + REPORT_S
-        time.sleep(0.3)  # nothing tells when a head begins to listen
+        time.sleep(0.3)  # poll, because nothing reports when a head begins to listen
 
 
 def _accepts(host: str, port: int) -> bool:
@@ -210,7 +211,7 @@ def _is_under_way(head: str, training_port: int, run: str) -> bool:
 
 
 def has_rendezvous(head: str, training_port: int, run: str, timeout_s: float) -> bool:
-    """Return whether torchrun's rendezvous of this run is there. End the process if nothing answers in time."""
+    """Return whether torchrun's rendezvous of this run answers. End the process if nothing answers in time."""
     from torch.distributed import TCPStore
 
     signal.setitimer(signal.ITIMER_REAL, timeout_s)  # SIGALRM ends the process even inside torch

@@ -12,18 +12,19 @@
 #   --launch ID      the same on every node; names the run if run.name does not (default on one node: the time)
 #   --print          show the torchrun command and exit
 #
-# torchrun itself restarts a world that fails. The loop here restarts torchrun if that ends with an error, for example
-# after the loss of the head. It does not restart after a FATAL file of this launch in the run's directory, if the ranks
-# told torchrun to stop (bad settings, Ctrl-C on any node), or after a signal. SIGTERM and SIGINT are passed on, so that
-# the run saves and ends. SIGUSR1 goes to the ranks, which save and continue. A requeued Slurm job continues from its
-# newest checkpoint, even with checkpoint.resume=never.
+# torchrun itself restarts a world that fails. This script starts torchrun again if torchrun ends with an error, for
+# example when the head is lost. It does not do so if this launch wrote FATAL into the run's directory, if the ranks told
+# torchrun to stop (bad settings, Ctrl-C on any node), or after a signal. SIGTERM and SIGINT are passed on, so that the
+# run saves and ends. SIGUSR1 goes to the ranks, which save and continue. A requeued Slurm job continues from its newest
+# checkpoint, even with checkpoint.resume=never.
 #
-#   ONEWORLD_MAX_ATTEMPTS  gives up after this many attempts in a row that each ended within ONEWORLD_LASTED_S seconds
-#                          (10 within 300)
+#   ONEWORLD_MAX_ATTEMPTS  give up after this many attempts in a row (10) that each ended within ONEWORLD_LASTED_S
+#                          seconds (300)
 #   ONEWORLD_BACK_OFF_S    seconds before the second attempt (1), doubled for each later one, at most 60
 #
-# Before the first attempt, preflight (launch/preflight.py) checks the cluster in a world of its own. Before that, a roll call
-# (launch/roll_call.py) names missing nodes: torchrun waits for them without a word. If either fails, nothing is started.
+# Before the first attempt, a roll call (launch/roll_call.py) names missing nodes, because torchrun would wait for them
+# without a message. Then preflight (launch/preflight.py) checks the cluster in a world of its own. If either fails,
+# nothing is started.
 #
 #   ONEWORLD_PREFLIGHT         0 starts without preflight
 #   ONEWORLD_PREFLIGHT_WAIT_S  seconds for all nodes to come (300)
@@ -145,7 +146,7 @@ dies_with_us=()
 if command -v setpriv >/dev/null; then dies_with_us=(setpriv --pdeathsig KILL); fi # an orphan would hold the GPUs
 
 run_child() { # COMMAND: put its exit status into `status`
-  set -m # its own process group: Ctrl-C in a terminal reaches it once, through this script
+  set -m # its own process group, so that Ctrl-C in a terminal reaches it only once, through this script
   # Slurm sends SIGUSR1 to every process of a step. torchrun, and a rank that is not ready to save yet, would die of it.
   (trap '' USR1 && exec "$@") </dev/null &
   child=$!
@@ -178,13 +179,13 @@ if [ "$preflight" != 0 ] && [ "$nnodes" != 1 ]; then
 fi
 if [ "$preflight" != 0 ]; then
   torchrun_line $((port + 1)) "$run-preflight" launch/preflight.py "$@" "run.name=$run"
-  # The ranks write their verdict into a file, so that torchrun has no failure to report. When one agent ends a moment
-  # before the others, these log complaints (LOGLEVEL hides them); real errors are raised.
+  # The ranks write their verdict into a file, so that torchrun has no failure to report. LOGLEVEL hides what the other
+  # agents log when one agent ends a moment before them. Real errors are raised anyway.
   variables=(LOGLEVEL=CRITICAL PET_MAX_RESTARTS=0 "PET_RDZV_CONF=$PET_RDZV_CONF,join_timeout=60"
     "ONEWORLD_PREFLIGHT_CODE=$state/preflight")
   [ -z "$head" ] || variables+=("ONEWORLD_HEAD=$head" "ONEWORLD_PORT=$port" "ONEWORLD_NODE_RANK=$node_rank")
   run_child "${dies_with_us[@]}" env "${variables[@]}" "${line[@]}"
-  # With that file, the status of torchrun does not count: an agent may fail because another one ended first.
+  # If that file exists, the status of torchrun does not count: an agent may fail because another one ended first.
   if [ -e "$state/preflight" ]; then status=$(cat "$state/preflight"); fi
   end_unless_passed
 fi

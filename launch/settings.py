@@ -19,7 +19,10 @@ from rl.world.address import address_towards
 
 
 def run_settings(launch: str, arguments: list[str]) -> list[str]:
-    """Every attempt of a launch must find the same run. Without run.name, config file and launch name it."""
+    """Return the run's directory, its name, the ranks per node and checkpoint.resume.
+
+    Every attempt of a launch must find the same run. Without run.name, the name is that of the config and the launch.
+    """
     parser = argparse.ArgumentParser(prog="train.py")
     add_arguments(parser)
     args = parser.parse_intermixed_args(arguments)
@@ -31,7 +34,7 @@ def run_settings(launch: str, arguments: list[str]) -> list[str]:
 
 
 def own_address(head: str) -> str:
-    """Return an address of this node for the others, which may not know its name. The loopback is of no use to them."""
+    """Return this node's address on the route to the head. Return an empty string if there is none but the loopback."""
     try:
         address = address_towards(head)
     except OSError:

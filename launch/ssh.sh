@@ -54,7 +54,8 @@ read_hosts() { # FILE: read it into `hosts`
   done
 }
 
-# Define, for commands on a node, its files and whether its process lives. A process id alone may belong to another by now.
+# Define helpers for commands on a node: the prefix of its files, and whether its process is alive. The start time of the
+# process is compared too, because process ids are reused.
 prelude() { # NODE
   printf 'cd %q || exit 2; node=runs/.clusters/%q/%q\n' "$dir" "$name" "$1"
   cat <<'REMOTE'
@@ -66,11 +67,11 @@ REMOTE
 on() { # NODE: run the script from stdin there
   { prelude "$1" && cat; } | "${ssh[@]}" -- "${hosts[$1]}" bash -s
 }
-on_all() { # SCRIPT [NODE ...]: run it on these nodes or on all at once, mark each line with its node, return the worst status
+on_all() { # SCRIPT [NODE ...]: run it on these nodes, or on all; mark each line with its node; return the status of a failure
   local script=$1 node status=0 nodes=("${@:2}")
   [ ${#nodes[@]} -gt 0 ] || nodes=("${!hosts[@]}")
   pids=()
-  set -m # a process group each, so that Ctrl-C does not reach them: this script decides what it means
+  set -m # one process group each, so that Ctrl-C reaches only this script, which decides what to do
   for node in "${nodes[@]}"; do
     { on "$node" <<<"$script" 2>&1 | sed -u "s/^/[$node ${hosts[$node]}] /"; } &
     pids+=($!)
@@ -180,7 +181,7 @@ echo "$dir" >"$here/dir"
 export ONEWORLD_NODES="${hosts[*]##*@}" # for preflight, to name missing nodes
 # shellcheck source=launch/forward.sh
 . "$root/launch/forward.sh"
-mapfile -t variables < <(forwarded_names | grep -Ev '_VISIBLE_DEVICES$|^PET_LOCAL_ADDR$') # these are for this machine only
+mapfile -t variables < <(forwarded_names | grep -Ev '_VISIBLE_DEVICES$|^PET_LOCAL_ADDR$') # these two hold for this machine only
 trap '"$root/launch/ssh.sh" stop "$name" >&2; exit 130' INT
 for k in "${!hosts[@]}"; do
   {
@@ -215,5 +216,5 @@ if [ -z "$follow" ]; then
   exit
 fi
 echo "oneworld: $name runs on ${#hosts[@]} nodes; Ctrl-C saves and stops"
-trap 'trap "" INT; "$root/launch/ssh.sh" stop "$name" || hang_up' INT # go on showing the output of the nodes meanwhile
+trap 'trap "" INT; "$root/launch/ssh.sh" stop "$name" || hang_up' INT # keep showing the output of the nodes meanwhile
 follow

@@ -5,7 +5,7 @@ functions turn the answers into a table.
 
     cluster.py     what rank 0 asks, and in which order
     rpc.py         how rank 0 asks: JSON messages over TCP, with a deadline
-    handlers.py    what each rank answers, by the name of the question
+    answers.py     what each rank answers, by the name of the question
     host.py        facts about this host: versions, code, memory, disk, ports
     gpus.py        facts about this rank's GPU, and its transfer rates over NCCL
     bandwidth.py   transfer rates over TCP, and which links are slow

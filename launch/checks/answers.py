@@ -1,4 +1,4 @@
-"""What a rank answers when rank 0 asks: about its GPU, and about its node if it is the first rank there."""
+"""Answer rank 0's questions about this rank's GPU and, on the first rank of a node, about the node."""
 
 import dataclasses
 import hashlib
@@ -44,6 +44,7 @@ class Answers:
         }
 
     def describe(self) -> dict[str, Any]:
+        """Return facts about this rank, and on the first rank of a node also about the node."""
         try:
             config = self._load()
             rewards = own_files(config.reward)
@@ -68,7 +69,7 @@ class Answers:
             "commit": host.read_commit(),
             "memory": host.read_memory(),
             "shared_memory": host.read_shared_memory(),
-            "gpu_users": gpus.read_users() if self._gpu else [],
+            "gpu_users": gpus.list_gpu_processes() if self._gpu else [],
         }
 
     def hold_port(self, port: int) -> str:
@@ -95,7 +96,7 @@ def is_head() -> bool:
 
 
 def settings_digest(config: Config) -> str:
-    """Hash the settings that must be the same on all nodes. run.dir is not one: disks may have different names."""
+    """Hash the settings that must be the same on all nodes. run.dir may differ, because disks may differ."""
     values: Mapping[str, Any] = dataclasses.asdict(config)
     values["run"].pop("dir")
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -34,8 +34,10 @@ def pair_rounds(count: int) -> list[list[Link]]:
 
 
 def usual_rate(rates: Mapping[Link, float]) -> float:
-    """Return the median over members of their best rate. A median over links fails: one slow member of three makes
-    most of the links slow."""
+    """Return the median over members of their best rate.
+
+    A median over links would not do: one slow member of three makes most of the links slow.
+    """
     best: dict[int, float] = defaultdict(float)
     for link, rate in rates.items():
         for member in link:
@@ -44,7 +46,7 @@ def usual_rate(rates: Mapping[Link, float]) -> float:
 
 
 def slow_links(rates: Mapping[Link, float], floor: float) -> list[Link]:
-    """Return links below half of the usual rate. A link above `floor` is fast enough, however the others do."""
+    """Return links below half of the usual rate. A link above `floor` is fast enough, whatever the others reach."""
     if not rates:
         return []
     limit = min(SLOW * usual_rate(rates), floor)
@@ -105,7 +107,7 @@ class Sink:
             took = time.perf_counter() - begun
             connection.settimeout(CONNECT_S)
             connection.sendall(json.dumps({"rate": count / took}).encode())
-            while connection.recv_into(buffer):  # the answer must arrive before this end closes
+            while connection.recv_into(buffer):  # close only after the sender has read the answer
                 pass
 
 
@@ -127,7 +129,7 @@ def measure_rate(address: str, port: int, seconds: float) -> dict[str, Any]:
 
 
 def find_unreachable(places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
-    """Connect to all of these places at once. Return those that take no connection, with the reason."""
+    """Connect to all places at once. Return the reason for each one that cannot be reached."""
     errors: dict[str, str] = {}
 
     def connect(key: str, place: tuple[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""What rank 0 does: ask all ranks, and make the rows of the table from their answers."""
+"""Run the checks from rank 0: ask all ranks, and turn their answers into the rows of the table."""
 
 import secrets
 import socket
@@ -14,10 +14,10 @@ from launch.checks.rpc import Coordinator, NoAnswer
 from rl.common.text import count_of
 from rl.config.schema import Config, ConfigError
 
-DESCRIBE_S = 25.0  # ranks with GPUs import torch for it
+DESCRIBE_S = 25.0  # ranks with GPUs import torch before they answer
 ANSWER_S = 8.0
 REMOVE_S = 1.0
-TCP_FLOOR = 0.3e9  # bytes per second; links above it are fast enough, however they differ
+TCP_FLOOR = 0.3e9  # bytes per second; links above it are fast enough, even if others are much faster
 NO_FLOOR = float("inf")
 LEAST = 0.1e9  # bytes per second between nodes; a little less than one gigabit per second
 SEND_S, MIN_SEND_S, ALL_SENDS_S = 0.2, 0.05, 4.0
@@ -25,7 +25,7 @@ NUM_REPEATS = 3
 
 
 class ClusterCheck:
-    """All checks of a cluster, as rank 0 runs them. `is_whole` is False if a rank hung in the last of them."""
+    """All checks of a cluster, as rank 0 runs them. `all_alive` is False if a rank died or hung in the last check."""
 
     def __init__(
         self, coordinator: Coordinator, num_ranks: int, num_local: int, config: Config, saves: bool, trains: bool
@@ -34,7 +34,7 @@ class ClusterCheck:
         self._num_nodes, self._num_local = num_ranks // num_local, num_local
         self._ranks = range(num_ranks)
         self._firsts = self._ranks[::num_local]  # the first rank of each node
-        self.is_whole = True
+        self.all_alive = True
 
     def run(self) -> list[CheckResult]:
         facts = self._coordinator.ask("describe", {rank: {} for rank in self._ranks}, DESCRIBE_S)
@@ -69,7 +69,7 @@ class ClusterCheck:
         need = needs.host_by_node(has_gpus) if needs else None
         results += [self._check_folder(needs), rules.check_memory(self._nodes, need, has_gpus, self._names), placement]
         if has_gpus and not share_gpu and len(gpus) > 1:
-            results += self._check_nccl()  # last: ranks that hang in it answer nothing more
+            results += self._check_nccl()  # last, because a rank that hangs in it answers no more questions
         return results
 
     def _check_network(self, ports: Mapping[int, int]) -> list[CheckResult]:
@@ -118,7 +118,10 @@ class ClusterCheck:
         return rates
 
     def _clock_offsets(self) -> dict[int, float]:
-        """Compare clocks in the quickest of three round trips. The other clock was read in the middle of it."""
+        """Return by how many seconds each node's clock is ahead of rank 0's.
+
+        The quickest of three round trips counts. The node is assumed to read its clock in the middle of it.
+        """
         offsets = {}
         for node, first in enumerate(self._firsts):
             trips = []
@@ -133,7 +136,7 @@ class ClusterCheck:
     def _check_port(self) -> list[CheckResult]:
         head = next((number for number, node in enumerate(self._nodes) if node["is_head"]), 0)
         address, port = self._nodes[head]["head"], self._nodes[head]["port"]
-        if not port:  # no launcher: the rendezvous that brought the ranks here is the training's
+        if not port:  # without a launcher, torchrun has already met at the port that training uses
             return []
         first = self._firsts[head]
         held_by = self._coordinator.ask("hold_port", {first: {"port": port}}, ANSWER_S)[first]
@@ -147,7 +150,7 @@ class ClusterCheck:
         return [rules.check_port(port, held_by, errors, self._names.one(head), self._names)]
 
     def _check_nccl(self) -> list[CheckResult]:
-        """Measure each GPU with those at the same place on other nodes, then with those of its own node."""
+        """Measure the rates of GPUs with the same local rank on different nodes, then of GPUs on the same node."""
         local = self._num_local
         schedule = [
             [(a * local + i, b * local + i) for a, b in pairs for i in range(local)]
@@ -161,20 +164,21 @@ class ClusterCheck:
             port = server.getsockname()[1]
         store = (self._coordinator.addresses()[0], port)
         questions = {
-            rank: {"size": len(self._ranks), "store": store, "partners": [of.get(rank) for of in partners]}
+            rank: {"size": len(self._ranks), "store": store, "partners": [pairs.get(rank) for pairs in partners]}
             for rank in self._ranks
         }
         try:
             answers = self._coordinator.ask("measure_gpus", questions, DESCRIBE_S)
         except NoAnswer as error:
-            self.is_whole = False
+            self.all_alive = False
             return [CheckResult("GPUs over NCCL", FAILED, f"{error}; NCCL_DEBUG=INFO says more")]
         between: dict[Link, float] = {}
         inside: dict[Link, float] = {}
         for rank, rates in answers.items():
-            for of, rate in zip(partners, rates, strict=True):
+            for partner_of, rate in zip(partners, rates, strict=True):
                 if rate is not None:
-                    (inside if of[rank] // local == rank // local else between)[rank, of[rank]] = rate
+                    partner = partner_of[rank]
+                    (inside if partner // local == rank // local else between)[rank, partner] = rate
         # Inside a node a pair may be slower because of how its slots are wired.
         kinds = [("GPUs between nodes", between, FAILED, LEAST), ("GPUs inside nodes", inside, WARNING, 0.0)]
         return [
@@ -184,7 +188,7 @@ class ClusterCheck:
         ]
 
     def _check_folder(self, needs: MemoryPlan | None) -> CheckResult:
-        """Let each node leave a marker in its directory of runs. A node that sees another's marker shares its disk."""
+        """Let each node write a marker file into run.dir. Nodes that see each other's markers share a disk."""
         word = secrets.token_hex(6)
         markers = [f".preflight-{word}-{node}" for node in range(self._num_nodes)]
         paths = [node["folder"] for node in self._nodes]

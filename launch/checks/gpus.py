@@ -1,4 +1,4 @@
-"""A rank's GPU, and the transfer rates between GPUs. torch is imported only on hosts with such devices."""
+"""Describe a rank's GPU, and measure transfer rates between GPUs. torch is imported only on hosts with GPUs."""
 
 import os
 import subprocess
@@ -17,20 +17,20 @@ NUM_REPEATS = 4
 NCCL_TIMEOUT_S = 20.0
 
 
-def has_devices() -> bool:
+def has_gpu() -> bool:
     return any(Path(path).exists() for path in DEVICES)
 
 
 def describe(local_rank: int, share_gpu: bool) -> dict[str, Any]:
-    """Describe this rank's device. Its free memory is read before anything of ours but a context lies there."""
-    if not has_devices():
+    """Describe this rank's GPU. At this point our process holds only a CUDA context in its memory."""
+    if not has_gpu():
         return {}
     import torch
 
     if not torch.cuda.is_available():
-        hidden = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if os.environ.get(name) == ""]
-        reason = f"{hidden[0]} is empty" if hidden else f"torch {torch.__version__} cannot use them"
-        return {"count": 0, "hidden": reason}
+        empty = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if os.environ.get(name) == ""]
+        reason = f"{empty[0]} is empty" if empty else f"torch {torch.__version__} cannot use them"
+        return {"count": 0, "unusable_because": reason}
     count, index = torch.cuda.device_count(), 0 if share_gpu else local_rank
     found: dict[str, Any] = {"count": count, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     if torch.version.hip:
@@ -46,8 +46,8 @@ def describe(local_rank: int, share_gpu: bool) -> dict[str, Any]:
     return found
 
 
-def read_users() -> list[str]:
-    """Return the processes on this node's NVIDIA GPUs, without the ranks of this launch, as nvidia-smi lists them."""
+def list_gpu_processes() -> list[str]:
+    """Return nvidia-smi's lines about processes on this node's GPUs, without the ranks of this launch."""
     ours = {os.getpid()}
     with suppress(psutil.Error):
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -68,10 +68,10 @@ def measure_rates(
     partners: Sequence[int | None],
     note: Callable[[str], None],
 ) -> list[float | None]:
-    """Exchange a buffer with the partner of each round. Return the best rate in bytes per second for each round, or
-    None for a round without a partner.
+    """Exchange a buffer with the partner of each round.
 
-    GPUs use NCCL. CPUs use gloo, which only tests ask for. `note` is told about each phase, to name a hang.
+    Return the best rate of each round in bytes per second, or None for a round without a partner. GPUs use NCCL. CPUs
+    use gloo, in tests only. `note` is called at each phase, so that a hang can be located.
     """
     import torch
     import torch.distributed as dist
@@ -89,7 +89,7 @@ def measure_rates(
     pg = dist.group.WORLD
     assert pg is not None
     outgoing, incoming = (torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    dist.all_reduce(outgoing[:1024], group=pg)  # creates one communicator, which all pairs use
+    dist.all_reduce(outgoing[:1024], group=pg)  # creates the communicator that all pairs use
     rates: list[float | None] = []
     for number, partner in enumerate(partners):
         if partner is None:
@@ -106,7 +106,7 @@ def measure_rates(
             ):
                 work.wait()
 
-        swap(1024)  # connects
+        swap(1024)  # opens the connection, which must not be measured
         seconds = []
         for _ in range(NUM_REPEATS):
             if is_gpu:

@@ -1,6 +1,6 @@
 """Facts about this host: versions, code, memory, disk and ports.
 
-Package versions are read from metadata: importing torch and vLLM would take too long.
+Package versions are read from metadata, because importing torch and vLLM would take too long.
 """
 
 import errno
@@ -56,7 +56,7 @@ def driver_version() -> str:
 
 
 def code_digest(others: Mapping[str, Path], root: Path = ROOT) -> str:
-    """Hash the project's programs, whether git knows them or not, and `others` under names that all nodes use."""
+    """Hash the project's programs, tracked by git or not, and `others`, files by names that all nodes share."""
     digest = hashlib.sha256()
     for part in CODE:
         path = root / part
@@ -83,7 +83,7 @@ def read_commit(root: Path = ROOT) -> str:
 
 
 def read_memory() -> dict[str, int]:
-    """Return total and available bytes of the host, or of the tightest control group that limits this process."""
+    """Return total and available bytes: those of the host, or of the tightest control group of this process."""
     host = psutil.virtual_memory()
     total, available = host.total, host.available
     for limit, used in _memory_files():
@@ -97,7 +97,7 @@ def read_memory() -> dict[str, int]:
 def _memory_files() -> Iterator[tuple[Path, Path]]:
     """Yield the files with limit and use of this process's control group and of all groups above it.
 
-    A container may not see the upper groups, and sees its own as the root.
+    A container may see its own group as the root, and not see the groups above it.
     """
     with suppress(OSError):
         for line in OWN_CGROUP.read_text().splitlines():

@@ -1,15 +1,15 @@
-"""Estimate how much memory each role needs at least, by arithmetic on the number of parameters. Nothing is loaded.
+"""Estimate the least memory that each role needs, from the number of parameters. Nothing is loaded.
 
-    training state   16 bytes a parameter (float32 weights, gradients and two moments), split over the shards of a
+    training state   16 bytes per parameter (float32 weights, gradients and two moments), split over the shards of a
                      replica; for the policy, and for the critic if there is one
-    reference        4 bytes a parameter over the same ranks, or over the inference ranks
-    inference        4 bytes a parameter over the inference ranks
+    reference        4 bytes per parameter over the same ranks, or over the inference ranks
+    inference        4 bytes per parameter over the inference ranks
     engine           weights in model.dtype over its ranks, and its KV cache
     checkpoint       weights in model.dtype, two moments, and float32 masters if model.dtype is narrower
-    its host copy    12 bytes a parameter of the rank's shard
+    its host copy    12 bytes per parameter of the rank's shard
 
-With --eval-only the state is the weights, 4 bytes a parameter, and there is no host copy. The two moments of a
-checkpoint that is read then are not counted: whether there is a checkpoint is not known yet.
+With --eval-only the state is the weights alone, 4 bytes per parameter, and there is no host copy. If a checkpoint is
+read, its two moments come on top. They are not counted, because it is not known yet whether there is a checkpoint.
 
 Activations come on top. They depend on kernels and lengths; `train.py --dry-run` measures them.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from rl.config.schema import Config
 from rl.placement.roles import Placement
 
-STATE, MOMENTS, COPY, HOST_COPY = 16, 8, 4, 12  # bytes a parameter
+STATE, MOMENTS, COPY, HOST_COPY = 16, 8, 4, 12  # bytes per parameter
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 LIBRARIES = 1 << 30  # host memory of a rank without any model
 CPU_KV_CACHE = 256 << 20
@@ -31,13 +31,13 @@ class RoleMemory:
 
     roles: tuple[str, ...]
     ranks: tuple[int, ...]
-    learner: int  # on the learner's device: state, reference, copies for logprobs
-    engine: int  # weights alone
+    learner: int  # on the device: training state, reference, copies for logprobs
+    engine: int  # on the device: the engine's weights
     offloaded: int  # part of `learner` that is not on the device while the engine works
     host: int  # in addition: libraries, copies of checkpoints, offloaded state
 
     def on_device(self, engine_share: int) -> int:
-        """Return the peak, with an engine that fills its share."""
+        """Return the peak use of the device, if the engine fills `engine_share` bytes."""
         engine = engine_share if self.engine else 0
         return max(self.learner, self.learner - self.offloaded + engine)
 

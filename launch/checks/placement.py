@@ -1,4 +1,4 @@
-"""Check that the placement fits the world, and the model its GPUs, if the model can be read here."""
+"""Check that the placement fits the world. If the model can be read here, also check that it fits the GPUs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,10 +99,10 @@ def _check_role(role: RoleMemory, config: Config, gpus: Sequence[Mapping[str, An
 
 
 def _remedy(role: RoleMemory, config: Config, limit: int) -> str:
-    """Return the settings that would help a rank that needs more than `limit`, without those that are set already."""
+    """Return what to change if a rank needs more than `limit` bytes, without what is set already."""
     is_actor, offload = "actor" in role.roles, config.actor.offload
     remedies = []
-    if role.learner <= limit:  # the engine next to the learner makes it too much
+    if role.learner <= limit:  # the learner fits, but not together with the engine
         remedies.append("lower rollout.gpu_memory_fraction")
         remedies += ["set actor.offload=rollout"] if is_actor and offload in ("none", "moments") else []
     elif is_actor and offload != "always":

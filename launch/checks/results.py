@@ -1,4 +1,4 @@
-"""The result of a check, the table of all results, and the verdict. Pure."""
+"""The result of a check, the table of all results, and the verdict."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Findings:
         self._found.append((state, text))
 
     def result(self, name: str, text: str) -> CheckResult:
-        """Return `text` if nothing was found, otherwise the findings. The worst comes first: the verdict repeats it."""
+        """Return a result with `text` if nothing was found, otherwise with the findings, the worst one first."""
         if not self._found:
             return CheckResult(name, OK, text)
         (state, worst), *others = sorted(self._found, key=lambda found: found[0] != FAILED)

@@ -1,6 +1,6 @@
-"""Rank 0 asks questions and all ranks answer them, as JSON messages over one TCP connection each.
+"""Ask all ranks from rank 0, with JSON messages over one TCP connection per rank.
 
-There are no collectives: a rank that dies or hangs is named, and delays nobody beyond a deadline.
+There are no collectives, so a rank that dies or hangs can be named and delays the others only until a deadline.
 """
 
 import json
@@ -25,7 +25,7 @@ OnEnd = Callable[[int, str, bool], None]
 
 
 class NoAnswer(Exception):
-    """Some ranks did not do what they were asked to."""
+    """Some ranks failed, ended, or did not answer in time."""
 
 
 class Coordinator:
@@ -33,7 +33,7 @@ class Coordinator:
 
     def __init__(self, server: socket.socket, size: int):
         self._server, self._size = server, size
-        self._lines: dict[int, JsonChannel] = {}
+        self._channels: dict[int, JsonChannel] = {}
         self._hosts: dict[int, str] = {}
         self._notes: dict[int, str] = {}
         self._printer = 0
@@ -44,71 +44,71 @@ class Coordinator:
         """Wait until every rank has introduced itself."""
         deadline = time.monotonic() + timeout_s
         strangers: list[JsonChannel] = []
-        while len(self._lines) < self._size:
+        while len(self._channels) < self._size:
             left = deadline - time.monotonic()
             if left < 0:
-                missing = sorted(set(range(self._size)) - self._lines.keys())
+                missing = sorted(set(range(self._size)) - self._channels.keys())
                 raise NoAnswer(
                     f"{format_ranks(missing)} did not reach rank 0 on {socket.gethostname()} within {timeout_s:g} s; "
                     "their output says why: every node must reach every other on any TCP port"
                 )
-            ready, _, _ = select.select([self._server, *[lines.connection for lines in strangers]], [], [], left)
+            ready, _, _ = select.select([self._server, *[channel.connection for channel in strangers]], [], [], left)
             if self._server in ready:
                 strangers.append(JsonChannel(self._server.accept()[0]))
-            for lines in [*strangers]:
-                for message in lines.receive()[:1]:  # a rank sends only this before it is asked
+            for channel in [*strangers]:
+                for message in channel.receive()[:1]:  # a rank sends only this before it is asked
                     if self._is_hello(message):
-                        self._admit(lines, message)
+                        self._admit(channel, message)
                     else:
-                        lines.close()
-                if lines in self._lines.values() or not lines.is_open:
-                    strangers.remove(lines)
+                        channel.close()
+                if channel in self._channels.values() or not channel.is_open:
+                    strangers.remove(channel)
 
     def _is_hello(self, message: Mapping[str, Any]) -> bool:
-        """Return whether this is the hello of a rank of this world that has not come yet."""
+        """Return whether this is a complete hello, from a rank of this world that has not come yet."""
         rank, is_complete = message.get("rank"), {"rank", "host", "prints"} <= message.keys()
-        return message["kind"] == "hello" and is_complete and rank in range(self._size) and rank not in self._lines
+        return message["kind"] == "hello" and is_complete and rank in range(self._size) and rank not in self._channels
 
-    def _admit(self, lines: JsonChannel, hello: Mapping[str, Any]) -> None:
+    def _admit(self, channel: JsonChannel, hello: Mapping[str, Any]) -> None:
         rank = hello["rank"]
-        self._lines[rank], self._hosts[rank] = lines, hello["host"]
+        self._channels[rank], self._hosts[rank] = channel, hello["host"]
         self._printer = rank if hello["prints"] else self._printer
-        lines.send("welcome", host=socket.gethostname())
+        channel.send("welcome", host=socket.gethostname())
 
     def limit_time(self, seconds: float) -> None:
-        """Let no question take longer than this from now, all of them together."""
+        """Set the time limit for all further questions together."""
         self._deadline = time.monotonic() + seconds
 
     def addresses(self) -> dict[int, str]:
         """Return the address at which other nodes reach each rank.
 
-        It is where the rank's connection came from. For ranks that came over the loopback, it is the address under
-        which other nodes reached this one.
+        It is the address that the rank's connection came from. A rank on this node connects over the loopback. Its
+        address is the one at which other nodes have reached this node.
         """
-        pairs = {rank: _addresses(lines.connection) for rank, lines in self._lines.items()}
+        pairs = {rank: _addresses(channel.connection) for rank, channel in self._channels.items()}
         outside = [own for own, peer in pairs.values() if not _is_loopback(peer)]
         return {rank: outside[0] if _is_loopback(peer) and outside else peer for rank, (_, peer) in pairs.items()}
 
     def ask(self, question: str, arguments: Mapping[int, Mapping[str, Any]], timeout_s: float) -> dict[int, Any]:
-        """Ask the ranks in `arguments`. Return their answers; raise NoAnswer if one fails, ends or is late."""
+        """Ask the ranks in `arguments` and return their answers. Raise NoAnswer if one fails, ends or is late."""
         self._number += 1
         for rank, values in arguments.items():
-            self._lines[rank].send("ask", number=self._number, question=question, arguments=values)
+            self._channels[rank].send("ask", number=self._number, question=question, arguments=values)
         deadline = min(time.monotonic() + timeout_s, self._deadline)
         answers: dict[int, Any] = {}
         while waiting := [rank for rank in arguments if rank not in answers]:
             left = deadline - time.monotonic()
             if left < 0:
                 raise NoAnswer(f"{self._describe(waiting)} did not answer in time ({question})")
-            if gone := [rank for rank in waiting if not self._lines[rank].is_open]:
+            if gone := [rank for rank in waiting if not self._channels[rank].is_open]:
                 raise NoAnswer(f"{self._describe(gone)} ended ({question}); its output says why")
-            select.select([self._lines[rank].connection for rank in waiting], [], [], left)
+            select.select([self._channels[rank].connection for rank in waiting], [], [], left)
             for rank in waiting:
                 self._read(rank, answers)
         return answers
 
     def _read(self, rank: int, answers: dict[int, Any]) -> None:
-        for message in self._lines[rank].receive():
+        for message in self._channels[rank].receive():
             if message["kind"] == "note":
                 self._notes[rank] = message["text"]
             elif message["kind"] == "failed" and message["number"] == self._number:
@@ -121,26 +121,27 @@ class Coordinator:
         last = {self._notes[rank] for rank in ranks if rank in self._notes}
         return f"{format_ranks(ranks)} on {hosts}" + (f", last at {', '.join(sorted(last))}," if last else "")
 
-    def end(self, code: int, text: str, is_whole: bool) -> None:
-        """End every other rank. The head's rank prints `text` if it asked for that and lives, otherwise this one."""
-        printer = self._printer if self._printer in self._lines and self._lines[self._printer].is_open else 0
-        for rank, lines in self._lines.items():
-            lines.send("end", code=code, text=text if rank == printer else "", is_whole=is_whole)
-            lines.flush_within(1.0)
+    def end(self, code: int, text: str, all_alive: bool) -> None:
+        """End every other rank. The rank that asked to print `text` does so if it is alive, otherwise rank 0."""
+        printer = self._printer if self._printer in self._channels and self._channels[self._printer].is_open else 0
+        for rank, channel in self._channels.items():
+            channel.send("end", code=code, text=text if rank == printer else "", all_alive=all_alive)
+            channel.flush_within(1.0)
         if printer == 0:
             print(text, flush=True)
         deadline = time.monotonic() + 2.0
-        others = [lines for rank, lines in self._lines.items() if rank]
-        while (left := deadline - time.monotonic()) > 0 and (others := [lines for lines in others if lines.is_open]):
-            select.select([lines.connection for lines in others], [], [], left)
-            for lines in others:
-                lines.receive()
+        others = [channel for rank, channel in self._channels.items() if rank and channel.is_open]
+        while others and (left := deadline - time.monotonic()) > 0:
+            select.select([channel.connection for channel in others], [], [], left)
+            for channel in others:
+                channel.receive()
+            others = [channel for channel in others if channel.is_open]
 
 
 class Responder:
-    """Every rank's side: answer one question after another. An end is noticed even while an answer hangs.
+    """Every rank's side: answer one question after another, and end when rank 0 says so, even if an answer hangs.
 
-    `on_end` receives the exit code, the text to print, and whether all ranks were alive.
+    `on_end` receives the exit code, the text to print, and whether all ranks are alive.
     """
 
     def __init__(self, rank: int, connection: socket.socket, on_end: OnEnd, prints: bool = False):
@@ -178,22 +179,22 @@ class Responder:
                 elif message["kind"] == "ask":
                     self._questions.put(message)
                 else:
-                    self._on_end(message["code"], message["text"], message["is_whole"])
+                    self._on_end(message["code"], message["text"], message["all_alive"])
                     return
         lost = f"rank {self._rank} on {socket.gethostname()} has lost rank 0 on {self._coordinator_host}"
         self._on_end(1, f"preflight: 1 problem: {lost}; the output of rank 0 says why", False)
 
 
-def end_process(code: int, text: str, is_whole: bool) -> None:
+def end_process(code: int, text: str, all_alive: bool) -> None:
     """Print `text` and end the process, whatever its threads do.
 
-    If the launcher named a file for the exit code, the code goes there and the process ends with 0: torchrun would
-    print a report for every failed rank. But if a rank was lost, the process must fail: otherwise torchrun waits
-    minutes for that rank's node.
+    If the launcher named a file for the exit code, the code goes there and the process ends with 0. Otherwise torchrun
+    would print a report for every failed rank. But if a rank was lost, the process must fail, because torchrun would
+    wait for minutes for the node of that rank.
     """
     if text:
         print(text, flush=True)
-    if (file := os.environ.get("ONEWORLD_PREFLIGHT_CODE")) and is_whole:
+    if (file := os.environ.get("ONEWORLD_PREFLIGHT_CODE")) and all_alive:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             Path(file).write_text(str(code))
         code = 0
@@ -201,7 +202,7 @@ def end_process(code: int, text: str, is_whole: bool) -> None:
 
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Connect to rank 0, which may begin to listen a little later."""
+    """Connect to rank 0. Retry, because it may not listen yet."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Turn the answers of all nodes into results: which node differs, what is too little, what to change. Pure."""
+"""Judge the answers of all nodes: which node differs, what is too small, what to change. All functions are pure."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ HARMLESS = ("python", "driver")  # a difference is only a warning
 CLOCK_LIMIT_S = 1.0
 SHARED_MEMORY_MIN = 1 << 30  # on a node with GPUs; a container has 64 MB by default
 BUSY_GPU = 0.1  # fraction of a GPU's memory
-CONTEXT_BYTES = 2 << 30  # at most, for this process's own context on a GPU
-LOG_BYTES = 32 << 20  # on disk, besides checkpoints
+CONTEXT_BYTES = 2 << 30  # upper bound for this process's own context on a GPU
+LOG_BYTES = 32 << 20  # space on disk for everything but checkpoints
 MAX_SHOWN = 8
 REMEDIES = {
     "code": " (a digest of the project's programs and reward.function's files); bring all nodes to the same commit, "
@@ -25,7 +25,7 @@ REMEDIES = {
 
 
 def find_outliers(values: Mapping[int, str]) -> tuple[str | None, dict[str, list[int]]]:
-    """Return the value of more than half of the nodes, or None, and the nodes with any other value."""
+    """Return the value that more than half of the nodes have, or None, and the nodes of each other value."""
     (common, count), *_ = Counter(values.values()).most_common()
     majority = common if count * 2 > len(values) else None
     others = defaultdict(list)
@@ -60,19 +60,19 @@ def check_gpus(
 ) -> CheckResult:
     """Check that each rank has a free GPU, and that all are of one kind.
 
-    `gpus` has the device of each rank, empty on a CPU. `users` has the processes on the GPUs of each node.
+    `gpus` describes the device of each rank, and is empty for a CPU. `users` lists the processes on each node's GPUs.
     """
     firsts = [gpus[node * num_local] for node in range(len(names))]
     found = Findings()
     if not any(first.get("count") for first in firsts):
-        hidden = [first["hidden"] for first in firsts if "hidden" in first]
-        if hidden:
-            found.add(WARNING, f"there are GPUs, but {hidden[0]}: all ranks run on CPUs")
+        reasons = [first["unusable_because"] for first in firsts if "unusable_because" in first]
+        if reasons:
+            found.add(WARNING, f"there are GPUs, but {reasons[0]}: all ranks run on CPUs")
         return found.result("GPUs", "none: all ranks run on CPUs")
     for node, first in enumerate(firsts):
         count, name = first.get("count", 0), names.one(node)
         if not count:
-            why = first.get("hidden", "no device")
+            why = first.get("unusable_because", "no device")
             found.add(FAILED, f"{name} has none that torch can use, but other nodes have some: {why}")
         elif count < num_local and not share_gpu:
             found.add(
@@ -112,7 +112,7 @@ def check_rates(
 ) -> CheckResult:
     """Check the rates of links between nodes or ranks.
 
-    A link gets `state` if it is slow compared with others and below `floor`. Below `least` it gets a warning, whatever
+    A link below `floor` that is slow compared with others gets `state`. A link below `least` gets a warning, whatever
     the others reach.
     """
     found, usual, slow = Findings(), usual_rate(rates), slow_links(rates, floor)
@@ -167,8 +167,8 @@ def check_folder(
     """Check that the directory of the runs can be written to and has room.
 
     `folders` has, for each node, the path, the free bytes if known, and the error if any. `groups` are the nodes that
-    share a disk. `checkpoint` has the bytes that each node writes; None if no checkpoint is written or its size is
-    unknown.
+    share a disk. `checkpoint` has the bytes that each node writes. It is None if no checkpoint is written, or if its
+    size is unknown.
     """
     found = Findings()
     for group in groups:

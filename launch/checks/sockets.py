@@ -26,6 +26,6 @@ def is_own_address(host: str) -> bool:
 
 def reason(error: Exception) -> str:
     """Return the text of a network error without its number."""
-    if isinstance(error, OSError) and error.errno and error.errno > 0:  # unknown names have negative ones
+    if isinstance(error, OSError) and error.errno and error.errno > 0:  # for an unknown host name it is negative
         return os.strerror(error.errno)
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -70,7 +70,7 @@ def launch(
     *,
     before: str = "true",
     planted: int = -1,
-    is_whole: bool = True,
+    all_alive: bool = True,
     **variables: str,
 ) -> str:
     """Run launch/run_node.sh on these nodes of a launch of three, after `before` on the one with a fault.
@@ -87,7 +87,7 @@ def launch(
     assert output.count("preflight failed, so nothing was started") == len(nodes), output
     assert not list(folder.glob("*/x")), "train.py was started"
     assert took < 60, output
-    assert not is_whole or "Traceback" not in output, output
+    assert not all_alive or "Traceback" not in output, output
     return nodes[0].output
 
 
@@ -198,7 +198,7 @@ def test_a_rank_that_hangs_or_dies_is_named_and_ends_all(fault: str, planted: in
             tmp_path / "runs",
             before=before,
             planted=planted,
-            is_whole=False,
+            all_alive=False,
             ONEWORLD_PREFLIGHT_S="5",
         )
         assert text in nodes[0].output, nodes[0].output

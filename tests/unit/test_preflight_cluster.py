@@ -99,7 +99,7 @@ def test_a_healthy_cluster() -> None:
     assert rows["run folder"].text.startswith("shared by all nodes, 500.00 GB free")
     assert rows["GPUs between nodes"].text == "40.00 GB/s to 40.00 GB/s, 12 links"  # 3 pairs, 2 GPUs, both ways
     assert rows["GPUs inside nodes"].text == "300.00 GB/s to 300.00 GB/s, 6 links"
-    assert not coordinator.markers and cluster.is_whole
+    assert not coordinator.markers and cluster.all_alive
 
 
 def test_evaluating_alone_needs_less_than_training() -> None:
@@ -132,7 +132,7 @@ def test_gpus_that_hang_leave_the_results_of_the_other_checks() -> None:
     rows, cluster = check(coordinator)
     assert list(rows) == [*CHECKS[:-2], "GPUs over NCCL"] and coordinator.asked[-1] == "measure_gpus"
     assert rows["GPUs over NCCL"].text.startswith("rank 3 did not answer in time (measure_gpus)")
-    assert not cluster.is_whole
+    assert not cluster.all_alive
 
 
 def test_markers_are_removed_even_if_a_rank_fails() -> None:

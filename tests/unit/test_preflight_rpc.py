@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(30)
 Handlers = dict[str, Callable[..., Any]]
 
 
-def ignore_end(code: int, text: str, is_whole: bool) -> None:
+def ignore_end(code: int, text: str, all_alive: bool) -> None:
     """Keep the process that the ranks of a test share."""
 
 
@@ -232,11 +232,11 @@ def test_users_of_gpus_do_not_include_this_launch(tmp_path: Path, monkeypatch: p
     tool.write_text(f"#!/bin/sh\necho '1, python, 9000 MiB'\necho '{os.getpid()}, python, 500 MiB'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert gpus.read_users() == ["1, python, 9000 MiB"]
+    assert gpus.list_gpu_processes() == ["1, python, 9000 MiB"]
     monkeypatch.setattr(os, "getpid", lambda: 2)  # another rank of the same agent
-    assert len(gpus.read_users()) == 2
+    assert len(gpus.list_gpu_processes()) == 2
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert gpus.read_users() == ["1, python, 9000 MiB"]
+    assert gpus.list_gpu_processes() == ["1, python, 9000 MiB"]
 
 
 @pytest.mark.parametrize(

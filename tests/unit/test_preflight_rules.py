@@ -145,8 +145,8 @@ def test_gpus_that_are_missing_busy_or_broken() -> None:
     assert check([gpu(count=8)] * 4).state == WARNING
     row = check([*good, {}, {}])
     assert row.state == FAILED and "node 1 (b) has none that torch can use" in row.text
-    hidden = {"count": 0, "hidden": "CUDA_VISIBLE_DEVICES is empty"}
-    assert check([hidden] * 4).text == "there are GPUs, but CUDA_VISIBLE_DEVICES is empty: all ranks run on CPUs"
+    unusable = {"count": 0, "unusable_because": "CUDA_VISIBLE_DEVICES is empty"}
+    assert check([unusable] * 4).text == "there are GPUs, but CUDA_VISIBLE_DEVICES is empty: all ranks run on CPUs"
 
 
 def test_clocks_reachability_and_port() -> None:
