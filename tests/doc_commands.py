@@ -236,4 +236,4 @@ def shorter(text: str) -> str:
 def tutorial() -> dict[str, str]:
     """Return the files that docs/first_run.md asks its reader to write, by path."""
     page = (ROOT / "docs" / "first_run.md").read_text()
-    return dict(re.findall(r"^`(my/[\w.]+)`,[^\n]*\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    return dict(re.findall(r"^`(my/[\w.]+)`[^\n]*\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
