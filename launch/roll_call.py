@@ -128,8 +128,9 @@ class RollCall:
         if self._server in select.select([self._server, *connections], [], [], timeout_s)[0]:
             self._members[JsonChannel(self._server.accept()[0])] = None
         for channel in [*self._members]:
-            for message in channel.receive()[:1]:  # a node sends only its hello
-                self._meet(channel, message)
+            messages = channel.receive()
+            if messages and self._members[channel] is None:  # a node sends only its hello
+                self._meet(channel, messages[0])
             if not channel.is_open:
                 node = self._members.pop(channel)
                 channel.close()

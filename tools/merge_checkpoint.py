@@ -89,7 +89,7 @@ def size_argument(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def read_nodes(args: argparse.Namespace, ssh: SshOptions) -> list[Place]:
+def read_nodes(args: argparse.Namespace, ssh: SshOptions) -> list[Place] | None:
     text = args.nodes
     if args.nodes_file:
         try:
@@ -97,7 +97,7 @@ def read_nodes(args: argparse.Namespace, ssh: SshOptions) -> list[Place]:
         except (OSError, UnicodeDecodeError) as error:
             raise MergeError(f"--nodes-file: cannot read {args.nodes_file}: {error}") from None
         text = ",".join([text, *(line.partition("#")[0] for line in lines)])
-    return parse_nodes(text, ssh) if args.nodes or args.nodes_file else []
+    return parse_nodes(text, ssh) if args.nodes or args.nodes_file else None
 
 
 def run(args: argparse.Namespace) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl.model import host_memory
 from rl.model.host_memory import HostBuffers
 from rl.model.shards import LocalSlice
 from rl.watch.heart import HEART
+
+PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,9 @@ class HostCopier:
 
 
 def _piece_sizes(tensor: Tensor) -> list[int]:
-    """Return the sizes in bytes of the pieces in which a tensor is copied. Each piece fits into a slab."""
-    num_whole, rest = divmod(tensor.nbytes, host_memory.SLAB_BYTES)
-    return [host_memory.SLAB_BYTES] * num_whole + [rest] * bool(rest)
+    """Return the sizes in bytes of the pieces in which a tensor is copied: small, to fill slabs well."""
+    num_whole, rest = divmod(tensor.nbytes, PIECE_BYTES)
+    return [PIECE_BYTES] * num_whole + [rest] * bool(rest)
 
 
 def get_rng_states() -> dict[str, str]:

@@ -259,6 +259,9 @@ class CheckpointStore:
                 self.mail.send(letter.source, dataclasses.replace(answer, call=request.call), payload=payload)
             except ConnectionError:
                 return  # the caller is lost, which ends this world
+            except Exception as error:  # the caller waits for an answer: end the world instead
+                self.mail.fail(error)
+                return
 
     def _list(self, request: ListSteps) -> StepsListed:
         place = self.root if request.where == "root" else self._source

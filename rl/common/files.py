@@ -1,6 +1,7 @@
 """Write files that others may read meanwhile, and access file systems that may hang."""
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,10 @@ T = TypeVar("T")
 def write_atomically(path: Path, data: bytes | str, fsync: bool = False) -> None:
     """Replace the contents of `path` by `data`, so that a reader sees either the old or the new file. Text is UTF-8.
 
-    The data goes to a temporary file in the same directory, which is then renamed. The temporary name contains the
+    The data goes to a temporary file in the same directory, which is then renamed. The temporary name contains host and
     process id, because two processes may write the same file. `fsync` makes the data survive a crash of the machine.
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.part")
     try:
         with part.open("wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)

@@ -266,7 +266,11 @@ class CheckpointConfig:
     keep_every: int = key(0, "Keep the checkpoint of every Nth step forever; 0: none.", NOT_NEGATIVE)
     best_metric: str = key("", "Metric whose best step is also saved and kept, such as eval/accuracy. Empty: none.")
     best_is_lowest: bool = key(False, "The lowest value of best_metric is the best, not the highest.")
-    copies: Literal[1, 2] = key(1, "2: each file also goes to the next node's disk, so that a lost node loses nothing.")
+    copies: int = key(
+        1,
+        "2: each file also goes to the next node's disk, so that a lost node loses nothing.",
+        Allowed("1 or 2", lambda value: value in (1, 2)),
+    )
     resume: str = key(
         "auto",
         "auto: resume from the run's newest checkpoint; never: set its checkpoints aside; PATH: fork another run.",

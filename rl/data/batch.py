@@ -80,7 +80,9 @@ class Batch:
 
     def at_responses(self, values: Tensor) -> Tensor:
         """Scatter values of the response tokens to [T], with 0 in prompts."""
-        return values.new_zeros(self.num_tokens).masked_scatter(self.response_mask, values)
+        mask = self.response_mask
+        assert len(values) == mask.sum(), f"{len(values)} values for {mask.sum()} response tokens"
+        return values.new_zeros(self.num_tokens).masked_scatter(mask, values)
 
     def at_sequences(self, sequences: Sequence[int], values: Tensor) -> Tensor:
         """Scatter values of the tokens of these sequences to [T], with 0 elsewhere."""

@@ -37,7 +37,7 @@ class CheckpointSource:
 
     run: Path  # a run, its step_N, or a folder of runs
     step: int | None  # None means the newest committed step
-    nodes: Sequence[Place]  # if empty, the hosts that the checkpoint records
+    nodes: Sequence[Place] | None  # None or empty means the hosts that the checkpoint records
     ssh: SshOptions
 
 
@@ -73,13 +73,13 @@ def merge_checkpoint(
     source: CheckpointSource, output: Path | None, options: MergeOptions, upload: UploadOptions | None
 ) -> None:
     """Merge a checkpoint into the folder `output`, by default RUN/merged/step_N, and upload it if asked to."""
-    request = resolve_request(source.run, source.step, is_elsewhere=bool(source.nodes))
+    request = resolve_request(source.run, source.step, is_elsewhere=source.nodes is not None)
     if output and (output == request.run or {output, *output.parents} & {request.root, request.root.resolve()}):
         raise MergeError(f"--output: {output} belongs to the run itself; give another folder")
     results = output.parent if output else request.run / "merged"
     try:
         gathered = find_gathered(results, request.run / "merged")
-        checkpoint = find_checkpoint(request, gathered, source.nodes, source.ssh)
+        checkpoint = find_checkpoint(request, gathered, source.nodes or [], source.ssh)
     except CheckpointNotFound:
         finished = output or results / step_folder(source.step or 0)
         record = read_record(finished)

@@ -10,6 +10,7 @@ A frame holds the name of the message class, its fields in msgpack, and raw byte
 of a connection holds the run's token, which ranks get from the rendezvous store. Connections without it are dropped.
 """
 
+import json
 import re
 import selectors
 import socket
@@ -18,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -28,6 +29,7 @@ from rl.watch.heart import HEART
 
 MAX_HELLO_BYTES = 1 << 10
 MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES = 64 << 20, 1 << 62
+MSGPACK_BYTES = (0xC4, 0xC5, 0xC6)  # the first byte of bytes in msgpack
 CONNECT_TIMEOUT_S = 10.0
 SEND_TIMEOUT_S = 60.0
 SILENCE_S = 16  # after which the kernel closes a connection to a host that does not answer
@@ -73,8 +75,8 @@ class _Arrival:
             return Letter(self.source, self.fields, self.payload)
         assert isinstance(self.fields, msgspec.Raw)
         try:
-            return Letter(self.source, msgspec.msgpack.decode(self.fields, type=kind), self.payload)
-        except msgspec.MsgspecError as error:
+            return Letter(self.source, _decode_fields(self.fields, kind), self.payload)
+        except (msgspec.MsgspecError, ValueError) as error:
             raise ValueError(f"rank {self.source} sent a {self.kind} that cannot be read: {error}") from error
 
 
@@ -138,7 +140,7 @@ class Mailbox:
         if rank == self.rank:
             self._deliver(_Arrival(rank, kind, message, bytes(payload)))
             return
-        head = msgspec.msgpack.encode((kind, message))
+        head = _encode(kind, message)
         with self._lock:
             lock = self._send_locks.setdefault(rank, threading.Lock())
         with lock:
@@ -290,6 +292,23 @@ def _notice_silence(connection: socket.socket) -> None:
 def _words(kind: type[Message]) -> str:
     """Return what a receiver of this kind waits for, in words: EngineFailed -> engine failed."""
     return kind.awaited or re.sub("(?<!^)([A-Z])", r" \1", kind.__name__).lower()
+
+
+def _encode(kind: str, message: Message) -> bytes:
+    """Return the head of a frame. Fields that msgpack cannot hold travel as JSON inside it.
+
+    Data of users may contain them: integers beyond 64 bits, and strings with half a surrogate pair.
+    """
+    try:
+        return msgspec.msgpack.encode((kind, message))
+    except (OverflowError, UnicodeEncodeError):
+        return msgspec.msgpack.encode((kind, json.dumps(asdict(message)).encode()))  # type: ignore[call-overload]
+
+
+def _decode_fields(fields: msgspec.Raw, kind: type[M]) -> M:
+    if memoryview(fields)[0] in MSGPACK_BYTES:
+        return msgspec.convert(json.loads(msgspec.msgpack.decode(fields, type=bytes)), kind)
+    return msgspec.msgpack.decode(fields, type=kind)
 
 
 class _Connection:

@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +24,7 @@ from rl.world.bootstrap import watchdog_channel
 from rl.world.debugger import Debugger
 from rl.world.exits import EXIT_CLEAN, exit_now
 from rl.world.faults import FaultReporter
-from rl.world.messages import Letter, Mailbox, Message
+from rl.world.messages import Letter, Mailbox, Message, waiting
 from rl.world.progress import Progress
 from rl.world.restarts import Restarts
 from rl.world.signals import Signals
@@ -43,7 +44,6 @@ class Arrived(Message):
 class Proceed(Message):
     """Tell a rank that all ranks have arrived at the meeting."""
 
-    awaited = "the other ranks"
     meeting: str
 
 
@@ -76,6 +76,8 @@ class World:
         self._signals = Signals(mail, self.faults)
         self._closers: list[Callable[[], None]] = []
         self._num_arrived: dict[str, int] = {}  # by meeting, only on the hub
+        self._meetings: dict[str, threading.Event] = {}  # set when all ranks have arrived
+        mail.on(Proceed, lambda letter: self._is_met(letter.message.meeting).set())
         mail.on(Arrived, self._on_arrived)
 
     @property
@@ -127,9 +129,14 @@ class World:
         self._closers.append(closer)
 
     def meet(self, name: str) -> None:
-        """Wait for all ranks without a timeout. Messages are used, because c10d calls would time out."""
+        """Wait for all ranks without a timeout. Messages are used, because c10d calls would time out.
+
+        A meeting that all ranks have reached is over. A failure that comes later does not undo it.
+        """
         self.mail.send(HUB, Arrived(name))
-        self.mail.receive(Proceed)
+        with waiting("the other ranks"):
+            while not self._is_met(name).wait(0.2):
+                self.mail.check()
 
     def connect(self, share_gpu: bool, timeout_s: float) -> None:
         """Initialise torch.distributed. rl/placement/groups.py creates the process groups that are used."""
@@ -169,6 +176,9 @@ class World:
         if self._num_arrived[meeting] == self.size:
             for rank in reversed(range(self.size)):  # the hub last, because it may exit at once
                 self.mail.send(rank, Proceed(meeting))
+
+    def _is_met(self, meeting: str) -> threading.Event:
+        return self._meetings.setdefault(meeting, threading.Event())
 
     def _print_about_debugger(self, text: str) -> None:
         print(f"oneworld: rank {self.rank} ({self.roles}) on {socket.gethostname()} {text}", flush=True)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl.checkpoint import snapshot
 from rl.checkpoint.snapshot import HostCopier, get_rng_states, set_rng_states
-from rl.model import host_memory
 
 
 @pytest.fixture(autouse=True)
-def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "SLAB_BYTES", 256)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "PIECE_BYTES", 256)
 
 
 def joined(pieces: list[Tensor], like: Tensor) -> Tensor:

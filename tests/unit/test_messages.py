@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,6 +39,11 @@ class Rich(Message):
     nested: list[Note]
     by_number: dict[int, float]
     key: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Free(Message):
+    data: dict[str, Any]
 
 
 @pytest.fixture
@@ -105,6 +111,14 @@ def test_fields_keep_their_types(connect: Connect) -> None:
     rich = Rich(["ä", "b"], float("inf"), None, [Note(1), Note(2)], {3: 0.1}, (4, 5))
     sender.send(1, rich)
     assert take(receiver, Rich).message == rich
+
+
+@pytest.mark.parametrize("value", [10**30, "half a pair: \ud83d", {"deep": [float("nan"), -(10**40)]}], ids=repr)
+def test_data_of_users_arrives_though_msgpack_cannot_hold_it(connect: Connect, value: Any) -> None:
+    sender, receiver = connect(2)
+    sender.send(1, Free({"row": value}), payload=b"xyz")
+    letter = take(receiver, Free)
+    assert repr(letter.message) == repr(Free({"row": value})) and bytes(letter.payload) == b"xyz"
 
 
 def test_a_message_with_wrong_fields_is_an_error_that_names_its_sender(connect: Connect) -> None:

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from rl.watch.heart import HEART
+from rl.world.world import Arrived, Proceed
 from tests.mails import WAIT_S, connected_worlds
 
 
@@ -47,3 +48,11 @@ def test_a_closer_that_fails_keeps_no_other_from_its_work(capsys: pytest.Capture
         world.close()
     assert closed == ["second"]
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_failure_after_all_ranks_are_done_does_not_undo_the_end() -> None:
+    with connected_worlds(1) as (world,):
+        world.mail.on(
+            Arrived, lambda letter: (world.mail.send(0, Proceed("the end")), world.mail.fail(OSError("late")))
+        )
+        world.close()
