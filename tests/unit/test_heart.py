@@ -8,9 +8,8 @@ import time
 import pytest
 
 from rl.watch.heart import HEART, MAX_SHAPES, Heart, Heartbeat, size_class
-from rl.world.world import Proceed
 from tests.launcher import until
-from tests.mails import connected
+from tests.mails import Mark, connected
 
 
 def newest(heart: Heart) -> Heartbeat:
@@ -98,7 +97,7 @@ def test_the_first_use_of_a_shape_in_a_stage_lasts_until_the_next_heartbeat() ->
 
 
 def test_a_rank_that_waits_for_a_message_says_so() -> None:
-    """A rank that is done waits like this for the others, and is not to blame if one of them never is."""
+    """A rank that waits is not to blame if the message never comes."""
     seen: list[str] = []
 
     with connected(1) as (mail,):
@@ -106,8 +105,8 @@ def test_a_rank_that_waits_for_a_message_says_so() -> None:
         def answer() -> None:
             until(lambda: bool(newest(HEART).activity.waits_for), "the rank waits")
             seen.append(newest(HEART).activity.waits_for)
-            mail.send(0, Proceed("the end"))
+            mail.send(0, Mark())
 
         threading.Thread(target=answer, daemon=True).start()
-        mail.receive(Proceed)
-    assert seen == ["the other ranks"] and newest(HEART).activity.waits_for == ""
+        mail.receive(Mark)
+    assert seen == ["mark"] and newest(HEART).activity.waits_for == ""
