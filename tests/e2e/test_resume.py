@@ -324,4 +324,4 @@ def test_other_prompts_need_a_new_run(two_steps: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(two_steps, folder)
     output = fail(folder, "train.num_steps=3", "run.seed=1")
-    assert "data.train, its templates or run.seed are not those of step 2" in output, output
+    assert "data.train, its templates or run.seed differ from those of step 2" in output, output
