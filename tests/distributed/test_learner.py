@@ -121,9 +121,8 @@ def ways(num_ranks: int) -> list[dict[str, Any]]:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Compute the reference and run all jobs, in one world for each number of ranks."""
     reference = make_reference(tmp_path_factory.mktemp("learner"))
-    for num_ranks in WAYS:
-        critics = [CRITICS[num_ranks, model] for model in MODELS]
-        run_jobs(reference.folder, num_ranks, [*ways(num_ranks), *EXTRA[num_ranks], *critics])
+    jobs = {size: [*ways(size), *EXTRA[size], *(CRITICS[size, model] for model in MODELS)] for size in WAYS}
+    run_jobs(reference.folder, jobs, timeout_s=250)
     return reference
 
 

@@ -127,7 +127,8 @@ def check_reduction(trainer: ShardedTrainer) -> None:
         assert early == [not waits] * len(early) and last, (has_gradients, mesh)
 
     def micro_batch(*args: Any) -> None:
-        with nullcontext() if trainer._actor.compile else CheckedOperators():
+        is_checked = not trainer._actor.compile and not has_gradients  # the others of a step run the same code
+        with CheckedOperators() if is_checked else nullcontext():
             accumulate(*args)
         has_gradients.append(any(parameter.grad is not None for parameter in trainer.model.parameters()))
 

@@ -49,7 +49,7 @@ def test_every_way_to_compute_an_update(tmp_path: Path) -> None:
     ]
     losses = {name: variant_job(name) | {"device": "cuda"} for name in VARIANTS}
     with_empty = mini_batch_jobs("cuda")
-    run_jobs(tmp_path, 1, [*jobs, *losses.values(), *with_empty], timeout_s=500)
+    run_jobs(tmp_path, {1: [*jobs, *losses.values(), *with_empty]}, timeout_s=500)
     for each in jobs:
         check(reference, each, *LIMITS[each["dtype"]])
     for name, each in losses.items():
@@ -72,7 +72,7 @@ def test_one_skipped_optimizer_step_among_others(tmp_path: Path) -> None:
         job(f"skipped, {offload}", MODELS[0], device="cuda", offload=offload) | {"algo": algo, "edits": edits}
         for offload in ("none", "moments", "always")
     ]
-    run_jobs(tmp_path, 1, jobs, timeout_s=300)
+    run_jobs(tmp_path, {1: jobs}, timeout_s=300)
     for each in jobs:
         values = values_of(tmp_path, each)
         assert values["optim/skipped_steps"] == 1 and 0 < values["optim/grad_norm"] < 100, each
