@@ -6,13 +6,12 @@
                     stacks) and recorder.py (NCCL's flight recorder)
     watchdog.py     the watchdog's main loop, and the fork that starts it
     board.py        the table of all ranks, which decides who failed; lives in the watchdog of rank 0
-    board_server.py connections to the board, in the watchdog of rank 0; board_client.py in all others
+    board_link.py   connections to the board: the server in the watchdog of rank 0, the clients in all others
     culprit.py      which silent rank the others wait for
     reports.py      why a world ended, and what the next attempt must know about that
-    process.py      the rank's process, seen from outside; launcher.py does the same for torchrun's agent
-    status.py       writes the status files that tools/status.py shows
+    process.py      the rank's process and torchrun's agent, seen from outside
     tee.py          copies a rank's console output to its log
-    parent.py       ends a process together with its parent
+    parent.py       end a process together with its parent, or let it outlive its rank
 
 A watchdog is forked before torch is imported. So this package needs only the standard library and rl/common, and this
 file imports nothing.

@@ -8,7 +8,7 @@ watchdog to end its rank.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ class Board:
         """`tell(rank, kind, **values)` sends a message to a rank's watchdog. `say` prints a line."""
         self.entries: dict[int, Entry] = {}
         self.verdict: dict[str, Any] | None = None
-        self._history: AttemptHistory | None = None
+        self.history: AttemptHistory | None = None  # of earlier attempts, once the run's folder is known
         self._tell, self._say = tell, say
         self._reports: list[Report] = []
         self._first_at = 0.0
@@ -53,16 +53,12 @@ class Board:
         self._is_diagnosing = False
         self._interrupt: Report | None = None  # a Ctrl-C, which explains most failures that follow it
 
-    def begin_run(self, history: AttemptHistory) -> None:
-        """Compare errors with those of earlier attempts from now on."""
-        self._history = history
-
     def handle(self, rank: int, message: dict[str, Any]) -> None:
         """Handle a message of a rank's watchdog."""
         kind, now = message.pop("kind"), time.monotonic()
         entry = self.entries.get(rank)
         if kind == "beat":
-            state = RankState.from_dict(message["state"])
+            state = RankState(**message["state"])
             if entry is None:
                 entry = self.entries[rank] = Entry(state, now)
                 if self.verdict is not None:  # the rank joined after the verdict was sent
@@ -81,7 +77,7 @@ class Board:
         elif kind == "silent":
             self._start_diagnosis(rank)
         elif kind == "diagnosis":
-            entry.state, entry.is_diagnosed, entry.heard_at = RankState.from_dict(message["state"]), True, now
+            entry.state, entry.is_diagnosed, entry.heard_at = RankState(**message["state"]), True, now
         elif kind == "done":
             entry.is_done = True
 
@@ -91,11 +87,9 @@ class Board:
 
     def report(self, report: Report) -> None:
         now = time.monotonic()
-        if not self._reports:
-            self._first_at = now
+        self._first_at = self._first_at if self._reports else now
         self._reports.append(report)
-        if self._decide_at is None:
-            self._decide_at = now + COLLECT_S
+        self._decide_at = self._decide_at or now + COLLECT_S
 
     def exclude_pause(self, seconds: float) -> None:
         """Do not count the last `seconds`, in which this process did not run."""
@@ -109,7 +103,7 @@ class Board:
             if not entry.is_done and not entry.is_gone and now - entry.heard_at > CUT_S:
                 self._lose(rank, f"no word from its host for {now - entry.heard_at:.0f} s: it is down or cut off")
         working = [entry.state for entry in self.entries.values() if not entry.is_done]
-        if working and all(s.waits_for_others and s.silence.silent_s > DEADLOCK_S for s in working):
+        if working and all(s.waits_for_others and not s.debugged and s.silent_s > DEADLOCK_S for s in working):
             self._start_diagnosis(min(state.rank for state in working))
         is_complete = all(entry.is_diagnosed or entry.is_gone for entry in self.entries.values())
         if self._decide_at is not None and (now >= self._decide_at or (self._is_diagnosing and is_complete)):
@@ -123,7 +117,7 @@ class Board:
         """Return a row for each rank, as status files hold them."""
         now = time.monotonic()
         return [
-            entry.state.row() | entry.about | {"heard_s_ago": round(now - entry.heard_at, 1), "done": entry.is_done}
+            asdict(entry.state) | entry.about | {"heard_s_ago": round(now - entry.heard_at, 1), "done": entry.is_done}
             for _, entry in sorted(self.entries.items())
         ]
 
@@ -131,7 +125,7 @@ class Board:
         entry = self.entries[rank]
         if not entry.is_done and not entry.is_gone:
             entry.is_gone = True
-            since = f"  {entry.state.silence.stage_s:.0f} s after that stage began"
+            since = f"  {entry.state.stage_s:.0f} s after that stage began"
             self.report(_report(entry.state, "lost", text, since))
 
     def _start_diagnosis(self, rank: int) -> None:
@@ -161,7 +155,9 @@ class Board:
                 self._decide_at = time.monotonic() + COLLECT_S
             return
         report = self._explain(report)
-        stop = report.cause in ("interrupt", "fatal") or self._is_repeated(report)
+        stop = report.cause in ("interrupt", "fatal")
+        if not stop and self.history is not None:
+            stop = run_within_wait(partial(self.history.is_repeated, report), False)
         fatal = report.text() if stop and report.cause != "interrupt" else ""
         self.verdict = {"stop": stop, "fatal": fatal}
         for rank in self.entries:
@@ -169,9 +165,6 @@ class Board:
         self._say(report.text())
         if fatal:
             self._say("oneworld: fatal, will not be restarted")
-
-    def _is_repeated(self, report: Report) -> bool:
-        return self._history is not None and run_within_wait(partial(self._history.is_repeated, report), False)
 
     def _present(self) -> list[RankState]:
         return [entry.state for entry in self.entries.values() if not entry.is_gone]
@@ -183,33 +176,32 @@ class Board:
         is within its limit. Other ranks may wait for exceptional work, whatever their stacks show.
         """
         present = self._present()
-        if any(state.silence.debugged for state in present):
-            return True
         culprit = find_culprit(present)
-        if not culprit.silence.frozen and any(state.is_excused for state in present):
-            return True
-        return not culprit.waits_for_others and culprit.silence.silent_s < culprit.silence.limit_s
+        return (
+            any(state.debugged for state in present)
+            or (not culprit.frozen and any(state.is_excused for state in present))
+            or (not culprit.waits_for_others and culprit.silent_s < culprit.limit_s)
+        )
 
     def _explain(self, report: Report) -> Report:
         """Add what the other ranks were doing, if the cause is an error, a loss or silence."""
         if report.cause not in ("silent", "lost", "error"):
             return report
-        lines = [report.trace.rstrip()] if report.trace else []
-        named = {report.rank}
+        also: list[int] = []
         if report.cause == "silent":
             culprit = find_culprit(self._present())
-            diagnosis = culprit.diagnosis
-            report, named = _report(culprit, "silent", describe_silence(culprit)), {culprit.rank}
-            lines = [f"  stacks: {diagnosis.stacks}"] if diagnosis.stacks else []
-            lines += [f"  NCCL's last collectives: {diagnosis.collectives}"] if diagnosis.collectives else []
-        elif report.cause == "lost":
-            also = [r.rank for r in self._reports if r.cause == "lost" and r.rank != report.rank]
+            report = _report(culprit, "silent", describe_silence(culprit))
+            lines = [f"  stacks: {culprit.stacks}"] if culprit.stacks else []
+            lines += [f"  NCCL's last collectives: {culprit.collectives}"] if culprit.collectives else []
+        else:
+            lines = [report.trace.rstrip()] if report.trace else []
+            if report.cause == "lost":
+                also = [r.rank for r in self._reports if r.cause == "lost" and r.rank != report.rank]
             lines += [f"  also gone: {format_ranks(also)}"] if also else []
-            named.update(also)
+        named = {report.rank, *also}
         lines += describe_others(entry.state for rank, entry in self.entries.items() if rank not in named)
         return replace(report, trace="\n".join(lines))
 
 
 def _report(state: RankState, cause: str, error: str, trace: str = "") -> Report:
-    activity = state.activity
-    return Report(state.rank, activity.roles, state.host, activity.stage, activity.step, error, trace, cause)
+    return Report(state.rank, state.roles, state.host, state.stage, state.step, error, trace, cause)

@@ -8,7 +8,6 @@ cannot be estimated from earlier work.
 
 import json
 import mmap
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -16,12 +15,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 SIZE = 16_384  # bytes; holds four texts of MAX_ITEM characters, each of which JSON may write in 12 bytes
-HEAD = struct.Struct("=QQddI")  # heartbeats, tokens, times of the heartbeat and of the stage, bytes of text
-HEAD_OFFSET = 8  # after a sequence number, which is odd while something is written
-# Times that any thread may write; 0 means never. They say when the I/O thread last ran, when a thread that writes a
-# checkpoint last made progress, when a debugger was opened, and when it was closed.
-THREADS = struct.Struct("=dddd")
-THREADS_OFFSET, TEXT_OFFSET = 64, 128
+# The memory begins with a sequence number, which is odd while a heartbeat is written, and the length of its text. Four
+# times follow that any thread may write (the last fields of Heartbeat), and then the text.
+TIMES_OFFSET, TEXT_OFFSET = 16, 48
 MAX_ITEM = 200  # characters
 MAX_SHAPES = 64  # maximum number of shapes in a stage whose first use is allowed more time
 OWN = "its "  # prefix of `waits_for` if the rank waits for its own threads
@@ -44,23 +40,24 @@ class Activity:
     def waits_for_itself(self) -> bool:
         return self.waits_for.startswith(OWN)
 
-
-@dataclass(frozen=True)
-class Novelty:
-    """How the work compares with earlier work of its stage."""
-
-    is_new: bool = False  # the stage was never entered for this item before
-    shape: str = ""  # class of the work's size; empty if it has none
-    is_first_use: bool = False  # the shape was not used in this stage before
+    @property
+    def waits_for_others(self) -> bool:
+        return bool(self.waits_for) and not self.waits_for_itself
 
 
 @dataclass(frozen=True)
-class Times:
-    """Times of the monotonic clock, which all processes of a host share. 0 means never."""
+class Heartbeat:
+    """Times are those of the monotonic clock, which all processes of a host share. 0 means never."""
 
+    activity: Activity
+    count: int  # heartbeats so far
+    tokens: int  # sampled so far
+    is_new: bool  # the stage was never entered for this item before
+    shape: str  # class of the work's size; empty if it has none
+    is_first_use: bool  # the shape was not used in this stage before
     at: float  # when the heartbeat was written
     stage_at: float  # when the stage began
-    io_at: float  # when the I/O thread last ran: the interpreter was not frozen then
+    io_at: float = 0.0  # when the I/O thread last ran: the interpreter was not frozen then
     background_at: float = 0.0  # when a thread that writes a checkpoint last made progress
     debugger_opened_at: float = 0.0
     debugger_closed_at: float = 0.0
@@ -70,28 +67,17 @@ class Times:
         return max(self.at, self.io_at, self.debugger_closed_at)
 
     @property
-    def worked_at(self) -> float:
-        """Return when the main thread last made progress. The time in a debugger does not count as silence."""
-        return max(self.at, self.debugger_closed_at)
+    def progress_at(self) -> float:
+        """Return when the rank last made progress. If it waits for its own threads, their progress counts too.
+
+        The time in a debugger does not count as silence.
+        """
+        background_at = self.background_at if self.activity.waits_for_itself else 0.0
+        return max(self.at, self.debugger_closed_at, background_at)
 
     @property
     def is_in_debugger(self) -> bool:
         return self.debugger_opened_at > self.debugger_closed_at
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    count: int  # heartbeats so far
-    tokens: int  # sampled so far
-    activity: Activity
-    novelty: Novelty
-    times: Times
-
-    @property
-    def progress_at(self) -> float:
-        """Return when the rank last made progress. If it waits for its own threads, their progress counts too."""
-        times = self.times
-        return max(times.worked_at, times.background_at) if self.activity.waits_for_itself else times.worked_at
 
 
 class Heart:
@@ -109,14 +95,15 @@ class Heart:
         self._shapes: dict[str, set[str]] = {}  # used so far, by stage
         self._exceptional: list[str] = []  # nested, the innermost last
         self._lock = threading.RLock()
-        self._sequence = self._count = self._tokens = 0
+        self._count = self._tokens = 0
         self._stage_at = time.monotonic()
         self.renew()
 
     def renew(self) -> None:
         """Move to new memory, shared only with processes that are forked from now on."""
         self._memory = mmap.mmap(-1, SIZE)
-        self._numbers = memoryview(self._memory).cast("Q")
+        self._numbers = memoryview(self._memory)[:TIMES_OFFSET].cast("Q")
+        self._times = memoryview(self._memory)[TIMES_OFFSET:TEXT_OFFSET].cast("d")
         self._write()
 
     def beat(self, item: str = "", tokens: int = 0, shape: str = "") -> None:
@@ -154,7 +141,6 @@ class Heart:
             self.end_exceptional(what)
 
     def begin_exceptional(self, what: str) -> None:
-        """Begin exceptional work. This is for callers whose begin and end are separate callbacks."""
         with self._lock:
             self._exceptional.append(what[:MAX_ITEM])
             self._write()
@@ -190,44 +176,37 @@ class Heart:
             self._write()
 
     def touch_io(self) -> None:
-        self._touch(0)
+        self._times[0] = time.monotonic()
 
     def touch_background(self) -> None:
-        self._touch(1)
+        self._times[1] = time.monotonic()
 
     def open_debugger(self) -> None:
-        self._touch(2)
+        self._times[2] = time.monotonic()
 
     def close_debugger(self) -> None:
-        self._touch(3)
-
-    def _touch(self, place: int) -> None:
-        (bits,) = struct.unpack("=Q", struct.pack("=d", time.monotonic()))
-        self._numbers[THREADS_OFFSET // 8 + place] = bits  # a single store; `pack_into` would write zeros first
+        self._times[3] = time.monotonic()
 
     def _write(self) -> None:
-        self._activity.exceptional = self._exceptional[-1] if self._exceptional else ""
-        novelty = [self._entry not in self._left, self._shape, self._is_first_use]
-        text, now = json.dumps([*vars(self._activity).values(), *novelty]).encode(), time.monotonic()
         self._count += 1
-        self._numbers[0] = self._sequence + 1
-        HEAD.pack_into(self._memory, HEAD_OFFSET, self._count, self._tokens, now, self._stage_at, len(text))
+        self._activity.exceptional = self._exceptional[-1] if self._exceptional else ""
+        novelty = self._entry not in self._left, self._shape, self._is_first_use
+        rest = self._count, self._tokens, *novelty, time.monotonic(), self._stage_at
+        text = json.dumps([[*vars(self._activity).values()], *rest]).encode()
+        self._numbers[0] += 1
+        self._numbers[1] = len(text)
         self._memory[TEXT_OFFSET : TEXT_OFFSET + len(text)] = text
-        self._sequence += 2
-        self._numbers[0] = self._sequence
+        self._numbers[0] += 1
 
     def read(self) -> Heartbeat | None:
         """Return the newest heartbeat, or None if the rank is writing one or froze while it did."""
         for _ in range(MAX_TRIES):
-            sequence = self._numbers[0]
-            count, tokens, *times, size = HEAD.unpack_from(self._memory, HEAD_OFFSET)
+            sequence, size = self._numbers
             text = bytes(self._memory[TEXT_OFFSET : TEXT_OFFSET + size])
-            times += THREADS.unpack_from(self._memory, THREADS_OFFSET)
             if sequence % 2 == 0 and self._numbers[0] == sequence:
                 with suppress(ValueError):  # the text may be torn nevertheless
-                    *activity, is_new, shape, is_first_use = json.loads(text)
-                    novelty = Novelty(is_new, shape, is_first_use)
-                    return Heartbeat(count, tokens, Activity(*activity), novelty, Times(*times))
+                    activity, *values = json.loads(text)
+                    return Heartbeat(Activity(*activity), *values, *self._times)
         return None
 
 

@@ -1,26 +1,17 @@
 """The watchdog's view of its rank: heartbeats, silence, stacks and collectives."""
 
 import socket
+import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from rl.watch.culprit import Diagnosis, RankState, Silence
+from rl.watch.culprit import RankState
 from rl.watch.heart import Heart
 from rl.watch.process import RankProcess
 from rl.watch.recorder import READ_S, Recording
 from rl.watch.silence import STOPPED, Limits, SilenceDetector
 from rl.watch.stacks import ANSWER_S, Stacks, stands_in_collective, write_stacks
-
-
-@dataclass
-class _Examination:
-    """A diagnosis that is not complete yet."""
-
-    began_at: float
-    state: RankState
-    recording: Recording
-    diagnosis: Diagnosis | None = None  # from the stacks; the collectives follow
 
 
 class RankMonitor:
@@ -36,19 +27,15 @@ class RankMonitor:
         assert beat is not None
         self.beat = beat
         self._heart, self._process, self._stacks = heart, process, stacks
-        self._examination: _Examination | None = None
-
-    def join(self, rank: int, world: str) -> None:
-        """Record the rank's number and the id of its world."""
-        self.rank, self.world = rank, world
+        self._examined: RankState | None = None  # the state for which a diagnosis was requested last
+        self._diagnosed: RankState | None = None
 
     def begin_run(self, folder: Path, collectives: str, limits: Limits) -> None:
         """Use the run's folder and its limits of silence from now on.
 
         `collectives` is the path of the flight recorder's files, without the rank. It is empty if nothing is recorded.
         """
-        self.folder, self._collectives = folder, collectives
-        self.silence.set_limits(limits)
+        self.folder, self._collectives, self.silence.limits = folder, collectives, limits
 
     def update(self) -> None:
         """Read the newest heartbeat."""
@@ -64,39 +51,40 @@ class RankMonitor:
         return self.silence.is_silent(self.beat, time.monotonic(), self.frozen())
 
     def state(self) -> RankState:
-        """Return what is known about the rank without examining it."""
+        """Return what is known about the rank without a diagnosis."""
         beat, now, frozen = self.beat, time.monotonic(), self.frozen()
-        silence = Silence(
+        return RankState(
+            **vars(beat.activity),
+            rank=self.rank,
+            host=self.host,
             silent_s=round(self.silence.silent_s(beat, now, frozen), 1),
-            stage_s=round(now - beat.times.stage_at, 1),
+            stage_s=round(now - beat.stage_at, 1),
             limit_s=self.silence.limits.floor_s if frozen else self.silence.limit_s(beat),
             frozen=frozen,
-            debugged=beat.times.is_in_debugger,
+            debugged=beat.is_in_debugger,
         )
-        return RankState(self.rank, self.host, beat.activity, silence)
 
     def start_diagnosis(self) -> None:
         """Ask the rank for its stacks and collectives. `finished_diagnosis` returns the result later."""
-        state = self.state()  # read it first: a stopped process is woken to write its stacks
+        state = self._examined = self.state()  # read it first: a stopped process is woken to write its stacks
         recording = Recording(self.world, self.rank, self._collectives)
-        self._stacks.ask(is_stopped=state.silence.frozen == STOPPED)
-        self._examination = _Examination(time.monotonic(), state, recording)
+        recording.start()
+        self._stacks.ask(is_stopped=state.frozen == STOPPED)
+        threading.Thread(target=self._diagnose, args=[state, recording], daemon=True).start()
+
+    def _diagnose(self, state: RankState, recording: Recording) -> None:
+        """Write the stacks to a file while the flight recorder answers."""
+        deadline = time.monotonic() + READ_S
+        time.sleep(ANSWER_S)
+        stacks = self._stacks.take()
+        path = write_stacks(stacks, self.folder, self.rank)
+        recording.join(max(0.0, deadline - time.monotonic()))
+        diagnosis = {"in_collective": stands_in_collective(stacks), "stacks": path}
+        diagnosis |= {"is_pending": recording.is_pending, "collectives": recording.path}
+        if self._examined is state:
+            self._diagnosed = replace(state, **diagnosis)
 
     def finished_diagnosis(self) -> RankState | None:
-        """Return the rank's state with a complete diagnosis, once. Return None before and after that.
-
-        The stacks are written to a file while the flight recorder answers.
-        """
-        if self._examination is None:
-            return None
-        examination, now = self._examination, time.monotonic()
-        if examination.diagnosis is None and now >= examination.began_at + ANSWER_S:
-            stacks = self._stacks.take()
-            path = write_stacks(stacks, self.folder, self.rank)
-            examination.diagnosis = Diagnosis(in_collective=stands_in_collective(stacks), stacks=path)
-        recording, diagnosis = examination.recording, examination.diagnosis
-        if diagnosis is None or not (recording.is_over or now >= examination.began_at + READ_S):
-            return None
-        self._examination = None
-        diagnosis = replace(diagnosis, is_pending=recording.is_pending, collectives=recording.path)
-        return replace(examination.state, diagnosis=diagnosis)
+        """Return the rank's state with a complete diagnosis, once. Return None before and after that."""
+        diagnosed, self._diagnosed = self._diagnosed, None
+        return diagnosed

@@ -1,4 +1,4 @@
-"""The rank's process, seen from its watchdog. The process may be frozen or gone."""
+"""The rank's process, seen from its watchdog, and torchrun's agent. The process may be frozen or gone."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+EARLY = "oneworld.early"  # file that marks a start which ended before the ranks had met
 CHILDREN_S = 1.0  # for children of a dead rank to exit; one of them, Python's resource tracker, removes shared memory
 
 
@@ -84,3 +85,42 @@ def remove_segments(world: str) -> None:
     for segment in Path("/dev/shm").glob(f"oneworld-{world}-*") if world else ():
         with suppress(OSError):
             segment.unlink()
+
+
+class Launcher:
+    """Stop torchrun's agent, which would restart a rank that always fails, and count starts that ended early.
+
+    An early end comes before the ranks have met.
+    """
+
+    def __init__(self, pid: int):
+        """`pid` is the agent's process id, or 0 without torchrun."""
+        self._pid = pid
+        # FOLDER/attempt_N/LOCAL_RANK/error.json, where the agent's FOLDER lives as long as the agent
+        error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        self._attempt = error_file.parents[1] if len(error_file.parents) > 3 else None
+
+    def stop(self) -> None:
+        """Stop torchrun, and tell the loop in launch/run_node.sh not to start it again."""
+        with suppress(OSError):
+            if file := os.environ.get("ONEWORLD_STOP_FILE"):
+                Path(file).touch()
+        with suppress(ProcessLookupError):
+            if self._pid:
+                os.kill(self._pid, signal.SIGTERM)
+
+    def forget_early_deaths(self) -> None:
+        for mark in self._marks():
+            with suppress(OSError):
+                mark.unlink()
+
+    def count_early_death(self) -> int:
+        """Return how many starts in a row on this node ended early, or 0 if another rank has counted this one."""
+        with suppress(OSError):
+            if self._pid and self._attempt is not None:
+                (self._attempt / EARLY).touch(exist_ok=False)
+                return len(self._marks())
+        return 0
+
+    def _marks(self) -> list[Path]:
+        return list(self._attempt.parent.glob(f"attempt_*/{EARLY}")) if self._attempt is not None else []

@@ -39,27 +39,25 @@ def _set(names: tuple[str, ...], value: str) -> None:
         os.environ |= dict.fromkeys(names, value)
 
 
-class Recording:
-    """A watchdog's request for the last collectives of its rank.
+class Recording(threading.Thread):
+    """A watchdog's request for the last collectives of its rank. A thread, because the file system may be what hangs.
 
-    A thread reads the file, because the file system may be what hangs.
+    `stem` is the path of the file without the rank. It is empty if nothing is recorded.
     """
 
     def __init__(self, world: str, rank: int, stem: str):
+        super().__init__(daemon=True)
         self.path = ""  # path of the file, if a recorder listens
         self.is_pending = False  # the device has unfinished collectives, whatever the main thread does
-        self._thread = threading.Thread(target=self._take, args=(world, rank, Path(f"{stem}{rank}")), daemon=True)
-        if stem:
-            self._thread.start()
+        self._world, self._rank, self._stem = world, rank, stem
 
-    @property
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def _take(self, world: str, rank: int, path: Path) -> None:
+    def run(self) -> None:
+        if not self._stem:
+            return
+        path = Path(f"{self._stem}{self._rank}")
         with suppress(OSError):
             path.unlink()  # the file of an earlier request
-        if not ask_for_collectives(world, rank):
+        if not ask_for_collectives(self._world, self._rank):
             return
         self.path = str(path)
         deadline = time.monotonic() + READ_S

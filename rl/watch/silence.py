@@ -22,16 +22,12 @@ class SilenceDetector:
     """Decide from heartbeats whether a rank has been silent for too long."""
 
     def __init__(self, limits: Limits):
-        self.limits = limits
+        self.limits = limits  # replaced by those of the config, once it is known
         self._longest: dict[str, float] = {}  # by stage; only visits that have ended count
         self._in_visit = 0.0  # longest silence of the current visit
         self._first_uses: dict[tuple[str, str], float] = {}  # by stage and shape, until the second use
         self._last: Heartbeat | None = None
         self._pauses: deque[tuple[float, float]] = deque(maxlen=1000)  # (end, seconds)
-
-    def set_limits(self, limits: Limits) -> None:
-        """Replace the limits by those of the config, once it is known."""
-        self.limits = limits
 
     def see(self, beat: Heartbeat) -> None:
         """Learn from the newest heartbeat. Seeing the same one again changes nothing."""
@@ -40,7 +36,7 @@ class SilenceDetector:
             return
         stage = last.activity.stage
         if not last.activity.waits_for and not last.activity.exceptional:
-            self._learn(last, beat.times.at - max(last.times.at, beat.times.debugger_closed_at))
+            self._learn(last, beat.at - max(last.at, beat.debugger_closed_at))
         if beat.activity.stage != stage:
             self._longest[stage] = max(self._longest.get(stage, 0.0), self._in_visit)
             self._in_visit = 0.0
@@ -51,8 +47,8 @@ class SilenceDetector:
         The first use of a shape may include a compilation, so its time says nothing about other shapes. That time is
         the estimate for the second use only.
         """
-        use = (last.activity.stage, last.novelty.shape)
-        if last.novelty.is_first_use:
+        use = (last.activity.stage, last.shape)
+        if last.is_first_use:
             self._first_uses[use] = max(self._first_uses.get(use, 0.0), silence_s)
         else:
             self._first_uses.pop(use, None)
@@ -64,7 +60,7 @@ class SilenceDetector:
 
     def silent_s(self, beat: Heartbeat, now: float, frozen: str) -> float:
         """Return the seconds of silence, without pauses of the machine."""
-        since = beat.times.alive_at if frozen else beat.progress_at
+        since = beat.alive_at if frozen else beat.progress_at
         return max(0.0, now - since - sum(seconds for end, seconds in self._pauses if end > since))
 
     def limit_s(self, beat: Heartbeat) -> float:
@@ -73,12 +69,12 @@ class SilenceDetector:
         It is the cap in these cases: the start of a run, whose work happens only once; work not seen before;
         exceptional work; and a wait for the rank's own threads, because a disk may be slow.
         """
-        activity, novelty = beat.activity, beat.novelty
-        is_unknown = activity.stage == "start" or novelty.is_new or novelty.is_first_use or bool(activity.exceptional)
+        activity = beat.activity
+        is_unknown = activity.stage == "start" or beat.is_new or beat.is_first_use or bool(activity.exceptional)
         longest = None if is_unknown or activity.waits_for_itself else self._longest.get(activity.stage)
         if longest is None:
             return self.limits.cap_s
-        longest = max(longest, self._first_uses.get((activity.stage, novelty.shape), 0.0))
+        longest = max(longest, self._first_uses.get((activity.stage, beat.shape), 0.0))
         return min(self.limits.cap_s, max(self.limits.floor_s, STRETCH * longest))
 
     def frozen(self, beat: Heartbeat, now: float, state: str) -> str:
@@ -89,12 +85,10 @@ class SilenceDetector:
         if state in ("T", "t"):
             return STOPPED
         is_stuck = self.silent_s(beat, now, FROZEN) > self.limits.floor_s
-        return FROZEN if state and beat.times.io_at and not beat.times.is_in_debugger and is_stuck else ""
+        return FROZEN if state and beat.io_at and not beat.is_in_debugger and is_stuck else ""
 
     def is_silent(self, beat: Heartbeat, now: float, frozen: str) -> bool:
         """Return whether the rank has been silent for too long. A wait for other ranks or for a debugger may last."""
-        if beat.times.is_in_debugger:
-            return False
         limit_s = self.limits.floor_s if frozen else self.limit_s(beat)
-        may_wait = beat.activity.waits_for and not beat.activity.waits_for_itself and not frozen
+        may_wait = beat.is_in_debugger or (beat.activity.waits_for_others and not frozen)
         return not may_wait and self.silent_s(beat, now, frozen) > limit_s

@@ -10,7 +10,6 @@ import fcntl
 import os
 import queue
 import select
-import signal
 import socket
 import sys
 import termios
@@ -19,6 +18,8 @@ import tty
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from rl.watch.parent import leave_rank
 
 MAX_EARLY = 4 << 20  # bytes kept until the run's folder is known
 MAX_BEHIND = 16 << 20  # bytes waiting for a slow disk; further output is not logged
@@ -45,9 +46,7 @@ def start_tee() -> socket.socket:
         return ours
     try:
         ours.close()
-        os.setsid()  # leave the rank's process group, so that its signals do not arrive here
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        leave_rank()
         for stream in streams:
             os.close(stream.writer)
         _Tee(streams, theirs).run()

@@ -4,11 +4,12 @@ The watchdog reads the rank's heartbeats from shared memory. It sends them to th
 rank 0, and writes them to the run folder of its node. If the rank dies or is silent for too long, it asks the board for
 a verdict. It kills the rank when the board says so, or when the board cannot be reached.
 
-    heart.py -> monitor.py -> this file -> board_server.py or board_client.py -> board.py
+    heart.py -> monitor.py -> this file -> board_link.py -> board.py
 
 The board answers with orders: diagnose the rank, wait longer, or abort.
 """
 
+import json
 import math
 import os
 import selectors
@@ -17,24 +18,23 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rl.common.files import WAIT_S
+from rl.common.files import WAIT_S, write_atomically
 from rl.common.json_channel import JsonChannel
 from rl.watch.board import BEAT_S
-from rl.watch.board_client import BoardClient
-from rl.watch.board_server import BoardServer
+from rl.watch.board_link import BoardClient, BoardServer
 from rl.watch.heart import HEART, Heart
-from rl.watch.launcher import Launcher
 from rl.watch.monitor import RankMonitor
-from rl.watch.process import RankProcess, remove_segments
+from rl.watch.parent import leave_rank
+from rl.watch.process import Launcher, RankProcess, remove_segments
 from rl.watch.reports import AttemptHistory
 from rl.watch.silence import Limits
 from rl.watch.stacks import Stacks
-from rl.watch.status import StatusWriter
 
 TICK_S = 0.1
 GRACE_S = 3.0  # after the verdict, before a rank that has not exited is killed
@@ -42,7 +42,6 @@ CLOSE_S = 60.0  # limit for a finished rank to close its engines
 MAX_LATE_S = 1.0  # a longer delay of a tick counts as a pause of the machine
 VERDICT_S = 6.0  # limit for the board's verdict after the rank has exited
 MAX_EARLY_DEATHS = 3
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)  # meant for the rank
 
 
 def start_watchdog() -> JsonChannel:
@@ -57,9 +56,7 @@ def start_watchdog() -> JsonChannel:
     code = 1
     try:
         ours.close()
-        os.setsid()  # leave the rank's process group, so that its signals do not arrive here
-        for number in IGNORED:
-            signal.signal(number, signal.SIG_IGN)
+        leave_rank()
         Watchdog(pid, agent, theirs, HEART, stacks).run()
         code = 0
     except BaseException:
@@ -75,19 +72,21 @@ class Watchdog:
     def __init__(self, pid: int, agent: int, connection: socket.socket, heart: Heart, stacks: Stacks):
         """`pid` and `connection` belong to the rank. `agent` is torchrun's process id, or 0 without torchrun."""
         self._process, self._launcher = RankProcess(pid, leads_group=bool(agent)), Launcher(agent)
-        self._monitor, self._status = RankMonitor(heart, self._process, stacks), StatusWriter(self._process)
+        self._monitor = RankMonitor(heart, self._process, stacks)
         self._selector = selectors.DefaultSelector()
         self._rank_channel = JsonChannel(connection)
         self._selector.register(connection, selectors.EVENT_READ, self._read_rank)
         self._selector.register(self._process.exit_fd, selectors.EVENT_READ, self._rank_ended)
         self._local_rank = 0
         self._server: BoardServer | None = None  # only in the watchdog of rank 0
-        self._client: BoardClient | None = None  # in all other watchdogs, once the rank has joined
-        self._round_at, self._sent_at = time.monotonic(), 0.0
+        self._board: BoardServer | BoardClient | None = None  # once the rank has joined
+        self._round_at = time.monotonic()
+        self._sent_at, self._sent_tokens = 0.0, 0  # of the last heartbeat that was sent
+        self._about: dict[str, int] = {}  # about the process, for status files
         self._has_raised = self._is_done = self._is_aborted = False
         self._quiet_until = 0.0
-        self._kill_at: float | None = None
-        self._history_writer: threading.Thread | None = None
+        self._kill_at = math.inf
+        self._writers: dict[str, threading.Thread] = {}
         self._end_at: float | None = None  # when this process ends at the latest; None while the rank lives
 
     def run(self) -> None:
@@ -102,24 +101,13 @@ class Watchdog:
             self._round_at = now
             self._tick()
         self._write_status()
-        self._status.wait()
-        if self._history_writer is not None:
-            self._history_writer.join(WAIT_S)
+        for writer in self._writers.values():
+            writer.join(WAIT_S)
 
     def _is_over(self) -> bool:
         if self._end_at is None or self._process.has_children_left:
             return False
-        if time.monotonic() >= self._end_at or self._board is None:
-            return True
-        return self._board.may_end(self._is_settled)
-
-    @property
-    def _board(self) -> BoardServer | BoardClient | None:
-        return self._server or self._client
-
-    @property
-    def _has_joined(self) -> bool:
-        return self._monitor.rank >= 0
+        return self._board is None or time.monotonic() >= self._end_at or self._board.may_end(self._is_settled)
 
     @property
     def _is_settled(self) -> bool:
@@ -136,20 +124,20 @@ class Watchdog:
 
     def _on_host(self, address: str, token: str) -> None:
         """Open the board. Only rank 0 asks for this."""
-        self._server = BoardServer(address, token, self._selector, self._handle_board_message, say)
+        self._board = self._server = BoardServer(address, token, self._selector, self._handle_board_message, say)
         self._rank_channel.send("hosted", port=self._server.port)
 
     def _on_join(self, rank: int, local_rank: int, token: str, board: list[Any]) -> None:
         self._local_rank = local_rank
-        self._monitor.join(rank, world=token[:8])
+        self._monitor.rank, self._monitor.world = rank, token[:8]
         if self._server is None:
+            address, handlers = (board[0], board[1]), (self._handle_board_message, self._on_lost_board)
             try:
-                address = (board[0], board[1])
-                self._client = BoardClient(address, self._selector, self._handle_board_message, self._on_lost_board)
+                self._board = BoardClient(address, self._selector, *handlers)
             except OSError as error:
                 self._on_lost_board(f"cannot be reached at {board[0]}:{board[1]}: {error}")
                 return
-            self._client.send("hello", token=token, rank=rank)
+            self._send("hello", token=token, rank=rank)
         self._send_beat()
 
     def _on_run(self, folder: str, floor_s: float, cap_s: float, collectives: str) -> None:
@@ -157,7 +145,7 @@ class Watchdog:
         if self._local_rank == 0:
             self._launcher.forget_early_deaths()
         if self._server is not None:
-            self._server.board.begin_run(AttemptHistory(Path(folder)))
+            self._server.board.history = AttemptHistory(Path(folder))
 
     def _on_report(self, **report: Any) -> None:
         self._send("report", report=report)
@@ -183,7 +171,7 @@ class Watchdog:
         remove_segments(self._monitor.world)
         if self._rank_channel.is_open:
             self._read_rank()  # messages from before the exit
-        if not self._has_joined:
+        if self._monitor.rank < 0:  # it has not joined
             is_own_end = self._has_raised or self._process.has_crashed
             if is_own_end and (count := self._launcher.count_early_death()) >= MAX_EARLY_DEATHS:
                 say(f"oneworld: {count} starts in a row ended before the ranks had met; torchrun is told to stop")
@@ -222,12 +210,11 @@ class Watchdog:
         self._rank_channel.send("abort", stop=stop)
         self._kill_at = time.monotonic() + (0.0 if self._monitor.frozen() else GRACE_S)
         if self._local_rank == 0 and self._monitor.folder is not None:
-            history, step = AttemptHistory(self._monitor.folder), self._monitor.beat.activity.step
-            self._history_writer = threading.Thread(target=self._note_end, args=[history, step, fatal], daemon=True)
-            self._history_writer.start()
+            self._write("history", self._note_end, self._monitor.folder, self._monitor.beat.activity.step, fatal)
 
-    def _note_end(self, history: AttemptHistory, step: int, fatal: str) -> None:
-        """Record how the attempt ended. This runs in a thread, because the file system may hang."""
+    def _note_end(self, folder: Path, step: int, fatal: str) -> None:
+        """Record how the attempt ended."""
+        history = AttemptHistory(folder)
         if fatal:
             history.write_fatal(fatal)
         if self._server is not None:
@@ -238,17 +225,15 @@ class Watchdog:
     def _tick(self) -> None:
         now, is_ended = time.monotonic(), self._end_at is not None
         self._monitor.update()
-        if now - self._sent_at >= BEAT_S and self._has_joined and not is_ended:
+        if now - self._sent_at >= BEAT_S and self._monitor.rank >= 0 and not is_ended:
             self._send_beat()
             self._write_status()
-        if self._server is not None:
-            self._server.tick()
-        elif self._client is not None and not is_ended:
-            self._client.tick()
+        if self._board is not None and (self._server is not None or not is_ended):
+            self._board.tick()
         if (state := self._monitor.finished_diagnosis()) is not None:
             self._send("diagnosis", state=asdict(state))
-        if self._kill_at is not None and now >= self._kill_at and not is_ended:
-            self._kill_at = None
+        if now >= self._kill_at and not is_ended:
+            self._kill_at = math.inf
             self._process.kill()
         self._process.tick()
         if now >= self._quiet_until and not (self._is_settled or is_ended) and self._monitor.is_silent():
@@ -257,7 +242,7 @@ class Watchdog:
     def _report_silence(self) -> None:
         self._quiet_until = math.inf  # report once, until the board orders to wait longer
         if self._board is None:  # the rank has not joined yet
-            silent_s = time.monotonic() - self._monitor.beat.times.at
+            silent_s = time.monotonic() - self._monitor.beat.at
             say(f"oneworld: a rank on {self._monitor.host} was silent for {silent_s:.0f} s before it joined")
             self._process.kill()
         else:
@@ -265,20 +250,36 @@ class Watchdog:
             self._send("silent")
 
     def _send_beat(self) -> None:
-        self._sent_at = time.monotonic()
-        about = self._status.sample(self._monitor.beat.tokens)
-        self._send("beat", state=asdict(self._monitor.state()), about=about)
+        now, tokens, process = time.monotonic(), self._monitor.beat.tokens, self._process
+        rate = (tokens - self._sent_tokens) / max(now - self._sent_at, 0.1)
+        self._sent_at, self._sent_tokens = now, tokens
+        self._about = {"pid": process.pid, "tokens_per_s": round(rate), "memory_mb": process.memory_mb}
+        self._send("beat", state=asdict(self._monitor.state()), about=self._about)
 
     def _write_status(self) -> None:
         monitor = self._monitor
-        if monitor.folder is None or self._status.is_writing:
+        if monitor.folder is None:
             return
         stamp = {"world": monitor.world, "at": time.time()}
         ends = {"ended": self._end_at is not None, "done": self._is_done}
-        files = {f"rank_{monitor.rank}": monitor.state().row() | self._status.about | stamp | ends}
+        files = {f"rank_{monitor.rank}": asdict(monitor.state()) | self._about | stamp | ends}
         if self._server is not None:
             files["board"] = stamp | {"ranks": self._server.board.table()}
-        self._status.start_writing(monitor.folder, files)
+        self._write("status", write_status, monitor.folder / "status", files)
+
+    def _write(self, name: str, work: Callable[..., None], *args: Any) -> None:
+        """Write files in a thread, because the file system may hang. Skip this while the last such work runs."""
+        if name not in self._writers or not self._writers[name].is_alive():
+            self._writers[name] = threading.Thread(target=work, args=args, daemon=True)
+            self._writers[name].start()
+
+
+def write_status(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Write a JSON file for each name, which tools/status.py shows. A file that cannot be written is skipped."""
+    with suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        for name, value in files.items():
+            write_atomically(folder / f"{name}.json", json.dumps(value))
 
 
 def say(text: str) -> None:

@@ -1,11 +1,11 @@
-"""Tests of rl/watch/board.py, culprit.py and board_server.py: who is to blame, and what is printed about it."""
+"""Tests of rl/watch/board.py, culprit.py and board_link.py: who is to blame, and what is printed about it."""
 
 import select
 import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,15 @@ import pytest
 from rl.common.json_channel import JsonChannel
 from rl.watch import board as board_module
 from rl.watch.board import CUT_S, DEADLOCK_S, Board
-from rl.watch.board_server import BoardServer
-from rl.watch.culprit import Diagnosis, RankState, Silence, find_culprit
-from rl.watch.heart import Activity
+from rl.watch.board_link import BoardServer
+from rl.watch.culprit import RankState, find_culprit
 from rl.watch.reports import AttemptHistory, Report
 
 
 def state(rank: int, **values: Any) -> RankState:
-    """Return the state of a rank in the stage `update`; `values` are fields of any part of it."""
+    """Return the state of a rank in the stage `update`, with these values."""
     values = {"roles": "actor", "stage": "update", "step": 7, "version": 7, "silent_s": 10.0, "stage_s": 12.0} | values
-
-    def build(part: Any) -> Any:
-        return part(**{field.name: values.pop(field.name) for field in fields(part) if field.name in values})
-
-    made = RankState(rank, f"node{rank // 2}", build(Activity), build(Silence), build(Diagnosis))
-    assert not values, values
-    return made
+    return RankState(rank=rank, host=f"node{rank // 2}", **values)
 
 
 def report(rank: int, cause: str, error: str = "ValueError: no") -> dict[str, Any]:
@@ -297,7 +290,7 @@ def test_a_rank_that_is_done_may_go(world: FakeWorld) -> None:
 
 
 def test_the_same_error_again_stops_the_launcher(world: FakeWorld, tmp_path: Path) -> None:
-    world.board.begin_run(AttemptHistory(tmp_path))
+    world.board.history = AttemptHistory(tmp_path)
     AttemptHistory(tmp_path).is_repeated(Report(**report(3, "error", "ValueError: other details")))
     world.send(3, "report", report=report(3, "error"))
     world.wait(1)

@@ -154,7 +154,7 @@ def test_micro_batches_report_their_shape() -> None:
     seen: list[tuple[str, str, bool]] = []
 
     def compute(micro_batch: Batch) -> list[torch.Tensor]:
-        seen.append((now().activity.item, now().novelty.shape, now().novelty.is_first_use))
+        seen.append((now().activity.item, now().shape, now().is_first_use))
         return [torch.zeros(int(micro_batch.response_mask.sum()))]
 
     HEART.enter("a stage of this test")
@@ -173,7 +173,7 @@ def test_engine_steps_report_their_shape_and_a_new_engine_has_used_none(monkeypa
 
     class SeenEngine(FakeEngine):
         def step(self) -> list[Completion]:
-            seen.append((now().novelty.shape, now().novelty.is_first_use))
+            seen.append((now().shape, now().is_first_use))
             return super().step()
 
     monkeypatch.setattr(Bench, "make_engine", lambda bench: SeenEngine(8, STOP))

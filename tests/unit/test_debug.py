@@ -37,7 +37,7 @@ def work(debugger: Debugger, seen: list[Any]) -> None:
         seen.append(number)
     beat = HEART.read()
     assert beat is not None
-    seen.append(beat.times.is_in_debugger)
+    seen.append(beat.is_in_debugger)
 
 
 def in_thread(target: Callable[..., None], *args: Any) -> threading.Thread:
@@ -57,7 +57,7 @@ def test_a_person_can_detach_and_attach_again(
     thread = in_thread(work, debugger, seen)
     assert opened.wait(10)
     beat = HEART.read()
-    assert beat is not None and beat.times.is_in_debugger
+    assert beat is not None and beat.is_in_debugger
     people += ["garbage", "^C", "p number", "^D"]
     debug.main([str(tmp_path)])
     shown = capsys.readouterr()

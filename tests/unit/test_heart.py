@@ -35,7 +35,7 @@ def test_a_forked_process_reads_heartbeats() -> None:
     before = newest(heart)
     heart.beat()
     after = newest(heart)
-    assert after.count == before.count + 1 and after.times.at >= before.times.at
+    assert after.count == before.count + 1 and after.at >= before.at
 
 
 def test_exceptional_work_makes_a_heartbeat_when_it_begins_and_ends() -> None:
@@ -70,14 +70,14 @@ def test_size_classes_are_powers_of_two() -> None:
 
 
 def test_heartbeats_use_the_monotonic_clock() -> None:
-    assert abs(newest(Heart()).times.at - time.monotonic()) < 5
+    assert abs(newest(Heart()).at - time.monotonic()) < 5
 
 
 def test_the_first_use_of_a_shape_in_a_stage_lasts_until_the_next_heartbeat() -> None:
     heart, firsts = Heart(), []
 
     def is_first_use() -> bool:
-        return newest(heart).novelty.is_first_use
+        return newest(heart).is_first_use
 
     for stage in ("update", "logprobs", "update"):
         heart.enter(stage)

@@ -13,26 +13,25 @@ import pytest
 
 from rl.watch import recorder
 from rl.watch.board import DIAGNOSIS_S
-from rl.watch.culprit import Diagnosis
+from rl.watch.culprit import RankState
 from rl.watch.heart import Heart
 from rl.watch.monitor import RankMonitor
 from rl.watch.silence import Limits
 from rl.watch.stacks import Stacks
-from tests.launcher import until
 
 
-def diagnose(folder: Path) -> tuple[Diagnosis, float]:
+def diagnose(folder: Path) -> tuple[RankState, float]:
     """Diagnose this process, and return how long that took."""
     process: Any = SimpleNamespace(state="S")  # that of a process that waits
     monitor = RankMonitor(Heart(), process, Stacks())
-    monitor.join(7, "0123")
+    monitor.rank, monitor.world = 7, "0123"
     monitor.begin_run(folder, str(folder / "nccl_rank_"), Limits())
     started = time.monotonic()
     monitor.start_diagnosis()
     while (state := monitor.finished_diagnosis()) is None:
         time.sleep(0.05)
     assert monitor.finished_diagnosis() is None, "it is returned once"
-    return state.diagnosis, time.monotonic() - started
+    return state, time.monotonic() - started
 
 
 def trace(enqueued: int, completed: int) -> dict[str, Any]:
@@ -70,14 +69,15 @@ def test_the_files_show_whether_a_device_has_unfinished_collectives(
     listener = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     file.write_bytes(pickle.dumps(trace(4, 4 - (not is_pending))))  # of an earlier silence: the opposite
     recording = recorder.Recording("0123", 7, str(tmp_path / "nccl_rank_"))
+    recording.start()
     assert select.select([listener], [], [], 5)[0] and os.read(listener, 10) == b"1"
     assert not file.exists()
     data = pickle.dumps(trace(6, 6 - is_pending))
     file.write_bytes(data[:-20])  # torch is writing
     time.sleep(0.3)
-    assert not recording.is_over
+    assert recording.is_alive()
     file.write_bytes(data)
-    until(lambda: recording.is_over, "read")
+    recording.join(10)
     assert (recording.path, recording.is_pending) == (str(file), is_pending)
     os.close(listener)
 
@@ -85,13 +85,17 @@ def test_the_files_show_whether_a_device_has_unfinished_collectives(
 def test_a_recorder_that_does_not_listen_or_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "PIPES", tmp_path)
     monkeypatch.setattr(recorder, "READ_S", 0.3)
-    assert recorder.Recording("0123", 7, "").is_over, "there is no recorder"
     deaf = recorder.Recording("0123", 7, str(tmp_path / "nccl_rank_"))
-    until(lambda: deaf.is_over, "nobody listens")
+    for idle in (recorder.Recording("0123", 7, ""), deaf):  # there is no recorder, or it does not listen
+        idle.start()
+        idle.join(10)
+        assert not idle.is_alive() and idle.path == ""
     os.mkfifo(tmp_path / "oneworld-0123-nccl_7.pipe")
     listener = os.open(tmp_path / "oneworld-0123-nccl_7.pipe", os.O_RDONLY | os.O_NONBLOCK)
     mute = recorder.Recording("0123", 7, str(tmp_path / "nccl_rank_"))
-    until(lambda: mute.is_over, "nobody answers")
+    mute.start()
+    mute.join(10)
+    assert not mute.is_alive(), "nobody answers"
     assert (deaf.path, mute.path) == ("", str(tmp_path / "nccl_rank_7"))
     assert not deaf.is_pending and not mute.is_pending
     os.close(listener)

@@ -1,8 +1,9 @@
 """Tests of rl/watch/silence.py: when a rank has been silent for too long."""
 
 from dataclasses import replace
+from typing import Any
 
-from rl.watch.heart import Activity, Heart, Heartbeat, Novelty, Times
+from rl.watch.heart import Activity, Heart, Heartbeat
 from rl.watch.silence import STRETCH, Limits, SilenceDetector
 
 
@@ -10,7 +11,8 @@ def beat(
     count: int, at: float, stage: str = "update", waits_for: str = "", exceptional: str = "", **times: float
 ) -> Heartbeat:
     activity = Activity("actor", stage, 1, 1, "", waits_for, exceptional)
-    return Heartbeat(count, 0, activity, Novelty(), Times(at=at, **({"stage_at": at, "io_at": at} | times)))
+    novelty: Any = {"is_new": False, "shape": "", "is_first_use": False}
+    return Heartbeat(activity, count, 0, at=at, **novelty, **({"stage_at": at, "io_at": at} | times))
 
 
 def visit(detector: SilenceDetector, *times: float, stage: str = "update") -> None:
@@ -100,7 +102,7 @@ def test_the_first_use_of_a_shape_is_an_estimate_for_the_second_use_only() -> No
     def look() -> float:
         seen = heart.read()
         assert seen is not None
-        detector.see(replace(seen, times=replace(seen.times, at=now)))
+        detector.see(replace(seen, at=now))
         return detector.limit_s(seen)
 
     for _ in range(3):

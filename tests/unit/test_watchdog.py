@@ -1,4 +1,4 @@
-"""Tests of rl/watch/watchdog.py and of what it uses to see and end its rank: monitor, process, launcher, stacks."""
+"""Tests of rl/watch/watchdog.py and of what it uses to see and end its rank: monitor, process, stacks."""
 
 import json
 import os
@@ -19,9 +19,8 @@ import pytest
 from rl.common.json_channel import JsonChannel
 from rl.config.schema import ROOT
 from rl.watch.heart import Heart
-from rl.watch.launcher import Launcher
 from rl.watch.monitor import RankMonitor
-from rl.watch.process import RankProcess
+from rl.watch.process import Launcher, RankProcess
 from rl.watch.reports import AttemptHistory
 from rl.watch.silence import Limits
 from rl.watch.stacks import Stacks, stands_in_collective
@@ -86,7 +85,7 @@ def test_the_last_heartbeat_of_a_rank_that_is_done_has_its_last_step() -> None:
         process.kill()
         until(lambda: messages.extend(board.receive()) or messages[-1]["kind"] == "done", "the end")
     *_, beat, done = messages
-    assert (beat["kind"], beat["state"]["activity"]["step"], done["kind"]) == ("beat", 7, "done")
+    assert (beat["kind"], beat["state"]["step"], done["kind"]) == ("beat", 7, "done")
 
 
 def test_a_frozen_rank_is_shown_as_such(tmp_path: Path) -> None:
@@ -138,8 +137,8 @@ def test_a_state_names_exceptional_work_and_its_limit() -> None:
         compiles = monitor.state()
     monitor.update()
     works = monitor.state()
-    assert (compiles.activity.exceptional, compiles.silence.limit_s) == ("compiling", Limits().cap_s)
-    assert (works.activity.exceptional, works.silence.limit_s) == ("", Limits().floor_s)
+    assert (compiles.exceptional, compiles.limit_s) == ("compiling", Limits().cap_s)
+    assert (works.exceptional, works.limit_s) == ("", Limits().floor_s)
 
 
 @pytest.mark.parametrize(
