@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rl.checkpoint.store import CheckpointStore
 from rl.common.json_channel import JsonChannel
 from rl.world.messages import Letter, Mailbox, Message
-from rl.world.world import RankPlace, World
+from rl.world.world import World
 
 HOST = "127.0.0.1"
 WAIT_S = 10.0  # limit on waits for messages that must come
@@ -37,7 +37,7 @@ def connected_worlds(count: int) -> Iterator[list[World]]:
         lines = [socket.socketpair() for _ in mails]
         store = dist.HashStore()
         yield [
-            World(RankPlace(mail.rank, mail.rank, count, count), store, mail, JsonChannel(ours))
+            World(mail, mail.rank, count, count, store, JsonChannel(ours))
             for mail, (ours, _) in zip(mails, lines, strict=True)
         ]
         for pair in lines:

@@ -6,13 +6,13 @@
 either. A sender that may block calls `sendall` with `pack(...)` and then with the payload.
 """
 
-import math
 import select
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
+from math import inf
 from typing import NamedTuple
 
 PREFIX = struct.Struct("!4sIQ")  # magic, bytes of the head, bytes of the payload
@@ -36,7 +36,7 @@ def pack(head: Buffer, payload_length: int = 0) -> bytes:
 class FrameReader:
     """Assemble frames from a socket.
 
-    Small frames are read together. A large one is received directly into the buffers that the caller gets.
+    Small frames are read together. A large payload is received directly into the buffer that the caller gets.
     `max_head_bytes` and `max_payload_bytes` may change between frames, for example after a handshake.
     """
 
@@ -44,8 +44,8 @@ class FrameReader:
         self.connection = connection
         self.max_head_bytes, self.max_payload_bytes = max_head_bytes, max_payload_bytes
         self._unread, self._begin = bytearray(), 0  # bytes before `_begin` were returned as frames
-        self._large: Frame | None = None  # an incomplete large frame; `_missing` holds its unfilled buffers
-        self._missing: list[memoryview] = []
+        self._large: Frame | None = None  # its payload is incomplete; `_missing` is the unfilled part
+        self._missing = memoryview(b"")
 
     def frames(self) -> Iterator[Frame]:
         """Yield the frames that have arrived. Never block, unless the socket has a timeout.
@@ -55,16 +55,14 @@ class FrameReader:
         any other OSError of the socket.
         """
         num_reads, has_more = 0, True
-        while True:
-            while (frame := self._next_frame()) is not None:
-                yield frame
-            if not has_more or num_reads == MAX_READS:
-                return
-            num_reads += 1
-            try:
+        with suppress(BlockingIOError):
+            while True:
+                while (frame := self._next_frame()) is not None:
+                    yield frame
+                if not has_more or num_reads == MAX_READS:
+                    return
                 has_more = self._receive(socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
+                num_reads += 1
 
     def wait_for_frame(self) -> Frame:
         """Return the next frame of a blocking socket. Raise like `frames`."""
@@ -75,10 +73,8 @@ class FrameReader:
     def _receive(self, flags: int) -> bool:
         """Read once. Return whether there may be more to read."""
         if self._missing:
-            count = self.connection.recv_into(self._missing[0], 0, flags)
-            self._missing[0] = self._missing[0][count:]
-            if not self._missing[0]:
-                del self._missing[0]
+            count = self.connection.recv_into(self._missing, 0, flags)
+            self._missing = self._missing[count:]
             has_more = True
         else:
             data = self.connection.recv(READ_BYTES, flags)
@@ -93,60 +89,47 @@ class FrameReader:
 
     def _next_frame(self) -> Frame | None:
         """Return the next frame if all of it has arrived. Only the prefix is interpreted here."""
+        unread, begin = self._unread, self._begin + PREFIX.size
+        if self._missing:
+            return None
         if self._large is not None:
-            if self._missing:
-                return None
             frame, self._large = self._large, None
             return frame
-        unread, begin = self._unread, self._begin
-        if len(unread) - begin < PREFIX.size:
+        if len(unread) < begin:
             return None
-        magic, head_length, payload_length = PREFIX.unpack_from(unread, begin)
+        magic, head_length, payload_length = PREFIX.unpack_from(unread, self._begin)
         if magic != MAGIC or head_length > self.max_head_bytes or payload_length > self.max_payload_bytes:
             raise ValueError(
                 f"a frame begins with {magic!r}, a head of {head_length} bytes and a payload of {payload_length}; "
                 f"expected {MAGIC!r} and at most {self.max_head_bytes} and {self.max_payload_bytes} bytes"
             )
-        begin += PREFIX.size
         middle = begin + head_length
         end = middle + payload_length
         if end <= len(unread):
             self._begin = end
             return Frame(unread[begin:middle], unread[middle:end])
-        if head_length + payload_length > READ_BYTES:
-            self._begin_large(Frame(bytearray(head_length), bytearray(payload_length)), begin)
+        if middle <= len(unread) and payload_length > READ_BYTES:
+            self._large, self._begin = Frame(unread[begin:middle], bytearray(payload_length)), len(unread)
+            self._missing = memoryview(self._large.payload)
+            self._missing[: len(unread) - middle] = unread[middle:]
+            self._missing = self._missing[len(unread) - middle :]
         return None
 
-    def _begin_large(self, frame: Frame, begin: int) -> None:
-        """Copy the part of a large frame that has arrived. `_receive` fills the rest."""
-        self._large, self._begin = frame, len(self._unread)
-        for buffer in frame:
-            arrived = self._unread[begin : begin + len(buffer)]
-            buffer[: len(arrived)] = arrived
-            begin += len(arrived)
-            if len(arrived) < len(buffer):
-                self._missing.append(memoryview(buffer)[len(arrived) :])
 
-
-class Channel:
+class Channel(FrameReader):
     """Send and receive frames over a socket without blocking.
 
     Errors are not raised. `is_open` turns False when the peer is gone or has sent an invalid frame.
     """
 
     def __init__(
-        self,
-        connection: socket.socket,
-        max_head_bytes: int,
-        max_payload_bytes: int = 0,
-        max_unsent_bytes: float = math.inf,
+        self, connection: socket.socket, max_head_bytes: int, max_payload_bytes: int = 0, max_unsent_bytes: float = inf
     ):
         """`max_unsent_bytes` limits the queue for a peer that does not read. Further frames are dropped."""
-        self.connection, self.is_open = connection, True
-        self._reader = FrameReader(connection, max_head_bytes, max_payload_bytes)
+        super().__init__(connection, max_head_bytes, max_payload_bytes)
+        self.is_open = True
         self._max_unsent_bytes = max_unsent_bytes
-        self._unsent: deque[memoryview] = deque()
-        self._unsent_bytes = 0
+        self._unsent = bytearray()
 
     @property
     def has_unsent(self) -> bool:
@@ -154,22 +137,17 @@ class Channel:
 
     def send_frame(self, head: bytes, payload: Buffer = b"") -> None:
         """Send what the socket accepts now, and queue the rest for `flush`."""
-        if self.is_open and self._unsent_bytes < self._max_unsent_bytes:
-            data = pack(head, len(payload)) + payload
-            self._unsent.append(memoryview(data))
-            self._unsent_bytes += len(data)
+        if self.is_open and len(self._unsent) < self._max_unsent_bytes:
+            self._unsent += pack(head, len(payload))
+            self._unsent += payload
             self.flush()
 
     def flush(self) -> None:
         """Send as much of the queue as the socket accepts now."""
         try:
             while self._unsent:
-                sent = self.connection.send(self._unsent[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                self._unsent_bytes -= sent
-                if sent < len(self._unsent[0]):
-                    self._unsent[0] = self._unsent[0][sent:]
-                else:
-                    self._unsent.popleft()
+                sent = self.connection.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                del self._unsent[:sent]
         except BlockingIOError:
             pass
         except OSError:
@@ -186,7 +164,7 @@ class Channel:
         """Return the frames that have arrived. `is_open` says whether more may come."""
         received: list[Frame] = []
         try:
-            for frame in self._reader.frames():
+            for frame in self.frames():
                 received.append(frame)
         except (OSError, ValueError):
             self.is_open = False

@@ -79,10 +79,9 @@ class RankMonitor:
         stacks = self._stacks.take()
         path = write_stacks(stacks, self.folder, self.rank)
         recording.join(max(0.0, deadline - time.monotonic()))
-        diagnosis = {"in_collective": stands_in_collective(stacks), "stacks": path}
-        diagnosis |= {"is_pending": recording.is_pending, "collectives": recording.path}
         if self._examined is state:
-            self._diagnosed = replace(state, **diagnosis)
+            diagnosed = replace(state, in_collective=stands_in_collective(stacks), stacks=path)
+            self._diagnosed = replace(diagnosed, is_pending=recording.is_pending, collectives=recording.path)
 
     def finished_diagnosis(self) -> RankState | None:
         """Return the rank's state with a complete diagnosis, once. Return None before and after that."""

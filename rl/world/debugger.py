@@ -33,8 +33,8 @@ class Debugger:
         self._rank, self._announce = rank, announce
         self._folder: Path | None = None  # of the run, once it is known
         self._peer_timeout_s: float | None = None
-        self._terminal: Terminal | None = None
         self._lock = threading.Lock()
+        self.terminal = Terminal()
 
     def install(self) -> None:
         sys.breakpointhook = self._break
@@ -58,38 +58,36 @@ class Debugger:
             debugger.interaction(None, error.__traceback__)
         self.close()
 
-    def terminal(self, place: str) -> "Terminal":
-        """Return the terminal. Open one if there is none. `place` is the line of code at which the rank has stopped."""
+    def open(self, place: str) -> "Terminal":
+        """Return the terminal, which then listens. `place` is the line of code at which the rank has stopped."""
         with self._lock:
-            if self._terminal is None:
-                self._terminal = Terminal(self._folder, self._rank, place)
-                text = f"stands at {place}; to debug it type there: {self._terminal.command}"
+            if not self.terminal.is_open:
+                command = self.terminal.open(self._folder, self._rank, place)
+                text = f"stands at {place}; to debug it type there: {command}"
                 if self._peer_timeout_s is not None:
                     text += f" (ranks that wait for it give up after {self._peer_timeout_s:g} s; debug.breakpoints=true"
                     text += " lets them wait)"
                 self._announce(text)
-            return self._terminal
+            return self.terminal
 
     def close(self) -> None:
         with self._lock:
-            if self._terminal is not None:
-                self._terminal.close()
-                self._terminal = None
+            self.terminal.shut()
+            self.terminal = Terminal()
 
 
 class _RemotePdb(pdb.Pdb):
-    """A pdb that opens its terminal when it first writes."""
+    """A pdb that opens its terminal when it stops."""
 
     def __init__(self, owner: Debugger):
         self._owner = owner
-        self._output = _Output()
-        stream = cast(IO[str], self._output)
+        stream = cast(IO[str], owner.terminal)
         super().__init__(stdin=stream, stdout=stream, nosigint=True)  # rl/world/signals.py handles SIGINT
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None) -> None:  # type: ignore[override]
         HEART.open_debugger()
         try:
-            self._output.connect(self._owner.terminal(_place(frame, traceback)))
+            self.stdin = self.stdout = cast(IO[str], self._owner.open(_place(frame, traceback)))
             super().interaction(frame, traceback)
         finally:
             HEART.close_debugger()
@@ -97,16 +95,11 @@ class _RemotePdb(pdb.Pdb):
     def set_continue(self) -> None:
         super().set_continue()
         if not self.breaks:  # without breakpoints, this debugger is never entered again
-            self._end()
+            self._owner.close()
 
     def set_quit(self) -> None:
         super().set_quit()
-        self._end()
-
-    def _end(self) -> None:
         self._owner.close()
-        self._output = _Output()
-        self.stdin = self.stdout = cast(IO[str], self._output)
 
     def do_interact(self, arg: str) -> None:
         self.error("interact needs a terminal of its own; type statements here, with ! before names that are commands")
@@ -120,63 +113,57 @@ def _place(frame: FrameType | None, traceback: TracebackType | None) -> str:
     return f"{frame.f_code.co_filename}:{line or frame.f_lineno}"
 
 
-class _Output(io.TextIOBase):
-    """The stream that pdb reads and writes. It buffers the output until there is a terminal."""
-
-    def __init__(self) -> None:
-        self.terminal: Terminal | None = None
-        self._early = ""
-
-    def connect(self, terminal: "Terminal") -> None:
-        self.terminal = terminal
-        terminal.write(self._early)
-        self._early = ""
-
-    def write(self, text: str) -> int:
-        if self.terminal is None:
-            self._early += text
-        else:
-            self.terminal.write(text)
-        return len(text)
-
-    def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
-        assert self.terminal is not None
-        return self.terminal.readline()
-
-
-class Terminal:
-    """A socket that one person at a time can attach to.
+class Terminal(io.TextIOBase):
+    """The stream that pdb reads and writes: a socket that one person at a time can attach to.
 
     When a person detaches, the rank stays where it is. The next one sees the latest output.
     """
 
-    def __init__(self, folder: Path | None, rank: int, place: str):
-        self._folder = None if folder is None else folder.resolve() / "debug"
-        self._listener, self._path = _listen(self._folder, f"rank_{rank}.sock")
-        self._sign: Path | None = None
-        self.command = f"python tools/debug.py {self._path}"
-        if self._folder is not None:
-            self.command = f"python tools/debug.py {folder} --rank {rank}"
-            self._sign = self._folder / f"rank_{rank}.json"
-            sign = {"host": socket.gethostname(), "pid": os.getpid(), "socket": str(self._path), "place": place}
-            write_atomically(self._sign, json.dumps(sign))
+    def __init__(self) -> None:
+        self._listener: socket.socket | None = None
         self._connection: socket.socket | None = None
-        self._unread, self._unseen = b"", ""
+        self._lines: IO[bytes] = io.BytesIO()  # of the connection
+        self._files: list[Path] = []  # removed at the end
+        self._unseen = ""
 
-    def write(self, text: str) -> None:
+    @property
+    def is_open(self) -> bool:
+        return self._listener is not None
+
+    def open(self, folder: Path | None, rank: int, place: str) -> str:
+        """Listen, and return the command that attaches to this terminal."""
+        own_folder = None if folder is None else folder.resolve() / "debug"
+        self._listener = _listen(own_folder, f"rank_{rank}.sock")
+        path = Path(self._listener.getsockname())
+        self._files = [path] if path.parent == own_folder else [path, path.parent]
+        if own_folder is None:
+            return f"python tools/debug.py {path}"
+        sign = {"host": socket.gethostname(), "pid": os.getpid(), "socket": str(path), "place": place}
+        self._files.append(own_folder / f"rank_{rank}.json")
+        write_atomically(self._files[-1], json.dumps(sign))
+        return f"python tools/debug.py {folder} --rank {rank}"
+
+    def write(self, text: str) -> int:
         self._unseen = (self._unseen + text)[-MAX_UNSEEN:]
         self._send(text)
+        return len(text)
 
-    def readline(self) -> str:
+    def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
         """Return the next line that a person types. Wait until somebody attaches."""
+        assert self._listener is not None
         while True:
             if self._connection is None:
                 self._connection, _ = self._listener.accept()
+                self._lines = self._connection.makefile("rb")
                 self._send(self._unseen)
             self._send(ASKS)
-            if line := self._receive():
+            line = b""
+            with suppress(OSError):
+                line = self._lines.readline()
+            if line.endswith(b"\n"):
                 self._unseen = ""
-                return line
+                return line.decode(errors="replace")
+            self._hang_up()  # the person has detached
 
     def _send(self, text: str) -> None:
         try:
@@ -185,37 +172,22 @@ class Terminal:
         except OSError:
             self._hang_up()
 
-    def _receive(self) -> str:
-        """Return a line, or "" if the person has detached."""
-        while b"\n" not in self._unread:
-            try:
-                part = self._connection.recv(1 << 16) if self._connection is not None else b""
-            except OSError:
-                part = b""
-            if not part:
-                self._hang_up()
-                return ""
-            self._unread += part
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line.decode(errors="replace") + "\n"
-
     def _hang_up(self) -> None:
         if self._connection is not None:
+            self._lines.close()
             self._connection.close()
-        self._connection, self._unread = None, b""
+        self._connection, self._lines = None, io.BytesIO()
 
-    def close(self) -> None:
+    def shut(self) -> None:
         self._hang_up()
-        self._listener.close()
-        with suppress(OSError):
-            self._path.unlink()
-            if self._path.parent != self._folder:
-                self._path.parent.rmdir()
-        if self._sign is not None:
-            self._sign.unlink(missing_ok=True)
+        if self._listener is not None:
+            self._listener.close()
+        for path in self._files:
+            with suppress(OSError):
+                path.rmdir() if path.is_dir() else path.unlink()
 
 
-def _listen(folder: Path | None, name: str) -> tuple[socket.socket, Path]:
+def _listen(folder: Path | None, name: str) -> socket.socket:
     """Listen in the run's folder, or in a temporary one if its path is too long or its file system has no sockets.
 
     Only the owner can access either folder, because a person who attaches can run any code.
@@ -223,12 +195,10 @@ def _listen(folder: Path | None, name: str) -> tuple[socket.socket, Path]:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
-        path = folder / name
-        if len(os.fsencode(path)) <= MAX_PATH:
+        if len(os.fsencode(folder / name)) <= MAX_PATH:
             with suppress(OSError):
-                return _bind(path), path
-    path = Path(tempfile.mkdtemp(prefix="oneworld-")) / name
-    return _bind(path), path
+                return _bind(folder / name)
+    return _bind(Path(tempfile.mkdtemp(prefix="oneworld-")) / name)
 
 
 def _bind(path: Path) -> socket.socket:

@@ -10,6 +10,7 @@ The file `FATAL` in the run's folder says why.
 """
 
 import bdb
+import os
 import select
 import socket
 import sys
@@ -26,10 +27,10 @@ from rl.common.json_channel import JsonChannel
 from rl.config.schema import ConfigError
 from rl.watch.reports import Report
 from rl.world.debugger import Debugger
-from rl.world.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, exit_now
 from rl.world.messages import Mailbox, PeerLost
 from rl.world.progress import Progress
 
+EXIT_CLEAN, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED = 0, 1, 130, 143
 VERDICT_TIMEOUT_S = 5.0
 WATCHDOG_TIMEOUT_S = 10.0  # for the watchdog to open the board's port
 MAX_TEXT = 32_768  # characters of an error and of its trace
@@ -49,9 +50,9 @@ class FaultReporter:
 
     def __init__(self, progress: Progress, mail: Mailbox, watchdog: JsonChannel, debugger: Debugger):
         self.is_over = False  # turns True when the world is ending
+        self.has_post_mortem = False  # opens a debugger at every error of this rank, before the error is reported
+        self.ignores_lost_connections = False  # turns True when this rank has done its work
         self._progress, self._mail, self._watchdog, self._debugger = progress, mail, watchdog, debugger
-        self._has_post_mortem = False
-        self._ignores_lost_connections = False
         self._verdict = threading.Event()
         self._stops_launcher = False
         self._lock = threading.Lock()
@@ -60,19 +61,11 @@ class FaultReporter:
         self._mail.on_lost(self._on_lost)
         self._mail.watch(self._watchdog.connection, self._on_watchdog)
 
-    def enable_post_mortem(self) -> None:
-        """Open a debugger at every error of this rank from now on, before the error is reported."""
-        self._has_post_mortem = True
-
-    def ignore_lost_connections(self) -> None:
-        """Treat closed connections as normal from now on, because this rank has done its work."""
-        self._ignores_lost_connections = True
-
     def fail(self, error: BaseException) -> int:
         """Report an exception of this rank, wait for the verdict, and return the exit code."""
         if not isinstance(error, Aborted):
             report = self._describe(error)
-            if self._has_post_mortem and report.cause == "error":
+            if self.has_post_mortem and report.cause == "error":
                 self._debugger.post_mortem(error)
             self._report(report)
         self._verdict.wait(VERDICT_TIMEOUT_S)
@@ -84,10 +77,7 @@ class FaultReporter:
         return EXIT_INTERRUPTED if isinstance(error, INTERRUPTS) else EXIT_FAILED
 
     def fail_in_background(self, error: BaseException, stage: str, step: int) -> None:
-        """Report an error of a background thread, which ends the world.
-
-        The main thread runs until the watchdog ends it.
-        """
+        """Report an error of a background thread, which ends the world. The main thread runs until it is ended."""
         if not isinstance(error, Aborted):
             self._report(replace(self._describe(error), stage=stage, step=step))
 
@@ -119,7 +109,7 @@ class FaultReporter:
         )
 
     def _describe(self, error: BaseException) -> Report:
-        trace = ""
+        text, trace = str(error), ""
         if isinstance(error, INTERRUPTS):
             cause = "interrupt"
         elif isinstance(error, Stopped):
@@ -128,10 +118,8 @@ class FaultReporter:
             cause = "fatal"
         else:
             cause = "connection" if _is_connection_error(error) else "error"
-            trace = "".join(traceback.format_exception(error))[-MAX_TEXT:]
-        text = str(error)
-        if not isinstance(error, ConfigError | Stopped | KeyboardInterrupt | bdb.BdbQuit):
             text = f"{type(error).__name__}: {error}"
+            trace = "".join(traceback.format_exception(error))[-MAX_TEXT:]
         return self._progress.report(cause, text[:MAX_TEXT], trace, failed=True)
 
     def _report(self, report: Report) -> None:
@@ -154,7 +142,7 @@ class FaultReporter:
 
     def _on_lost(self, rank: int) -> None:
         """Report a lost connection. If the peer's process ended, its own watchdog reports that too."""
-        if not self._ignores_lost_connections:
+        if not self.ignores_lost_connections:
             self.end_world("connection", f"its connection to rank {rank} broke")
 
 
@@ -164,3 +152,11 @@ def _is_connection_error(error: BaseException) -> bool:
         return True
     words = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Timed out waiting", "Broken pipe")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def exit_now(code: int) -> None:
+    """End the process without waiting for threads, collectives or destructors that may be stuck."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the disk may be full
+            stream.flush()
+    os._exit(code)

@@ -16,8 +16,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -32,6 +31,7 @@ MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES = 64 << 20, 1 << 62
 MSGPACK_BYTES = (0xC4, 0xC5, 0xC6)  # the first byte of bytes in msgpack
 CONNECT_TIMEOUT_S = 10.0
 SEND_TIMEOUT_S = 60.0
+FOREVER_S = 1e9  # threading accepts no infinity
 SILENCE_S = 16  # after which the kernel closes a connection to a host that does not answer
 
 
@@ -75,9 +75,13 @@ class _Arrival:
             return Letter(self.source, self.fields, self.payload)
         assert isinstance(self.fields, msgspec.Raw)
         try:
-            return Letter(self.source, _decode_fields(self.fields, kind), self.payload)
+            if memoryview(self.fields)[0] in MSGPACK_BYTES:  # JSON; see `_encode`
+                message = msgspec.convert(json.loads(msgspec.msgpack.decode(self.fields, type=bytes)), kind)
+            else:
+                message = msgspec.msgpack.decode(self.fields, type=kind)
         except (msgspec.MsgspecError, ValueError) as error:
             raise ValueError(f"rank {self.source} sent a {self.kind} that cannot be read: {error}") from error
+        return Letter(self.source, message, self.payload)
 
 
 class PeerLost(ConnectionError):
@@ -90,7 +94,7 @@ class Mailbox:
     def __init__(self, rank: int, host: str, token: str):
         self.rank = rank
         self.token = token
-        self._inbox: deque[_Arrival] = deque()
+        self._inbox: list[_Arrival] = []
         self._arrived = threading.Condition(threading.RLock())
         self._failure: BaseException | None = None
         self._handlers: dict[str, Callable[[_Arrival], None]] = {}
@@ -98,7 +102,6 @@ class Mailbox:
         self._outgoing: dict[int, socket.socket] = {}
         self._gone: set[int] = set()
         self._send_locks: dict[int, threading.Lock] = {}
-        self._lock = threading.Lock()
         self._on_lost: Callable[[int], None] = lambda rank: None
         self._closing = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -116,7 +119,7 @@ class Mailbox:
         with self._arrived:
             self._handlers[name] = lambda arrival: handler(arrival.decode(kind))
             early = [arrival for arrival in self._inbox if arrival.kind == name]
-            self._inbox = deque(arrival for arrival in self._inbox if arrival.kind != name)
+            self._inbox = [arrival for arrival in self._inbox if arrival.kind != name]
         for arrival in early:
             self._handlers[name](arrival)
 
@@ -141,9 +144,7 @@ class Mailbox:
             self._deliver(_Arrival(rank, kind, message, bytes(payload)))
             return
         head = _encode(kind, message)
-        with self._lock:
-            lock = self._send_locks.setdefault(rank, threading.Lock())
-        with lock:
+        with self._send_locks.setdefault(rank, threading.Lock()):
             if rank in self._gone:
                 raise PeerLost(f"could not send {kind!r} to rank {rank}: its connection has ended")
             try:
@@ -153,28 +154,18 @@ class Mailbox:
                     connection.sendall(payload)
             except OSError as error:
                 self._gone.add(rank)  # never retry, because half a frame may have been sent
-                raise PeerLost(
-                    f"could not send {kind!r} to rank {rank} at {self._addresses.get(rank)}: {error}"
-                ) from error
+                address = self._addresses.get(rank)
+                raise PeerLost(f"could not send {kind!r} to rank {rank} at {address}: {error}") from error
 
     def receive(self, *kinds: type[M]) -> Letter[M]:
         """Wait for a message of these kinds and return the oldest. Raise the error that ends the world, if one does."""
-        letter = self._take(kinds, None)
+        letter = self.receive_within(FOREVER_S, *kinds)
         assert letter is not None
         return letter
 
     def receive_within(self, timeout_s: float, *kinds: type[M]) -> Letter[M] | None:
         """Do the same as `receive`, but return None after the timeout."""
-        return self._take(kinds, timeout_s)
-
-    def check(self) -> None:
-        """Raise the error that ended the world, if one did."""
-        with self._arrived:
-            if self._failure is not None:
-                raise self._failure
-
-    def _take(self, kinds: Sequence[type[M]], timeout_s: float | None) -> Letter[M] | None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         by_name = {kind.__name__: kind for kind in kinds}
         with self._arrived:
             while True:
@@ -183,11 +174,15 @@ class Mailbox:
                     if arrived.kind in by_name:
                         del self._inbox[index]
                         return arrived.decode(by_name[arrived.kind])
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
+                if (left := deadline - time.monotonic()) <= 0:
                     return None
                 with waiting(" or ".join(map(_words, kinds))):
                     self._arrived.wait(left)
+
+    def check(self) -> None:
+        """Raise the error that ended the world, if one did."""
+        if self._failure is not None:
+            raise self._failure
 
     def fail(self, error: BaseException) -> None:
         """Make `receive` and `check` raise this error from now on."""
@@ -197,9 +192,8 @@ class Mailbox:
 
     def close(self) -> None:
         self._closing = True
-        with self._lock:
-            for connection in self._outgoing.values():
-                connection.close()
+        for connection in [*self._outgoing.values()]:
+            connection.close()
         self._listener.close()
 
     def _connect(self, rank: int) -> socket.socket:
@@ -207,8 +201,7 @@ class Mailbox:
         _notice_silence(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(SEND_TIMEOUT_S)
-        hello = Hello(self.token, self.rank)
-        connection.sendall(pack(msgspec.msgpack.encode((Hello.__name__, hello))))
+        connection.sendall(pack(_encode(Hello.__name__, Hello(self.token, self.rank))))
         self._outgoing[rank] = connection
         # The peer never sends on this connection, so it becomes readable only when the peer is gone.
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._drop(connection, rank))
@@ -240,24 +233,19 @@ class Mailbox:
         except OSError:  # the peer closed the connection first
             return
         _notice_silence(connection)
-        peer = _Connection(FrameReader(connection, MAX_HELLO_BYTES))
+        peer = _Peer(connection, MAX_HELLO_BYTES)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(peer))
 
-    def _read(self, peer: "_Connection") -> None:
-        frames = peer.reader.frames()
-        while True:
-            try:
-                frame = next(frames, None)
-                arrived = None if frame is None else peer.open_frame(frame, self.token)
-            except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
-                return self._drop(peer.reader.connection, peer.rank)
-            if frame is None:
-                return None
-            if arrived is not None:
-                try:
-                    self._deliver(arrived)
-                except Exception as error:  # of a handler; the following frames must still be delivered
-                    self.fail(error)
+    def _read(self, peer: "_Peer") -> None:
+        try:
+            for frame in peer.frames():
+                if (arrived := peer.open_frame(frame, self.token)) is not None:
+                    try:
+                        self._deliver(arrived)
+                    except Exception as error:  # of a handler; the following frames must still be delivered
+                        self.fail(error)
+        except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
+            self._drop(peer.connection, peer.rank)
 
     def _drop(self, connection: socket.socket, rank: int | None) -> None:
         self._selector.unregister(connection)
@@ -305,18 +293,10 @@ def _encode(kind: str, message: Message) -> bytes:
         return msgspec.msgpack.encode((kind, json.dumps(asdict(message)).encode()))  # type: ignore[call-overload]
 
 
-def _decode_fields(fields: msgspec.Raw, kind: type[M]) -> M:
-    if memoryview(fields)[0] in MSGPACK_BYTES:
-        return msgspec.convert(json.loads(msgspec.msgpack.decode(fields, type=bytes)), kind)
-    return msgspec.msgpack.decode(fields, type=kind)
-
-
-class _Connection:
+class _Peer(FrameReader):
     """The receiving end of a connection. `rank` is None until the peer has sent the run's token."""
 
-    def __init__(self, reader: FrameReader):
-        self.reader = reader
-        self.rank: int | None = None
+    rank: int | None = None
 
     def open_frame(self, frame: Frame, token: str) -> _Arrival | None:
         """Return the message in a frame, or None for the first frame of a connection."""
@@ -327,5 +307,5 @@ class _Connection:
         if kind != Hello.__name__ or hello.token != token:
             raise ValueError("a connection without the run's token")
         self.rank = hello.rank
-        self.reader.max_head_bytes, self.reader.max_payload_bytes = MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES
+        self.max_head_bytes, self.max_payload_bytes = MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES
         return None

@@ -1,5 +1,6 @@
 """Bookkeeping of restarts: the number and the logs of this attempt, and whether attempts make progress."""
 
+import math
 import os
 import sys
 import time
@@ -27,9 +28,8 @@ class Restarts:
     def __init__(self, rank: int, local_rank: int):
         self._rank, self._is_first_on_node = rank, local_rank == 0
         self._history: AttemptHistory | None = None
-        self._first_step = 0
-        self._furthest_step = 0  # of earlier attempts
-        self._has_got_further = False
+        self._furthest_step: float = 0  # of earlier attempts, and the first of this one; infinite once it was exceeded
+        self._has_begun = False
 
     def open_history(self, folder: Path) -> None:
         """Open the history of attempts in the run's folder, and remove what earlier launches left."""
@@ -73,11 +73,10 @@ class Restarts:
 
     def reach(self, step: int) -> None:
         """Reset the count of attempts without progress once this one gets further than they did."""
-        self._first_step = self._first_step or step
-        if self._rank != 0 or self._history is None or self._has_got_further:
-            return
-        if step > max(self._first_step, self._furthest_step):
-            self._has_got_further = True
+        if not self._has_begun:
+            self._has_begun, self._furthest_step = True, max(step, self._furthest_step)
+        elif self._rank == 0 and self._history is not None and step > self._furthest_step:
+            self._furthest_step = math.inf
             self._history.forget_attempts()
 
     def end_cleanly(self) -> None:

@@ -6,8 +6,9 @@ import secrets
 import socket
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,8 +23,7 @@ from rl.watch.recorder import keep_collectives
 from rl.world.address import own_address
 from rl.world.bootstrap import watchdog_channel
 from rl.world.debugger import Debugger
-from rl.world.exits import EXIT_CLEAN, exit_now
-from rl.world.faults import FaultReporter
+from rl.world.faults import EXIT_CLEAN, FaultReporter, exit_now
 from rl.world.messages import Letter, Mailbox, Message, waiting
 from rl.world.progress import Progress
 from rl.world.restarts import Restarts
@@ -47,35 +47,27 @@ class Proceed(Message):
     meeting: str
 
 
-@dataclass(frozen=True)
-class RankPlace:
-    """Where torchrun put this rank."""
-
-    rank: int
-    local_rank: int
-    size: int  # of the world
-    num_ranks_per_node: int
-
-
 class World:
     """This rank's place in the world, with its mailbox, its progress and its error reports.
 
     `join` creates it. `connect` adds torch.distributed later, when the config is known.
     """
 
-    def __init__(self, place: RankPlace, store: dist.Store, mail: Mailbox, watchdog: JsonChannel):
-        self.rank, self.local_rank, self.size = place.rank, place.local_rank, place.size
-        self.num_ranks_per_node = place.num_ranks_per_node
+    def __init__(
+        self, mail: Mailbox, local_rank: int, size: int, local_size: int, store: dist.Store, watchdog: JsonChannel
+    ):
+        self.rank, self.local_rank, self.size, self.num_ranks_per_node = mail.rank, local_rank, size, local_size
         self.store, self.mail = store, mail
         self.id = mail.token[:8]  # unique to this start of the world
         self.device = torch.device("cpu")
-        self._restarts = Restarts(place.rank, place.local_rank)
-        self.progress = Progress(place.rank, self._restarts)
-        self._debugger = Debugger(place.rank, self._print_about_debugger)
+        self._restarts = Restarts(self.rank, local_rank)
+        self.progress = Progress(self.rank, self._restarts)
+        self.stage = self.progress.stage
+        self._debugger = Debugger(self.rank, self._print_about_debugger)
         self.faults = FaultReporter(self.progress, mail, watchdog, self._debugger)
         self._signals = Signals(mail, self.faults)
         self._closers: list[Callable[[], None]] = []
-        self._num_arrived: dict[str, int] = {}  # by meeting, only on the hub
+        self._num_arrived = Counter[str]()  # by meeting, only on the hub
         self._meetings: dict[str, threading.Event] = {}  # set when all ranks have arrived
         mail.on(Proceed, lambda letter: self._is_met(letter.message.meeting).set())
         mail.on(Arrived, self._on_arrived)
@@ -88,18 +80,14 @@ class World:
     def roles(self) -> str:
         return self.progress.roles
 
-    def stage(self, name: str, item: str = "") -> AbstractContextManager[None]:
-        """Time a stage of the loop, and name it in the report of any error that leaves it."""
-        return self.progress.stage(name, item)
-
     def enter(self) -> None:
         """Find the board and the other ranks, and start to listen for messages and signals."""
         self._debugger.install()
         if self.rank == HUB:
             port = self.faults.host_board(self.mail.address[0], self.mail.token)
             self.store.set("board", json.dumps([self.mail.address[0], port]))
-        place = {"rank": self.rank, "local_rank": self.local_rank}
-        self.faults.tell_watchdog("join", token=self.mail.token, board=json.loads(self.store.get("board")), **place)
+        place = {"rank": self.rank, "local_rank": self.local_rank, "board": json.loads(self.store.get("board"))}
+        self.faults.tell_watchdog("join", token=self.mail.token, **place)
         self.faults.listen()
         self._signals.listen()
         self.store.set(f"mail/{self.rank}", json.dumps(self.mail.address))
@@ -117,8 +105,7 @@ class World:
         self._restarts.back_off(limits.max_fruitless_attempts)
         is_allowed = config.debug.breakpoints or config.debug.post_mortem or self.size == 1
         self._debugger.begin_run(folder, None if is_allowed else limits.transfer_timeout_s)
-        if config.debug.post_mortem:
-            self.faults.enable_post_mortem()
+        self.faults.has_post_mortem = config.debug.post_mortem
 
     def send_orders_to(self, leader: int) -> None:
         """Send the orders of signals to the leader from now on."""
@@ -159,7 +146,7 @@ class World:
 
     def close(self) -> None:
         """End normally. Wait until all ranks are done, so that no rank reports the exit of another as a failure."""
-        self.faults.ignore_lost_connections()
+        self.faults.ignores_lost_connections = True
         self.meet("the end")  # raises if another rank fails meanwhile
         self.faults.tell_watchdog("done")
         self._restarts.end_cleanly()
@@ -172,7 +159,7 @@ class World:
 
     def _on_arrived(self, letter: Letter[Arrived]) -> None:
         meeting = letter.message.meeting
-        self._num_arrived[meeting] = self._num_arrived.get(meeting, 0) + 1
+        self._num_arrived[meeting] += 1
         if self._num_arrived[meeting] == self.size:
             for rank in reversed(range(self.size)):  # the hub last, because it may exit at once
                 self.mail.send(rank, Proceed(meeting))
@@ -204,7 +191,7 @@ def _join() -> World:
     if rank == HUB:
         store.set("mail/token", secrets.token_hex(16))
     address, token = own_address(store), store.get("mail/token").decode()
-    place = RankPlace(rank, local_rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-    world = World(place, store, Mailbox(rank, address, token), watchdog_channel())
+    mail, local_size = Mailbox(rank, address, token), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    world = World(mail, local_rank, size, local_size, store, watchdog_channel())
     world.enter()
     return world
