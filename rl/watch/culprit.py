@@ -29,6 +29,12 @@ class RankState(Activity):
     collectives: str = ""  # file that NCCL's flight recorder was asked to write
 
     @property
+    def is_silent(self) -> bool:
+        """Return whether the rank has been silent for too long. A wait for other ranks or for a debugger may last."""
+        may_wait = self.debugged or (self.waits_for_others and not self.frozen)
+        return not may_wait and self.silent_s > self.limit_s
+
+    @property
     def is_excused(self) -> bool:
         """Return whether the rank does exceptional work and is within its limit."""
         return bool(self.exceptional) and not self.frozen and self.silent_s < self.limit_s

@@ -42,27 +42,9 @@ class RankMonitor:
         self.beat = self._heart.read() or self.beat
         self.silence.see(self.beat)
 
-    def frozen(self) -> str:
-        """Return why no thread of the rank runs, or "" if one does."""
-        return self.silence.frozen(self.beat, time.monotonic(), self._process.state)
-
-    def is_silent(self) -> bool:
-        """Return whether the rank has been silent for longer than its limit."""
-        return self.silence.is_silent(self.beat, time.monotonic(), self.frozen())
-
     def state(self) -> RankState:
         """Return what is known about the rank without a diagnosis."""
-        beat, now, frozen = self.beat, time.monotonic(), self.frozen()
-        return RankState(
-            **vars(beat.activity),
-            rank=self.rank,
-            host=self.host,
-            silent_s=round(self.silence.silent_s(beat, now, frozen), 1),
-            stage_s=round(now - beat.stage_at, 1),
-            limit_s=self.silence.limits.floor_s if frozen else self.silence.limit_s(beat),
-            frozen=frozen,
-            debugged=beat.is_in_debugger,
-        )
+        return self.silence.state(self.rank, self.host, self.beat, self._process.state, time.monotonic())
 
     def start_diagnosis(self) -> None:
         """Ask the rank for its stacks and collectives. `finished_diagnosis` returns the result later."""

@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
+from rl.watch.culprit import RankState
 from rl.watch.heart import Heartbeat
 
 STOPPED = "its process was stopped by a signal"
@@ -58,11 +59,6 @@ class SilenceDetector:
         """Do not count the last `seconds`. The watchdog itself did not run, so the rank probably did not either."""
         self._pauses.append((now, seconds))
 
-    def silent_s(self, beat: Heartbeat, now: float, frozen: str) -> float:
-        """Return the seconds of silence, without pauses of the machine."""
-        since = beat.alive_at if frozen else beat.progress_at
-        return max(0.0, now - since - sum(seconds for end, seconds in self._pauses if end > since))
-
     def limit_s(self, beat: Heartbeat) -> float:
         """Return how long the rank may be silent now.
 
@@ -77,18 +73,25 @@ class SilenceDetector:
         longest = max(longest, self._first_uses.get((activity.stage, beat.shape), 0.0))
         return min(self.limits.cap_s, max(self.limits.floor_s, STRETCH * longest))
 
-    def frozen(self, beat: Heartbeat, now: float, state: str) -> str:
-        """Return why no thread of the process runs. Return "" if one runs or the process is gone.
+    def state(self, rank: int, host: str, beat: Heartbeat, letter: str, now: float) -> RankState:
+        """Return the rank's state. `letter` is the kernel's state of its process, which is "" if the process is gone.
 
-        `state` is the kernel's letter for the process. Without an I/O thread, a frozen interpreter is not detected.
+        Without an I/O thread, a frozen interpreter is not detected.
         """
-        if state in ("T", "t"):
-            return STOPPED
-        is_stuck = self.silent_s(beat, now, FROZEN) > self.limits.floor_s
-        return FROZEN if state and beat.io_at and not beat.is_in_debugger and is_stuck else ""
+        floor_s, frozen = self.limits.floor_s, STOPPED if letter in ("T", "t") else ""
+        if letter and beat.io_at and not beat.is_in_debugger and self._seconds_since(beat.alive_at, now) > floor_s:
+            frozen = frozen or FROZEN
+        return RankState(
+            **vars(beat.activity),
+            rank=rank,
+            host=host,
+            silent_s=self._seconds_since(beat.alive_at if frozen else beat.progress_at, now),
+            stage_s=round(now - beat.stage_at, 1),
+            limit_s=floor_s if frozen else self.limit_s(beat),
+            frozen=frozen,
+            debugged=beat.is_in_debugger,
+        )
 
-    def is_silent(self, beat: Heartbeat, now: float, frozen: str) -> bool:
-        """Return whether the rank has been silent for too long. A wait for other ranks or for a debugger may last."""
-        limit_s = self.limits.floor_s if frozen else self.limit_s(beat)
-        may_wait = beat.is_in_debugger or (beat.activity.waits_for_others and not frozen)
-        return not may_wait and self.silent_s(beat, now, frozen) > limit_s
+    def _seconds_since(self, at: float, now: float) -> float:
+        """Return the seconds of silence, without pauses of the machine."""
+        return max(0.0, round(now - at - sum(seconds for end, seconds in self._pauses if end > at), 1))

@@ -208,7 +208,7 @@ class Watchdog:
         if stop and self._local_rank == 0:
             self._launcher.stop()  # before it sees a dead worker and restarts it
         self._rank_channel.send("abort", stop=stop)
-        self._kill_at = time.monotonic() + (0.0 if self._monitor.frozen() else GRACE_S)
+        self._kill_at = time.monotonic() + (0.0 if self._monitor.state().frozen else GRACE_S)
         if self._local_rank == 0 and self._monitor.folder is not None:
             self._write("history", self._note_end, self._monitor.folder, self._monitor.beat.activity.step, fatal)
 
@@ -236,7 +236,7 @@ class Watchdog:
             self._kill_at = math.inf
             self._process.kill()
         self._process.tick()
-        if now >= self._quiet_until and not (self._is_settled or is_ended) and self._monitor.is_silent():
+        if now >= self._quiet_until and not (self._is_settled or is_ended) and self._monitor.state().is_silent:
             self._report_silence()
 
     def _report_silence(self) -> None:
