@@ -14,10 +14,9 @@ T = TypeVar("T")
 def write_atomically(path: Path, data: bytes | str, fsync: bool = False) -> None:
     """Replace the contents of `path` by `data`, so that a reader sees either the old or the new file. Text is UTF-8.
 
-    The data goes to a temporary file in the same directory, which is then renamed. The temporary name contains host and
-    process id, because two processes may write the same file. `fsync` makes the data survive a crash of the machine.
+    `fsync` makes the data survive a crash of the machine.
     """
-    part = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.part")  # two processes may write the file
     try:
         with part.open("wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -31,10 +30,7 @@ def write_atomically(path: Path, data: bytes | str, fsync: bool = False) -> None
 
 
 def run_within_wait(work: Callable[[], T], default: T) -> T:
-    """Return what `work` returns, or `default` after WAIT_S seconds. In that case the work goes on in its thread.
-
-    Watchdogs use this for files, because a file system that hangs must not keep them from ending ranks.
-    """
+    """Return what `work` returns, or `default` after WAIT_S seconds, for watchdogs when a file system hangs."""
     results = [default]
 
     def run() -> None:

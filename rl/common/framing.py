@@ -34,9 +34,8 @@ def pack(head: Buffer, payload_length: int = 0) -> bytes:
 
 
 class FrameReader:
-    """Assemble frames from a socket.
+    """Assemble frames from a socket. A large payload is received directly into the buffer that the caller gets.
 
-    Small frames are read together. A large payload is received directly into the buffer that the caller gets.
     `max_head_bytes` and `max_payload_bytes` may change between frames, for example after a handshake.
     """
 
@@ -117,10 +116,7 @@ class FrameReader:
 
 
 class Channel(FrameReader):
-    """Send and receive frames over a socket without blocking.
-
-    Errors are not raised. `is_open` turns False when the peer is gone or has sent an invalid frame.
-    """
+    """Send and receive without blocking. Instead of an error, `is_open` turns False if the peer is gone or invalid."""
 
     def __init__(
         self, connection: socket.socket, max_head_bytes: int, max_payload_bytes: int = 0, max_unsent_bytes: float = inf

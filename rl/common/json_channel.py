@@ -22,7 +22,6 @@ class JsonChannel(Channel):
         self.send_frame(json.dumps({"kind": kind, **values}).encode())
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that have arrived. `is_open` says whether more may come."""
         try:
             messages = [json.loads(frame.head) for frame in self.receive_frames()]
         except ValueError:

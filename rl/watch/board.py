@@ -54,7 +54,6 @@ class Board:
         self._interrupt: Report | None = None  # a Ctrl-C, which explains most failures that follow it
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
-        """Handle a message of a rank's watchdog."""
         kind, now = message.pop("kind"), time.monotonic()
         entry = self.entries.get(rank)
         if kind == "beat":
@@ -170,11 +169,7 @@ class Board:
         return [entry.state for entry in self.entries.values() if not entry.is_gone]
 
     def _may_wait_longer(self) -> bool:
-        """Return whether the silence is no failure yet.
-
-        This is so if a rank is in a debugger, if a rank does exceptional work such as a compilation, or if the culprit
-        is within its limit. Other ranks may wait for exceptional work, whatever their stacks show.
-        """
+        """Return whether the silence is no failure yet. Ranks may wait for exceptional work, whatever stacks show."""
         present = self._present()
         culprit = find_culprit(present)
         return (

@@ -35,7 +35,6 @@ class BoardServer:
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send a message of rank 0's watchdog to the board."""
         self.board.handle(BOARD_RANK, {"kind": kind, **values})
 
     def tick(self) -> None:
@@ -51,10 +50,7 @@ class BoardServer:
         self.board.exclude_pause(seconds)
 
     def may_end(self, is_settled: bool) -> bool:
-        """Return whether this watchdog may exit. It exits last, because all others are connected to it.
-
-        `is_settled`: its own rank is done or aborted.
-        """
+        """Return whether this watchdog, whose own rank may be settled, may exit. It exits after all others."""
         return (is_settled or self.board.verdict is not None) and not self._peers
 
     def _accept(self) -> None:

@@ -15,15 +15,8 @@ _marked: set[type] = set()
 
 
 def mark_compilation() -> None:
-    """Report compilations by torch.compile and Triton as exceptional work.
-
-    Only modules that are imported already are covered. Call this again after further imports.
-    """
-    _mark_torch()
+    """Report compilations as exceptional work, by those compilers that are imported already."""
     _mark_triton()
-
-
-def _mark_torch() -> None:
     callback = sys.modules.get("torch._dynamo.callback")
     handler = getattr(callback, "callback_handler", None)
     if handler is not None and _begin not in handler.start_callbacks:  # `torch._dynamo.reset` removes callbacks
@@ -40,10 +33,9 @@ def _end(*details: object) -> None:
 
 
 def _mark_triton() -> None:
-    """Wrap the method that compiles a kernel.
+    """Wrap the method that compiles a kernel, because no hook of Triton is called when a compilation fails.
 
-    Triton's own hooks do not work here. With a hook set, Triton writes the constants of every kernel as JSON, which
-    fails for some of vLLM's kernels. And no hook is called when a compilation fails.
+    And with a hook set, Triton writes the constants of every kernel as JSON, which fails for some of vLLM's kernels.
     """
     function: Any = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
     if function is None or function in _marked or not hasattr(function, "_do_compile"):

@@ -68,10 +68,7 @@ class Heartbeat:
 
     @property
     def progress_at(self) -> float:
-        """Return when the rank last made progress. If it waits for its own threads, their progress counts too.
-
-        The time in a debugger does not count as silence.
-        """
+        """Return when the rank last made progress. If it waits for its own threads, their progress counts too."""
         background_at = self.background_at if self.activity.waits_for_itself else 0.0
         return max(self.at, self.debugger_closed_at, background_at)
 
@@ -83,8 +80,8 @@ class Heartbeat:
 class Heart:
     """Write a rank's heartbeats.
 
-    The main thread calls most methods. Other threads call the `touch_` methods, and autograd threads may begin or end
-    compilations.
+    Any thread may call the `touch_` methods, and autograd threads begin or end compilations. The rest is for the main
+    thread.
     """
 
     def __init__(self) -> None:
@@ -107,10 +104,7 @@ class Heart:
         self._write()
 
     def beat(self, item: str = "", tokens: int = 0, shape: str = "") -> None:
-        """Announce work on `item`.
-
-        `shape` is one of a few size classes. The first use of each in a stage may take longer than other work.
-        """
+        """Announce work on `item`. `shape` is one of a few size classes, whose first use in a stage may take longer."""
         with self._lock:
             self._activity.item = item[:MAX_ITEM]
             self._tokens += tokens
@@ -130,10 +124,7 @@ class Heart:
 
     @contextmanager
     def exceptional(self, what: str) -> Iterator[None]:
-        """Mark work whose duration cannot be estimated from earlier work of the stage, such as a compilation.
-
-        The limit of its silence is the cap, and nothing is learnt from its duration. Calls may nest.
-        """
+        """Mark work such as a compilation: its limit is the cap, and nothing is learnt from it. Calls may nest."""
         self.begin_exceptional(what)
         try:
             yield

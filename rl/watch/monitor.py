@@ -31,14 +31,10 @@ class RankMonitor:
         self._diagnosed: RankState | None = None
 
     def begin_run(self, folder: Path, collectives: str, limits: Limits) -> None:
-        """Use the run's folder and its limits of silence from now on.
-
-        `collectives` is the path of the flight recorder's files, without the rank. It is empty if nothing is recorded.
-        """
+        """Use the run's folder and limits. `collectives` is the path of the flight recorder's files, or empty."""
         self.folder, self._collectives, self.silence.limits = folder, collectives, limits
 
     def update(self) -> None:
-        """Read the newest heartbeat."""
         self.beat = self._heart.read() or self.beat
         self.silence.see(self.beat)
 

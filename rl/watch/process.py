@@ -14,9 +14,8 @@ class RankProcess:
     """Inspect and end the process of a rank and its children."""
 
     def __init__(self, pid: int, leads_group: bool):
-        """`leads_group` says that torchrun started the rank, which then leads a process group with its children."""
         self.pid, self.exit_fd = pid, os.pidfd_open(pid)
-        self._leads_group = leads_group
+        self._leads_group = leads_group  # torchrun started the rank, which leads a process group with its children
         self._kill_children_at: float | None = None
 
     @property
@@ -26,10 +25,9 @@ class RankProcess:
 
     @property
     def has_crashed(self) -> bool:
-        """Return whether the process ended with an error.
+        """Return whether the process ended with an error. The agent may reap it within 0.1 s, then nothing is known.
 
-        SIGTERM is no error: the agent sends it to end ranks when another rank failed or a node joined. The exit status
-        is visible only until the agent reaps the process, which may take just 0.1 s.
+        SIGTERM is no error: the agent sends it to end ranks when another rank failed or a node joined.
         """
         stat = self._stat()
         return stat[0] == "Z" and int(stat[-1]) not in (0, signal.SIGTERM)
@@ -60,7 +58,6 @@ class RankProcess:
 
     @property
     def has_children_left(self) -> bool:
-        """Return whether terminated children are still running."""
         return self._kill_children_at is not None
 
     def tick(self) -> None:
@@ -88,14 +85,10 @@ def remove_segments(world: str) -> None:
 
 
 class Launcher:
-    """Stop torchrun's agent, which would restart a rank that always fails, and count starts that ended early.
-
-    An early end comes before the ranks have met.
-    """
+    """Stop torchrun's agent, which would restart a rank that always fails. Count starts that ended before ranks met."""
 
     def __init__(self, pid: int):
-        """`pid` is the agent's process id, or 0 without torchrun."""
-        self._pid = pid
+        self._pid = pid  # the agent's, or 0 without torchrun
         # FOLDER/attempt_N/LOCAL_RANK/error.json, where the agent's FOLDER lives as long as the agent
         error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
         self._attempt = error_file.parents[1] if len(error_file.parents) > 3 else None
@@ -115,7 +108,7 @@ class Launcher:
                 mark.unlink()
 
     def count_early_death(self) -> int:
-        """Return how many starts in a row on this node ended early, or 0 if another rank has counted this one."""
+        """Return how many starts in a row of this node ended early, or 0 if another rank has counted this one."""
         with suppress(OSError):
             if self._pid and self._attempt is not None:
                 (self._attempt / EARLY).touch(exist_ok=False)

@@ -17,10 +17,9 @@ READ_S = 2.0  # torch reads its pipe once a second
 
 
 def keep_collectives(folder: Path, world: str, count: int) -> str:
-    """Record the last `count` collectives. Call this in the rank before its first process group on GPUs is created.
+    """Record the last `count` collectives. Return the path of the files, without the rank, or "" if `count` is 0.
 
-    Return the path of the files, without the rank, or "" if `count` is 0. Environment variables that the user has set
-    take precedence.
+    Call this in the rank before its first process group on GPUs is created. Variables that the user has set win.
     """
     _set(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(count))
     if not count:
@@ -40,12 +39,10 @@ def _set(names: tuple[str, ...], value: str) -> None:
 
 
 class Recording(threading.Thread):
-    """A watchdog's request for the last collectives of its rank. A thread, because the file system may be what hangs.
-
-    `stem` is the path of the file without the rank. It is empty if nothing is recorded.
-    """
+    """A watchdog's request for its rank's last collectives. A thread, because the file system may be what hangs."""
 
     def __init__(self, world: str, rank: int, stem: str):
+        """`stem` is the path of the file without the rank. It is empty if nothing is recorded."""
         super().__init__(daemon=True)
         self.path = ""  # path of the file, if a recorder listens
         self.is_pending = False  # the device has unfinished collectives, whatever the main thread does
@@ -69,10 +66,7 @@ class Recording(threading.Thread):
 
 
 def has_pending(trace: dict[str, Any]) -> bool:
-    """Return whether the device has unfinished collectives of any group.
-
-    Either another rank has not joined one, or earlier work in the queue does not end.
-    """
+    """Return whether another rank has not joined a collective of any group, or earlier work does not end."""
     groups = trace.get("pg_status", {}).values()
     return any(int(of["last_enqueued_collective"]) > int(of["last_completed_collective"]) for of in groups)
 

@@ -14,7 +14,7 @@ CAUSES = ("interrupt", "fatal", "error", "lost", "stopped", "silent", "terminate
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's report of its failure. It is sent as JSON."""
+    """One rank's report of its failure."""
 
     rank: int
     roles: str
@@ -30,13 +30,12 @@ class Report:
         return CAUSES.index(self.cause)
 
     def text(self) -> str:
-        place = f"rank {self.rank} ({self.roles}) on {self.host}, stage {self.stage}, step {self.step}"
-        if self.cause == "interrupt":
-            return f"oneworld: interrupted at step {self.step}, stage {self.stage}" + (self.error and f": {self.error}")
-        if self.cause == "stopped":
-            return f"oneworld: stopped at step {self.step}, stage {self.stage}: {self.error}"
+        if self.cause in ("interrupt", "stopped"):
+            how = "interrupted" if self.cause == "interrupt" else "stopped"
+            return f"oneworld: {how} at step {self.step}, stage {self.stage}" + (self.error and f": {self.error}")
         if self.cause == "fatal":
             return f"oneworld: {self.error}"
+        place = f"rank {self.rank} ({self.roles}) on {self.host}, stage {self.stage}, step {self.step}"
         return f"oneworld: {place}: {self.error}" + (f"\n{self.trace.rstrip()}" if self.trace else "")
 
     def signature(self) -> dict[str, object]:
@@ -52,13 +51,10 @@ class AttemptHistory:
 
     def __init__(self, folder: Path):
         self._fatal, self._last_error = folder / "FATAL", folder / "last_error.json"
-        self._attempts = folder / "attempts.json"
+        self._attempts = folder / "attempts.json"  # attempts without progress, and the furthest step they reached
 
     def forget_before(self, launched_at: float) -> None:
-        """Remove the files of earlier launches, but keep those of earlier attempts of this launch.
-
-        torchrun's restart count cannot tell them apart, because it differs between nodes.
-        """
+        """Remove the files of earlier launches. torchrun's restart count, which differs between nodes, is no help."""
         for file in (self._fatal, self._last_error, self._attempts):
             if file.exists() and file.stat().st_mtime < launched_at:
                 file.unlink()
@@ -77,21 +73,16 @@ class AttemptHistory:
         return before == now
 
     def count_attempt(self) -> tuple[int, int]:
-        """Count this attempt.
-
-        Return the number of attempts in a row without progress, including this one, and the furthest step they reached.
-        """
+        """Count this attempt. Return the attempts in a row without progress, with this one, and their furthest step."""
         count, furthest = self._read_attempts()
         self._write_attempts(count + 1, furthest)
         return count + 1, furthest
 
     def note_end(self, step: int) -> None:
-        """Record the step that rank 0 had reached."""
         count, furthest = self._read_attempts()
         self._write_attempts(count, max(step, furthest))
 
     def forget_attempts(self) -> None:
-        """Reset the count, because this attempt got further."""
         self._write_attempts(0, 0)
 
     def _read_attempts(self) -> tuple[int, int]:

@@ -13,7 +13,7 @@ STRETCH = 5.0  # a stage may be silent for this many times its longest silence s
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of the learnt limit, in seconds. The cap also applies to exceptional work and to work not seen before."""
+    """Bounds of the learnt limit, in seconds."""
 
     floor_s: float = 60.0
     cap_s: float = 1800.0
@@ -45,8 +45,7 @@ class SilenceDetector:
     def _learn(self, last: Heartbeat, silence_s: float) -> None:
         """Remember how long the work of the last heartbeat took.
 
-        The first use of a shape may include a compilation, so its time says nothing about other shapes. That time is
-        the estimate for the second use only.
+        The first use of a shape may include a compilation. So its time is the estimate for the second use only.
         """
         use = (last.activity.stage, last.shape)
         if last.is_first_use:

@@ -1,7 +1,4 @@
-"""Python stacks of a rank, even if its interpreter is frozen.
-
-A signal makes the rank write its stacks to memory that its watchdog reads.
-"""
+"""Python stacks of a rank, even if it is frozen: a signal makes it write them to memory that its watchdog reads."""
 
 import faulthandler
 import os
@@ -16,7 +13,7 @@ SIGNAL = signal.SIGUSR2
 MEMORY = "stacks"  # name of the memory file; tools/stacks.py looks for it
 ANSWER_S = 0.5  # for a rank to write its stacks
 # Paths of calls that need other ranks, or that wait for a device that may need them.
-WAITING_WORDS = (
+WAITING = (
     "torch/distributed/",
     "torch/autograd/",
     "torch/utils/checkpoint",
@@ -35,12 +32,9 @@ class Stacks:
         faulthandler.register(SIGNAL, self._file, all_threads=True)
 
     def ask(self, is_stopped: bool) -> None:
-        """Ask the rank to write its stacks. `take` returns them ANSWER_S later.
-
-        Both processes share the file position, so the rank writes at the beginning of the file.
-        """
+        """Ask the rank to write its stacks. `take` returns them ANSWER_S later."""
         os.ftruncate(self._file.fileno(), 0)
-        os.lseek(self._file.fileno(), 0, os.SEEK_SET)
+        os.lseek(self._file.fileno(), 0, os.SEEK_SET)  # both processes share the position
         with suppress(ProcessLookupError):
             os.kill(self._pid, SIGNAL)
             if is_stopped:  # wake it for a moment, so that it can answer
@@ -53,10 +47,7 @@ class Stacks:
 
 
 def write_stacks(stacks: str, folder: Path | None, rank: int) -> str:
-    """Write stacks to the run's folder and return the path.
-
-    Return "" if that fails or takes too long. The file system may be what hangs.
-    """
+    """Write stacks to the run's folder and return the path, or "" if that fails. The file system may be what hangs."""
     if not stacks or folder is None:
         return ""
     path = folder / "stacks" / f"{time.strftime('%Y%m%d-%H%M%S')}.rank_{rank}.txt"
@@ -74,4 +65,4 @@ def write_stacks(stacks: str, folder: Path | None, rank: int) -> str:
 def stands_in_collective(stacks: str) -> bool:
     """Return whether the innermost frames of the main thread belong to a call that needs other ranks."""
     main = stacks.partition("Current thread")[2].splitlines()[1:6]
-    return any(word in line for line in main for word in WAITING_WORDS)
+    return any(word in line for line in main for word in WAITING)

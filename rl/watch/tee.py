@@ -16,8 +16,8 @@ import termios
 import threading
 import tty
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rl.watch.parent import leave_rank
 
@@ -70,28 +70,25 @@ def next_attempt(logs: Path) -> int:
     return 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
-@dataclass
-class _Stream:
+class _Stream(NamedTuple):
     """An output stream of the rank. `writer` replaces the file descriptor `console` in the rank."""
 
     console: int
     reader: int
     writer: int
-    is_terminal: bool
 
 
 def _open(console: int) -> _Stream:
     if not os.isatty(console):
-        return _Stream(console, *os.pipe(), is_terminal=False)
-    reader, writer = os.openpty()
-    tty.setraw(writer)  # the real terminal translates line ends
-    stream = _Stream(console, reader, writer, is_terminal=True)
+        return _Stream(console, *os.pipe())
+    stream = _Stream(console, *os.openpty())
+    tty.setraw(stream.writer)  # the real terminal translates line ends
     _copy_size(stream)
     return stream
 
 
 def _copy_size(stream: _Stream) -> None:
-    with suppress(OSError):  # the terminal may be gone
+    with suppress(OSError):  # the terminal may be gone, or this may be a pipe
         size = fcntl.ioctl(stream.console, termios.TIOCGWINSZ, b"\0" * 8)
         fcntl.ioctl(stream.reader, termios.TIOCSWINSZ, size)
 
@@ -115,8 +112,7 @@ class _Tee:
                 else:
                     self._pass_on(self._streams[source])
             for stream in self._streams.values():
-                if stream.is_terminal:
-                    _copy_size(stream)
+                _copy_size(stream)
         if self._log is not None:
             self._log.finish()
 

@@ -2,11 +2,8 @@
 
 The watchdog reads the rank's heartbeats from shared memory. It sends them to the board, which lives in the watchdog of
 rank 0, and writes them to the run folder of its node. If the rank dies or is silent for too long, it asks the board for
-a verdict. It kills the rank when the board says so, or when the board cannot be reached.
-
-    heart.py -> monitor.py -> this file -> board_link.py -> board.py
-
-The board answers with orders: diagnose the rank, wait longer, or abort.
+a verdict. The board answers with orders: diagnose the rank, wait longer, or abort. The watchdog kills the rank when the
+board says so, or when the board cannot be reached.
 """
 
 import json
@@ -114,11 +111,15 @@ class Watchdog:
         """Return whether the rank is done or was told to abort."""
         return self._is_done or self._is_aborted
 
-    # Messages of the rank: `_on_KIND` handles messages of that kind
+    # Messages of the rank: `_on_KIND` handles messages of that kind. The board handles reports.
 
     def _read_rank(self) -> None:
         for message in self._rank_channel.receive():
-            getattr(self, f"_on_{message.pop('kind')}")(**message)
+            kind = message.pop("kind")
+            if kind in ("report", "interrupting"):
+                self._send(kind, report=message)
+            else:
+                getattr(self, f"_on_{kind}")(**message)
         if not self._rank_channel.is_open:
             self._selector.unregister(self._rank_channel.connection)
 
@@ -146,12 +147,6 @@ class Watchdog:
             self._launcher.forget_early_deaths()
         if self._server is not None:
             self._server.board.history = AttemptHistory(Path(folder))
-
-    def _on_report(self, **report: Any) -> None:
-        self._send("report", report=report)
-
-    def _on_interrupting(self, **report: Any) -> None:
-        self._send("interrupting", report=report)
 
     def _on_done(self) -> None:
         self._is_done = True
@@ -213,7 +208,6 @@ class Watchdog:
             self._write("history", self._note_end, self._monitor.folder, self._monitor.beat.activity.step, fatal)
 
     def _note_end(self, folder: Path, step: int, fatal: str) -> None:
-        """Record how the attempt ended."""
         history = AttemptHistory(folder)
         if fatal:
             history.write_fatal(fatal)

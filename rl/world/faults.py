@@ -70,8 +70,7 @@ class FaultReporter:
             self._report(report)
         self._verdict.wait(VERDICT_TIMEOUT_S)
         if self._stops_launcher:
-            # Give the watchdog time to stop the torchrun agent, which would otherwise restart the dead worker.
-            time.sleep(1.0)
+            time.sleep(1.0)  # for the watchdog to stop the torchrun agent, which would restart the dead worker
         if isinstance(error, Stopped):
             return EXIT_STOPPED
         return EXIT_INTERRUPTED if isinstance(error, INTERRUPTS) else EXIT_FAILED
@@ -86,7 +85,7 @@ class FaultReporter:
         self._report(self._progress.report(cause, text))
 
     def announce_interrupt(self) -> None:
-        """Tell the watchdog about a Ctrl-C, so that it is reported as the cause of any error that follows."""
+        """Tell the watchdog about a Ctrl-C, which then is reported as the cause of any error that follows."""
         self.tell_watchdog("interrupting", **asdict(self._describe(KeyboardInterrupt())))
 
     def tell_watchdog(self, kind: str, **values: Any) -> None:

@@ -3,8 +3,7 @@
     sender's thread --send--> socket --> receiver's I/O thread --> handler, or the inbox --receive--> main thread
 
 c10d is not used, because a gloo send blocks until the other side enters the matching receive, and it cannot be polled.
-An engine would have to wait for a busy actor, and a rank would wait for work inside a c10d call. Here the I/O thread
-always reads, so a sender waits only for the kernel. When a process ends, its connections close, and its peers notice.
+Here the I/O thread always reads, so a sender waits only for the kernel. When a process ends, its peers notice.
 
 A frame holds the name of the message class, its fields in msgpack, and raw bytes. Nothing is unpickled. The first frame
 of a connection holds the run's token, which ranks get from the rendezvous store. Connections without it are dropped.
@@ -135,10 +134,7 @@ class Mailbox:
         self._addresses.update(addresses)
 
     def send(self, rank: int, message: Message, payload: bytes | bytearray | memoryview = b"") -> None:
-        """Send a message. Messages from one rank to another arrive in order.
-
-        Raise PeerLost if the other side does not accept the message in time.
-        """
+        """Send a message, in order. Raise PeerLost if the other side does not accept it in time."""
         kind = type(message).__name__
         if rank == self.rank:
             self._deliver(_Arrival(rank, kind, message, bytes(payload)))
@@ -258,14 +254,12 @@ class Mailbox:
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Announce in the heartbeat that the main thread waits, so that the watchdog does not report it as silent."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    HEART.wait(what)
+    announce = HEART.wait if threading.current_thread() is threading.main_thread() else lambda what: None
+    announce(what)
     try:
         yield
     finally:
-        HEART.wait("")
+        announce("")
 
 
 def _notice_silence(connection: socket.socket) -> None:

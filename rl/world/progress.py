@@ -35,10 +35,7 @@ class Progress:
 
     @contextmanager
     def stage(self, name: str, item: str = "") -> Iterator[None]:
-        """Time a stage, and name it in the report of any error that leaves it.
-
-        `item` says what the stage works on, if that differs between visits.
-        """
+        """Time a stage, and name it in the report of any error that leaves it. `item` is what it works on."""
         outer, self._stage = self._stage, name
         HEART.enter(name, item)
         is_counted = outer in ("start", "step")  # a nested stage counts as part of its outer stage
@@ -56,7 +53,6 @@ class Progress:
             HEART.enter(outer)
 
     def take_seconds(self) -> dict[str, float]:
-        """Return the seconds spent in each stage since the last call."""
         taken, self.seconds = self.seconds, {}
         return taken
 

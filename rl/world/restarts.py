@@ -10,10 +10,10 @@ import psutil
 import torch.distributed as dist
 
 from rl.config.schema import ConfigError
-from rl.watch.heart import HEART
 from rl.watch.reports import AttemptHistory
 from rl.watch.tee import next_attempt
 from rl.world.bootstrap import log_to
+from rl.world.messages import waiting
 
 MAX_BACK_OFF_S = 60.0
 
@@ -21,8 +21,7 @@ MAX_BACK_OFF_S = 60.0
 class Restarts:
     """Count attempts of one launch that make no progress, wait longer after each, and finally give up.
 
-    The first rank of each node keeps the history of attempts. Only rank 0 counts them, by the step that it reached
-    itself: ranks that only serve are one step ahead of those that train, and nodes may share the folder.
+    Only rank 0 counts, by its own step: ranks that only serve are a step ahead, and nodes may share the folder.
     """
 
     def __init__(self, rank: int, local_rank: int):
@@ -32,7 +31,7 @@ class Restarts:
         self._has_begun = False
 
     def open_history(self, folder: Path) -> None:
-        """Open the history of attempts in the run's folder, and remove what earlier launches left."""
+        """Open the history of attempts, and remove what earlier launches left."""
         if not self._is_first_on_node:
             return
         try:
@@ -58,8 +57,7 @@ class Restarts:
             return
         assert self._history is not None
         count, self._furthest_step = self._history.count_attempt()
-        before = count - 1
-        if before >= max_attempts:
+        if (before := count - 1) >= max_attempts:
             raise ConfigError(
                 f"{before} attempts in a row got no further than those before (world.max_fruitless_attempts); their "
                 "errors are above and in the logs of the other nodes: mend the cause and start again"
@@ -67,9 +65,8 @@ class Restarts:
         if before >= 2:
             wait_s = min(MAX_BACK_OFF_S, 2.0 ** (before - 2))
             print(f"oneworld: {before} attempts in a row got no further than those before; the next in {wait_s:g} s")
-            HEART.wait(f"{wait_s:g} s to pass after {before} failed attempts")
-            time.sleep(wait_s)
-            HEART.wait("")
+            with waiting(f"{wait_s:g} s to pass after {before} failed attempts"):
+                time.sleep(wait_s)
 
     def reach(self, step: int) -> None:
         """Reset the count of attempts without progress once this one gets further than they did."""
@@ -85,10 +82,7 @@ class Restarts:
 
 
 def launcher_process() -> psutil.Process:
-    """Return the process that lives through all attempts of a launch.
-
-    It is the loop of launch/run_node.sh, or torchrun's agent, or this process if there is neither.
-    """
+    """Return the process that lives through all attempts: launch/run_node.sh, torchrun's agent, or this process."""
     if (loop := int(os.environ.get("ONEWORLD_LAUNCHER", 0))) and psutil.pid_exists(loop):
         return psutil.Process(loop)
     return psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())

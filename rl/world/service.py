@@ -34,9 +34,8 @@ def serve(world: World, services: Sequence[Service], until: Callable[[], bool]) 
         letter = world.mail.receive_within(0, *by_kind) if busy else world.mail.receive(*by_kind)
         if letter is not None:
             kind = type(letter.message)
-            service = by_kind[kind]
-            with world.stage(service.name, kind.__name__):
-                service.handle(letter)
+            with world.stage(by_kind[kind].name, kind.__name__):
+                by_kind[kind].handle(letter)
             continue
         for service in busy:
             with world.stage(service.name):

@@ -66,6 +66,7 @@ class World:
         self._debugger = Debugger(self.rank, self._print_about_debugger)
         self.faults = FaultReporter(self.progress, mail, watchdog, self._debugger)
         self._signals = Signals(mail, self.faults)
+        self.send_orders_to = self._signals.send_orders_to
         self._closers: list[Callable[[], None]] = []
         self._num_arrived = Counter[str]()  # by meeting, only on the hub
         self._meetings: dict[str, threading.Event] = {}  # set when all ranks have arrived
@@ -107,19 +108,12 @@ class World:
         self._debugger.begin_run(folder, None if is_allowed else limits.transfer_timeout_s)
         self.faults.has_post_mortem = config.debug.post_mortem
 
-    def send_orders_to(self, leader: int) -> None:
-        """Send the orders of signals to the leader from now on."""
-        self._signals.send_orders_to(leader)
-
     def at_end(self, closer: Callable[[], None]) -> None:
         """Call `closer` at the normal end, when no rank needs another any more."""
         self._closers.append(closer)
 
     def meet(self, name: str) -> None:
-        """Wait for all ranks without a timeout. Messages are used, because c10d calls would time out.
-
-        A meeting that all ranks have reached is over. A failure that comes later does not undo it.
-        """
+        """Wait for all ranks, by messages because c10d calls would time out. No later failure undoes a meeting."""
         self.mail.send(HUB, Arrived(name))
         with waiting("the other ranks"):
             while not self._is_met(name).wait(0.2):
