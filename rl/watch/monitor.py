@@ -10,7 +10,7 @@ from rl.watch.culprit import RankState
 from rl.watch.heart import Heart
 from rl.watch.process import RankProcess
 from rl.watch.recorder import READ_S, Recording
-from rl.watch.silence import STOPPED, Limits, SilenceDetector
+from rl.watch.silence import STOPPED, SilenceDetector
 from rl.watch.stacks import ANSWER_S, Stacks, stands_in_collective, write_stacks
 
 
@@ -21,18 +21,14 @@ class RankMonitor:
         self.rank, self.world = -1, ""  # set when the rank joins
         self.host = socket.gethostname()
         self.folder: Path | None = None  # of the run, once it is known
-        self._collectives = ""
-        self.silence = SilenceDetector(Limits())
+        self.collectives = ""  # path of the flight recorder's files, without the rank; empty if nothing is recorded
+        self.silence = SilenceDetector()
         beat = heart.read()
         assert beat is not None
         self.beat = beat
         self._heart, self._process, self._stacks = heart, process, stacks
         self._examined: RankState | None = None  # the state for which a diagnosis was requested last
         self._diagnosed: RankState | None = None
-
-    def begin_run(self, folder: Path, collectives: str, limits: Limits) -> None:
-        """Use the run's folder and limits. `collectives` is the path of the flight recorder's files, or empty."""
-        self.folder, self._collectives, self.silence.limits = folder, collectives, limits
 
     def update(self) -> None:
         self.beat = self._heart.read() or self.beat
@@ -45,7 +41,7 @@ class RankMonitor:
     def start_diagnosis(self) -> None:
         """Ask the rank for its stacks and collectives. `finished_diagnosis` returns the result later."""
         state = self._examined = self.state()  # read it first: a stopped process is woken to write its stacks
-        recording = Recording(self.world, self.rank, self._collectives)
+        recording = Recording(self.world, self.rank, self.collectives)
         recording.start()
         self._stacks.ask(is_stopped=state.frozen == STOPPED)
         threading.Thread(target=self._diagnose, args=[state, recording], daemon=True).start()

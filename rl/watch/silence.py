@@ -1,7 +1,6 @@
 """How long a rank may be silent. The limit is learnt for each stage from its longest silence so far."""
 
 from collections import deque
-from dataclasses import dataclass
 
 from rl.watch.culprit import RankState
 from rl.watch.heart import Heartbeat
@@ -11,19 +10,11 @@ FROZEN = "its interpreter is frozen"
 STRETCH = 5.0  # a stage may be silent for this many times its longest silence so far
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of the learnt limit, in seconds."""
-
-    floor_s: float = 60.0
-    cap_s: float = 1800.0
-
-
 class SilenceDetector:
     """Decide from heartbeats whether a rank has been silent for too long."""
 
-    def __init__(self, limits: Limits):
-        self.limits = limits  # replaced by those of the config, once it is known
+    def __init__(self, floor_s: float = 60.0, cap_s: float = 1800.0):
+        self.floor_s, self.cap_s = floor_s, cap_s  # bounds of the limit; those of the config, once it is known
         self._longest: dict[str, float] = {}  # by stage; only visits that have ended count
         self._in_visit = 0.0  # longest silence of the current visit
         self._first_uses: dict[tuple[str, str], float] = {}  # by stage and shape, until the second use
@@ -68,17 +59,17 @@ class SilenceDetector:
         is_unknown = activity.stage == "start" or beat.is_new or beat.is_first_use or bool(activity.exceptional)
         longest = None if is_unknown or activity.waits_for_itself else self._longest.get(activity.stage)
         if longest is None:
-            return self.limits.cap_s
+            return self.cap_s
         longest = max(longest, self._first_uses.get((activity.stage, beat.shape), 0.0))
-        return min(self.limits.cap_s, max(self.limits.floor_s, STRETCH * longest))
+        return min(self.cap_s, max(self.floor_s, STRETCH * longest))
 
     def state(self, rank: int, host: str, beat: Heartbeat, letter: str, now: float) -> RankState:
         """Return the rank's state. `letter` is the kernel's state of its process, which is "" if the process is gone.
 
         Without an I/O thread, a frozen interpreter is not detected.
         """
-        floor_s, frozen = self.limits.floor_s, STOPPED if letter in ("T", "t") else ""
-        if letter and beat.io_at and not beat.is_in_debugger and self._seconds_since(beat.alive_at, now) > floor_s:
+        frozen = STOPPED if letter in ("T", "t") else ""
+        if letter and beat.io_at and not beat.is_in_debugger and self._seconds_since(beat.alive_at, now) > self.floor_s:
             frozen = frozen or FROZEN
         return RankState(
             **vars(beat.activity),
@@ -86,7 +77,7 @@ class SilenceDetector:
             host=host,
             silent_s=self._seconds_since(beat.alive_at if frozen else beat.progress_at, now),
             stage_s=round(now - beat.stage_at, 1),
-            limit_s=floor_s if frozen else self.limit_s(beat),
+            limit_s=self.floor_s if frozen else self.limit_s(beat),
             frozen=frozen,
             debugged=beat.is_in_debugger,
         )

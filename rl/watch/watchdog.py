@@ -30,7 +30,6 @@ from rl.watch.monitor import RankMonitor
 from rl.watch.parent import leave_rank
 from rl.watch.process import Launcher, RankProcess, remove_segments
 from rl.watch.reports import AttemptHistory
-from rl.watch.silence import Limits
 from rl.watch.stacks import Stacks
 
 TICK_S = 0.1
@@ -142,7 +141,8 @@ class Watchdog:
         self._send_beat()
 
     def _on_run(self, folder: str, floor_s: float, cap_s: float, collectives: str) -> None:
-        self._monitor.begin_run(Path(folder), collectives, Limits(floor_s, cap_s))
+        self._monitor.folder, self._monitor.collectives = Path(folder), collectives
+        self._monitor.silence.floor_s, self._monitor.silence.cap_s = floor_s, cap_s
         if self._local_rank == 0:
             self._launcher.forget_early_deaths()
         if self._server is not None:
@@ -194,7 +194,7 @@ class Watchdog:
         if kind == "diagnose":
             self._monitor.start_diagnosis()
         elif kind == "wait":
-            self._quiet_until = time.monotonic() + self._monitor.silence.limits.floor_s
+            self._quiet_until = time.monotonic() + self._monitor.silence.floor_s
         elif kind == "abort" and not self._is_aborted:
             self._is_aborted = True
             self._abort(**message)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 from typing import IO, Any, cast
 
@@ -42,8 +43,7 @@ class Debugger:
     def begin_run(self, folder: Path, peer_timeout_s: float | None) -> None:
         """Put sockets into the run's folder from now on.
 
-        `peer_timeout_s` is how long other ranks wait for this one before their collectives fail. It is None if they
-        wait as long as a debugger is open.
+        `peer_timeout_s` is how long other ranks wait for this one, or None if they wait as long as a debugger is open.
         """
         self._folder, self._peer_timeout_s = folder, peer_timeout_s
 
@@ -106,11 +106,8 @@ class _RemotePdb(pdb.Pdb):
 
 
 def _place(frame: FrameType | None, traceback: TracebackType | None) -> str:
-    line = 0
-    while traceback is not None:
-        frame, line, traceback = traceback.tb_frame, traceback.tb_lineno, traceback.tb_next
-    assert frame is not None
-    return f"{frame.f_code.co_filename}:{line or frame.f_lineno}"
+    inner, line = next(walk_stack(frame)) if traceback is None else [*walk_tb(traceback)][-1]
+    return f"{inner.f_code.co_filename}:{line}"
 
 
 class Terminal(io.TextIOBase):

@@ -66,12 +66,9 @@ class Signals:
 
     def _send(self, action: Action) -> None:
         """Send in another thread: a checkpoint may occupy the connection, but the I/O thread must keep reading."""
-        leader = self._leader
-        if leader is None:
-            return
+        threading.Thread(target=self._send_now, args=[self._leader, Order(action)], daemon=True).start()
 
-        def send() -> None:
-            with suppress(PeerLost):  # the leader's watchdog reports its failure
-                self._mail.send(leader, Order(action))
-
-        threading.Thread(target=send, daemon=True).start()
+    def _send_now(self, leader: int | None, order: Order) -> None:
+        with suppress(PeerLost):  # the leader's watchdog reports its failure
+            if leader is not None:
+                self._mail.send(leader, order)

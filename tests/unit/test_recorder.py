@@ -16,7 +16,6 @@ from rl.watch.board import DIAGNOSIS_S
 from rl.watch.culprit import RankState
 from rl.watch.heart import Heart
 from rl.watch.monitor import RankMonitor
-from rl.watch.silence import Limits
 from rl.watch.stacks import Stacks
 
 
@@ -25,7 +24,7 @@ def diagnose(folder: Path) -> tuple[RankState, float]:
     process: Any = SimpleNamespace(state="S")  # that of a process that waits
     monitor = RankMonitor(Heart(), process, Stacks())
     monitor.rank, monitor.world = 7, "0123"
-    monitor.begin_run(folder, str(folder / "nccl_rank_"), Limits())
+    monitor.folder, monitor.collectives = folder, str(folder / "nccl_rank_")
     started = time.monotonic()
     monitor.start_diagnosis()
     while (state := monitor.finished_diagnosis()) is None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl.watch.heart import Activity, Heart, Heartbeat
-from rl.watch.silence import STRETCH, Limits, SilenceDetector
+from rl.watch.silence import STRETCH, SilenceDetector
 
 
 def beat(
@@ -31,7 +31,7 @@ def visit(detector: SilenceDetector, *times: float, stage: str = "update") -> No
 
 
 def test_the_limit_of_a_stage_is_a_multiple_of_its_longest_silence_between_floor_and_cap() -> None:
-    detector = SilenceDetector(Limits(floor_s=10, cap_s=100))
+    detector = SilenceDetector(floor_s=10, cap_s=100)
     detector.see(beat(1, at=0.1))
     detector.see(beat(5, at=0.5))
     assert detector.limit_s(beat(5, 0.5)) == 100, "only visits that have ended count: the longest part may come last"
@@ -47,7 +47,7 @@ def test_the_limit_of_a_stage_is_a_multiple_of_its_longest_silence_between_floor
 
 
 def test_a_long_stage_with_heartbeats_is_no_hang() -> None:
-    detector = SilenceDetector(Limits(floor_s=2, cap_s=100))
+    detector = SilenceDetector(floor_s=2, cap_s=100)
     visit(detector, 0.1, 1.1)
     for second in range(2, 100):
         detector.see(beat(second * 10, at=second))
@@ -56,7 +56,7 @@ def test_a_long_stage_with_heartbeats_is_no_hang() -> None:
 
 
 def test_the_first_work_of_a_kind_may_take_longer_than_other_work_of_its_stage() -> None:
-    detector, heart = SilenceDetector(Limits(floor_s=10, cap_s=100)), Heart()
+    detector, heart = SilenceDetector(floor_s=10, cap_s=100), Heart()
 
     def look() -> float:
         seen = heart.read()
@@ -75,7 +75,7 @@ def test_the_first_work_of_a_kind_may_take_longer_than_other_work_of_its_stage()
 
 
 def test_exceptional_work_may_last_until_the_cap_and_does_not_raise_the_limit() -> None:
-    detector = SilenceDetector(Limits(floor_s=60, cap_s=1800))
+    detector = SilenceDetector(floor_s=60, cap_s=1800)
     for step in range(3):
         visit(detector, *(10 * step + second for second in (1, 2, 3)))
     detector.see(beat(400, at=40))
@@ -94,7 +94,7 @@ def test_exceptional_work_may_last_until_the_cap_and_does_not_raise_the_limit() 
 
 
 def test_the_first_use_of_a_shape_is_an_estimate_for_the_second_use_only() -> None:
-    detector, heart, now = SilenceDetector(Limits(floor_s=10, cap_s=1000)), Heart(), 0.0
+    detector, heart, now = SilenceDetector(floor_s=10, cap_s=1000), Heart(), 0.0
 
     def work(shape: str, seconds: float) -> float:
         """Do one piece of work in a stage of its own, and return the limit that it had."""
@@ -127,7 +127,7 @@ def test_the_first_use_of_a_shape_is_an_estimate_for_the_second_use_only() -> No
 
 
 def test_a_rank_that_waits_is_not_silent_and_its_waiting_does_not_raise_the_limit() -> None:
-    detector = SilenceDetector(Limits(floor_s=2, cap_s=100))
+    detector = SilenceDetector(floor_s=2, cap_s=100)
     visit(detector, 0.1, 1.1)
     detector.see(beat(20, 2, waits_for="group"))
     assert not is_silent(detector, beat(20, 2, waits_for="group"), now=5000)
@@ -136,7 +136,7 @@ def test_a_rank_that_waits_is_not_silent_and_its_waiting_does_not_raise_the_limi
 
 
 def test_a_rank_that_waits_for_its_own_disk_is_silent_after_the_cap_without_progress() -> None:
-    detector = SilenceDetector(Limits(floor_s=2, cap_s=100))
+    detector = SilenceDetector(floor_s=2, cap_s=100)
     visit(detector, 0.1, 1.1)
     waits = beat(20, at=2, waits_for="its checkpoint")
     progresses = beat(20, at=2, waits_for="its checkpoint", background_at=90.0)
@@ -150,7 +150,7 @@ def test_a_rank_that_waits_for_its_own_disk_is_silent_after_the_cap_without_prog
 
 
 def test_a_rank_in_a_debugger_is_not_silent_and_that_time_does_not_raise_the_limit() -> None:
-    detector = SilenceDetector(Limits(floor_s=2, cap_s=1000))
+    detector = SilenceDetector(floor_s=2, cap_s=1000)
     visit(detector, 0.1, 1.0)
     debugged = beat(20, at=2.0, debugger_opened_at=2.5)
     detector.see(debugged)
@@ -164,14 +164,14 @@ def test_a_rank_in_a_debugger_is_not_silent_and_that_time_does_not_raise_the_lim
 
 
 def test_a_frozen_rank_is_silent_after_the_floor_also_when_it_waits() -> None:
-    detector = SilenceDetector(Limits(floor_s=2, cap_s=100))
+    detector = SilenceDetector(floor_s=2, cap_s=100)
     frozen = beat(1, at=0, waits_for="group", io_at=10)
     assert not is_silent(detector, frozen, now=11.9, letter="T")
     assert is_silent(detector, frozen, now=12.1, letter="T")
 
 
 def test_a_pause_of_the_machine_is_not_blamed_on_its_rank() -> None:
-    detector = SilenceDetector(Limits(floor_s=10, cap_s=100))
+    detector = SilenceDetector(floor_s=10, cap_s=100)
     visit(detector, 0.1, 1.0)
     before = beat(20, at=2.0, io_at=4.0)
     detector.exclude_pause(now=505.0, seconds=500.0)

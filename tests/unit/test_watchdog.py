@@ -22,7 +22,7 @@ from rl.watch.heart import Heart
 from rl.watch.monitor import RankMonitor
 from rl.watch.process import Launcher, RankProcess
 from rl.watch.reports import AttemptHistory
-from rl.watch.silence import Limits
+from rl.watch.silence import SilenceDetector
 from rl.watch.stacks import Stacks, stands_in_collective
 from rl.watch.watchdog import Watchdog
 from tests.launcher import until
@@ -137,8 +137,8 @@ def test_a_state_names_exceptional_work_and_its_limit() -> None:
         compiles = monitor.state()
     monitor.update()
     works = monitor.state()
-    assert (compiles.exceptional, compiles.limit_s) == ("compiling", Limits().cap_s)
-    assert (works.exceptional, works.limit_s) == ("", Limits().floor_s)
+    assert (compiles.exceptional, compiles.limit_s) == ("compiling", SilenceDetector().cap_s)
+    assert (works.exceptional, works.limit_s) == ("", SilenceDetector().floor_s)
 
 
 @pytest.mark.parametrize(
