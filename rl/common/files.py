@@ -12,10 +12,7 @@ T = TypeVar("T")
 
 
 def write_atomically(path: Path, data: bytes | str, fsync: bool = False) -> None:
-    """Replace the contents of `path` by `data`, so that a reader sees either the old or the new file. Text is UTF-8.
-
-    `fsync` makes the data survive a crash of the machine.
-    """
+    """Replace a file, so that a reader sees the old or the new one. `fsync` makes it survive a crash of the machine."""
     part = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.part")  # two processes may write the file
     try:
         with part.open("wb") as file:

@@ -34,10 +34,7 @@ def pack(head: Buffer, payload_length: int = 0) -> bytes:
 
 
 class FrameReader:
-    """Assemble frames from a socket. A large payload is received directly into the buffer that the caller gets.
-
-    `max_head_bytes` and `max_payload_bytes` may change between frames, for example after a handshake.
-    """
+    """Assemble frames from a socket. The limits may change between frames, for example after a handshake."""
 
     def __init__(self, connection: socket.socket, max_head_bytes: int, max_payload_bytes: int = 0):
         self.connection = connection
@@ -50,8 +47,7 @@ class FrameReader:
         """Yield the frames that have arrived. Never block, unless the socket has a timeout.
 
         Always iterate to the end, because the socket does not become readable again for frames that are buffered here.
-        Raise ValueError for a frame with a wrong prefix or above a limit, ConnectionError at the end of the stream, and
-        any other OSError of the socket.
+        Raise ValueError for a wrong prefix or a frame above a limit, and OSError at the end of the stream.
         """
         num_reads, has_more = 0, True
         with suppress(BlockingIOError):
@@ -107,7 +103,7 @@ class FrameReader:
         if end <= len(unread):
             self._begin = end
             return Frame(unread[begin:middle], unread[middle:end])
-        if middle <= len(unread) and payload_length > READ_BYTES:
+        if middle <= len(unread) and payload_length > READ_BYTES:  # receive the rest without a copy
             self._large, self._begin = Frame(unread[begin:middle], bytearray(payload_length)), len(unread)
             self._missing = memoryview(self._large.payload)
             self._missing[: len(unread) - middle] = unread[middle:]

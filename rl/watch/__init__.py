@@ -2,8 +2,7 @@
 
     heart.py        heartbeats: what a rank is doing, in memory shared with its watchdog
     compilation.py  heartbeats for torch.compile and Triton
-    monitor.py      the watchdog's view of its rank; uses silence.py (how long a rank may be silent), stacks.py (Python
-                    stacks) and recorder.py (NCCL's flight recorder)
+    monitor.py      the watchdog's view of its rank, by silence.py, stacks.py and recorder.py (NCCL's flight recorder)
     watchdog.py     the watchdog's main loop, and the fork that starts it
     board.py        the table of all ranks, which decides who failed; lives in the watchdog of rank 0
     board_link.py   connections to the board: the server in the watchdog of rank 0, the clients in all others

@@ -1,9 +1,8 @@
 """The board: a table of all ranks that decides who failed. It lives in the watchdog of rank 0, so it survives rank 0.
 
 Watchdogs send heartbeats, and reports of exceptions, deaths and silence. After the first report, the board collects
-others for a moment: a broken connection may arrive before the exception that caused it. Then it prints one block that
-says which rank failed, at which stage, how long it was silent and which ranks waited for it. Finally it tells every
-watchdog to end its rank.
+others for a moment: a broken connection may arrive before the exception that caused it. Then it prints which rank
+failed, and what the others did, and tells every watchdog to end its rank.
 """
 
 import time
@@ -172,11 +171,11 @@ class Board:
         """Return whether the silence is no failure yet. Ranks may wait for exceptional work, whatever stacks show."""
         present = self._present()
         culprit = find_culprit(present)
-        return (
-            any(state.debugged for state in present)
-            or (not culprit.frozen and any(state.is_excused for state in present))
-            or (not culprit.waits_for_others and culprit.silent_s < culprit.limit_s)
-        )
+        within_limit = [state for state in present if not state.frozen and state.silent_s < state.limit_s]
+        is_excused = not culprit.frozen and any(state.exceptional for state in within_limit)
+        if is_excused or any(state.debugged for state in present):
+            return True
+        return not culprit.waits_for_others and culprit.silent_s < culprit.limit_s
 
     def _explain(self, report: Report) -> Report:
         """Add what the other ranks were doing, if the cause is an error, a loss or silence."""

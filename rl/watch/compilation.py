@@ -1,7 +1,6 @@
-"""Heartbeats for compilers. torch.compile and Triton compile whenever they meet a new shape, even late in a run.
+"""Heartbeats for torch.compile and Triton, which compile whenever they meet a new shape, even late in a run.
 
-A compilation may take minutes in a stage that took only a second so far. This module imports neither compiler, because
-a rank that uses neither should not wait for their imports.
+This module imports neither compiler, because a rank that uses neither should not wait for their imports.
 """
 
 import sys

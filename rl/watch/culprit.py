@@ -10,11 +10,7 @@ from rl.watch.heart import Activity
 
 @dataclass(kw_only=True)
 class RankState(Activity):
-    """What a watchdog knows about its rank. Watchdogs send it as JSON, and status files hold it.
-
-    The last four fields are a diagnosis, from the stacks and collectives of a silent rank. A file name is empty if
-    there is no file.
-    """
+    """What a watchdog knows about its rank. Watchdogs send it as JSON, and status files hold it."""
 
     rank: int
     host: str
@@ -23,6 +19,7 @@ class RankState(Activity):
     limit_s: float = 0.0  # how long it may be silent
     frozen: str = ""  # why no thread of the process runs; empty if one does
     debugged: bool = False  # a person has the rank in a debugger, so there is no limit
+    # The rest is a diagnosis of a silent rank. A file name is empty if there is no file.
     in_collective: bool = False  # the main thread is in a call that needs other ranks
     is_pending: bool = False  # the device has unfinished collectives
     stacks: str = ""  # file with the stacks
@@ -33,11 +30,6 @@ class RankState(Activity):
         """Return whether the rank has been silent for too long. A wait for other ranks or for a debugger may last."""
         may_wait = self.debugged or (self.waits_for_others and not self.frozen)
         return not may_wait and self.silent_s > self.limit_s
-
-    @property
-    def is_excused(self) -> bool:
-        """Return whether the rank does exceptional work and is within its limit."""
-        return bool(self.exceptional) and not self.frozen and self.silent_s < self.limit_s
 
 
 def find_culprit(states: Sequence[RankState]) -> RankState:

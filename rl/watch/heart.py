@@ -1,9 +1,8 @@
 """Heartbeats: what a rank is doing now, in memory that it shares with its watchdog.
 
-Writing a heartbeat takes a few microseconds. The watchdog can read it even when the rank is frozen. A rank writes one
-for every stage, engine step, micro-batch and message. It also announces when it waits for others, so that their silence
-is not blamed on it, and when it begins exceptional work. The duration of exceptional work, such as a compilation,
-cannot be estimated from earlier work.
+Writing a heartbeat takes a few microseconds. A rank writes one for every stage, engine step, micro-batch and message.
+It also announces when it waits for others, so that their silence is not blamed on it, and when it begins exceptional
+work. The duration of exceptional work, such as a compilation, cannot be estimated from earlier work.
 """
 
 import json
@@ -12,7 +11,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 SIZE = 16_384  # bytes; holds four texts of MAX_ITEM characters, each of which JSON may write in 12 bytes
 # The memory begins with a sequence number, which is odd while a heartbeat is written, and the length of its text. Four
@@ -63,10 +63,6 @@ class Heartbeat:
     debugger_closed_at: float = 0.0
 
     @property
-    def alive_at(self) -> float:
-        return max(self.at, self.io_at, self.debugger_closed_at)
-
-    @property
     def progress_at(self) -> float:
         """Return when the rank last made progress. If it waits for its own threads, their progress counts too."""
         background_at = self.background_at if self.activity.waits_for_itself else 0.0
@@ -78,11 +74,7 @@ class Heartbeat:
 
 
 class Heart:
-    """Write a rank's heartbeats.
-
-    Any thread may call the `touch_` methods, and autograd threads begin or end compilations. The rest is for the main
-    thread.
-    """
+    """Write a rank's heartbeats. Threads call the `touch_` methods, and begin or end compilations in autograd."""
 
     def __init__(self) -> None:
         self._activity = Activity()
@@ -152,12 +144,10 @@ class Heart:
             self._use("")
             self._write()
 
-    def describe(self, roles: str | None = None, step: int | None = None, version: int | None = None) -> None:
-        """Set the values that are not None."""
+    def describe(self, **values: Any) -> None:
+        """Set `roles`, `step` or `version`."""
         with self._lock:
-            for name, value in {"roles": roles, "step": step, "version": version}.items():
-                if value is not None:
-                    setattr(self._activity, name, value)
+            self._activity = replace(self._activity, **values)
             self._write()
 
     def wait(self, what: str) -> None:

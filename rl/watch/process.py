@@ -25,12 +25,9 @@ class RankProcess:
 
     @property
     def has_crashed(self) -> bool:
-        """Return whether the process ended with an error. The agent may reap it within 0.1 s, then nothing is known.
-
-        SIGTERM is no error: the agent sends it to end ranks when another rank failed or a node joined.
-        """
+        """Return whether the process ended with an error. The agent may reap it within 0.1 s, then nothing is known."""
         stat = self._stat()
-        return stat[0] == "Z" and int(stat[-1]) not in (0, signal.SIGTERM)
+        return stat[0] == "Z" and int(stat[-1]) not in (0, signal.SIGTERM)  # SIGTERM: the agent ends ranks by it
 
     def _stat(self) -> list[str]:
         """Return the fields of /proc/PID/stat, beginning with the state. The last one is the exit status."""

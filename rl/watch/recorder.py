@@ -1,7 +1,6 @@
 """NCCL's flight recorder: a rank's last collectives on GPUs. Its watchdog requests them when ranks are silent.
 
-A thread of torch answers, even while the main thread is in a collective. `torchfrtrace` reads the files of all ranks
-and shows in which collective they differ.
+A thread of torch answers. `torchfrtrace` reads the files of all ranks and shows in which collective they differ.
 """
 
 import os
@@ -17,9 +16,9 @@ READ_S = 2.0  # torch reads its pipe once a second
 
 
 def keep_collectives(folder: Path, world: str, count: int) -> str:
-    """Record the last `count` collectives. Return the path of the files, without the rank, or "" if `count` is 0.
+    """Record the last `count` collectives, in the rank before its first process group. Variables of the user win.
 
-    Call this in the rank before its first process group on GPUs is created. Variables that the user has set win.
+    Return the path of the files, without the rank, or "" if `count` is 0.
     """
     _set(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(count))
     if not count:

@@ -44,10 +44,7 @@ class Report:
 
 
 class AttemptHistory:
-    """Files in the run's folder that tell an attempt about earlier attempts of the same launch.
-
-    Each node keeps its own files, because nodes may not share a disk.
-    """
+    """Files that tell an attempt about earlier ones of its launch, on each node because nodes may not share a disk."""
 
     def __init__(self, folder: Path):
         self._fatal, self._last_error = folder / "FATAL", folder / "last_error.json"

@@ -34,12 +34,9 @@ class SilenceDetector:
             self._in_visit = 0.0
 
     def _learn(self, last: Heartbeat, silence_s: float) -> None:
-        """Remember how long the work of the last heartbeat took.
-
-        The first use of a shape may include a compilation. So its time is the estimate for the second use only.
-        """
+        """Remember how long the work of the last heartbeat took."""
         use = (last.activity.stage, last.shape)
-        if last.is_first_use:
+        if last.is_first_use:  # may include a compilation, so it is an estimate for the second use only
             self._first_uses[use] = max(self._first_uses.get(use, 0.0), silence_s)
         else:
             self._first_uses.pop(use, None)
@@ -64,18 +61,16 @@ class SilenceDetector:
         return min(self.cap_s, max(self.floor_s, STRETCH * longest))
 
     def state(self, rank: int, host: str, beat: Heartbeat, letter: str, now: float) -> RankState:
-        """Return the rank's state. `letter` is the kernel's state of its process, which is "" if the process is gone.
-
-        Without an I/O thread, a frozen interpreter is not detected.
-        """
+        """Return the rank's state. `letter` is the kernel's state of its process, or "" if the process is gone."""
+        alive_at = max(beat.at, beat.io_at, beat.debugger_closed_at)
         frozen = STOPPED if letter in ("T", "t") else ""
-        if letter and beat.io_at and not beat.is_in_debugger and self._seconds_since(beat.alive_at, now) > self.floor_s:
+        if letter and beat.io_at and not beat.is_in_debugger and self._seconds_since(alive_at, now) > self.floor_s:
             frozen = frozen or FROZEN
         return RankState(
             **vars(beat.activity),
             rank=rank,
             host=host,
-            silent_s=self._seconds_since(beat.alive_at if frozen else beat.progress_at, now),
+            silent_s=self._seconds_since(alive_at if frozen else beat.progress_at, now),
             stage_s=round(now - beat.stage_at, 1),
             limit_s=self.floor_s if frozen else self.limit_s(beat),
             frozen=frozen,

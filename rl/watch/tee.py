@@ -1,9 +1,7 @@
 """Copy a rank's console output to its log, whether Python, C++ or a child process writes it.
 
 A small process beside the rank reads the output, so that nothing is lost when the rank is killed. If the console is a
-terminal, the rank gets a pseudo-terminal, so progress bars keep working.
-
-    rank, its children and its watchdog -> a pipe or a pseudo-terminal -> this process -> log, console
+terminal, the rank gets a pseudo-terminal instead of a pipe, so progress bars keep working.
 """
 
 import fcntl
@@ -96,17 +94,14 @@ def _copy_size(stream: _Stream) -> None:
 class _Tee:
     def __init__(self, streams: list[_Stream], connection: socket.socket):
         self._streams = {stream.reader: stream for stream in streams}
-        self._connection: socket.socket | None = connection
+        self._connections = [connection]  # until it has sent the log
         self._log: _Log | None = None
         self._early: bytes | None = b""  # output before the log is known; None afterwards
         self._broken: set[int] = set()  # consoles that are gone
 
     def run(self) -> None:
         while self._streams:
-            sources: list[int | socket.socket] = [*self._streams]
-            if self._connection is not None:
-                sources.append(self._connection)
-            for source in select.select(sources, [], [], TICK_S)[0]:
+            for source in select.select([*self._streams, *self._connections], [], [], TICK_S)[0]:
                 if isinstance(source, socket.socket):
                     self._take_log(source)
                 else:
@@ -124,7 +119,7 @@ class _Tee:
         if files:
             self._log = _Log(files[0])
             self._log.write(self._early or b"")
-        self._connection = self._early = None
+        self._connections, self._early = [], None
 
     def _pass_on(self, stream: _Stream) -> None:
         try:

@@ -63,10 +63,9 @@ def start_watchdog() -> JsonChannel:
 
 
 class Watchdog:
-    """The main loop of a watchdog process, and its state."""
+    """`pid` and `connection` belong to the rank. `agent` is torchrun's process id, or 0 without torchrun."""
 
     def __init__(self, pid: int, agent: int, connection: socket.socket, heart: Heart, stacks: Stacks):
-        """`pid` and `connection` belong to the rank. `agent` is torchrun's process id, or 0 without torchrun."""
         self._process, self._launcher = RankProcess(pid, leads_group=bool(agent)), Launcher(agent)
         self._monitor = RankMonitor(heart, self._process, stacks)
         self._selector = selectors.DefaultSelector()
@@ -107,7 +106,6 @@ class Watchdog:
 
     @property
     def _is_settled(self) -> bool:
-        """Return whether the rank is done or was told to abort."""
         return self._is_done or self._is_aborted
 
     # Messages of the rank: `_on_KIND` handles messages of that kind. The board handles reports.
@@ -156,8 +154,7 @@ class Watchdog:
         self._send("done")
 
     def _on_raised(self) -> None:
-        """Record that the rank failed before it joined, for example because an import failed."""
-        self._has_raised = True
+        self._has_raised = True  # before it joined, for example because an import failed
 
     def _rank_ended(self) -> None:
         self._selector.unregister(self._process.exit_fd)

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 
 
 def own_address(store: "dist.Store") -> str:
-    """Return this node's address on the route to the rendezvous host.
+    """Return this node's address on the route to the rendezvous host, and let gloo use its interface too.
 
     On the rendezvous host itself, its name may resolve to a loopback address (127.0.1.1 on Debian), which other nodes
-    cannot reach. Then return the address on the route to another node, unless all nodes are on this host. gloo would
-    also use the loopback, so set GLOO_SOCKET_IFNAME to the interface of the returned address.
+    cannot reach. Then return the address on the route to another node, unless all nodes are on this host.
     """
     master = os.environ["MASTER_ADDR"]
     address = address_towards(master)

@@ -1,8 +1,7 @@
 """Prepare a rank before torch is imported. Every program that joins a world imports this module first.
 
 The log writer and the watchdog are forked while the process is still small, and the reward server is started. Garbage
-collection stays off until the run is built. Imports create about a million permanent objects, and scanning them would
-take a second at every start, and more time in the loop.
+collection stays off until the run is built: imports create about a million objects, which take a second to scan.
 """
 
 import atexit

@@ -41,10 +41,7 @@ class Debugger:
         sys.breakpointhook = self._break
 
     def begin_run(self, folder: Path, peer_timeout_s: float | None) -> None:
-        """Put sockets into the run's folder from now on.
-
-        `peer_timeout_s` is how long other ranks wait for this one, or None if they wait as long as a debugger is open.
-        """
+        """Put sockets into the run's folder. Other ranks wait for this one as long as `peer_timeout_s`, or forever."""
         self._folder, self._peer_timeout_s = folder, peer_timeout_s
 
     def _break(self, *args: Any, **kwargs: Any) -> None:
@@ -111,10 +108,7 @@ def _place(frame: FrameType | None, traceback: TracebackType | None) -> str:
 
 
 class Terminal(io.TextIOBase):
-    """The stream that pdb reads and writes: a socket that one person at a time can attach to.
-
-    When a person detaches, the rank stays where it is. The next one sees the latest output.
-    """
+    """The stream of pdb: a socket that one person at a time can attach to. The next one sees the latest output."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None

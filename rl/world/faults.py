@@ -4,9 +4,8 @@ A rank that fails tells its watchdog (rl/watch). The watchdog tells the board, w
 The board also receives reports of dead and silent ranks. It prints one report and tells every watchdog to end its rank.
 A watchdog kills a rank that does not exit by itself, so a stuck collective cannot keep the world alive.
 
-torchrun restarts workers after any failure, whatever their exit code. On each node, the watchdog of the first rank
-therefore stops the torchrun agent after a fatal error (bad settings, Ctrl-C, the same error at the same step twice).
-The file `FATAL` in the run's folder says why.
+torchrun restarts workers after any failure. So the watchdog of each node's first rank stops the torchrun agent after a
+fatal error (bad settings, Ctrl-C, the same error at the same step twice). `FATAL` in the run's folder says why.
 """
 
 import bdb

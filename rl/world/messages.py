@@ -5,8 +5,8 @@
 c10d is not used, because a gloo send blocks until the other side enters the matching receive, and it cannot be polled.
 Here the I/O thread always reads, so a sender waits only for the kernel. When a process ends, its peers notice.
 
-A frame holds the name of the message class, its fields in msgpack, and raw bytes. Nothing is unpickled. The first frame
-of a connection holds the run's token, which ranks get from the rendezvous store. Connections without it are dropped.
+A frame holds the name of the message class, its fields in msgpack, and raw bytes. The first frame of a connection holds
+the run's token, which ranks get from the rendezvous store. Connections without it are dropped.
 """
 
 import json
@@ -277,13 +277,10 @@ def _words(kind: type[Message]) -> str:
 
 
 def _encode(kind: str, message: Message) -> bytes:
-    """Return the head of a frame. Fields that msgpack cannot hold travel as JSON inside it.
-
-    Data of users may contain them: integers beyond 64 bits, and strings with half a surrogate pair.
-    """
+    """Return the head of a frame. Fields that msgpack cannot hold travel as JSON inside it."""
     try:
         return msgspec.msgpack.encode((kind, message))
-    except (OverflowError, UnicodeEncodeError):
+    except (OverflowError, UnicodeEncodeError):  # integers beyond 64 bits, or half a surrogate pair, in users' data
         return msgspec.msgpack.encode((kind, json.dumps(asdict(message)).encode()))  # type: ignore[call-overload]
 
 

@@ -31,7 +31,6 @@ class Restarts:
         self._has_begun = False
 
     def open_history(self, folder: Path) -> None:
-        """Open the history of attempts, and remove what earlier launches left."""
         if not self._is_first_on_node:
             return
         try:
@@ -69,7 +68,6 @@ class Restarts:
                 time.sleep(wait_s)
 
     def reach(self, step: int) -> None:
-        """Reset the count of attempts without progress once this one gets further than they did."""
         if not self._has_begun:
             self._has_begun, self._furthest_step = True, max(step, self._furthest_step)
         elif self._rank == 0 and self._history is not None and step > self._furthest_step:

@@ -51,9 +51,7 @@ class EndService(Service):
     """Record when `serve` should return, on ranks that only serve."""
 
     kinds = (EndRun,)
-
-    def __init__(self) -> None:
-        self.ended = False
+    ended = False
 
     def handle(self, letter: Letter[EndRun]) -> None:
         self.ended = True

@@ -48,10 +48,7 @@ class Proceed(Message):
 
 
 class World:
-    """This rank's place in the world, with its mailbox, its progress and its error reports.
-
-    `join` creates it. `connect` adds torch.distributed later, when the config is known.
-    """
+    """This rank's place in the world. `join` creates it, and `connect` adds torch.distributed later."""
 
     def __init__(
         self, mail: Mailbox, local_rank: int, size: int, local_size: int, store: dist.Store, watchdog: JsonChannel
