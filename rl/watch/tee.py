@@ -101,7 +101,8 @@ class _Tee:
 
     def run(self) -> None:
         while self._streams:
-            for source in select.select([*self._streams, *self._connections], [], [], TICK_S)[0]:
+            sources: list[int | socket.socket] = [*self._streams, *self._connections]
+            for source in select.select(sources, [], [], TICK_S)[0]:
                 if isinstance(source, socket.socket):
                     self._take_log(source)
                 else:
