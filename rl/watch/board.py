@@ -71,17 +71,13 @@ class Board:
         elif kind == "interrupting":
             self._interrupt = Report(**message["report"])
         elif kind == "died":
-            self._lose(rank, "its process ended without a word")
+            self.lose(rank, "its process ended without a word")
         elif kind == "silent":
             self._start_diagnosis(rank)
         elif kind == "diagnosis":
             entry.state, entry.is_diagnosed, entry.heard_at = RankState(**message["state"]), True, now
         elif kind == "done":
             entry.is_done = True
-
-    def lost_connection(self, rank: int) -> None:
-        if rank in self.entries:
-            self._lose(rank, "its process and its watchdog are gone")
 
     def report(self, report: Report) -> None:
         now = time.monotonic()
@@ -98,8 +94,8 @@ class Board:
         """Look for lost hosts and for deadlocks. Decide when the reports are collected."""
         now = time.monotonic()
         for rank, entry in self.entries.items():
-            if not entry.is_done and not entry.is_gone and now - entry.heard_at > CUT_S:
-                self._lose(rank, f"no word from its host for {now - entry.heard_at:.0f} s: it is down or cut off")
+            if now - entry.heard_at > CUT_S:
+                self.lose(rank, f"no word from its host for {now - entry.heard_at:.0f} s: it is down or cut off")
         working = [entry.state for entry in self.entries.values() if not entry.is_done]
         if working and all(s.waits_for_others and not s.debugged and s.silent_s > DEADLOCK_S for s in working):
             self._start_diagnosis(min(state.rank for state in working))
@@ -119,9 +115,10 @@ class Board:
             for _, entry in sorted(self.entries.items())
         ]
 
-    def _lose(self, rank: int, text: str) -> None:
-        entry = self.entries[rank]
-        if not entry.is_done and not entry.is_gone:
+    def lose(self, rank: int, text: str) -> None:
+        """Report that a rank is gone, unless it was done or never joined."""
+        entry = self.entries.get(rank)
+        if entry is not None and not entry.is_done and not entry.is_gone:
             entry.is_gone = True
             since = f"  {entry.state.stage_s:.0f} s after that stage began"
             self.report(_report(entry.state, "lost", text, since))

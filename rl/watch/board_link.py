@@ -78,7 +78,7 @@ class BoardServer:
             channel.close()
             if rank is not None:
                 self._peers.pop(rank, None)
-                self.board.lost_connection(rank)
+                self.board.lose(rank, "its process and its watchdog are gone")
 
     def _tell(self, rank: int, kind: str, **values: Any) -> None:
         if rank == BOARD_RANK:

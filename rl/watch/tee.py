@@ -63,7 +63,6 @@ def write_log(connection: socket.socket, path: Path) -> None:
 
 
 def next_attempt(logs: Path) -> int:
-    """Return the smallest number above those of all attempts that have a folder."""
     numbers = [path.name.removeprefix("attempt_") for path in logs.glob("attempt_*")]
     return 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
 
@@ -138,15 +137,15 @@ class _Tee:
             self._broken.add(stream.console)  # keep writing the log
 
 
-class _Log:
+class _Log(threading.Thread):
     """Write the log in a thread. If the disk hangs or is full, log lines are lost, but the run and console go on."""
 
     def __init__(self, file: int):
+        super().__init__(daemon=True)
         self._file = file
         self._parts: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._num_taken = self._num_written = 0  # bytes
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        self.start()
 
     def write(self, part: bytes) -> None:
         if self._num_taken - self._num_written <= MAX_BEHIND:
@@ -157,11 +156,11 @@ class _Log:
         """Wait until everything is written, or until the disk has made no progress for HANG_S."""
         self._parts.put(None)
         before = -1
-        while self._thread.is_alive() and self._num_written > before:
+        while self.is_alive() and self._num_written > before:
             before = self._num_written
-            self._thread.join(HANG_S)
+            self.join(HANG_S)
 
-    def _serve(self) -> None:
+    def run(self) -> None:
         while (part := self._parts.get()) is not None:
             _write(self._file, part)
             self._num_written += len(part)

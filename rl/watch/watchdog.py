@@ -129,9 +129,9 @@ class Watchdog:
         self._local_rank = local_rank
         self._monitor.rank, self._monitor.world = rank, token[:8]
         if self._server is None:
-            address, handlers = (board[0], board[1]), (self._handle_board_message, self._on_lost_board)
+            handlers = self._handle_board_message, self._on_lost_board
             try:
-                self._board = BoardClient(address, self._selector, *handlers)
+                self._board = BoardClient((board[0], board[1]), self._selector, *handlers)
             except OSError as error:
                 self._on_lost_board(f"cannot be reached at {board[0]}:{board[1]}: {error}")
                 return

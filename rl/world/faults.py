@@ -48,11 +48,11 @@ class FaultReporter:
     """Report this rank's errors to its watchdog, and end this rank when the watchdog says so."""
 
     def __init__(self, progress: Progress, mail: Mailbox, watchdog: JsonChannel, debugger: Debugger):
-        self.is_over = False  # turns True when the world is ending
         self.has_post_mortem = False  # opens a debugger at every error of this rank, before the error is reported
         self.ignores_lost_connections = False  # turns True when this rank has done its work
         self._progress, self._mail, self._watchdog, self._debugger = progress, mail, watchdog, debugger
-        self._verdict = threading.Event()
+        self._verdict = threading.Event()  # set when the world is ending
+        self.is_over = self._verdict.is_set
         self._stops_launcher = False
         self._lock = threading.Lock()
 
@@ -130,7 +130,6 @@ class FaultReporter:
             assert message["kind"] == "abort", message
             self._stops_launcher = message["stop"]
             self._verdict.set()
-            self.is_over = True
             self._mail.fail(Aborted("another rank failed"))
         if not self._watchdog.is_open:
             rank, roles = self._progress.rank, self._progress.roles

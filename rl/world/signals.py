@@ -41,7 +41,7 @@ class Signals:
 
     def _read(self, source: socket.socket) -> None:
         received = source.recv(64)
-        if self._faults.is_over:
+        if self._faults.is_over():
             return
         is_interrupt, is_end = signal.SIGINT in received, signal.SIGTERM in received
         if (self._is_interrupted and (is_interrupt or is_end)) or (is_interrupt and self._leader is None):

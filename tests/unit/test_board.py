@@ -284,7 +284,7 @@ def test_other_reports_count_after_the_silence_was_excused(world: FakeWorld) -> 
 def test_a_rank_that_is_done_may_go(world: FakeWorld) -> None:
     for rank in range(4):
         world.send(rank, "done")
-        world.board.lost_connection(rank)
+        world.board.lose(rank, "gone")
     world.wait(60)
     assert not world.said
 

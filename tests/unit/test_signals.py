@@ -38,13 +38,14 @@ class Watched:
 class Endings:
     """The part of FaultReporter that signals use."""
 
-    is_over = False
-
     def __init__(self) -> None:
         self.causes: Queue[tuple[str, str]] = Queue()
 
     def end_world(self, cause: str, text: str) -> None:
         self.causes.put((cause, text))
+
+    def is_over(self) -> bool:
+        return False
 
     def announce_interrupt(self) -> None:
         pass
