@@ -16,7 +16,7 @@ from pathlib import Path
 import rl.world.bootstrap  # noqa: F401  before torch
 from rl.config.load import add_arguments, load_config
 from rl.config.schema import DEFAULT_CONFIG, Config, ConfigError, resolve_path
-from rl.evaluation.evaluation import check_best_metric, for_evaluation
+from rl.evaluation.evaluation import check_best_metric, for_evaluation, show_evaluation
 from rl.model.shape import check_model
 from rl.placement.roles import plan
 from rl.report.console import print_or_exit
@@ -25,26 +25,26 @@ from rl.rewards.find import check_rewards
 from rl.run.actor import Actor
 from rl.run.build import build_actor
 from rl.run.dry_run import for_dry_run, share_footprints
-from rl.run.open import open_run
+from rl.run.open import Run, open_run
 from rl.run.serve import end_run, serve_run
 from rl.world.world import World, join
 
 
 def train(world: World, config: Config, actor: Actor) -> None:
     """Train: prompts -> rollout and reward -> old logprobs -> advantages -> update -> weight sync -> checkpoint."""
-    start, reporter = actor.start, actor.reporter
+    start, reporter = actor.start_step, actor.reporter
     with world.stage("sync"):
-        version = actor.publish(start.step + 1)  # engines start with dummy weights
-    if not start.is_evaluated:  # evaluate before training, or if a signal interrupted the evaluation
-        reporter.report(start.step, version, evaluate(world, config, actor, start.step, version))
-    for step in range(start.step + 1, config.train.num_steps + 1):
+        version = actor.publish(start + 1)  # engines start with dummy weights
+    if not actor.is_evaluated:  # evaluate before training, or if a signal interrupted the evaluation
+        reporter.report(start, version, evaluate(world, config, actor, start, version))
+    for step in range(start + 1, config.train.num_steps + 1):
         world.progress.begin_step(step)
         with reporter.profile(), world.stage("step"):
             with world.stage("handover"):
                 actor.give_device_to_engine()
             measures = Measures()
             with world.stage("rollout"):
-                batch, num_prompts, totals = actor.sample(version, measures)
+                batch, num_prompts, totals = actor.sampler.sample(version, measures)
             with world.stage("handover"):
                 actor.give_device_to_learner()
             with world.stage("logprobs"):
@@ -81,16 +81,16 @@ def evaluate(world: World, config: Config, actor: Actor, step: int, version: int
         return actor.evaluation.run(step, version)
 
 
-def evaluate_alone(world: World, actor: Actor) -> None:
+def evaluate_alone(run: Run, actor: Actor) -> None:
     """Evaluate the newest checkpoint, without any change to the run's metrics and checkpoints."""
     assert actor.evaluation is not None
-    with world.stage("sync"):
-        version = actor.publish(actor.start.step + 1)
-    with world.stage("evaluate"):
+    with run.world.stage("sync"):
+        version = actor.publish(actor.start_step + 1)
+    with run.world.stage("evaluate"):
         actor.give_device_to_engine()
-        values = actor.evaluation.run(actor.start.step, version)
-    if actor.sampler.stream is not None:
-        actor.reporter.report_evaluation(actor.start.step, values)
+        values = actor.evaluation.run(actor.start_step, version)
+    if run.data is not None:
+        show_evaluation(run.folder, actor.start_step, values)
 
 
 def print_plan(args: argparse.Namespace) -> int:
@@ -142,7 +142,7 @@ def main() -> None:
         if "actor" in run.roles:
             actor = build_actor(run, trains=not args.eval_only)
             if args.eval_only:
-                evaluate_alone(world, actor)
+                evaluate_alone(run, actor)
             else:
                 train(world, run.config, actor)
             end_run(run)

@@ -53,7 +53,7 @@ from rl.placement.groups import make_groups
 from rl.placement.roles import plan
 from rl.report.metrics import Measures
 from rl.run.build import build_checkpoints
-from rl.run.open import LocalInputs, Run, RunCheckpoints
+from rl.run.open import Run
 from rl.sync.probe import probe_of_run
 from rl.sync.weights import share_tensors
 from rl.world.world import World, join
@@ -111,8 +111,8 @@ class Bench:
             self.groups,
             folder=self.folder,
             model_folder=self.folder / "model",
-            saved=RunCheckpoints(self.store, resume=None),
-            inputs=LocalInputs(data=None, rewards=None),
+            store=self.store,
+            resume=None,
         )
         tensors = share_tensors(self.world.mail, self.placement, self.learner.model, self.config.model.dtype)
         return build_checkpoints(run, self.learner, tensors)

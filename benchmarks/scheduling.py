@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
 from rl.config.schema import ROOT
+from rl.rollout.dispatch import Sampling
 from rl.rollout.engine import Request
 from rl.rollout.vllm.engine import VllmEngine, vllm
 from rl.rollout.vllm.fast_decode import install_fast_decode
@@ -94,7 +95,8 @@ def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any, dict
 
 def milliseconds_per_step(engine: Any, num_sequences: int, new_tokens: int) -> float:
     prompt = list(range(1, 1 + PROMPT_TOKENS))
-    engine.add([Request(str(number), prompt, 1.0, new_tokens, None) for number in range(num_sequences)])
+    sampling = Sampling(num_samples=1, temperature=1.0, max_new_tokens=new_tokens)
+    engine.add([Request(str(number), prompt, sampling, None) for number in range(num_sequences)])
     start, num_steps = time.perf_counter(), 0
     while engine.num_unfinished:
         engine.step()

@@ -40,8 +40,7 @@ from rl.model.load import load_model
 from rl.model.shards import local_slices
 from rl.placement.groups import make_groups
 from rl.placement.roles import plan
-from rl.rollout.build import build_engine
-from rl.rollout.engine import Engine, EngineSeat
+from rl.rollout.engine import Engine, EngineSeat, build_engine
 from rl.sync.layout import MemoryLayout
 from rl.sync.plan import make_plan
 from rl.sync.probe import LIMITS, make_probe

@@ -23,7 +23,6 @@ class MovedGroup(Message):
 
     batch: int
     position: int
-
     awaited = "moved groups"
 
 

@@ -16,22 +16,22 @@ from rl.placement.roles import Placement
 from rl.rewards.totals import Totals, total
 from rl.rollout.balance import Balancer
 from rl.rollout.dispatch import Dispatcher, Sampling, Task
-from rl.rollout.orders import BatchComplete, Collected, Execute, OrderGate, OrderService
+from rl.rollout.orders import BatchComplete, Collected, OrderGate, OrderService
 from rl.rollout.service import RolloutService, ScoredGroup
-from rl.world.messages import Mailbox, Message
+from rl.world.messages import Letter, Message
 from rl.world.orders import Action
+from rl.world.service import Service, serve
+from rl.world.world import World
 
 Results = list[dict[str, Any]]  # results of the reward functions, by sample
 
 
 @dataclass(frozen=True)
 class BatchStarted(Message):
-    """Tell an actor how many groups a batch has, so that it can compute which of them it gets."""
+    """Tell an actor the owner of each group of a batch, as an index into the actors."""
 
     batch: int
-    num_prompts: int
-    is_dealt: bool  # between all actors; if False, the leader gets every group
-
+    owners: list[int]
     awaited = "a batch"
 
 
@@ -45,35 +45,40 @@ class Gathered:
     totals: Totals  # over all actors
 
 
-class Rollouts:
+class Rollouts(Service):
     """Start and collect batches. Runs on every actor; only the leader has prompts. `service` is this rank's own engine,
-    if it hosts one."""
+    if it hosts one. It samples while this rank waits for groups."""
+
+    name = "rollout"
+    kinds = (BatchStarted, ScoredGroup, BatchComplete)
 
     def __init__(
         self,
-        mail: Mailbox,
+        world: World,
         placement: Placement,
         num_mini_batches: int,
         service: RolloutService | None,
         execute: Callable[[Action], None],
         balancer: Balancer,
     ):
-        self._mail, self._actors, self.service = mail, placement.actors, service
+        self._world, self._mail, self._actors, self.service = world, world.mail, placement.actors, service
         self._num_mini_batches, self._balancer = num_mini_batches, balancer
         followers = service.host.followers if service is not None else ()
-        self._leader, self._orders = placement.leader, OrderService(mail, followers, execute)
+        self._leader, self._orders = placement.leader, OrderService(world.mail, followers, execute)
+        self._services = [self, self._orders] if service is None else [self, self._orders, service]
         self._dispatcher: Dispatcher | None = None
         self._gate: OrderGate | None = None
-        if mail.rank == placement.leader:
-            self._dispatcher = Dispatcher(mail, len(placement.engines))
+        if world.rank == placement.leader:
+            self._dispatcher = Dispatcher(world.mail, len(placement.engines))
             followers_of_any = {rank for ranks in placement.engines for rank in ranks[1:]}
             heads = [rank for rank in placement.actors if rank not in followers_of_any]
-            self._gate = OrderGate(mail, len(placement.actors), heads)
+            self._gate = OrderGate(world.mail, len(placement.actors), heads)
         self.engine_name = "no engine yet"
         self._num_started = 0
-        # batch -> position -> group
-        self._arrived: dict[int, dict[int, tuple[ScoredGroup, Batch]]] = defaultdict(dict)
-        self._owners: dict[int, list[int]] = {}  # batch -> position -> index of the owner in the actors
+        # All of these are by batch.
+        self._owners: dict[int, list[int]] = {}
+        self._arrived: dict[int, dict[int, tuple[ScoredGroup, Batch]]] = defaultdict(dict)  # then by position
+        self._totals: dict[int, Totals] = {}  # over all actors
 
     def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int, is_dealt: bool = True) -> int:
         """Start a batch that is sampled from this version of the weights. Return the number of the batch.
@@ -84,73 +89,61 @@ class Rollouts:
         batch = self._num_started
         if self._dispatcher is not None:
             assert prompts is not None, "the leader must give the prompts"
-            owners = self._deal(len(prompts), is_dealt)
+            leader = self._actors.index(self._leader)
+            owners = self._deal(len(prompts)) if is_dealt else [leader] * len(prompts)
             tasks = [
                 Task(batch, position, self._actors[owner], prompt, sampling, version)
                 for position, (owner, prompt) in enumerate(zip(owners, prompts, strict=True))
             ]
             for rank in self._actors:
-                self._mail.send(rank, BatchStarted(batch, len(prompts), is_dealt))
-            self._dispatcher.open(tasks, batch)
+                self._mail.send(rank, BatchStarted(batch, owners))
+            self._dispatcher.open(tasks)
         return batch
 
     def gather(self, batch: int) -> Gathered:
-        """Wait until every actor has all of its groups of this batch. Meanwhile, this rank's engine samples, if any."""
+        """Wait until every actor has all of its groups of this batch. Meanwhile, this rank's engine samples, if any.
+
+        No order arrives after that, so none can interrupt the collectives that follow.
+        """
         if self._gate is not None:
             self._gate.open()
-        if self.service is not None:
-            self.service.serve_batch(batch, self._orders)
         me = self._actors.index(self._mail.rank)
-        while batch not in self._owners or len(self._arrived[batch]) < self._owners[batch].count(me):
-            letter = self._mail.receive(BatchStarted, ScoredGroup, Execute)
-            match letter.message:
-                case BatchStarted() as started:
-                    self._owners[started.batch] = self._deal(started.num_prompts, started.is_dealt)
-                case ScoredGroup() as group:
-                    self.engine_name = group.engine
-                    self._arrived[group.batch][group.position] = (group, Batch.from_bytes(letter.payload))
-                case Execute() as order:
-                    self._orders.execute(order)
-        owners, arrived = self._owners.pop(batch), self._arrived.pop(batch, {})
+        serve(
+            self._world,
+            self._services,
+            until=lambda: batch in self._owners and len(self._arrived[batch]) == self._owners[batch].count(me),
+        )
+        owners, arrived = self._owners.pop(batch), self._arrived.pop(batch)
         groups = {position: rollouts for position, (_, rollouts) in arrived.items()}
         scores = {position: arrived[position][0].scores for position in sorted(arrived)}
         totals = total(score for group in scores.values() for score in group)
         num_preemptions = sum(group.num_preemptions for group, _ in arrived.values())
         totals["rollout/preemptions"] = [float(num_preemptions), 0.0]
-        return Gathered(groups, owners, scores, self._wait_for_actors(batch, totals))
+        self._mail.send(self._leader, Collected(batch, totals))
+        serve(self._world, self._services, until=lambda: batch in self._totals)
+        return Gathered(groups, owners, scores, self._totals.pop(batch))
+
+    def handle(self, letter: Letter[Any]) -> None:
+        match letter.message:
+            case BatchStarted(batch, owners):
+                self._owners[batch] = owners
+            case ScoredGroup() as group:
+                self.engine_name = group.engine
+                self._arrived[group.batch][group.position] = (group, Batch.from_bytes(letter.payload))
+            case BatchComplete(batch, totals):
+                self._orders.pass_on(letter.message)
+                self._totals[batch] = totals
 
     def settle(self, batch: int, groups: Mapping[int, Batch], owners: Sequence[int]) -> Batch:
         """Balance the groups between the actors. Return this rank's in stream order. A collective, after `gather`."""
         groups = self._balancer.balance(batch, groups, owners, self._mini_batches(len(owners)))
         return Batch.concat([groups[position] for position in sorted(groups)])
 
-    def _wait_for_actors(self, batch: int, totals: Totals) -> Totals:
-        """Send this rank's totals to the leader. Wait until all actors have their groups, and return the sum of totals.
-
-        No order arrives after that, so none can interrupt the collectives that follow.
-        """
-        self._mail.send(self._leader, Collected(batch, totals))
-        while True:
-            message = self._mail.receive(BatchComplete, Execute).message
-            if isinstance(message, BatchComplete):
-                assert message.batch == batch, (message, batch)
-                self._orders.pass_on(message)
-                return message.totals
-            if isinstance(message, Execute):
-                self._orders.execute(message)
-
-    def release_device(self) -> None:
-        """Free the device memory of this rank's engine, if it hosts one, for the learner."""
-        if self.service is not None:
-            self.service.engine.sleep()
-
     def _mini_batches(self, num_prompts: int) -> list[int]:
         return [mini_batch_of(position, num_prompts, self._num_mini_batches) for position in range(num_prompts)]
 
-    def _deal(self, num_prompts: int, is_dealt: bool) -> list[int]:
+    def _deal(self, num_prompts: int) -> list[int]:
         """Return the owner of each group. Each mini-batch is dealt to all actors, so that all of them train on it."""
-        if not is_dealt:
-            return [self._actors.index(self._leader)] * num_prompts
         mini_batches = self._mini_batches(num_prompts)
         firsts = [-(-mini_batch * num_prompts // self._num_mini_batches) for mini_batch in mini_batches]
         return [(position - first) % len(self._actors) for position, first in enumerate(firsts)]

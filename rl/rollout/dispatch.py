@@ -17,7 +17,7 @@ from rl.world.messages import Letter, Mailbox, Message
 @dataclass(frozen=True)
 class Sampling:
     num_samples: int
-    temperature: float
+    temperature: float  # 0: greedy
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
@@ -46,23 +46,13 @@ class Pull(Message):
 
     room: int  # number of groups that the engine can take
     held: int  # number of groups that the engine is sampling
-    batch: int | None  # the batch that the rank's own loop waits for; None on ranks that only serve
 
 
 @dataclass(frozen=True)
 class NewTasks(Message):
-    """Give tasks to an engine."""
+    """Give tasks to the lead of an engine, which passes them on to its followers."""
 
     tasks: list[Task]
-
-
-@dataclass(frozen=True)
-class Drained(Message):
-    """Tell an engine that all tasks of a batch are handed out."""
-
-    batch: int
-
-    awaited = "the end of the batch"
 
 
 class Dispatcher:
@@ -71,15 +61,13 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._tasks: deque[Task] = deque()
         self._share = 0
-        self._newest_batch = 0
         self._waiting: dict[int, Pull] = {}  # engine lead -> latest pull
         mail.on(Pull, self._on_pull)
 
-    def open(self, tasks: Sequence[Task], batch: int) -> None:
+    def open(self, tasks: Sequence[Task]) -> None:
         with self._lock:
             self._tasks.extend(tasks)
             self._share = -(-len(tasks) // self._num_engines)
-            self._newest_batch = batch
             self._answer()
 
     def _on_pull(self, letter: Letter[Pull]) -> None:
@@ -92,8 +80,4 @@ class Dispatcher:
             count = min(pull.room, self._share - pull.held, len(self._tasks))
             if count > 0:
                 self._mail.send(lead, NewTasks([self._tasks.popleft() for _ in range(count)]))
-            elif not self._tasks and pull.batch is not None and pull.batch <= self._newest_batch:
-                self._mail.send(lead, Drained(pull.batch))
-            else:
-                continue
-            del self._waiting[lead]
+                del self._waiting[lead]

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from rl.algo.advantages import is_informative
+from rl.config.schema import AlgoConfig
 from rl.data.batch import Batch
 from rl.data.prompts import PromptStream
 from rl.report.metrics import Measures
 from rl.rewards.totals import Totals, add
-from rl.rollout.collect import Rollouts
+from rl.rollout.collect import Gathered, Rollouts
 from rl.rollout.dispatch import Sampling
 
 
@@ -24,12 +25,6 @@ class Sampled(NamedTuple):
     batch: Batch  # this actor's share
     num_prompts: int  # of the whole batch
     totals: Totals  # over everything that was sampled, by all actors
-
-
-@dataclass(frozen=True)
-class DynamicSampling:
-    max_rounds: int
-    mask_truncated: bool  # truncated responses are not trained on, so they do not make a group informative
 
 
 @dataclass(frozen=True)
@@ -41,40 +36,29 @@ class Sampler:
     pg: dist.ProcessGroup  # of the actors
     num_prompts: int  # per batch
     sampling: Sampling
-    dynamic: DynamicSampling | None  # None: groups with equal rewards stay in the batch
+    algo: AlgoConfig  # without dynamic_sampling, groups with equal rewards stay in the batch
 
     def sample(self, version: int, measures: Measures) -> Sampled:
         """Sample the next batch from this version of the weights."""
-        if self.dynamic is not None:
-            return self._sample_dynamically(self.dynamic, version, measures)
-        batch = self._start(self.num_prompts, version)
-        gathered = self.rollouts.gather(batch)
-        settled = self.rollouts.settle(batch, gathered.groups, gathered.owners)
-        return Sampled(settled, self.num_prompts, gathered.totals)
-
-    def _sample_dynamically(self, dynamic: DynamicSampling, version: int, measures: Measures) -> Sampled:
         groups: dict[int, Batch] = {}  # of this rank, by position among all drawn prompts
         owners: list[int] = []  # of all groups
         informative: list[int] = []  # positions, of all ranks
         totals: list[Totals] = []
-        for _ in range(dynamic.max_rounds):
+        for _ in range(self.algo.max_sampling_rounds if self.algo.dynamic_sampling else 1):
             first, count = len(owners), next_count(self.num_prompts, len(owners), len(informative))
-            batch = self._start(count, version)
+            prompts = self.stream.take(count) if self.stream is not None else None
+            batch = self.rollouts.start(prompts, self.sampling, version)
             gathered = self.rollouts.gather(batch)
-            flags = torch.zeros(count, dtype=torch.int64)
-            for position, group in gathered.groups.items():
-                trained = group.select(group.trained_sequences(dynamic.mask_truncated))
-                flags[position] = is_informative(trained.rewards, trained.group_ids).any()
-            dist.all_reduce(flags, group=self.pg)
             groups |= {first + position: group for position, group in gathered.groups.items()}
             owners += gathered.owners
             totals.append(gathered.totals)
-            informative += [first + position for position in flags.nonzero().flatten().tolist()]
+            informative += [first + position for position in self._informative(gathered)]
             if len(informative) >= self.num_prompts:
                 break
-        is_leader = float(self.stream is not None)
-        measures.sum("rollout/sampled_prompts", is_leader * len(owners))
-        measures.sum("rollout/informative_prompts", is_leader * len(informative))
+        if self.algo.dynamic_sampling:
+            is_leader = float(self.stream is not None)
+            measures.sum("rollout/sampled_prompts", is_leader * len(owners))
+            measures.sum("rollout/informative_prompts", is_leader * len(informative))
         kept = informative[: self.num_prompts] or list(range(min(self.num_prompts, len(owners))))
         renumbered = {
             place: groups[position].replace(group_ids=torch.full_like(groups[position].group_ids, place))
@@ -84,17 +68,21 @@ class Sampler:
         settled = self.rollouts.settle(batch, renumbered, [owners[position] for position in kept])
         return Sampled(settled, len(kept), add(totals))
 
-    def _start(self, count: int, version: int) -> int:
-        prompts = self.stream.take(count) if self.stream is not None else None
-        return self.rollouts.start(prompts, self.sampling, version)
+    def _informative(self, gathered: Gathered) -> list[int]:
+        """Return the positions of the groups to train on, of all ranks.
+
+        If truncated responses are masked, they are not trained on. So they do not make a group informative.
+        """
+        if not self.algo.dynamic_sampling:
+            return list(range(len(gathered.owners)))
+        flags = torch.zeros(len(gathered.owners), dtype=torch.int64)
+        for position, group in gathered.groups.items():
+            trained = group.select(group.trained_sequences(self.algo.mask_truncated))
+            flags[position] = is_informative(trained.rewards, trained.group_ids).any()
+        dist.all_reduce(flags, group=self.pg)
+        return flags.nonzero().flatten().tolist()
 
 
 def next_count(wanted: int, sampled: int, found: int) -> int:
-    """Return how many prompts to draw next, at most `wanted`.
-
-    They fill the batch if the fraction of informative prompts stays the same.
-    """
-    if not sampled:
-        return wanted
-    missing = wanted - found
-    return min(wanted, -(-missing * sampled // max(found, 1)))
+    """Return how many prompts to draw, at most `wanted`, to fill the batch if as many of them are informative."""
+    return min(wanted, -(-(wanted - found) * sampled // max(found, 1))) if sampled else wanted

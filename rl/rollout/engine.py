@@ -1,27 +1,28 @@
-"""The interface of an engine, which samples tokens for the rollout service.
+"""The interface of an engine, which samples tokens for the rollout service, and the choice of its implementation.
 
-There are two implementations: vLLM (rl/rollout/vllm), and an engine without a model for tests (fake_engine.py).
+There are two: vLLM (rl/rollout/vllm), and an engine without a model for tests (fake_engine.py).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch.distributed import Store
 
+from rl.config.schema import Config
+from rl.rollout.dispatch import Sampling
 from rl.sync.weights import Receiver
+from rl.watch.heart import HEART
 
 
 @dataclass(frozen=True)
 class Request:
     id: str
     tokens: list[int]
-    temperature: float  # 0: greedy
-    max_new_tokens: int
+    sampling: Sampling
     seed: int | None  # None: the engine's own random generator decides
-    top_p: float = 1.0
-    top_k: int = 0  # 0: no limit
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Engine(Receiver, Protocol):
 
 @dataclass(frozen=True)
 class EngineSeat:
-    """One rank's place in an engine: the engine's name, the tensor-parallel rank, the device."""
+    """One rank's place in an engine."""
 
     name: str  # of the engine, unique in the run
     tp_rank: int
@@ -69,3 +70,21 @@ class EngineSeat:
     device: torch.device
     shares_device: bool  # a learner on this rank needs the memory between batches
     stop_token_ids: list[int]  # if empty, all responses reach max_new_tokens
+
+
+def build_engine(config: Config, model_folder: Path, seat: EngineSeat, failed: Engine | None = None) -> Engine:
+    """Build an engine, as a replacement for `failed` if that is given. The failed engine must not be used afterwards.
+
+    Each build counts as exceptional work, because earlier builds do not tell how long compilation and graph capture
+    take. Only ranks with a vLLM engine import vLLM, which takes seconds.
+    """
+    with HEART.exceptional("building the engine"):
+        if config.rollout.engine == "fake":
+            from rl.rollout.fake_engine import FakeEngine
+
+            return FakeEngine(config.rollout.max_num_seqs, next(iter(seat.stop_token_ids), None), seat.device)
+        HEART.beat("the import of vLLM")
+        from rl.rollout.vllm.build import VllmEngine, build
+
+        assert failed is None or isinstance(failed, VllmEngine)
+        return build(config, model_folder, seat, failed)

@@ -38,7 +38,7 @@ class FakeEngine:
             completion.tokens.append(source.choice(self._vocabulary))
             completion.logprobs.append(-source.random())
             stopped = completion.tokens[-1] == self._stop_token_id
-            if stopped or len(completion.tokens) == request.max_new_tokens:
+            if stopped or len(completion.tokens) == request.sampling.max_new_tokens:
                 ended.append(Completion(completion.id, completion.tokens, completion.logprobs, not stopped))
                 self._running.remove(entry)
         return ended

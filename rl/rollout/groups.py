@@ -3,23 +3,15 @@
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from rl.data.batch import Batch
 from rl.data.prompts import Tokenizer, sample_seed
+from rl.rewards.pool import RewardPool
 from rl.rollout.dispatch import Task
 from rl.rollout.engine import Completion, Request
-
-GroupId = tuple[int, int]  # batch and position
-
-
-class Rewards(Protocol):
-    """The reward functions, which run in other processes."""
-
-    def submit(self, key: tuple[int, ...], prompt: str, response: str, row: dict[str, Any], answer_of: str) -> None:
-        """Start to score a response. The result arrives as a `Scored` message."""
 
 
 @dataclass
@@ -35,20 +27,13 @@ class Group:
     def is_sampled(self) -> bool:
         return len(self.completions) == self.task.sampling.num_samples
 
-    @property
-    def is_scored(self) -> bool:
-        return len(self.scores) == self.task.sampling.num_samples
-
 
 class OpenGroups:
     """The unfinished groups of one engine. On its followers there are none, and `rewards` is None."""
 
-    def __init__(self, rewards: Rewards | None, tokenizer: Tokenizer):
+    def __init__(self, rewards: RewardPool | None, tokenizer: Tokenizer):
         self._rewards, self._tokenizer = rewards, tokenizer
-        self._groups: dict[GroupId, Group] = {}
-
-    def __len__(self) -> int:
-        return len(self._groups)
+        self._groups: dict[tuple[int, int], Group] = {}  # by batch and position
 
     @property
     def being_sampled(self) -> list[Group]:
@@ -62,15 +47,17 @@ class OpenGroups:
         self._groups |= {group.task.group_id: Group(group.task, group.attempt + 1) for group in groups}
 
     def complete(self, completion: Completion) -> bool:
-        """Submit a response to the reward functions. Return whether it was the last one of its group."""
+        """Submit a response to the reward functions. Return whether it was the last one of its group.
+
+        The score arrives as a `Scored` message.
+        """
         assert self._rewards is not None
         batch, position, sample = map(int, completion.id.split("/"))
         group = self._groups[batch, position]
         group.completions[sample] = completion
-        prompt = group.task.prompt
+        prompt, key = group.task.prompt, (batch, position, sample, group.attempt)
         response = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
         row = prompt.row | {"answer": prompt.answer}
-        key = (batch, position, sample, group.attempt)
         self._rewards.submit(key, prompt.text, response, row, group.task.sampling.answer_of)
         return group.is_sampled
 
@@ -81,29 +68,25 @@ class OpenGroups:
         if group is None or attempt != group.attempt:  # from an engine that has failed since then
             return None
         group.scores[sample] = result
-        return self._groups.pop((batch, position)) if group.is_scored else None
+        is_scored = len(group.scores) == group.task.sampling.num_samples
+        return self._groups.pop((batch, position)) if is_scored else None
 
 
 def make_requests(tasks: Iterable[Task], run_seed: int | None) -> list[Request]:
     """Return one request per sample. Without `run_seed`, the engine's own generator is used."""
-    return [
-        Request(
-            id=f"{task.batch}/{task.position}/{sample}",
-            tokens=task.prompt.tokens,
-            temperature=task.sampling.temperature,
-            max_new_tokens=task.sampling.max_new_tokens,
-            seed=None if run_seed is None else sample_seed(run_seed, task.prompt.epoch, task.prompt.id, sample),
-            top_p=task.sampling.top_p,
-            top_k=task.sampling.top_k,
-        )
-        for task in tasks
-        for sample in range(task.sampling.num_samples)
-    ]
+    requests = []
+    for task in tasks:
+        prompt = task.prompt
+        for sample in range(task.sampling.num_samples):
+            seed = None if run_seed is None else sample_seed(run_seed, prompt.epoch, prompt.id, sample)
+            name = f"{task.batch}/{task.position}/{sample}"
+            requests.append(Request(name, prompt.tokens, task.sampling, seed))
+    return requests
 
 
 def pack_group(task: Task, completions: list[Completion], rewards: list[float]) -> Batch:
     """Return the ragged batch of one group, in the order of its samples."""
-    prompt = task.prompt.tokens
+    prompt, count = task.prompt.tokens, len(completions)
     tokens, logprobs, versions = array("q"), array("f"), array("i")  # four times as fast as lists
     for completion in completions:
         tokens.fromlist([*prompt, *completion.tokens])
@@ -112,10 +95,10 @@ def pack_group(task: Task, completions: list[Completion], rewards: list[float]) 
     return Batch(
         tokens=torch.frombuffer(tokens, dtype=torch.int64),
         lengths=torch.tensor([len(prompt) + len(c.tokens) for c in completions], dtype=torch.int64),
-        prompt_lengths=torch.full((len(completions),), len(prompt), dtype=torch.int64),
+        prompt_lengths=torch.full((count,), len(prompt), dtype=torch.int64),
         versions=torch.frombuffer(versions, dtype=torch.int32),
         rollout_logprobs=torch.frombuffer(logprobs, dtype=torch.float32),
         rewards=torch.tensor(rewards, dtype=torch.float32),
-        group_ids=torch.full((len(completions),), task.position, dtype=torch.int64),
+        group_ids=torch.full((count,), task.position, dtype=torch.int64),
         truncated=torch.tensor([c.truncated for c in completions], dtype=torch.bool),
     )

@@ -23,7 +23,6 @@ class Execute(Message):
     """Tell an actor to execute an order now."""
 
     action: Action
-
     awaited = "orders"
 
 
@@ -41,7 +40,6 @@ class BatchComplete(Message):
 
     batch: int
     totals: Totals
-
     awaited = "the other actors' groups"
 
 
@@ -83,8 +81,7 @@ class OrderGate:
             batch = letter.message.batch
             self._collected[batch][letter.source] = letter.message.totals
             if len(self._collected[batch]) == self._num_actors:  # the leader is one of them, so the gate is open
-                by_rank = self._collected.pop(batch)
-                totals = add(by_rank[rank] for rank in sorted(by_rank))
+                totals = add(part for _, part in sorted(self._collected.pop(batch).items()))
                 self._is_open = False
                 for rank in self._heads:
                     self._mail.send(rank, BatchComplete(batch, totals))

@@ -10,12 +10,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from rl.rollout.engine import Engine
+from rl.sync.weights import WeightSync
 from rl.watch.heart import HEART
 from rl.world.messages import Message
 from rl.world.world import World
@@ -28,35 +28,26 @@ class EngineFailed(Message):
     """Tell the lead that a follower's engine step failed."""
 
 
-class EngineUser(Protocol):
-    """An object that holds memory of the engine, such as the weight sync."""
-
-    def remove_receiver(self, receiver: Engine) -> None: ...
-
-    def add_receiver(self, receiver: Engine) -> None: ...
-
-
 class EngineHost:
     """Hold one rank's part of an engine, and rebuild it after a failure. The engine's first rank is its lead."""
 
     def __init__(self, world: World, ranks: tuple[int, ...], engine: Engine, rebuild: Callable[[Engine], Engine]):
         self.engine = engine
-        self.lead = ranks[0]
-        self.is_lead = world.rank == self.lead
+        self.sync: WeightSync | None = None  # set once it is built; it holds memory of the engine
+        self.is_lead = world.rank == ranks[0]
         self.followers = ranks[1:] if self.is_lead else ()
-        self._world, self._rebuild = world, rebuild
-        self._users: list[EngineUser] = []
+        self._world, self._lead, self._rebuild = world, ranks[0], rebuild
         self._failure: Exception | None = None  # of the last step, on a follower
         self._timer: threading.Timer | None = None
 
-    def add_user(self, user: EngineUser) -> None:
-        """Notify this user before and after the engine is replaced."""
-        self._users.append(user)
-
     def require_recoverable(self, error: Exception) -> None:
         """Raise the error again unless all ranks of the engine can continue. Called on the lead."""
-        if breaks_rank(error) or not self._have_followers_failed():
+        if breaks_rank(error):
             raise error
+        deadline = time.monotonic() + AGREE_S
+        for _ in self.followers:
+            if self._world.mail.receive_within(max(0.0, deadline - time.monotonic()), EngineFailed) is None:
+                raise error
         clear_frames(error)
 
     def replace(self) -> None:
@@ -64,40 +55,36 @@ class EngineHost:
         if self._timer is not None:
             self._timer.cancel()
         self._failure = None
-        for user in self._users:
-            user.remove_receiver(self.engine)
+        if self.sync is not None:
+            self.sync.remove_receiver(self.engine)
         self.engine = self._rebuild(self.engine)
         HEART.forget_shapes()  # every shape is new to this engine
-        for user in self._users:
-            user.add_receiver(self.engine)
+        if self.sync is not None:
+            self.sync.add_receiver(self.engine)
 
-    def check_follower(self) -> None:
-        """Raise the last failure of this follower again. The lead continues, so the step did not fail there."""
-        if self._failure is not None:
+    def follow(self, step: Callable[[], object], stage: str) -> None:
+        """Make a step of the engine on a follower. If it fails, tell the lead.
+
+        If the lead then continues or does not react, the error ends the world.
+        """
+        if self._failure is not None:  # the lead's step did not fail
             raise self._failure
-
-    def report_failure(self, error: Exception, stage: str) -> None:
-        """Tell the lead that this follower's step failed. If the lead does not react, the error ends the world."""
-        if breaks_rank(error):
-            raise error
-        clear_frames(error)
-        self._failure = error
-        self._world.mail.send(self.lead, EngineFailed())
-        self._timer = threading.Timer(AGREE_S, self._give_up, [stage, self._world.step])
-        self._timer.daemon = True
-        self._timer.start()
+        try:
+            step()
+        except Exception as error:
+            if breaks_rank(error):
+                raise
+            clear_frames(error)
+            self._failure = error
+            self._world.mail.send(self._lead, EngineFailed())
+            self._timer = threading.Timer(AGREE_S, self._give_up, [stage, self._world.step])
+            self._timer.daemon = True
+            self._timer.start()
 
     def _give_up(self, stage: str, step: int) -> None:
         """End the world, because the lead is inside a step that cannot end without this rank."""
         if self._failure is not None:
             self._world.faults.fail_in_background(self._failure, stage, step)
-
-    def _have_followers_failed(self) -> bool:
-        deadline = time.monotonic() + AGREE_S
-        for _ in self.followers:
-            if self._world.mail.receive_within(max(0.0, deadline - time.monotonic()), EngineFailed) is None:
-                return False
-        return True
 
 
 def clear_frames(error: BaseException | None) -> None:
@@ -107,12 +94,11 @@ def clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def breaks_rank(error: Exception) -> bool:
+def breaks_rank(error: BaseException | None) -> bool:
     """Return whether the device or a process group of this rank is unusable after this error."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
         return False
     words = ("cuda", "cudnn", "cublas", "triton error", "nccl", "gloo", "connection closed by peer")
     is_device = isinstance(error, torch.AcceleratorError | dist.DistError)
     is_told = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
-    cause = error.__cause__
-    return is_device or is_told or (isinstance(cause, Exception) and breaks_rank(cause))
+    return is_device or is_told or breaks_rank(error.__cause__)

@@ -9,24 +9,17 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from rl.rollout.dispatch import Drained, NewTasks, Pull, Task
+from rl.rollout.dispatch import NewTasks, Pull, Task
 from rl.rollout.engine import Completion, Engine
 from rl.rollout.groups import Group, OpenGroups, make_requests, pack_group
 from rl.rollout.recovery import EngineHost
 from rl.watch.heart import HEART, size_class
 from rl.world.messages import Letter, Message
 from rl.world.orders import Order
-from rl.world.service import Service, serve
+from rl.world.service import Service
 from rl.world.world import World
 
 MIN_SEQUENCES, MIN_PROMPT_TOKENS = 8, 256  # smaller steps all count as the same shape
-
-
-@dataclass(frozen=True)
-class AddTasks(Message):
-    """Tell followers to add the requests of these tasks to the engine."""
-
-    tasks: list[Task]
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,6 @@ class Scored(Message):
 
     key: tuple[int, ...]  # batch, position, sample, attempt
     result: dict[str, Any]
-
     awaited = "scores"
 
 
@@ -59,32 +51,28 @@ class ScoredGroup(Message):
     engine: str
     scores: list[dict[str, Any]]  # by sample
     num_preemptions: int
-
     awaited = "groups"
 
 
-@dataclass(frozen=True)
-class SamplingSettings:
-    """Settings of one engine's sampling loop."""
-
-    max_num_groups: int  # sampled at the same time
-    run_seed: int | None  # None: responses differ between runs
-    leader: int  # the rank that hands out tasks
-
-
 class RolloutService(Service):
-    """Sample on one engine. Runs on all of its ranks; followers have no groups and only repeat the lead's calls."""
+    """Sample on one engine, at most `max_num_groups` groups at a time, from tasks that the leader hands out.
+
+    Runs on all ranks of the engine; followers have no groups and only repeat the lead's calls. Without `run_seed`,
+    responses differ between runs.
+    """
 
     name = "rollout"
-    kinds = (NewTasks, Drained, AddTasks, StepEngine, RebuildEngine, Scored)
+    kinds = (NewTasks, StepEngine, RebuildEngine, Scored)
 
-    def __init__(self, world: World, host: EngineHost, settings: SamplingSettings, groups: OpenGroups):
+    def __init__(
+        self, world: World, host: EngineHost, groups: OpenGroups, max_num_groups: int, run_seed: int | None, leader: int
+    ):
         self.host = host
-        self._world, self._mail, self._settings, self._groups = world, world.mail, settings, groups
+        self._world, self._mail, self._groups = world, world.mail, groups
+        self._max_num_groups, self._run_seed, self._leader = max_num_groups, run_seed, leader
         self._to_restart: list[Task] = []  # tasks of a failed engine, until the new engine has weights
-        self._batch: int | None = None  # the batch that this rank's own loop waits for; None on ranks that only serve
-        self._last_drained_batch = 0
         self._num_prompt_tokens = 0  # in requests that were added since the last step
+        self._pull()
 
     @property
     def engine(self) -> Engine:
@@ -98,35 +86,18 @@ class RolloutService(Service):
     def _can_restart(self) -> bool:
         return bool(self._to_restart) and self.engine.version > 0
 
-    def begin(self) -> None:
-        """Ask for the first tasks. Afterwards, the service asks for more whenever a group is finished."""
-        self._pull()
-
-    def serve_batch(self, batch: int, orders: Service) -> None:
-        """Sample until all tasks of this batch are handed out and this engine has finished its own.
-
-        An order may raise an exception earlier. Only ranks that also drive the loop call this.
-        """
-        self._batch = batch
-        self._pull()
-        serve(self._world, [self, orders], until=lambda: self._last_drained_batch >= batch and not self._groups)
-        if self.host.is_lead:
-            self._tell_followers(Drained(batch))
-
     def handle(self, letter: Letter[Any]) -> None:
         match letter.message:
-            case NewTasks(tasks):
+            case NewTasks(tasks) if self.host.is_lead:
                 self._start(tasks)
-            case Drained(batch):
-                self._last_drained_batch = batch
+            case NewTasks(tasks):
+                self._add(tasks)
             case Scored(key, result):
                 group = self._groups.score(key, result)
                 if group is not None:
                     self._deliver(group)
-            case AddTasks(tasks):
-                self._add(tasks)
             case StepEngine():
-                self._follow_step()
+                self.host.follow(self._step, self.name)
             case RebuildEngine():
                 self._replace_engine()
 
@@ -134,7 +105,6 @@ class RolloutService(Service):
         if self._can_restart:
             tasks, self._to_restart = self._to_restart, []
             assert {task.version for task in tasks} == {self.engine.version}, (tasks, self.engine.version)
-            self._tell_followers(AddTasks(tasks))
             self._add(tasks)
             return
         self._tell_followers(StepEngine())
@@ -168,18 +138,11 @@ class RolloutService(Service):
         self._to_restart = [group.task for group in lost]
         self._tell_followers(RebuildEngine())
         self._replace_engine()
-        self._mail.send(self._settings.leader, Order("publish again"))
+        self._mail.send(self._leader, Order("publish again"))
 
     def _replace_engine(self) -> None:
         self.host.replace()
         self._num_prompt_tokens = 0
-
-    def _follow_step(self) -> None:
-        self.host.check_follower()
-        try:
-            self._step()
-        except Exception as error:
-            self.host.report_failure(error, self.name)
 
     def _tell_followers(self, message: Message) -> None:
         for rank in self.host.followers:
@@ -188,12 +151,11 @@ class RolloutService(Service):
     def _pull(self) -> None:
         if self.host.is_lead:
             held = len(self._groups.being_sampled)
-            room = max(self._settings.max_num_groups - held, 0)
-            self._mail.send(self._settings.leader, Pull(room, held, self._batch))
+            self._mail.send(self._leader, Pull(max(self._max_num_groups - held, 0), held))
 
     def _start(self, tasks: list[Task]) -> None:
+        self._groups.add(tasks)
         if self._to_restart and not self.engine.version:  # requested before the engine failed; start with the others
-            self._groups.add(tasks)
             self._to_restart += tasks
             return
         for task in tasks:
@@ -203,13 +165,12 @@ class RolloutService(Service):
                     f"got a task for weights of version {task.version}, but this engine has verified {held}; this is a "
                     "bug in the order of sync and dispatch"
                 )
-        self._tell_followers(AddTasks(tasks))
-        self._groups.add(tasks)
         self._add(tasks)
         self._pull()
 
     def _add(self, tasks: list[Task]) -> None:
-        requests = make_requests(tasks, self._settings.run_seed)
+        self._tell_followers(NewTasks(tasks))
+        requests = make_requests(tasks, self._run_seed)
         self._num_prompt_tokens += sum(len(request.tokens) for request in requests)
         self.engine.add(requests)
 
@@ -228,12 +189,7 @@ class RolloutService(Service):
         scores = [group.scores[sample] for sample in samples]
         completions = [group.completions[sample] for sample in samples]
         rollouts = pack_group(task, completions, [score["score"] for score in scores])
-        message = ScoredGroup(
-            task.batch,
-            task.position,
-            task.version,
-            self.engine.name,
-            scores=[{name: score[name] for name in ("parts", "status", "answer")} for score in scores],
-            num_preemptions=sum(completion.num_preemptions for completion in completions),
-        )
+        kept = [{name: score[name] for name in ("parts", "status", "answer")} for score in scores]
+        num_preemptions = sum(completion.num_preemptions for completion in completions)
+        message = ScoredGroup(task.batch, task.position, task.version, self.engine.name, kept, num_preemptions)
         self._mail.send(task.owner, message, payload=rollouts.to_bytes())

@@ -17,40 +17,9 @@ from rl.learner.scoring import Scorer
 from rl.report.describe import check_finite, describe
 from rl.report.metrics import Measures
 from rl.rewards.totals import Totals, metrics_of
-from rl.rollout.dynamic_sampling import Sampled, Sampler
+from rl.rollout.dynamic_sampling import Sampler
 from rl.run.reporter import Reporter
 from rl.sync.weights import WeightSync
-
-
-@dataclass(frozen=True)
-class Trainers:
-    """The objects of an actor that compute on its device, except the engine."""
-
-    learner: PolicyTrainer
-    critic: CriticTrainer | None
-    scorer: Scorer
-
-    def offload(self) -> None:
-        self.scorer.offload()
-        for trainer in self.all:
-            trainer.offload()
-
-    def reload(self) -> None:
-        self.scorer.reload()
-        for trainer in self.all:
-            trainer.reload()
-
-    @property
-    def all(self) -> list[PolicyTrainer | CriticTrainer]:
-        return [self.learner] if self.critic is None else [self.learner, self.critic]
-
-
-@dataclass(frozen=True)
-class Start:
-    """The point from which a run starts or resumes."""
-
-    step: int = 0  # the last finished step
-    is_evaluated: bool = False  # the evaluation of this step is done
 
 
 @dataclass(frozen=True)
@@ -58,26 +27,29 @@ class Actor:
     """The parts of an actor rank, and one method per stage of the loop."""
 
     config: Config
-    trainers: Trainers
+    learner: PolicyTrainer
+    critic: CriticTrainer | None
+    scorer: Scorer
     sampler: Sampler
     sync: WeightSync
     checkpoints: Checkpoints
     evaluation: Evaluation | None  # None: never evaluate
     reporter: Reporter
-    start: Start
+    start_step: int = 0  # the last finished step when the run starts or resumes
+    is_evaluated: bool = False  # the evaluation of start_step is done
 
     @property
     def pg(self) -> dist.ProcessGroup:
         return self.sampler.pg
 
-    def sample(self, version: int, measures: Measures) -> Sampled:
-        """Sample the next batch from this version of the weights."""
-        return self.sampler.sample(version, measures)
+    @property
+    def trainers(self) -> list[PolicyTrainer | CriticTrainer]:
+        return [self.learner] if self.critic is None else [self.learner, self.critic]
 
     def score(self, batch: Batch, version: int) -> Batch:
         """Add logprobs of the policy and the reference, and values of the critic, if something needs them."""
-        batch = self.trainers.scorer.score(batch, version)
-        batch = batch if self.trainers.critic is None else self.trainers.critic.add_values(batch)
+        batch = self.scorer.score(batch, version)
+        batch = batch if self.critic is None else self.critic.add_values(batch)
         check_finite(batch)
         return batch
 
@@ -89,29 +61,28 @@ class Actor:
 
     def assign_credit(self, batch: Batch, measures: Measures) -> Batch:
         """Compute the advantage of each token from the rewards."""
-        longest, kl_coef = self.config.rollout.max_new_tokens, self.trainers.learner.kl_coef
-        return assign_credit(batch, self.config.algo, longest, kl_coef, self.pg, measures)
+        longest = self.config.rollout.max_new_tokens
+        return assign_credit(batch, self.config.algo, longest, self.learner.kl_coef, self.pg, measures)
 
     def update(self, batch: Batch, step: int, num_prompts: int, measures: Measures) -> None:
         """Train on the batch: first the critic, then the policy unless the critic is still warming up."""
-        learner, critic = self.trainers.learner, self.trainers.critic
         self.checkpoints.wait_copied()
-        if critic is not None:
-            critic.update(batch, num_prompts, measures)
+        if self.critic is not None:
+            self.critic.update(batch, num_prompts, measures)
             if step <= self.config.critic.warmup_steps:
-                learner.run_probe()
+                self.learner.run_probe()
                 return
-        learner.update(batch, num_prompts, measures)
+        self.learner.update(batch, num_prompts, measures)
 
     def adapt(self, values: Mapping[str, float], num_prompts: int) -> dict[str, float]:
         """Adapt the KL coefficient, warn if the policy collapses, and return further metrics."""
-        algo, learner, found = self.config.algo, self.trainers.learner, {}
+        algo, found = self.config.algo, {}
         if not values.get("policy/tokens"):  # only the critic was trained, or every response was masked
             return {}
         if algo.kl_target:
             kl = values["reward/kl" if algo.has_kl_in_reward else "loss/kl"]
-            learner.adapt(kl, num_prompts * self.config.rollout.num_samples_per_prompt)
-            found["policy/kl_coef"] = learner.kl_coef
+            self.learner.adapt(kl, num_prompts * self.config.rollout.num_samples_per_prompt)
+            found["policy/kl_coef"] = self.learner.kl_coef
         if algo.certainty_coef:
             is_collapsed = values["policy/entropy"] < algo.collapse_entropy
             found["policy/is_collapsed"] = float(is_collapsed)
@@ -126,17 +97,20 @@ class Actor:
 
     def publish(self, step: int) -> int:
         """Send the weights to all engines as the next version, which `step` samples from. Return the version."""
-        for trainer in self.trainers.all:
+        for trainer in self.trainers:
             trainer.start_offload()  # only now, since the copies would delay the metrics of the update
         return self.sync.publish(step, self.give_device_to_engine)
 
     def give_device_to_engine(self) -> None:
         """Offload the trainers if this rank hosts an engine. First wait for a pending copy of a checkpoint."""
         if self.sampler.rollouts.service is not None:
-            if self.trainers.learner.offloads:
+            if self.learner.offloads:
                 self.checkpoints.wait_copied()
-            self.trainers.offload()
+            for part in (self.scorer, *self.trainers):
+                part.offload()
 
     def give_device_to_learner(self) -> None:
-        self.sampler.rollouts.release_device()
-        self.trainers.reload()
+        if self.sampler.rollouts.service is not None:
+            self.sampler.rollouts.service.engine.sleep()
+        for part in (self.scorer, *self.trainers):
+            part.reload()

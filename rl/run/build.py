@@ -7,14 +7,14 @@ only trains does not import vLLM.
 import dataclasses
 import functools
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.resume import Resume, restore
 from rl.checkpoint.save import Saver
 from rl.checkpoint.write import RunDescription, read_hf_files
-from rl.config.schema import AlgoConfig, Config, ConfigError
-from rl.data.prompts import PromptStream, Tokenizer
+from rl.config.schema import ConfigError
+from rl.data.prompts import PromptStream
 from rl.evaluation.evaluation import Evaluation
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
@@ -23,31 +23,38 @@ from rl.report.metrics import MetricsWriter
 from rl.rollout.balance import Balancer
 from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import Sampling
-from rl.rollout.dynamic_sampling import DynamicSampling, Sampler
-from rl.rollout.service import RolloutService
-from rl.run.actor import Actor, Start, Trainers
-from rl.run.engines import build_rollout_service, build_sync
+from rl.rollout.dynamic_sampling import Sampler
+from rl.run.actor import Actor
 from rl.run.models import build_critic, build_learner, build_scorer, load
 from rl.run.open import Run
 from rl.run.reporter import Reporter
-from rl.sync.weights import WeightSync, share_tensors
+from rl.run.serve import build_rollout_service, build_sync
+from rl.sync.weights import share_tensors
 from rl.world.bootstrap import enable_garbage_collection
 from rl.world.orders import Action
 
 
 def build_actor(run: Run, trains: bool = True) -> Actor:
     """Build an actor. With `trains` False, it only evaluates, and writes no metrics of the run."""
-    config, mail, resume = run.config, run.world.mail, run.saved.resume
-    tokenizer = AutoTokenizer.from_pretrained(run.model_folder)
+    config, mail, resume = run.config, run.world.mail, run.resume
     # Load the reference after the engine, which measures the free device memory while it is built.
     load_reference = functools.cache(lambda: load(run, trainable=False))
     learner = build_learner(run, load_reference)
     critic = build_critic(run)
     tensors = share_tensors(mail, run.placement, learner.model, config.model.dtype)
-    service, sync = _build_collocated(run, tokenizer, learner, critic, tensors)
+    # The engine must find as much free memory as it will have later, so the trainers are offloaded while it is built.
+    offloaded = [part for part in (learner, critic) if part is not None and "rollout" in run.roles]
+    for trainer in offloaded:
+        trainer.offload()
+    service = build_rollout_service(run)
+    sync = build_sync(run, tensors, service, learner=learner)
+    if service is not None:
+        service.engine.sleep()
+    for trainer in offloaded:
+        trainer.reload()
     if resume is not None:  # after the engine, because vLLM seeds the random generators
         with run.world.stage("resume"):
-            restore(learner, resume, run.saved.store, run.placement, run.world.rank, critic)
+            restore(learner, resume, run.store, run.placement, run.world.rank, critic)
     checkpoints = build_checkpoints(run, learner, tensors, critic)
     hidden_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().hidden_size
     balancer = Balancer(mail, run.groups.actor_pg, run.placement.actors, hidden_size)
@@ -58,43 +65,23 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         with run.world.stage("sync"):
             sync.publish_again()
 
-    rollouts = Rollouts(mail, run.placement, config.algo.num_mini_batches, service, execute, balancer)
-    start = Start(resume.manifest.step, resume.manifest.state["is_evaluated"]) if resume is not None else Start()
+    rollouts = Rollouts(run.world, run.placement, config.algo.num_mini_batches, service, execute, balancer)
+    start_step = resume.manifest.step if resume is not None else 0
     actor = Actor(
         config,
-        Trainers(learner, critic, build_scorer(run, learner, load_reference)),
+        learner,
+        critic,
+        build_scorer(run, learner, load_reference),
         _build_sampler(run, rollouts, trains),
         sync,
         checkpoints,
-        _build_evaluation(run, rollouts, tokenizer),
-        _build_reporter(run, rollouts, tokenizer, start.step, trains),
-        start,
+        _build_evaluation(run, rollouts),
+        _build_reporter(run, rollouts, start_step, trains),
+        start_step,
+        is_evaluated=resume is not None and resume.manifest.state["is_evaluated"],
     )
     enable_garbage_collection()
     return actor
-
-
-def _build_collocated(
-    run: Run, tokenizer: Tokenizer, learner: PolicyTrainer, critic: CriticTrainer | None, tensors: list[TensorInfo]
-) -> tuple[RolloutService | None, WeightSync]:
-    """Build an actor's engine, if it hosts one, and its weight sync.
-
-    The learner is offloaded meanwhile, so that the engine finds as much free memory as it will have later. Then the
-    engine sleeps, and the learner returns to the device.
-    """
-    index = run.placement.engine_of(run.world.rank)
-    if index is None:
-        return None, build_sync(run, tensors, [], learner)
-    trainers = [learner] if critic is None else [learner, critic]
-    for trainer in trainers:
-        trainer.offload()
-    service = build_rollout_service(run, tokenizer, index)
-    sync = build_sync(run, tensors, [service.engine], learner)
-    service.host.add_user(sync)
-    service.engine.sleep()
-    for trainer in trainers:
-        trainer.reload()
-    return service, sync
 
 
 def build_checkpoints(
@@ -103,30 +90,20 @@ def build_checkpoints(
     config = run.config
     hf_files = read_hf_files(run.model_folder, config.model.dtype)
     description = RunDescription(run.folder.name, dataclasses.asdict(config), tuple(tensors), hf_files)
-    saver = Saver(run.world, run.placement, run.saved.store, description, config.checkpoint.copies)
+    saver = Saver(run.world, run.placement, run.store, description, config.checkpoint.copies)
     last_step = 0 if config.debug.dry_run else config.train.num_steps  # the last step is always saved
-    return Checkpoints(saver, learner, config.checkpoint, last_step, run.saved.resume, critic)
+    return Checkpoints(saver, learner, config.checkpoint, last_step, run.resume, critic)
 
 
 def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
-    config, stream, resume = run.config, None, run.saved.resume
-    if run.inputs.data is not None:
-        stream = run.inputs.data.stream
-        if resume is not None and trains:
-            _restore_position(resume, stream)
-    pg, num_prompts = run.groups.actor_pg, config.train.num_prompts_per_step
-    return Sampler(rollouts, stream, pg, num_prompts, sampling_of(config), dynamic_sampling_of(config.algo))
-
-
-def sampling_of(config: Config) -> Sampling:
-    rollout = config.rollout
-    return Sampling(
+    rollout, num_prompts = run.config.rollout, run.config.train.num_prompts_per_step
+    stream = run.data.stream if run.data is not None else None
+    if stream is not None and run.resume is not None and trains:
+        _restore_position(run.resume, stream)
+    sampling = Sampling(
         rollout.num_samples_per_prompt, rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k
     )
-
-
-def dynamic_sampling_of(algo: AlgoConfig) -> DynamicSampling | None:
-    return DynamicSampling(algo.max_sampling_rounds, algo.mask_truncated) if algo.dynamic_sampling else None
+    return Sampler(rollouts, stream, run.groups.actor_pg, num_prompts, sampling, run.config.algo)
 
 
 def _restore_position(resume: Resume, stream: PromptStream) -> None:
@@ -140,24 +117,21 @@ def _restore_position(resume: Resume, stream: PromptStream) -> None:
             "with the path of this one as checkpoint.resume"
         )
     else:
-        print(
-            "oneworld: the prompts differ from those of the checkpoint, so the run starts with the first prompt",
-            flush=True,
-        )
+        print("oneworld: the checkpoint has other prompts, so the run starts with the first prompt", flush=True)
 
 
-def _build_evaluation(run: Run, rollouts: Rollouts, tokenizer: Tokenizer) -> Evaluation | None:
-    config, data = run.config, run.inputs.data
+def _build_evaluation(run: Run, rollouts: Rollouts) -> Evaluation | None:
+    config = run.config
     if not config.eval.interval:
         return None
-    sets = data.eval_sets if data is not None else {}
+    sets = run.data.eval_sets if run.data is not None else {}
     first = {name: prompts[: config.eval.num_prompts or None] for name, prompts in sets.items()}
-    return Evaluation(run.world.mail, run.placement, config, rollouts, tokenizer, run.folder, first)
+    return Evaluation(run.world.mail, run.placement, config, rollouts, run.tokenizer, run.folder, first)
 
 
-def _build_reporter(run: Run, rollouts: Rollouts, tokenizer: Tokenizer, step: int, trains: bool) -> Reporter:
+def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Reporter:
     writer = None
-    if run.inputs.data is not None and trains and not run.config.debug.dry_run:
+    if run.data is not None and trains and not run.config.debug.dry_run:
         writer = MetricsWriter(run.folder, run.config.train.num_steps, step)
         run.world.at_end(lambda: writer.close(rollouts.engine_name))
-    return Reporter(run.world, run.config, run.folder, tokenizer, writer)
+    return Reporter(run.world, run.config, run.folder, run.tokenizer, writer)

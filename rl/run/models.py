@@ -5,17 +5,9 @@ from pathlib import Path
 
 from torch import nn
 
+from rl.learner import scoring
 from rl.learner.critic import CriticSettings, CriticTrainer
 from rl.learner.policy import PolicySettings, PolicyTrainer
-from rl.learner.scoring import (
-    LocalScorer,
-    LogprobService,
-    RemoteScorer,
-    Scorer,
-    ScoringModels,
-    fields_to_score,
-    local_models,
-)
 from rl.learner.sharded_trainer import ShardedModel
 from rl.model.load import Compute, fill_with_noise, find_model, has_weights, load_model
 from rl.model.positions import freeze_frequencies
@@ -25,7 +17,7 @@ from rl.sync.probe import probe_of_run
 
 def build_learner(run: Run, load_reference: Callable[[], nn.Module]) -> PolicyTrainer:
     config, algo = run.config, run.config.algo
-    model = load(run, trainable=True, filled=run.saved.resume is None)
+    model = load(run, trainable=True, filled=run.resume is None)
     num_updates = config.train.num_steps * algo.num_epochs * algo.num_mini_batches
     is_leader = run.world.rank == run.placement.leader
     return PolicyTrainer(
@@ -37,36 +29,36 @@ def build_learner(run: Run, load_reference: Callable[[], nn.Module]) -> PolicyTr
 
 
 def build_critic(run: Run) -> CriticTrainer | None:
-    config, resume = run.config, run.saved.resume
+    config = run.config
     if not config.algo.has_critic:
         return None
     folder = find_model(config.critic.path) if config.critic.path else run.model_folder
-    is_saved = resume is not None and resume.has_critic
+    is_saved = run.resume is not None and run.resume.has_critic
     model = load(run, trainable=True, filled=not is_saved, folder=folder, as_critic=True)
     settings = CriticSettings(config.actor, config.algo, config.critic, config.inference.max_tokens_per_micro_batch)
     return CriticTrainer(ShardedModel(model, run.groups.actor_pg, run.world.device), settings)
 
 
-def build_scorer(run: Run, learner: PolicyTrainer, load_reference: Callable[[], nn.Module]) -> Scorer:
-    config, fields = run.config, fields_to_score(run.config.algo)
+def build_scorer(run: Run, learner: PolicyTrainer, load_reference: Callable[[], nn.Module]) -> scoring.Scorer:
+    config, fields = run.config, scoring.fields_to_score(run.config.algo)
     if run.placement.scorers:
-        return RemoteScorer(run.world.mail, run.placement.scorers, fields)
-    models = local_models(config.algo, learner.model, load_reference)
+        return scoring.RemoteScorer(run.world.mail, run.placement.scorers, fields)
+    models = scoring.local_models(config.algo, learner.model, load_reference)
     offloads_reference = config.actor.offload == "rollout"
-    return LocalScorer(_scoring_models(run, models), fields, run.groups.actor_pg, offloads_reference)
+    return scoring.LocalScorer(_scoring_models(run, models), fields, run.groups.actor_pg, offloads_reference)
 
 
-def build_logprob_service(run: Run) -> LogprobService:
-    fields = fields_to_score(run.config.algo)
-    names = [name for name in fields if name != "certainty"]  # computed by the model of old_logprobs
-    models = {name: load(run, trainable=False) for name in dict.fromkeys(["old_logprobs", *names])}
-    return LogprobService(run.world.mail, run.placement.scorers, _scoring_models(run, models))
+def build_logprob_service(run: Run) -> scoring.LogprobService:
+    names = {"old_logprobs": None} | dict.fromkeys(scoring.fields_to_score(run.config.algo))
+    names.pop("certainty", None)  # computed by the model of old_logprobs
+    models = {name: load(run, trainable=False) for name in names}
+    return scoring.LogprobService(run.world.mail, run.placement.scorers, _scoring_models(run, models))
 
 
-def _scoring_models(run: Run, models: Mapping[str, nn.Module]) -> ScoringModels:
+def _scoring_models(run: Run, models: Mapping[str, nn.Module]) -> scoring.ScoringModels:
     config = run.config
     max_tokens, temperature = config.inference.max_tokens_per_micro_batch, config.rollout.temperature
-    return ScoringModels(models, max_tokens, temperature, run.world.device)
+    return scoring.ScoringModels(models, max_tokens, temperature, run.world.device)
 
 
 def load(

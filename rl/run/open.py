@@ -4,6 +4,7 @@ import dataclasses
 import os
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
 from rl.config.schema import Config, ConfigError, with_debugger_timeouts
+from rl.data.prompts import Tokenizer
 from rl.data.sources import Data, read_data
 from rl.evaluation.evaluation import check_best_metric
 from rl.learner.scoring import fields_to_score
@@ -37,22 +39,6 @@ class NumSteps(Message):
 
 
 @dataclass(frozen=True)
-class RunCheckpoints:
-    """The run's checkpoint directory, and the checkpoint to resume from, if any."""
-
-    store: CheckpointStore
-    resume: Resume | None
-
-
-@dataclass(frozen=True)
-class LocalInputs:
-    """The data and the reward workers. Each is None on ranks that do not need it."""
-
-    data: Data | None  # on the leader
-    rewards: RewardPool | None  # on ranks that lead an engine
-
-
-@dataclass(frozen=True)
 class Run:
     """The checked settings, placement, folders and inputs from which a rank builds its roles."""
 
@@ -62,12 +48,18 @@ class Run:
     groups: Groups
     folder: Path
     model_folder: Path
-    saved: RunCheckpoints
-    inputs: LocalInputs
+    store: CheckpointStore
+    resume: Resume | None  # the checkpoint to resume from
+    data: Data | None = None  # on the leader
+    rewards: RewardPool | None = None  # on ranks that lead an engine
 
     @property
     def roles(self) -> tuple[str, ...]:
         return self.placement.roles[self.world.rank]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return AutoTokenizer.from_pretrained(self.model_folder)
 
 
 def open_run(world: World, config: Config, config_name: str) -> Run:
@@ -94,13 +86,11 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
         if world.rank == placement.leader:
             data = read_data(config, AutoTokenizer.from_pretrained(model_folder))
         config = agree_on_steps(world, placement, config, data)
-    resume_setting = config.checkpoint.resume
-    source = None if resume_setting in ("auto", "never") else Path(resume_setting)
+    source = None if config.checkpoint.resume in ("auto", "never") else Path(config.checkpoint.resume)
     store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, store, config)
-    saved, inputs = RunCheckpoints(store, resume), LocalInputs(data, rewards)
-    return Run(world, config, placement, groups, folder, model_folder, saved, inputs)
+    return Run(world, config, placement, groups, folder, model_folder, store, resume, data, rewards)
 
 
 def agree_on_steps(world: World, placement: Placement, config: Config, data: Data | None) -> Config:
@@ -124,13 +114,8 @@ def _place(world: World, config: Config) -> Placement:
             f"got {world.size} ranks, {world.num_ranks_per_node} of them on the node of rank {world.rank}; all nodes "
             "need the same number of ranks: give the same --nproc-per-node on each"
         )
-    return plan(
-        config.placement,
-        num_nodes,
-        world.num_ranks_per_node,
-        config.rollout.tensor_parallel_size,
-        config.actor.num_replicas,
-    )
+    sizes = (num_nodes, world.num_ranks_per_node, config.rollout.tensor_parallel_size, config.actor.num_replicas)
+    return plan(config.placement, *sizes)
 
 
 def _check_inference(world: World, config: Config, placement: Placement) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.prompts import Tokenizer
-from rl.evaluation.evaluation import show_evaluation
 from rl.report.describe import show
 from rl.report.metrics import MetricsWriter
 from rl.report.profile import profiled
@@ -50,10 +49,6 @@ class Reporter:
             if metrics.samples_interval and (step - 1) % metrics.samples_interval == 0:
                 self._writer.write_text("rollout/samples", show(batch, self._tokenizer, metrics.num_samples), step)
         self._writer.write(step, version, values | seconds)
-
-    def report_evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Print an evaluation that belongs to no training step."""
-        show_evaluation(self._folder, step, values)
 
     def _name(self) -> str:
         return f"step_{self._world.step}.rank_{self._world.rank}"

@@ -1,34 +1,91 @@
-"""Serve the actors until the run ends, on ranks that only sample or compute logprobs."""
+"""Build the services of a rank: its engine, its rollout service and its weight sync. Ranks that only sample or compute
+logprobs run them until the run ends."""
 
-from transformers import AutoTokenizer
+import torch
 
-from rl.run.engines import build_rollout_service, build_sync
+from rl.data.prompts import sample_seed
+from rl.learner.policy import PolicyTrainer
+from rl.model.load import stop_token_ids
+from rl.model.shards import TensorInfo
+from rl.rollout.engine import Engine, EngineSeat, build_engine
+from rl.rollout.groups import OpenGroups
+from rl.rollout.recovery import EngineHost
+from rl.rollout.service import RolloutService
 from rl.run.models import build_logprob_service
 from rl.run.open import Run
-from rl.sync.weights import Receiver, SyncService, share_tensors
+from rl.sync.plan import make_plan
+from rl.sync.probe import probe_of_run
+from rl.sync.weights import Receiver, SyncService, SyncSettings, WeightSource, WeightSync, share_tensors
 from rl.world.bootstrap import enable_garbage_collection
 from rl.world.service import EndRun, EndService, Service, serve
+
+
+def build_rollout_service(run: Run) -> RolloutService | None:
+    """Build this rank's part of its engine, and the service that samples on it. Return None without an engine."""
+    config, world, index = run.config, run.world, run.placement.engine_of(run.world.rank)
+    if index is None:
+        return None
+    ranks = run.placement.engines[index]
+    seat = EngineSeat(
+        name=f"oneworld-{world.id}-engine{index}",
+        tp_rank=ranks.index(world.rank),
+        tp_size=len(ranks),
+        store=world.store,
+        device=world.device,
+        shares_device="actor" in run.roles,
+        stop_token_ids=[] if config.debug.ignore_stop_tokens else stop_token_ids(run.model_folder),
+    )
+
+    def build(failed: Engine | None = None) -> Engine:
+        with world.stage("build engine"):
+            return build_engine(config, run.model_folder, seat, failed)
+
+    engine = build()
+    if engine.notice and index == seat.tp_rank == 0:
+        print(f"oneworld: {engine.notice}", flush=True)
+    torch.manual_seed(sample_seed(config.run.seed, 0, index, 0))  # another seed for each engine
+    host = EngineHost(world, ranks, engine, build)
+    world.at_end(lambda: host.engine.close())
+    max_num_groups = max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt)
+    # Without seeds, the ranks of an engine could sample different tokens, since other code uses their generators too.
+    run_seed = config.run.seed if config.rollout.deterministic or seat.tp_size > 1 else None
+    groups = OpenGroups(run.rewards, run.tokenizer)
+    return RolloutService(world, host, groups, max_num_groups, run_seed, run.placement.leader)
+
+
+def build_sync(
+    run: Run,
+    tensors: list[TensorInfo],
+    service: RolloutService | None,
+    logprobs: Receiver | None = None,
+    learner: PolicyTrainer | None = None,
+) -> WeightSync:
+    """Build the weight sync of a rank. Its engine and its logprob service receive weights, and its learner sends."""
+    config, placement, device = run.config, run.placement, run.world.device
+    plan, probe = make_plan(tensors, placement, config.sync.bucket_mb, device), probe_of_run(config, run.model_folder)
+    settings = SyncSettings(placement, plan, run.groups.sync_pgs, config.sync, device, probe)
+    source = WeightSource(learner.model, learner.weight_slices) if learner is not None else None
+    engine = service.engine if service is not None else None
+    receivers: list[Receiver] = [receiver for receiver in (engine, logprobs) if receiver is not None]
+    version = run.resume.version - 1 if run.resume is not None else 0  # the first publish adds 1
+    sync = WeightSync(run.world.mail, settings, source, receivers, version)
+    if service is not None:
+        service.host.sync = sync
+    run.world.send_orders_to(placement.leader)
+    return sync
 
 
 def serve_run(run: Run) -> None:
     """Build the services of this rank's roles, and run them until the leader ends the run."""
     world = run.world
-    rollout = None
-    if (index := run.placement.engine_of(world.rank)) is not None:
-        rollout = build_rollout_service(run, AutoTokenizer.from_pretrained(run.model_folder), index)
+    rollout = build_rollout_service(run)
     logprobs = build_logprob_service(run) if "inference" in run.roles else None
     tensors = share_tensors(world.mail, run.placement, None, run.config.model.dtype)
-    receivers: list[Receiver] = [rollout.engine] if rollout is not None else []
-    receivers += [logprobs] if logprobs is not None else []
-    sync = build_sync(run, tensors, receivers)
-    if rollout is not None:
-        rollout.host.add_user(sync)
+    sync = build_sync(run, tensors, rollout, logprobs)
     end = EndService()
     followers = rollout.host.followers if rollout is not None else ()
     services: list[Service] = [SyncService(sync, world.mail, followers, world.progress.begin_step), end]
     services += [service for service in (rollout, logprobs) if service is not None]
-    if rollout is not None:
-        rollout.begin()
     enable_garbage_collection()
     with world.stage("serve"):
         serve(world, services, until=lambda: end.ended)

@@ -49,7 +49,7 @@ def group_of(batch: int, position: int) -> Batch:
 def act(world: World, placement: Placement, pg: dist.ProcessGroup, folder: Path) -> None:
     mail, is_leader = world.mail, world.rank == placement.leader
     balancer = Balancer(mail, pg, placement.actors, HIDDEN_SIZE)
-    rollouts = Rollouts(mail, placement, NUM_MINI_BATCHES, None, lambda order: None, balancer)
+    rollouts = Rollouts(world, placement, NUM_MINI_BATCHES, None, lambda order: None, balancer)
 
     def start(batch: int) -> None:
         prompts = [Prompt(i, 0, "", "", [i]) for i in range(NUM_PROMPTS[batch])] if is_leader else None
@@ -73,7 +73,7 @@ def hand_in(mail: Mailbox, leader: int) -> None:
     tasks: list[Task] = []
     num_left = sum(NUM_PROMPTS.values())
     while num_left:
-        mail.send(leader, Pull(room=100, held=0, batch=None))
+        mail.send(leader, Pull(room=100, held=0))
         tasks += mail.receive(NewTasks).message.tasks
         if {task.batch for task in tasks} == {1}:
             continue

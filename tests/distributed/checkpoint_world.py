@@ -33,7 +33,7 @@ from rl.placement.groups import make_groups
 from rl.placement.roles import plan
 from rl.report.metrics import Measures
 from rl.run.build import build_checkpoints
-from rl.run.open import LocalInputs, Run, RunCheckpoints
+from rl.run.open import Run
 from rl.sync.plan import transferred_tensors
 from rl.sync.probe import probe_of_run
 from rl.world.service import EndRun
@@ -100,8 +100,7 @@ def open_run(world: World, job: Job) -> Run:
     store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, store, config)
-    saved, inputs = RunCheckpoints(store, resume), LocalInputs(data=None, rewards=None)
-    return Run(world, config, placement, groups, folder, Path(job.model), saved, inputs)
+    return Run(world, config, placement, groups, folder, Path(job.model), store, resume)
 
 
 def train(run: Run, job: Job) -> None:
@@ -109,18 +108,18 @@ def train(run: Run, job: Job) -> None:
     is_leader = world.rank == run.placement.leader
     torch.manual_seed(world.rank)
     model = load_model(
-        run.model_folder, run.groups.actor_mesh, world.device, config.model.dtype, True, filled=run.saved.resume is None
+        run.model_folder, run.groups.actor_mesh, world.device, config.model.dtype, True, filled=run.resume is None
     )
     settings = PolicySettings(config.actor, config.algo, config.rollout, job.num_steps)
     probe = probe_of_run(config, run.model_folder).tokens if is_leader else ()
     learner = PolicyTrainer(ShardedModel(model, pg, world.device), settings, probe)
-    if run.saved.resume is not None:
-        restore(learner, run.saved.resume, run.saved.store, run.placement, world.rank)
+    if run.resume is not None:
+        restore(learner, run.resume, run.store, run.placement, world.rank)
     checkpoints = build_checkpoints(run, learner, transferred_tensors(model, config.model.dtype))
-    first = run.saved.resume.manifest.step if run.saved.resume is not None else 0
+    first = run.resume.manifest.step if run.resume is not None else 0
     stream = PromptStream([Prompt(i, 0, str(i), "", [1]) for i in range(7)], seed=0) if is_leader else None
     if stream is not None:
-        stream.position = run.saved.resume.manifest.state["position"] if run.saved.resume is not None else 0
+        stream.position = run.resume.manifest.state["position"] if run.resume is not None else 0
 
     def note(**values: Any) -> None:
         values |= {"state": digest_of(learner), "generator": torch.get_rng_state().sum().item()}

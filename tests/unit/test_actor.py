@@ -10,9 +10,7 @@ import torch
 from rl.config.schema import AlgoConfig, Config
 from rl.data.batch import Batch
 from rl.learner.policy import PolicyTrainer
-from rl.rollout.dynamic_sampling import DynamicSampling
-from rl.run.actor import Actor, Trainers
-from rl.run.build import dynamic_sampling_of
+from rl.run.actor import Actor
 from rl.run.reporter import Reporter
 from tests.unit.test_batch import make_batch
 
@@ -28,23 +26,16 @@ class Scorer:
 
 
 def make_actor(config: Config, learner: Any = None, scorer: Any = None) -> Actor:
-    parts = dict.fromkeys(("sampler", "sync", "checkpoints", "evaluation", "start"))
+    parts = dict.fromkeys(("sampler", "sync", "checkpoints", "evaluation"))
     world: Any = None
     reporter = Reporter(world, config, Path(), tokenizer=world, writer=None)
-    return Actor(config, Trainers(learner, None, scorer), reporter=reporter, **parts)  # type: ignore[arg-type]
+    return Actor(config, learner, None, scorer, reporter=reporter, **parts)  # type: ignore[arg-type]
 
 
 def test_logprobs_that_are_not_finite_do_not_reach_the_update() -> None:
     assert make_actor(Config(), scorer=Scorer(-1.0)).score(make_batch(), 1).old_logprobs is not None
     with pytest.raises(FloatingPointError, match="5 of 5 old_logprobs are not finite; the first is nan at token 0"):
         make_actor(Config(), scorer=Scorer(float("nan"))).score(make_batch(), 1)
-
-
-@pytest.mark.parametrize("mask_truncated", [False, True])
-def test_dynamic_sampling_knows_which_responses_are_masked(mask_truncated: bool) -> None:
-    algo = AlgoConfig(dynamic_sampling=True, max_sampling_rounds=7, mask_truncated=mask_truncated)
-    assert dynamic_sampling_of(algo) == DynamicSampling(7, mask_truncated)
-    assert dynamic_sampling_of(AlgoConfig(mask_truncated=mask_truncated)) is None
 
 
 @pytest.mark.parametrize("num_tokens", [0, 10])

@@ -13,8 +13,8 @@ import torch
 from rl.config.schema import ROOT
 from rl.data.batch import Batch
 from rl.data.micro_batches import over_micro_batches
-from rl.rollout import build
-from rl.rollout.engine import Completion
+from rl.rollout import fake_engine
+from rl.rollout.engine import Completion, build_engine
 from rl.rollout.fake_engine import FakeEngine
 from rl.watch.compilation import mark_compilation
 from rl.watch.heart import HEART, Heartbeat
@@ -140,12 +140,12 @@ def test_every_build_of_an_engine_is_exceptional_work(monkeypatch: pytest.Monkey
             seen.append(now().activity.exceptional)
             super().__init__(*args)
 
-    monkeypatch.setattr(build, "FakeEngine", SlowEngine)
+    monkeypatch.setattr(fake_engine, "FakeEngine", SlowEngine)
     config: Any = SimpleNamespace(rollout=SimpleNamespace(engine="fake", max_num_seqs=4))
     seat: Any = SimpleNamespace(stop_token_ids=[1], device=None)
-    engine = build.build_engine(config, Path(), seat)
+    engine = build_engine(config, Path(), seat)
     assert now().activity.exceptional == ""
-    build.build_engine(config, Path(), seat, engine)
+    build_engine(config, Path(), seat, engine)
     assert seen == ["building the engine"] * 2 and now().activity.exceptional == ""
 
 

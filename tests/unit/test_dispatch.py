@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from rl.data.prompts import Prompt
-from rl.rollout.dispatch import Dispatcher, Drained, NewTasks, Pull, Sampling, Task
+from rl.rollout.dispatch import Dispatcher, NewTasks, Pull, Sampling, Task
 from rl.world.messages import Mailbox
 from tests.mails import take
 
@@ -26,18 +26,15 @@ class Hall:
             mail.learn({other.rank: other.address for other in self.mails})
         self.dispatcher = Dispatcher(self.mails[LEADER], num_engines=2)
 
-    def pull(self, engine: int, held: int = 0, room: int = 100, batch: int | None = None) -> None:
-        self.mails[engine].send(LEADER, Pull(room, held, batch))
+    def pull(self, engine: int, held: int = 0, room: int = 100) -> None:
+        self.mails[engine].send(LEADER, Pull(room, held))
 
     def positions(self, engine: int) -> list[int]:
         """Return the positions of the tasks in the next answer."""
         return [task.position for task in take(self.mails[engine], NewTasks).message.tasks]
 
-    def drained(self, engine: int) -> int:
-        return take(self.mails[engine], Drained).message.batch
-
     def silent(self, engine: int) -> bool:
-        return self.mails[engine].receive_within(0.15, NewTasks, Drained) is None
+        return self.mails[engine].receive_within(0.15, NewTasks) is None
 
 
 @pytest.fixture
@@ -49,7 +46,7 @@ def hall() -> Iterator[Hall]:
 
 
 def test_the_first_to_ask_gets_its_even_share(hall: Hall) -> None:
-    hall.dispatcher.open(make_tasks(7), batch=1)
+    hall.dispatcher.open(make_tasks(7))
     hall.pull(FIRST)
     assert hall.positions(FIRST) == [0, 1, 2, 3]  # ceil(7 / 2)
     hall.pull(SECOND)
@@ -57,7 +54,7 @@ def test_the_first_to_ask_gets_its_even_share(hall: Hall) -> None:
 
 
 def test_a_fast_engine_gets_more(hall: Hall) -> None:
-    hall.dispatcher.open(make_tasks(8), batch=1)
+    hall.dispatcher.open(make_tasks(8))
     hall.pull(SECOND, room=1)
     assert hall.positions(SECOND) == [0]
     hall.pull(FIRST)
@@ -69,7 +66,7 @@ def test_a_fast_engine_gets_more(hall: Hall) -> None:
 
 
 def test_no_more_than_there_is_room(hall: Hall) -> None:
-    hall.dispatcher.open(make_tasks(8), batch=1)
+    hall.dispatcher.open(make_tasks(8))
     hall.pull(FIRST, room=3)
     assert hall.positions(FIRST) == [0, 1, 2]
     hall.pull(FIRST, room=0, held=3)
@@ -79,57 +76,46 @@ def test_no_more_than_there_is_room(hall: Hall) -> None:
 
 
 def test_an_engine_that_holds_its_share_waits_though_tasks_are_left(hall: Hall) -> None:
-    hall.dispatcher.open(make_tasks(4), batch=1)
-    hall.pull(FIRST, held=2, batch=1)
+    hall.dispatcher.open(make_tasks(4))
+    hall.pull(FIRST, held=2)
     assert hall.silent(FIRST)
-    hall.pull(FIRST, held=1, batch=1)
+    hall.pull(FIRST, held=1)
     assert hall.positions(FIRST) == [0]
 
 
-def test_only_open_batches_are_drained(hall: Hall) -> None:
-    hall.pull(FIRST, batch=1)
-    assert hall.silent(FIRST)  # batch 1 is still to come
-    hall.dispatcher.open([], batch=1)
-    assert hall.drained(FIRST) == 1
-    hall.pull(FIRST, batch=1)
-    assert hall.drained(FIRST) == 1
-    hall.pull(FIRST, batch=2)
-    assert hall.silent(FIRST)
-    hall.dispatcher.open(make_tasks(2, batch=2), batch=2)
+def test_a_pull_waits_for_the_next_batch(hall: Hall) -> None:
+    hall.dispatcher.open(make_tasks(1))
+    hall.pull(FIRST)
     assert hall.positions(FIRST) == [0]
-    hall.pull(SECOND, batch=2)
+    hall.pull(FIRST)
+    assert hall.silent(FIRST)
+    hall.dispatcher.open([])
+    assert hall.silent(FIRST)
+    hall.dispatcher.open(make_tasks(2, batch=2))
+    assert hall.positions(FIRST) == [0]
+    hall.pull(SECOND)
     assert hall.positions(SECOND) == [1]
-    hall.pull(SECOND, held=1, batch=2)
-    assert hall.drained(SECOND) == 2
-
-
-def test_an_engine_that_waits_for_no_batch_is_never_told_that_one_is_drained(hall: Hall) -> None:
-    hall.dispatcher.open(make_tasks(1), batch=1)
-    hall.pull(FIRST)
-    assert hall.positions(FIRST) == [0]
-    hall.pull(FIRST)
-    assert hall.silent(FIRST)
 
 
 def test_waiting_pulls_are_answered_when_a_batch_opens(hall: Hall) -> None:
     hall.pull(FIRST)
-    hall.pull(SECOND, batch=1)
+    hall.pull(SECOND)
     assert hall.silent(FIRST)
     assert hall.silent(SECOND)
-    hall.dispatcher.open(make_tasks(6), batch=1)
+    hall.dispatcher.open(make_tasks(6))
     assert sorted([hall.positions(FIRST), hall.positions(SECOND)]) == [[0, 1, 2], [3, 4, 5]]
-    hall.dispatcher.open(make_tasks(2, batch=2), batch=2)
+    hall.dispatcher.open(make_tasks(2, batch=2))
     assert hall.silent(FIRST)  # its pull was answered; it did not ask again
 
 
 def test_the_leaders_own_engine_pulls_too(hall: Hall) -> None:
     hall.pull(LEADER)
-    hall.dispatcher.open(make_tasks(2), batch=1)
+    hall.dispatcher.open(make_tasks(2))
     assert hall.positions(LEADER) == [0]
 
 
 def test_tasks_arrive_unchanged(hall: Hall) -> None:
     (task,) = make_tasks(1)
     hall.pull(FIRST)
-    hall.dispatcher.open([task], batch=1)
+    hall.dispatcher.open([task])
     assert take(hall.mails[FIRST], NewTasks).message == NewTasks([task])

@@ -1,5 +1,6 @@
 """Dynamic sampling: a batch grows until enough of its groups are informative. Ranks are threads with a gloo group."""
 
+import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -8,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rl.config.schema import AlgoConfig
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, PromptStream
 from rl.report.metrics import Measures
 from rl.rollout.collect import Gathered
 from rl.rollout.dispatch import Sampling
-from rl.rollout.dynamic_sampling import DynamicSampling, Sampled, Sampler, next_count
+from rl.rollout.dynamic_sampling import Sampled, Sampler, next_count
 
 SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=4)
 
@@ -104,8 +106,9 @@ def draw(
         pg, measures = dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=20)), Measures()
         measures.sum("ranks", 1)
         own = stream if rank == 0 else None
-        dynamic = DynamicSampling(max_rounds, mask_truncated) if max_rounds else None
-        sampler = Sampler(engines.of(rank), own, pg, num_prompts, SAMPLING, dynamic)  # type: ignore[arg-type]
+        algo = AlgoConfig(dynamic_sampling=bool(max_rounds), mask_truncated=mask_truncated)
+        algo = dataclasses.replace(algo, max_sampling_rounds=max_rounds or algo.max_sampling_rounds)
+        sampler = Sampler(engines.of(rank), own, pg, num_prompts, SAMPLING, algo)  # type: ignore[arg-type]
         return sampler.sample(7, measures), measures.reduce(pg)
 
     with ThreadPoolExecutor(num_ranks) as pool:

@@ -11,7 +11,7 @@ from rl.rollout.engine import Completion
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.groups import OpenGroups
 from rl.rollout.recovery import EngineFailed, EngineHost
-from rl.rollout.service import RebuildEngine, RolloutService, SamplingSettings, StepEngine
+from rl.rollout.service import RebuildEngine, RolloutService, StepEngine
 from rl.world.messages import Letter
 from rl.world.orders import Order
 from rl.world.world import World
@@ -143,7 +143,7 @@ def test_a_follower_decides_alike(error: Exception, is_survived: bool, worlds: l
     tokenizer: Any = None
     engine = FakeEngine(8, STOP)
     host = EngineHost(bench.world, (1, 0), engine, lambda failed: FakeEngine(8, STOP))
-    service = RolloutService(bench.world, host, SamplingSettings(4, 0, leader=1), OpenGroups(None, tokenizer))
+    service = RolloutService(bench.world, host, OpenGroups(None, tokenizer), 4, 0, leader=1)
     fail(service, error)
     step = Letter(1, StepEngine())
     if not is_survived:

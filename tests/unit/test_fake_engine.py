@@ -14,7 +14,7 @@ from rl.rollout.engine import Completion, Request
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.groups import OpenGroups, pack_group
 from rl.rollout.recovery import EngineHost, clear_frames
-from rl.rollout.service import RolloutService, SamplingSettings
+from rl.rollout.service import RolloutService
 from rl.world.messages import Letter
 from rl.world.world import World
 from tests.mails import connected_worlds
@@ -29,7 +29,7 @@ def make_engine(max_num_seqs: int = 8) -> FakeEngine:
 
 
 def request(name: str, seed: int, max_new_tokens: int = 50) -> Request:
-    return Request(name, [1, 2], 1.0, max_new_tokens, seed)
+    return Request(name, [1, 2], Sampling(1, 1.0, max_new_tokens), seed)
 
 
 def run(engine: FakeEngine, requests: list[Request]) -> dict[str, Completion]:
@@ -122,7 +122,7 @@ def test_a_service_refuses_a_task_of_another_version(world: World, held: int, ha
     engine.confirm(held)
     tokenizer: Any = None
     host = EngineHost(world, (0,), engine, lambda failed: failed)
-    service = RolloutService(world, host, SamplingSettings(4, 0, leader=0), OpenGroups(None, tokenizer))
+    service = RolloutService(world, host, OpenGroups(None, tokenizer), 4, 0, leader=0)
     work = Letter(0, NewTasks([TASK]))
     with pytest.raises(RuntimeError, match=f"weights of version 6, but this engine has {has}"):
         service.handle(work)

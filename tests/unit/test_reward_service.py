@@ -1,5 +1,6 @@
 """Scores may come late, out of order, or after the engine was rebuilt; each group is delivered once."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,14 +8,14 @@ import pytest
 
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.rollout.dispatch import Drained, NewTasks, Pull, Sampling, Task
+from rl.rollout.dispatch import NewTasks, Pull, Sampling, Task
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.groups import OpenGroups
 from rl.rollout.recovery import EngineHost
-from rl.rollout.service import RolloutService, SamplingSettings, Scored, ScoredGroup
+from rl.rollout.service import RolloutService, Scored, ScoredGroup
 from rl.world.messages import Letter, Mailbox
 from rl.world.orders import Order
-from rl.world.service import Service
+from rl.world.service import serve
 from rl.world.world import World
 from tests.mails import Mark, connected_worlds, take
 
@@ -58,8 +59,8 @@ class Bench:
         self.engine.confirm(6)
         tokenizer: Any = Tokenizer()
         host = EngineHost(self.world, (0,), self.engine, lambda failed: self.make_engine())
-        settings = SamplingSettings(max_num_groups=4, run_seed=0, leader=1)
-        self.service = RolloutService(self.world, host, settings, OpenGroups(self.rewards, tokenizer))
+        groups = OpenGroups(self.rewards, tokenizer)  # type: ignore[arg-type]
+        self.service = RolloutService(self.world, host, groups, max_num_groups=4, run_seed=0, leader=1)
 
     def make_engine(self) -> FakeEngine:
         return FakeEngine(8, STOP)
@@ -143,25 +144,27 @@ def test_a_slow_score_does_not_keep_the_engine_from_work(bench: Bench) -> None:
     bench.start(0, 1)
     bench.pulls()
     bench.sample()
-    assert bench.pulls()[-1] == Pull(4, 0, None)
+    assert bench.pulls()[-1] == Pull(4, 0)
     assert not bench.service.busy
     bench.start(2)
     assert bench.service.busy
-    assert bench.pulls()[-1] == Pull(3, 1, None)
+    assert bench.pulls()[-1] == Pull(3, 1)
 
 
-def test_a_batch_ends_when_every_group_is_scored(bench: Bench) -> None:
-    """Inside serve, which waits in the mailbox and is woken by the last score."""
+def test_the_last_score_wakes_a_rank_that_serves(bench: Bench) -> None:
+    """It waits in the mailbox then, since its engine has nothing left to sample."""
     bench.start(0)
-    bench.mail.send(0, Drained(2))
     submit = bench.rewards.submit
 
     def submit_and_say(key: tuple[int, ...], *call: Any) -> None:
         submit(key, *call)
-        bench.rewards.say(key, 1.0)
+        threading.Timer(0.05, bench.rewards.say, [key, 1.0]).start()
 
     bench.rewards.submit = submit_and_say  # type: ignore[method-assign]
-    bench.service.serve_batch(2, Service())
+    scored: list[Letter[Any]] = []
+    handle = bench.service.handle
+    bench.service.handle = lambda letter: scored.append(letter) or handle(letter)  # type: ignore[method-assign]
+    serve(bench.world, [bench.service], until=lambda: len(scored) == NUM_SAMPLES)
     assert len(bench.delivered()) == 1
 
 

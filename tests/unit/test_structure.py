@@ -195,7 +195,7 @@ def test_rl_knows_nothing_of_the_programs_around_it() -> None:
         (
             "vllm",
             {
-                VLLM_BUILD: {("rl/rollout/build.py", True)},
+                VLLM_BUILD: {("rl/rollout/engine.py", True)},
                 VLLM_ENGINE: {(VLLM_BUILD, False)},
                 VLLM_SCHEDULING: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
                 VLLM_WEIGHTS: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},

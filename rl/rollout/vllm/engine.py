@@ -51,11 +51,12 @@ class VllmEngine:
         with self._group.entered():
             self._memory.wake("kv_cache")
             for request in requests:
+                sampling = request.sampling
                 params = SamplingParams(
-                    temperature=request.temperature,
-                    top_p=request.top_p,
-                    top_k=request.top_k,
-                    max_tokens=request.max_new_tokens,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    max_tokens=sampling.max_new_tokens,
                     seed=request.seed,
                     logprobs=0,
                     detokenize=False,
