@@ -84,11 +84,10 @@ def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any, dict
     places = [(core.scheduler, name) for name in ("schedule", "update_from_output")]
     places.append((core.scheduler.kv_cache_manager, "allocate_slots"))
     methods = {"vllm": [getattr(owner, name) for owner, name in places]}
-    responses: dict[str, Any] = {}
-    install_fast_decode(core.scheduler, responses)
-    methods["ours"] = [getattr(owner, name) for owner, name in places]
     group = SimpleNamespace(entered=nullcontext)
-    engine = VllmEngine(llm, group, seat, responses)  # type: ignore[arg-type]
+    engine = VllmEngine(llm, group, seat)  # type: ignore[arg-type]
+    install_fast_decode(core.scheduler, engine.responses)
+    methods["ours"] = [getattr(owner, name) for owner, name in places]
     engine.version = 1
     return engine, places, methods
 

@@ -36,10 +36,9 @@ VLLM_BUILD = f"{VLLM}/build.py"
 VLLM_ENGINE = f"{VLLM}/engine.py"
 VLLM_ATTENTION = f"{VLLM}/attention.py"  # vLLM imports it, by its name
 VLLM_SCHEDULING = f"{VLLM}/fast_decode.py"
-VLLM_WEIGHTS = f"{VLLM}/weights.py"
 VLLM_MEMORY = f"{VLLM}/memory.py"
 VLLM_GROUP = f"{VLLM}/process_group.py"
-VLLM_FILES = (VLLM_BUILD, VLLM_ENGINE, VLLM_ATTENTION, VLLM_SCHEDULING, VLLM_WEIGHTS, VLLM_MEMORY, VLLM_GROUP)
+VLLM_FILES = (VLLM_BUILD, VLLM_ENGINE, VLLM_ATTENTION, VLLM_SCHEDULING, VLLM_MEMORY, VLLM_GROUP)
 DECODE_ATTENTION = f"{VLLM}/decode_attention.py"
 DIGEST_GPU = "rl/sync/digest_gpu.py"
 ROTARY_GPU = "rl/model/rotary_gpu.py"
@@ -198,9 +197,8 @@ def test_rl_knows_nothing_of_the_programs_around_it() -> None:
                 VLLM_BUILD: {("rl/rollout/engine.py", True)},
                 VLLM_ENGINE: {(VLLM_BUILD, False)},
                 VLLM_SCHEDULING: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
-                VLLM_WEIGHTS: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
                 VLLM_MEMORY: {(VLLM_ENGINE, False)},
-                VLLM_GROUP: {(VLLM_BUILD, False), (VLLM_ENGINE, False), (VLLM_WEIGHTS, False)},
+                VLLM_GROUP: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
                 VLLM_ATTENTION: set(),
             },
         ),

@@ -75,14 +75,9 @@ def llm(memory: Any, monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
 
 
 @pytest.fixture
-def responses() -> dict[str, Any]:
-    return {}
-
-
-@pytest.fixture
-def engine(build: Any, llm: FakeVllm, responses: dict[str, Any]) -> Any:
+def engine(build: Any, llm: FakeVllm) -> Any:
     seat = SimpleNamespace(stop_token_ids=[], shares_device=True, device=torch.device("cuda"))
-    return build.VllmEngine(llm, SimpleNamespace(entered=nullcontext), seat, responses)
+    return build.VllmEngine(llm, SimpleNamespace(entered=nullcontext), seat)
 
 
 def test_an_engine_that_got_weights_but_no_request_sleeps_again(engine: Any, llm: FakeVllm) -> None:
@@ -150,11 +145,11 @@ def test_objects_are_frozen_if_garbage_collection_takes_long(
         gc.unfreeze()
 
 
-def test_an_aborted_response_is_an_error(engine: Any, llm: FakeVllm, responses: dict[str, Any]) -> None:
+def test_an_aborted_response_is_an_error(engine: Any, llm: FakeVllm) -> None:
     """It comes without logprobs."""
     from vllm.v1.engine import FinishReason
 
-    responses["7-0"] = SimpleNamespace(id="7", logprobs=[])
+    engine.responses["7-0"] = SimpleNamespace(id="7", logprobs=[])
     output = {"request_id": "7-0", "new_token_ids": [], "new_logprobs": None, "finish_reason": FinishReason.ABORT}
     llm.outputs = [SimpleNamespace(**output)]
     with pytest.raises(RuntimeError, match="vLLM gave up on response 7 after 0 tokens: abort"):

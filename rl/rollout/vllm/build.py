@@ -1,8 +1,7 @@
 """Build one rank's part of a vLLM engine."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from rl.config.schema import Config, ConfigError
 from rl.rollout.engine import EngineSeat
 from rl.rollout.vllm.engine import VllmEngine
-from rl.rollout.vllm.fast_decode import RunningResponse, install_fast_decode
+from rl.rollout.vllm.fast_decode import install_fast_decode
 from rl.rollout.vllm.process_group import PrivateDefaultGroup, unlink_shared_memory
-from rl.rollout.vllm.weights import turn_off_packing
 from rl.watch.compilation import mark_compilation
 from rl.watch.heart import HEART
 
@@ -40,7 +38,9 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
     HEART.beat("its process groups" if failed is None else "the memory of the failed engine")
     group = failed.abandon() if failed is not None else PrivateDefaultGroup(seat)
     options = _engine_options(config, model_folder, seat)
-    with _untouched_rng(), group.entered():
+    random_state = random.getstate()  # vLLM seeds this generator and those of torch
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices), group.entered():
         HEART.beat("vLLM's start")
         mark_compilation()
         try:
@@ -50,11 +50,20 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
         mark_compilation()  # again, because vLLM has imported more modules
         HEART.beat("a barrier of the engine's ranks")
         c10d.barrier()  # in the private default group
+    random.setstate(random_state)
     unlink_shared_memory(seat)
-    responses: dict[str, RunningResponse] = {}
+    engine = VllmEngine(llm, group, seat, notice)
     if not notice:
-        install_fast_decode(llm.llm_engine.engine_core.engine_core.scheduler, responses)
-    return VllmEngine(llm, group, seat, responses, notice)
+        install_fast_decode(llm.llm_engine.engine_core.engine_core.scheduler, engine.responses)
+    return engine
+
+
+def turn_off_packing() -> None:
+    """Disable oneDNN packing of linear layers on CPUs. Otherwise a tied LM head would keep a stale packed copy after a
+    reload."""
+    import vllm._custom_ops as custom_ops
+
+    custom_ops._supports_onednn = False
 
 
 def untested_notice(version: str) -> str:
@@ -71,12 +80,13 @@ def untested_notice(version: str) -> str:
 def _engine_options(config: Config, model_folder: Path, seat: EngineSeat) -> dict[str, Any]:
     """Return the arguments of vllm.LLM: ours, and `rollout.engine_options`, which must not contain ours."""
     rollout, is_cpu = config.rollout, seat.device.type == "cpu"
-    kv_cache_mb = rollout.kv_cache_mb or (CPU_KV_CACHE_MB if is_cpu else 0)
-    memory = (
-        {"kv_cache_memory_bytes": kv_cache_mb << 20}
-        if kv_cache_mb
-        else {"gpu_memory_utilization": rollout.gpu_memory_fraction}
-    )
+
+    class SeatExecutor(ExecutorWithExternalLauncher):
+        """An executor with a unique init method, because vLLM derives names of shared memory from it."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return f"env://:{seat.name}", seat.tp_rank, seat.device.index or 0
+
     options: dict[str, Any] = {
         "model": str(model_folder),
         "skip_tokenizer_init": True,
@@ -85,44 +95,22 @@ def _engine_options(config: Config, model_folder: Path, seat: EngineSeat) -> dic
         "max_model_len": max(3, config.max_sequence_tokens),  # a probe needs 3
         "max_num_seqs": rollout.max_num_seqs,
         "tensor_parallel_size": seat.tp_size,
-        "distributed_executor_backend": _executor(seat),
+        "distributed_executor_backend": SeatExecutor,
         "disable_custom_all_reduce": config.debug.share_gpu,
         "enforce_eager": rollout.enforce_eager or is_cpu,
-        "enable_sleep_mode": seat.shares_device and seat.device.type == "cuda",
+        "enable_sleep_mode": seat.shares_device and not is_cpu,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature; vLLM's default ignores it
         # With asynchronous scheduling, the order of calls depends on timing. An engine's ranks need the same order.
-        "async_scheduling": seat.tp_size == 1 and seat.device.type == "cuda",
+        "async_scheduling": seat.tp_size == 1 and not is_cpu,
         "seed": 0,
-        **memory,
     }
+    if kv_cache_mb := rollout.kv_cache_mb or (CPU_KV_CACHE_MB if is_cpu else 0):
+        options["kv_cache_memory_bytes"] = kv_cache_mb << 20
+    else:
+        options["gpu_memory_utilization"] = rollout.gpu_memory_fraction
     if ours := sorted(options.keys() & rollout.engine_options.keys()):
         raise ConfigError(f"rollout.engine_options: got {', '.join(ours)}, which other settings decide; remove it")
     if unknown := sorted(rollout.engine_options.keys() - {option.name for option in fields(EngineArgs)}):
-        raise ConfigError(
-            f"rollout.engine_options: vLLM {vllm.__version__} has no option {', '.join(unknown)}; remove it"
-        )
+        names = ", ".join(unknown)
+        raise ConfigError(f"rollout.engine_options: vLLM {vllm.__version__} has no option {names}; remove it")
     return {**options, **rollout.engine_options}
-
-
-def _executor(seat: EngineSeat) -> type[ExecutorWithExternalLauncher]:
-    class SeatExecutor(ExecutorWithExternalLauncher):
-        """An executor with a unique init method, because vLLM derives names of shared memory from it."""
-
-        def _distributed_args(self) -> tuple[str, int, int]:
-            return f"env://:{seat.name}", seat.tp_rank, seat.device.index or 0
-
-    return SeatExecutor
-
-
-@contextmanager
-def _untouched_rng() -> Iterator[None]:
-    """Restore the process's random generators afterwards, since vLLM seeds them."""
-    state, cpu_state = random.getstate(), torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        torch.set_rng_state(cpu_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state)

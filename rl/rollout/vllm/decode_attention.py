@@ -76,18 +76,12 @@ def attend(
     values are [blocks, tokens per block, heads, head size], with equal strides. `lengths` include the new token."""
     num_sequences, num_heads, head_size = queries.shape
     padded_head_size = triton.next_power_of_2(head_size)
+    tensors = (queries, keys, values, block_table, lengths, outputs)
+    strides = (*queries.stride()[:2], *outputs.stride()[:2], block_table.stride(0), *keys.stride()[:3])
     _attend[(num_heads, num_sequences)](
-        queries,
-        keys,
-        values,
-        block_table,
-        lengths,
-        outputs,
+        *tensors,
         scale,
-        *queries.stride()[:2],
-        *outputs.stride()[:2],
-        block_table.stride(0),
-        *keys.stride()[:3],
+        *strides,
         BLOCK_SIZE=keys.shape[1],
         HEAD_SIZE=head_size,
         PADDED_HEAD_SIZE=padded_head_size,

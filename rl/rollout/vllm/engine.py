@@ -1,4 +1,9 @@
-"""The vLLM engine of one rank: requests, completions, and the version of the weights."""
+"""The vLLM engine of one rank: requests, completions, and its weights.
+
+The engine starts with dummy weights. The first sync brings the real ones, so the sync is tested before the first token
+is sampled. If the model computes only with its parameters, a sync writes into them directly, at the locations recorded
+from vLLM's own loader. Otherwise a sync calls `reload_weights`, which also rebuilds repacked copies.
+"""
 
 import gc
 from collections.abc import Sequence
@@ -6,7 +11,11 @@ from typing import Any
 
 import torch
 import vllm
+from torch import nn
+from vllm.config import set_current_vllm_config
 from vllm.inputs import TokensPrompt
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import FinishReason
 
@@ -15,33 +24,24 @@ from rl.rollout.engine import Completion, EngineSeat, Request
 from rl.rollout.vllm.fast_decode import RunningResponse
 from rl.rollout.vllm.memory import SleepingMemory, collect_garbage, free_abandoned_memory
 from rl.rollout.vllm.process_group import PrivateDefaultGroup
-from rl.rollout.vllm.weights import find_memory_layout, reload_weights
-from rl.sync.layout import MemoryLayout, OpaqueLoader, Weights
+from rl.sync.layout import MemoryLayout, OpaqueLoader, Untraceable, Weights, trace
 
 
 class VllmEngine:
-    def __init__(
-        self,
-        llm: vllm.LLM,
-        group: PrivateDefaultGroup,
-        seat: EngineSeat,
-        responses: dict[str, RunningResponse],
-        notice: str = "",
-    ):
-        """Wrap vLLM. `responses` is empty. The engine adds running responses to it, and the scheduler reads it."""
+    def __init__(self, llm: vllm.LLM, group: PrivateDefaultGroup, seat: EngineSeat, notice: str = ""):
         self.name, self.notice = f"vllm {vllm.__version__}", notice
         self.version = 0
         self._engine = llm.llm_engine
         self._llm, self._group, self._stop_token_ids = llm, group, seat.stop_token_ids
         self._can_sleep = seat.shares_device and seat.device.type == "cuda"
         self._memory = SleepingMemory(llm)
-        self._unfinished = responses  # by vLLM's own id
+        self.responses: dict[str, RunningResponse] = {}  # unfinished, by vLLM's own id; the fast path reads them
         self._device = seat.device
         self._num_probes = 0
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._unfinished)
+        return len(self.responses)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Start requests. They bypass vLLM's output processor, which builds objects of a server for every token. With
@@ -69,29 +69,35 @@ class VllmEngine:
                 inputs.assign_request_id(sent)
                 engine.engine_core.add_request(sent)
                 scheduled = engine.engine_core.engine_core.scheduler.requests[sent.request_id]
-                self._unfinished[sent.request_id] = RunningResponse(request.id, scheduled)
+                self.responses[sent.request_id] = RunningResponse(request.id, scheduled)
 
     def step(self) -> list[Completion]:
         with self._group.entered():
             outputs = self._engine.engine_core.get_output().outputs
         ended = []
         for output in outputs:
-            response, reason = self._unfinished[output.request_id], output.finish_reason
+            response, reason = self.responses[output.request_id], output.finish_reason
             if reason not in (None, FinishReason.STOP, FinishReason.LENGTH):  # such outputs have no logprobs
                 num_tokens = len(response.logprobs)
                 raise RuntimeError(f"vLLM gave up on response {response.id} after {num_tokens} tokens: {reason}")
             response.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
             if reason is None:
                 continue
-            del self._unfinished[output.request_id]
+            del self.responses[output.request_id]
             request, is_truncated = response.request, reason == FinishReason.LENGTH
             tokens = list(request.output_token_ids)
             ended.append(Completion(response.id, tokens, response.logprobs, is_truncated, request.num_preemptions))
         return ended
 
     def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout | OpaqueLoader:
-        with self._group.entered():
-            return find_memory_layout(self._llm, tensors, self._device, self._reload)
+        """Return where each tensor goes in the model's parameters, or vLLM's loader if that cannot be known."""
+        with self._group.entered(), set_current_vllm_config(self._engine.vllm_config):
+            model = self._llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
+            try:
+                _require_traceable(model)
+                return trace(tensors, model, model.load_weights, self._device)
+            except Untraceable as error:
+                return OpaqueLoader(self._reload, str(error))
 
     def begin_version(self) -> None:
         self.version = 0
@@ -155,7 +161,18 @@ class VllmEngine:
 
     def _reload(self, weights: Weights) -> None:
         """Load weights with vLLM's own loader. As a method, this gives the sync no reference of its own to vLLM."""
-        reload_weights(self._llm, self._group, weights)
+
+        def in_trainer_group() -> Weights:
+            """Iterate with the trainer's default group in place, since the iterator runs collectives."""
+            while True:
+                with self._group.left():
+                    item = next(weights, None)
+                if item is None:
+                    return
+                yield item
+
+        with self._group.entered(), set_current_vllm_config(self._engine.vllm_config):
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": in_trainer_group()})
 
     def _drain(self) -> None:
         """Wait for a forward pass that asynchronous scheduling may have started after the last request ended."""
@@ -163,3 +180,15 @@ class VllmEngine:
         with self._group.entered():
             while core.batch_queue:
                 self._engine.engine_core.get_output()
+
+
+def _require_traceable(model: nn.Module) -> None:
+    """Raise Untraceable if the model computes with more than its parameters, such as a repacked copy."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            raise Untraceable(f"{name} may be repacked by {type(method).__name__}")
+        if getattr(getattr(module, "cpu_linear", None), "__closure__", None):
+            raise Untraceable(f"{name} computes with a packed copy of its weight")
+        if hasattr(module, "process_weights_after_loading") and type(module).__name__ != "Attention":
+            raise Untraceable(f"{name or 'the model'} ({type(module).__name__}) derives weights of its own")

@@ -27,11 +27,8 @@ class PrivateDefaultGroup:
     def __init__(self, seat: EngineSeat):
         self._group: c10d.ProcessGroup | None = None
         self._count = FIRST_PRIVATE_GROUP_NUMBER
-        self._environment = {
-            "RANK": str(seat.tp_rank),
-            "WORLD_SIZE": str(seat.tp_size),
-            "LOCAL_RANK": str(seat.device.index or 0),
-        }
+        numbers = {"RANK": seat.tp_rank, "WORLD_SIZE": seat.tp_size, "LOCAL_RANK": seat.device.index or 0}
+        self._environment = {name: str(number) for name, number in numbers.items()}
         backend = "cpu:gloo,cuda:nccl" if seat.device.type == "cuda" else "gloo"
         excepthook = sys.excepthook  # init_process_group wraps it
         with self.entered():
