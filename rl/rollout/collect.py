@@ -9,16 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from rl.data.batch import Batch
-from rl.data.packing import mini_batch_of
+from rl.data.packing import balance_owners, estimate_costs, mini_batch_of
 from rl.data.prompts import Prompt
 from rl.placement.roles import Placement
 from rl.rewards.totals import Totals, total
-from rl.rollout.balance import Balancer
 from rl.rollout.dispatch import Dispatcher, Sampling, Task
-from rl.rollout.orders import BatchComplete, Collected, OrderGate, OrderService
+from rl.rollout.orders import Collected, OrderGate, OrderService
 from rl.rollout.service import RolloutService, ScoredGroup
-from rl.world.messages import Letter, Message
+from rl.world.messages import Letter, Mailbox, Message
 from rl.world.orders import Action
 from rl.world.service import Service, serve
 from rl.world.world import World
@@ -36,6 +38,62 @@ class BatchStarted(Message):
 
 
 @dataclass(frozen=True)
+class MovedGroup(Message):
+    """Deliver a group to its new owner. The payload is the group as a Batch."""
+
+    batch: int
+    position: int
+    awaited = "moved groups"
+
+
+class Balancer:
+    """Balance groups between actors, since all of them wait for the one with the longest rollouts.
+
+        costs of own groups --all_reduce--> all costs --the same rule on every rank--> new owners --mail--> moved groups
+
+    Only whole groups move, so the advantages do not depend on which actor trains on a group. Runs on every actor. An
+    owner is an index into `actors`, the ranks of `pg`.
+    """
+
+    def __init__(self, mail: Mailbox, pg: dist.ProcessGroup, actors: Sequence[int], hidden_size: int):
+        self._mail, self._pg, self._actors, self._hidden_size = mail, pg, actors, hidden_size
+        self._arrived: dict[int, dict[int, Batch]] = defaultdict(dict)  # batch -> position -> group
+
+    def balance(
+        self, batch: int, groups: Mapping[int, Batch], owners: Sequence[int], mini_batches: Sequence[int]
+    ) -> dict[int, Batch]:
+        """Move groups between the actors, and return this rank's groups by position. `groups` are its current ones.
+
+        This is a collective: all actors must call it, at a time when no order can interrupt them. `owners` and
+        `mini_batches` have one entry for each group of the whole batch.
+        """
+        if len(self._actors) == 1 or not owners:
+            return dict(groups)
+        costs = torch.zeros(len(owners), dtype=torch.float64)
+        for position, group in groups.items():
+            costs[position] = sum(estimate_costs(group.lengths.tolist(), self._hidden_size))
+        dist.all_reduce(costs, group=self._pg)  # each cost is added to zeros, so all ranks get the same bits
+        new_owners = balance_owners(costs.tolist(), owners, len(self._actors), mini_batches)
+        return self.exchange(batch, groups, owners, new_owners)
+
+    def exchange(
+        self, batch: int, groups: Mapping[int, Batch], owners: Sequence[int], new_owners: Sequence[int]
+    ) -> dict[int, Batch]:
+        """Send groups to their new owners, then wait for the groups that this rank now owns."""
+        me = self._actors.index(self._mail.rank)
+        kept = dict(groups)
+        for position in sorted(groups):
+            if new_owners[position] != me:
+                new_owner = self._actors[new_owners[position]]
+                self._mail.send(new_owner, MovedGroup(batch, position), payload=kept.pop(position).to_bytes())
+        num_moved = sum(old != me == new for old, new in zip(owners, new_owners, strict=True))
+        while len(self._arrived[batch]) < num_moved:
+            letter = self._mail.receive(MovedGroup)
+            self._arrived[letter.message.batch][letter.message.position] = Batch.from_bytes(letter.payload)
+        return kept | self._arrived.pop(batch)
+
+
+@dataclass(frozen=True)
 class Gathered:
     """A sampled batch: the groups of this actor, and what it knows about the others."""
 
@@ -50,7 +108,7 @@ class Rollouts(Service):
     if it hosts one. It samples while this rank waits for groups."""
 
     name = "rollout"
-    kinds = (BatchStarted, ScoredGroup, BatchComplete)
+    kinds = (BatchStarted, ScoredGroup)
 
     def __init__(
         self,
@@ -75,10 +133,8 @@ class Rollouts(Service):
             self._gate = OrderGate(world.mail, len(placement.actors), heads)
         self.engine_name = "no engine yet"
         self._num_started = 0
-        # All of these are by batch.
-        self._owners: dict[int, list[int]] = {}
-        self._arrived: dict[int, dict[int, tuple[ScoredGroup, Batch]]] = defaultdict(dict)  # then by position
-        self._totals: dict[int, Totals] = {}  # over all actors
+        self._owners: dict[int, list[int]] = {}  # by batch
+        self._arrived: dict[int, dict[int, tuple[ScoredGroup, Batch]]] = defaultdict(dict)  # by batch and position
 
     def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int, is_dealt: bool = True) -> int:
         """Start a batch that is sampled from this version of the weights. Return the number of the batch.
@@ -120,8 +176,8 @@ class Rollouts(Service):
         num_preemptions = sum(group.num_preemptions for group, _ in arrived.values())
         totals["rollout/preemptions"] = [float(num_preemptions), 0.0]
         self._mail.send(self._leader, Collected(batch, totals))
-        serve(self._world, self._services, until=lambda: batch in self._totals)
-        return Gathered(groups, owners, scores, self._totals.pop(batch))
+        serve(self._world, self._services, until=lambda: batch in self._orders.totals)
+        return Gathered(groups, owners, scores, self._orders.totals.pop(batch))
 
     def handle(self, letter: Letter[Any]) -> None:
         match letter.message:
@@ -130,9 +186,6 @@ class Rollouts(Service):
             case ScoredGroup() as group:
                 self.engine_name = group.engine
                 self._arrived[group.batch][group.position] = (group, Batch.from_bytes(letter.payload))
-            case BatchComplete(batch, totals):
-                self._orders.pass_on(letter.message)
-                self._totals[batch] = totals
 
     def settle(self, batch: int, groups: Mapping[int, Batch], owners: Sequence[int]) -> Batch:
         """Balance the groups between the actors. Return this rank's in stream order. A collective, after `gather`."""

@@ -35,10 +35,6 @@ class Task:
     sampling: Sampling
     version: int  # of the weights to sample from
 
-    @property
-    def group_id(self) -> tuple[int, int]:
-        return self.batch, self.position
-
 
 @dataclass(frozen=True)
 class Pull(Message):

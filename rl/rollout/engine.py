@@ -48,15 +48,12 @@ class Engine(Receiver, Protocol):
 
     def step(self) -> list[Completion]:
         """Decode one token for each running request. Return the completions that ended."""
-        ...
 
     def sleep(self) -> None:
         """Free device memory for the learner of this rank. The next weights and requests allocate it again."""
-        ...
 
     def close(self) -> None:
         """Shut down and destroy the process groups. No collective may follow on this rank."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rl.rewards.totals import Totals, add
 from rl.world.messages import Letter, Mailbox, Message
@@ -91,18 +92,17 @@ class OrderService(Service):
     """Execute orders on an actor. `followers` are the other ranks of the engine that this actor leads."""
 
     name = "checkpoint"
-    kinds = (Execute,)
+    kinds = (Execute, BatchComplete)
 
     def __init__(self, mail: Mailbox, followers: Sequence[int], execute: Callable[[Action], None]):
+        self.totals: dict[int, Totals] = {}  # of complete batches
         self._mail, self._followers, self._execute = mail, followers, execute
 
-    def handle(self, letter: Letter[Execute]) -> None:
-        self.execute(letter.message)
-
-    def execute(self, order: Execute) -> None:
-        self.pass_on(order)
-        self._execute(order.action)
-
-    def pass_on(self, message: Message) -> None:
+    def handle(self, letter: Letter[Any]) -> None:
         for rank in self._followers:
-            self._mail.send(rank, message)
+            self._mail.send(rank, letter.message)
+        match letter.message:
+            case Execute(action):
+                self._execute(action)
+            case BatchComplete(batch, totals):
+                self.totals[batch] = totals

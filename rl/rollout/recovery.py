@@ -38,7 +38,6 @@ class EngineHost:
         self.followers = ranks[1:] if self.is_lead else ()
         self._world, self._lead, self._rebuild = world, ranks[0], rebuild
         self._failure: Exception | None = None  # of the last step, on a follower
-        self._timer: threading.Timer | None = None
 
     def require_recoverable(self, error: Exception) -> None:
         """Raise the error again unless all ranks of the engine can continue. Called on the lead."""
@@ -52,8 +51,6 @@ class EngineHost:
 
     def replace(self) -> None:
         """Replace the failed engine by a new one. All ranks of the engine do this together."""
-        if self._timer is not None:
-            self._timer.cancel()
         self._failure = None
         if self.sync is not None:
             self.sync.remove_receiver(self.engine)
@@ -77,14 +74,14 @@ class EngineHost:
             clear_frames(error)
             self._failure = error
             self._world.mail.send(self._lead, EngineFailed())
-            self._timer = threading.Timer(AGREE_S, self._give_up, [stage, self._world.step])
-            self._timer.daemon = True
-            self._timer.start()
+            timer = threading.Timer(AGREE_S, self._give_up, [error, stage, self._world.step])
+            timer.daemon = True
+            timer.start()
 
-    def _give_up(self, stage: str, step: int) -> None:
-        """End the world, because the lead is inside a step that cannot end without this rank."""
-        if self._failure is not None:
-            self._world.faults.fail_in_background(self._failure, stage, step)
+    def _give_up(self, error: Exception, stage: str, step: int) -> None:
+        """End the world unless the engine was replaced: the lead is in a step that cannot end without this rank."""
+        if self._failure is error:
+            self._world.faults.fail_in_background(error, stage, step)
 
 
 def clear_frames(error: BaseException | None) -> None:

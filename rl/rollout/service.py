@@ -6,12 +6,18 @@ inside a collective.
 """
 
 import sys
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from rl.data.batch import Batch
+from rl.data.prompts import Tokenizer, sample_seed
+from rl.rewards.pool import RewardPool
 from rl.rollout.dispatch import NewTasks, Pull, Task
-from rl.rollout.engine import Completion, Engine
-from rl.rollout.groups import Group, OpenGroups, make_requests, pack_group
+from rl.rollout.engine import Completion, Engine, Request
 from rl.rollout.recovery import EngineHost
 from rl.watch.heart import HEART, size_class
 from rl.world.messages import Letter, Message
@@ -47,29 +53,60 @@ class ScoredGroup(Message):
 
     batch: int
     position: int
-    version: int
     engine: str
     scores: list[dict[str, Any]]  # by sample
     num_preemptions: int
     awaited = "groups"
 
 
+@dataclass
+class Group:
+    """The responses of one prompt and their scores so far, each by the number of the sample."""
+
+    task: Task
+    attempt: int = 0  # engines that failed while sampling this group; scores of earlier attempts are dropped
+    completions: dict[int, Completion] = field(default_factory=dict)
+    scores: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def is_sampled(self) -> bool:
+        return len(self.completions) == self.task.sampling.num_samples
+
+    @property
+    def is_scored(self) -> bool:
+        return len(self.scores) == self.task.sampling.num_samples
+
+    def restart(self) -> None:
+        """Sample this group again from the first token."""
+        self.attempt += 1
+        self.completions.clear()
+        self.scores.clear()
+
+
 class RolloutService(Service):
     """Sample on one engine, at most `max_num_groups` groups at a time, from tasks that the leader hands out.
 
-    Runs on all ranks of the engine; followers have no groups and only repeat the lead's calls. Without `run_seed`,
-    responses differ between runs.
+    Runs on all ranks of the engine; followers have no groups and no `rewards`, and only repeat the lead's calls.
+    Without `run_seed`, responses differ between runs.
     """
 
     name = "rollout"
     kinds = (NewTasks, StepEngine, RebuildEngine, Scored)
 
     def __init__(
-        self, world: World, host: EngineHost, groups: OpenGroups, max_num_groups: int, run_seed: int | None, leader: int
+        self,
+        world: World,
+        host: EngineHost,
+        rewards: RewardPool | None,
+        tokenizer: Tokenizer,
+        max_num_groups: int,
+        run_seed: int | None,
+        leader: int,
     ):
         self.host = host
-        self._world, self._mail, self._groups = world, world.mail, groups
+        self._world, self._mail, self._rewards, self._tokenizer = world, world.mail, rewards, tokenizer
         self._max_num_groups, self._run_seed, self._leader = max_num_groups, run_seed, leader
+        self._groups: dict[tuple[int, int], Group] = {}  # unfinished, by batch and position
         self._to_restart: list[Task] = []  # tasks of a failed engine, until the new engine has weights
         self._num_prompt_tokens = 0  # in requests that were added since the last step
         self._pull()
@@ -86,20 +123,27 @@ class RolloutService(Service):
     def _can_restart(self) -> bool:
         return bool(self._to_restart) and self.engine.version > 0
 
+    @property
+    def _being_sampled(self) -> list[Group]:
+        return [group for group in self._groups.values() if not group.is_sampled]
+
     def handle(self, letter: Letter[Any]) -> None:
         match letter.message:
             case NewTasks(tasks) if self.host.is_lead:
                 self._start(tasks)
             case NewTasks(tasks):
                 self._add(tasks)
-            case Scored(key, result):
-                group = self._groups.score(key, result)
-                if group is not None:
-                    self._deliver(group)
+            case Scored((batch, position, sample, attempt), result):
+                group = self._groups.get((batch, position))
+                if group is None or attempt != group.attempt:  # from an engine that has failed since then
+                    return
+                group.scores[sample] = result
+                if group.is_scored:
+                    self._deliver(self._groups.pop((batch, position)))
             case StepEngine():
                 self.host.follow(self._step, self.name)
             case RebuildEngine():
-                self._replace_engine()
+                self.host.replace()
 
     def work(self) -> None:
         if self._can_restart:
@@ -114,16 +158,28 @@ class RolloutService(Service):
             self._recover(error)
             return
         HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
-        is_last_of_group = [self._groups.complete(completion) for completion in ended]
+        is_last_of_group = [self._submit(completion) for completion in ended]
         if any(is_last_of_group):
             self._pull()
+
+    def _submit(self, completion: Completion) -> bool:
+        """Submit a response to the reward functions. Return whether it was the last one of its group."""
+        batch, position, sample = map(int, completion.id.split("/"))
+        group = self._groups[batch, position]
+        group.completions[sample] = completion
+        prompt, key = group.task.prompt, (batch, position, sample, group.attempt)
+        response = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        row = prompt.row | {"answer": prompt.answer}
+        assert self._rewards is not None
+        self._rewards.submit(key, prompt.text, response, row, group.task.sampling.answer_of)
+        return group.is_sampled
 
     def _recover(self, error: Exception) -> None:
         """Replace the engine. Its groups are sampled again when the new engine has verified weights.
 
         A group may be restarted only once. Otherwise a group that crashes every engine would cause endless rebuilds.
         """
-        lost = self._groups.being_sampled
+        lost = self._being_sampled
         if any(group.attempt > 0 for group in lost):
             raise error
         self.host.require_recoverable(error)
@@ -134,15 +190,12 @@ class RolloutService(Service):
             file=sys.stderr,
             flush=True,
         )
-        self._groups.restart(lost)
+        for group in lost:
+            group.restart()
         self._to_restart = [group.task for group in lost]
         self._tell_followers(RebuildEngine())
-        self._replace_engine()
-        self._mail.send(self._leader, Order("publish again"))
-
-    def _replace_engine(self) -> None:
         self.host.replace()
-        self._num_prompt_tokens = 0
+        self._mail.send(self._leader, Order("publish again"))
 
     def _tell_followers(self, message: Message) -> None:
         for rank in self.host.followers:
@@ -150,11 +203,11 @@ class RolloutService(Service):
 
     def _pull(self) -> None:
         if self.host.is_lead:
-            held = len(self._groups.being_sampled)
+            held = len(self._being_sampled)
             self._mail.send(self._leader, Pull(max(self._max_num_groups - held, 0), held))
 
     def _start(self, tasks: list[Task]) -> None:
-        self._groups.add(tasks)
+        self._groups |= {(task.batch, task.position): Group(task) for task in tasks}
         if self._to_restart and not self.engine.version:  # requested before the engine failed; start with the others
             self._to_restart += tasks
             return
@@ -191,5 +244,37 @@ class RolloutService(Service):
         rollouts = pack_group(task, completions, [score["score"] for score in scores])
         kept = [{name: score[name] for name in ("parts", "status", "answer")} for score in scores]
         num_preemptions = sum(completion.num_preemptions for completion in completions)
-        message = ScoredGroup(task.batch, task.position, task.version, self.engine.name, kept, num_preemptions)
+        message = ScoredGroup(task.batch, task.position, self.engine.name, kept, num_preemptions)
         self._mail.send(task.owner, message, payload=rollouts.to_bytes())
+
+
+def make_requests(tasks: Iterable[Task], run_seed: int | None) -> list[Request]:
+    """Return one request per sample. Without `run_seed`, the engine's own generator is used."""
+    requests = []
+    for task in tasks:
+        prompt = task.prompt
+        for sample in range(task.sampling.num_samples):
+            seed = None if run_seed is None else sample_seed(run_seed, prompt.epoch, prompt.id, sample)
+            name = f"{task.batch}/{task.position}/{sample}"
+            requests.append(Request(name, prompt.tokens, task.sampling, seed))
+    return requests
+
+
+def pack_group(task: Task, completions: list[Completion], rewards: list[float]) -> Batch:
+    """Return the ragged batch of one group, in the order of its samples."""
+    prompt, count = task.prompt.tokens, len(completions)
+    tokens, logprobs, versions = array("q"), array("f"), array("i")  # four times as fast as lists
+    for completion in completions:
+        tokens.fromlist([*prompt, *completion.tokens])
+        logprobs.fromlist([0.0] * len(prompt) + completion.logprobs)
+        versions.fromlist([-1] * len(prompt) + [task.version] * len(completion.tokens))
+    return Batch(
+        tokens=torch.frombuffer(tokens, dtype=torch.int64),
+        lengths=torch.tensor([len(prompt) + len(c.tokens) for c in completions], dtype=torch.int64),
+        prompt_lengths=torch.full((count,), len(prompt), dtype=torch.int64),
+        versions=torch.frombuffer(versions, dtype=torch.int32),
+        rollout_logprobs=torch.frombuffer(logprobs, dtype=torch.float32),
+        rewards=torch.tensor(rewards, dtype=torch.float32),
+        group_ids=torch.full((count,), task.position, dtype=torch.int64),
+        truncated=torch.tensor([c.truncated for c in completions], dtype=torch.bool),
+    )

@@ -20,8 +20,7 @@ from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 from rl.model.shards import TensorInfo
 from rl.report.metrics import MetricsWriter
-from rl.rollout.balance import Balancer
-from rl.rollout.collect import Rollouts
+from rl.rollout.collect import Balancer, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.dynamic_sampling import Sampler
 from rl.run.actor import Actor

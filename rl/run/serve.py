@@ -8,7 +8,6 @@ from rl.learner.policy import PolicyTrainer
 from rl.model.load import stop_token_ids
 from rl.model.shards import TensorInfo
 from rl.rollout.engine import Engine, EngineSeat, build_engine
-from rl.rollout.groups import OpenGroups
 from rl.rollout.recovery import EngineHost
 from rl.rollout.service import RolloutService
 from rl.run.models import build_logprob_service
@@ -49,8 +48,8 @@ def build_rollout_service(run: Run) -> RolloutService | None:
     max_num_groups = max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt)
     # Without seeds, the ranks of an engine could sample different tokens, since other code uses their generators too.
     run_seed = config.run.seed if config.rollout.deterministic or seat.tp_size > 1 else None
-    groups = OpenGroups(run.rewards, run.tokenizer)
-    return RolloutService(world, host, groups, max_num_groups, run_seed, run.placement.leader)
+    leader = run.placement.leader
+    return RolloutService(world, host, run.rewards, run.tokenizer, max_num_groups, run_seed, leader)
 
 
 def build_sync(

@@ -18,8 +18,7 @@ from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.placement.groups import make_groups
 from rl.placement.roles import Placement, plan
-from rl.rollout.balance import Balancer
-from rl.rollout.collect import Rollouts
+from rl.rollout.collect import Balancer, Rollouts
 from rl.rollout.dispatch import NewTasks, Pull, Sampling, Task
 from rl.rollout.service import ScoredGroup
 from rl.world.messages import Mailbox
@@ -80,7 +79,7 @@ def hand_in(mail: Mailbox, leader: int) -> None:
         num_left -= len(tasks)
         while tasks:
             task = tasks.pop()
-            group = ScoredGroup(task.batch, task.position, task.version, "none", scores=[], num_preemptions=0)
+            group = ScoredGroup(task.batch, task.position, "none", scores=[], num_preemptions=0)
             mail.send(task.owner, group, payload=group_of(task.batch, task.position).to_bytes())
 
 

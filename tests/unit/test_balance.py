@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl.data.batch import Batch
-from rl.rollout.balance import Balancer, MovedGroup
+from rl.rollout.collect import Balancer, MovedGroup
 from rl.world.messages import Mailbox
 from tests.mails import WAIT_S, Mark, connected, take
 

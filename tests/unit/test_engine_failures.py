@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from rl.rollout.engine import Completion
 from rl.rollout.fake_engine import FakeEngine
-from rl.rollout.groups import OpenGroups
 from rl.rollout.recovery import EngineFailed, EngineHost
 from rl.rollout.service import RebuildEngine, RolloutService, StepEngine
 from rl.world.messages import Letter
@@ -143,7 +142,7 @@ def test_a_follower_decides_alike(error: Exception, is_survived: bool, worlds: l
     tokenizer: Any = None
     engine = FakeEngine(8, STOP)
     host = EngineHost(bench.world, (1, 0), engine, lambda failed: FakeEngine(8, STOP))
-    service = RolloutService(bench.world, host, OpenGroups(None, tokenizer), 4, 0, leader=1)
+    service = RolloutService(bench.world, host, None, tokenizer, 4, 0, leader=1)
     fail(service, error)
     step = Letter(1, StepEngine())
     if not is_survived:

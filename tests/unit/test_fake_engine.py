@@ -12,9 +12,8 @@ from rl.model.shards import TensorInfo
 from rl.rollout.dispatch import NewTasks, Sampling, Task
 from rl.rollout.engine import Completion, Request
 from rl.rollout.fake_engine import FakeEngine
-from rl.rollout.groups import OpenGroups, pack_group
 from rl.rollout.recovery import EngineHost, clear_frames
-from rl.rollout.service import RolloutService
+from rl.rollout.service import RolloutService, pack_group
 from rl.world.messages import Letter
 from rl.world.world import World
 from tests.mails import connected_worlds
@@ -122,7 +121,7 @@ def test_a_service_refuses_a_task_of_another_version(world: World, held: int, ha
     engine.confirm(held)
     tokenizer: Any = None
     host = EngineHost(world, (0,), engine, lambda failed: failed)
-    service = RolloutService(world, host, OpenGroups(None, tokenizer), 4, 0, leader=0)
+    service = RolloutService(world, host, None, tokenizer, 4, 0, leader=0)
     work = Letter(0, NewTasks([TASK]))
     with pytest.raises(RuntimeError, match=f"weights of version 6, but this engine has {has}"):
         service.handle(work)

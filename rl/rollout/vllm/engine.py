@@ -22,7 +22,7 @@ from vllm.v1.engine import FinishReason
 from rl.model.shards import TensorInfo
 from rl.rollout.engine import Completion, EngineSeat, Request
 from rl.rollout.vllm.fast_decode import RunningResponse
-from rl.rollout.vllm.memory import SleepingMemory, collect_garbage, free_abandoned_memory
+from rl.rollout.vllm.memory import collect_garbage, free_abandoned_memory, free_weights
 from rl.rollout.vllm.process_group import PrivateDefaultGroup
 from rl.sync.layout import MemoryLayout, OpaqueLoader, Untraceable, Weights, trace
 
@@ -34,7 +34,7 @@ class VllmEngine:
         self._engine = llm.llm_engine
         self._llm, self._group, self._stop_token_ids = llm, group, seat.stop_token_ids
         self._can_sleep = seat.shares_device and seat.device.type == "cuda"
-        self._memory = SleepingMemory(llm)
+        self._asleep: set[str] = set()  # of "weights" and "kv_cache"
         self.responses: dict[str, RunningResponse] = {}  # unfinished, by vLLM's own id; the fast path reads them
         self._device = seat.device
         self._num_probes = 0
@@ -47,9 +47,9 @@ class VllmEngine:
         """Start requests. They bypass vLLM's output processor, which builds objects of a server for every token. With
         short sequences, the GPU would wait for that Python code (benchmarks/RESULTS.md)."""
         engine, inputs = self._engine, self._engine.input_processor
-        assert self.version > 0 and self._memory.has_weights, "sampling without weights"
+        assert self.version > 0 and "weights" not in self._asleep, "sampling without weights"
         with self._group.entered():
-            self._memory.wake("kv_cache")
+            self._wake("kv_cache")
             for request in requests:
                 sampling = request.sampling
                 params = SamplingParams(
@@ -104,7 +104,7 @@ class VllmEngine:
         assert self.num_unfinished == 0, "weights may change only between batches"
         self._drain()
         with self._group.entered():
-            self._memory.wake("weights")
+            self._wake("weights")
 
     def confirm(self, version: int) -> None:
         self._drain()  # after a probe
@@ -124,7 +124,7 @@ class VllmEngine:
             temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         with self._group.entered():
-            self._memory.wake("kv_cache")
+            self._wake("kv_cache")
             prompt = TokensPrompt(prompt_token_ids=tokens, cache_salt=f"probe {self._num_probes}")
             self._engine.add_request(f"probe {self._num_probes}", prompt, params)
             outputs: list[Any] = []
@@ -133,20 +133,25 @@ class VllmEngine:
         return [entry[token].logprob for entry, token in zip(outputs[0].prompt_logprobs[1:], tokens[1:], strict=True)]
 
     def sleep(self) -> None:
-        if self._can_sleep and self._memory.has_weights:
-            self._drain()
-            collect_garbage()
-            with self._group.entered():
-                self._memory.sleep()
+        """Free the memory and drop its contents, since the next sync brings new weights."""
+        if not self._can_sleep or "weights" in self._asleep:
+            return
+        self._drain()
+        collect_garbage()
+        with self._group.entered():
+            if self._asleep:  # the cache is still asleep, because nothing was sampled with these weights
+                free_weights(self._llm)
+            else:
+                self._llm.sleep(level=2)
+        self._asleep = {"weights", "kv_cache"}
 
     def abandon(self) -> PrivateDefaultGroup:
         """Free the memory after a failure, and return the process group for the next engine. vLLM's own shutdown would
         destroy all process groups, including the trainer's."""
         client = self._engine.engine_core
-        finalizer = getattr(client, "_finalizer", None)  # vLLM 0.26 has none
-        if finalizer is not None:
-            finalizer.detach()
-        del client, self._engine, self._llm, self._memory
+        if hasattr(client, "_finalizer"):  # vLLM 0.26 has none
+            client._finalizer.detach()
+        del client, self._engine, self._llm
         gc.unfreeze()  # vLLM froze its objects, so that a collection would skip them
         gc.collect()
         if self._can_sleep:
@@ -158,6 +163,11 @@ class VllmEngine:
     def close(self) -> None:
         with self._group.entered():
             self._engine.engine_core.shutdown()
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._llm.wake_up(tags=[part])
+            self._asleep.discard(part)
 
     def _reload(self, weights: Weights) -> None:
         """Load weights with vLLM's own loader. As a method, this gives the sync no reference of its own to vLLM."""

@@ -12,43 +12,17 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 LONG_COLLECTION_S = 0.02
 
 
-class SleepingMemory:
-    """The weights and the KV cache of an engine, each of which can be asleep. Call the methods while the engine's
-    process group is the default group."""
-
-    def __init__(self, llm: vllm.LLM):
-        self._llm = llm
-        self._asleep: set[str] = set()
-
-    @property
-    def has_weights(self) -> bool:
-        return "weights" not in self._asleep
-
-    def wake(self, part: str) -> None:
-        """Allocate the memory of `part`, "weights" or "kv_cache", unless it is awake."""
-        if part in self._asleep:
-            self._llm.wake_up(tags=[part])
-            self._asleep.discard(part)
-
-    def sleep(self) -> None:
-        """Free the memory and drop its contents, since the next sync brings new weights."""
-        if self._asleep:  # the cache is still asleep, because nothing was sampled with these weights
-            self._free_weights()
-        else:
-            self._llm.sleep(level=2)
-        self._asleep = {"weights", "kv_cache"}
-
-    def _free_weights(self) -> None:
-        """Free only the weights. vLLM 0.26 always frees both, and would free the sleeping cache a second time."""
-        pointers = CuMemAllocator.get_instance().pointer_to_data
-        asleep = {address: data for address, data in pointers.items() if data.is_asleep}
-        for address in asleep:
-            del pointers[address]
-        try:
-            self._llm.collective_rpc("sleep", kwargs={"level": 2})
-        finally:
-            pointers.update(asleep)
-        self._llm.llm_engine.engine_core.engine_core.model_executor.sleeping_tags.add("weights")
+def free_weights(llm: vllm.LLM) -> None:
+    """Free only the weights. vLLM 0.26 always frees both, and would free the sleeping KV cache a second time."""
+    pointers = CuMemAllocator.get_instance().pointer_to_data
+    asleep = {address: data for address, data in pointers.items() if data.is_asleep}
+    for address in asleep:
+        del pointers[address]
+    try:
+        llm.collective_rpc("sleep", kwargs={"level": 2})
+    finally:
+        pointers.update(asleep)
+    llm.llm_engine.engine_core.engine_core.model_executor.sleeping_tags.add("weights")
 
 
 def free_abandoned_memory() -> None:
