@@ -55,7 +55,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 reporter.save_rollouts(batch)
             with world.stage("update"):
                 actor.update(batch, step, num_prompts, measures)
-                values |= measures.reduce(actor.pg)
+                values |= measures.reduce(actor.sampler.pg)
                 values |= actor.adapt(values, num_prompts)
             with world.stage("sync"):
                 version = actor.publish(step + 1)

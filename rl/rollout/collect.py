@@ -5,7 +5,7 @@ and `gather` several times for one batch, and `settle` once.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from rl.world.orders import Action
 from rl.world.service import Service, serve
 from rl.world.world import World
 
+Groups = dict[int, Batch]  # of one actor, by position in the batch
 Results = list[dict[str, Any]]  # results of the reward functions, by sample
 
 
@@ -49,26 +50,21 @@ class MovedGroup(Message):
 class Balancer:
     """Balance groups between actors, since all of them wait for the one with the longest rollouts.
 
-        costs of own groups --all_reduce--> all costs --the same rule on every rank--> new owners --mail--> moved groups
-
-    Only whole groups move, so the advantages do not depend on which actor trains on a group. Runs on every actor. An
-    owner is an index into `actors`, the ranks of `pg`.
+    Only whole groups move, so the advantages do not depend on which actor trains on a group. An owner is an index into
+    `actors`, the ranks of `pg`.
     """
 
     def __init__(self, mail: Mailbox, pg: dist.ProcessGroup, actors: Sequence[int], hidden_size: int):
         self._mail, self._pg, self._actors, self._hidden_size = mail, pg, actors, hidden_size
-        self._arrived: dict[int, dict[int, Batch]] = defaultdict(dict)  # batch -> position -> group
+        self._arrived: dict[int, Groups] = defaultdict(dict)  # by batch
 
-    def balance(
-        self, batch: int, groups: Mapping[int, Batch], owners: Sequence[int], mini_batches: Sequence[int]
-    ) -> dict[int, Batch]:
-        """Move groups between the actors, and return this rank's groups by position. `groups` are its current ones.
+    def balance(self, batch: int, groups: Groups, owners: Sequence[int], mini_batches: Sequence[int]) -> Groups:
+        """Move groups between the actors, and return this rank's groups by position.
 
-        This is a collective: all actors must call it, at a time when no order can interrupt them. `owners` and
-        `mini_batches` have one entry for each group of the whole batch.
+        A collective, which no order may interrupt. `owners` and `mini_batches` are those of all groups of the batch.
         """
         if len(self._actors) == 1 or not owners:
-            return dict(groups)
+            return groups
         costs = torch.zeros(len(owners), dtype=torch.float64)
         for position, group in groups.items():
             costs[position] = sum(estimate_costs(group.lengths.tolist(), self._hidden_size))
@@ -76,9 +72,7 @@ class Balancer:
         new_owners = balance_owners(costs.tolist(), owners, len(self._actors), mini_batches)
         return self.exchange(batch, groups, owners, new_owners)
 
-    def exchange(
-        self, batch: int, groups: Mapping[int, Batch], owners: Sequence[int], new_owners: Sequence[int]
-    ) -> dict[int, Batch]:
+    def exchange(self, batch: int, groups: Groups, owners: Sequence[int], new_owners: Sequence[int]) -> Groups:
         """Send groups to their new owners, then wait for the groups that this rank now owns."""
         me = self._actors.index(self._mail.rank)
         kept = dict(groups)
@@ -97,15 +91,14 @@ class Balancer:
 class Gathered:
     """A sampled batch: the groups of this actor, and what it knows about the others."""
 
-    groups: dict[int, Batch]  # of this actor, by position in the batch
+    groups: Groups  # of this actor
     owners: list[int]  # of all groups, as indices into the actors
     scores: dict[int, Results]  # of this actor's groups, by position
     totals: Totals  # over all actors
 
 
 class Rollouts(Service):
-    """Start and collect batches. Runs on every actor; only the leader has prompts. `service` is this rank's own engine,
-    if it hosts one. It samples while this rank waits for groups."""
+    """Start and collect batches on an actor. Its own engine, if it has one, samples while it waits for groups."""
 
     name = "rollout"
     kinds = (BatchStarted, ScoredGroup)
@@ -137,16 +130,15 @@ class Rollouts(Service):
         self._arrived: dict[int, dict[int, tuple[ScoredGroup, Batch]]] = defaultdict(dict)  # by batch and position
 
     def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int, is_dealt: bool = True) -> int:
-        """Start a batch that is sampled from this version of the weights. Return the number of the batch.
+        """Start a batch and return its number. All actors call this in the same order; only the leader has prompts.
 
-        All actors call this in the same order. With `is_dealt` False, the leader gets all groups.
+        With `is_dealt` False, the leader gets all groups.
         """
         self._num_started += 1
         batch = self._num_started
         if self._dispatcher is not None:
             assert prompts is not None, "the leader must give the prompts"
-            leader = self._actors.index(self._leader)
-            owners = self._deal(len(prompts)) if is_dealt else [leader] * len(prompts)
+            owners = self._deal(len(prompts)) if is_dealt else [0] * len(prompts)  # the leader is the first actor
             tasks = [
                 Task(batch, position, self._actors[owner], prompt, sampling, version)
                 for position, (owner, prompt) in enumerate(zip(owners, prompts, strict=True))
@@ -164,11 +156,11 @@ class Rollouts(Service):
         if self._gate is not None:
             self._gate.open()
         me = self._actors.index(self._mail.rank)
-        serve(
-            self._world,
-            self._services,
-            until=lambda: batch in self._owners and len(self._arrived[batch]) == self._owners[batch].count(me),
-        )
+
+        def has_all() -> bool:
+            return batch in self._owners and len(self._arrived[batch]) == self._owners[batch].count(me)
+
+        serve(self._world, self._services, until=has_all)
         owners, arrived = self._owners.pop(batch), self._arrived.pop(batch)
         groups = {position: rollouts for position, (_, rollouts) in arrived.items()}
         scores = {position: arrived[position][0].scores for position in sorted(arrived)}
@@ -187,7 +179,7 @@ class Rollouts(Service):
                 self.engine_name = group.engine
                 self._arrived[group.batch][group.position] = (group, Batch.from_bytes(letter.payload))
 
-    def settle(self, batch: int, groups: Mapping[int, Batch], owners: Sequence[int]) -> Batch:
+    def settle(self, batch: int, groups: Groups, owners: Sequence[int]) -> Batch:
         """Balance the groups between the actors. Return this rank's in stream order. A collective, after `gather`."""
         groups = self._balancer.balance(batch, groups, owners, self._mini_batches(len(owners)))
         return Batch.concat([groups[position] for position in sorted(groups)])

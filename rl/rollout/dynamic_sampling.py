@@ -69,10 +69,7 @@ class Sampler:
         return Sampled(settled, len(kept), add(totals))
 
     def _informative(self, gathered: Gathered) -> list[int]:
-        """Return the positions of the groups to train on, of all ranks.
-
-        If truncated responses are masked, they are not trained on. So they do not make a group informative.
-        """
+        """Return the positions of the groups to train on, of all ranks. Masked responses make no group informative."""
         if not self.algo.dynamic_sampling:
             return list(range(len(gathered.owners)))
         flags = torch.zeros(len(gathered.owners), dtype=torch.int64)

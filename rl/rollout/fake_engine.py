@@ -28,8 +28,7 @@ class FakeEngine:
 
     def add(self, requests: Sequence[Request]) -> None:
         assert self.version > 0, "sampling before the first weight sync"
-        for request in requests:
-            self._running.append((request, random.Random(request.seed), Completion(request.id, [], [], False)))
+        self._running += [(one, random.Random(one.seed), Completion(one.id, [], [], False)) for one in requests]
 
     def step(self) -> list[Completion]:
         ended = []
@@ -44,13 +43,12 @@ class FakeEngine:
         return ended
 
     def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout:
-        self.memory = {
-            info.name: torch.zeros(info.shape, dtype=info.torch_dtype, device=self._device) for info in tensors
-        }
-        views = [self.memory[info.name].view(1, -1) for info in tensors]
-        return MemoryLayout(
-            tensors, [Destination(i, Region(0, 1, view.numel(), 0), view) for i, view in enumerate(views)]
-        )
+        destinations = []
+        for index, info in enumerate(tensors):
+            self.memory[info.name] = torch.zeros(info.shape, dtype=info.torch_dtype, device=self._device)
+            view = self.memory[info.name].view(1, -1)
+            destinations.append(Destination(index, Region(0, 1, view.numel(), 0), view))
+        return MemoryLayout(tensors, destinations)
 
     def begin_version(self) -> None:
         self.version = 0

@@ -72,23 +72,9 @@ class Group:
     def is_sampled(self) -> bool:
         return len(self.completions) == self.task.sampling.num_samples
 
-    @property
-    def is_scored(self) -> bool:
-        return len(self.scores) == self.task.sampling.num_samples
-
-    def restart(self) -> None:
-        """Sample this group again from the first token."""
-        self.attempt += 1
-        self.completions.clear()
-        self.scores.clear()
-
 
 class RolloutService(Service):
-    """Sample on one engine, at most `max_num_groups` groups at a time, from tasks that the leader hands out.
-
-    Runs on all ranks of the engine; followers have no groups and no `rewards`, and only repeat the lead's calls.
-    Without `run_seed`, responses differ between runs.
-    """
+    """Sample on one engine. Runs on all of its ranks; followers have no groups and only repeat the lead's calls."""
 
     name = "rollout"
     kinds = (NewTasks, StepEngine, RebuildEngine, Scored)
@@ -97,11 +83,11 @@ class RolloutService(Service):
         self,
         world: World,
         host: EngineHost,
-        rewards: RewardPool | None,
+        rewards: RewardPool | None,  # None on followers
         tokenizer: Tokenizer,
-        max_num_groups: int,
-        run_seed: int | None,
-        leader: int,
+        max_num_groups: int,  # sampled at the same time
+        run_seed: int | None,  # None: responses differ between runs
+        leader: int,  # the rank that hands out tasks
     ):
         self.host = host
         self._world, self._mail, self._rewards, self._tokenizer = world, world.mail, rewards, tokenizer
@@ -138,7 +124,7 @@ class RolloutService(Service):
                 if group is None or attempt != group.attempt:  # from an engine that has failed since then
                     return
                 group.scores[sample] = result
-                if group.is_scored:
+                if len(group.scores) == group.task.sampling.num_samples:
                     self._deliver(self._groups.pop((batch, position)))
             case StepEngine():
                 self.host.follow(self._step, self.name)
@@ -149,14 +135,12 @@ class RolloutService(Service):
         if self._can_restart:
             tasks, self._to_restart = self._to_restart, []
             assert {task.version for task in tasks} == {self.engine.version}, (tasks, self.engine.version)
-            self._add(tasks)
-            return
+            return self._add(tasks)
         self._tell_followers(StepEngine())
         try:
             ended = self._step()
         except Exception as error:
-            self._recover(error)
-            return
+            return self._recover(error)
         HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
         is_last_of_group = [self._submit(completion) for completion in ended]
         if any(is_last_of_group):
@@ -183,16 +167,14 @@ class RolloutService(Service):
         if any(group.attempt > 0 for group in lost):
             raise error
         self.host.require_recoverable(error)
-        print(
+        text = (
             f"oneworld: the engine of rank {self._mail.rank} failed at step {self._world.step}: "
             f"{type(error).__name__}: {error}. It is being rebuilt, and its unfinished groups ({len(lost)}) will be "
-            "sampled again",
-            file=sys.stderr,
-            flush=True,
+            "sampled again"
         )
-        for group in lost:
-            group.restart()
+        print(text, file=sys.stderr, flush=True)
         self._to_restart = [group.task for group in lost]
+        self._groups |= {(task.batch, task.position): Group(task, attempt=1) for task in self._to_restart}
         self._tell_followers(RebuildEngine())
         self.host.replace()
         self._mail.send(self._leader, Order("publish again"))
@@ -238,9 +220,8 @@ class RolloutService(Service):
 
     def _deliver(self, group: Group) -> None:
         task = group.task
-        samples = range(task.sampling.num_samples)
-        scores = [group.scores[sample] for sample in samples]
-        completions = [group.completions[sample] for sample in samples]
+        scores = [score for _, score in sorted(group.scores.items())]
+        completions = [completion for _, completion in sorted(group.completions.items())]
         rollouts = pack_group(task, completions, [score["score"] for score in scores])
         kept = [{name: score[name] for name in ("parts", "status", "answer")} for score in scores]
         num_preemptions = sum(completion.num_preemptions for completion in completions)

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from rl.algo.mismatch import check_mismatch
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.config.schema import Config
@@ -39,10 +37,6 @@ class Actor:
     is_evaluated: bool = False  # the evaluation of start_step is done
 
     @property
-    def pg(self) -> dist.ProcessGroup:
-        return self.sampler.pg
-
-    @property
     def trainers(self) -> list[PolicyTrainer | CriticTrainer]:
         return [self.learner] if self.critic is None else [self.learner, self.critic]
 
@@ -55,14 +49,14 @@ class Actor:
 
     def describe(self, batch: Batch, totals: Totals) -> dict[str, float]:
         """Return the metrics of the whole batch. Raise if engine and learner disagree about the logprobs."""
-        values = describe(batch).reduce(self.pg) | metrics_of(totals)
+        values = describe(batch).reduce(self.sampler.pg) | metrics_of(totals)
         check_mismatch(values.get("policy/mismatch_kl", 0.0), self.config.rollout.max_mismatch_kl)
         return values
 
     def assign_credit(self, batch: Batch, measures: Measures) -> Batch:
         """Compute the advantage of each token from the rewards."""
         longest = self.config.rollout.max_new_tokens
-        return assign_credit(batch, self.config.algo, longest, self.learner.kl_coef, self.pg, measures)
+        return assign_credit(batch, self.config.algo, longest, self.learner.kl_coef, self.sampler.pg, measures)
 
     def update(self, batch: Batch, step: int, num_prompts: int, measures: Measures) -> None:
         """Train on the batch: first the critic, then the policy unless the critic is still warming up."""

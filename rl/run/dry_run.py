@@ -39,20 +39,16 @@ class Footprint(Message):
 
 def share_footprints(world: World, leader: int) -> None:
     """Send the memory of every rank to the leader, which prints a summary."""
-    world.mail.send(leader, _footprint(world.roles, world.device))
+    host, gpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, (0, 0, 0)
+    if world.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(world.device)
+        gpu = (torch.cuda.max_memory_reserved(world.device), total - free, total)
+    world.mail.send(leader, Footprint(world.roles, host, *gpu))
     if world.rank != leader:
         return
     letters = [world.mail.receive(Footprint) for _ in range(world.size)]
     footprints = {letter.source: letter.message for letter in letters}
     print("\n".join(describe(footprints, world.progress.seconds)), flush=True)
-
-
-def _footprint(roles: str, device: torch.device) -> Footprint:
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if device.type != "cuda":
-        return Footprint(roles, host)
-    free, total = torch.cuda.mem_get_info(device)
-    return Footprint(roles, host, torch.cuda.max_memory_reserved(device), total - free, total)
 
 
 def describe(footprints: Mapping[int, Footprint], stage_seconds: Mapping[str, float]) -> list[str]:

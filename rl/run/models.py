@@ -49,7 +49,7 @@ def build_scorer(run: Run, learner: PolicyTrainer, load_reference: Callable[[], 
 
 
 def build_logprob_service(run: Run) -> scoring.LogprobService:
-    names = {"old_logprobs": None} | dict.fromkeys(scoring.fields_to_score(run.config.algo))
+    names = dict.fromkeys(["old_logprobs", *scoring.fields_to_score(run.config.algo)])
     names.pop("certainty", None)  # computed by the model of old_logprobs
     models = {name: load(run, trainable=False) for name in names}
     return scoring.LogprobService(run.world.mail, run.placement.scorers, _scoring_models(run, models))

@@ -68,10 +68,11 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     folder = Path(config.run.dir) / _run_name(world, config, config_name)
     world.begin_run(folder, config)
     placement = _place(world, config)
+    is_leader = world.rank == placement.leader
     world.progress.set_roles(",".join(placement.roles[world.rank]))
     check_best_metric(config)
     rewards = _start_rewards(world, config, placement)
-    if world.rank == placement.leader:
+    if is_leader:
         print(f"{folder}: {placement.summary()}; loading", flush=True)
     _check_inference(world, config, placement)
     model_folder = find_model(config.model.path)
@@ -82,9 +83,7 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
     groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
     with world.stage("read data"):
-        data = None
-        if world.rank == placement.leader:
-            data = read_data(config, AutoTokenizer.from_pretrained(model_folder))
+        data = read_data(config, AutoTokenizer.from_pretrained(model_folder)) if is_leader else None
         config = agree_on_steps(world, placement, config, data)
     source = None if config.checkpoint.resume in ("auto", "never") else Path(config.checkpoint.resume)
     store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads)
@@ -98,8 +97,7 @@ def agree_on_steps(world: World, placement: Placement, config: Config, data: Dat
     if not config.train.num_epochs:
         return config
     if data is not None:
-        num_prompts = len(data.stream) * config.train.num_epochs
-        num_steps = -(-num_prompts // config.train.num_prompts_per_step)
+        num_steps = -(-len(data.stream) * config.train.num_epochs // config.train.num_prompts_per_step)
         print(f"oneworld: train.num_epochs = {config.train.num_epochs}: {num_steps} steps", flush=True)
         for rank in range(placement.world_size):
             world.mail.send(rank, NumSteps(num_steps))
@@ -152,10 +150,7 @@ def _start_rewards(world: World, config: Config, placement: Placement) -> Reward
 
 
 def _run_name(world: World, config: Config, config_name: str) -> str:
-    """Return run.name. If it is empty, combine the config's name with the launcher's start time and process id.
-
-    A restarted world gets the same name, and so finds its folder.
-    """
+    """Return run.name. If it is empty, make a name that a restarted world gets again, and so finds its folder."""
     if config.run.name:
         return config.run.name
     if world.rank == 0:

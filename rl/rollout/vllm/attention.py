@@ -62,8 +62,7 @@ class DecodeImpl(FlashAttentionImpl):
         return output
 
     def _step_is_plain(self, metadata: FlashAttentionMetadata | None) -> bool:
-        """Return whether our kernel can compute this step: enough sequences, one token each, full attention. Some of
-        these fields exist only in some versions of vLLM."""
+        """Return whether our kernel can compute this step. Some of these fields exist only in some vLLM versions."""
         return (
             metadata is not None
             and metadata.max_query_len == 1

@@ -59,8 +59,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
 
 
 def turn_off_packing() -> None:
-    """Disable oneDNN packing of linear layers on CPUs. Otherwise a tied LM head would keep a stale packed copy after a
-    reload."""
+    """Keep oneDNN from packing linear layers on CPUs. After a reload, a tied LM head would keep a stale packed copy."""
     import vllm._custom_ops as custom_ops
 
     custom_ops._supports_onednn = False

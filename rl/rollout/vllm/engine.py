@@ -30,14 +30,12 @@ from rl.sync.layout import MemoryLayout, OpaqueLoader, Untraceable, Weights, tra
 class VllmEngine:
     def __init__(self, llm: vllm.LLM, group: PrivateDefaultGroup, seat: EngineSeat, notice: str = ""):
         self.name, self.notice = f"vllm {vllm.__version__}", notice
-        self.version = 0
-        self._engine = llm.llm_engine
-        self._llm, self._group, self._stop_token_ids = llm, group, seat.stop_token_ids
+        self.version = self._num_probes = 0
+        self._llm, self._engine, self._group = llm, llm.llm_engine, group
+        self._device, self._stop_token_ids = seat.device, seat.stop_token_ids
         self._can_sleep = seat.shares_device and seat.device.type == "cuda"
         self._asleep: set[str] = set()  # of "weights" and "kv_cache"
         self.responses: dict[str, RunningResponse] = {}  # unfinished, by vLLM's own id; the fast path reads them
-        self._device = seat.device
-        self._num_probes = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -51,12 +49,11 @@ class VllmEngine:
         with self._group.entered():
             self._wake("kv_cache")
             for request in requests:
-                sampling = request.sampling
                 params = SamplingParams(
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    max_tokens=sampling.max_new_tokens,
+                    temperature=request.sampling.temperature,
+                    top_p=request.sampling.top_p,
+                    top_k=request.sampling.top_k,
+                    max_tokens=request.sampling.max_new_tokens,
                     seed=request.seed,
                     logprobs=0,
                     detokenize=False,
@@ -117,8 +114,7 @@ class VllmEngine:
         self.version = version
 
     def probe(self, tokens: list[int]) -> list[float] | None:
-        """Return the logprobs of all `tokens` but the first. All ranks of the engine must call this together. They get
-        the same result."""
+        """Return the logprobs of all `tokens` but the first. All ranks of the engine must call this together."""
         self._num_probes += 1
         params = SamplingParams(
             temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY

@@ -18,15 +18,13 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from rl.rollout.engine import EngineSeat
 
-FIRST_PRIVATE_GROUP_NUMBER = 1_000_000  # far from the names of the trainer's groups
-
 
 class PrivateDefaultGroup:
     """A default process group for one engine, which `entered` swaps in and `left` swaps out."""
 
     def __init__(self, seat: EngineSeat):
         self._group: c10d.ProcessGroup | None = None
-        self._count = FIRST_PRIVATE_GROUP_NUMBER
+        self._count = 1_000_000  # names new groups; far from the names of the trainer's groups
         numbers = {"RANK": seat.tp_rank, "WORLD_SIZE": seat.tp_size, "LOCAL_RANK": seat.device.index or 0}
         self._environment = {name: str(number) for name, number in numbers.items()}
         backend = "cpu:gloo,cuda:nccl" if seat.device.type == "cuda" else "gloo"
