@@ -46,7 +46,7 @@ from rl.checkpoint.manifest import step_folder
 from rl.checkpoint.store import CheckpointStore
 from rl.config.load import load_config
 from rl.config.schema import Config
-from rl.learner.policy import PolicySettings, PolicyTrainer
+from rl.learner.policy import PolicyTrainer
 from rl.learner.sharded_trainer import ShardedModel
 from rl.model.load import load_model
 from rl.placement.groups import make_groups
@@ -94,9 +94,8 @@ class Bench:
         config, mesh = self.config, self.groups.actor_mesh
         assert mesh is not None
         model = load_model(self.folder / "model", mesh, self.world.device, config.model.dtype, trainable=True)
-        settings = PolicySettings(config.actor, config.algo, config.rollout, num_optimizer_steps=1)
         probe = probe_of_run(config, self.folder / "model").tokens if self.is_leader else ()
-        learner = PolicyTrainer(ShardedModel(model, self.groups.actor_pg, self.world.device), settings, probe)
+        learner = PolicyTrainer(ShardedModel(model, self.groups.actor_pg, self.world.device), config, 1, probe)
         learner.update(random_batch(torch.tensor([16, 16]), torch.tensor([4, 4]), vocab=1000), 1, Measures())
         return learner
 

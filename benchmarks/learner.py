@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 from benchmarks.program import gpu_name, join_alone, peak_flops
 from benchmarks.random_batch import random_batch
 from benchmarks.random_model import SHAPES, save_random_model
-from rl.config.schema import ActorConfig, AlgoConfig, RolloutConfig
-from rl.learner.policy import PolicySettings, PolicyTrainer
+from rl.config.schema import ActorConfig, Config
+from rl.learner.policy import PolicyTrainer
 from rl.learner.sharded_trainer import ShardedModel
 from rl.model.load import Compute, load_model
 from rl.report.metrics import Measures
@@ -41,9 +41,8 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     compute = Compute(args.compile and device.type == "cuda", args.recompute)
     mesh = DeviceMesh.from_group(pg, device.type)
     model = load_model(folder, mesh, device, args.dtype, trainable=True, compute=compute)
-    actor = ActorConfig(max_tokens_per_micro_batch=args.max_tokens)
-    settings = PolicySettings(actor, AlgoConfig(), RolloutConfig(), args.rounds + WARM_UP_ROUNDS)
-    learner = PolicyTrainer(ShardedModel(model, pg, device), settings)
+    config = Config(actor=ActorConfig(max_tokens_per_micro_batch=args.max_tokens))
+    learner = PolicyTrainer(ShardedModel(model, pg, device), config, args.rounds + WARM_UP_ROUNDS)
     shape = SHAPES[args.model]
     lengths, prompts = (torch.full((args.sequences,), length) for length in (args.length, args.prompt))
     batch = random_batch(lengths, prompts, shape.vocab)

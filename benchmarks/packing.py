@@ -31,9 +31,9 @@ from benchmarks.program import join_alone
 from benchmarks.random_batch import random_batch
 from benchmarks.random_model import SHAPES, save_random_model
 from rl.algo.losses import clipped_ratio
-from rl.config.schema import ActorConfig, AlgoConfig, RolloutConfig
+from rl.config.schema import ActorConfig, AlgoConfig, Config
 from rl.data.batch import Batch
-from rl.learner.policy import PolicySettings, PolicyTrainer
+from rl.learner.policy import PolicyTrainer
 from rl.learner.sharded_trainer import ShardedModel
 from rl.model.head import token_scores
 from rl.model.load import load_model
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     actor, algo = ActorConfig(max_tokens_per_micro_batch=args.max_tokens), AlgoConfig()
     model = load_model(folder, DeviceMesh.from_group(pg, "cpu"), device, "float32", trainable=True)
     rounds = WARM_UP_ROUNDS + args.rounds
-    learner = PolicyTrainer(ShardedModel(model, pg, device), PolicySettings(actor, algo, RolloutConfig(), rounds))
+    learner = PolicyTrainer(ShardedModel(model, pg, device), Config(actor=actor, algo=algo), rounds)
     ways = {name: Padded(folder, args.max_tokens, actor, algo, name == "padded") for name in ("padded", "padded_each")}
     batch = sampled_batch(args.sequences, SHAPES[args.model].vocab)
     seconds: dict[str, list[float]] = {"packed": [], "padded": [], "padded_each": []}

@@ -1,12 +1,10 @@
 """The trainer of PPO's critic, on the actor mesh. The critic is a model with a head of one row."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from rl.algo.losses import value_loss
-from rl.config.schema import ActorConfig, AlgoConfig, CriticConfig
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.micro_batches import cut_together, over_micro_batches
 from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer
@@ -15,32 +13,23 @@ from rl.model.shards import reshard
 from rl.report.metrics import Measures
 
 
-@dataclass(frozen=True)
-class CriticSettings:
-    actor: ActorConfig
-    algo: AlgoConfig
-    critic: CriticConfig
-    max_tokens: int  # maximum tokens of a forward pass that only computes values
-
-
 class CriticTrainer(ShardedTrainer):
     kind, metric, outputs, remedy = "critic", "critic", "values of the critic", ""
 
-    def __init__(self, sharded: ShardedModel, settings: CriticSettings):
-        super().__init__(sharded, settings.actor, settings.algo, settings.critic.lr, lambda step: 1.0)
-        self._clip, self._max_tokens = settings.critic.clip, settings.max_tokens
+    def __init__(self, sharded: ShardedModel, config: Config):
+        super().__init__(sharded, config, config.critic.lr, lambda step: 1.0)
+        self._clip, self._max_tokens = config.critic.clip, config.inference.max_tokens_per_micro_batch
 
     @torch.no_grad()
     def add_values(self, batch: Batch) -> Batch:
         """Return the batch with the critic's value before each response token. This is a collective."""
         micro_batches = cut_together(batch, self._max_tokens, hidden_size_of(self.model), self._pg)
-
-        def values(micro_batch: Batch) -> list[Tensor]:
-            return [value_responses(self.model, micro_batch, self._device)]
-
-        (found,) = over_micro_batches(batch, micro_batches, values, "values")
+        (values,) = over_micro_batches(batch, micro_batches, self._values, "values")
         reshard(self.model)
-        return batch.replace(values=found)
+        return batch.replace(values=values)
+
+    def _values(self, micro_batch: Batch) -> list[Tensor]:
+        return [value_responses(self.model, micro_batch, self._device)]
 
     def _denominator(self, mini_batch: Batch) -> Tensor:
         return mini_batch.response_lengths.sum()
@@ -49,7 +38,7 @@ class CriticTrainer(ShardedTrainer):
         assert micro_batch.values is not None and micro_batch.returns is not None
         mask = micro_batch.response_mask
         old_values, returns = self._move(micro_batch.values[mask]), self._move(micro_batch.returns[mask])
-        values = value_responses(self.model, micro_batch, self._device)
+        (values,) = self._values(micro_batch)
         self._count_bad(values)
         loss, clipped = value_loss(values, old_values, returns, self._clip)
         (loss.sum() * scale).backward()

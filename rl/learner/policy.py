@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from rl.algo.correction import importance_weights
 from rl.algo.kl import adapt_kl_coef, kl_penalty
 from rl.algo.losses import PolicyLoss, clipped_ratio, clipped_weight, sequence_ratio, token_weights
 from rl.algo.mismatch import check_mismatch, mismatch_kl
-from rl.config.schema import ActorConfig, AlgoConfig, RolloutConfig
+from rl.config.schema import Config
 from rl.data.batch import Batch, empty_batch
 from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer, lr_schedule
 from rl.model.head import Reference
@@ -20,33 +19,26 @@ from rl.model.shards import reshard
 from rl.report.metrics import Measures
 
 
-@dataclass(frozen=True)
-class PolicySettings:
-    actor: ActorConfig
-    algo: AlgoConfig
-    rollout: RolloutConfig
-    num_optimizer_steps: int  # in the whole run, for the learning rate schedule
-
-
 class PolicyTrainer(ShardedTrainer):
     def __init__(
         self,
         sharded: ShardedModel,
-        settings: PolicySettings,
+        config: Config,
+        num_optimizer_steps: int,
         probe_tokens: Sequence[int] = (),
         reference: Callable[[], nn.Module] | None = None,
     ):
-        """`reference` returns the reference model. It is needed only for a KL over the whole vocabulary. The first call
-        is in the first update, so that the model is loaded after an engine on the same device has been built.
+        """`num_optimizer_steps` are those of the whole run, for the learning rate. `reference` returns the reference
+        model. It is needed only for a KL over the whole vocabulary. The first call is in the first update, so that the
+        model is loaded after an engine on the same device has been built.
 
         The probe tokens are part of the first forward pass of every update. So a checkpoint needs no extra forward
         pass, and saving one does not change how anything is rounded.
         """
-        actor, algo = settings.actor, settings.algo
-        schedule = lr_schedule(actor.lr_schedule, actor.warmup_steps, settings.num_optimizer_steps)
-        super().__init__(sharded, actor, algo, actor.lr, schedule)
-        self._rollout, self._reference = settings.rollout, reference
-        self.kl_coef = algo.kl_coef  # adapted during the run if algo.kl_target is set
+        schedule = lr_schedule(config.actor.lr_schedule, config.actor.warmup_steps, num_optimizer_steps)
+        super().__init__(sharded, config, config.actor.lr, schedule)
+        self._rollout, self._reference = config.rollout, reference
+        self.kl_coef = config.algo.kl_coef  # adapted during the run if algo.kl_target is set
         self.probe_tokens = probe_tokens
         self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, of the policy before the last update
         self._is_probe_due = False

@@ -32,11 +32,8 @@ from rl.world.service import Service
 
 def fields_to_score(algo: AlgoConfig) -> list[str]:
     """Return the fields of a batch that a separate forward pass computes."""
-    wanted = {
-        "old_logprobs": algo.has_old_pass,
-        "certainty": bool(algo.certainty_coef),
-        "ref_logprobs": bool(algo.kl_coef) and algo.kl_estimator != "full",
-    }
+    has_reference = algo.kl_coef and algo.kl_estimator != "full"
+    wanted = {"old_logprobs": algo.has_old_pass, "certainty": algo.certainty_coef, "ref_logprobs": has_reference}
     return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
@@ -63,16 +60,15 @@ class ScoringModels:
     def score(self, fields: Sequence[str], batch: Batch, micro_batches: list[list[int]]) -> dict[str, Tensor]:
         """Return [T] scores for each field. Self-certainty comes from the same forward pass as old_logprobs."""
         scores: dict[str, Tensor] = {}
-        for name, model in self.by_field.items():
-            if name in fields:
-                names = [name, "certainty"] if name == "old_logprobs" and "certainty" in fields else [name]
-                compute = partial(self._forward, model, "certainty" in names)
-                scores |= zip(names, over_micro_batches(batch, micro_batches, compute, name), strict=True)
+        for name in (name for name in self.by_field if name in fields):
+            names = [name, "certainty"] if name == "old_logprobs" and "certainty" in fields else [name]
+            compute = partial(self._forward, self.by_field[name], len(names) == 2)
+            scores |= zip(names, over_micro_batches(batch, micro_batches, compute, name), strict=True)
         return scores
 
-    def _forward(self, model: nn.Module, with_certainty: bool, micro_batch: Batch) -> list[Tensor]:
+    def _forward(self, model: nn.Module, with_certainty: bool, micro_batch: Batch) -> Sequence[Tensor]:
         if with_certainty:
-            return list(certainty_of_responses(model, micro_batch, self.temperature, self.device))
+            return certainty_of_responses(model, micro_batch, self.temperature, self.device)
         return [score_responses(model, micro_batch, self.temperature, self.device).logprobs]
 
 
@@ -103,17 +99,17 @@ class PartScores(Message):
 
 
 class Scorer:
-    """Base class of the scorers that an actor can use."""
+    """Base class of the scorers that an actor can use. Between `offload` and `reload`, an engine uses the device."""
 
     def score(self, batch: Batch, version: int) -> Batch:
         """Return the batch with all fields that need a separate forward pass (see `fields_to_score`)."""
         raise NotImplementedError
 
     def offload(self) -> None:
-        """Free device memory for an engine of this rank."""
+        pass
 
     def reload(self) -> None:
-        """Bring back to the device what `offload` moved to host memory."""
+        pass
 
 
 class LocalScorer(Scorer):
@@ -121,11 +117,7 @@ class LocalScorer(Scorer):
     memory between `offload` and `reload`."""
 
     def __init__(
-        self,
-        models: ScoringModels,
-        fields: Sequence[str],
-        pg: dist.ProcessGroup,
-        offloads_reference: bool = False,
+        self, models: ScoringModels, fields: Sequence[str], pg: dist.ProcessGroup, offloads_reference: bool = False
     ):
         self._models, self._fields, self._pg = models, fields, pg
         self._reference = models.by_field.get("ref_logprobs")
@@ -168,14 +160,10 @@ class RemoteScorer(Scorer):
         if batch.num_sequences == 0 or not merged:
             return batch.replace(**merged)
         self._mail.send(self._scorers[0], ScoreBatch(version, self._fields), payload=batch.to_bytes())
-        starts = batch.cu_lengths.tolist()
         for _ in self._scorers:
             letter = self._mail.receive(PartScores)
-            sequences = letter.message.sequences
             for name, scores in safetensors.torch.load(bytes(letter.payload)).items():
-                pieces = scores.split([starts[s + 1] - starts[s] for s in sequences])
-                for sequence, piece in zip(sequences, pieces, strict=True):
-                    merged[name][starts[sequence] : starts[sequence + 1]] = piece
+                merged[name] += batch.at_sequences(letter.message.sequences, scores)
         return batch.replace(**merged)
 
 
@@ -194,16 +182,16 @@ class LogprobService(Service):
     def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout:
         """Return where this rank's rows of each tensor lie in the copy that follows the policy."""
         index = self._scorers.index(self._mail.rank)
-        parts = {part.info.name: part for part in local_slices(self._policy)}
-        ours = {name: part.info.shape for name, part in parts.items()}
-        theirs = {info.name: info.shape for info in tensors}
-        assert ours == theirs, f"this rank's copy is of another model: {set(ours.items()) ^ set(theirs.items())}"
+        parts = {(part.info.name, part.info.shape): part.data.view(1, -1) for part in local_slices(self._policy)}
+        theirs = {(info.name, info.shape) for info in tensors}
+        assert parts.keys() == theirs, f"this rank's copy is of another model: {parts.keys() ^ theirs}"
         destinations = []
         for number, info in enumerate(tensors):
             first, _ = info.rows(index, len(self._scorers)) if info.sharded else (0, 0)
-            data = parts[info.name].data.view(1, -1)
-            destinations.append(Destination(number, Region(first * info.row_elements, 1, data.numel(), 0), data))
-        return MemoryLayout(tensors, [each for each in destinations if each.region.num_elements])
+            data = parts[info.name, info.shape]
+            if data.numel():
+                destinations.append(Destination(number, Region(first * info.row_elements, 1, data.numel(), 0), data))
+        return MemoryLayout(tensors, destinations)
 
     def begin_version(self) -> None:
         self.version = 0
@@ -213,7 +201,7 @@ class LogprobService(Service):
         self.version = version
 
     def probe(self, tokens: list[int]) -> list[float]:
-        """Return the copy's logprobs of these tokens. This is a collective of the inference ranks."""
+        """Run a collective of the inference ranks."""
         return learner_logprobs(self._policy, tokens, self._models.device)
 
     def handle(self, letter: Letter[Any]) -> None:
@@ -233,9 +221,7 @@ class LogprobService(Service):
 
     def _score_part(self, letter: Letter[ScorePart]) -> None:
         asked, models, batch = letter.message, self._models, Batch.from_bytes(letter.payload)
-        assert asked.version == self.version, (
-            f"asked for logprobs of version {asked.version}, this rank holds {self.version}"
-        )
+        assert asked.version == self.version, f"asked to score version {asked.version}, this rank holds {self.version}"
         micro_batches = cut(batch, models.max_tokens, models.hidden_size, asked.num_micro_batches)
         scores = models.score(asked.fields, batch, micro_batches)
         self._mail.send(asked.actor, PartScores(asked.sequences), payload=safetensors.torch.save(scores))

@@ -7,7 +7,7 @@ the loss is multiplied by the size of the mesh to undo that.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rl.config.schema import ActorConfig, AlgoConfig
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.micro_batches import cut_together, micro_batches_of
 from rl.data.packing import mini_batch_of
@@ -48,71 +48,56 @@ class ShardedTrainer:
     outputs = "logprobs of the policy"  # what the model computes, for error messages
     remedy = " or set algo.dual_clip"  # what helps against infinite gradients, besides a lower learning rate
 
-    def __init__(
-        self,
-        sharded: ShardedModel,
-        actor: ActorConfig,
-        algo: AlgoConfig,
-        lr: float,
-        schedule: Callable[[int], float],
-    ):
+    def __init__(self, sharded: ShardedModel, config: Config, lr: float, schedule: Callable[[int], float]):
         self.model, self._pg, self._device = sharded.model, sharded.pg, sharded.device
         parameter = next(self.model.parameters())
         assert isinstance(parameter, DTensor)
         self._mesh = parameter.device_mesh  # [shard], or [replica, shard]
-        self._actor, self._algo = actor, algo
+        self._actor, self._algo = config.actor, config.algo
         # Build the optimizer right after sharding. After a forward pass it would silently miss the root's parameters.
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=lr,
-            betas=(actor.beta1, actor.beta2),
-            eps=actor.eps,
-            weight_decay=actor.weight_decay,
+            betas=(self._actor.beta1, self._actor.beta2),
+            eps=self._actor.eps,
+            weight_decay=self._actor.weight_decay,
             fused=self._device.type == "cuda" or None,  # also if actor.offload keeps parameters in host memory
         )
         # Number of infinite or NaN outputs, counted on the device and read once per optimizer step.
         self._num_bad_outputs = torch.zeros((), dtype=torch.int64, device=self._device)
         self._offloaders: dict[str, Offloader] = {}  # by kind of state; made at its first offload
         _, *layers = (module for module in self.model.modules() if isinstance(module, FSDPModule))  # skip the root
-        self._layers = [(layer, _trained(layer)) for layer in layers]
-        self._schedule = schedule
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, schedule)
+        self._layers = [(layer, [each for each in layer.parameters() if each.requires_grad]) for layer in layers]
+        self.num_updates = 0  # optimizer steps so far
+        self._max_lr, self._schedule = lr, schedule
 
     @property
-    def num_updates(self) -> int:
-        """The number of optimizer steps so far."""
-        return self._scheduler.last_epoch
+    def lr(self) -> float:
+        return self._max_lr * self._schedule(self.num_updates)
 
     def _moment_kind(self, moment: str) -> str:
         return moment if self.kind == "model" else f"{self.kind}_{moment}"
 
-    def state_slices(self) -> list[tuple[str, LocalSlice]]:
+    def state_slices(self, with_moments: bool = True) -> list[tuple[str, LocalSlice]]:
         """Return this rank's part of the training state as (kind, slice): parameters and buffers, then moments. Slices
         are views of the trained tensors, or of their host copies while a kind is offloaded."""
-        for offloader in self._offloaders.values():
-            if not offloader.is_offloaded:
-                offloader.wait()
-        return [(kind, self._locate(kind, part)) for kind, part in self._slices(with_moments=True)]
-
-    def _slices(self, with_moments: bool) -> list[tuple[str, LocalSlice]]:
         parts = [(self.kind, part) for part in local_slices(self.model)]
         infos = {part.info.name: part.info for _, part in parts}
         for name, parameter in self.model.named_parameters() if with_moments else ():
             if parameter.requires_grad:
                 state = self._moments(parameter)
                 parts += [(self._moment_kind(of), LocalSlice(infos[name], _local(state[of]))) for of in MOMENTS]
+        for kind, offloader in self._offloaders.items():
+            if offloader.is_offloaded:
+                host = offloader.host_copy
+                parts = [(of, LocalSlice(part.info, host(part.data)) if of == kind else part) for of, part in parts]
+            else:
+                offloader.wait()
         return parts
 
-    def _locate(self, kind: str, part: LocalSlice) -> LocalSlice:
-        offloader = self._offloaders.get(kind)
-        if offloader is None or not offloader.is_offloaded:
-            return part
-        return LocalSlice(part.info, offloader.host_copy(part.data))
-
-    def weight_slices(self) -> Iterator[LocalSlice]:
-        """Yield this rank's part of the weights. It is in host memory while the weights are offloaded."""
-        for part in local_slices(self.model):
-            yield self._locate(self.kind, part)
+    def weight_slices(self) -> list[LocalSlice]:
+        """Return this rank's part of the weights. It is in host memory while the weights are offloaded."""
+        return [part for _, part in self.state_slices(with_moments=False)]
 
     @property
     def offloads(self) -> bool:
@@ -130,12 +115,12 @@ class ShardedTrainer:
         reshard(self.model)  # a probe leaves the root's parameters gathered
         tensors: dict[str, list[Tensor]] = {}
         # Make no moments only to offload them. After the first update all trained parameters have moments.
-        for kind, part in self._slices(with_moments=bool(self._optimizer.state)) if self.offloads else ():
+        for kind, part in self.state_slices(with_moments=bool(self._optimizer.state)) if self.offloads else ():
             if kind != self.kind or self._actor.offload != "moments":
                 tensors.setdefault(kind, []).append(part.data)
-        for kind in tensors:
+        for kind, each in tensors.items():
             if kind not in self._offloaders:
-                self._offloaders[kind] = Offloader(tensors[kind])
+                self._offloaders[kind] = Offloader(each)
             self._offloaders[kind].offload()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # otherwise the allocator keeps the freed memory
@@ -148,11 +133,7 @@ class ShardedTrainer:
 
     def restore_schedule(self, num_updates: int) -> None:
         """Continue after this number of optimizer steps, with the learning rate and schedule of this run."""
-        self._scheduler.last_epoch = num_updates
-        rates = [base * self._schedule(num_updates) for base in self._scheduler.base_lrs]
-        self._scheduler._last_lr = rates
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        self.num_updates = num_updates
         for parameter in self._optimizer.param_groups[0]["params"]:
             self._moments(parameter)["step"].fill_(num_updates)
 
@@ -198,27 +179,24 @@ class ShardedTrainer:
                 "an earlier checkpoint with a lower learning rate"
             )
         is_finite = math.isfinite(norm_value)  # the norm, and so the decision, is equal on all ranks
-        self._count_skipped(not is_finite, norm_value, measures)
+        is_first = dist.get_rank(self._pg) == 0  # the only rank that counts
+        measures.sum(f"{self.metric}/skipped_steps", float(is_first and not is_finite))
+        if is_first and not is_finite:
+            print(
+                f"oneworld: the gradient norm of the {self.kind} is {norm_value} after {self.num_updates} optimizer "
+                f"steps, so the next one is skipped and counted in {self.metric}/skipped_steps. If this repeats, lower "
+                f"its learning rate{self.remedy}.",
+                flush=True,
+            )
         measures.mean(f"{self.metric}/grad_norm", torch.where(torch.isfinite(norm), norm, 0.0), float(is_finite))
-        measures.mean(f"{self.metric}/lr", self._scheduler.get_last_lr()[0], 1)
+        measures.mean(f"{self.metric}/lr", self.lr, 1)
         for offloader in self._offloaders.values():
             offloader.wait()
         if denominator and is_finite:  # even without tokens AdamW would move the weights, by its momentum
+            self._optimizer.param_groups[0]["lr"] = self.lr
             self._optimizer.step()
-            self._scheduler.step()
+            self.num_updates += 1
         self._optimizer.zero_grad(set_to_none=True)
-
-    def _count_skipped(self, is_skipped: bool, norm: float, measures: Measures) -> None:
-        """Count a step that is skipped because of an infinite or NaN gradient. Only the first rank counts it."""
-        is_first = dist.get_rank(self._pg) == 0
-        measures.sum(f"{self.metric}/skipped_steps", float(is_skipped and is_first))
-        if is_skipped and is_first:
-            print(
-                f"oneworld: the gradient norm of the {self.kind} is {norm} after {self.num_updates} optimizer steps, "
-                f"so the next one is skipped and counted in {self.metric}/skipped_steps. If this repeats, lower its "
-                f"learning rate{self.remedy}.",
-                flush=True,
-            )
 
     @contextmanager
     def _reloading_moments(self) -> Iterator[None]:
@@ -231,24 +209,17 @@ class ShardedTrainer:
             for moment, offloader in offloaders.items():
                 offloader.start_reload(_local(self._moments(parameter)[moment]) for parameter in parameters)
 
-        def before_forward(
-            parameters: list[nn.Parameter], layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
-        ) -> None:
+        def before_forward(parameters: list[nn.Parameter], layer: Any, inputs: Any, options: dict[str, Any]) -> None:
             for value in (*inputs, *options.values()):
                 if isinstance(value, Tensor) and value.requires_grad:
                     value.register_hook(partial(start_reload, parameters))  # the last gradient that a layer computes
                     return
 
-        layers = self._layers if any(offloader.is_offloaded for offloader in offloaders.values()) else ()
-        handles = [
-            layer.register_forward_pre_hook(partial(before_forward, parameters), with_kwargs=True)
-            for layer, parameters in layers
-        ]
-        try:
+        with ExitStack() as stack:
+            for layer, parameters in self._layers if any(each.is_offloaded for each in offloaders.values()) else ():
+                hook = partial(before_forward, parameters)
+                stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _set_reduction(self, is_last: bool) -> None:
         """Reduce gradients only after the last micro-batch where this needs no extra memory: on a rank that holds the
@@ -278,10 +249,6 @@ class ShardedTrainer:
 
     def _move(self, tensor: Tensor) -> Tensor:
         return to_device(tensor, self._device)
-
-
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _local(tensor: Tensor) -> Tensor:

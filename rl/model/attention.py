@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -29,11 +29,6 @@ MAX_STRETCH, FREE_PADDING = 1.25, 16
 TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 
 
-def implementation(device: torch.device, dtype: str) -> str:
-    """Return the name of the attention implementation for this device and dtype."""
-    return VARLEN if device.type == "cuda" and dtype == "bfloat16" else RAGGED
-
-
 def arguments(name: str, lengths: Sequence[int], num_probe_tokens: int, device: torch.device) -> dict[str, Any]:
     """Return the keyword arguments of this attention for a row of sequences. A probe is one more sequence at the end of
     the row."""
@@ -42,12 +37,12 @@ def arguments(name: str, lengths: Sequence[int], num_probe_tokens: int, device: 
         cu_lengths = F.pad(torch.tensor(every, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
         # The kernel needs only an upper bound; a power of two keeps the number of compiled variants small.
         bound = 1 << max(every, default=1).bit_length()
-        return {"cu_lengths": to_device(cu_lengths, device), "max_length": bound}
+        return {"cu_lengths": to_device(cu_lengths, device), "longest": bound}
     starts = [0, *itertools.accumulate(lengths)]
-    blocks = [_Block.of([starts[s] for s in block], [lengths[s] for s in block]) for block in _group_by_length(lengths)]
+    spans = [([starts[s] for s in group], [lengths[s] for s in group]) for group in _group_by_length(lengths)]
     if num_probe_tokens:
-        blocks.append(_Block.of([starts[-1]], [num_probe_tokens]))
-    return {"blocks": [block.to(device) for block in blocks]}
+        spans.append(([starts[-1]], [num_probe_tokens]))
+    return {"blocks": [_make_block(*span, device) for span in spans]}
 
 
 class _Block(NamedTuple):
@@ -58,16 +53,13 @@ class _Block(NamedTuple):
     places: Tensor  # [N] position of the token in that sequence
     shape: tuple[int, int]  # number of sequences, longest length
 
-    @staticmethod
-    def of(starts: Sequence[int], lengths: Sequence[int]) -> "_Block":
-        counts = torch.tensor(lengths)
-        sequences = torch.repeat_interleave(torch.arange(len(lengths)), counts)
-        places = torch.cat([torch.arange(length) for length in lengths])
-        return _Block(torch.tensor(starts)[sequences] + places, sequences, places, (len(lengths), max(lengths)))
 
-    def to(self, device: torch.device) -> "_Block":
-        tokens, sequences, places = (to_device(x, device) for x in (self.tokens, self.sequences, self.places))
-        return _Block(tokens, sequences, places, self.shape)
+def _make_block(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> _Block:
+    sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    places = torch.cat([torch.arange(length) for length in lengths])
+    tokens = torch.tensor(starts)[sequences] + places
+    moved = (to_device(indices, device) for indices in (tokens, sequences, places))
+    return _Block(*moved, shape=(len(lengths), max(lengths)))
 
 
 def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
@@ -86,42 +78,30 @@ def in_memory_order(x: Tensor) -> Tensor:
     return x.squeeze(0).transpose(0, 1)
 
 
+# Both functions get queries as [1, heads, T, head_dim], and keys and values as [1, kv_heads, T, head_dim].
+
+
 def varlen_attention(
-    module: nn.Module,
-    query: Tensor,  # [1, heads, T, head_dim]
-    key: Tensor,  # [1, kv_heads, T, head_dim]
-    value: Tensor,
-    attention_mask: None,
-    *,
-    cu_lengths: Tensor,  # [sequences + 1] int32
-    max_length: int,
-    scaling: float | None = None,
-    **others: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, cu_lengths: Tensor, longest: int, **others: Any
 ) -> tuple[Tensor, None]:
+    """`cu_lengths` is [sequences + 1] int32, and `longest` an upper bound of the lengths."""
     _check_supported(others)
     query, key, value = (in_memory_order(x) for x in (query, key, value))
-    options: dict[str, Any] = {"scale": scaling, "window_size": ((others.get("sliding_window") or 0) - 1, 0)}
+    window = ((others.get("sliding_window") or 0) - 1, 0)
+    options: dict[str, Any] = {"scale": others.get("scaling"), "window_size": window}
     if query.shape[1] != key.shape[1]:
         if TAKES_GQA:
             options["enable_gqa"] = True
         else:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    output = varlen_attn(query, key, value, cu_lengths, cu_lengths, max_length, max_length, **options)
+    output = varlen_attn(query, key, value, cu_lengths, cu_lengths, longest, longest, **options)
     assert isinstance(output, Tensor)
     return output.unsqueeze(0), None
 
 
 @torch.compiler.disable  # the graph depends on the number of blocks, which varies
 def ragged_attention(
-    module: nn.Module,
-    query: Tensor,  # [1, heads, T, head_dim]
-    key: Tensor,  # [1, kv_heads, T, head_dim]
-    value: Tensor,
-    attention_mask: None,
-    *,
-    blocks: Sequence[_Block],
-    scaling: float | None = None,
-    **others: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, blocks: Sequence[_Block], **others: Any
 ) -> tuple[Tensor, None]:
     _check_supported(others)
     sliding_window = others.get("sliding_window")
@@ -131,8 +111,8 @@ def ragged_attention(
             f"a sequence has {longest} tokens, but the model attends only to the last {sliding_window}, which the "
             "learner supports only on GPUs in bfloat16; lower rollout.max_new_tokens"
         )
-    grouped = query.shape[1] != key.shape[1]
-    options: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": grouped}
+    options: dict[str, Any] = {"is_causal": True, "scale": others.get("scaling")}
+    options["enable_gqa"] = query.shape[1] != key.shape[1]
     flat = [in_memory_order(x) for x in (query, key, value)]
     parts = []
     for block in blocks:

@@ -5,7 +5,6 @@ bfloat16, the forward and backward passes run in bfloat16, and gradients are red
 """
 
 import itertools
-import json
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rl.config.schema import ConfigError, resolve_path
 from rl.model import attention, rotary
-from rl.model.logprobs import hidden_size_of, patch_forward_to_score, patch_forward_to_value
+from rl.model.logprobs import hidden_size_of, patch_forward, patch_forward_to_score
+from rl.model.shape import tensor_files
 from rl.model.shards import local_slices
 from rl.watch.compilation import mark_compilation
 
@@ -69,8 +69,8 @@ def load_model(
     checkpoint will fill them."""
     attention.register()
     config = AutoConfig.from_pretrained(folder, **({"tie_word_embeddings": False} if as_critic else {}))
+    name = attention.VARLEN if device.type == "cuda" and dtype == "bfloat16" else attention.RAGGED
     with torch.device("meta"):
-        name = attention.implementation(device, dtype)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
     rotary.replace(model)
     own_head = _give_value_head(model) if as_critic else ""
@@ -96,7 +96,7 @@ def _give_value_head(model: Any) -> str:
     with torch.device("meta"):
         head = nn.Linear(hidden_size_of(model), 1, bias=False, dtype=torch.float32)
     model.set_output_embeddings(head)
-    patch_forward_to_value(model)
+    patch_forward(model)
     return next(name for name, parameter in model.named_parameters() if parameter is head.weight)
 
 
@@ -176,12 +176,10 @@ def _place_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh, own_head: str) -> None:
     """Fill this rank's slices from safetensors. A critic's head, which is in no file, starts at zero."""
-    files = tensor_files(folder)
-    parts = [part for part in local_slices(model) if part.info.name != own_head]
-    for part in local_slices(model):
-        if part.info.name == own_head:
-            part.data.zero_()
-    missing = [part.info.name for part in parts if part.info.name not in files]
+    files, parts = tensor_files(folder), {part.info.name: part for part in local_slices(model)}
+    if own_head:
+        parts.pop(own_head).data.zero_()
+    missing = [name for name in parts if name not in files]
     if missing:
         raise ConfigError(
             f"{folder} lacks {len(missing)} tensors of {type(model).__name__}, the first of them {missing[0]}; the "
@@ -189,24 +187,18 @@ def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh, own_head:
         )
     handles = {file: safe_open(folder / file, framework="pt") for file in set(files.values())}
     shard_axis = mesh.ndim - 1  # an axis for replicas may come before it
-    for part in parts:
-        info, file = part.info, files[part.info.name]
-        source = handles[file].get_slice(info.name)
+    for name, part in parts.items():
+        source, info = handles[files[name]].get_slice(name), part.info
         if tuple(source.get_shape()) != info.shape:
             raise ConfigError(
-                f"{folder / file}: {info.name} has the shape {source.get_shape()}, but config.json asks for "
+                f"{folder / files[name]}: {name} has the shape {source.get_shape()}, but config.json asks for "
                 f"{list(info.shape)}"
             )
-        if not info.sharded:
-            part.data.copy_(handles[file].get_tensor(info.name))
-            continue
         start, stop = info.rows(mesh.get_local_rank(shard_axis), mesh.size(shard_axis))
-        if start < stop:
+        if not info.sharded:
+            part.data.copy_(handles[files[name]].get_tensor(name))
+        elif start < stop:
             part.data.copy_(source[start:stop])
-
-
-def has_weights(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
 
 
 def fill_with_noise(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -218,18 +210,3 @@ def fill_with_noise(model: nn.Module, mesh: DeviceMesh) -> None:
         shard = mesh.get_local_rank(mesh.ndim - 1) if part.info.sharded else 0
         generator = torch.Generator(part.data.device).manual_seed(zlib.crc32(f"{part.info.name} {shard}".encode()))
         part.data.normal_(0.0, 0.02, generator=generator)
-
-
-def tensor_files(folder: Path) -> dict[str, str]:
-    """Return the name of the file that holds each tensor of a model folder."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return json.loads(index.read_text())["weight_map"]
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise ConfigError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json; only safetensors can be read "
-            "by slices"
-        )
-    with safe_open(single, framework="pt") as handle:
-        return dict.fromkeys(handle.keys(), single.name)

@@ -28,41 +28,40 @@ class TokenScores(NamedTuple):
 
 
 def patch_forward_to_score(model: Any) -> None:
-    """Make this causal LM of transformers return TokenScores."""
+    """Make this causal LM of transformers return TokenScores, or what `wanted` names."""
     if getattr(model.config, "final_logit_softcapping", None):
         raise ConfigError(f"{type(model).__name__} caps its logits, which the learner does not support; choose another")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{type(model).__name__} has a bias in its head, which the learner does not support")
-    model.forward = MethodType(_scores_of, model)
+    patch_forward(model)
 
 
-def patch_forward_to_value(model: Any) -> None:
-    """Make this model, whose head has one row, return a float32 value before each response token."""
-    model.forward = MethodType(_values_of, model)
+def patch_forward(model: Any) -> None:
+    model.forward = MethodType(_forward, model)
 
 
-def _hidden_of(self: Any, tokens: Tensor, positions: Tensor, kept: Tensor, about_sequences: dict[str, Any]) -> Tensor:
-    output = self.get_decoder()(
-        input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **about_sequences
-    )
-    return output.last_hidden_state[0, kept]
-
-
-def _scores_of(
+def _forward(
     self: Any,
     tokens: Tensor,  # [T]
     positions: Tensor,  # [T]
     kept: Tensor,  # [R + P] rows whose logits are needed: those before response tokens, then the probe's
     targets: Tensor,  # [R]
-    temperature: float,
+    temperature: float = 1.0,
     wanted: str = "scores",
     reference: Reference | None = None,
     **about_sequences: Any,
-) -> TokenScores | tuple[Tensor, Tensor] | Reference:
-    """Return what `wanted` names: scores, certainty (logprobs and self-certainty) or reference (for a full KL)."""
-    hidden = _hidden_of(self, tokens, positions, kept, about_sequences)
-    hidden, probe_rows = hidden.split([len(targets), len(kept) - len(targets)])
-    weight, divisor = self.get_output_embeddings().weight, _logit_divisor(self.config)
+) -> TokenScores | tuple[Tensor, Tensor] | Reference | Tensor:
+    """Return what `wanted` names: scores, certainty (logprobs and self-certainty), reference (for a full KL), or values
+    (of a critic, whose head has one row)."""
+    output = self.get_decoder()(
+        input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **about_sequences
+    )
+    hidden, probe_rows = output.last_hidden_state[0, kept].split([len(targets), len(kept) - len(targets)])
+    weight = self.get_output_embeddings().weight
+    if wanted == "values":
+        return hidden.float() @ weight[0].float()
+    # Granite divides its logits by a constant, Cohere multiplies them.
+    divisor = getattr(self.config, "logits_scaling", 1.0) / getattr(self.config, "logit_scale", 1.0)
     if wanted == "reference":
         return Reference(hidden, weight, temperature * divisor)
     scores = token_scores(hidden, weight, targets, temperature * divisor, reference)
@@ -71,18 +70,6 @@ def _scores_of(
     with torch.no_grad():
         probe_logits = (probe_rows @ weight.t()).float() / divisor
     return TokenScores(*scores, probe_logits)
-
-
-def _values_of(
-    self: Any, tokens: Tensor, positions: Tensor, kept: Tensor, targets: Tensor, **about_sequences: Any
-) -> Tensor:
-    hidden = _hidden_of(self, tokens, positions, kept, about_sequences)
-    return hidden[: len(targets)].float() @ self.get_output_embeddings().weight[0].float()
-
-
-def _logit_divisor(config: Any) -> float:
-    """Return the constant that logits are divided by. Granite divides them, Cohere multiplies them."""
-    return getattr(config, "logits_scaling", 1.0) / getattr(config, "logit_scale", 1.0)
 
 
 def hidden_size_of(model: Any) -> int:
@@ -103,7 +90,6 @@ def score_responses(
 
 
 def certainty_of_responses(model: Any, batch: Batch, temperature: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return logprobs and self-certainty of the response tokens."""
     return model(**_inputs(model, batch, device), temperature=temperature, wanted="certainty")
 
 
@@ -113,8 +99,8 @@ def reference_of_responses(model: Any, batch: Batch, temperature: float, device:
 
 
 def value_responses(model: Any, batch: Batch, device: torch.device) -> Tensor:
-    """Return the critic's value before each response token, [R]."""
-    return model(**_inputs(model, batch, device))
+    """Return the critic's value before each response token, [R] float32."""
+    return model(**_inputs(model, batch, device), wanted="values")
 
 
 def _inputs(model: Any, batch: Batch, device: torch.device, probe: Sequence[int] = ()) -> dict[str, Any]:
@@ -130,5 +116,5 @@ def _inputs(model: Any, batch: Batch, device: torch.device, probe: Sequence[int]
         "targets": batch.tokens[response],
     }
     moved = {name: to_device(tensor, device) for name, tensor in inputs.items()}
-    name = model.config._attn_implementation
-    return moved | attention.arguments(name, batch.lengths.tolist(), len(extra), device)
+    attention_name = model.config._attn_implementation
+    return moved | attention.arguments(attention_name, batch.lengths.tolist(), len(extra), device)

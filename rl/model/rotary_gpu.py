@@ -53,18 +53,8 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     padded_half = triton.next_power_of_2(head_dim // 2)
     tile_heads = min(triton.next_power_of_2(num_heads), max(1, TILE // padded_half))
     rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _rotate[(num_tokens, triton.cdiv(num_heads, tile_heads))](
-        x,
-        rotated,
-        cos,
-        sin,
-        *x.stride()[:2],
-        cos.stride(0),
-        sin.stride(0),
-        NUM_HEADS=num_heads,
-        HALF=head_dim // 2,
-        TILE_HEADS=tile_heads,
-        PADDED_HALF=padded_half,
-        num_warps=NUM_WARPS,
-    )
+    strides = (*x.stride()[:2], cos.stride(0), sin.stride(0))
+    sizes = (num_heads, head_dim // 2, tile_heads, padded_half)
+    grid = (num_tokens, triton.cdiv(num_heads, tile_heads))
+    _rotate[grid](x, rotated, cos, sin, *strides, *sizes, num_warps=NUM_WARPS)
     return rotated

@@ -4,7 +4,11 @@ import json
 import math
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from rl.config.schema import Config, ConfigError, resolve_path
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def local_folder(path: str) -> Path | None:
@@ -21,24 +25,30 @@ def local_folder(path: str) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
+def has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (SINGLE, INDEX))
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Return the name of the file that holds each tensor of a model folder."""
+    if not has_weights(folder):
+        raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors can be read by slices")
+    if (folder / INDEX).is_file():
+        return json.loads((folder / INDEX).read_text())["weight_map"]
+    with safe_open(folder / SINGLE, framework="numpy") as handle:
+        return dict.fromkeys(handle.keys(), SINGLE)
+
+
 def count_parameters(folder: Path) -> int | None:
     """Count parameters from the headers of the safetensors files. Return None if a file is missing or unreadable."""
-    index, files = folder / "model.safetensors.index.json", [folder / "model.safetensors"]
+    total = 0
     try:
-        if index.is_file():
-            files = [folder / name for name in set(json.loads(index.read_text())["weight_map"].values())]
-        return sum(_count_in(file) for file in files)
-    except (OSError, ValueError, KeyError):
+        for file in set(tensor_files(folder).values()):
+            with safe_open(folder / file, framework="numpy") as handle:
+                total += sum(math.prod(handle.get_slice(name).get_shape()) for name in handle.keys())  # noqa: SIM118
+    except (OSError, ValueError, KeyError, SafetensorError):
         return None
-
-
-def _count_in(file: Path) -> int:
-    with file.open("rb") as handle:
-        size = int.from_bytes(handle.read(8), "little")
-        if size > file.stat().st_size:
-            raise ValueError(f"{file} is not a safetensors file")
-        head = json.loads(handle.read(size))
-    return sum(math.prod(entry["shape"]) for name, entry in head.items() if name != "__metadata__")
+    return total
 
 
 def check_model(config: Config, model_folder: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,13 @@ def local_slices(model: nn.Module) -> Iterator[LocalSlice]:
     """Yield this rank's part of every parameter and persistent buffer in model order. Tied parameters come once."""
     reshard(model)
     for name, tensor in _named_tensors(model):
+        local, is_sharded = tensor, False
         if isinstance(tensor, DTensor):
             placement = tensor.placements[-1]  # the last mesh axis is for shards; one for replicas may precede it
-            assert isinstance(placement, Shard | Replicate), placement
-            assert not isinstance(placement, Shard) or placement.dim == 0, f"{name} is cut along {placement}"
-            info = TensorInfo(name, tuple(tensor.shape), _dtype_name(tensor), isinstance(placement, Shard))
-            yield LocalSlice(info, tensor.to_local().detach())
-        else:
-            yield LocalSlice(TensorInfo(name, tuple(tensor.shape), _dtype_name(tensor), False), tensor.detach())
+            assert placement.is_shard(dim=0) or placement.is_replicate(), f"{name} is cut along {placement}"
+            local, is_sharded = tensor.to_local(), placement.is_shard()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        yield LocalSlice(TensorInfo(name, tuple(tensor.shape), dtype, is_sharded), local.detach())
 
 
 def reshard(model: nn.Module) -> None:
@@ -83,7 +82,3 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, buffer
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -6,11 +6,12 @@ from pathlib import Path
 from torch import nn
 
 from rl.learner import scoring
-from rl.learner.critic import CriticSettings, CriticTrainer
-from rl.learner.policy import PolicySettings, PolicyTrainer
+from rl.learner.critic import CriticTrainer
+from rl.learner.policy import PolicyTrainer
 from rl.learner.sharded_trainer import ShardedModel
-from rl.model.load import Compute, fill_with_noise, find_model, has_weights, load_model
-from rl.model.positions import freeze_frequencies
+from rl.model.load import Compute, fill_with_noise, find_model, load_model
+from rl.model.rotary import freeze_frequencies
+from rl.model.shape import has_weights
 from rl.run.open import Run
 from rl.sync.probe import probe_of_run
 
@@ -22,7 +23,8 @@ def build_learner(run: Run, load_reference: Callable[[], nn.Module]) -> PolicyTr
     is_leader = run.world.rank == run.placement.leader
     return PolicyTrainer(
         ShardedModel(model, run.groups.actor_pg, run.world.device),
-        PolicySettings(config.actor, algo, config.rollout, num_updates),
+        config,
+        num_updates,
         probe_of_run(config, run.model_folder).tokens if is_leader else (),
         load_reference if algo.kl_coef and algo.kl_estimator == "full" else None,
     )
@@ -35,8 +37,7 @@ def build_critic(run: Run) -> CriticTrainer | None:
     folder = find_model(config.critic.path) if config.critic.path else run.model_folder
     is_saved = run.resume is not None and run.resume.has_critic
     model = load(run, trainable=True, filled=not is_saved, folder=folder, as_critic=True)
-    settings = CriticSettings(config.actor, config.algo, config.critic, config.inference.max_tokens_per_micro_batch)
-    return CriticTrainer(ShardedModel(model, run.groups.actor_pg, run.world.device), settings)
+    return CriticTrainer(ShardedModel(model, run.groups.actor_pg, run.world.device), config)
 
 
 def build_scorer(run: Run, learner: PolicyTrainer, load_reference: Callable[[], nn.Module]) -> scoring.Scorer:

@@ -1,12 +1,9 @@
 """Digests of tensors. A digest depends on every bit and its position, and the digests of parts add up.
 
-A digest is two numbers modulo 2^32. The digest of a tensor is the sum of the digests of its parts. The digest of a part
-depends on the part's position in the tensor. So the digests of what several owners sent can be compared with the digest
-of what a receiver received. That digest can be compared with the contents of an engine's fused or tensor-parallel
-parameters. In each comparison both sides must cut the tensor into the same parts.
-
-On a CPU, the digest of a part is XXH3 of its bytes, seeded with its position. It is as fast as reading the bytes. On a
-GPU, where XXH3 is not available, it is a weighted sum that one kernel computes for any number of parts (digest_gpu.py).
+A digest is two numbers modulo 2^32. So the digests of what several owners sent can be compared with what a receiver
+received, and with the contents of an engine's fused or tensor-parallel parameters. Both sides must cut the tensor into
+the same parts. On a CPU, the digest of a part is XXH3 of its bytes, seeded with its position. On a GPU it is a weighted
+sum that one kernel computes for any number of parts (digest_gpu.py).
 """
 
 from collections.abc import Sequence
@@ -37,8 +34,6 @@ def flat_part(tensor: int, values: Tensor, start: int, dtype: torch.dtype) -> Te
 
 
 class Digests:
-    """One digest for each of a list of tensors."""
-
     def __init__(self, num_tensors: int, device: torch.device):
         self._sums = torch.zeros(num_tensors, NUM_SUMS, dtype=torch.int32, device=device)
 
@@ -55,6 +50,9 @@ class Digests:
     def result(self) -> Tensor:
         """Return the digests, [num_tensors, 2] int32 on the host."""
         return self._sums.cpu()
+
+    def to_bytes(self) -> bytes:
+        return self.result().numpy().tobytes()
 
 
 def digest_of(part: TensorPart) -> Tensor:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from rl.sync.digest import TensorPart
 
-BLOCK = 256
-PROGRAM_BLOCKS = 256  # blocks per program of the kernel, in steps of STEP_BLOCKS; tuned on an H200
-STEP_BLOCKS = 4
+BLOCK = tl.constexpr(256)
+# Blocks per program of the kernel, and per step of its loop. Tuned on an H200, as NUM_WARPS is.
+PROGRAM_BLOCKS, STEP_BLOCKS = tl.constexpr(256), tl.constexpr(4)
 NUM_WARPS = 2
 TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
 FLAT, WHOLE_BLOCKS = tl.constexpr(1), tl.constexpr(2)  # in any other layout, each element's position is computed
@@ -48,9 +48,10 @@ def _in_words(part: TensorPart) -> TensorPart:
 def _layout(part: TensorPart) -> int:
     """Return how the part is aligned with the 256-element blocks of the whole tensor."""
     num_rows, num_columns = part.values.shape
-    if part.start % BLOCK == 0 and num_rows == 1:
+    if part.start % BLOCK.value == 0 and num_rows == 1:
         return FLAT.value
-    return WHOLE_BLOCKS.value if part.start % BLOCK == part.row_stride % BLOCK == num_columns % BLOCK == 0 else 0
+    bounds = (part.start, part.row_stride, num_columns)
+    return 0 if any(bound % BLOCK.value for bound in bounds) else WHOLE_BLOCKS.value
 
 
 def _launch(sums: Tensor, parts: list[TensorPart], itemsize: int, is_cast: bool, layout: int) -> None:
@@ -59,18 +60,10 @@ def _launch(sums: Tensor, parts: list[TensorPart], itemsize: int, is_cast: bool,
         for part in parts
     ]
     table = torch.tensor(rows, dtype=torch.int64).to(sums.device, non_blocking=True)
-    num_programs = triton.cdiv(max(part.values.numel() for part in parts), PROGRAM_BLOCKS * BLOCK)
-    _add_digests[(len(parts), num_programs)](
-        sums,
-        table,
-        TYPES[itemsize],
-        is_cast,
-        layout,
-        PROGRAM_BLOCKS,
-        STEP_BLOCKS,
-        BLOCK,
-        num_warps=NUM_WARPS,
-    )
+    program_elements = PROGRAM_BLOCKS.value * BLOCK.value
+    num_programs = triton.cdiv(max(part.values.numel() for part in parts), program_elements)
+    grid = (len(parts), num_programs)
+    _add_digests[grid](sums, table, TYPES[itemsize], is_cast, layout, num_warps=NUM_WARPS)
 
 
 @triton.jit
@@ -82,16 +75,7 @@ def _odd_hash(number, salt: tl.constexpr):
 
 
 @triton.jit
-def _add_digests(
-    sums,
-    table,
-    loaded_as: tl.constexpr,
-    is_cast: tl.constexpr,
-    layout: tl.constexpr,
-    program_blocks: tl.constexpr,
-    step_blocks: tl.constexpr,
-    block: tl.constexpr,
-):
+def _add_digests(sums, table, loaded_as: tl.constexpr, is_cast: tl.constexpr, layout: tl.constexpr):
     row = table + tl.program_id(0) * 7
     base = tl.load(row).to(tl.pointer_type(loaded_as))
     memory_stride = tl.load(row + 1)
@@ -100,32 +84,32 @@ def _add_digests(
     start = tl.load(row + 4)
     row_stride = tl.load(row + 5)
     tensor = tl.load(row + 6)
-    begin = tl.program_id(1).to(tl.int64) * program_blocks
-    if begin * block >= num_rows * num_columns:  # every part gets as many programs as the largest one
+    begin = tl.program_id(1).to(tl.int64) * PROGRAM_BLOCKS
+    if begin * BLOCK >= num_rows * num_columns:  # every part gets as many programs as the largest one
         return
-    place = tl.arange(0, block)[None, :]
-    first_sum = tl.zeros([step_blocks, block], dtype=tl.uint32)
-    second_sum = tl.zeros([step_blocks, block], dtype=tl.uint32)
-    for step in range(0, program_blocks, step_blocks):
-        number = begin + step + tl.arange(0, step_blocks)[:, None]
+    place = tl.arange(0, BLOCK)[None, :]
+    first_sum = tl.zeros([STEP_BLOCKS, BLOCK], dtype=tl.uint32)
+    second_sum = tl.zeros([STEP_BLOCKS, BLOCK], dtype=tl.uint32)
+    for step in range(0, PROGRAM_BLOCKS, STEP_BLOCKS):
+        number = begin + step + tl.arange(0, STEP_BLOCKS)[:, None]
         if layout == FLAT:
             line = tl.zeros_like(number)
-            column = number * block + place
-            position_block = start // block + number
+            column = number * BLOCK + place
+            position_block = start // BLOCK + number
             position_place = place
         elif layout == WHOLE_BLOCKS:  # one division for 256 elements
-            blocks_in_row = num_columns // block
+            blocks_in_row = num_columns // BLOCK
             line = number // blocks_in_row
-            column = (number % blocks_in_row) * block + place
-            position_block = (start + line * row_stride) // block + number % blocks_in_row
+            column = (number % blocks_in_row) * BLOCK + place
+            position_block = (start + line * row_stride) // BLOCK + number % blocks_in_row
             position_place = place
         else:
-            element = number * block + place
+            element = number * BLOCK + place
             line = element // num_columns
             column = element % num_columns
             position = start + line * row_stride + column
-            position_block = position // block
-            position_place = position % block
+            position_block = position // BLOCK
+            position_place = position % BLOCK
         inside = (line < num_rows) & (column < num_columns)
         bits = tl.load(base + line * memory_stride + column, mask=inside, other=0)
         bits = bits.to(tl.int32).to(tl.uint32, bitcast=True)

@@ -1,24 +1,22 @@
 """The memory layout of a receiver: which rows and columns of each tensor it holds, and at which addresses.
 
 An engine fuses q, k and v into one parameter, and keeps only a tensor-parallel slice of most tensors. We need no table
-of model families: the engine's own loader runs once, and its copies are recorded instead of made. The record is used
-twice. A sync copies weights to the recorded places in one call, without the loader. Verification reads the same places
-to see what the engine really holds.
+of model families: the engine's own loader runs once, and its copies are recorded instead of made. A sync copies weights
+to the recorded places, and verification reads them there. A loader that does more than copy (it packs, transposes or
+quantizes) cannot be traced. Such a receiver is filled through its loader, and verified by what it received.
 
     q_proj.weight [rows, columns]  --(rows 0-511, columns 256-511)-->  a view of qkv_proj.weight
-
-A loader that does more than copy (it packs, transposes or quantizes) cannot be traced: `Untraceable` says why. Such a
-receiver is filled through its loader (`OpaqueLoader`). It is verified by what it received.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rl.model.shards import TensorInfo
 from rl.sync.digest import TensorPart, flat_part
@@ -66,6 +64,9 @@ class Destination:
     region: Region
     target: Tensor
 
+    def part(self, values: Tensor, dtype: torch.dtype) -> TensorPart:
+        return TensorPart(self.tensor, values, self.region.start, self.region.row_stride, dtype)
+
 
 class MemoryLayout:
     """All destinations of one receiver. `zeros` are views of padding, which no tensor fills."""
@@ -75,7 +76,7 @@ class MemoryLayout:
     ):
         self._dtypes = [info.torch_dtype for info in tensors]
         self._zeros = list(zeros)
-        self._held: list[TensorPart] | None = None  # built once: thousands of views that never change
+        self._held: list[TensorPart] = []  # built once: thousands of views that never change
         self._by_tensor: list[list[Destination]] = [[] for _ in tensors]
         for destination in destinations:
             self._by_tensor[destination.tensor].append(destination)
@@ -84,7 +85,6 @@ class MemoryLayout:
 
     @property
     def regions(self) -> list[list[Region]]:
-        """The regions of each tensor that this receiver takes."""
         return [[destination.region for destination in destinations] for destinations in self._by_tensor]
 
     def fill(self, whole: Mapping[int, Tensor]) -> None:
@@ -101,7 +101,7 @@ class MemoryLayout:
     def expected(self, whole: Mapping[int, Tensor]) -> list[TensorPart]:
         """Return, for digests, what the receiver should hold of the tensors that it takes only in part."""
         return [
-            _part(destination, destination.region.of(whole[index]), self._dtypes[index])
+            destination.part(destination.region.of(whole[index]), self._dtypes[index])
             for index in whole
             if not self.is_whole[index]
             for destination in self._by_tensor[index]
@@ -111,37 +111,15 @@ class MemoryLayout:
         """Return, for digests, what the receiver holds, as views of its memory. `part_bounds` holds the start and the
         number of elements of the parts in which each tensor arrived. Whole tensors are read back in these parts. The
         bounds must be the same at every call."""
-        if self._held is None:
-            self._held = [
-                part
-                for index, destinations in enumerate(self._by_tensor)
-                for destination in destinations
-                for part in self._held_parts(destination, part_bounds[index])
-            ]
+        for index, destinations in enumerate(self._by_tensor if not self._held else ()):
+            for destination in destinations:
+                flat, dtype = destination.target[0], self._dtypes[index]
+                if self.is_whole[index]:
+                    bounds = part_bounds[index]
+                    self._held += [flat_part(index, flat[a : a + count], a, dtype) for a, count in bounds]
+                else:
+                    self._held.append(destination.part(destination.target, dtype))
         return self._held
-
-    def _held_parts(self, destination: Destination, part_bounds: Sequence[tuple[int, int]]) -> list[TensorPart]:
-        index, target, dtype = destination.tensor, destination.target, self._dtypes[destination.tensor]
-        if self.is_whole[index]:
-            return [flat_part(index, target[0, start : start + count], start, dtype) for start, count in part_bounds]
-        return [_part(destination, target, dtype)]
-
-
-def _part(destination: Destination, values: Tensor, dtype: torch.dtype) -> TensorPart:
-    return TensorPart(destination.tensor, values, destination.region.start, destination.region.row_stride, dtype)
-
-
-def uncovered(tensors: Sequence[TensorInfo], regions_by_rank: Sequence[Sequence[Sequence[Region]]]) -> list[str]:
-    """Return the names of the parameters whose regions on the ranks of one engine do not add up to the whole tensor.
-    Two ranks must take either the same region or regions that do not overlap."""
-    names = []
-    for index, info in enumerate(tensors):
-        if not info.sharded:  # a buffer, which an engine may not need
-            continue
-        distinct = {region for regions in regions_by_rank for region in regions[index]}
-        if sum(region.num_elements for region in distinct) != info.num_elements:
-            names.append(info.name)
-    return names
 
 
 def trace(tensors: Sequence[TensorInfo], model: nn.Module, load: Loader, device: torch.device) -> MemoryLayout:
@@ -152,8 +130,8 @@ def trace(tensors: Sequence[TensorInfo], model: nn.Module, load: Loader, device:
     def weights() -> Weights:
         for index, info in enumerate(tensors):
             source = torch.ones(info.shape, dtype=info.torch_dtype, device=device)  # not zeros, which mark padding
-            with recorder.placing(index, source):
-                yield info.name, source
+            recorder.index, recorder.source = index, source
+            yield info.name, source
 
     try:
         with recorder, torch.no_grad():
@@ -175,17 +153,11 @@ class _Recorder(TorchDispatchMode):
         self.zeros: list[Tensor] = []
         self._names = {_storage(tensor): name for name, tensor in memory.items() if tensor.numel()}
         self._dtypes = {_storage(tensor): tensor.dtype for tensor in memory.values()}
-        self._index, self._source = -1, torch.empty(0)
-
-    @contextmanager
-    def placing(self, index: int, source: Tensor) -> Iterator[None]:
-        self._index, self._source = index, source
-        yield
-        self._source = torch.empty(0)
+        self.index, self.source = -1, torch.empty(0)  # the tensor that the loader has been given last
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         written = _written_tensors(func, args, kwargs or {})
-        if any(_storage(tensor) == _storage(self._source) for tensor in written):
+        if any(_storage(tensor) == _storage(self.source) for tensor in written):
             raise Untraceable(f"its loader calls {func} on what it was given")
         names = [self._names[_storage(tensor)] for tensor in written if _storage(tensor) in self._names]
         if not names:
@@ -194,51 +166,45 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             self._record_copy(names[0], target, args[1])
         elif func is torch.ops.aten.zero_.default or (func is torch.ops.aten.fill_.Scalar and args[1] == 0):
-            if target.numel():
-                self._record_zeros(names[0], target.detach())
+            if target.numel() and any(_overlap(target, destination.target) for destination in self.destinations):
+                raise Untraceable(f"its loader puts zeros over what it copied into {names[0]}")
+            self.zeros.append(target.detach())
         else:
             raise Untraceable(f"its loader calls {func} on {names[0]}")
         return target
 
-    def _record_zeros(self, name: str, target: Tensor) -> None:
-        if any(_overlap(target, destination.target) for destination in self.destinations):
-            raise Untraceable(f"its loader puts zeros over what it copied into {name}")
-        self.zeros.append(target)
-
     def _record_copy(self, name: str, target: Tensor, source: Tensor) -> None:
         if not target.numel():
             return
-        if _storage(source) != _storage(self._source):
+        if _storage(source) != _storage(self.source):
             raise Untraceable(f"its loader computes what it puts into {name}")
-        if source.dtype != self._source.dtype or target.dtype != self._dtypes[_storage(target)]:
+        if source.dtype != self.source.dtype or target.dtype != self._dtypes[_storage(target)]:
             raise Untraceable(f"its loader views what it puts into {name} as another dtype")
         is_kept = torch.promote_types(source.dtype, target.dtype) == target.dtype
         if source.shape != target.shape or not is_kept or source.is_floating_point() != target.is_floating_point():
             raise Untraceable(f"its loader reshapes or narrows what it puts into {name}")
-        sizes, source_strides, target_strides = _merged_axes(source, target)
-        if len(sizes) > 2 or source_strides[-1] != 1 or target_strides[-1] != 1:
+        views = _as_rows(source, target)
+        if views is None:
             raise Untraceable(f"its loader transposes what it puts into {name}")
-        num_rows = sizes[0] if len(sizes) == 2 else 1
-        region = Region(int(source.storage_offset()), num_rows, sizes[-1], source_strides[0] if len(sizes) == 2 else 0)
-        view_strides = (target_strides[0] if len(sizes) == 2 else 0, 1)
-        view = target.detach().as_strided((num_rows, sizes[-1]), view_strides, target.storage_offset())
-        self.destinations.append(Destination(self._index, region, view))
+        num_rows, num_columns = views[0].shape
+        # The row stride of a single row is 0 on both sides: `_foreach_copy_` is fast only for equal strides.
+        stride, target_stride = (view.stride(0) if num_rows > 1 else 0 for view in views)
+        region = Region(int(source.storage_offset()), num_rows, num_columns, stride)
+        view = target.detach().as_strided((num_rows, num_columns), (target_stride, 1), target.storage_offset())
+        self.destinations.append(Destination(self.index, region, view))
 
 
-def _merged_axes(source: Tensor, target: Tensor) -> tuple[list[int], list[int], list[int]]:
-    """Return sizes and strides after merging neighbouring axes that are contiguous in both tensors."""
-    sizes, source_strides, target_strides = [1], [1], [1]
-    for size, source_stride, target_stride in zip(source.shape, source.stride(), target.stride(), strict=True):
-        if size == 1:
+def _as_rows(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
+    """View both tensors as contiguous rows, as few as possible. Return None if they have no such view."""
+    for axis in range(max(1, source.dim())):
+        shape = (math.prod(source.shape[:axis]), math.prod(source.shape[axis:]))
+        try:
+            rows, target_rows = source.view(shape), target.view(shape)
+        except RuntimeError:  # the axes before or after this one cannot be merged
             continue
-        if sizes == [1] or (source_strides[-1] == source_stride * size and target_strides[-1] == target_stride * size):
-            sizes[-1] *= size
-            source_strides[-1], target_strides[-1] = source_stride, target_stride
-        else:
-            sizes.append(size)
-            source_strides.append(source_stride)
-            target_strides.append(target_stride)
-    return sizes, source_strides, target_strides
+        if shape == (1, 1) or (shape[1] > 1 and rows.stride(1) == target_rows.stride(1) == 1):
+            return rows, target_rows
+    return None
 
 
 def _check_filled(parameters: Mapping[str, Tensor], recorder: _Recorder) -> None:
@@ -260,22 +226,18 @@ def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if not func._schema.is_mutable:
         return []
     given = dict(zip((argument.name for argument in func._schema.arguments), args)) | dict(kwargs)
-    written = []
-    for argument in func._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given:
-            value = given[argument.name]
-            written += [value] if isinstance(value, Tensor) else [v for v in value or () if isinstance(v, Tensor)]
-    return written
+    aliases = {argument.name: argument.alias_info for argument in func._schema.arguments}
+    written = [value for name, value in given.items() if aliases[name] is not None and aliases[name].is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """Return whether the address ranges of two views overlap."""
     if _storage(one) != _storage(other):
         return False
-    ends = [
-        view.storage_offset() + sum((n - 1) * s for n, s in zip(view.shape, view.stride())) for view in (one, other)
-    ]
-    return one.storage_offset() <= ends[1] and other.storage_offset() <= ends[0]
+    lengths = [sum((n - 1) * stride for n, stride in zip(view.shape, view.stride())) for view in (one, other)]
+    start, other_start = one.storage_offset(), other.storage_offset()
+    return start <= other_start + lengths[1] and other_start <= start + lengths[0]
 
 
 def _storage(tensor: Tensor) -> int:

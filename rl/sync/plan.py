@@ -1,7 +1,7 @@
 """The plan of a weight sync: which bytes are sent when, by whom and to whom.
 
-Every rank derives the same plan from the list of tensors. A bucket is a run of whole tensors in model order. The owner
-of a shard is the rank that sends it. All owners send their rows of one bucket before the next bucket begins.
+Every rank derives the same plan from the list of tensors. A bucket is a run of whole tensors in model order. All
+owners (the ranks that send a shard) send their rows of one bucket before the next bucket begins.
 
     bucket 0   [ q_proj.weight | k_proj.weight | v_proj.weight ]    whole tensors, side by side, in their transfer dtype
                  shard 0         shard 0         shard 0            one broadcast: the rows of shard 0, packed
@@ -9,6 +9,7 @@ of a shard is the rank that sends it. All owners send their rows of one bucket b
 """
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +33,7 @@ class RowRange:
     num_elements: int
     offset: int
     num_bytes: int
+    packed_offset: int  # where they begin if the ranges of one shard are packed
 
     @property
     def byte_slice(self) -> slice:
@@ -58,7 +60,6 @@ class Bucket:
         return ranges[0].byte_slice if len(ranges) == 1 else slice(0, self.packed_bytes(shard))
 
     def sent_bytes(self, shard: int) -> int:
-        """Return how many bytes the shard's owner sends."""
         byte_slice = self.byte_slice(shard)
         return byte_slice.stop - byte_slice.start
 
@@ -107,22 +108,21 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _bucket(self, tensors: range) -> Bucket:
-        offsets, num_bytes = [], 0
-        for index in tensors:
-            offsets.append(num_bytes)
-            num_bytes += _aligned(self.tensors[index].num_bytes)
+        sizes = (_aligned(self.tensors[index].num_bytes) for index in tensors)
+        *offsets, num_bytes = itertools.accumulate(sizes, initial=0)
         ranges = [self._ranges(tensors, offsets, shard) for shard in range(len(self.owners))]
         return Bucket(tensors, tuple(offsets), num_bytes, tuple(ranges))
 
     def _ranges(self, tensors: range, offsets: list[int], shard: int) -> tuple[RowRange, ...]:
-        ranges = []
+        ranges, packed_offset = [], 0
         for index, offset in zip(tensors, offsets, strict=True):
             info = self.tensors[index]
             first, end = info.rows(shard, len(self.owners))
             start, count = first * info.row_elements, (end - first) * info.row_elements
+            begin, num_bytes = offset + start * info.torch_dtype.itemsize, count * info.torch_dtype.itemsize
             if count:
-                itemsize = info.torch_dtype.itemsize
-                ranges.append(RowRange(index, start, count, offset + start * itemsize, count * itemsize))
+                ranges.append(RowRange(index, start, count, begin, num_bytes, packed_offset))
+                packed_offset += _aligned(num_bytes)
         return tuple(ranges)
 
 
@@ -146,27 +146,15 @@ def cut_buckets(tensors: tuple[TensorInfo, ...], max_bytes: int) -> list[range]:
 
 def transferred_tensors(model: nn.Module, dtype: str) -> list[TensorInfo]:
     """Return the tensors of an actor's model as they are sent. Parameters are cast to the engine's dtype."""
-    parameters = {name for name, _ in model.named_parameters()}
-    infos = []
-    for part in local_slices(model):
-        info = part.info
-        is_cast = info.name in parameters and info.torch_dtype.is_floating_point
-        infos.append(replace(info, dtype=dtype if is_cast else info.dtype))
-    return infos
+    parameters = dict(model.named_parameters())
+    infos = [part.info for part in local_slices(model)]
+    is_cast = [info.name in parameters and info.torch_dtype.is_floating_point for info in infos]
+    return [replace(info, dtype=dtype) if cast else info for info, cast in zip(infos, is_cast, strict=True)]
 
 
 def view_in(memory: Tensor, offset: int, info: TensorInfo, num_elements: int) -> Tensor:
     """Return a flat view of a tensor's elements in a bucket's bytes."""
     return memory[offset : offset + num_elements * info.torch_dtype.itemsize].view(info.torch_dtype)
-
-
-def packed_offsets(ranges: tuple[RowRange, ...]) -> list[int]:
-    """Return the offset of each range when the ranges of one shard are packed."""
-    offsets, used = [], 0
-    for part in ranges:
-        offsets.append(used)
-        used += _aligned(part.num_bytes)
-    return offsets
 
 
 def _aligned(num_bytes: int) -> int:

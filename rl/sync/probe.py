@@ -6,7 +6,6 @@ previous version, because an update changes logprobs less than bfloat16 kernels 
 and the probe mainly the first two, since an engine holds dummy weights before them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,6 @@ class Probe:
 
 
 def probe_of_run(config: Config, model_folder: Path) -> Probe:
-    """Build the probe that all ranks of a run use."""
     vocab_size = AutoConfig.from_pretrained(model_folder).get_text_config().vocab_size
     return make_probe(vocab_size, config.data.max_prompt_tokens, config.sync.probe_limit or LIMITS[config.model.dtype])
 
@@ -46,9 +44,3 @@ def learner_logprobs(model: nn.Module, tokens: list[int], device: torch.device) 
     logits = score_responses(model, empty_batch(), 1.0, device, probe=tokens).probe_logits[:-1]
     targets = torch.tensor(tokens[1:], device=device).unsqueeze(1)
     return torch.log_softmax(logits, -1).gather(1, targets).squeeze(1).tolist()
-
-
-def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the mean absolute difference. It is NaN if any logprob is NaN."""
-    assert len(ours) == len(theirs), (len(ours), len(theirs))
-    return sum(abs(a - b) for a, b in zip(ours, theirs)) / len(ours)

@@ -3,10 +3,9 @@
     owner      pack k+1 | send k+1 ...
     receiver              receive k+1 ...        into separate memory, while bucket k is used
 
-A bucket in which each shard's part is contiguous is received in place, and two such buckets may be in flight. Other
-buckets arrive packed. They are unpacked when the memory of the previous bucket is free again. In both cases a rank
-holds at most two buckets. Only a tensor that is larger than a bucket adds its size. On a GPU, transfers run on a
-separate stream. The current stream waits for a bucket only when it uses that bucket.
+A bucket in which each shard's part is contiguous is received in place, and two such buckets may be in flight. Others
+arrive packed, and are unpacked when the memory of the previous bucket is free again. So a rank holds at most two
+buckets, and the size of a tensor that is larger than a bucket. On a GPU, transfers run on a separate stream.
 """
 
 import itertools
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.sync.plan import Bucket, Plan, RowRange, packed_offsets, view_in
+from rl.sync.plan import Bucket, Plan, RowRange, view_in
 
 
 @dataclass
@@ -27,9 +26,9 @@ class _Flight:
     """A bucket that is being sent or received."""
 
     bucket: Bucket
-    memory: Tensor | None  # holds the whole bucket, if it is received in place
-    packed: Tensor | None  # otherwise holds the packed parts of all shards
-    buffers: dict[int, Tensor]  # each shard's part: a view of `memory` or of `packed`
+    block: Tensor  # holds the whole bucket if it is received in place, otherwise the packed parts of all shards
+    is_in_place: bool
+    buffers: dict[int, Tensor]  # each shard's part, a view of `block`
     works: list[dist.Work]  # on a CPU
     arrived: torch.cuda.Event | None  # on a GPU
 
@@ -44,16 +43,16 @@ class BucketTransfer:
         self._plan, self._pgs, self._rank, self._device = plan, pgs, rank, device
         self._sources: dict[int, Tensor] = {}
         self._receives = rank in plan.receivers
-        regular = [self._most_bytes(bucket) for bucket in plan.buckets if bucket.num_bytes <= plan.bucket_bytes]
-        self._pool = BufferPool(device, max(regular, default=0), reuse)
+        regular = [bucket for bucket in plan.buckets if bucket.num_bytes <= plan.bucket_bytes]
+        packed = [sum(map(bucket.packed_bytes, self._shards(bucket))) for bucket in regular]
+        whole = [bucket.num_bytes for bucket in regular if self._receives]
+        self._pool = BufferPool(device, max(packed + whole, default=0), reuse)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.is_in_step = True  # False while this rank has transfers left to run
 
     def buckets(self, sources: dict[int, Tensor]) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
-        """Yield each bucket with its whole tensors by index. Ranks that only send get no tensors.
-
-        `sources` are this rank's own slices by tensor index. They are flat and may be in host memory.
-        """
+        """Yield each bucket with its whole tensors by index. Ranks that only send get no tensors. `sources` are this
+        rank's own slices by tensor index. They are flat and may be in host memory."""
         self._sources = sources
         if not self._plan.needs_transfer:
             for bucket in self._plan.buckets:
@@ -98,37 +97,27 @@ class BucketTransfer:
             del memory  # otherwise it would be alive while the next bucket takes memory
 
     def _start(self, bucket: Bucket) -> _Flight:
-        in_place = self._receives and bucket.has_contiguous_parts
+        is_in_place = self._receives and bucket.has_contiguous_parts
         shards = self._shards(bucket)
-        memory = self._pool.take(bucket.num_bytes) if in_place else None
+        *starts, num_packed_bytes = itertools.accumulate(map(bucket.packed_bytes, shards), initial=0)
+        # The allocator must know the stream that uses a block: the current one uses only what is received in place.
+        block = self._pool.take(bucket.num_bytes) if is_in_place else None
         with self._on_stream():
-            packed = None if in_place else self._pool.take(sum(map(bucket.packed_bytes, shards)))
-            buffers, works, used = {}, [], 0
-            for shard in shards:
-                if memory is not None:
-                    buffer = memory[bucket.byte_slice(shard)]
-                else:
-                    assert packed is not None
-                    buffer = packed[used : used + bucket.sent_bytes(shard)]
-                    used += bucket.packed_bytes(shard)
+            block = self._pool.take(num_packed_bytes) if block is None else block
+            buffers, works = {}, []
+            for shard, start in zip(shards, starts, strict=True):
+                packed_slice = slice(start, start + bucket.sent_bytes(shard))
+                buffers[shard] = block[bucket.byte_slice(shard) if is_in_place else packed_slice]
                 if self._plan.owners[shard] == self._rank:
-                    self._pack(bucket.ranges[shard], buffer)
-                buffers[shard] = buffer
-                works += self._broadcast(shard, buffer)
+                    self._pack(bucket.ranges[shard], buffers[shard])
+                works += self._broadcast(shard, buffers[shard])
             arrived = self._stream.record_event() if self._stream is not None else None
-        return _Flight(bucket, memory, packed, buffers, works, arrived)
-
-    def _most_bytes(self, bucket: Bucket) -> int:
-        """Return the size of the largest block that this rank takes for a bucket."""
-        return max(bucket.num_bytes if self._receives else 0, sum(map(bucket.packed_bytes, self._shards(bucket))))
+        return _Flight(bucket, block, is_in_place, buffers, works, arrived)
 
     def _shards(self, bucket: Bucket) -> list[int]:
         """Return the shards whose part of the bucket this rank sends or receives."""
-        return [
-            shard
-            for shard, owner in enumerate(self._plan.owners)
-            if bucket.ranges[shard] and (self._receives or owner == self._rank)
-        ]
+        owned = [self._receives or owner == self._rank for owner in self._plan.owners]
+        return [shard for shard, ranges in enumerate(bucket.ranges) if ranges and owned[shard]]
 
     def _broadcast(self, shard: int, buffer: Tensor) -> list[dist.Work]:
         pg = self._pgs[shard]
@@ -142,7 +131,7 @@ class BucketTransfer:
 
     def _finish(self, flight: _Flight) -> Tensor | None:
         """Wait until a bucket has been sent or has arrived. Return its memory on a receiver, None elsewhere."""
-        memory, arrived = flight.memory, flight.arrived
+        memory, arrived = flight.block if flight.is_in_place else None, flight.arrived
         for work in flight.works:
             work.wait()
         if self._receives and memory is None:
@@ -153,20 +142,17 @@ class BucketTransfer:
                 arrived = self._stream.record_event() if self._stream is not None else None
         if self._receives and arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(arrived)
-        if flight.packed is not None:
-            self._pool.give(flight.packed)
+        if not flight.is_in_place:
+            self._pool.give(flight.block)
         return memory
 
     def _pack(self, ranges: tuple[RowRange, ...], buffer: Tensor) -> None:
-        views = [
-            view_in(buffer, offset, self._plan.tensors[part.tensor], part.num_elements)
-            for part, offset in zip(ranges, packed_offsets(ranges), strict=True)
-        ]
+        infos = [(part, self._plan.tensors[part.tensor]) for part in ranges]
+        views = [view_in(buffer, part.packed_offset, info, part.num_elements) for part, info in infos]
         torch._foreach_copy_(views, [self._sources[part.tensor] for part in ranges])
 
     def _unpack(self, ranges: tuple[RowRange, ...], buffer: Tensor, memory: Tensor) -> None:
-        places = zip(ranges, packed_offsets(ranges), strict=True)
-        sources = [buffer[offset : offset + part.num_bytes] for part, offset in places]
+        sources = [buffer[part.packed_offset : part.packed_offset + part.num_bytes] for part in ranges]
         torch._foreach_copy_([memory[part.byte_slice] for part in ranges], sources)
 
     def _whole(self, bucket: Bucket, memory: Tensor) -> dict[int, Tensor]:
@@ -185,30 +171,28 @@ class BucketTransfer:
 
 
 class BufferPool:
-    """A pool of memory blocks for buckets. On a CPU, fresh memory costs a page fault for every 4 KB, which halves the
-    speed of a sync. So on CPUs the blocks are kept from version to version. A block for a tensor larger than a bucket
-    is never used for an ordinary bucket, because the next large tensor would then need a second large block."""
+    """Memory blocks for buckets. On a CPU they are kept from version to version: fresh memory costs a page fault for
+    every 4 KB, which halves the speed of a sync. A block for a tensor larger than a bucket is never used for an
+    ordinary bucket, because the next large tensor would then need a second large block."""
 
     def __init__(self, device: torch.device, bucket_bytes: int, reuse: bool):
         self._device, self._bucket_bytes, self._reuse = device, bucket_bytes, reuse
-        self._free: list[Tensor] = []
+        self._free: dict[bool, list[Tensor]] = {False: [], True: []}  # by whether a block is larger than a bucket
 
     def take(self, num_bytes: int) -> Tensor:
         """Return a block of at least this size. Drop free blocks that are too small."""
         is_large = num_bytes > self._bucket_bytes
-        alike = [memory for memory in self._free if (len(memory) > self._bucket_bytes) == is_large]
-        fitting = [memory for memory in alike if len(memory) >= num_bytes]
-        dropped = fitting[:1] or alike
-        self._free = [memory for memory in self._free if not any(memory is block for block in dropped)]
-        if fitting:
-            return fitting[0]
-        del alike, dropped
+        free = self._free[is_large]
+        fitting = next((index for index, memory in enumerate(free) if len(memory) >= num_bytes), None)
+        if fitting is not None:
+            return free.pop(fitting)
+        free.clear()
         size = num_bytes if is_large or not self._reuse else self._bucket_bytes
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def give(self, memory: Tensor) -> None:
         if self._reuse:
-            self._free.append(memory)
+            self._free[len(memory) > self._bucket_bytes].append(memory)
 
     def clear(self) -> None:
-        self._free.clear()
+        self._free = {False: [], True: []}

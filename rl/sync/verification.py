@@ -1,32 +1,104 @@
-"""The checks with which the leader verifies a version. Each returns what is wrong, or an empty string.
+"""Verify a version: each rank's digests and reports, and the checks of the leader, which return what is wrong or "".
 
-digests of what the actors sent       ==  digests of what each receiver received    compared here
+digests of what the actors sent       ==  digests of what each receiver received    compared by the leader
 digests of what a receiver received   ==  digests of what lies in its memory        compared on the receiver
-logprobs of the learner               ~   logprobs of each engine                   compared here
+logprobs of the learner               ~   logprobs of each engine                   compared by the leader
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rl.common.text import count_of
 from rl.model.shards import TensorInfo
 from rl.placement.roles import Placement
-from rl.sync.layout import Region, uncovered
-from rl.sync.probe import difference
+from rl.sync.digest import NUM_SUMS, Digests, flat_part
+from rl.sync.layout import MemoryLayout, Region
+from rl.sync.plan import Plan, RowRange
+from rl.world.messages import Message
 
 MAX_NAMES = 8  # tensors that an error names
 
 
-def describe_rank(rank: int, placement: Placement) -> str:
-    engine = placement.engine_of(rank)
-    return f"rank {rank}" if engine is None else f"rank {rank} (engine {engine})"
+@dataclass(frozen=True)
+class SyncReport(Message):
+    """A rank's report to the leader. Without further fields it says only that the rank has joined."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class PlanReport(SyncReport):
+    settings: str
+    opaque_reason: str  # why a receiver of this rank cannot be read back, or empty
+    regions: list[list[Region]] | None  # what the receiver takes of each tensor; None if not known
+
+
+@dataclass(frozen=True)
+class TransferReport(SyncReport):
+    errors: list[str]
+    sent: bytes  # digests, or empty
+    received: bytes
+
+
+@dataclass(frozen=True)
+class ProbeReport(SyncReport):
+    learner: list[float] | None
+    receivers: list[list[float]]
+
+
+class VersionDigests:
+    """One rank's digests of one version. `sent` covers its own slices, `received` the whole tensors as they arrived.
+    Each layout also has the digests of what its receiver should hold of tensors that it takes only in part."""
+
+    def __init__(self, plan: Plan, layouts: Sequence[MemoryLayout], device: torch.device):
+        self._plan, self._device = plan, device
+        self.sent, self.received = self._make(), self._make()
+        self._layouts = [(layout, self._make()) for layout in layouts]
+
+    def _make(self) -> Digests:
+        return Digests(len(self._plan.tensors), self._device)
+
+    def add_sent(self, ranges: Sequence[RowRange], sources: dict[int, Tensor]) -> None:
+        parts = [(part, self._plan.tensors[part.tensor].torch_dtype) for part in ranges]
+        self.sent.add(
+            [flat_part(part.tensor, sources[part.tensor].to(self._device), part.start, dtype) for part, dtype in parts]
+        )
+
+    def add_received(self, whole: dict[int, Tensor]) -> None:
+        if self._plan.needs_transfer:
+            self.received.add(
+                [
+                    flat_part(index, tensor.view(-1)[start : start + count], start, tensor.dtype)
+                    for index, tensor in whole.items()
+                    for start, count in self._plan.part_bounds[index]
+                ]
+            )
+        for layout, expected in self._layouts:
+            expected.add(layout.expected(whole))
+
+    def misplaced(self) -> list[str]:
+        """Compare what receivers hold in their own memory with what arrived. Return the errors."""
+        errors = []
+        for layout, expected in self._layouts:
+            arrived, held = self.received if self._plan.needs_transfer else self.sent, self._make()
+            held.add(layout.held(self._plan.part_bounds))
+            is_whole = torch.tensor(layout.is_whole).unsqueeze(1)
+            wanted = torch.where(is_whole, arrived.result(), expected.result())
+            if names := differing(held.result(), wanted, self._plan.tensors):
+                errors.append(f"holds other values than it received of {names}")
+        return errors
 
 
 def differing(ours: Tensor, theirs: Tensor, tensors: Sequence[TensorInfo]) -> str:
-    """Return the names of the tensors whose digests differ."""
     wrong = (ours != theirs).any(1).nonzero().flatten().tolist()
     return _listed([tensors[index].name for index in wrong])
+
+
+def _rows(digests: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(digests), dtype=torch.int32).view(-1, NUM_SUMS)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -34,68 +106,85 @@ def _listed(names: Sequence[str]) -> str:
     return f"{text} and {len(names) - MAX_NAMES} more tensors" if len(names) > MAX_NAMES else text
 
 
-def check_plans(plans: Mapping[int, str], placement: Placement) -> str:
-    """Check that all ranks have derived the same plan as the leader."""
-    ours = plans[placement.leader]
-    others = [describe_rank(rank, placement) for rank, plan in sorted(plans.items()) if plan != ours]
-    if not others:
-        return ""
-    return (
-        f"{', '.join(others)} derived another plan for the weight sync than rank {placement.leader}; all ranks need "
-        "the same model, placement, model.dtype, sync.* and actor.num_replicas: compare the config files of the nodes"
-    )
+@dataclass(frozen=True)
+class Verifier:
+    """The leader's checks of the reports of all ranks, which are sorted by rank."""
 
+    tensors: Sequence[TensorInfo]
+    placement: Placement
 
-def check_regions(
-    regions: Mapping[int, Sequence[Sequence[Region]]], tensors: Sequence[TensorInfo], placement: Placement
-) -> str:
-    """Check that the ranks of each engine together take all of every tensor. Engines are skipped if the regions of one
-    of their ranks are not known."""
-    errors = []
-    for index, ranks in enumerate(placement.engines):
-        if all(rank in regions for rank in ranks):
-            missing = uncovered(tensors, [regions[rank] for rank in ranks])
-            if missing:
+    def describe(self, rank: int) -> str:
+        engine = self.placement.engine_of(rank)
+        return f"rank {rank}" if engine is None else f"rank {rank} (engine {engine})"
+
+    def describe_opaque(self, reports: Mapping[int, PlanReport]) -> str:
+        """Return why the receivers of some ranks cannot be read back, or an empty string if all can."""
+        opaque = [rank for rank, report in reports.items() if report.opaque_reason]
+        if not opaque:
+            return ""
+        others = f" and {count_of(len(opaque) - 1, 'other rank')}" if len(opaque) > 1 else ""
+        return f"{self.describe(opaque[0])}{others}: {reports[opaque[0]].opaque_reason}"
+
+    def check_plans(self, reports: Mapping[int, PlanReport]) -> str:
+        """Check that all ranks have derived the leader's plan, and that the ranks of each engine together take all of
+        every tensor."""
+        leader = self.placement.leader
+        ours = reports[leader].settings
+        others = [self.describe(rank) for rank, report in reports.items() if report.settings != ours]
+        if others:
+            return (
+                f"{', '.join(others)} derived another plan for the weight sync than rank {leader}; all ranks need the "
+                "same model, placement, model.dtype, sync.* and actor.num_replicas: compare the config files of the "
+                "nodes"
+            )
+        errors = []
+        for index, ranks in enumerate(self.placement.engines):
+            by_rank = [reports[rank].regions for rank in ranks]
+            known = [regions for regions in by_rank if regions is not None]
+            if len(known) == len(ranks) and (missing := self.uncovered(known)):
                 errors.append(f"engine {index} does not take all of {_listed(missing)}")
-    return "; ".join(errors)
+        return "; ".join(errors)
 
+    def uncovered(self, by_rank: Sequence[Sequence[Sequence[Region]]]) -> list[str]:
+        """Return the parameters whose regions on the ranks of one engine do not add up to the whole tensor. Two ranks
+        must take either the same region or regions that do not overlap."""
+        names = []
+        for index, info in enumerate(self.tensors):
+            distinct = {region for regions in by_rank for region in regions[index]}
+            is_covered = sum(region.num_elements for region in distinct) == info.num_elements
+            if info.sharded and not is_covered:  # one that is not sharded is a buffer, which an engine may not need
+                names.append(info.name)
+        return names
 
-def check_transfer(
-    errors: Mapping[int, Sequence[str]],
-    sent: Mapping[int, Tensor],
-    received: Mapping[int, Tensor],
-    tensors: Sequence[TensorInfo],
-    placement: Placement,
-) -> str:
-    """Check the digests of a transfer. The digests of the actors' slices (`sent`) must be equal in all replicas. Their
-    sum over one replica must equal the digests of the whole tensors that each receiver got (`received`)."""
-    found = [f"{describe_rank(rank, placement)}: {text}" for rank, texts in sorted(errors.items()) for text in texts]
-    for shard, owner in enumerate(placement.owners):
-        for rank in (replica[shard] for replica in placement.replicas if sent):
-            names = differing(sent[rank], sent[owner], tensors)
-            if names:
-                found.append(f"{describe_rank(rank, placement)}: holds another replica than rank {owner} of {names}")
-    if sent:
-        total = torch.stack([sent[owner] for owner in placement.owners]).sum(0).to(torch.int32)
-        for rank, digests in sorted(received.items()):
-            names = differing(digests, total, tensors)
-            if names:
-                found.append(f"{describe_rank(rank, placement)}: received other bytes than were sent of {names}")
-    return "; ".join(found)
+    def check_transfer(self, reports: Mapping[int, TransferReport]) -> str:
+        """The digests of the actors' slices (`sent`) must be equal in all replicas. Their sum over one replica must
+        equal the digests of the whole tensors that each receiver got (`received`)."""
+        found = [f"{self.describe(rank)}: {text}" for rank, report in reports.items() for text in report.errors]
+        sent = {rank: _rows(report.sent) for rank, report in reports.items() if report.sent}
+        received = {rank: _rows(report.received) for rank, report in reports.items() if report.received}
+        if not sent:
+            return "; ".join(found)
+        for shard, owner in enumerate(self.placement.owners):
+            for rank in (replica[shard] for replica in self.placement.replicas):
+                if names := differing(sent[rank], sent[owner], self.tensors):
+                    found.append(f"{self.describe(rank)}: holds another replica than rank {owner} of {names}")
+        total = torch.stack([sent[owner] for owner in self.placement.owners]).sum(0).to(torch.int32)
+        for rank, digests in received.items():
+            if names := differing(digests, total, self.tensors):
+                found.append(f"{self.describe(rank)}: received other bytes than were sent of {names}")
+        return "; ".join(found)
 
-
-def check_probe(
-    learner: Sequence[float], receivers: Mapping[int, Sequence[Sequence[float]]], limit: float, placement: Placement
-) -> str:
-    """Check that the logprobs of engines and inference ranks are near the learner's. NaN is an error."""
-    found = []
-    for rank, answers in sorted(receivers.items()):
-        for logprobs in answers:
-            gap = difference(learner, logprobs)
+    def check_probe(self, reports: Mapping[int, ProbeReport], limit: float) -> str:
+        """Check that the logprobs of engines and inference ranks are near the learner's. NaN is an error."""
+        learner = reports[self.placement.leader].learner
+        assert learner is not None
+        found = []
+        for rank, logprobs in ((rank, each) for rank, report in reports.items() for each in report.receivers):
+            gap = sum(abs(a - b) for a, b in zip(learner, logprobs, strict=True)) / len(learner)
             if not gap <= limit:
                 found.append(
-                    f"{describe_rank(rank, placement)}: its logprobs of the probe differ from the learner's by "
-                    f"{gap:.3g} on average (limit {limit:g}), though the weights arrived: it computes with others, "
-                    "such as a packed copy"
+                    f"{self.describe(rank)}: its logprobs of the probe differ from the learner's by {gap:.3g} on "
+                    f"average (limit {limit:g}), though the weights arrived: it computes with others, such as a packed "
+                    "copy"
                 )
-    return "; ".join(found)
+        return "; ".join(found)

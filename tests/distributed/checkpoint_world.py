@@ -26,7 +26,7 @@ from rl.checkpoint.store import CheckpointStore
 from rl.config.load import load_config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, PromptStream
-from rl.learner.policy import PolicySettings, PolicyTrainer
+from rl.learner.policy import PolicyTrainer
 from rl.learner.sharded_trainer import MOMENTS, ShardedModel
 from rl.model.load import load_model
 from rl.placement.groups import make_groups
@@ -82,7 +82,7 @@ def digest_of(learner: PolicyTrainer) -> str:
         for tensor in (parameter.detach(), *(moments[kind] for kind in MOMENTS)):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             hasher.update(whole.contiguous().numpy().tobytes())
-    hasher.update(f"{learner.num_updates} {learner._scheduler.get_last_lr()}".encode())
+    hasher.update(f"{learner.num_updates} {learner.lr}".encode())
     return hasher.hexdigest()
 
 
@@ -110,9 +110,8 @@ def train(run: Run, job: Job) -> None:
     model = load_model(
         run.model_folder, run.groups.actor_mesh, world.device, config.model.dtype, True, filled=run.resume is None
     )
-    settings = PolicySettings(config.actor, config.algo, config.rollout, job.num_steps)
     probe = probe_of_run(config, run.model_folder).tokens if is_leader else ()
-    learner = PolicyTrainer(ShardedModel(model, pg, world.device), settings, probe)
+    learner = PolicyTrainer(ShardedModel(model, pg, world.device), config, job.num_steps, probe)
     if run.resume is not None:
         restore(learner, run.resume, run.store, run.placement, world.rank)
     checkpoints = build_checkpoints(run, learner, transferred_tensors(model, config.model.dtype))

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl.config.schema import ActorConfig, AlgoConfig, CriticConfig, RolloutConfig
+from rl.config.schema import ActorConfig, AlgoConfig, Config, CriticConfig, InferenceConfig, RolloutConfig
 from rl.data.batch import Batch
-from rl.learner.critic import CriticSettings, CriticTrainer
-from rl.learner.policy import PolicySettings, PolicyTrainer
+from rl.learner.critic import CriticTrainer
+from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import LocalScorer, ScoringModels
 from rl.learner.sharded_trainer import MOMENTS, ShardedModel, ShardedTrainer
 from rl.model.load import Compute, load_model
@@ -50,10 +50,10 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         getattr(batch, field)[token] = value
     batch.truncated[:] |= job["all_truncated"]
     rollout = RolloutConfig(temperature=job["temperature"], max_new_tokens=job["max_new_tokens"])
-    settings = PolicySettings(actor, algo, rollout, num_optimizer_steps=4)
+    config = Config(actor=actor, algo=algo, rollout=rollout)
     reference = load_model(folder / "reference", mesh, device, job["dtype"], trainable=False)
     load_reference = (lambda: reference) if algo.kl_estimator == "full" else None
-    learner = PolicyTrainer(ShardedModel(model, pg, device), settings, [1, 2, 3], load_reference)
+    learner = PolicyTrainer(ShardedModel(model, pg, device), config, 4, [1, 2, 3], load_reference)
     check_reduction(learner)
     measures = Measures()
     share = batch.select(owned_by(rank, size, batch, job))
@@ -187,7 +187,9 @@ def update_critic(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     mesh, place = DeviceMesh.from_group(pg, device.type), folder / job["model"]
     compute = Compute(actor.compile, actor.recompute, on_host=actor.offload == "always")
     model = load_model(place, mesh, device, job["dtype"], trainable=True, compute=compute, as_critic=True)
-    critic = CriticTrainer(ShardedModel(model, pg, device), CriticSettings(actor, algo, critic_config, max_tokens=30))
+    inference = InferenceConfig(max_tokens_per_micro_batch=30)
+    config = Config(actor=actor, algo=algo, critic=critic_config, inference=inference)
+    critic = CriticTrainer(ShardedModel(model, pg, device), config)
     batch = Batch(**load_file(folder / "batch.safetensors"))
     owned = owned_by(dist.get_rank(pg), dist.get_world_size(pg), batch, job)
     share, measures = batch.select(owned), Measures()

@@ -17,7 +17,7 @@ from rl.config.schema import ConfigError
 from rl.data.batch import Batch
 from rl.model.load import PLAIN, Compute, _turn_dropout_off, load_model
 from rl.model.logprobs import score_responses
-from rl.model.positions import freeze_frequencies
+from rl.model.rotary import freeze_frequencies
 from tests.e2e.test_families import EXACT
 
 CPU = torch.device("cpu")

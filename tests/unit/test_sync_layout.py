@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from rl.model.shards import TensorInfo
+from rl.placement.roles import plan
 from rl.sync.digest import Digests, flat_part
-from rl.sync.layout import Destination, MemoryLayout, Region, Untraceable, trace, uncovered
+from rl.sync.layout import Destination, MemoryLayout, Region, Untraceable, trace
+from rl.sync.verification import Verifier
 
 CPU = torch.device("cpu")
 HIDDEN, VOCAB, PADDED_VOCAB = 6, 10, 12
@@ -234,4 +236,4 @@ def test_a_bucket_of_which_a_receiver_takes_nothing() -> None:
 def test_the_ranks_of_an_engine_take_all_of_every_parameter(
     by_rank: list[list[list[Region]]], names: list[str]
 ) -> None:
-    assert uncovered(TENSORS, by_rank) == names
+    assert Verifier(TENSORS, plan({"actor,rollout": "all"}, 1, 1)).uncovered(by_rank) == names

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl.model.shards import TensorInfo
 from rl.placement.roles import plan as place
-from rl.sync.plan import Bucket, Plan, cut_buckets, make_plan, packed_offsets, view_in
+from rl.sync.plan import Bucket, Plan, cut_buckets, make_plan, view_in
 
 
 def info(name: str, *shape: int, dtype: str = "float32", sharded: bool = True) -> TensorInfo:
@@ -95,8 +95,8 @@ def test_where_the_ranges_of_mixed_dtypes_lie() -> None:
         (2, slice(64, 72)),
     ]
     assert [(part.tensor, part.byte_slice) for part in second] == [(0, slice(18, 30)), (2, slice(72, 80))]
-    assert (packed_offsets(first), bucket.packed_bytes(0)) == ([0, 32, 64], 80)  # 18, 24 and 8 bytes
-    assert (packed_offsets(second), bucket.packed_bytes(1)) == ([0, 16], 32)  # 12 and 8 bytes
+    assert ([part.packed_offset for part in first], bucket.packed_bytes(0)) == ([0, 32, 64], 80)  # 18, 24 and 8 bytes
+    assert ([part.packed_offset for part in second], bucket.packed_bytes(1)) == ([0, 16], 32)  # 12 and 8 bytes
     assert not bucket.has_contiguous_parts
 
 
@@ -149,15 +149,15 @@ def received(plan: Plan, bucket: Bucket, wholes: list[Tensor]) -> Tensor:
         if not ranges:
             continue
         sent = torch.zeros(bucket.sent_bytes(owner), dtype=torch.uint8)
-        for part, offset in zip(ranges, packed_offsets(ranges), strict=True):
+        for part in ranges:
             tensor = plan.tensors[part.tensor]
             piece = sliced(wholes[part.tensor], tensor, owner, len(plan.owners))
-            view_in(sent, offset, tensor, part.num_elements).copy_(piece.reshape(-1))
+            view_in(sent, part.packed_offset, tensor, part.num_elements).copy_(piece.reshape(-1))
         if bucket.has_contiguous_parts:
             memory[bucket.byte_slice(owner)] = sent
         else:
-            for part, offset in zip(ranges, packed_offsets(ranges), strict=True):
-                memory[part.byte_slice] = sent[offset : offset + part.num_bytes]
+            for part in ranges:
+                memory[part.byte_slice] = sent[part.packed_offset : part.packed_offset + part.num_bytes]
     return memory
 
 

@@ -66,14 +66,18 @@ class WatchedPool(BufferPool):
         self.out.append(memory)
         out = sum(map(len, self.out))
         self.most_out = max(self.most_out, out)
-        self.most_held = max(self.most_held, out + sum(map(len, self._free)))
+        self.most_held = max(self.most_held, out + self.num_free_bytes)
         return memory
 
     def give(self, memory: Tensor) -> None:
         (place,) = [index for index, other in enumerate(self.out) if other is memory]
         del self.out[place]
         super().give(memory)
-        self.most_held = max(self.most_held, sum(map(len, self.out + self._free)))
+        self.most_held = max(self.most_held, sum(map(len, self.out)) + self.num_free_bytes)
+
+    @property
+    def num_free_bytes(self) -> int:
+        return sum(len(memory) for blocks in self._free.values() for memory in blocks)
 
 
 def watch(plan: Plan, rank: int, reuse: bool) -> WatchedPool:

@@ -8,22 +8,15 @@ import torch
 from torch import Tensor
 
 from rl.model.shards import TensorInfo
-from rl.placement.roles import plan
+from rl.placement.roles import Placement, plan
 from rl.sync.layout import Region
-from rl.sync.probe import difference, make_probe
-from rl.sync.verification import (
-    MAX_NAMES,
-    check_plans,
-    check_probe,
-    check_regions,
-    check_transfer,
-    describe_rank,
-    differing,
-)
+from rl.sync.probe import make_probe
+from rl.sync.verification import MAX_NAMES, PlanReport, ProbeReport, TransferReport, Verifier, differing
 
 # Engine 0 on ranks 0 and 1, engine 1 on 2 and 3; rank 4 computes logprobs, 5 (the leader) and 6 learn.
 PLACEMENT = plan({"rollout": "0-3", "inference": "4", "actor": "5-6"}, 1, 7, tensor_parallel_size=2)
 TENSORS = [TensorInfo(f"t{index}", (4, 2), "float32", True) for index in range(12)]
+VERIFIER = Verifier(TENSORS, PLACEMENT)
 TOP = 2**31 - 1
 
 
@@ -39,7 +32,7 @@ def digests(**changed: int) -> Tensor:
     ("rank", "text"), [(0, "rank 0 (engine 0)"), (1, "rank 1 (engine 0)"), (2, "rank 2 (engine 1)"), (4, "rank 4")]
 )
 def test_a_rank_is_described_with_its_engine(rank: int, text: str) -> None:
-    assert describe_rank(rank, PLACEMENT) == text
+    assert VERIFIER.describe(rank) == text
 
 
 @pytest.mark.parametrize(
@@ -61,6 +54,10 @@ def test_differing_names_tensors_and_cuts_long_lists(wrong: Sequence[int], text:
     assert differing(digests(), theirs, TENSORS) == differing(theirs, digests(), TENSORS) == text
 
 
+def check_plans(reports: dict[int, PlanReport], tensors: Sequence[TensorInfo] = TENSORS) -> str:
+    return Verifier(tensors, PLACEMENT).check_plans(reports)
+
+
 @pytest.mark.parametrize(
     ("others", "text"),
     [
@@ -74,7 +71,7 @@ def test_differing_names_tensors_and_cuts_long_lists(wrong: Sequence[int], text:
     ],
 )
 def test_plans(others: dict[int, str], text: str) -> None:
-    verdict = check_plans(dict.fromkeys(range(7), "a") | others, PLACEMENT)
+    verdict = check_plans({rank: PlanReport(1, others.get(rank, "a"), "", None) for rank in range(7)})
     assert verdict.startswith(text)
     assert bool(verdict) == bool(others)
     assert not others or "model.dtype, sync.* and actor.num_replicas" in verdict
@@ -101,12 +98,39 @@ LOWER: Regions = [[Region(4, 1, 4, 0)]] * 12
     ],
 )
 def test_regions(regions: dict[int, Regions], text: str) -> None:
-    assert check_regions(regions, TENSORS, PLACEMENT) == text
+    assert check_plans({rank: PlanReport(1, "a", "", regions.get(rank)) for rank in range(7)}) == text
 
 
 def test_ranks_that_take_different_columns_cover_a_tensor() -> None:
-    columns = [[[Region(start, 4, 1, 2)]] for start in (0, 1)]
-    assert check_regions(dict(enumerate(columns)), TENSORS[:1], PLACEMENT) == ""
+    columns = dict(enumerate([[[Region(start, 4, 1, 2)]] for start in (0, 1)]))
+    reports = {rank: PlanReport(1, "a", "", columns.get(rank)) for rank in range(7)}
+    assert check_plans(reports, TENSORS[:1]) == ""
+
+
+@pytest.mark.parametrize(
+    ("reasons", "text"),
+    [
+        ({}, ""),
+        ({4: "it packs"}, "rank 4: it packs"),
+        ({1: "it packs", 4: "it sorts"}, "rank 1 (engine 0) and 1 other rank: it packs"),
+    ],
+)
+def test_receivers_that_cannot_be_read_back(reasons: dict[int, str], text: str) -> None:
+    reports = {rank: PlanReport(1, "a", reasons.get(rank, ""), None) for rank in range(7)}
+    assert VERIFIER.describe_opaque(reports) == text
+
+
+def check_transfer(
+    errors: dict[int, list[str]], sent: dict[int, Tensor], received: dict[int, Tensor], placement: Placement = PLACEMENT
+) -> str:
+    def as_bytes(rows: Tensor | None) -> bytes:
+        return b"" if rows is None else rows.numpy().tobytes()
+
+    reports = {
+        rank: TransferReport(1, errors.get(rank, []), as_bytes(sent.get(rank)), as_bytes(received.get(rank)))
+        for rank in range(placement.world_size)
+    }
+    return Verifier(TENSORS, placement).check_transfer(reports)
 
 
 @pytest.mark.parametrize(
@@ -122,13 +146,12 @@ def test_ranks_that_take_different_columns_cover_a_tensor() -> None:
 def test_what_several_actors_sent_adds_up_modulo_2_to_the_32(parts: tuple[int, int], total: int) -> None:
     sent = {5: digests(t4=parts[0]), 6: torch.zeros(12, 2, dtype=torch.int32)}
     sent[6][4, 0] = parts[1]
-    assert check_transfer({}, sent, {0: digests(t4=total)}, TENSORS, PLACEMENT) == ""
-    wrong = check_transfer({}, sent, {0: digests(t4=total ^ 1)}, TENSORS, PLACEMENT)
+    assert check_transfer({}, sent, {0: digests(t4=total)}) == ""
+    wrong = check_transfer({}, sent, {0: digests(t4=total ^ 1)})
     assert wrong == "rank 0 (engine 0): received other bytes than were sent of t4"
 
 
 RIGHT = {5: digests(), 6: torch.zeros(12, 2, dtype=torch.int32)}
-CLEAN: dict[int, list[str]] = {rank: [] for rank in (6, 5, 4, 3, 2, 1, 0)}  # as they came in
 
 
 @pytest.mark.parametrize(
@@ -152,7 +175,7 @@ CLEAN: dict[int, list[str]] = {rank: [] for rank in (6, 5, 4, 3, 2, 1, 0)}  # as
     ],
 )
 def test_transfers(errors: dict[int, list[str]], got: dict[int, Tensor], text: str) -> None:
-    assert check_transfer(CLEAN | errors, RIGHT, got, TENSORS, PLACEMENT) == text
+    assert check_transfer(errors, RIGHT, got) == text
 
 
 def test_replicas_hold_the_same() -> None:
@@ -162,17 +185,22 @@ def test_replicas_hold_the_same() -> None:
     shards = [digests(), digests(t2=7)]
     sent = {1: shards[0], 2: shards[1], 3: shards[0], 4: shards[1]}
     got = {0: shards[0] + shards[1]}
-    assert check_transfer({}, sent, got, TENSORS, placement) == ""
+    assert check_transfer({}, sent, got, placement) == ""
     sent[2] = digests(t2=7, t5=1)
-    assert check_transfer({}, sent, got, TENSORS, placement) == "rank 2: holds another replica than rank 4 of t5"
+    assert check_transfer({}, sent, got, placement) == "rank 2: holds another replica than rank 4 of t5"
 
 
 def test_without_digests_only_errors_count() -> None:
-    assert check_transfer(CLEAN, {}, {}, TENSORS, PLACEMENT) == ""
-    assert check_transfer({0: ["lost"]}, {}, {}, TENSORS, PLACEMENT) == "rank 0 (engine 0): lost"
+    assert check_transfer({}, {}, {}) == ""
+    assert check_transfer({0: ["lost"]}, {}, {}) == "rank 0 (engine 0): lost"
 
 
 LEARNER = [-1.0, -2.0, -4.0]
+
+
+def check_probe(learner: list[float], receivers: dict[int, list[list[float]]]) -> str:
+    reports = {rank: ProbeReport(1, learner if rank >= 5 else None, receivers.get(rank, [])) for rank in range(7)}
+    return VERIFIER.check_probe(reports, limit=0.25)
 
 
 @pytest.mark.parametrize(
@@ -187,13 +215,13 @@ LEARNER = [-1.0, -2.0, -4.0]
     ],
 )
 def test_probes(logprobs: list[float], gap: str | None) -> None:
-    verdict = check_probe(LEARNER, {0: [LEARNER], 3: [LEARNER, logprobs], 4: []}, 0.25, PLACEMENT)
+    verdict = check_probe(LEARNER, {0: [LEARNER], 3: [LEARNER, logprobs], 4: []})
     text = f"rank 3 (engine 1): its logprobs of the probe differ from the learner's by {gap} on average (limit 0.25)"
     assert verdict.startswith(text) if gap else verdict == ""
 
 
 def test_a_learner_that_computes_nan_passes_nowhere() -> None:
-    verdict = check_probe([math.nan] * 3, {2: [LEARNER], 0: [LEARNER]}, 0.25, PLACEMENT)
+    verdict = check_probe([math.nan] * 3, {2: [LEARNER], 0: [LEARNER]})
     assert [part[:17] for part in verdict.split("; ")] == ["rank 0 (engine 0)", "rank 2 (engine 1)"]
 
 
@@ -205,4 +233,3 @@ def test_the_probe() -> None:
     assert len(tokens(10_000, 100)) == len(set(tokens(10_000, 100))) == 24
     assert max(tokens(5, 100)) == 4
     assert tokens(10_000, 0) == tokens(10_000, 1) == tokens(10_000, 2) == [7, 7926]
-    assert difference([-1.0, -3.0], [-1.5, -1.0]) == 1.25
