@@ -13,48 +13,43 @@ from rl.report.metrics import Measures
 
 
 def assign_credit(
-    batch: Batch, algo: AlgoConfig, max_new_tokens: int, kl_coef: float, pg: dist.ProcessGroup, measures: Measures
+    whole: Batch, algo: AlgoConfig, max_new_tokens: int, kl_coef: float, pg: dist.ProcessGroup, measures: Measures
 ) -> Batch:
     """Return the batch with advantages, and with returns if there is a critic. This is a collective: batch statistics
     cover all ranks of the process group. A rank's batch must hold whole groups.
 
     Responses that algo.mask_truncated masks count neither in the mean of their group nor in the batch statistics.
     """
-    kept = batch.trained_sequences(algo.mask_truncated)
-    credited = _credit(batch.select(kept), algo, max_new_tokens, kl_coef, pg, measures)
-    fields = {"advantages": credited.advantages, "returns": credited.returns}
-    return batch.replace(**{name: batch.at_sequences(kept, of) for name, of in fields.items() if of is not None})
-
-
-def _credit(
-    batch: Batch, algo: AlgoConfig, max_new_tokens: int, kl_coef: float, pg: dist.ProcessGroup, measures: Measures
-) -> Batch:
+    kept = whole.trained_sequences(algo.mask_truncated)
+    batch, fields = whole.select(kept), {}
     segments, lengths = batch.response_segment_ids, batch.response_lengths
     rewards = _shaped_rewards(batch, algo, max_new_tokens, measures)
-    kl = _kl(batch, algo, kl_coef, measures)
+    kl = _kl(batch, algo, measures)
     if algo.advantage in ("grpo", "dr_grpo", "rloo"):
         if kl is not None:
             rewards = rewards - kl_coef * sequence_sums(kl, segments, lengths).float()
         if algo.advantage == "rloo":
-            credit = rules.leave_one_out(rewards, batch.group_ids)
+            credit = rules.leave_one_out(rewards, batch.group_ids)[segments]
         else:
-            credit = rules.group_relative(rewards, batch.group_ids, normalize_std=algo.advantage == "grpo")
-        return batch.replace(advantages=batch.at_responses(credit[segments]))
-    if algo.advantage == "reinforce_pp_baseline":
-        rewards = rules.group_relative(rewards, batch.group_ids, normalize_std=False)
-    token_rewards = rules.token_rewards(rewards, kl, kl_coef, segments, lengths)
-    if algo.advantage == "gae":
-        assert batch.values is not None
-        values = batch.values[batch.response_mask]
-        credit, returns = rules.gae(token_rewards, values, segments, algo.gamma, algo.lam)
-        batch = batch.replace(returns=batch.at_responses(returns))
-        measures.mean("critic/return_mean", returns.sum(), len(returns))
+            credit = rules.group_relative(rewards, batch.group_ids, normalize_std=algo.advantage == "grpo")[segments]
     else:
-        gamma = algo.gamma if algo.advantage == "reinforce_pp" else 1.0
-        credit = rules.returns_to_go(token_rewards, segments, gamma)
-    moments = rules.moments(credit)
-    dist.all_reduce(moments, group=pg)
-    return batch.replace(advantages=batch.at_responses(rules.standardize(credit, moments)))
+        if algo.advantage == "reinforce_pp_baseline":
+            rewards = rules.group_relative(rewards, batch.group_ids, normalize_std=False)
+        token_rewards = rules.token_rewards(rewards, kl, kl_coef, segments, lengths)
+        if algo.advantage == "gae":
+            assert batch.values is not None
+            values = batch.values[batch.response_mask]
+            credit, returns = rules.gae(token_rewards, values, segments, algo.gamma, algo.lam)
+            fields["returns"] = batch.at_responses(returns)
+            measures.mean("critic/return_mean", returns.sum(), len(returns))
+        else:
+            gamma = algo.gamma if algo.advantage == "reinforce_pp" else 1.0
+            credit = rules.returns_to_go(token_rewards, segments, gamma)
+        moments = rules.moments(credit)
+        dist.all_reduce(moments, group=pg)
+        credit = rules.standardize(credit, moments)
+    fields["advantages"] = batch.at_responses(credit)
+    return whole.replace(**{name: whole.at_sequences(kept, field) for name, field in fields.items()})
 
 
 def _shaped_rewards(batch: Batch, algo: AlgoConfig, max_new_tokens: int, measures: Measures) -> Tensor:
@@ -72,7 +67,7 @@ def _shaped_rewards(batch: Batch, algo: AlgoConfig, max_new_tokens: int, measure
     return rewards
 
 
-def _kl(batch: Batch, algo: AlgoConfig, kl_coef: float, measures: Measures) -> Tensor | None:
+def _kl(batch: Batch, algo: AlgoConfig, measures: Measures) -> Tensor | None:
     """Return the KL of each response token, [R], or None if no KL is subtracted from rewards."""
     if not algo.has_kl_in_reward:
         return None

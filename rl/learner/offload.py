@@ -28,7 +28,6 @@ class Offloader:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether any of the tensors is in host memory only."""
         return bool(self._offloaded)
 
     def start_offload(self) -> None:

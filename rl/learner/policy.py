@@ -13,8 +13,8 @@ from rl.algo.mismatch import check_mismatch, mismatch_kl
 from rl.config.schema import Config
 from rl.data.batch import Batch, empty_batch
 from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer, lr_schedule
-from rl.model.head import Reference
-from rl.model.logprobs import TokenScores, reference_of_responses, score_responses
+from rl.model.head import Reference, Scores
+from rl.model.logprobs import reference_of_responses, score_responses
 from rl.model.shards import reshard
 from rl.report.metrics import Measures
 
@@ -56,7 +56,7 @@ class PolicyTrainer(ShardedTrainer):
             self.kl_coef = kl_coef
 
     def adapt(self, kl: float, num_sequences: int) -> None:
-        """Adapt the KL coefficient to a step's mean KL per token between policy and reference."""
+        """`kl` is a step's mean KL per token between policy and reference."""
         if self._algo.kl_target and math.isfinite(kl):
             self.kl_coef = adapt_kl_coef(self.kl_coef, kl, self._algo.kl_target, num_sequences)
 
@@ -67,7 +67,7 @@ class PolicyTrainer(ShardedTrainer):
         self._is_probe_due = True
         super().update(batch, num_prompts, measures)
 
-    def _score(self, micro_batch: Batch, reference: Reference | None) -> TokenScores:
+    def _score(self, micro_batch: Batch, reference: Reference | None) -> Scores:
         probe = self.probe_tokens if self._is_probe_due else ()
         self._is_probe_due = False
         scores = score_responses(self.model, micro_batch, self._rollout.temperature, self._device, probe, reference)
@@ -142,7 +142,7 @@ class PolicyTrainer(ShardedTrainer):
         with torch.no_grad():
             return reference_of_responses(self._reference(), micro_batch, self._rollout.temperature, self._device)
 
-    def _kl(self, micro_batch: Batch, scores: TokenScores) -> Tensor:
+    def _kl(self, micro_batch: Batch, scores: Scores) -> Tensor:
         if self._algo.kl_estimator == "full":
             return scores.reference_kl
         assert micro_batch.ref_logprobs is not None

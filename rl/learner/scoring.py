@@ -31,7 +31,7 @@ from rl.world.service import Service
 
 
 def fields_to_score(algo: AlgoConfig) -> list[str]:
-    """Return the fields of a batch that a separate forward pass computes."""
+    """Return the batch fields that need a separate forward pass."""
     has_reference = algo.kl_coef and algo.kl_estimator != "full"
     wanted = {"old_logprobs": algo.has_old_pass, "certainty": algo.certainty_coef, "ref_logprobs": has_reference}
     return [name for name, is_wanted in wanted.items() if is_wanted]
@@ -45,9 +45,7 @@ def local_models(algo: AlgoConfig, policy: nn.Module, load_reference: Callable[[
 
 @dataclass(frozen=True)
 class ScoringModels:
-    """The model that fills each batch field, and the settings of the forward passes."""
-
-    by_field: Mapping[str, nn.Module]
+    by_field: Mapping[str, nn.Module]  # the model that fills each batch field
     max_tokens: int  # maximum of one forward pass
     temperature: float
     device: torch.device
@@ -102,7 +100,7 @@ class Scorer:
     """Base class of the scorers that an actor can use. Between `offload` and `reload`, an engine uses the device."""
 
     def score(self, batch: Batch, version: int) -> Batch:
-        """Return the batch with all fields that need a separate forward pass (see `fields_to_score`)."""
+        """Return the batch with the fields of `fields_to_score`."""
         raise NotImplementedError
 
     def offload(self) -> None:
@@ -121,19 +119,16 @@ class LocalScorer(Scorer):
     ):
         self._models, self._fields, self._pg = models, fields, pg
         self._reference = models.by_field.get("ref_logprobs")
-        self._offloader = None
-        if self._reference is not None and offloads_reference:
-            self._offloader = Offloader(part.data for part in local_slices(self._reference))
+        parts = local_slices(self._reference) if self._reference is not None and offloads_reference else ()
+        self._offloader = Offloader(part.data for part in parts)
 
     def offload(self) -> None:
         self._reshard_reference()  # a KL over the whole vocabulary gathers it in the update
-        if self._offloader is not None:
-            self._offloader.offload()
+        self._offloader.offload()
 
     def reload(self) -> None:
-        if self._offloader is not None:
-            self._offloader.start_reload()
-            self._offloader.wait()
+        self._offloader.start_reload()
+        self._offloader.wait()
 
     def _reshard_reference(self) -> None:
         """Free the gathered root parameters of the reference. Those of the policy stay for the update that follows."""
@@ -150,8 +145,6 @@ class LocalScorer(Scorer):
 
 
 class RemoteScorer(Scorer):
-    """Sends batches to the inference ranks, which score them."""
-
     def __init__(self, mail: Mailbox, scorers: list[int], fields: list[str]):
         self._mail, self._scorers, self._fields = mail, scorers, fields
 
@@ -180,17 +173,16 @@ class LogprobService(Service):
         self._policy = models.by_field["old_logprobs"]
 
     def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout:
-        """Return where this rank's rows of each tensor lie in the copy that follows the policy."""
         index = self._scorers.index(self._mail.rank)
         parts = {(part.info.name, part.info.shape): part.data.view(1, -1) for part in local_slices(self._policy)}
         theirs = {(info.name, info.shape) for info in tensors}
         assert parts.keys() == theirs, f"this rank's copy is of another model: {parts.keys() ^ theirs}"
         destinations = []
         for number, info in enumerate(tensors):
-            first, _ = info.rows(index, len(self._scorers)) if info.sharded else (0, 0)
+            start, _ = info.span(index, len(self._scorers)) if info.sharded else (0, 0)
             data = parts[info.name, info.shape]
             if data.numel():
-                destinations.append(Destination(number, Region(first * info.row_elements, 1, data.numel(), 0), data))
+                destinations.append(Destination(number, Region(start, 1, data.numel(), 0), data))
         return MemoryLayout(tensors, destinations)
 
     def begin_version(self) -> None:

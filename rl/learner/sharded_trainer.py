@@ -33,16 +33,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's own names
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model whose parameters are sharded over the ranks of a process group."""
-
     model: nn.Module
     pg: dist.ProcessGroup
     device: torch.device
 
 
 class ShardedTrainer:
-    """Base class of the trainers of policy and critic."""
-
     kind = "model"  # name of the weights in a checkpoint
     metric = "optim"  # prefix of the metrics
     outputs = "logprobs of the policy"  # what the model computes, for error messages
@@ -55,14 +51,9 @@ class ShardedTrainer:
         self._mesh = parameter.device_mesh  # [shard], or [replica, shard]
         self._actor, self._algo = config.actor, config.algo
         # Build the optimizer right after sharding. After a forward pass it would silently miss the root's parameters.
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=lr,
-            betas=(self._actor.beta1, self._actor.beta2),
-            eps=self._actor.eps,
-            weight_decay=self._actor.weight_decay,
-            fused=self._device.type == "cuda" or None,  # also if actor.offload keeps parameters in host memory
-        )
+        betas, eps, decay = (self._actor.beta1, self._actor.beta2), self._actor.eps, self._actor.weight_decay
+        fused = self._device.type == "cuda" or None  # also if actor.offload keeps parameters in host memory
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr, betas, eps, decay, fused=fused)
         # Number of infinite or NaN outputs, counted on the device and read once per optimizer step.
         self._num_bad_outputs = torch.zeros((), dtype=torch.int64, device=self._device)
         self._offloaders: dict[str, Offloader] = {}  # by kind of state; made at its first offload

@@ -30,8 +30,7 @@ TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in 
 
 
 def arguments(name: str, lengths: Sequence[int], num_probe_tokens: int, device: torch.device) -> dict[str, Any]:
-    """Return the keyword arguments of this attention for a row of sequences. A probe is one more sequence at the end of
-    the row."""
+    """Return the arguments of this attention for a row of sequences. A probe is one more sequence at the end."""
     if name == VARLEN:
         every = [*lengths, num_probe_tokens] if num_probe_tokens else lengths
         cu_lengths = F.pad(torch.tensor(every, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
@@ -57,9 +56,9 @@ class _Block(NamedTuple):
 def _make_block(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> _Block:
     sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     places = torch.cat([torch.arange(length) for length in lengths])
-    tokens = torch.tensor(starts)[sequences] + places
-    moved = (to_device(indices, device) for indices in (tokens, sequences, places))
-    return _Block(*moved, shape=(len(lengths), max(lengths)))
+    indices = (torch.tensor(starts)[sequences] + places, sequences, places)
+    tokens, sequences, places = (to_device(each, device) for each in indices)
+    return _Block(tokens, sequences, places, (len(lengths), max(lengths)))
 
 
 def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:

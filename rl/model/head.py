@@ -17,11 +17,12 @@ CHUNK_ELEMENTS = 1 << 27  # maximum number of logits in a chunk
 
 
 class Scores(NamedTuple):
-    """Scores of each row of hidden states. All are [R] float32."""
+    """Scores of each row of hidden states, [R] float32, which carry a gradient."""
 
     logprobs: Tensor
     entropy: Tensor
     reference_kl: Tensor  # KL(policy || reference) over the whole vocabulary; 0 without a reference
+    probe_logits: Tensor = torch.empty(0)  # [P, vocabulary] float32, at the tokens of a probe, without gradient
 
 
 class Reference(NamedTuple):
@@ -35,8 +36,7 @@ class Reference(NamedTuple):
 def token_scores(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, reference: Reference | None = None
 ) -> Scores:
-    """Return the scores of the targets [R] under the logits hidden @ weight.T / temperature. hidden is [R, D], and
-    weight is [V, D]. All scores carry a gradient."""
+    """Return the scores of the targets [R] under the logits hidden [R, D] @ weight [V, D].T / temperature."""
     return Scores(*_TokenScores.apply(hidden, weight, targets, temperature, reference))
 
 

@@ -6,7 +6,7 @@ pass, where FSDP gathers the head's weight and frees it again.
 
 from collections.abc import Sequence
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,21 +14,11 @@ from torch import Tensor
 from rl.config.schema import ConfigError
 from rl.data.batch import Batch
 from rl.model import attention
-from rl.model.head import Reference, self_certainty, token_scores
+from rl.model.head import Reference, Scores, self_certainty, token_scores
 from rl.model.host_memory import to_device
 
 
-class TokenScores(NamedTuple):
-    """Scores of the R response tokens of a micro-batch, in its order."""
-
-    logprobs: Tensor  # [R] float32, carries the gradient
-    entropy: Tensor  # [R] float32, carries the gradient
-    reference_kl: Tensor  # [R] float32, KL over the whole vocabulary, carries the gradient; 0 without a reference
-    probe_logits: Tensor  # [P, vocabulary] float32, at the probe tokens, without gradient
-
-
 def patch_forward_to_score(model: Any) -> None:
-    """Make this causal LM of transformers return TokenScores, or what `wanted` names."""
     if getattr(model.config, "final_logit_softcapping", None):
         raise ConfigError(f"{type(model).__name__} caps its logits, which the learner does not support; choose another")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
@@ -50,7 +40,7 @@ def _forward(
     wanted: str = "scores",
     reference: Reference | None = None,
     **about_sequences: Any,
-) -> TokenScores | tuple[Tensor, Tensor] | Reference | Tensor:
+) -> Scores | tuple[Tensor, Tensor] | Reference | Tensor:
     """Return what `wanted` names: scores, certainty (logprobs and self-certainty), reference (for a full KL), or values
     (of a critic, whose head has one row)."""
     output = self.get_decoder()(
@@ -69,7 +59,7 @@ def _forward(
         return scores.logprobs, self_certainty(hidden, weight, temperature * divisor)
     with torch.no_grad():
         probe_logits = (probe_rows @ weight.t()).float() / divisor
-    return TokenScores(*scores, probe_logits)
+    return scores._replace(probe_logits=probe_logits)
 
 
 def hidden_size_of(model: Any) -> int:
@@ -83,7 +73,7 @@ def score_responses(
     device: torch.device,
     probe: Sequence[int] = (),
     reference: Reference | None = None,
-) -> TokenScores:
+) -> Scores:
     """Return the scores of a batch's response tokens. The batch is in host memory, the scores are on the device. A
     `probe` is one more sequence in the forward pass."""
     return model(**_inputs(model, batch, device, probe), temperature=temperature, reference=reference)

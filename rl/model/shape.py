@@ -30,7 +30,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
-    """Return the name of the file that holds each tensor of a model folder."""
+    """Return the file name of each tensor in a model folder."""
     if not has_weights(folder):
         raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors can be read by slices")
     if (folder / INDEX).is_file():

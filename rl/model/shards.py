@@ -42,9 +42,11 @@ class TensorInfo:
         chunk = -(-num_rows // num_ranks)
         return min(index * chunk, num_rows), min((index + 1) * chunk, num_rows)
 
-    @property
-    def row_elements(self) -> int:
-        return torch.Size(self.shape[1:]).numel()
+    def span(self, index: int, num_ranks: int) -> tuple[int, int]:
+        """Return the first element of these rows, and their number of elements."""
+        start, end = self.rows(index, num_ranks)
+        row_elements = torch.Size(self.shape[1:]).numel()
+        return start * row_elements, (end - start) * row_elements
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ class TensorPart:
 
 
 def flat_part(tensor: int, values: Tensor, start: int, dtype: torch.dtype) -> TensorPart:
-    """Return consecutive elements of a tensor as a part."""
     return TensorPart(tensor, values.reshape(1, -1), start, 0, dtype)
 
 
@@ -56,7 +55,6 @@ class Digests:
 
 
 def digest_of(part: TensorPart) -> Tensor:
-    """Return the digest of one part, [2] int32, computed on the CPU."""
     hasher = xxhash.xxh3_64(seed=part.start)
     for row in part.values:
         pieces = (row,) if row.dtype == part.dtype else row.split(CAST_ELEMENTS)

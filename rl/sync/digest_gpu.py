@@ -39,7 +39,6 @@ def add(sums: Tensor, parts: Sequence[TensorPart]) -> None:
 
 
 def _in_words(part: TensorPart) -> TensorPart:
-    """View each 64-bit element as two 32-bit elements."""
     if part.dtype.itemsize < 8:
         return part
     return TensorPart(part.tensor, part.values.view(torch.int32), 2 * part.start, 2 * part.row_stride, torch.int32)

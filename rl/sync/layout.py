@@ -31,9 +31,7 @@ class Untraceable(Exception):
 
 @dataclass(frozen=True)
 class OpaqueLoader:
-    """The loader of a receiver that takes whole tensors, under their Hugging Face names."""
-
-    load: Callable[[Weights], None]
+    load: Callable[[Weights], None]  # takes whole tensors, under their Hugging Face names
     reason: str  # why its memory layout is not known
 
 
@@ -88,7 +86,6 @@ class MemoryLayout:
         return [[destination.region for destination in destinations] for destinations in self._by_tensor]
 
     def fill(self, whole: Mapping[int, Tensor]) -> None:
-        """Copy whole tensors, given by index, into the receiver's memory."""
         destinations = [destination for index in whole for destination in self._by_tensor[index]]
         sources = [destination.region.of(whole[destination.tensor]) for destination in destinations]
         if destinations:  # a bucket may hold nothing for this receiver
@@ -222,7 +219,6 @@ def _check_filled(parameters: Mapping[str, Tensor], recorder: _Recorder) -> None
 
 
 def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensor arguments that an operator writes to."""
     if not func._schema.is_mutable:
         return []
     given = dict(zip((argument.name for argument in func._schema.arguments), args)) | dict(kwargs)
@@ -232,7 +228,6 @@ def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether the address ranges of two views overlap."""
     if _storage(one) != _storage(other):
         return False
     lengths = [sum((n - 1) * stride for n, stride in zip(view.shape, view.stride())) for view in (one, other)]

@@ -82,11 +82,9 @@ class Plan:
     @cached_property
     def part_bounds(self) -> list[list[tuple[int, int]]]:
         """For each tensor, the start and the number of elements of each shard's part."""
-        bounds: list[list[tuple[int, int]]] = [[] for _ in self.tensors]
-        for bucket in self.buckets:
-            for part in (part for ranges in bucket.ranges for part in ranges):
-                bounds[part.tensor].append((part.start, part.num_elements))
-        return bounds
+        shards = range(len(self.owners))
+        spans = [[info.span(shard, len(shards)) for shard in shards] for info in self.tensors]
+        return [[(start, count) for start, count in each if count] for each in spans]
 
     @property
     def needs_transfer(self) -> bool:
@@ -104,8 +102,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """A hash of the plan. It must be equal on all ranks, because different plans would deadlock in a transfer."""
-        text = repr((self.tensors, self.owners, self.receivers, self.bucket_bytes))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(repr(self).encode()).hexdigest()
 
     def _bucket(self, tensors: range) -> Bucket:
         sizes = (_aligned(self.tensors[index].num_bytes) for index in tensors)
@@ -117,8 +114,7 @@ class Plan:
         ranges, packed_offset = [], 0
         for index, offset in zip(tensors, offsets, strict=True):
             info = self.tensors[index]
-            first, end = info.rows(shard, len(self.owners))
-            start, count = first * info.row_elements, (end - first) * info.row_elements
+            start, count = info.span(shard, len(self.owners))
             begin, num_bytes = offset + start * info.torch_dtype.itemsize, count * info.torch_dtype.itemsize
             if count:
                 ranges.append(RowRange(index, start, count, begin, num_bytes, packed_offset))
@@ -153,7 +149,6 @@ def transferred_tensors(model: nn.Module, dtype: str) -> list[TensorInfo]:
 
 
 def view_in(memory: Tensor, offset: int, info: TensorInfo, num_elements: int) -> Tensor:
-    """Return a flat view of a tensor's elements in a bucket's bytes."""
     return memory[offset : offset + num_elements * info.torch_dtype.itemsize].view(info.torch_dtype)
 
 

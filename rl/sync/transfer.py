@@ -23,8 +23,6 @@ from rl.sync.plan import Bucket, Plan, RowRange, view_in
 
 @dataclass
 class _Flight:
-    """A bucket that is being sent or received."""
-
     bucket: Bucket
     block: Tensor  # holds the whole bucket if it is received in place, otherwise the packed parts of all shards
     is_in_place: bool

@@ -74,16 +74,12 @@ class WeightSource:
 
 @dataclass(frozen=True)
 class StartSync(Message):
-    """The leader announces a sync to the ranks that are not actors."""
-
     version: int
     step: int  # the step that samples from this version
 
 
 @dataclass(frozen=True)
 class SyncVerdict(Message):
-    """The leader's answer to the reports of all ranks."""
-
     round: int
     error: str
     has_opaque: bool  # whether any rank's receiver cannot be read back
@@ -305,8 +301,8 @@ def _describe(error: Exception) -> str:
 
 
 class SyncService(Service):
-    """Joins announced syncs on ranks that are not actors. The first rank of an engine passes each announcement on to
-    its followers, in order with its other messages."""
+    """Joins syncs on ranks that are not actors. The first rank of an engine passes each announcement on to its
+    followers, in order with its other messages."""
 
     name = "sync"
     kinds = (StartSync,)
