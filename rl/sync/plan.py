@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rl.model.shards import TensorInfo, local_slices
 from rl.placement.roles import Placement
@@ -26,18 +26,13 @@ ALIGNMENT = 16  # bytes; tensors and packed rows start at multiples of this
 
 @dataclass(frozen=True)
 class RowRange:
-    """Consecutive rows of a tensor. Their bytes begin at `offset` in the bucket's memory."""
+    """Consecutive rows of a tensor."""
 
     tensor: int  # index into the plan's tensors
     start: int  # first element in the tensor
     num_elements: int
-    offset: int
-    num_bytes: int
-    packed_offset: int  # where they begin if the ranges of one shard are packed
-
-    @property
-    def byte_slice(self) -> slice:
-        return slice(self.offset, self.offset + self.num_bytes)
+    bytes: slice  # in the bucket's memory
+    packed: slice  # bytes in a buffer of only this shard's ranges
 
 
 @dataclass(frozen=True)
@@ -57,14 +52,14 @@ class Bucket:
     def byte_slice(self, shard: int) -> slice:
         """Return the shard's byte range in the bucket. Without contiguous parts, only its length is meaningful."""
         ranges = self.ranges[shard]
-        return ranges[0].byte_slice if len(ranges) == 1 else slice(0, self.packed_bytes(shard))
+        return ranges[0].bytes if len(ranges) == 1 else slice(0, self.packed_bytes(shard))
 
     def sent_bytes(self, shard: int) -> int:
         byte_slice = self.byte_slice(shard)
         return byte_slice.stop - byte_slice.start
 
     def packed_bytes(self, shard: int) -> int:
-        return sum(_aligned(part.num_bytes) for part in self.ranges[shard])
+        return max((_aligned(part.packed.stop) for part in self.ranges[shard]), default=0)
 
 
 @dataclass(frozen=True)
@@ -111,14 +106,15 @@ class Plan:
         return Bucket(tensors, tuple(offsets), num_bytes, tuple(ranges))
 
     def _ranges(self, tensors: range, offsets: list[int], shard: int) -> tuple[RowRange, ...]:
-        ranges, packed_offset = [], 0
+        ranges, packed = [], 0
         for index, offset in zip(tensors, offsets, strict=True):
-            info = self.tensors[index]
-            start, count = info.span(shard, len(self.owners))
-            begin, num_bytes = offset + start * info.torch_dtype.itemsize, count * info.torch_dtype.itemsize
+            start, count = self.tensors[index].span(shard, len(self.owners))
             if count:
-                ranges.append(RowRange(index, start, count, begin, num_bytes, packed_offset))
-                packed_offset += _aligned(num_bytes)
+                itemsize = self.tensors[index].torch_dtype.itemsize
+                begin, size = offset + start * itemsize, count * itemsize
+                places = slice(begin, begin + size), slice(packed, packed + size)
+                ranges.append(RowRange(index, start, count, *places))
+                packed += _aligned(size)
         return tuple(ranges)
 
 
@@ -146,10 +142,6 @@ def transferred_tensors(model: nn.Module, dtype: str) -> list[TensorInfo]:
     infos = [part.info for part in local_slices(model)]
     is_cast = [info.name in parameters and info.torch_dtype.is_floating_point for info in infos]
     return [replace(info, dtype=dtype) if cast else info for info, cast in zip(infos, is_cast, strict=True)]
-
-
-def view_in(memory: Tensor, offset: int, info: TensorInfo, num_elements: int) -> Tensor:
-    return memory[offset : offset + num_elements * info.torch_dtype.itemsize].view(info.torch_dtype)
 
 
 def _aligned(num_bytes: int) -> int:

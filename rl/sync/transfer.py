@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.sync.plan import Bucket, Plan, RowRange, view_in
+from rl.sync.plan import Bucket, Plan, RowRange
 
 
 @dataclass
@@ -145,20 +145,18 @@ class BucketTransfer:
         return memory
 
     def _pack(self, ranges: tuple[RowRange, ...], buffer: Tensor) -> None:
-        infos = [(part, self._plan.tensors[part.tensor]) for part in ranges]
-        views = [view_in(buffer, part.packed_offset, info, part.num_elements) for part, info in infos]
+        views = [buffer[part.packed].view(self._plan.tensors[part.tensor].torch_dtype) for part in ranges]
         torch._foreach_copy_(views, [self._sources[part.tensor] for part in ranges])
 
     def _unpack(self, ranges: tuple[RowRange, ...], buffer: Tensor, memory: Tensor) -> None:
-        sources = [buffer[part.packed_offset : part.packed_offset + part.num_bytes] for part in ranges]
-        torch._foreach_copy_([memory[part.byte_slice] for part in ranges], sources)
+        torch._foreach_copy_([memory[part.bytes] for part in ranges], [buffer[part.packed] for part in ranges])
 
     def _whole(self, bucket: Bucket, memory: Tensor) -> dict[int, Tensor]:
-        tensors = self._plan.tensors
-        return {
-            index: view_in(memory, offset, tensors[index], tensors[index].num_elements).view(tensors[index].shape)
-            for index, offset in zip(bucket.tensors, bucket.offsets, strict=True)
-        }
+        whole = {}
+        for index, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+            info = self._plan.tensors[index]
+            whole[index] = memory[offset : offset + info.num_bytes].view(info.torch_dtype).view(info.shape)
+        return whole
 
     def _on_stream(self) -> AbstractContextManager:
         if self._stream is None:

@@ -6,7 +6,7 @@ logprobs of the learner               ~   logprobs of each engine               
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,29 +24,17 @@ MAX_NAMES = 8  # tensors that an error names
 
 @dataclass(frozen=True)
 class SyncReport(Message):
-    """A rank's report to the leader. Without further fields it says only that the rank has joined."""
+    """A rank's report to the leader. Each stage of a sync fills its own fields. A rank that joins fills none."""
 
     round: int
-
-
-@dataclass(frozen=True)
-class PlanReport(SyncReport):
-    settings: str
-    opaque_reason: str  # why a receiver of this rank cannot be read back, or empty
-    regions: list[list[Region]] | None  # what the receiver takes of each tensor; None if not known
-
-
-@dataclass(frozen=True)
-class TransferReport(SyncReport):
-    errors: list[str]
-    sent: bytes  # digests, or empty
-    received: bytes
-
-
-@dataclass(frozen=True)
-class ProbeReport(SyncReport):
-    learner: list[float] | None
-    receivers: list[list[float]]
+    settings: str = ""  # the plan: all ranks must have the same settings
+    opaque_reason: str = ""  # why a receiver of this rank cannot be read back, or empty
+    regions: list[list[Region]] | None = None  # what the receiver takes of each tensor; None if not known
+    errors: list[str] = field(default_factory=list)  # the transfer
+    sent: bytes = b""  # digests of this rank's slices; empty on ranks that send nothing
+    received: bytes = b""  # digests of the whole tensors as they arrived
+    learner: list[float] | None = None  # the probe: logprobs of the learner, only from actors
+    receivers: list[list[float]] = field(default_factory=list)  # logprobs of each receiver with a model
 
 
 class VersionDigests:
@@ -117,7 +105,7 @@ class Verifier:
         engine = self.placement.engine_of(rank)
         return f"rank {rank}" if engine is None else f"rank {rank} (engine {engine})"
 
-    def describe_opaque(self, reports: Mapping[int, PlanReport]) -> str:
+    def describe_opaque(self, reports: Mapping[int, SyncReport]) -> str:
         """Return why the receivers of some ranks cannot be read back, or an empty string if all can."""
         opaque = [rank for rank, report in reports.items() if report.opaque_reason]
         if not opaque:
@@ -125,7 +113,7 @@ class Verifier:
         others = f" and {count_of(len(opaque) - 1, 'other rank')}" if len(opaque) > 1 else ""
         return f"{self.describe(opaque[0])}{others}: {reports[opaque[0]].opaque_reason}"
 
-    def check_plans(self, reports: Mapping[int, PlanReport]) -> str:
+    def check_plans(self, reports: Mapping[int, SyncReport]) -> str:
         """Check that all ranks have derived the leader's plan, and that the ranks of each engine together take all of
         every tensor."""
         leader = self.placement.leader
@@ -156,7 +144,7 @@ class Verifier:
                 names.append(info.name)
         return names
 
-    def check_transfer(self, reports: Mapping[int, TransferReport]) -> str:
+    def check_transfer(self, reports: Mapping[int, SyncReport]) -> str:
         """The digests of the actors' slices (`sent`) must be equal in all replicas. Their sum over one replica must
         equal the digests of the whole tensors that each receiver got (`received`)."""
         found = [f"{self.describe(rank)}: {text}" for rank, report in reports.items() for text in report.errors]
@@ -174,7 +162,7 @@ class Verifier:
                 found.append(f"{self.describe(rank)}: received other bytes than were sent of {names}")
         return "; ".join(found)
 
-    def check_probe(self, reports: Mapping[int, ProbeReport], limit: float) -> str:
+    def check_probe(self, reports: Mapping[int, SyncReport], limit: float) -> str:
         """Check that the logprobs of engines and inference ranks are near the learner's. NaN is an error."""
         learner = reports[self.placement.leader].learner
         assert learner is not None

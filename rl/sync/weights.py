@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,12 @@ from rl.sync.layout import MemoryLayout, OpaqueLoader, Weights
 from rl.sync.plan import Plan, transferred_tensors
 from rl.sync.probe import Probe, learner_logprobs
 from rl.sync.transfer import BucketTransfer
-from rl.sync.verification import PlanReport, ProbeReport, SyncReport, TransferReport, Verifier, VersionDigests
+from rl.sync.verification import SyncReport, Verifier, VersionDigests
 from rl.watch.heart import HEART
 from rl.world.messages import Letter, Mailbox, Message
 from rl.world.service import Service
 
+Check = Callable[[dict[int, SyncReport]], str]  # from the reports of all ranks to what is wrong
 UNLIMITED_S = 1e9  # a timeout that never passes
 
 
@@ -183,7 +184,7 @@ class WeightSync:
             # An error in a probe ends the world at once, because the ranks of an engine compute together.
             answers = [receiver.probe(self._probe.tokens) for receiver, _ in self._taking]
             known = [answer for answer in answers if answer is not None]
-            report = ProbeReport(self._round + 1, self._learner_logprobs, known)
+            report = SyncReport(self._round + 1, learner=self._learner_logprobs, receivers=known)
             check = partial(self._verifier.check_probe, limit=self._probe.limit)
             self._agree(f"{what}, not probed everywhere", report, check)
         for receiver, _ in self._taking:
@@ -191,13 +192,13 @@ class WeightSync:
         self.version = version
         HEART.describe(version=version)
 
-    def _agree(self, failure: str, report: SyncReport, check: Callable[[Any], str], is_timed: bool = True) -> None:
+    def _agree(self, failure: str, report: SyncReport, check: Check, is_timed: bool = True) -> None:
         """Report to the leader, which checks the reports of all ranks. If it finds an error, or if sync.join_timeout_s
         passes in a timed stage, every rank raises SyncError."""
         self._round = report.round
         self._mail.send(self._placement.leader, report)
         if self._mail.rank == self._placement.leader:
-            error = self._collect(type(report), check, self._config.join_timeout_s if is_timed else UNLIMITED_S)
+            error = self._collect(check, self._config.join_timeout_s if is_timed else UNLIMITED_S)
             verdict = SyncVerdict(self._round, f"{failure}: {error}" if error else "", self._has_opaque)
             for rank in range(self._placement.world_size):
                 self._mail.send(rank, verdict)
@@ -207,12 +208,12 @@ class WeightSync:
             raise SyncError(verdict.error)
         self._has_opaque = verdict.has_opaque
 
-    def _collect(self, kind: type[SyncReport], check: Callable[[Any], str], timeout_s: float) -> str:
+    def _collect(self, check: Check, timeout_s: float) -> str:
         """Check the reports of this round. Return what is wrong, or which ranks sent none in time."""
         reports: dict[int, SyncReport] = {}
         ranks, deadline = range(self._placement.world_size), time.monotonic() + timeout_s
         while len(reports) < len(ranks):
-            letter = self._mail.receive_within(deadline - time.monotonic(), kind)
+            letter = self._mail.receive_within(deadline - time.monotonic(), SyncReport)
             if letter is None:
                 missing = ", ".join(self._verifier.describe(rank) for rank in ranks if rank not in reports)
                 return f"no word from {missing} within sync.join_timeout_s = {timeout_s:g} s"
@@ -225,10 +226,10 @@ class WeightSync:
         settings = repr((self._plan.digest, self._config.verify, self._config.probe_interval, self._probe))
         reason = self._loaders[-1].reason if self._loaders else ""
         regions = self._layouts[0].regions if self._layouts and not self._loaders else None
-        report = PlanReport(self._round + 1, settings, reason, regions)
+        report = SyncReport(self._round + 1, settings, reason, regions)
         self._agree("the weight sync, not planned everywhere", report, self._check_plans, is_timed=False)
 
-    def _check_plans(self, reports: dict[int, PlanReport]) -> str:
+    def _check_plans(self, reports: dict[int, SyncReport]) -> str:
         opaque = self._verifier.describe_opaque(reports)
         self._has_opaque = bool(opaque)
         if opaque and self._config.verify == "full":
@@ -240,7 +241,7 @@ class WeightSync:
         return self._verifier.check_plans(reports)
 
     @torch.no_grad()
-    def _move_buckets(self) -> TransferReport:
+    def _move_buckets(self) -> SyncReport:
         is_full = self._config.verify == "full"
         digests = VersionDigests(self._plan, self._layouts if is_full else [], self._device)
         errors: list[str] = []
@@ -265,7 +266,7 @@ class WeightSync:
         is_receiver = self._plan.needs_transfer and self._mail.rank in self._plan.receivers and not errors
         sent = digests.sent.to_bytes() if self._is_verified and self._shard is not None else b""
         received = digests.received.to_bytes() if self._is_verified and is_receiver else b""
-        return TransferReport(self._round + 1, errors, sent, received)
+        return SyncReport(self._round + 1, errors=errors, sent=sent, received=received)
 
     def _fill_receivers(self, digests: VersionDigests, errors: list[str]) -> Weights:
         """Fill the receivers whose layout is known. Yield every whole tensor, in its transfer dtype, for loaders."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl.model.shards import TensorInfo
 from rl.placement.roles import plan as place
-from rl.sync.plan import Bucket, Plan, cut_buckets, make_plan, view_in
+from rl.sync.plan import Bucket, Plan, cut_buckets, make_plan
 
 
 def info(name: str, *shape: int, dtype: str = "float32", sharded: bool = True) -> TensorInfo:
@@ -79,7 +79,7 @@ def test_what_each_owner_sends_of_a_tensor(tensor: TensorInfo, spans: Spans) -> 
     (bucket,) = plan_of(tensor, num_owners=len(spans)).buckets
     assert [[(part.start, part.num_elements) for part in ranges] for ranges in bucket.ranges] == spans
     for part in (part for ranges in bucket.ranges for part in ranges):
-        assert (part.offset, part.num_bytes) == (4 * part.start, 4 * part.num_elements)
+        assert part.bytes == slice(4 * part.start, 4 * (part.start + part.num_elements))
 
 
 MIXED = (info("a", 5, 3, dtype="bfloat16"), info("b", 3, dtype="int64", sharded=False), info("c", 4))
@@ -89,14 +89,14 @@ def test_where_the_ranges_of_mixed_dtypes_lie() -> None:
     (bucket,) = plan_of(*MIXED, num_owners=2).buckets
     assert bucket.offsets == (0, 32, 64)  # 30, 24 and 16 bytes
     first, second = bucket.ranges
-    assert [(part.tensor, part.byte_slice) for part in first] == [
+    assert [(part.tensor, part.bytes) for part in first] == [
         (0, slice(0, 18)),
         (1, slice(32, 56)),
         (2, slice(64, 72)),
     ]
-    assert [(part.tensor, part.byte_slice) for part in second] == [(0, slice(18, 30)), (2, slice(72, 80))]
-    assert ([part.packed_offset for part in first], bucket.packed_bytes(0)) == ([0, 32, 64], 80)  # 18, 24 and 8 bytes
-    assert ([part.packed_offset for part in second], bucket.packed_bytes(1)) == ([0, 16], 32)  # 12 and 8 bytes
+    assert [(part.tensor, part.bytes) for part in second] == [(0, slice(18, 30)), (2, slice(72, 80))]
+    assert ([part.packed.start for part in first], bucket.packed_bytes(0)) == ([0, 32, 64], 80)  # 18, 24 and 8 bytes
+    assert ([part.packed.start for part in second], bucket.packed_bytes(1)) == ([0, 16], 32)  # 12 and 8 bytes
     assert not bucket.has_contiguous_parts
 
 
@@ -152,12 +152,12 @@ def received(plan: Plan, bucket: Bucket, wholes: list[Tensor]) -> Tensor:
         for part in ranges:
             tensor = plan.tensors[part.tensor]
             piece = sliced(wholes[part.tensor], tensor, owner, len(plan.owners))
-            view_in(sent, part.packed_offset, tensor, part.num_elements).copy_(piece.reshape(-1))
+            sent[part.packed].view(tensor.torch_dtype).copy_(piece.reshape(-1))
         if bucket.has_contiguous_parts:
             memory[bucket.byte_slice(owner)] = sent
         else:
             for part in ranges:
-                memory[part.byte_slice] = sent[part.packed_offset : part.packed_offset + part.num_bytes]
+                memory[part.bytes] = sent[part.packed]
     return memory
 
 
@@ -174,7 +174,7 @@ def test_packed_slices_give_whole_tensors_again(seed: int, bucket_bytes: int, nu
         memory = received(plan, bucket, wholes)
         for index, offset in zip(bucket.tensors, bucket.offsets, strict=True):
             tensor = plan.tensors[index]
-            got = view_in(memory, offset, tensor, tensor.num_elements).view(tensor.shape)
+            got = memory[offset : offset + tensor.num_bytes].view(tensor.torch_dtype).view(tensor.shape)
             assert got.dtype == wholes[index].dtype
             assert torch.equal(got.reshape(-1).view(torch.uint8), wholes[index].reshape(-1).view(torch.uint8))
             seen.append(index)
@@ -187,7 +187,7 @@ def test_every_byte_is_sent_once(seed: int, num_owners: int) -> None:
     plan = plan_of(*random_model(random.Random(seed)), num_owners=num_owners, bucket_bytes=200)
     for bucket in plan.buckets:
         covered = Counter(
-            byte for ranges in bucket.ranges for part in ranges for byte in range(part.offset, part.byte_slice.stop)
+            byte for ranges in bucket.ranges for part in ranges for byte in range(part.bytes.start, part.bytes.stop)
         )
         wanted = [
             byte

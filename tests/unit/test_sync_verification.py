@@ -11,7 +11,7 @@ from rl.model.shards import TensorInfo
 from rl.placement.roles import Placement, plan
 from rl.sync.layout import Region
 from rl.sync.probe import make_probe
-from rl.sync.verification import MAX_NAMES, PlanReport, ProbeReport, TransferReport, Verifier, differing
+from rl.sync.verification import MAX_NAMES, SyncReport, Verifier, differing
 
 # Engine 0 on ranks 0 and 1, engine 1 on 2 and 3; rank 4 computes logprobs, 5 (the leader) and 6 learn.
 PLACEMENT = plan({"rollout": "0-3", "inference": "4", "actor": "5-6"}, 1, 7, tensor_parallel_size=2)
@@ -54,7 +54,7 @@ def test_differing_names_tensors_and_cuts_long_lists(wrong: Sequence[int], text:
     assert differing(digests(), theirs, TENSORS) == differing(theirs, digests(), TENSORS) == text
 
 
-def check_plans(reports: dict[int, PlanReport], tensors: Sequence[TensorInfo] = TENSORS) -> str:
+def check_plans(reports: dict[int, SyncReport], tensors: Sequence[TensorInfo] = TENSORS) -> str:
     return Verifier(tensors, PLACEMENT).check_plans(reports)
 
 
@@ -71,7 +71,7 @@ def check_plans(reports: dict[int, PlanReport], tensors: Sequence[TensorInfo] = 
     ],
 )
 def test_plans(others: dict[int, str], text: str) -> None:
-    verdict = check_plans({rank: PlanReport(1, others.get(rank, "a"), "", None) for rank in range(7)})
+    verdict = check_plans({rank: SyncReport(1, others.get(rank, "a"), "", None) for rank in range(7)})
     assert verdict.startswith(text)
     assert bool(verdict) == bool(others)
     assert not others or "model.dtype, sync.* and actor.num_replicas" in verdict
@@ -98,12 +98,12 @@ LOWER: Regions = [[Region(4, 1, 4, 0)]] * 12
     ],
 )
 def test_regions(regions: dict[int, Regions], text: str) -> None:
-    assert check_plans({rank: PlanReport(1, "a", "", regions.get(rank)) for rank in range(7)}) == text
+    assert check_plans({rank: SyncReport(1, "a", "", regions.get(rank)) for rank in range(7)}) == text
 
 
 def test_ranks_that_take_different_columns_cover_a_tensor() -> None:
     columns = dict(enumerate([[[Region(start, 4, 1, 2)]] for start in (0, 1)]))
-    reports = {rank: PlanReport(1, "a", "", columns.get(rank)) for rank in range(7)}
+    reports = {rank: SyncReport(1, "a", "", columns.get(rank)) for rank in range(7)}
     assert check_plans(reports, TENSORS[:1]) == ""
 
 
@@ -116,7 +116,7 @@ def test_ranks_that_take_different_columns_cover_a_tensor() -> None:
     ],
 )
 def test_receivers_that_cannot_be_read_back(reasons: dict[int, str], text: str) -> None:
-    reports = {rank: PlanReport(1, "a", reasons.get(rank, ""), None) for rank in range(7)}
+    reports = {rank: SyncReport(1, "a", reasons.get(rank, ""), None) for rank in range(7)}
     assert VERIFIER.describe_opaque(reports) == text
 
 
@@ -127,7 +127,9 @@ def check_transfer(
         return b"" if rows is None else rows.numpy().tobytes()
 
     reports = {
-        rank: TransferReport(1, errors.get(rank, []), as_bytes(sent.get(rank)), as_bytes(received.get(rank)))
+        rank: SyncReport(
+            1, errors=errors.get(rank, []), sent=as_bytes(sent.get(rank)), received=as_bytes(received.get(rank))
+        )
         for rank in range(placement.world_size)
     }
     return Verifier(TENSORS, placement).check_transfer(reports)
@@ -199,7 +201,10 @@ LEARNER = [-1.0, -2.0, -4.0]
 
 
 def check_probe(learner: list[float], receivers: dict[int, list[list[float]]]) -> str:
-    reports = {rank: ProbeReport(1, learner if rank >= 5 else None, receivers.get(rank, [])) for rank in range(7)}
+    reports = {
+        rank: SyncReport(1, learner=learner if rank >= 5 else None, receivers=receivers.get(rank, []))
+        for rank in range(7)
+    }
     return VERIFIER.check_probe(reports, limit=0.25)
 
 
