@@ -56,7 +56,7 @@ class PolicyTrainer(ShardedTrainer):
             self.kl_coef = kl_coef
 
     def adapt(self, kl: float, num_sequences: int) -> None:
-        """`kl` is a step's mean KL per token between policy and reference."""
+        """Adapt the KL coefficient to a step's mean KL per token between policy and reference."""
         if self._algo.kl_target and math.isfinite(kl):
             self.kl_coef = adapt_kl_coef(self.kl_coef, kl, self._algo.kl_target, num_sequences)
 

@@ -83,7 +83,7 @@ def in_memory_order(x: Tensor) -> Tensor:
 def varlen_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, cu_lengths: Tensor, longest: int, **others: Any
 ) -> tuple[Tensor, None]:
-    """`cu_lengths` is [sequences + 1] int32, and `longest` an upper bound of the lengths."""
+    """Attend with torch's kernel. `cu_lengths` is [sequences + 1] int32, and `longest` an upper bound of lengths."""
     _check_supported(others)
     query, key, value = (in_memory_order(x) for x in (query, key, value))
     window = ((others.get("sliding_window") or 0) - 1, 0)

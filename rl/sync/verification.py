@@ -145,8 +145,8 @@ class Verifier:
         return names
 
     def check_transfer(self, reports: Mapping[int, SyncReport]) -> str:
-        """The digests of the actors' slices (`sent`) must be equal in all replicas. Their sum over one replica must
-        equal the digests of the whole tensors that each receiver got (`received`)."""
+        """Check errors and digests. The digests of the actors' slices (`sent`) must be equal in all replicas. Their sum
+        over one replica must equal the digests of the whole tensors that each receiver got (`received`)."""
         found = [f"{self.describe(rank)}: {text}" for rank, report in reports.items() for text in report.errors]
         sent = {rank: _rows(report.sent) for rank, report in reports.items() if report.sent}
         received = {rank: _rows(report.received) for rank, report in reports.items() if report.received}

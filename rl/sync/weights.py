@@ -175,13 +175,13 @@ class WeightSync:
         is_due = self._num_published <= 2 or (interval > 0 and version % interval == 0)
         self._agree(f"{what}, not joined everywhere", SyncReport(self._round + 1), lambda reports: "")
         self._agree(f"{what}, not transferred everywhere", self._move_buckets(), self._verifier.check_transfer)
+        # An error in these forward passes ends the world at once, because other ranks compute in the same passes.
         if self._is_verified and (is_due or self._has_opaque) and not is_again and self._source is not None:
             # A rebuilt receiver may need the logprobs later, when the learner may be offloaded.
             self._learner_logprobs = learner_logprobs(self._source.model, self._probe.tokens, self._device)
         # A repeated version is for rebuilt receivers, and digests verify those that can be read back.
         if self._is_verified and (self._has_opaque if is_again else is_due):
             free_device()
-            # An error in a probe ends the world at once, because the ranks of an engine compute together.
             answers = [receiver.probe(self._probe.tokens) for receiver, _ in self._taking]
             known = [answer for answer in answers if answer is not None]
             report = SyncReport(self._round + 1, learner=self._learner_logprobs, receivers=known)
@@ -224,7 +224,7 @@ class WeightSync:
     def _compare_plans(self) -> None:
         """Check at the start that all ranks have the same plan, and that engines take every tensor completely."""
         settings = repr((self._plan.digest, self._config.verify, self._config.probe_interval, self._probe))
-        reason = self._loaders[-1].reason if self._loaders else ""
+        reason = _encodable(self._loaders[-1].reason) if self._loaders else ""
         regions = self._layouts[0].regions if self._layouts and not self._loaders else None
         report = SyncReport(self._round + 1, settings, reason, regions)
         self._agree("the weight sync, not planned everywhere", report, self._check_plans, is_timed=False)
@@ -256,7 +256,7 @@ class WeightSync:
                 loader.load(stream)
         except Exception as error:  # any error of a receiver: the other ranks need this one until the last bucket
             failure = error
-            errors.append(_describe(error))
+            errors.append(_encodable(f"{type(error).__name__}: {error}"))
         for _ in stream:  # take the remaining buckets, even if a receiver has failed
             pass
         if failure is not None and not self._transfer.is_in_step:
@@ -280,7 +280,7 @@ class WeightSync:
                 if not errors:
                     self._fill(whole, digests)
             except Exception as error:  # reported at the end, as in `_move_buckets`
-                errors.append(_describe(error))
+                errors.append(_encodable(f"{type(error).__name__}: {error}"))
             while whole and self._loaders:
                 index = next(iter(whole))
                 info = self._plan.tensors[index]
@@ -296,9 +296,9 @@ class WeightSync:
                 layout.fill(portion)
 
 
-def _describe(error: Exception) -> str:
-    """Name an error. Text of an engine may hold half a surrogate pair, which a report beside bytes cannot."""
-    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which a message with a field of bytes cannot hold."""
+    return text.encode(errors="replace").decode()
 
 
 class SyncService(Service):
