@@ -73,7 +73,7 @@ def write_checkpoint(
             file = write_shard(places[host] / name, contents, about)
         files.append(replace(file, hosts=tuple(f"node{host}" for host in hosts)))
         optimizer = _content("w", np.zeros((2, 2), np.float32), ())
-        moment = Content(replace(optimizer.part, kind="exp_avg"), optimizer.pieces)
+        moment = Content(optimizer.part._replace(kind="exp_avg"), optimizer.pieces)
         file = write_shard(places[node] / name.replace("model", "optimizer"), [moment], about)
         files.append(replace(file, hosts=(f"node{node}",)))
     for name, data in hf_files.items():

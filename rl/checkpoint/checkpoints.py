@@ -114,7 +114,6 @@ class Checkpoints:
         snapshot = Snapshot(
             step=step,
             parts=[part for each in trainers for part in each.state_slices()] if self._saver.is_owner else (),
-            ready=self._saver.record_event(),
             rank_state=rank_state,
             state={**state, "best": dataclasses.asdict(self._best) if self._best else None},
             steps_to_keep=frozenset(steps_to_keep({*self._saver.steps, step}, self._best, self._config)),

@@ -14,9 +14,10 @@ The fields of `Manifest`, `File` and `Slice` are a file format: changing them ne
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 FORMAT = 1
 KIND = "oneworld checkpoint"
@@ -33,9 +34,8 @@ def step_folder(step: int) -> str:
     return f"step_{step}"
 
 
-@dataclass(frozen=True)
-class Slice:
-    """A part of a tensor, stored at byte `begin` of its file. `digest` is the XXH3 of the bytes."""
+class Slice(NamedTuple):
+    """A part of a tensor, stored at byte `begin` of its file. JSON holds it as an array."""
 
     kind: str  # model, critic, master, or the name of an optimizer moment
     name: str  # the tensor's Hugging Face name
@@ -45,7 +45,7 @@ class Slice:
     size: tuple[int, ...]  # shape of the slice
     begin: int
     num_bytes: int
-    digest: str
+    digest: str  # XXH3 of the bytes
 
     @property
     def key(self) -> str:
@@ -59,18 +59,7 @@ class File:
     num_bytes: int
     digest: str  # XXH3 of the whole file
     hosts: tuple[str, ...]  # hosts that hold it
-    slices: tuple[Slice, ...] = ()
-
-    def to_row(self) -> dict[str, Any]:
-        return {**vars(self), "slices": [list(vars(part).values()) for part in self.slices]}
-
-    @staticmethod
-    def from_row(row: Mapping[str, Any]) -> "File":
-        slices = tuple(
-            Slice(kind, name, dtype, tuple(shape), tuple(offsets), tuple(size), begin, num_bytes, digest)
-            for kind, name, dtype, shape, offsets, size, begin, num_bytes, digest in row["slices"]
-        )
-        return File(row["name"], row["num_bytes"], row["digest"], tuple(row["hosts"]), slices)
+    slices: tuple[Slice, ...]
 
 
 @dataclass(frozen=True)
@@ -95,8 +84,7 @@ class Manifest:
         return found
 
     def to_json(self) -> bytes:
-        rows = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "files"}
-        body = {"kind": KIND, "format": FORMAT, **rows, "files": [file.to_row() for file in self.files]}
+        body = {"kind": KIND, "format": FORMAT, **vars(self), "files": [vars(file) for file in self.files]}
         return json.dumps(body, separators=(",", ":")).encode()
 
     @staticmethod
@@ -110,9 +98,8 @@ class Manifest:
                     f"{where} has format {body['format']}, but this program reads format {FORMAT}: use the version "
                     "of oneworld that wrote it, or a newer one"
                 )
-            fields = {name: body[name] for name in Manifest.__dataclass_fields__ if name != "files"}
-            return Manifest(**fields, files=tuple(File.from_row(row) for row in body["files"]))
-        except (ValueError, KeyError, TypeError) as error:
+            return msgspec.convert(body, Manifest)
+        except (ValueError, KeyError) as error:
             raise CheckpointError(
                 f"{where} is damaged: {type(error).__name__}: {error}. Nothing was changed. Restore it from another "
                 "node or a backup, or resume from an older step with checkpoint.resume=PATH"

@@ -14,34 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 from torch import Tensor
 
+from rl.checkpoint.directory import CheckpointDirectory, StepsListed, StoredStep
 from rl.checkpoint.dtypes import TORCH_DTYPES
 from rl.checkpoint.manifest import MANIFEST, PROBE, CheckpointError, File, Manifest, Slice
 from rl.checkpoint.shard_file import digest, read_bytes
 from rl.checkpoint.snapshot import set_rng_states
-from rl.checkpoint.store import (
-    MESSAGE_BYTES,
-    CheckpointStore,
-    ConfirmStep,
-    ListSteps,
-    ReadBytes,
-    RenameRoot,
-    StepsListed,
-    StoredStep,
-)
+from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
 from rl.config.schema import Config, ConfigError
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 from rl.model.shards import LocalSlice
 from rl.placement.roles import Placement
 from rl.watch.heart import HEART
-from rl.world.messages import Letter, Mailbox, Message
+from rl.world.messages import Mailbox, Message
 
 MAX_LINES = 20
-Holder = tuple[int, str]  # a rank that can read a file, and the step's folder on its node
-Listings = Sequence[Letter[StepsListed]]  # by node
+Listings = Sequence[StepsListed]  # by node
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,9 @@ class Resume:
     """The checkpoint that this run resumes from. Only actors receive the list of its files."""
 
     manifest: Manifest
-    holders: Mapping[str, Sequence[Holder]]  # by file name, for files with slices
+    holders: dict[
+        str, list[tuple[int, str]]
+    ]  # for each file with slices, ranks that can read it, with its folder there
     is_own: bool  # False if this run forks the run that saved it
     committed: tuple[int, ...]  # committed steps of this run up to this one
     origin: str  # the path that a fork was made from; empty if this run is not a fork
@@ -79,17 +73,7 @@ class Resume:
         return dataclasses.replace(self, manifest=manifest, holders={})
 
     def to_payload(self) -> bytes:
-        head = json.dumps(vars(self) | {"manifest": None}).encode()
-        return len(head).to_bytes(8, "little") + head + self.manifest.to_json()
-
-    @staticmethod
-    def from_payload(payload: bytes | bytearray) -> "Resume":
-        end = 8 + int.from_bytes(payload[:8], "little")
-        fields = json.loads(payload[8:end])
-        fields["manifest"] = Manifest.from_json(payload[end:], "the leader's manifest")
-        fields["holders"] = {name: [tuple(holder) for holder in held] for name, held in fields["holders"].items()}
-        fields["committed"] = tuple(fields["committed"])
-        return Resume(**fields)
+        return json.dumps(msgspec.to_builtins(self)).encode()
 
 
 def agree_on_resume(mail: Mailbox, placement: Placement, store: CheckpointStore, config: Config) -> Resume | None:
@@ -105,7 +89,7 @@ def agree_on_resume(mail: Mailbox, placement: Placement, store: CheckpointStore,
             print(_announcement(found, store, config), flush=True)
     letter = mail.receive(ResumeFrom)
     store.join_run(letter.message.run_id)
-    return Resume.from_payload(letter.payload) if letter.payload else None
+    return msgspec.convert(json.loads(letter.payload), Resume) if letter.payload else None
 
 
 def _announcement(resume: Resume, store: CheckpointStore, config: Config) -> str:
@@ -125,40 +109,40 @@ def find_checkpoint(store: CheckpointStore, resume: str) -> Resume | None:
 
     Called on the leader.
     """
-    own: Listings = store.call_all(ListSteps("root"))
+    own: Listings = store.call_all(CheckpointDirectory.list_steps, "root")
     if resume == "never":
         own = _rename_old_roots(store, own)
     found = _load(store, own, is_own=True)
     if resume not in ("auto", "never"):
         found = _fork(store, found, resume)
     if found is not None and found.is_own:
-        for rank, step in _steps(own):  # a kill may have left some nodes without COMMITTED
+        for step in _steps(own):  # a kill may have left some nodes without COMMITTED
             if step.save_id == found.manifest.save_id and not step.is_committed:
-                store.wait(store.call(rank, ConfirmStep(step.folder, step.save_id)))
+                store.wait(store.call(step.rank, CheckpointDirectory.confirm, step.folder, step.save_id))
     return found
 
 
 def _rename_old_roots(store: CheckpointStore, own: Listings) -> Listings:
     """Rename the checkpoint directories of earlier launches. A restart within a launch keeps its own."""
-    times = [step.saved_at for _, step in _steps(own)]
-    if not times or max(times) >= min(answer.message.launched_at for answer in own):
+    times = [step.saved_at for step in _steps(own)]
+    if not times or max(times) >= min(listing.launched_at for listing in own):
         return own
     suffix = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(max(times)))}-{secrets.token_hex(2)}"
-    store.call_all(RenameRoot(suffix))
+    store.call_all(CheckpointDirectory.rename_root, suffix)
     print(f"oneworld: checkpoint.resume=never: {store.root} is now {store.root.name}.{suffix}", flush=True)
-    return store.call_all(ListSteps("root"))
+    return store.call_all(CheckpointDirectory.list_steps, "root")
 
 
 def _fork(store: CheckpointStore, own: Resume | None, path: str) -> Resume:
     """Return the checkpoint for checkpoint.resume=PATH: the newest of this fork, or else the one at PATH."""
-    source = [answer for answer in store.call_all(ListSteps("source")) if answer.message.exists]
+    source = [listing for listing in store.call_all(CheckpointDirectory.list_steps, "source") if listing.exists]
     if not source:
         raise ConfigError(
             f"checkpoint.resume: got {path!r}, which is not a folder on any node; give auto, never or a folder"
         )
-    place, origin = Path(source[0].message.folder), str(Path(path).resolve())
+    place, origin = Path(source[0].folder), str(Path(path).resolve())
     if own is not None and store.root.resolve() in (place, place.parent):
-        if own.manifest.save_id not in {step.save_id for _, step in _steps(source)}:
+        if own.manifest.save_id not in {step.save_id for step in _steps(source)}:
             raise ConfigError(
                 f"checkpoint.resume: got {path!r}, but this run has reached step {own.manifest.step}; to resume from "
                 "an older step give the new run another run.name, to resume from the newest set checkpoint.resume=auto"
@@ -180,9 +164,8 @@ def _fork(store: CheckpointStore, own: Resume | None, path: str) -> Resume:
     return dataclasses.replace(found, committed=(), origin=origin)
 
 
-def _steps(listings: Listings) -> list[tuple[int, StoredStep]]:
-    """Return all steps with the rank that listed them."""
-    return [(listing.source, step) for listing in listings for step in listing.message.steps]
+def _steps(listings: Listings) -> list[StoredStep]:
+    return [step for listing in listings for step in listing.steps]
 
 
 def _load(store: CheckpointStore, listings: Listings, is_own: bool) -> Resume | None:
@@ -192,16 +175,16 @@ def _load(store: CheckpointStore, listings: Listings, is_own: bool) -> Resume | 
     step's folder to its final name before all nodes have written everything.
     """
     steps = _steps(listings)
-    committed = {step.save_id for _, step in steps if step.is_committed and not step.error}
-    readable = {step.save_id: (rank, step) for rank, step in steps if not step.error}
+    committed = {step.save_id for step in steps if step.is_committed and not step.error}
+    readable = {step.save_id: step for step in steps if not step.error}
     if is_own:
-        _check_one_run(listings, [step for _, step in readable.values() if step.save_id in committed])
-    unreadable = {step.step: step.error for _, step in steps if step.is_committed and step.error}
-    for rank, step in sorted(readable.values(), key=lambda pair: -pair[1].saved_at):
-        text = store.wait(store.call(rank, ReadBytes(step.folder, MANIFEST))).payload
+        _check_one_run(listings, [step for step in readable.values() if step.save_id in committed])
+    unreadable = {step.step: step.error for step in steps if step.is_committed and step.error}
+    for step in sorted(readable.values(), key=lambda step: -step.saved_at):
+        text = store.wait(store.call(step.rank, CheckpointDirectory.read, step.folder, MANIFEST))
         manifest = Manifest.from_json(text, f"{step.folder}/{MANIFEST}")
-        holders, problems = _locate(manifest, listings)
-        others = sorted({other.step for _, other in steps if other.save_id in committed - {manifest.save_id}})
+        holders, problems = _locate(manifest, steps)
+        others = sorted({other.step for other in steps if other.save_id in committed - {manifest.save_id}})
         if not problems and max(unreadable, default=0) > manifest.step:
             break  # a newer committed step cannot be read, which is reported below
         if not problems:
@@ -211,7 +194,7 @@ def _load(store: CheckpointStore, listings: Listings, is_own: bool) -> Resume | 
                 is_own=is_own,
                 committed=(*(other for other in others if other < manifest.step), manifest.step),
                 origin=manifest.state.get("origin", ""),
-                has_probe=any(PROBE in other.files for _, other in steps if other.save_id == manifest.save_id),
+                has_probe=any(PROBE in other.files for other in steps if other.save_id == manifest.save_id),
             )
         if manifest.save_id in committed:
             raise ConfigError(_incomplete_message(manifest, step.folder, problems, others))
@@ -221,33 +204,29 @@ def _load(store: CheckpointStore, listings: Listings, is_own: bool) -> Resume | 
 
 
 def _check_one_run(listings: Listings, committed: Sequence[StoredStep]) -> None:
-    answers = [listing.message for listing in listings]
-    runs = {answer.run_id: answer.folder for answer in answers if answer.run_id}
+    runs = {listing.run_id: listing.folder for listing in listings if listing.run_id}
     runs |= {step.run_id: step.folder for step in committed}
     if len(runs) > 1:
         listed = ", ".join(f"{folder} (run {run_id})" for run_id, folder in sorted(runs.items()))
         raise ConfigError(f"checkpoints of different runs lie in one folder: {listed}; move those of other runs away")
 
 
-def _locate(manifest: Manifest, listings: Listings) -> tuple[dict[str, list[Holder]], list[str]]:
+def _locate(manifest: Manifest, steps: Sequence[StoredStep]) -> tuple[dict[str, list[tuple[int, str]]], list[str]]:
     """Return the holders of each file with slices, and a line about each file that no node holds."""
-    files = [file for file in manifest.files if file.slices]
-    holders: dict[str, list[Holder]] = {file.name: [] for file in files}
-    wrong_size: dict[str, str] = {}
-    for rank, step in _steps(listings):
-        # Files next to an unreadable manifest may still be good. Their digests are checked when they are read.
-        if step.step != manifest.step or (step.save_id != manifest.save_id and not step.error):
-            continue
-        for file in files:
-            size = step.files.get(file.name)
-            if size == file.num_bytes:
-                holders[file.name].append((rank, step.folder))
-            elif size is not None:
-                wrong_size[file.name] = f"{step.folder}/{file.name} has {size} bytes"
+    holders: dict[str, list[tuple[int, str]]] = {}
     problems = []
-    for file in files:
+    # Files next to an unreadable manifest may still be good. Their digests are checked when they are read.
+    same = [step for step in steps if step.step == manifest.step and (step.save_id == manifest.save_id or step.error)]
+    for file in manifest.files:
+        if not file.slices:
+            continue
+        found = [(step, step.files[file.name]) for step in same if file.name in step.files]
+        holders[file.name] = [(step.rank, step.folder) for step, size in found if size == file.num_bytes]
         if not holders[file.name]:
-            place = wrong_size.get(file.name) or f"was saved on {' and '.join(file.hosts)}"
+            place = f"was saved on {' and '.join(file.hosts)}"
+            if found:
+                step, size = found[-1]
+                place = f"{step.folder}/{file.name} has {size} bytes"
             problems.append(f"{file.name} ({file.num_bytes} bytes): {place}")
     return holders, problems
 
@@ -301,7 +280,8 @@ class SliceReader:
         while len(data) < part.num_bytes:
             count = min(MESSAGE_BYTES, part.num_bytes - len(data))
             begin = part.begin + len(data)
-            data += self._store.wait(self._store.call(rank, ReadBytes(folder, file.name, begin, count))).payload
+            call = self._store.call(rank, CheckpointDirectory.read, folder, file.name, begin, count)
+            data += self._store.wait(call)
         return data
 
 
@@ -339,15 +319,16 @@ def fill(parts: Sequence[tuple[str, LocalSlice]], reader: SliceReader, shard: in
         name = part.info.name
         HEART.beat(f"{kind} of {name}")
         exact = saved["master"] if kind == "model" and name in saved["master"] else saved[kind]
-        first, end = part.info.rows(shard, num_shards) if part.info.sharded else (0, part.info.rows(0, 1)[1])
+        first, end = part.info.rows(shard, num_shards) if part.info.sharded else part.info.rows(0, 1)
         if name not in exact:
             raise ConfigError(f"step {manifest.step} has no {kind} of {name}: it was saved with another optimizer")
         filled = 0
         rows = part.data.view(1) if not part.info.shape else part.data
         for file, piece in exact[name]:
-            low, high = max(first, piece.offsets[0] if piece.offsets else 0), min(end, _end_row(piece))
+            assert piece.size[1:] == piece.shape[1:], f"{piece.key} is cut along another dimension than the first"
+            start, num_rows = (piece.offsets[0], piece.size[0]) if piece.shape else (0, 1)
+            low, high = max(first, start), min(end, start + num_rows)
             if low < high:
-                start = piece.offsets[0] if piece.offsets else 0
                 values = reader.read(file, piece).view(-1, *piece.size[1:])[low - start : high - start]
                 rows[low - first : high - first].copy_(values)
                 filled += high - low
@@ -355,11 +336,6 @@ def fill(parts: Sequence[tuple[str, LocalSlice]], reader: SliceReader, shard: in
             raise ConfigError(
                 f"step {manifest.step} has {filled} of the {end - first} rows of {kind} {name} that this rank needs"
             )
-
-
-def _end_row(piece: Slice) -> int:
-    assert piece.size[1:] == piece.shape[1:], f"{piece.key} is cut along another dimension than the first"
-    return piece.offsets[0] + piece.size[0] if piece.offsets else 1
 
 
 def _check_same_model(parts: Sequence[LocalSlice], saved: Mapping[str, list[tuple[File, Slice]]], kind: str) -> None:

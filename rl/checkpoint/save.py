@@ -1,14 +1,13 @@
 """Save the training state in the background, on all nodes or on none.
 
     each rank: start() --> copy to the host --> write this rank's files --> [copy to the next node] --> FilesWritten
-    leader:    all FilesWritten --> PrepareStep on every node --> CommitStep on every node --> RemoveSteps
+    leader:    all FilesWritten --> prepare() on every node --> commit() on every node --> remove() old steps
 
 The next update waits for the copy to the host, but not for the files. No node renames a step's folder to its final name
 before all nodes have written all files. No node writes COMMITTED before all folders have their final names. So after a
 kill at any moment, either this step or the previous one is complete. Leftovers of a killed save have other names.
 """
 
-import json
 import queue
 import shutil
 import threading
@@ -18,13 +17,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from rl.checkpoint.directory import CheckpointDirectory
 from rl.checkpoint.manifest import CheckpointError, File, Manifest, step_folder
 from rl.checkpoint.snapshot import HostCopier, Snapshot
-from rl.checkpoint.store import POLL_S, CheckpointStore, CommitStep, PrepareStep, RemoveSteps
-from rl.checkpoint.write import CheckpointWriter, RunDescription
+from rl.checkpoint.store import POLL_S, CheckpointStore
+from rl.checkpoint.write import CheckpointWriter, RunDescription, StoredFile
 from rl.placement.roles import Placement
 from rl.watch.heart import OWN
 from rl.world.faults import Stopped
@@ -37,11 +38,10 @@ OWN_FILES, OTHERS_FILES, COMMIT = f"{OWN}checkpoint", "the others' checkpoints",
 
 @dataclass(frozen=True)
 class FilesWritten(Message):
-    """Tell the leader that a rank has written its files. The payload lists them in JSON."""
+    """Tell the leader that a rank has written its files. The payload lists them, with the nodes that hold each."""
 
     step: int
     rank_state: dict[str, Any]
-    nodes: list[tuple[int, ...]]  # for each file, the nodes that hold it
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,12 @@ class Saver:
         """Continue a run that has committed these steps, the newest of them at `saved_at`."""
         self.steps, self._saved_at = set(steps), saved_at
 
-    def record_event(self) -> torch.cuda.Event | None:
-        """Return the event on the GPU that the copy to the host must wait for."""
-        return self._copier.record_event()
-
     def start(self, snapshot: Snapshot) -> None:
         """Start a save, which continues in the background."""
         assert self._idle.is_set(), "one save at a time"
         self._copied.clear()
         self._idle.clear()
-        self._work.put((snapshot.step, partial(self._save, snapshot)))
+        self._work.put((snapshot.step, partial(self._save, snapshot, self._copier.record_event())))
 
     def add_probe(self, step: int, probe: dict[str, Tensor]) -> None:
         """Add logits to the checkpoint of this step after its commit. Called on the leader."""
@@ -132,74 +128,66 @@ class Saver:
                 return
             self._waits_for = OTHERS_FILES
 
-    def _save(self, snapshot: Snapshot) -> None:
-        pieces = self._copier.copy([part.data for _, part in snapshot.parts], snapshot.ready)
+    def _save(self, snapshot: Snapshot, ready: torch.cuda.Event | None) -> None:
+        pieces = self._copier.copy([part.data for _, part in snapshot.parts], ready)
         self._copied.set()
         step = snapshot.step
         written = self._writer.write(self._temporary(step), self._save_id(step), snapshot, pieces)
-        message = FilesWritten(step, snapshot.rank_state, [stored.nodes for stored in written])
-        rows = json.dumps([stored.file.to_row() for stored in written]).encode()
-        self._mail.send(self._placement.leader, message, payload=rows)
+        message = FilesWritten(step, snapshot.rank_state)
+        self._mail.send(self._placement.leader, message, payload=msgspec.msgpack.encode(written))
         if self.is_leader:
             self._commit(snapshot)
 
     def _commit(self, snapshot: Snapshot) -> None:
         """Commit a step on all nodes. Called on the leader after it has written its own files."""
         self._waits_for = OTHERS_FILES
+        store, step, save_id = self._store, snapshot.step, self._save_id(snapshot.step)
         files: list[File] = []
         ranks: dict[str, Any] = {}
-        expected: list[dict[str, int]] = [{} for _ in self._store.node_leads]  # by node
+        expected: list[dict[str, int]] = [{} for _ in store.node_leads]  # by node
         for _ in self._placement.actors:
             letter = self._next_written()
-            message = letter.message
-            assert message.step == snapshot.step, message
-            ranks[str(self._placement.actors.index(letter.source))] = message.rank_state
-            for row, nodes in zip(json.loads(letter.payload), message.nodes, strict=True):
-                file = File.from_row(row)
-                files.append(replace(file, hosts=tuple(self._store.hosts[node] for node in nodes)))
+            assert letter.message.step == step, letter.message
+            ranks[str(self._placement.actors.index(letter.source))] = letter.message.rank_state
+            for file, nodes in msgspec.msgpack.decode(letter.payload, type=list[StoredFile]):
+                files.append(replace(file, hosts=tuple(store.hosts[node] for node in nodes)))
                 for node in nodes:
                     expected[node][file.name] = file.num_bytes
         self._waits_for = COMMIT
-        manifest = self._manifest(snapshot, ranks, files)
-        step, save_id = snapshot.step, manifest.save_id
-        prepare = PrepareStep(step, save_id, self._temporary(step), expected)
-        answers = self._store.call_all(prepare, manifest.to_json())
-        if not any(answer.message.took_effect for answer in answers):
-            raise CheckpointError(f"no node could put {self._store.root / step_folder(step)} in place")
-        self._store.call_all(CommitStep(step, save_id))
+        manifest = self._manifest(snapshot, ranks, files).to_json()
+        prepared = [
+            store.call(rank, CheckpointDirectory.prepare, step, save_id, self._temporary(step), sizes, payload=manifest)
+            for rank, sizes in zip(store.node_leads, expected, strict=True)
+        ]
+        renamed = [store.wait(future) for future in prepared]
+        if not any(renamed):
+            raise CheckpointError(f"no node could put {store.root / step_folder(step)} in place")
+        store.call_all(CheckpointDirectory.commit, step, save_id)
         self.steps.add(step)
         old = sorted(self.steps - snapshot.steps_to_keep)
         if old:
-            self._store.call_all(RemoveSteps(save_id, old))
+            store.call_all(CheckpointDirectory.remove, save_id, old)
             self.steps -= set(old)
         self._warn_about_copies(files)
         for rank in self._placement.actors:
             self._mail.send(rank, StepCommitted(step))
 
     def _manifest(self, snapshot: Snapshot, ranks: dict[str, Any], files: list[File]) -> Manifest:
-        placement = self._placement
-        hosts = [self._store.hosts[rank // placement.num_ranks_per_node] for rank in range(placement.world_size)]
+        placement, store = self._placement, self._store
+        hosts = [store.hosts[rank // placement.num_ranks_per_node] for rank in range(placement.world_size)]
+        # A resume takes the newest save, so the time must increase even if the clock was set back.
+        self._saved_at = max(time.time(), self._saved_at + 1e-3)
         return Manifest(
-            run_id=self._store.run_id,
+            run_id=store.run_id,
             run_name=self._run.name,
             step=snapshot.step,
             save_id=self._save_id(snapshot.step),
-            saved_at=self._next_time(),
+            saved_at=self._saved_at,
             state=snapshot.state | {"actors": ranks},
             config=self._run.config,
-            placement={
-                "roles": placement.roles,
-                "hosts": hosts,
-                "owners": placement.owners,
-                "folders": self._store.folders,
-            },
+            placement={"roles": placement.roles, "hosts": hosts, "owners": placement.owners, "folders": store.folders},
             files=tuple(sorted(files, key=lambda file: file.name)),
         )
-
-    def _next_time(self) -> float:
-        """Return a time later than that of any earlier save, even if the clock was set back."""
-        self._saved_at = max(time.time(), self._saved_at + 1e-3)  # a resume takes the newest save
-        return self._saved_at
 
     def _next_written(self) -> Letter[FilesWritten]:
         while True:

@@ -7,12 +7,12 @@ The header's `__metadata__` has the run, the step and, for each slice, its offse
 import json
 import math
 import os
+import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -26,8 +26,7 @@ ALIGNMENT = 8
 LENGTH = struct.Struct("<Q")
 
 
-@dataclass(frozen=True)
-class Content:
+class Content(NamedTuple):
     """A slice to write, and its bytes in pieces."""
 
     part: Slice
@@ -45,19 +44,21 @@ def write_shard(path: Path, contents: Sequence[Content], about: dict[str, Any]) 
     """Write and sync a new file. `about` (run, step, save) goes into its header."""
     # The widest dtype comes first, so that all slices are aligned.
     contents = sorted(contents, key=lambda content: -ITEM_BYTES[content.part.dtype])
-    header = _header([content.part for content in contents], about)
+    slices = {part.key: {"shape": part.shape, "offsets": part.offsets} for part, _ in contents}
+    metadata = {"oneworld": json.dumps({"format": FORMAT, **about, "slices": slices})}
+    entries = [(part.key, part.dtype, part.size, part.num_bytes) for part, _ in contents]
     parts: list[Slice] = []
     with NewFile(path) as file:
-        file.write(memoryview(header))
-        for content in contents:
+        file.write(memoryview(pack_header(metadata, entries)))
+        for part, pieces in contents:
             begin, hasher = file.num_bytes, xxhash.xxh3_64()
-            for piece in content.pieces:
+            for piece in pieces:
                 for start in range(0, len(piece), CHUNK_BYTES):
                     chunk = piece[start : start + CHUNK_BYTES]
                     hasher.update(chunk)
                     file.write(chunk)
-            assert file.num_bytes - begin == content.part.num_bytes, content.part
-            parts.append(replace(content.part, begin=begin, digest=hasher.hexdigest()))
+            assert file.num_bytes - begin == part.num_bytes, part
+            parts.append(part._replace(begin=begin, digest=hasher.hexdigest()))
     return File(path.name, file.num_bytes, file.digest, (), tuple(parts))
 
 
@@ -71,53 +72,38 @@ class NewFile:
         self.path, self.num_bytes = path, 0
         self._num_unsynced = 0
         self._hasher = xxhash.xxh3_64()
-        self._handle: int | None = None
-        try:
-            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        with writing(path):
+            self._file = path.open("xb", buffering=0)
 
     @property
     def digest(self) -> str:
         return self._hasher.hexdigest()
 
     def write(self, chunk: memoryview) -> None:
-        assert self._handle is not None, f"{self.path} is finished"
         self._hasher.update(chunk)
         self.num_bytes += len(chunk)
         self._num_unsynced += len(chunk)
-        try:
+        with writing(self.path):
             while chunk:
-                chunk = chunk[os.write(self._handle, chunk) :]
+                chunk = chunk[os.write(self._file.fileno(), chunk) :]
                 HEART.touch_background()
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
         if self._num_unsynced >= SYNC_BYTES:
             self._sync()
 
     def finish(self) -> None:
-        assert self._handle is not None, f"{self.path} is finished"
         self._sync()
-        self._close()
+        self._file.close()
 
     def discard(self) -> None:
-        self._close()
+        self._file.close()
         with suppress(OSError):
             self.path.unlink()
 
     def _sync(self) -> None:
-        assert self._handle is not None
-        try:
-            os.fsync(self._handle)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        with writing(self.path):
+            os.fsync(self._file.fileno())
         self._num_unsynced = 0
         HEART.touch_background()
-
-    def _close(self) -> None:
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
-            os.close(handle)
 
     def __enter__(self) -> "NewFile":
         return self
@@ -127,43 +113,42 @@ class NewFile:
             if kind is None:
                 self.finish()
         finally:
-            if self._handle is not None:
+            if not self._file.closed:
                 self.discard()
 
 
-def cannot_write(path: Path, error: OSError) -> CheckpointError:
-    """Return an error that names the file, the reason and the free space."""
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names the file, the reason and the free space."""
     try:
-        folder = next(parent for parent in path.parents if parent.exists())
-        space = os.statvfs(folder)
-        left = f"{folder} has {format_bytes(space.f_bavail * space.f_frsize)} left"
-    except OSError as failure:
-        left = f"its folder cannot be read: {failure.strerror}"
-    return CheckpointError(
-        f"cannot write {path}: {error.strerror} ({left}); earlier committed checkpoints are intact. Free space or fix "
-        "the folder, and start again with the same run.name to resume from the last of them"
-    )
+        yield
+    except OSError as error:
+        try:
+            folder = next(parent for parent in path.parents if parent.exists())
+            left = f"{folder} has {format_bytes(shutil.disk_usage(folder).free)} left"
+        except OSError as failure:
+            left = f"its folder cannot be read: {failure.strerror}"
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror} ({left}); earlier committed checkpoints are intact. Free space or "
+            "fix the folder, and start again with the same run.name to resume from the last of them"
+        ) from error
 
 
 def write_small_file(path: Path, data: bytes) -> File:
     """Write and sync a new file. It needs no temporary name, because its folder gets its final name later."""
     with NewFile(path) as file:
         file.write(memoryview(data))
-    return File(path.name, file.num_bytes, file.digest, ())
+    return File(path.name, file.num_bytes, file.digest, (), ())
 
 
 def read_bytes(path: Path, begin: int, num_bytes: int) -> bytearray:
     """Return these bytes of a file. Raise if the file is shorter."""
     data = bytearray(num_bytes)
-    view, done = memoryview(data), 0
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         file.seek(begin)
-        while done < num_bytes:
-            count = file.readinto(view[done:])
-            if not count:
-                size = os.fstat(file.fileno()).st_size
-                raise CheckpointError(f"{path} has {size} bytes; {num_bytes} from byte {begin} were asked for")
-            done += count
+        if file.readinto(data) < num_bytes:
+            size = os.fstat(file.fileno()).st_size
+            raise CheckpointError(f"{path} has {size} bytes; {num_bytes} from byte {begin} were asked for")
     return data
 
 
@@ -176,7 +161,6 @@ def pieces_of(path: Path, num_bytes: int) -> Iterator[memoryview]:
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """Return the XXH3 of the bytes in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
@@ -229,9 +213,3 @@ def check_shard(file: File, read: Callable[[int, int], bytes | bytearray], about
         raise CheckpointError(f"it is a shard of another checkpoint: {', '.join(other)}")
     if found != {part.key: (part.begin, part.begin + part.num_bytes) for part in file.slices}:
         raise CheckpointError("it holds other slices than its manifest lists")
-
-
-def _header(parts: Sequence[Slice], about: dict[str, Any]) -> bytes:
-    slices = {part.key: {"shape": part.shape, "offsets": part.offsets} for part in parts}
-    metadata = {"oneworld": json.dumps({"format": FORMAT, **about, "slices": slices})}
-    return pack_header(metadata, [(part.key, part.dtype, part.size, part.num_bytes) for part in parts])

@@ -31,7 +31,6 @@ class Snapshot:
 
     step: int
     parts: Sequence[tuple[str, LocalSlice]]  # (kind, slice); the kind is model, critic, or an optimizer moment
-    ready: torch.cuda.Event | None  # the copy waits for this event
     rank_state: dict[str, Any]  # of this rank
     state: dict[str, Any]  # of the whole run
     steps_to_keep: frozenset[int]

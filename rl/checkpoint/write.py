@@ -11,28 +11,20 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from rl.checkpoint import shard_file
+from rl.checkpoint.directory import CheckpointDirectory
 from rl.checkpoint.dtypes import NAMES
 from rl.checkpoint.manifest import PROBE, File
-from rl.checkpoint.shard_file import (
-    Content,
-    cannot_write,
-    pieces_of,
-    rename_durably,
-    rows_to_write,
-    sync_folder,
-    write_shard,
-    write_small_file,
-)
 from rl.checkpoint.snapshot import Snapshot
-from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore, StoreAnswer, WriteBytes
+from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
 from rl.model.shards import TensorInfo
 from rl.placement.roles import Placement
 from rl.watch.heart import HEART
-from rl.world.messages import Letter
 
 HF_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 MESSAGES_IN_FLIGHT = 4
 CAST_ELEMENTS = 1 << 22  # elements that are cast at a time
+StoredFile = tuple[File, tuple[int, ...]]  # a file and the nodes that hold it
 
 
 @dataclass(frozen=True)
@@ -53,14 +45,6 @@ def read_hf_files(model_folder: Path, dtype: str) -> dict[str, bytes]:
     return files | {"config.json": json.dumps(config, indent=2).encode()}
 
 
-@dataclass(frozen=True)
-class StoredFile:
-    """A file and the nodes that hold it."""
-
-    file: File
-    nodes: tuple[int, ...]
-
-
 class CheckpointWriter:
     """Write one rank's files into the store's directory, on `copies` nodes if there are enough disks."""
 
@@ -77,24 +61,22 @@ class CheckpointWriter:
         """
         path = self._store.root / folder
         files: list[File] = []
-        try:
+        with shard_file.writing(path):
             path.mkdir(exist_ok=True)
             if self.rank in self._placement.owners:
                 files += self._write_shards(path, save_id, snapshot, pieces)
             if self.rank == self._placement.leader:
                 files += self._write_hf_files(path / "hf")
-            sync_folder(path)
-        except OSError as error:
-            raise cannot_write(path, error) from error
-        return [StoredFile(file, self._copy(folder, file)) for file in files]
+            shard_file.sync_folder(path)
+        return [(file, self._copy(folder, file)) for file in files]
 
     def _write_shards(
         self, folder: Path, save_id: str, snapshot: Snapshot, pieces: Sequence[Sequence[Tensor]]
     ) -> list[File]:
         shard, num_shards = self._placement.shard_of(self.rank), len(self._placement.owners)
         exported = {info.name: info for info in self._run.tensors}
-        model: list[Content] = []
-        optimizer: list[Content] = []
+        model: list[shard_file.Content] = []
+        optimizer: list[shard_file.Content] = []
         for (kind, part), flat in zip(snapshot.parts, pieces, strict=True):
             info = part.info
             first, end = info.rows(shard, num_shards)
@@ -102,22 +84,22 @@ class CheckpointWriter:
                 continue
             contents = model if kind == "model" else optimizer
             wanted = exported[info.name].torch_dtype if kind == "model" else info.torch_dtype
-            rows = rows_to_write(kind, info.name, NAMES[wanted], info.shape, first, end)
-            contents.append(Content(rows, _bytes(flat, wanted)))
+            rows = shard_file.rows_to_write(kind, info.name, NAMES[wanted], info.shape, first, end)
+            contents.append(shard_file.Content(rows, _bytes(flat, wanted)))
             if wanted != info.torch_dtype:
-                rows = rows_to_write("master", info.name, NAMES[info.torch_dtype], info.shape, first, end)
-                optimizer.append(Content(rows, _bytes(flat, info.torch_dtype)))
+                rows = shard_file.rows_to_write("master", info.name, NAMES[info.torch_dtype], info.shape, first, end)
+                optimizer.append(shard_file.Content(rows, _bytes(flat, info.torch_dtype)))
         about = {"run_id": self._store.run_id, "step": snapshot.step, "save_id": save_id}
         suffix = f"{shard:05d}-of-{num_shards:05d}.safetensors"
         return [
-            write_shard(folder / f"model-{suffix}", model, about),
-            write_shard(folder / f"optimizer-{suffix}", optimizer, about),
+            shard_file.write_shard(folder / f"model-{suffix}", model, about),
+            shard_file.write_shard(folder / f"optimizer-{suffix}", optimizer, about),
         ]
 
     def _write_hf_files(self, folder: Path) -> list[File]:
         folder.mkdir(exist_ok=True)
-        written = [write_small_file(folder / name, data) for name, data in self._run.hf_files.items()]
-        sync_folder(folder)
+        written = [shard_file.write_small_file(folder / name, data) for name, data in self._run.hf_files.items()]
+        shard_file.sync_folder(folder)
         return [replace(file, name=f"{folder.name}/{file.name}") for file in written]
 
     def write_probe(self, folder: str, probe: dict[str, Tensor]) -> None:
@@ -126,12 +108,10 @@ class CheckpointWriter:
         part = path.with_suffix(".part")
         if not path.parent.is_dir() or path.exists():
             return
-        try:
+        with shard_file.writing(path):
             part.unlink(missing_ok=True)  # left by a kill
-            file = write_small_file(part, safetensors.torch.save(probe))
-            rename_durably(part, path)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+            file = shard_file.write_small_file(part, safetensors.torch.save(probe))
+            shard_file.rename_durably(part, path)
         self._copy(folder, replace(file, name=PROBE))
 
     def _copy(self, folder: str, file: File) -> tuple[int, ...]:
@@ -147,15 +127,15 @@ class CheckpointWriter:
     def send_file(self, rank: int, folder: str, file: File) -> bool:
         """Send a file to a rank. Return False if that rank shares the disk, and so has the file already."""
         begin = 0
-        pending: list[Future[Letter[StoreAnswer]]] = []
-        for piece in pieces_of(self._store.root / folder / file.name, MESSAGE_BYTES):
-            is_first, end = begin == 0, begin + len(piece)
-            request = WriteBytes(folder, file.name, begin, file.digest, is_last=end == file.num_bytes)
-            pending.append(self._store.call(rank, request, piece))
-            begin = end
+        pending: list[Future[bool]] = []
+        for piece in shard_file.pieces_of(self._store.root / folder / file.name, MESSAGE_BYTES):
+            is_first, is_last = begin == 0, begin + len(piece) == file.num_bytes
+            write = CheckpointDirectory.write
+            pending.append(self._store.call(rank, write, folder, file.name, begin, file.digest, is_last, payload=piece))
+            begin += len(piece)
             HEART.touch_background()
             must_wait = is_first or len(pending) == MESSAGES_IN_FLIGHT
-            if must_wait and not self._store.wait(pending.pop(0)).message.took_effect:
+            if must_wait and not self._store.wait(pending.pop(0)):
                 return False
         for future in pending:
             self._store.wait(future)

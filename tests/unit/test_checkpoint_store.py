@@ -7,31 +7,20 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
 import psutil
 import pytest
 
+from rl.checkpoint.directory import CheckpointDirectory as Directory
+from rl.checkpoint.directory import StoredStep
 from rl.checkpoint.manifest import CheckpointError, Manifest
 from rl.checkpoint.shard_file import digest
-from rl.checkpoint.store import (
-    A,
-    CheckpointStore,
-    CommitStep,
-    ConfirmStep,
-    ListSteps,
-    PrepareStep,
-    ReadBytes,
-    RemoveSteps,
-    RenameRoot,
-    StoredStep,
-    StoreRequest,
-    WriteBytes,
-)
-from rl.world.messages import Letter
+from rl.checkpoint.store import CheckpointStore, P, R
 from tests.mails import connected, stores_on
 
 MANIFEST = Manifest(
@@ -47,8 +36,10 @@ MANIFEST = Manifest(
 )
 
 
-def answer(store: CheckpointStore, rank: int, request: StoreRequest[A], payload: bytes = b"") -> Letter[A]:
-    return store.call(rank, request, payload).result(timeout=10)
+def answer(
+    store: CheckpointStore, rank: int, method: Callable[Concatenate[Directory, P], R], *args: P.args, **kwargs: P.kwargs
+) -> R:
+    return store.call(rank, method, *args, **kwargs).result(timeout=10)
 
 
 def prepare(
@@ -60,12 +51,15 @@ def prepare(
     """
     save_id = save_id or f"w1-{step}"
     text = replace(MANIFEST, step=step, save_id=save_id).to_json()
-    request = PrepareStep(step, save_id, f"step_{step}.tmp-{save_id}", expected or [{} for _ in store.node_leads])
-    return [letter.message.took_effect for letter in store.call_all(request, text)]
+    futures = [
+        store.call(rank, Directory.prepare, step, save_id, f"step_{step}.tmp-{save_id}", files, payload=text)
+        for rank, files in zip(store.node_leads, expected or [{} for _ in store.node_leads], strict=True)
+    ]
+    return [store.wait(future) for future in futures]
 
 
 def commit(store: CheckpointStore, step: int, save_id: str = "") -> None:
-    store.call_all(CommitStep(step, save_id or f"w1-{step}"))
+    store.call_all(Directory.commit, step, save_id or f"w1-{step}")
 
 
 def write(root: Path, folder: str, **files: str) -> Path:
@@ -116,7 +110,7 @@ def test_what_cannot_be_deleted_is_told(
         assert prepare(store, 4) == [True]
         commit(store, 4)
         assert re.fullmatch(told.format(tmp_path / "step_4.claim-w1-4"), capsys.readouterr().err)
-        store.call_all(RemoveSteps("w1-4", [2]))
+        store.call_all(Directory.remove, "w1-4", [2])
         assert re.fullmatch(told.format(tmp_path / "step_2.old-w1-4"), capsys.readouterr().err)
 
 
@@ -124,14 +118,14 @@ def test_a_folder_keeps_the_id_of_its_run(tmp_path: Path) -> None:
     """A run that was killed before its first checkpoint is the same run when it starts again."""
     roots = [tmp_path / "a", tmp_path / "b"]
     with stores_on(roots) as (store, other):
-        assert [letter.message.run_id for letter in store.call_all(ListSteps("root"))] == ["", ""]
+        assert [listing.run_id for listing in store.call_all(Directory.list_steps, "root")] == ["", ""]
         store.create_roots("r1")
         assert store.run_id == "r1"
         assert [(root / "run_id").read_text() for root in roots] == ["r1", "r1"]
         other.create_roots("r2")
         assert other.run_id == "r1"
         assert [(root / "run_id").read_text() for root in roots] == ["r1", "r1"]
-        assert [letter.message.run_id for letter in store.call_all(ListSteps("root"))] == ["r1", "r1"]
+        assert [listing.run_id for listing in store.call_all(Directory.list_steps, "root")] == ["r1", "r1"]
 
 
 def test_an_id_that_a_kill_cut_off_is_written_anew(tmp_path: Path) -> None:
@@ -161,12 +155,13 @@ def test_the_list_tells_steps_files_and_sizes(tmp_path: Path) -> None:
     write(root, "step_8.tmp-w1-8", model="1")
     (root / "step_9").write_text("a file")
     with stores_on([root]) as (store,):
-        listed = answer(store, 0, ListSteps("root")).message
+        listed = answer(store, 0, Directory.list_steps, "root")
     steps = {step.step: step for step in listed.steps}
     assert sorted(steps) == [4, 6, 12]
     assert steps[4] == StoredStep(
         step=4,
         folder=str(root / "step_4"),
+        rank=0,
         files={"manifest.json": len(text), "COMMITTED": 0, "model-0": 5, "hf/config": 2},
         is_committed=True,
         error="",
@@ -196,47 +191,47 @@ def test_the_list_of_another_runs_steps(tmp_path: Path, source: str, place: str,
     for step in (2, 4):
         write(tmp_path / "other" / "checkpoints", f"step_{step}", COMMITTED="")
     with stores_on([tmp_path / "run" / "checkpoints"], [tmp_path / source]) as (store,):
-        source_steps = answer(store, 0, ListSteps("source")).message
+        source_steps = answer(store, 0, Directory.list_steps, "source")
         assert (source_steps.folder, [step.step for step in source_steps.steps]) == (str(tmp_path / place), steps)
         assert source_steps.exists == bool(steps)
-        own = answer(store, 0, ListSteps("root")).message
+        own = answer(store, 0, Directory.list_steps, "root")
         assert (own.exists, own.steps) == (False, [])
 
 
 def test_bytes_of_another_nodes_file(tmp_path: Path) -> None:
     folder = write(tmp_path / "b", "step_4", model="0123456789")
     with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, _):
-        assert answer(store, 1, ReadBytes(str(folder), "model")).payload == b"0123456789"
-        assert answer(store, 1, ReadBytes(str(folder), "model", 3, 4)).payload == b"3456"
-        assert answer(store, 0, ReadBytes(str(folder), "model", 9, 1)).payload == b"9"  # it sees that disk too
+        assert answer(store, 1, Directory.read, str(folder), "model") == b"0123456789"
+        assert answer(store, 1, Directory.read, str(folder), "model", 3, 4) == b"3456"
+        assert answer(store, 0, Directory.read, str(folder), "model", 9, 1) == b"9"  # it sees that disk too
 
 
 def test_an_error_reaches_the_caller_and_the_store_still_answers(tmp_path: Path) -> None:
     folder = write(tmp_path / "b", "step_4", model="0123456789")
     with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, other):
         for asking in (store, other):
-            with pytest.raises(CheckpointError, match=rf"ReadBytes: FileNotFoundError: .*'{folder}/optimizer'"):
-                answer(asking, 1, ReadBytes(str(folder), "optimizer"))
+            with pytest.raises(CheckpointError, match=rf"read: FileNotFoundError: .*'{folder}/optimizer'"):
+                answer(asking, 1, Directory.read, str(folder), "optimizer")
             with pytest.raises(CheckpointError, match=rf"{folder}/model has 10 bytes; 7 from byte 5 were"):
-                asking.wait(asking.call(1, ReadBytes(str(folder), "model", 5, 7)))
-            assert answer(asking, 1, ListSteps("root")).message.exists
+                asking.wait(asking.call(1, Directory.read, str(folder), "model", 5, 7))
+            assert answer(asking, 1, Directory.list_steps, "root").exists
 
 
 def test_every_failure_is_answered(tmp_path: Path) -> None:
     """Without an answer the caller would wait forever, and so would the next one if the thread died."""
     tmp_path.joinpath("step_4").mkdir()
-    failing: list[tuple[StoreRequest[Any], str]] = [
-        (ListSteps("source"), "ListSteps: AssertionError: "),
-        (ReadBytes(str(tmp_path), "step_4", 0, 1), "ReadBytes: IsADirectoryError: "),
-        (ReadBytes(str(tmp_path), "a\0", 0, 1), "ReadBytes: ValueError: "),
-        (PrepareStep(4, "w1-4", "step_4.tmp-w1-4", []), "PrepareStep: IndexError: "),
+    failing: list[tuple[str, list[Any], str]] = [
+        ("list_steps", ["source"], "list_steps: AssertionError: "),
+        ("read", [str(tmp_path), "step_4", 0, 1], "read: IsADirectoryError: "),
+        ("read", [str(tmp_path), "a\0", 0, 1], "read: ValueError: "),
+        ("prepare", [4, "w1-4", "step_4.tmp-w1-4", []], "prepare: TypeError: "),
     ]
     with stores_on([tmp_path, tmp_path]) as stores:
-        for request, text in failing:
+        for method, arguments, text in failing:
             for store in stores:
                 with pytest.raises(CheckpointError, match=f"^{text}"):
-                    answer(store, 1, request)
-        assert answer(stores[0], 1, ListSteps("root")).message.exists
+                    answer(store, 1, getattr(Directory, method), *arguments)
+        assert answer(stores[0], 1, Directory.list_steps, "root").exists
 
 
 def test_an_error_on_one_node_fails_the_call_to_all(tmp_path: Path) -> None:
@@ -260,8 +255,9 @@ def put(store: CheckpointStore, rank: int, *chunks: bytes, file: str = "model-1"
     begin, written = 0, []
     for number, chunk in enumerate(chunks, start=1):
         whole = said or digest(b"".join(chunks))
-        request = WriteBytes("step_4.tmp-w1-4", file, begin, whole, is_last=number == len(chunks))
-        written.append(answer(store, rank, request, chunk).message.took_effect)
+        is_last = number == len(chunks)
+        sent = answer(store, rank, Directory.write, "step_4.tmp-w1-4", file, begin, whole, is_last, payload=chunk)
+        written.append(sent)
         begin += len(chunk)
     return written
 
@@ -328,18 +324,21 @@ def test_a_piece_behind_one_that_failed_is_an_error(tmp_path: Path, monkeypatch:
     def fail(handle: int, data: memoryview) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    first = WriteBytes("step_4.tmp-w1-4", "model-1", 0, digest(b"012345678"), is_last=False)
+    def write_piece(begin: int, piece: bytes, is_last: bool = False) -> bool:
+        whole = digest(b"012345678")
+        return answer(store, 1, Directory.write, "step_4.tmp-w1-4", "model-1", begin, whole, is_last, payload=piece)
+
     path = tmp_path / "b" / "step_4.tmp-w1-4" / "model-1"
     with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, _):
         store.create_roots("r1")
-        answer(store, 1, first, b"012")
+        write_piece(0, b"012")
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", fail)
             with pytest.raises(CheckpointError, match=rf"cannot write {path}\.part: No space left on device"):
-                answer(store, 1, replace(first, begin=3), b"345")
+                write_piece(3, b"345")
         for is_last in (False, True):
             with pytest.raises(CheckpointError, match=rf"^{path}: an earlier piece of it could not be written"):
-                answer(store, 1, replace(first, begin=6, is_last=is_last), b"678")
+                write_piece(6, b"678", is_last)
         assert not path.exists()
         put(store, 1, b"012", b"345", b"678")
         assert path.read_bytes() == b"012345678"
@@ -420,8 +419,10 @@ def test_of_nodes_on_one_disk_one_puts_the_step_in_place(tmp_path: Path) -> None
     """The other one finds its files under the final name, and has nothing left to do."""
     with stores_on([tmp_path, tmp_path]) as (store, _):
         write(tmp_path, "step_4.tmp-w1-4", **{"model-0": "1", "model-1": "22"})
-        request = PrepareStep(4, "w1-4", "step_4.tmp-w1-4", [{"model-0": 1}, {"model-1": 2}])
-        claims = [answer(store, rank, request, MANIFEST.to_json()).message.took_effect for rank in (1, 0)]
+        claims = [
+            answer(store, rank, Directory.prepare, 4, "w1-4", "step_4.tmp-w1-4", files, payload=MANIFEST.to_json())
+            for rank, files in ((1, {"model-1": 2}), (0, {"model-0": 1}))
+        ]
         assert claims == [True, False]
         with pytest.raises(CheckpointError, match=r"/step_4\.tmp-w1-4/model-2 was written and is gone"):
             prepare(store, 4, expected=[{"model-0": 1}, {"model-2": 2}])
@@ -433,12 +434,12 @@ def test_a_step_counts_when_it_is_committed(tmp_path: Path) -> None:
         store.create_roots("r1")
         write(roots[0], "step_4.tmp-w1-4", model="1")  # the second node has no actor, and no folder yet
         prepare(store, 4)
-        listings = store.call_all(ListSteps("root"))
-        assert [step.is_committed for letter in listings for step in letter.message.steps] == [False, False]
+        listings = store.call_all(Directory.list_steps, "root")
+        assert [step.is_committed for listing in listings for step in listing.steps] == [False, False]
         commit(store, 4)
-        listings = store.call_all(ListSteps("root"))
-    for letter in listings:
-        (step,) = letter.message.steps
+        listings = store.call_all(Directory.list_steps, "root")
+    for listing in listings:
+        (step,) = listing.steps
         assert (step.step, step.is_committed, step.save_id) == (4, True, "w1-4")
     assert tree(tmp_path) == [
         "a/step_4/COMMITTED",
@@ -472,7 +473,7 @@ def test_steps_that_are_not_kept_are_removed(tmp_path: Path) -> None:
             write(tmp_path, f"step_{step}.tmp-w1-{step}", model="1")
             prepare(store, step)
             commit(store, step)
-        store.call_all(RemoveSteps("w1-20", [2, 6, 18]))
+        store.call_all(Directory.remove, "w1-20", [2, 6, 18])
     assert tree(tmp_path) == [
         f"step_{step}/{name}" for step in (20, 4) for name in ("COMMITTED", "manifest.json", "model")
     ]
@@ -483,12 +484,12 @@ def test_a_node_that_did_not_place_the_step_neither_commits_nor_removes(tmp_path
     with stores_on([tmp_path, tmp_path]) as (store, _):
         write(tmp_path, "step_2", model="1")
         for rank in (0, 1):
-            answer(store, rank, PrepareStep(4, "w1-4", "step_4.tmp-w1-4", [{}, {}]), MANIFEST.to_json())
-        answer(store, 1, CommitStep(4, "w1-4"))
-        answer(store, 1, RemoveSteps("w1-4", [2]))
+            answer(store, rank, Directory.prepare, 4, "w1-4", "step_4.tmp-w1-4", {}, payload=MANIFEST.to_json())
+        answer(store, 1, Directory.commit, 4, "w1-4")
+        answer(store, 1, Directory.remove, "w1-4", [2])
         assert tree(tmp_path) == ["step_2/model", "step_4.claim-w1-4", "step_4/manifest.json"]
-        answer(store, 0, CommitStep(4, "w1-4"))
-        answer(store, 0, RemoveSteps("w1-4", [2]))
+        answer(store, 0, Directory.commit, 4, "w1-4")
+        answer(store, 0, Directory.remove, "w1-4", [2])
         assert tree(tmp_path) == ["step_4/COMMITTED", "step_4/manifest.json"]
 
 
@@ -516,7 +517,7 @@ def test_nodes_on_one_disk_lose_nothing(tmp_path: Path) -> None:
             claimed = prepare(stores[step % 3], step, expected=expected)
             assert (sum(claimed[:2]), claimed[2]) == (1, True)
             commit(stores[step % 3], step)
-            stores[step % 3].call_all(RemoveSteps(f"w1-{step}", [step - 1]))
+            stores[step % 3].call_all(Directory.remove, f"w1-{step}", [step - 1])
             assert tree(shared) == [
                 f"step_{step}/{name}" for name in ("COMMITTED", "manifest.json", "model-0", "model-1")
             ]
@@ -536,9 +537,9 @@ def test_nodes_on_one_disk_clear_set_aside_and_confirm_together(tmp_path: Path) 
                 write(root, f"step_{left}.tmp-w0-{left}", a="1", b="2")
             folder = write(root, "step_4", **{"manifest.json": MANIFEST.to_json().decode(), "model": str(number)})
             store.create_roots("r1")
-            store.call_all(ConfirmStep(str(folder), "w1-4"))
+            store.call_all(Directory.confirm, str(folder), "w1-4")
             assert tree(root) == ["step_4/COMMITTED", "step_4/manifest.json", "step_4/model"]
-            store.call_all(RenameRoot(f"old{number}"))
+            store.call_all(Directory.rename_root, f"old{number}")
             assert not root.exists()
             assert (tmp_path / f"checkpoints.old{number}" / "step_4" / "model").read_text() == str(number)
 
@@ -547,7 +548,7 @@ def test_what_is_set_aside_is_not_lost(tmp_path: Path) -> None:
     roots = [tmp_path / node / "checkpoints" for node in "ab"]
     write(roots[0], "step_4", model="1")  # the second node has none
     with stores_on(roots) as (store, _):
-        store.call_all(RenameRoot("20260101-000000"))
+        store.call_all(Directory.rename_root, "20260101-000000")
     assert tree(tmp_path) == ["a/checkpoints.20260101-000000/step_4/model"]
 
 
@@ -559,7 +560,7 @@ def test_a_step_that_was_committed_elsewhere_is_confirmed(tmp_path: Path) -> Non
         without_manifest = write(tmp_path, "step_6", model="1")
         torn = write(tmp_path, "step_7", **{"manifest.json": text[:40]})
         for folder in (here, here, of_another_save, without_manifest, torn, tmp_path / "step_8"):
-            answer(store, 0, ConfirmStep(str(folder), "w1-4"))
+            answer(store, 0, Directory.confirm, str(folder), "w1-4")
     assert tree(tmp_path) == [
         "step_4/COMMITTED",
         "step_4/manifest.json",

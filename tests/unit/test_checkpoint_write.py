@@ -16,7 +16,7 @@ from rl.checkpoint.manifest import CheckpointError, File
 from rl.checkpoint.save import COMMIT, OTHERS_FILES, OWN_FILES, Saver
 from rl.checkpoint.shard_file import digest, write_small_file
 from rl.checkpoint.snapshot import Snapshot
-from rl.checkpoint.store import CheckpointStore, WriteBytes
+from rl.checkpoint.store import CheckpointStore
 from rl.checkpoint.write import CheckpointWriter, RunDescription, read_hf_files
 from rl.model.shards import LocalSlice, TensorInfo
 from rl.placement.roles import Placement, plan
@@ -51,9 +51,9 @@ def written(
             first, end = info.rows(placement.shard_of(rank), num_shards) if info.sharded else (0, info.shape[0])
             parts.append((kind, LocalSlice(info, WEIGHTS[info.name][first:end] + shift)))
     pieces = [[part.data.reshape(-1)] for _, part in parts]
-    snapshot = Snapshot(4, parts, None, {}, {}, frozenset())
+    snapshot = Snapshot(4, parts, {}, {}, frozenset())
     writer = CheckpointWriter(store, placement, rank, record_of(dtype), copies)
-    return {entry.file.name: entry.nodes for entry in writer.write(FOLDER, SAVE_ID, snapshot, pieces)}
+    return {file.name: nodes for file, nodes in writer.write(FOLDER, SAVE_ID, snapshot, pieces)}
 
 
 def files_on(root: Path) -> dict[str, bytes]:
@@ -166,11 +166,11 @@ def test_pieces_are_sent_a_few_at_a_time(two: Any, monkeypatch: pytest.MonkeyPat
     call, wait = two[0].call, two[0].wait
     in_flight, most, lasts = [0], [], []
 
-    def counted_call(rank: int, request: WriteBytes, piece: memoryview) -> Any:
+    def counted_call(*args: Any, payload: memoryview) -> Any:
         in_flight[0] += 1
         most.append(in_flight[0])
-        lasts.append(request.is_last)
-        return call(rank, request, piece)
+        lasts.append(args[-1])
+        return call(*args, payload=payload)
 
     def counted_wait(future: Any) -> Any:
         in_flight[0] -= 1
@@ -267,7 +267,7 @@ def test_a_wait_for_a_checkpoint_names_the_rank_to_blame(tmp_path: Path, monkeyp
         stores[0].create_roots("r1")
         savers = [Saver(world, placement, store, record_of(), copies=1) for world, store in zip(worlds, stores)]
         for saver in savers:
-            saver.start(Snapshot(4, [], None, {}, {}, frozenset([4])))
+            saver.start(Snapshot(4, [], {}, {}, frozenset([4])))
         threads = [threading.Thread(target=saver.wait_committed, name=str(rank)) for rank, saver in enumerate(savers)]
         for thread in threads:
             thread.start()

@@ -30,7 +30,7 @@ def manifest(step: int = 3, **settings: Any) -> Manifest:
     for name, value in settings.items():
         section, key = name.split("__")
         config[section][key] = value
-    file = File("model-00000-of-00001.safetensors", 8, "d", ("secret-host-7",))
+    file = File("model-00000-of-00001.safetensors", 8, "d", ("secret-host-7",), ())
     placement = {"roles": [["actor", "rollout"]], "hosts": ["secret-host-7"], "owners": [0]}
     state = {"version": step + 1, "num_updates": 2 * step, "origin": "/secret/place/of/fork"}
     return Manifest("r1", "sums", step, f"w1-{step}", 86400.0, state, config, placement, (file,))
