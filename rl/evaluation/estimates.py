@@ -3,14 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, variance
+from typing import NamedTuple
 
 Z_95 = 1.959964  # 95 % of a normal distribution lie within this many standard deviations
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A mean over prompts with its 95 % confidence interval."""
 
     mean: float

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -23,7 +23,7 @@ from rl.common.files import write_atomically
 from rl.config.schema import Config, ConfigError
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, Tokenizer
-from rl.evaluation.estimates import Estimate, estimate, majority, pass_at, powers_of_two
+from rl.evaluation.estimates import estimate, majority, pass_at, powers_of_two
 from rl.placement.roles import Placement
 from rl.rewards.find import read_rules
 from rl.rollout.collect import Results, Rollouts
@@ -53,8 +53,7 @@ class ScoredResponse:
     is_truncated: bool
 
 
-@dataclass(frozen=True)
-class AnsweredPrompt:
+class AnsweredPrompt(NamedTuple):
     prompt: Prompt
     responses: list[ScoredResponse]
 
@@ -87,7 +86,13 @@ class Evaluation:
         batch = self._rollouts.start(prompts, self._sampling, version, is_dealt=False)
         gathered = self._rollouts.gather(batch)
         if is_leader:
-            values = self._report(step, version, self._answers(gathered.groups, gathered.scores))
+            answers = self._answers(gathered.groups, gathered.scores)
+            values: dict[str, float] = {}
+            for name, answered in answers.items():
+                values |= {f"eval/{name}/{metric}": value for metric, value in summarize(answered).items()}
+            k = self._sampling.num_samples
+            values["eval/accuracy"] = fmean(values[f"eval/{name}/avg@{k}"] for name in answers)
+            save(self._folder, step, version, answers, values)
             for rank in self._placement.actors:
                 self._mail.send(rank, Evaluated(values))
         return self._mail.receive(Evaluated).message.values
@@ -109,15 +114,6 @@ class Evaluation:
             text = self._tokenizer.decode(group.tokens[first:end].tolist(), skip_special_tokens=True)
             score = result["parts"].get(self._function, 0.0)  # a function that failed has no score
             yield ScoredResponse(text, score, result["answer"], result["status"], end - first, is_truncated)
-
-    def _report(self, step: int, version: int, answers: Mapping[str, Sequence[AnsweredPrompt]]) -> dict[str, float]:
-        values: dict[str, float] = {}
-        for name, answered in answers.items():
-            values |= {f"eval/{name}/{metric}": value for metric, value in summarize(answered).items()}
-        k = self._sampling.num_samples
-        values["eval/accuracy"] = fmean(values[f"eval/{name}/avg@{k}"] for name in answers)
-        save(self._folder, step, version, answers, values)
-        return values
 
 
 def for_evaluation(config: Config) -> Config:
@@ -159,23 +155,21 @@ def show_evaluation(folder: Path, step: int, values: Mapping[str, float]) -> Non
 
 def summarize(answered: Sequence[AnsweredPrompt]) -> dict[str, float]:
     """Return the metrics of one set."""
-    k = len(answered[0].responses)
-    responses = [response for each in answered for response in each.responses]
-    values = _with_interval(f"avg@{k}", estimate([fmean(r.score for r in each.responses) for each in answered]))
-    passed = [sum(response.score >= PASSING_SCORE for response in each.responses) for each in answered]
+    groups = [each.responses for each in answered]
+    responses, k = [response for group in groups for response in group], len(groups[0])
+    by_prompt = {f"avg@{k}": [fmean(response.score for response in group) for group in groups]}
+    passed = [sum(response.score >= PASSING_SCORE for response in group) for group in groups]
     for few in powers_of_two(k)[1:]:
-        values |= _with_interval(f"pass@{few}", estimate([pass_at(count, k, few) for count in passed]))
+        by_prompt[f"pass@{few}"] = [pass_at(count, k, few) for count in passed]
     if any(response.answer is not None for response in responses):
-        votes = [majority([r.score for r in each.responses], [r.answer for r in each.responses]) for each in answered]
-        values |= _with_interval(f"maj@{k}", estimate(votes))
+        by_prompt[f"maj@{k}"] = [majority([r.score for r in group], [r.answer for r in group]) for group in groups]
+    values: dict[str, float] = {}
+    for name, numbers in by_prompt.items():
+        values[name], values[f"{name}_low"], values[f"{name}_high"] = estimate(numbers)
     values["length_mean"] = fmean(response.num_tokens for response in responses)
     values["truncated"] = fmean(response.is_truncated for response in responses)
     values["failed"] = float(sum(response.status != "ok" for response in responses))
     return values
-
-
-def _with_interval(name: str, found: Estimate) -> dict[str, float]:
-    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
 def save(
@@ -185,17 +179,13 @@ def save(
     (folder / "eval").mkdir(parents=True, exist_ok=True)
     for name, answered in answers.items():
         lines = []
-        for each in answered:
-            HEART.beat(f"writes prompt {each.prompt.id} of {name}")
-            lines.append(json.dumps(_row(each), ensure_ascii=False) + "\n")
+        for prompt, responses in answered:
+            HEART.beat(f"writes prompt {prompt.id} of {name}")
+            row: dict[str, Any] = {"id": prompt.id, "prompt": prompt.text, "answer": prompt.answer}
+            row["responses"] = [{key: value for key, value in vars(r).items() if value is not None} for r in responses]
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         # UTF-8 cannot encode a lone surrogate of the data, so it becomes a JSON escape.
         data = "".join(lines).encode(errors="backslashreplace")
         write_atomically(folder / "eval" / f"step_{step}.{name}.jsonl", data)
     with (folder / "eval.jsonl").open("a") as file:
         file.write(json.dumps({"step": step, "version": version, **values}) + "\n")
-
-
-def _row(answered: AnsweredPrompt) -> dict[str, Any]:
-    prompt = answered.prompt
-    responses = [{name: value for name, value in vars(r).items() if value is not None} for r in answered.responses]
-    return {"id": prompt.id, "prompt": prompt.text, "answer": prompt.answer, "responses": responses}

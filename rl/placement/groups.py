@@ -20,9 +20,7 @@ class Groups:
     actor_pg: dist.ProcessGroup
     actor_mesh: DeviceMesh | None  # [shard], or [replica, shard]
     scorer_mesh: DeviceMesh | None
-    sync_pgs: tuple[
-        dist.ProcessGroup | None, ...
-    ]  # the group in which each owner sends its slices; None: no other rank needs them
+    sync_pgs: tuple[dist.ProcessGroup | None, ...]  # by owner, to send its slices; None if no other rank needs them
 
 
 def make_groups(placement: Placement, rank: int, device_type: str, timeout_s: float) -> Groups:

@@ -1,19 +1,11 @@
 """Parse the `placement` section of a config into the roles of every rank and the engines that they host.
 
-    placement:                  placement:                    placement:
-      actor,rollout: all          rollout: 0-19                 rollout: 62.5%
-                                  inference: 20-23              inference: 4 ranks
-                                  actor: 24-31                  actor: rest
-
-A key is one role, or several roles joined by commas, which share their ranks. Each rank belongs to exactly one entry.
-So ranks with two roles have an entry of their own: `actor,rollout: 0-7` with `rollout: 8-31`. A value is one of
-    all           every rank
-    0-3,8,10      inclusive ranges and single ranks; a plain integer is one rank
-    4 ranks, 25%  a count or a share, for any world size: consecutive ranks from 0, in the order of the entries
-    rest          all ranks that the other entries leave
-The section may also have `num_nodes` and `num_gpus_per_node`, which are checked against the real world.
+docs/placement.md describes the grammar. An entry such as `actor,rollout: 0-7` gives ranks to one or more roles, either
+absolutely (all, 0-3,8) or for any size of the world (4 ranks, 25%). Each rank belongs to exactly one entry.
 """
 
+import itertools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +13,7 @@ from rl.common.text import count_of, format_ranges, format_ranks
 from rl.config.schema import PLACEMENT_SIZES, ConfigError
 
 ROLES = ("rollout", "inference", "actor")
+Entry = tuple[str, str]  # roles in the order of ROLES, joined by commas, and the text that gives their ranks
 
 
 @dataclass(frozen=True)
@@ -97,27 +90,16 @@ class Placement:
         rows = [("rank", "node", "roles", "engine")]
         for rank, roles in enumerate(self.roles):
             engine = self.engine_of(rank)
-            rows.append(
-                (
-                    str(rank),
-                    str(rank // self.num_ranks_per_node),
-                    ",".join(roles),
-                    "-" if engine is None else str(engine),
-                )
-            )
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+            place = str(rank), str(rank // self.num_ranks_per_node), ",".join(roles)
+            rows.append((*place, "-" if engine is None else str(engine)))
+        widths = [max(map(len, column)) for column in zip(*rows)]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
 
 def plan(
-    spec: dict[str, Any],
-    num_nodes: int,
-    num_ranks_per_node: int,
-    tensor_parallel_size: int = 1,
-    num_replicas: int = 1,
+    spec: dict[str, Any], num_nodes: int, num_ranks_per_node: int, tensor_parallel_size: int = 1, num_replicas: int = 1
 ) -> Placement:
     """Turn the placement section into the roles of every rank. A ConfigError contains a corrected example."""
-    world_size = num_nodes * num_ranks_per_node
     for name, real in zip(PLACEMENT_SIZES, (num_nodes, num_ranks_per_node)):
         if spec.get(name) not in (None, real):
             nodes, ranks = spec.get("num_nodes") or num_nodes, spec.get("num_gpus_per_node") or num_ranks_per_node
@@ -125,21 +107,24 @@ def plan(
                 f"placement.{name}: the config says {spec[name]}, but the world that torchrun started has {real}; "
                 f"start {nodes} x {ranks} = {nodes * ranks} ranks as the config says, or set placement.{name}={real}"
             )
-    entries = [(_parse_roles(name), value) for name, value in spec.items() if name not in PLACEMENT_SIZES]
+    entries = [
+        (_parse_roles(name), ",".join(map(str, value)) if isinstance(value, list) else str(value).strip())
+        for name, value in spec.items()
+        if name not in PLACEMENT_SIZES
+    ]
     if not entries:
         raise ConfigError("placement names no role; for example {'actor,rollout': all}")
-    assigned = _assign(entries, world_size, tensor_parallel_size)
-    roles = _roles_by_rank(entries, assigned, world_size)
-    engines = _group_engines(
-        [r for r in range(world_size) if "rollout" in roles[r]], num_ranks_per_node, tensor_parallel_size
-    )
+    assigned = _assign(entries, num_nodes * num_ranks_per_node, tensor_parallel_size)
+    roles = _roles_by_rank(entries, assigned, num_nodes * num_ranks_per_node)
+    rollout = [rank for rank, own in enumerate(roles) if "rollout" in own]
+    engines = _group_engines(rollout, num_ranks_per_node, tensor_parallel_size)
     placement = Placement(num_nodes, num_ranks_per_node, roles, engines, num_replicas)
     _check_roles(placement, tensor_parallel_size)
     return placement
 
 
-def _parse_roles(name: str) -> tuple[str, ...]:
-    roles = tuple(part.strip() for part in name.split(","))
+def _parse_roles(name: str) -> str:
+    roles = [part.strip() for part in name.split(",")]
     for role in roles:
         if role not in ROLES:
             raise ConfigError(
@@ -147,73 +132,61 @@ def _parse_roles(name: str) -> tuple[str, ...]:
                 "'actor,rollout: all'"
             )
     if len(set(roles)) < len(roles):
-        raise ConfigError(
-            f"placement: got {name!r}, which names a role twice; write {','.join(dict.fromkeys(roles))!r}"
-        )
-    return tuple(role for role in ROLES if role in roles)
+        unique = ",".join(dict.fromkeys(roles))
+        raise ConfigError(f"placement: got {name!r}, which names a role twice; write {unique!r}")
+    return ",".join(role for role in ROLES if role in roles)
 
 
-def _assign(entries: list[tuple[tuple[str, ...], Any]], world_size: int, tensor_parallel_size: int) -> list[list[int]]:
+def _assign(entries: list[Entry], world_size: int, tp: int) -> list[list[int]]:
     """Return the ranks of each entry, in the order of the entries."""
-    texts = [",".join(map(str, value)) if isinstance(value, list) else str(value).strip() for _, value in entries]
-    relative = [_parse_size(",".join(roles), text, world_size) for (roles, _), text in zip(entries, texts)]
-    if texts.count("rest") > 1:
-        raise ConfigError(
-            "placement: 'rest' is written twice; only one entry can take all remaining ranks, for example "
-            "{'rollout': '75%', 'actor': 'rest'}"
-        )
-    if any(size is not None for size in relative):
-        absolute = [text for text, size in zip(texts, relative) if size is None and text != "rest"]
+    sizes = [_parse_size(name, text, world_size) for name, text in entries]
+    rests = [name for name, text in entries if text == "rest"]
+    if len(rests) > 1:
+        example = "{'rollout': '75%', 'actor': 'rest'}"
+        raise ConfigError(f"placement: 'rest' is written twice; only one entry can take it, for example {example}")
+    if any(size is not None for size in sizes):
+        absolute = [text for (_, text), size in zip(entries, sizes) if size is None and text != "rest"]
         if absolute:
             raise ConfigError(
                 f"placement: got the ranks {absolute[0]!r} and also counts or shares; write all entries the same "
                 "way, for example {'rollout': '75%', 'actor': 'rest'} or {'rollout': '0-2', 'actor': '3'}"
             )
-        return _assign_sizes(entries, relative, world_size, tensor_parallel_size)
-    ranks = [
-        None if text == "rest" else _parse_ranks(",".join(roles), text, world_size)
-        for (roles, _), text in zip(entries, texts)
-    ]
-    taken = {rank for part in ranks if part is not None for rank in part}
-    if None in ranks and len(taken) == world_size:
-        name = ",".join(entries[ranks.index(None)][0])
+        return _assign_sizes(entries, sizes, world_size, tp)
+    ranks = [[] if text == "rest" else _parse_ranks(name, text, world_size) for name, text in entries]
+    left = sorted(set(range(world_size)).difference(*ranks))
+    if rests and not left:
         raise ConfigError(
-            f"placement.{name}: got 'rest', but the other entries take all of {count_of(world_size, 'rank')}; an entry "
-            "needs at least one rank: take ranks from another entry, or remove this one"
+            f"placement.{rests[0]}: got 'rest', but the other entries take all of {count_of(world_size, 'rank')}; an "
+            "entry needs at least one rank: take ranks from another entry, or remove this one"
         )
-    return [part if part is not None else [rank for rank in range(world_size) if rank not in taken] for part in ranks]
+    return [part or left for part in ranks]
 
 
 def _parse_size(name: str, text: str, world_size: int) -> float | None:
     """Return a count or a share as a number of ranks, not yet rounded. Return None for every other form."""
-    number = None
-    if text.endswith("%"):
-        number, whole = text[:-1], 100.0
-    elif text.endswith(("rank", "ranks")):
-        number, whole = text.removesuffix("s").removesuffix("rank"), float(world_size)
-    if number is None:
+    match = re.fullmatch("(.*?)(%|ranks?)", text)
+    if match is None:
         return None
     try:
-        value = float(number)
+        value = float(match[1])
     except ValueError:
         raise ConfigError(f"placement.{name}: got {text!r}; a count is '4 ranks', a share '25%'") from None
-    if not 0 < value <= whole or (whole == world_size and not text.endswith("%") and value != int(value)):
+    is_share = match[2] == "%"
+    if not 0 < value <= (100 if is_share else world_size) or not (is_share or value.is_integer()):
         raise ConfigError(
             f"placement.{name}: got {text!r} in a world of {count_of(world_size, 'rank')}; a count is a whole "
             f"number from 1 to {world_size}, a share lies above 0% and up to 100%"
         )
-    return value * world_size / whole
+    return value * world_size / 100 if is_share else value
 
 
-def _assign_sizes(
-    entries: list[tuple[tuple[str, ...], Any]], sizes: list[float | None], world_size: int, tensor_parallel_size: int
-) -> list[list[int]]:
+def _assign_sizes(entries: list[Entry], sizes: list[float | None], world_size: int, tp: int) -> list[list[int]]:
     """Return consecutive ranks for each entry. Counts are exact, and shares are rounded to whole engines.
 
     The rounding error of a share is carried over to the next one. Shares shrink if another entry would get no rank.
     """
-    units = [tensor_parallel_size if "rollout" in roles else 1 for roles, _ in entries]
-    shares = [index for index, (_, value) in enumerate(entries) if str(value).strip().endswith("%")]
+    units = [tp if "rollout" in name else 1 for name, _ in entries]
+    shares = [index for index, (_, text) in enumerate(entries) if text.endswith("%")]
     counts = [unit if size is None else round(size) for unit, size in zip(units, sizes)]
     owed = 0.0
     for index in shares:
@@ -227,13 +200,13 @@ def _assign_sizes(
     if None in sizes:
         counts[sizes.index(None)] += world_size - sum(counts)
     if sum(counts) != world_size or min(counts) < 1:
-        got = ", ".join(f"{','.join(roles)}: {value} = {count}" for (roles, value), count in zip(entries, counts))
+        got = ", ".join(f"{name}: {text} = {count}" for (name, text), count in zip(entries, counts))
         raise ConfigError(
             f"placement: got {got} ranks, which is {sum(counts)} of {world_size}; counts and shares must give each "
             "entry at least one rank and cover the world: write 'rest' beside one of them"
         )
-    starts = [sum(counts[:index]) for index in range(len(counts))]
-    return [list(range(start, start + count)) for start, count in zip(starts, counts)]
+    ends = itertools.accumulate(counts)
+    return [list(range(end - count, end)) for end, count in zip(ends, counts)]
 
 
 def _parse_ranks(name: str, text: str, world_size: int) -> list[int]:
@@ -246,56 +219,46 @@ def _parse_ranks(name: str, text: str, world_size: int) -> list[int]:
             raise ConfigError(f"placement.{name}: got {text!r}; write ranks as 0-3,8, or all, rest, '4 ranks', '25%'")
         low, high = int(first), int(last or first)
         if low > high:
-            raise ConfigError(
-                f"placement.{name}: got {part.strip()!r}, a range that runs backwards; write {high}-{low}"
-            )
+            raise ConfigError(f"placement.{name}: got {part.strip()!r}, which runs backwards; write {high}-{low}")
         if high >= world_size:
+            last_rank = world_size - 1
             raise ConfigError(
-                f"placement.{name}: got rank {high} in a world of {count_of(world_size, 'rank')}, 0 to "
-                f"{world_size - 1}; write for example {min(low, world_size - 1)}-{world_size - 1}, or a share such as "
-                "'25%'"
+                f"placement.{name}: got rank {high} in a world of {count_of(world_size, 'rank')}, 0 to {last_rank}; "
+                f"write for example {min(low, last_rank)}-{last_rank}, or a share such as '25%'"
             )
         ranks.extend(range(low, high + 1))
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
     if twice:
-        raise ConfigError(
-            f"placement.{name}: got {text!r}, which names {format_ranks(twice)} twice; write "
-            f"{format_ranges(set(ranks))}"
-        )
+        once = format_ranges(set(ranks))
+        raise ConfigError(f"placement.{name}: got {text!r}, which names {format_ranks(twice)} twice; write {once}")
     return ranks
 
 
-def _roles_by_rank(
-    entries: list[tuple[tuple[str, ...], Any]], assigned: list[list[int]], world_size: int
-) -> tuple[tuple[str, ...], ...]:
-    roles: list[tuple[str, ...]] = [()] * world_size
-    for (entry_roles, _), ranks in zip(entries, assigned):
-        shared = [rank for rank in ranks if roles[rank]]
+def _roles_by_rank(entries: list[Entry], assigned: list[list[int]], world_size: int) -> tuple[tuple[str, ...], ...]:
+    names = [""] * world_size
+    for (name, _), ranks in zip(entries, assigned):
+        shared = [rank for rank in ranks if names[rank]]
         if shared:
-            both = ",".join(role for role in ROLES if role in entry_roles + roles[shared[0]])
+            other = names[shared[0]]
+            both = ",".join(role for role in ROLES if role in f"{name},{other}")
             raise ConfigError(
-                f"placement: {format_ranks(shared)} {'is' if len(shared) == 1 else 'are'} in the entry "
-                f"{','.join(roles[shared[0]])!r} and in the entry "
-                f"{','.join(entry_roles)!r}; a rank belongs to one entry. To give it both roles, write {both!r}: "
+                f"placement: {format_ranks(shared)} {'is' if len(shared) == 1 else 'are'} in the entry {other!r} and "
+                f"in the entry {name!r}; a rank belongs to one entry. To give it both roles, write {both!r}: "
                 f"{format_ranges(shared)}, and take it out of the other entries"
             )
         for rank in ranks:
-            roles[rank] = entry_roles
-    missing = [rank for rank in range(world_size) if not roles[rank]]
+            names[rank] = name
+    missing = [rank for rank, name in enumerate(names) if not name]
     if missing:
-        last = ",".join(entries[-1][0])
         raise ConfigError(
             f"placement: {format_ranks(missing)} of {count_of(world_size, 'rank')} "
-            f"{'has' if len(missing) == 1 else 'have'} no role; every rank needs one: extend an "
-            f"entry, for example {last}: {format_ranges(assigned[-1] + missing)}, or start fewer ranks"
+            f"{'has' if len(missing) == 1 else 'have'} no role; every rank needs one: extend an entry, for example "
+            f"{entries[-1][0]}: {format_ranges(assigned[-1] + missing)}, or start fewer ranks"
         )
-    return tuple(roles)
+    return tuple(tuple(name.split(",")) for name in names)
 
 
-def _group_engines(
-    rollout: list[int], num_ranks_per_node: int, tensor_parallel_size: int
-) -> tuple[tuple[int, ...], ...]:
-    tp = tensor_parallel_size
+def _group_engines(rollout: list[int], num_ranks_per_node: int, tp: int) -> tuple[tuple[int, ...], ...]:
     if len(rollout) % tp:
         raise ConfigError(
             f"rollout.tensor_parallel_size: got {tp}, but the rollout role has {count_of(len(rollout), 'rank')} "
@@ -318,7 +281,7 @@ def _group_engines(
     return engines
 
 
-def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
+def _check_roles(placement: Placement, tp: int) -> None:
     for role in ("actor", "rollout"):
         if not placement.ranks(role):
             raise ConfigError(
@@ -337,10 +300,9 @@ def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
         if len({placement.roles[rank] for rank in ranks}) > 1:
             got = "; ".join(f"rank {rank} is {','.join(placement.roles[rank])}" for rank in ranks)
             raise ConfigError(
-                f"placement: the ranks of one engine have different roles: {got}; with "
-                f"rollout.tensor_parallel_size={tensor_parallel_size} each {tensor_parallel_size} rollout "
-                "ranks in a row need the same roles: move the boundary of the ranges to a multiple of "
-                f"{tensor_parallel_size}"
+                f"placement: the ranks of one engine have different roles: {got}; with rollout.tensor_parallel_size="
+                f"{tp} each {tp} rollout ranks in a row need the same roles: move the boundary of the ranges to a "
+                f"multiple of {tp}"
             )
     shared = set(placement.scorers) & set(placement.actors)
     if shared:
@@ -349,7 +311,7 @@ def _check_roles(placement: Placement, tensor_parallel_size: int) -> None:
             "other ranks have only one of these roles. Separate the roles, for example {'actor,rollout': '0-2', "
             "'inference': '3'}, or leave out inference: then the actors compute logprobs themselves"
         )
-    if tensor_parallel_size > 1 and set(placement.scorers) & set(placement.ranks("rollout")):
+    if tp > 1 and set(placement.scorers) & set(placement.ranks("rollout")):
         raise ConfigError(
             "placement: ranks that are inference and rollout need rollout.tensor_parallel_size=1; otherwise the two "
             "kinds of collectives could wait for each other. Set it, or use separate inference ranks, for example "
