@@ -1,19 +1,27 @@
-"""The training loop's interface to checkpoints: when to save, what to save, and what to do on a signal."""
+"""The training loop's interface to checkpoints: when to save what, which steps to keep, what to do on a signal."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from rl.checkpoint.resume import Resume
-from rl.checkpoint.retention import Best, check_metric, is_due, steps_to_keep, update_best
 from rl.checkpoint.save import Saver
 from rl.checkpoint.snapshot import Snapshot, get_rng_states
-from rl.config.schema import CheckpointConfig
+from rl.config.schema import CheckpointConfig, ConfigError
 from rl.data.prompts import PromptStream
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
+
+
+@dataclass(frozen=True)
+class Best:
+    """The step at which `checkpoint.best_metric` was best so far."""
+
+    step: int
+    value: float
 
 
 class Checkpoints:
@@ -120,3 +128,38 @@ class Checkpoints:
         )
         self._saver.start(snapshot)
         self._saved_step = self._unprobed_step = step
+
+
+def update_best(best: Best | None, step: int, values: Mapping[str, float], config: CheckpointConfig) -> Best | None:
+    """Return the best step so far. It remains `best` if this step is not better or has no value of the metric."""
+    value = values.get(config.best_metric)
+    if value is None or value != value:  # NaN is never best
+        return best
+    is_better = best is None or (value < best.value if config.best_is_lowest else value > best.value)
+    return Best(step, value) if is_better else best
+
+
+def is_due(step: int, num_steps: int, config: CheckpointConfig) -> bool:
+    """Return whether this step is the last one or a multiple of `save_interval`."""
+    return step == num_steps or (config.save_interval > 0 and step % config.save_interval == 0)
+
+
+def steps_to_keep(steps: Iterable[int], best: Best | None, config: CheckpointConfig) -> set[int]:
+    """Return the last `keep_last` of these steps, the multiples of `keep_every`, and the best one."""
+    ordered = sorted(steps)
+    chosen = set(ordered[-config.keep_last :])
+    chosen |= {step for step in ordered if config.keep_every and step % config.keep_every == 0}
+    if best is not None:
+        chosen |= {best.step} & set(ordered)
+    return chosen
+
+
+def check_metric(values: Mapping[str, float], config: CheckpointConfig) -> None:
+    """Raise if `checkpoint.best_metric` is missing. Metrics under eval/ are only expected after an evaluation."""
+    name = config.best_metric
+    is_expected = not name.startswith("eval/") or any(other.startswith("eval/") for other in values)
+    if name and is_expected and name not in values:
+        raise ConfigError(
+            f"checkpoint.best_metric: got {name!r}, which no step reports; choose one of {', '.join(sorted(values))} "
+            "or one under eval/"
+        )

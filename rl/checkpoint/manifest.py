@@ -1,14 +1,7 @@
 """The manifest of a checkpoint: the list of its files. Does not import torch, because the merge tool reads it too.
 
-    runs/NAME/checkpoints/step_40/
-        manifest.json                            all files and their slices, and the state that is not in tensors
-        COMMITTED                                written after all nodes have renamed the folder to this name
-        model-00000-of-00004.safetensors         rows of every tensor, in the dtype of the merged model
-        optimizer-00000-of-00004.safetensors     rows of optimizer moments, and of float32 masters of narrower weights
-        hf/                                      config.json, generation config and tokenizer of the merged model
-        probe.safetensors                        tokens and the policy's logits for them; written one step later
-
-If disks are private, each node holds the files of its own ranks. Every node has manifest.json and COMMITTED.
+docs/checkpoints.md shows the files of a step. If disks are private, each node holds the files of its own ranks, and
+every node has manifest.json and COMMITTED.
 The fields of `Manifest`, `File` and `Slice` are a file format: changing them needs a new FORMAT.
 """
 
@@ -24,6 +17,8 @@ KIND = "oneworld checkpoint"
 MANIFEST, COMMITTED, PROBE = "manifest.json", "COMMITTED", "probe.safetensors"
 STEP_FOLDER = re.compile(r"step_(\d+)")
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+TORCH_NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+TORCH_DTYPES = dict(zip(ITEM_BYTES, TORCH_NAMES, strict=True))  # torch's name of each dtype in safetensors files
 
 
 class CheckpointError(RuntimeError):

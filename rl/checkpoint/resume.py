@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from rl.checkpoint.directory import CheckpointDirectory, StepsListed, StoredStep
-from rl.checkpoint.dtypes import TORCH_DTYPES
-from rl.checkpoint.manifest import MANIFEST, PROBE, CheckpointError, File, Manifest, Slice
+from rl.checkpoint.manifest import MANIFEST, PROBE, TORCH_DTYPES, CheckpointError, File, Manifest, Slice
 from rl.checkpoint.shard_file import digest, read_bytes
 from rl.checkpoint.snapshot import set_rng_states
 from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
@@ -50,9 +49,7 @@ class Resume:
     """The checkpoint that this run resumes from. Only actors receive the list of its files."""
 
     manifest: Manifest
-    holders: dict[
-        str, list[tuple[int, str]]
-    ]  # for each file with slices, ranks that can read it, with its folder there
+    holders: dict[str, list[tuple[int, str]]]  # for each file with slices, ranks that can read it, and its folder there
     is_own: bool  # False if this run forks the run that saved it
     committed: tuple[int, ...]  # committed steps of this run up to this one
     origin: str  # the path that a fork was made from; empty if this run is not a fork
@@ -88,7 +85,7 @@ def agree_on_resume(mail: Mailbox, placement: Placement, store: CheckpointStore,
         if found is not None:
             print(_announcement(found, store, config), flush=True)
     letter = mail.receive(ResumeFrom)
-    store.join_run(letter.message.run_id)
+    store.run_id = letter.message.run_id
     return msgspec.convert(json.loads(letter.payload), Resume) if letter.payload else None
 
 
@@ -105,10 +102,7 @@ def _announcement(resume: Resume, store: CheckpointStore, config: Config) -> str
 
 
 def find_checkpoint(store: CheckpointStore, resume: str) -> Resume | None:
-    """Return the checkpoint that `checkpoint.resume` selects, or None if the run starts from the model.
-
-    Called on the leader.
-    """
+    """Return the checkpoint that `checkpoint.resume` selects, or None. Called on the leader."""
     own: Listings = store.call_all(CheckpointDirectory.list_steps, "root")
     if resume == "never":
         own = _rename_old_roots(store, own)
@@ -188,14 +182,10 @@ def _load(store: CheckpointStore, listings: Listings, is_own: bool) -> Resume | 
         if not problems and max(unreadable, default=0) > manifest.step:
             break  # a newer committed step cannot be read, which is reported below
         if not problems:
-            return Resume(
-                manifest=manifest,
-                holders=holders,
-                is_own=is_own,
-                committed=(*(other for other in others if other < manifest.step), manifest.step),
-                origin=manifest.state.get("origin", ""),
-                has_probe=any(PROBE in other.files for other in steps if other.save_id == manifest.save_id),
-            )
+            older = [other for other in others if other < manifest.step]
+            has_probe = any(PROBE in other.files for other in steps if other.save_id == manifest.save_id)
+            origin = manifest.state.get("origin", "")
+            return Resume(manifest, holders, is_own, (*older, manifest.step), origin, has_probe)
         if manifest.save_id in committed:
             raise ConfigError(_incomplete_message(manifest, step.folder, problems, others))
     if unreadable:
@@ -264,7 +254,7 @@ class SliceReader:
                 are_all_corrupt = False
                 continue
             if digest(data) == part.digest:
-                return torch.frombuffer(data, dtype=TORCH_DTYPES[part.dtype])
+                return torch.frombuffer(data, dtype=getattr(torch, TORCH_DTYPES[part.dtype]))
             place = f"{folder}/{file.name} on the node of rank {rank}"
             problems.append(f"the bytes of {part.key} in {place} differ from those that were saved")
         text = (
@@ -286,14 +276,10 @@ class SliceReader:
 
 
 def restore(
-    learner: PolicyTrainer,
-    resume: Resume,
-    store: CheckpointStore,
-    placement: Placement,
-    rank: int,
-    critic: CriticTrainer | None = None,
+    learner: PolicyTrainer, critic: CriticTrainer | None, resume: Resume, store: CheckpointStore, placement: Placement
 ) -> None:
     """Restore learner, critic and this process's random generators. Called on every actor."""
+    rank = store.mail.rank
     reader = SliceReader(resume, store, rank - rank % placement.num_ranks_per_node)
     state = resume.manifest.state
     shard, num_shards = placement.shard_of(rank), len(placement.owners)

@@ -29,7 +29,7 @@ from rl.checkpoint.write import CheckpointWriter, RunDescription, StoredFile
 from rl.placement.roles import Placement
 from rl.watch.heart import OWN
 from rl.world.faults import Stopped
-from rl.world.messages import Letter, Message, waiting
+from rl.world.messages import Message, waiting
 from rl.world.world import World
 
 # What a main thread may report to wait for. The watchdog blames only ranks that wait for OWN work, such as a hung disk.
@@ -46,9 +46,7 @@ class FilesWritten(Message):
 
 @dataclass(frozen=True)
 class StepCommitted(Message):
-    """Tell an actor that a step is committed on all nodes."""
-
-    step: int
+    """Tell an actor that the step is committed on all nodes."""
 
 
 class Saver:
@@ -63,13 +61,11 @@ class Saver:
         self._writer = CheckpointWriter(store, placement, world.rank, run, copies)
         self._copier = HostCopier(world.device)
         self._work: queue.SimpleQueue[tuple[int, Callable[[], None]]] = queue.SimpleQueue()  # (step, task)
-        self._written: queue.SimpleQueue[Letter[FilesWritten]] = queue.SimpleQueue()  # on the leader
         self._waits_for = OTHERS_FILES  # the reason that waiting threads report
         self._copied, self._idle = threading.Event(), threading.Event()
         self._copied.set()
         self._idle.set()
         self._has_warned_about_copies = False
-        self._mail.on(FilesWritten, self._written.put)
         self._mail.on(StepCommitted, lambda letter: self._idle.set())
         threading.Thread(target=self._serve, name="checkpoint", daemon=True).start()
 
@@ -146,7 +142,7 @@ class Saver:
         ranks: dict[str, Any] = {}
         expected: list[dict[str, int]] = [{} for _ in store.node_leads]  # by node
         for _ in self._placement.actors:
-            letter = self._next_written()
+            letter = self._mail.receive(FilesWritten)
             assert letter.message.step == step, letter.message
             ranks[str(self._placement.actors.index(letter.source))] = letter.message.rank_state
             for file, nodes in msgspec.msgpack.decode(letter.payload, type=list[StoredFile]):
@@ -170,7 +166,7 @@ class Saver:
             self.steps -= set(old)
         self._warn_about_copies(files)
         for rank in self._placement.actors:
-            self._mail.send(rank, StepCommitted(step))
+            self._mail.send(rank, StepCommitted())
 
     def _manifest(self, snapshot: Snapshot, ranks: dict[str, Any], files: list[File]) -> Manifest:
         placement, store = self._placement, self._store
@@ -188,13 +184,6 @@ class Saver:
             placement={"roles": placement.roles, "hosts": hosts, "owners": placement.owners, "folders": store.folders},
             files=tuple(sorted(files, key=lambda file: file.name)),
         )
-
-    def _next_written(self) -> Letter[FilesWritten]:
-        while True:
-            try:
-                return self._written.get(timeout=POLL_S)
-            except queue.Empty:
-                self._mail.check()
 
     def _warn_about_copies(self, files: list[File]) -> None:
         if self._copies > 1 and not self._has_warned_about_copies and any(len(file.hosts) < 2 for file in files):

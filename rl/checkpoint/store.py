@@ -50,7 +50,7 @@ class CheckpointStore:
 
     def __init__(self, mail: Mailbox, root: Path, source: Path | None, node_leads: Sequence[int]):
         self.mail, self.root, self.node_leads = mail, root, node_leads
-        self.run_id = ""  # known after create_roots or join_run
+        self.run_id = ""  # known after create_roots on the leader, and agree_on_resume on the other ranks
         self.hosts: list[str] = []  # by node; known to the leader
         self.folders: dict[str, str] = {}  # by host: this run's checkpoint directory there
         self._directory = CheckpointDirectory(root, source, mail.rank)
@@ -88,10 +88,6 @@ class CheckpointStore:
         self.hosts = [listing.host for listing in listings]
         self.folders = {listing.host: listing.folder for listing in listings}
         self.call_all(CheckpointDirectory.create_root, self.run_id)
-
-    def join_run(self, run_id: str) -> None:
-        """Use the run's id, which the leader's `create_roots` has determined."""
-        self.run_id = run_id
 
     def wait(self, future: Future[R]) -> R:
         """Wait for a result and return it. Raise if the world ends in the meantime."""

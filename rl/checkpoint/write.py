@@ -13,8 +13,7 @@ from torch import Tensor
 
 from rl.checkpoint import shard_file
 from rl.checkpoint.directory import CheckpointDirectory
-from rl.checkpoint.dtypes import NAMES
-from rl.checkpoint.manifest import PROBE, File
+from rl.checkpoint.manifest import PROBE, TORCH_DTYPES, File
 from rl.checkpoint.snapshot import Snapshot
 from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
 from rl.model.shards import TensorInfo
@@ -24,6 +23,7 @@ from rl.watch.heart import HEART
 HF_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 MESSAGES_IN_FLIGHT = 4
 CAST_ELEMENTS = 1 << 22  # elements that are cast at a time
+FILE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 StoredFile = tuple[File, tuple[int, ...]]  # a file and the nodes that hold it
 
 
@@ -74,27 +74,21 @@ class CheckpointWriter:
         self, folder: Path, save_id: str, snapshot: Snapshot, pieces: Sequence[Sequence[Tensor]]
     ) -> list[File]:
         shard, num_shards = self._placement.shard_of(self.rank), len(self._placement.owners)
-        exported = {info.name: info for info in self._run.tensors}
-        model: list[shard_file.Content] = []
-        optimizer: list[shard_file.Content] = []
+        exported = {info.name: info.dtype for info in self._run.tensors}
+        contents: dict[str, list[shard_file.Content]] = {"model": [], "optimizer": []}
         for (kind, part), flat in zip(snapshot.parts, pieces, strict=True):
             info = part.info
             first, end = info.rows(shard, num_shards)
-            if first == end:
-                continue
-            contents = model if kind == "model" else optimizer
-            wanted = exported[info.name].torch_dtype if kind == "model" else info.torch_dtype
-            rows = shard_file.rows_to_write(kind, info.name, NAMES[wanted], info.shape, first, end)
-            contents.append(shard_file.Content(rows, _bytes(flat, wanted)))
-            if wanted != info.torch_dtype:
-                rows = shard_file.rows_to_write("master", info.name, NAMES[info.torch_dtype], info.shape, first, end)
-                optimizer.append(shard_file.Content(rows, _bytes(flat, info.torch_dtype)))
+            dtypes = {kind: exported[info.name] if kind == "model" else info.dtype}
+            if dtypes[kind] != info.dtype:
+                dtypes["master"] = info.dtype
+            for stored, dtype in dtypes.items() if first < end else ():
+                rows = shard_file.rows_to_write(stored, info.name, FILE_DTYPES[dtype], info.shape, first, end)
+                content = shard_file.Content(rows, _bytes(flat, getattr(torch, dtype)))
+                contents["model" if stored == "model" else "optimizer"].append(content)
         about = {"run_id": self._store.run_id, "step": snapshot.step, "save_id": save_id}
         suffix = f"{shard:05d}-of-{num_shards:05d}.safetensors"
-        return [
-            shard_file.write_shard(folder / f"model-{suffix}", model, about),
-            shard_file.write_shard(folder / f"optimizer-{suffix}", optimizer, about),
-        ]
+        return [shard_file.write_shard(folder / f"{name}-{suffix}", held, about) for name, held in contents.items()]
 
     def _write_hf_files(self, folder: Path) -> list[File]:
         folder.mkdir(exist_ok=True)

@@ -53,7 +53,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         trainer.reload()
     if resume is not None:  # after the engine, because vLLM seeds the random generators
         with run.world.stage("resume"):
-            restore(learner, resume, run.store, run.placement, run.world.rank, critic)
+            restore(learner, critic, resume, run.store, run.placement)
     checkpoints = build_checkpoints(run, learner, tensors, critic)
     hidden_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().hidden_size
     balancer = Balancer(mail, run.groups.actor_pg, run.placement.actors, hidden_size)

@@ -113,7 +113,7 @@ def train(run: Run, job: Job) -> None:
     probe = probe_of_run(config, run.model_folder).tokens if is_leader else ()
     learner = PolicyTrainer(ShardedModel(model, pg, world.device), config, job.num_steps, probe)
     if run.resume is not None:
-        restore(learner, run.resume, run.store, run.placement, world.rank)
+        restore(learner, None, run.resume, run.store, run.placement)
     checkpoints = build_checkpoints(run, learner, transferred_tensors(model, config.model.dtype))
     first = run.resume.manifest.step if run.resume is not None else 0
     stream = PromptStream([Prompt(i, 0, str(i), "", [1]) for i in range(7)], seed=0) if is_leader else None

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from rl.checkpoint import shard_file
-from rl.checkpoint.dtypes import NAMES, TORCH_DTYPES
-from rl.checkpoint.manifest import ITEM_BYTES, CheckpointError, File, Manifest, Slice, step_folder
+from rl.checkpoint.manifest import ITEM_BYTES, TORCH_DTYPES, CheckpointError, File, Manifest, Slice, step_folder
 from rl.checkpoint.shard_file import (
     Content,
     NewFile,
@@ -28,6 +28,7 @@ from rl.checkpoint.shard_file import (
     write_small_file,
     writing,
 )
+from rl.checkpoint.write import FILE_DTYPES
 from rl.common.text import parse_bytes
 
 DIGEST_OF_NOTHING = "2d06800538d394c2"  # XXH3's own test vector
@@ -39,15 +40,21 @@ def content(whole: Tensor, name: str = "a", kind: str = "model", first: int = 0,
     end = (whole.shape[0] if whole.dim() else 1) if end is None else end
     rows = whole[first:end] if whole.dim() else whole
     data = rows.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return Content(rows_to_write(kind, name, NAMES[whole.dtype], tuple(whole.shape), first, end), [data])
+    return Content(
+        rows_to_write(kind, name, FILE_DTYPES[str(whole.dtype).removeprefix("torch.")], tuple(whole.shape), first, end),
+        [data],
+    )
 
 
 A = torch.arange(8.0).view(4, 2)
 
 
 def test_dtypes_have_one_name_and_size_in_torch_and_in_files() -> None:
-    assert {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()} == ITEM_BYTES
-    assert {name: NAMES[dtype] for name, dtype in TORCH_DTYPES.items()} == {name: name for name in ITEM_BYTES}
+    assert {name: getattr(torch, dtype).itemsize for name, dtype in TORCH_DTYPES.items()} == ITEM_BYTES
+    tensors = {name: torch.zeros(2, dtype=getattr(torch, dtype)) for name, dtype in TORCH_DTYPES.items()}
+    header = safetensors.torch.save(tensors)
+    end = 8 + int.from_bytes(header[:8], "little")
+    assert {name: entry["dtype"] for name, entry in json.loads(header[8:end]).items()} == {n: n for n in ITEM_BYTES}
 
 
 @pytest.mark.parametrize(

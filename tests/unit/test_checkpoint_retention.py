@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rl.checkpoint.retention import Best, check_metric, is_due, steps_to_keep, update_best
+from rl.checkpoint.checkpoints import Best, check_metric, is_due, steps_to_keep, update_best
 from rl.config.schema import CheckpointConfig, ConfigError
 
 HIGHEST = CheckpointConfig(best_metric="eval/accuracy")
