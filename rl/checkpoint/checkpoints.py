@@ -1,9 +1,7 @@
 """The training loop's interface to checkpoints: when to save what, which steps to keep, what to do on a signal."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -16,8 +14,7 @@ from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 
 
-@dataclass(frozen=True)
-class Best:
+class Best(NamedTuple):
     """The step at which `checkpoint.best_metric` was best so far."""
 
     step: int
@@ -54,10 +51,8 @@ class Checkpoints:
             self._best = Best(**best) if best and same else None
 
     def end_update(self, step: int, version: int, stream: PromptStream | None) -> None:
-        """Record the state after a step's update. Any save before the next update saves this state.
-
-        `stream` is the leader's prompt stream at the end of the step, and None on other ranks.
-        """
+        """Record the state after a step's update. Any save before the next update saves this state. `stream` is the
+        leader's prompt stream at the end of the step, and None on other ranks."""
         state: dict[str, Any] = {"version": version, "num_updates": self._learner.num_updates, "origin": self._origin}
         state |= {"is_evaluated": False, "kl_coef": self._learner.kl_coef}
         if self._critic is not None:
@@ -84,10 +79,8 @@ class Checkpoints:
         self._saver.wait_copied()
 
     def execute(self, order: Literal["save", "stop"]) -> None:
-        """Save, or save and stop, after a signal. All actors receive the order while they wait for rollouts.
-
-        During an evaluation, a save waits for its end, because the result decides which step is best.
-        """
+        """Save, or save and stop, after a signal. All actors receive the order while they wait for rollouts. During an
+        evaluation, a save waits for its end, because the result decides which step is best."""
         if order == "save" and self._is_ending:
             self._is_save_wanted = True
             return
@@ -123,7 +116,7 @@ class Checkpoints:
             step=step,
             parts=[part for each in trainers for part in each.state_slices()] if self._saver.is_owner else (),
             rank_state=rank_state,
-            state={**state, "best": dataclasses.asdict(self._best) if self._best else None},
+            state={**state, "best": self._best._asdict() if self._best else None},
             steps_to_keep=frozenset(steps_to_keep({*self._saver.steps, step}, self._best, self._config)),
         )
         self._saver.start(snapshot)
@@ -147,11 +140,9 @@ def is_due(step: int, num_steps: int, config: CheckpointConfig) -> bool:
 def steps_to_keep(steps: Iterable[int], best: Best | None, config: CheckpointConfig) -> set[int]:
     """Return the last `keep_last` of these steps, the multiples of `keep_every`, and the best one."""
     ordered = sorted(steps)
-    chosen = set(ordered[-config.keep_last :])
-    chosen |= {step for step in ordered if config.keep_every and step % config.keep_every == 0}
-    if best is not None:
-        chosen |= {best.step} & set(ordered)
-    return chosen
+    chosen = {step for step in ordered if config.keep_every and step % config.keep_every == 0}
+    chosen |= {step for step in ordered if best is not None and step == best.step}
+    return chosen | set(ordered[-config.keep_last :])
 
 
 def check_metric(values: Mapping[str, float], config: CheckpointConfig) -> None:

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import socket
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,9 +75,7 @@ class CheckpointDirectory:
         """Create the run's checkpoint directory, and delete what killed saves left in it."""
         with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
-            for folder in self.root.iterdir():
-                if LEFT_OVER.fullmatch(folder.name):
-                    _delete(folder)
+            _delete_all(folder for folder in self.root.iterdir() if LEFT_OVER.fullmatch(folder.name))
             if not self._read_run_id():
                 # Not through a temporary file: nodes that share the disk would race for its name. All write the same.
                 (self.root / RUN_ID).write_text(run_id)
@@ -91,9 +90,7 @@ class CheckpointDirectory:
         path = Path(folder, file)
         return read_bytes(path, begin, path.stat().st_size if num_bytes is None else num_bytes)
 
-    def write(
-        self, folder: str, file: str, begin: int, digest: str, is_last: bool, payload: bytes | memoryview = b""
-    ) -> bool:
+    def write(self, folder: str, file: str, begin: int, digest: str, is_last: bool, payload: bytes = b"") -> bool:
         """Write the next piece of a file. Return False if the file exists, because the caller shares this disk."""
         path = self.root / folder / file
         if begin == 0:
@@ -124,13 +121,9 @@ class CheckpointDirectory:
             raise
         return True
 
-    def prepare(
-        self, step: int, save_id: str, folder: str, expected: dict[str, int], payload: bytes | bytearray
-    ) -> bool:
-        """Rename a step's folder to its final name. All nodes have written all files. The payload is the manifest.
-
-        `expected` are the files on this node and their sizes. Return False if another node renames the folder.
-        """
+    def prepare(self, step: int, save_id: str, folder: str, expected: dict[str, int], payload: bytes) -> bool:
+        """Rename a step's folder to its final name, after all nodes have written all files. Return False if another
+        node on this disk does it. `expected` are the sizes of this node's files. The payload is the manifest."""
         temporary, final = self.root / folder, self.root / step_folder(step)
         self._check_root()
         for file, num_bytes in expected.items():
@@ -147,7 +140,7 @@ class CheckpointDirectory:
             return False
         with writing(final):
             temporary.mkdir(exist_ok=True)
-            write_small_file(temporary / MANIFEST, bytes(payload))
+            write_small_file(temporary / MANIFEST, payload)
             sync_folder(temporary)
             if final.exists():  # left by an uncommitted save, or newer than the step that this run resumed from
                 final.rename(final.with_name(f"{final.name}.old-{save_id}"))
@@ -159,7 +152,7 @@ class CheckpointDirectory:
         """Write COMMITTED into a step whose folder has its final name on all nodes."""
         if save_id == self._claimed:
             _mark_committed(self.root / step_folder(step))
-            self._delete_all(f"*-{save_id}")
+            _delete_all(self.root.glob(f"*-{save_id}"))
 
     def remove(self, save_id: str, steps: list[int]) -> None:
         """Delete steps that are not kept after this save."""
@@ -168,7 +161,7 @@ class CheckpointDirectory:
                 folder = self.root / step_folder(step)
                 if folder.exists():
                     folder.rename(folder.with_name(f"{folder.name}.old-{save_id}"))
-            self._delete_all(f"*.old-{save_id}")
+            _delete_all(self.root.glob(f"*.old-{save_id}"))
 
     def confirm(self, folder: str, save_id: str) -> None:
         """Write COMMITTED into a step that a killed world had not marked on all nodes."""
@@ -199,10 +192,6 @@ class CheckpointDirectory:
         if not self.root.is_dir():
             raise CheckpointError(f"{self.root} is gone: was it deleted, or its disk unmounted?")
 
-    def _delete_all(self, pattern: str) -> None:
-        for folder in self.root.glob(pattern):
-            _delete(folder)
-
 
 def _mark_committed(folder: Path) -> None:
     with writing(folder / COMMITTED):
@@ -210,15 +199,14 @@ def _mark_committed(folder: Path) -> None:
         sync_folder(folder)
 
 
-def _delete(folder: Path) -> None:
-    renamed = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
-    try:
-        folder.rename(renamed)
-    except FileNotFoundError:  # another node on this disk was first
-        return
-    shutil.rmtree(renamed, ignore_errors=True)
-    if renamed.exists():
-        print(f"oneworld: could not delete {renamed}, which is no longer needed", file=sys.stderr, flush=True)
+def _delete_all(folders: Iterable[Path]) -> None:
+    for folder in list(folders):
+        renamed = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
+        with suppress(FileNotFoundError):  # another node on this disk was first
+            folder.rename(renamed)
+            shutil.rmtree(renamed, ignore_errors=True)
+            if renamed.exists():
+                print(f"oneworld: could not delete {renamed}, which is no longer needed", file=sys.stderr, flush=True)
 
 
 def _size(path: Path) -> int | None:

@@ -135,15 +135,14 @@ def _fork(store: CheckpointStore, own: Resume | None, path: str) -> Resume:
             f"checkpoint.resume: got {path!r}, which is not a folder on any node; give auto, never or a folder"
         )
     place, origin = Path(source[0].folder), str(Path(path).resolve())
-    if own is not None and store.root.resolve() in (place, place.parent):
-        if own.manifest.save_id not in {step.save_id for step in _steps(source)}:
+    if own is not None:
+        is_own_path = store.root.resolve() in (place, place.parent)
+        if is_own_path and own.manifest.save_id not in {step.save_id for step in _steps(source)}:
             raise ConfigError(
                 f"checkpoint.resume: got {path!r}, but this run has reached step {own.manifest.step}; to resume from "
                 "an older step give the new run another run.name, to resume from the newest set checkpoint.resume=auto"
             )
-        return own
-    if own is not None:
-        if own.origin != origin:
+        if not is_own_path and own.origin != origin:
             raise ConfigError(
                 f"checkpoint.resume: got {path!r}, but {store.root} holds step {own.manifest.step} of a run that "
                 f"{f'forked {own.origin!r}' if own.origin else 'is no fork'}; give this fork another run.name"
@@ -163,16 +162,16 @@ def _steps(listings: Listings) -> list[StoredStep]:
 
 
 def _load(store: CheckpointStore, listings: Listings, is_own: bool) -> Resume | None:
-    """Return the step that was saved last.
-
-    A step without COMMITTED on any node is also valid if all of its files can be reached. The reason: no node renames a
-    step's folder to its final name before all nodes have written everything.
-    """
+    """Return the step that was saved last. It is valid without COMMITTED if all of its files can be reached, because no
+    node renames a step's folder to its final name before all nodes have written everything."""
     steps = _steps(listings)
     committed = {step.save_id for step in steps if step.is_committed and not step.error}
     readable = {step.save_id: step for step in steps if not step.error}
-    if is_own:
-        _check_one_run(listings, [step for step in readable.values() if step.save_id in committed])
+    runs = {listing.run_id: listing.folder for listing in listings if listing.run_id}
+    runs |= {step.run_id: step.folder for step in readable.values() if step.save_id in committed}
+    if is_own and len(runs) > 1:
+        listed = ", ".join(f"{folder} (run {run_id})" for run_id, folder in sorted(runs.items()))
+        raise ConfigError(f"checkpoints of different runs lie in one folder: {listed}; move those of other runs away")
     unreadable = {step.step: step.error for step in steps if step.is_committed and step.error}
     for step in sorted(readable.values(), key=lambda step: -step.saved_at):
         text = store.wait(store.call(step.rank, CheckpointDirectory.read, step.folder, MANIFEST))
@@ -191,14 +190,6 @@ def _load(store: CheckpointStore, listings: Listings, is_own: bool) -> Resume | 
     if unreadable:
         raise ConfigError(unreadable[max(unreadable)])
     return None
-
-
-def _check_one_run(listings: Listings, committed: Sequence[StoredStep]) -> None:
-    runs = {listing.run_id: listing.folder for listing in listings if listing.run_id}
-    runs |= {step.run_id: step.folder for step in committed}
-    if len(runs) > 1:
-        listed = ", ".join(f"{folder} (run {run_id})" for run_id, folder in sorted(runs.items()))
-        raise ConfigError(f"checkpoints of different runs lie in one folder: {listed}; move those of other runs away")
 
 
 def _locate(manifest: Manifest, steps: Sequence[StoredStep]) -> tuple[dict[str, list[tuple[int, str]]], list[str]]:
@@ -237,13 +228,12 @@ class SliceReader:
     """Read slices of a checkpoint, from this node's disk if possible. `own_lead` is this node's entry of node_leads."""
 
     def __init__(self, resume: Resume, store: CheckpointStore, own_lead: int):
-        self.manifest = resume.manifest
-        self._resume, self._store, self._own_lead = resume, store, own_lead
+        self.resume, self._store, self._own_lead = resume, store, own_lead
 
     def read(self, file: File, part: Slice) -> Tensor:
         """Return the elements of a slice as a flat tensor, after a check of their digest."""
         problems, are_all_corrupt = [], True
-        holders = self._resume.holders[file.name]
+        holders = self.resume.holders[file.name]
         for rank, folder in sorted(holders, key=lambda holder: holder[0] != self._own_lead):
             try:
                 data = self._fetch(rank, folder, file, part)
@@ -258,8 +248,8 @@ class SliceReader:
             place = f"{folder}/{file.name} on the node of rank {rank}"
             problems.append(f"the bytes of {part.key} in {place} differ from those that were saved")
         text = (
-            f"step {self.manifest.step} cannot be read: {'; '.join(problems)}. Nothing was changed; restore the file, "
-            "or resume from an older step in a new run with checkpoint.resume=PATH"
+            f"step {self.resume.manifest.step} cannot be read: {'; '.join(problems)}. Nothing was changed; restore the "
+            "file, or resume from an older step in a new run with checkpoint.resume=PATH"
         )
         raise ConfigError(text) if are_all_corrupt else CheckpointError(text)
 
@@ -296,7 +286,7 @@ def restore(
 
 def fill(parts: Sequence[tuple[str, LocalSlice]], reader: SliceReader, shard: int, num_shards: int) -> None:
     """Load this rank's part of every tensor. `parts` are (kind, slice), as `state_slices` returns them."""
-    manifest = reader.manifest
+    manifest = reader.resume.manifest
     kinds = {kind for kind, _ in parts}
     saved = {kind: manifest.slices(kind) for kind in kinds | {"master"}}
     for kind in kinds & {"model", "critic"}:

@@ -10,7 +10,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,22 +62,14 @@ def write_shard(path: Path, contents: Sequence[Content], about: dict[str, Any]) 
     return File(path.name, file.num_bytes, file.digest, (), tuple(parts))
 
 
-class NewFile:
-    """Write a new file in pieces and compute its digest. `finish` syncs the file, `discard` deletes it.
-
-    As a context manager, it finishes the file, or discards it after an error.
-    """
+class NewFile(AbstractContextManager["NewFile"]):
+    """Write a new file in pieces and compute its digest. `with` finishes the file, or discards it after an error."""
 
     def __init__(self, path: Path):
-        self.path, self.num_bytes = path, 0
-        self._num_unsynced = 0
-        self._hasher = xxhash.xxh3_64()
+        self.path, self.num_bytes, self.digest = path, 0, ""
+        self._num_unsynced, self._hasher = 0, xxhash.xxh3_64()
         with writing(path):
             self._file = path.open("xb", buffering=0)
-
-    @property
-    def digest(self) -> str:
-        return self._hasher.hexdigest()
 
     def write(self, chunk: memoryview) -> None:
         self._hasher.update(chunk)
@@ -93,6 +85,7 @@ class NewFile:
     def finish(self) -> None:
         self._sync()
         self._file.close()
+        self.digest = self._hasher.hexdigest()
 
     def discard(self) -> None:
         self._file.close()
@@ -104,9 +97,6 @@ class NewFile:
             os.fsync(self._file.fileno())
         self._num_unsynced = 0
         HEART.touch_background()
-
-    def __enter__(self) -> "NewFile":
-        return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
@@ -192,24 +182,20 @@ def pack_header(metadata: dict[str, str], tensors: Iterable[tuple[str, str, Sequ
 
 
 def check_shard(file: File, read: Callable[[int, int], bytes | bytearray], about: dict[str, Any]) -> None:
-    """Raise unless a shard is the one that the manifest lists.
-
-    Its header must have the run, step and save in `about`, and the same slice positions as the manifest.
-    `read(begin, num_bytes)` returns bytes of the shard.
-    """
+    """Raise unless a shard is the one that the manifest lists: its header must have the run, step and save in `about`,
+    and the same slice positions. `read(begin, num_bytes)` returns bytes of the shard."""
     try:
         num_bytes = LENGTH.unpack(read(0, LENGTH.size))[0]
-        if LENGTH.size + num_bytes > file.num_bytes:
+        data = LENGTH.size + num_bytes
+        if data > file.num_bytes:
             raise ValueError(f"a header of {num_bytes} bytes")
         header = json.loads(read(LENGTH.size, num_bytes))
-        own = json.loads(header["__metadata__"]["oneworld"])
-        data = LENGTH.size + num_bytes
-        offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-        found = {name: (data + begin, data + end) for name, (begin, end) in offsets.items()}
+        own = json.loads(header.pop("__metadata__")["oneworld"])
+        found = {name: [data + offset for offset in entry["data_offsets"]] for name, entry in header.items()}
         other = [f"{name} {own[name]}, not {value}" for name, value in about.items() if own[name] != value]
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(f"it is not a shard of a checkpoint: {type(error).__name__}: {error}") from None
     if other:
         raise CheckpointError(f"it is a shard of another checkpoint: {', '.join(other)}")
-    if found != {part.key: (part.begin, part.begin + part.num_bytes) for part in file.slices}:
+    if found != {part.key: [part.begin, part.begin + part.num_bytes] for part in file.slices}:
         raise CheckpointError("it holds other slices than its manifest lists")

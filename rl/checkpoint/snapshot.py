@@ -24,10 +24,7 @@ PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's state at the end of a step.
-
-    Its tensors share the learner's memory, so they must be copied before the next update.
-    """
+    """One rank's state at the end of a step. Its tensors share the learner's memory, which the next update changes."""
 
     step: int
     parts: Sequence[tuple[str, LocalSlice]]  # (kind, slice); the kind is model, critic, or an optimizer moment
@@ -40,38 +37,33 @@ class HostCopier:
     """Copy this rank's tensors to host buffers that are kept between saves."""
 
     def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: HostBuffers | None = None
 
     def record_event(self) -> torch.cuda.Event | None:
         """Record an event after all work that this thread has enqueued on the GPU. Return None on a CPU."""
-        return torch.cuda.current_stream().record_event() if self._on_gpu else None
+        return torch.cuda.current_stream().record_event() if self._stream is not None else None
 
     def copy(self, tensors: Sequence[Tensor], ready: torch.cuda.Event | None) -> list[list[Tensor]]:
-        """Copy the tensors to host memory after `ready`.
-
-        Return each one as a list of flat pieces, which are valid until the next call.
-        """
+        """Copy the tensors to host memory after `ready`. Return flat pieces of each, valid until the next call."""
         sizes = [size for tensor in tensors for size in _piece_sizes(tensor)]
         if self._buffers is None or self._buffers.sizes != sizes:
             self._buffers = None  # free the old buffers before new ones are allocated
-            self._buffers = HostBuffers(sizes, pinned=self._on_gpu)
-        buffers, copies = iter(self._buffers), []
+            self._buffers = HostBuffers(sizes, pinned=self._stream is not None)
+        buffers, copies = iter(self._buffers), list[list[Tensor]]()
         with torch.cuda.stream(self._stream):  # does nothing without a GPU
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
             for tensor in tensors:
                 parts = tensor.reshape(-1).split([size // tensor.itemsize for size in _piece_sizes(tensor)])
-                copies.append([self._copy_part(part, next(buffers)) for part in parts])
+                copies.append([])
+                for part, buffer in zip(parts, buffers):
+                    HEART.touch_background()
+                    copies[-1].append(buffer.view(part.dtype).copy_(part, non_blocking=True))
         if self._stream is not None:
             self._stream.synchronize()
             HEART.touch_background()
         return copies
-
-    def _copy_part(self, part: Tensor, buffer: Tensor) -> Tensor:
-        HEART.touch_background()
-        return buffer.view(part.dtype).copy_(part, non_blocking=True)
 
 
 def _piece_sizes(tensor: Tensor) -> list[int]:

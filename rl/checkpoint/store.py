@@ -20,6 +20,7 @@ POLL_S = 0.2
 MESSAGE_BYTES = 4 << 20  # maximum size of a piece of a file, so that other messages do not wait long behind it
 P = ParamSpec("P")
 R = TypeVar("R")
+Method = Callable[Concatenate[CheckpointDirectory, P], R]
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,7 @@ class StoreAnswer(Message):
 
 
 class CheckpointStore:
-    """One rank's access to the checkpoint directories of all nodes.
-
-    `root` holds this run's steps on this node. `source` holds the steps of the run that this one forks.
-    `node_leads` are the ranks, one per node, that answer for the node's disk.
-    """
+    """One rank's access to the checkpoint directories of all nodes. `node_leads`, a rank per node, answer for them."""
 
     def __init__(self, mail: Mailbox, root: Path, source: Path | None, node_leads: Sequence[int]):
         self.mail, self.root, self.node_leads = mail, root, node_leads
@@ -61,9 +58,7 @@ class CheckpointStore:
         mail.on(StoreAnswer, self._on_answer)
         threading.Thread(target=self._serve, name="checkpoint store", daemon=True).start()
 
-    def call(
-        self, rank: int, method: Callable[Concatenate[CheckpointDirectory, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> Future[R]:
+    def call(self, rank: int, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call a method of a rank's directory. The future raises CheckpointError if the method failed there."""
         number, future = next(self._numbers), Future[R]()
         self._futures[number] = future
@@ -71,18 +66,14 @@ class CheckpointStore:
         self.mail.send(rank, StoreCall(number, method.__name__, list(args), kwargs), payload=payload)
         return future
 
-    def call_all(
-        self, method: Callable[Concatenate[CheckpointDirectory, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> list[R]:
+    def call_all(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call a method on one rank of every node. Return all results, by node."""
         futures = [self.call(rank, method, *args, **kwargs) for rank in self.node_leads]
         return [self.wait(future) for future in futures]
 
     def create_roots(self, run_id: str) -> None:
-        """Create the checkpoint directory on all nodes. If it is missing later, a disk is gone.
-
-        A run that was killed before its first checkpoint keeps the id in its directories, instead of `run_id`.
-        """
+        """Create the checkpoint directory on all nodes. If it is missing later, a disk is gone. A run that was killed
+        before its first checkpoint keeps the id in its directories, instead of `run_id`."""
         listings = self.call_all(CheckpointDirectory.list_steps, "root")
         self.run_id = next((listing.run_id for listing in listings if listing.run_id), run_id)
         self.hosts = [listing.host for listing in listings]

@@ -24,6 +24,7 @@ HF_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 MESSAGES_IN_FLIGHT = 4
 CAST_ELEMENTS = 1 << 22  # elements that are cast at a time
 FILE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+Pieces = Sequence[Sequence[Tensor]]  # the host copies of a snapshot's parts
 StoredFile = tuple[File, tuple[int, ...]]  # a file and the nodes that hold it
 
 
@@ -52,13 +53,8 @@ class CheckpointWriter:
         self.rank, self._store, self._placement = rank, store, placement
         self._run, self._copies = run, copies
 
-    def write(
-        self, folder: str, save_id: str, snapshot: Snapshot, pieces: Sequence[Sequence[Tensor]]
-    ) -> list[StoredFile]:
-        """Write this rank's files into `folder` of the store. Owners write shards, and the leader also writes hf/.
-
-        `pieces` are the host copies of the snapshot's parts.
-        """
+    def write(self, folder: str, save_id: str, snapshot: Snapshot, pieces: Pieces) -> list[StoredFile]:
+        """Write this rank's files into `folder` of the store. Owners write shards, and the leader also writes hf/."""
         path = self._store.root / folder
         files: list[File] = []
         with shard_file.writing(path):
@@ -66,13 +62,14 @@ class CheckpointWriter:
             if self.rank in self._placement.owners:
                 files += self._write_shards(path, save_id, snapshot, pieces)
             if self.rank == self._placement.leader:
-                files += self._write_hf_files(path / "hf")
+                (path / "hf").mkdir(exist_ok=True)
+                for name, data in self._run.hf_files.items():
+                    files.append(replace(shard_file.write_small_file(path / "hf" / name, data), name=f"hf/{name}"))
+                shard_file.sync_folder(path / "hf")
             shard_file.sync_folder(path)
         return [(file, self._copy(folder, file)) for file in files]
 
-    def _write_shards(
-        self, folder: Path, save_id: str, snapshot: Snapshot, pieces: Sequence[Sequence[Tensor]]
-    ) -> list[File]:
+    def _write_shards(self, folder: Path, save_id: str, snapshot: Snapshot, pieces: Pieces) -> list[File]:
         shard, num_shards = self._placement.shard_of(self.rank), len(self._placement.owners)
         exported = {info.name: info.dtype for info in self._run.tensors}
         contents: dict[str, list[shard_file.Content]] = {"model": [], "optimizer": []}
@@ -89,12 +86,6 @@ class CheckpointWriter:
         about = {"run_id": self._store.run_id, "step": snapshot.step, "save_id": save_id}
         suffix = f"{shard:05d}-of-{num_shards:05d}.safetensors"
         return [shard_file.write_shard(folder / f"{name}-{suffix}", held, about) for name, held in contents.items()]
-
-    def _write_hf_files(self, folder: Path) -> list[File]:
-        folder.mkdir(exist_ok=True)
-        written = [shard_file.write_small_file(folder / name, data) for name, data in self._run.hf_files.items()]
-        shard_file.sync_folder(folder)
-        return [replace(file, name=f"{folder.name}/{file.name}") for file in written]
 
     def write_probe(self, folder: str, probe: dict[str, Tensor]) -> None:
         """Write logits into a committed step, unless the step has been deleted."""

@@ -24,17 +24,13 @@ def pass_at(num_passed: int, num_samples: int, k: int) -> float:
 
 
 def majority(scores: Sequence[float], answers: Sequence[str | None]) -> float:
-    """Return the score of the most frequent answer (arXiv 2203.11171). A tie goes to the answer that came first.
-
-    A response without an answer has no vote. Without any vote the score is 0.
-    """
+    """Return the score of the most frequent answer, the first one in a tie, or 0 without answers (arXiv 2203.11171)."""
     votes = Counter(answer for answer in answers if answer is not None)
     return scores[answers.index(votes.most_common(1)[0][0])] if votes else 0.0
 
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean and its interval. There is one value per prompt: responses to one prompt are not independent.
-
     For values between 0 and 1 the interval is Wilson's, which is accurate near both ends. Its sample size is the number
     of prompts that would give the observed variance if each value were 0 or 1. Otherwise the interval is normal.
     """

@@ -1,15 +1,10 @@
 """Evaluate the current weights on held-out prompts with the rollout engines.
 
-    eval/SET/avg@K    mean score of K responses per prompt       each of these also has _low and _high,
-    eval/SET/pass@k   chance that one of k responses scores 1    the ends of its 95 % confidence interval
-    eval/SET/maj@K    mean score of the most frequent answer
-    eval/accuracy     mean of avg@K over all sets
-
 The leader writes the responses to RUN/eval/step_N.SET.jsonl, one line per prompt, and the metrics to RUN/eval.jsonl.
+docs/evaluation.md describes both: eval/SET/avg@K, pass@k and maj@K with their intervals, and eval/accuracy.
 """
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +68,7 @@ class Evaluation:
     ):
         self._mail, self._placement, self._rollouts, self._tokenizer = mail, placement, rollouts, tokenizer
         self._folder, self._sets = folder, sets
+        self._prompts = [(name, prompt) for name, prompts in sets.items() for prompt in prompts]
         settings, k = config.eval, config.eval.num_samples
         self._function = settings.function or read_rules(config.reward)[0].name
         max_new_tokens = settings.max_new_tokens or config.rollout.max_new_tokens
@@ -82,7 +78,7 @@ class Evaluation:
     def run(self, step: int, version: int) -> dict[str, float]:
         """Evaluate and return the same metrics on every actor. All actors call it."""
         is_leader = self._mail.rank == self._placement.leader
-        prompts = [prompt for prompts in self._sets.values() for prompt in prompts] if is_leader else None
+        prompts = [prompt for _, prompt in self._prompts] if is_leader else None
         batch = self._rollouts.start(prompts, self._sampling, version, is_dealt=False)
         gathered = self._rollouts.gather(batch)
         if is_leader:
@@ -98,14 +94,11 @@ class Evaluation:
         return self._mail.receive(Evaluated).message.values
 
     def _answers(self, groups: Mapping[int, Batch], scores: Mapping[int, Results]) -> dict[str, list[AnsweredPrompt]]:
-        positions = itertools.count()
         answers: dict[str, list[AnsweredPrompt]] = {name: [] for name in self._sets}
-        for name, prompts in self._sets.items():
-            for prompt in prompts:
-                position = next(positions)
-                HEART.beat(f"reads prompt {prompt.id} of {name}")
-                responses = list(self._read(groups[position], scores[position]))
-                answers[name].append(AnsweredPrompt(prompt, responses))
+        for position, (name, prompt) in enumerate(self._prompts):
+            HEART.beat(f"reads prompt {prompt.id} of {name}")
+            responses = list(self._read(groups[position], scores[position]))
+            answers[name].append(AnsweredPrompt(prompt, responses))
         return answers
 
     def _read(self, group: Batch, results: Results) -> Iterator[ScoredResponse]:

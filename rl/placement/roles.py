@@ -181,10 +181,8 @@ def _parse_size(name: str, text: str, world_size: int) -> float | None:
 
 
 def _assign_sizes(entries: list[Entry], sizes: list[float | None], world_size: int, tp: int) -> list[list[int]]:
-    """Return consecutive ranks for each entry. Counts are exact, and shares are rounded to whole engines.
-
-    The rounding error of a share is carried over to the next one. Shares shrink if another entry would get no rank.
-    """
+    """Return consecutive ranks for each entry. Counts are exact. Shares are rounded to whole engines, and the error is
+    carried over to the next share. Shares shrink if another entry would get no rank."""
     units = [tp if "rollout" in name else 1 for name, _ in entries]
     shares = [index for index, (_, text) in enumerate(entries) if text.endswith("%")]
     counts = [unit if size is None else round(size) for unit, size in zip(units, sizes)]
