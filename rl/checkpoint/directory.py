@@ -90,7 +90,9 @@ class CheckpointDirectory:
         path = Path(folder, file)
         return read_bytes(path, begin, path.stat().st_size if num_bytes is None else num_bytes)
 
-    def write(self, folder: str, file: str, begin: int, digest: str, is_last: bool, payload: bytes = b"") -> bool:
+    def write(
+        self, folder: str, file: str, begin: int, digest: str, is_last: bool, payload: bytes | memoryview = b""
+    ) -> bool:
         """Write the next piece of a file. Return False if the file exists, because the caller shares this disk."""
         path = self.root / folder / file
         if begin == 0:
