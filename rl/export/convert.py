@@ -16,12 +16,14 @@ class OutOfRange(ValueError):
     """A finite value that the target dtype cannot represent."""
 
 
-def convert(data: Bytes, source: str, result: Bytes, target: str) -> None:
-    """Convert the elements of `data` into `result`. Both are raw bytes. `source` and `target` are safetensors names."""
+def convert(data: Bytes, source: str, target: str) -> Bytes:
+    """Return the converted elements of `data`, also as raw bytes. `source` and `target` are safetensors names."""
     read, written = ITEM_BYTES[source] * BLOCK, ITEM_BYTES[target] * BLOCK
+    result = np.empty(data.size // ITEM_BYTES[source] * ITEM_BYTES[target], np.uint8)
     for block in range(-(-data.size // read)):
         values = _load(data[block * read : (block + 1) * read], source)
         _store(values, result[block * written : (block + 1) * written], target)
+    return result
 
 
 def _load(data: Bytes, dtype: str) -> npt.NDArray[np.floating]:

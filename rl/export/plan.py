@@ -1,6 +1,7 @@
 """Plan a merge: check that the slices of every tensor cover it, and assign the tensors to output files.
 
-This module only computes a plan from a manifest. It reads and writes no files.
+This module only computes a plan from a manifest. It reads and writes no files. A slice is always a range of rows,
+because FSDP cuts tensors along their first dimension.
 """
 
 import itertools
@@ -13,12 +14,11 @@ from rl.checkpoint.manifest import ITEM_BYTES, CheckpointError, File, Manifest, 
 from rl.checkpoint.shard_file import pack_header
 
 FLOATS = ("F32", "F16", "BF16")
-Box = tuple[tuple[int, int], ...]  # (first, end) along each dimension
 
 
 @dataclass(frozen=True)
 class MergedTensor:
-    """A tensor of the merged model, and the slices that hold each of its elements once."""
+    """A tensor of the merged model, and the ranges of its rows that the shards hold, in order."""
 
     name: str
     dtype: str  # in the output file
@@ -49,8 +49,7 @@ def read_tensors(manifest: Manifest, dtype: str | None) -> list[MergedTensor]:
     found = manifest.slices("model")
     if not found:
         raise CheckpointError(f"the manifest of step {manifest.step} lists no slices of a model, so it is incomplete")
-    tensors: list[MergedTensor] = []
-    problems: list[str] = []
+    tensors, problems = [], []
     for name, pieces in found.items():
         first = pieces[0][1]
         wanted = dtype if dtype and first.dtype in FLOATS else first.dtype
@@ -67,79 +66,59 @@ def read_tensors(manifest: Manifest, dtype: str | None) -> list[MergedTensor]:
 
 
 def _select_cover(pieces: Sequence[tuple[File, Slice]]) -> list[tuple[File, Slice]]:
-    """Return slices that hold each element of a tensor exactly once. Use the first of several replicas."""
-    whole = pieces[0][1]
-    left: list[Box] = [tuple((0, length) for length in whole.shape)]  # not covered yet
-    taken: dict[Box, tuple[File, Slice]] = {}
-    for file, part in sorted(pieces, key=lambda piece: piece[1].offsets):  # sorted, so that `left` stays short
+    """Return slices that hold each row of a tensor exactly once, in order. Use the first of several replicas."""
+    owner, whole = pieces[0]
+    num_rows = whole.shape[0] if whole.shape else 1
+    taken: list[tuple[File, Slice]] = []
+    holes: list[str] = []
+    covered = 0
+    for file, part in sorted(pieces, key=lambda piece: _rows(piece[1])):
         if (part.dtype, part.shape) != (whole.dtype, whole.shape):
             raise CheckpointError(
-                f"{file.name} holds a slice of {part.dtype} {list(part.shape)}, {pieces[0][0].name} one of "
+                f"{file.name} holds a slice of {part.dtype} {list(part.shape)}, {owner.name} one of "
                 f"{whole.dtype} {list(whole.shape)}"
             )
-        box = box_of(part)
-        if part.num_bytes != math.prod(part.size) * ITEM_BYTES[part.dtype] or not _is_inside(box, whole.shape):
-            raise CheckpointError(f"{file.name} holds a slice {_text(box)} that does not fit into it")
-        if math.prod(part.size) == 0:
+        first, end = _rows(part)
+        is_inside = 0 <= first <= end <= num_rows and part.size[1:] == part.shape[1:]
+        if not is_inside or part.num_bytes != math.prod(part.size) * ITEM_BYTES[part.dtype]:
+            raise CheckpointError(
+                f"{file.name} holds a slice {list(part.size)} at {list(part.offsets)} that is not a range of its rows"
+            )
+        if not part.num_bytes:
             continue
-        if box in taken:
-            other, twin = taken[box]
-            if twin.digest != part.digest:
-                raise CheckpointError(f"{_text(box)} differs between its replicas in {other.name} and {file.name}")
+        if taken and _rows(taken[-1][1]) == (first, end):
+            twin, replica = taken[-1]
+            if replica.digest != part.digest:
+                raise CheckpointError(f"rows {first}:{end} differ between the replicas in {twin.name} and {file.name}")
             continue
-        uncovered = sum(volume(intersect(box, hole)) for hole in left)
-        if uncovered != math.prod(part.size):
-            raise CheckpointError(f"{_text(box)} of {file.name} overlaps with another slice")
-        left = [rest for hole in left for rest in _subtract(hole, box)]
-        taken[box] = (file, part)
-    left = [hole for hole in left if volume(hole)]
-    if left:
-        raise CheckpointError(f"no file holds {', '.join(map(_text, left))}")
-    return [taken[box] for box in sorted(taken)]
+        if first < covered:
+            raise CheckpointError(f"rows {first}:{end} of {file.name} overlap with another slice")
+        if first > covered:
+            holes.append(f"{covered}:{first}")
+        taken.append((file, part))
+        covered = end
+    if covered < num_rows:
+        holes.append(f"{covered}:{num_rows}")
+    if holes and math.prod(whole.shape):
+        raise CheckpointError(f"no file holds rows {', '.join(holes)}")
+    return taken
 
 
-def box_of(part: Slice) -> Box:
-    return tuple((first, first + length) for first, length in zip(part.offsets, part.size, strict=True))
-
-
-def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
-    return all(0 <= first <= end <= length for (first, end), length in zip(box, shape, strict=True))
-
-
-def intersect(one: Box, other: Box) -> Box:
-    return tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in zip(one, other, strict=True))
-
-
-def volume(box: Box) -> int:
-    return math.prod(end - first for first, end in box)
-
-
-def _subtract(hole: Box, box: Box) -> list[Box]:
-    """Return the part of `hole` outside `box`, as boxes."""
-    common = intersect(hole, box)
-    if not volume(common):
-        return [hole]
-    rest: list[Box] = []
-    for dim, ((first, end), (low, high)) in enumerate(zip(hole, common, strict=True)):
-        before, after = common[:dim], hole[dim + 1 :]
-        rest += [(*before, side, *after) for side in ((first, low), (high, end)) if side[0] < side[1]]
-    return rest
-
-
-def _text(box: Box) -> str:
-    return f"[{', '.join(f'{first}:{end}' for first, end in box)}]"
+def _rows(part: Slice) -> tuple[int, int]:
+    """Return the first row of a slice and the one after its last. A scalar is one row."""
+    return (part.offsets[0], part.offsets[0] + part.size[0]) if part.shape else (0, 1)
 
 
 def lay_out(tensors: Sequence[MergedTensor], max_bytes: int) -> list[OutputFile]:
     """Assign tensors to files with at most `max_bytes` of tensors each. A larger tensor gets a file of its own."""
-    groups: list[list[MergedTensor]] = [[]]
-    num_bytes = 0
+    groups: list[list[MergedTensor]] = []
+    room = 0
     for tensor in tensors:
-        if groups[-1] and num_bytes + tensor.num_bytes > max_bytes:
+        if not groups or tensor.num_bytes > room:
             groups.append([])
-            num_bytes = 0
+            room = max_bytes
         groups[-1].append(tensor)
-        num_bytes += tensor.num_bytes
+        room -= tensor.num_bytes
     if len(groups) == 1:
         return [_output("model.safetensors", groups[0])]
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
@@ -158,6 +137,5 @@ def index_of(outputs: Sequence[OutputFile]) -> bytes:
     """Return the content of model.safetensors.index.json."""
     total = sum(tensor.num_bytes for output in outputs for tensor in output.tensors)
     places = {tensor.name: output.name for output in outputs for tensor in output.tensors}
-    return json.dumps(
-        {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}, indent=2
-    ).encode()
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    return json.dumps(index, indent=2).encode()

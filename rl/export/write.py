@@ -1,17 +1,14 @@
 """Write the output files: stream bytes in chunks from the shards to their places, several tensors in parallel.
 
 If no digest is checked and no dtype converted, the kernel copies the bytes. Otherwise each slice is read from its first
-byte to its last through a buffer, and its digest is computed on the way. Slices that are not contiguous in the whole
-tensor are assembled in memory, one contiguous block of the tensor at a time.
+byte to its last through a buffer, and its digest is computed on the way.
 """
 
 import errno
-import itertools
-import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +18,7 @@ from rl.checkpoint.manifest import ITEM_BYTES, CheckpointError, File, Manifest, 
 from rl.checkpoint.shard_file import check_shard, rename_durably
 from rl.export.convert import Bytes, OutOfRange, convert
 from rl.export.errors import MergeError, cannot_write, partial_path
-from rl.export.plan import Box, MergedTensor, OutputFile, box_of, intersect, volume
+from rl.export.plan import MergedTensor, OutputFile
 
 CHUNK_BYTES = 4 << 20
 NUM_WORKERS = 4
@@ -36,10 +33,6 @@ class CorruptFile(MergeError):
     def __init__(self, file: str, reason: str):
         super().__init__(f"{file}: {reason}")
         self.file, self.reason = file, reason
-
-
-class Cancelled(Exception):
-    """Work was cancelled because another thread failed."""
 
 
 class OpenFiles:
@@ -97,7 +90,6 @@ class Merger:
     def __init__(self, files: OpenFiles, folder: Path, verify: bool, progress: Progress):
         self._files, self._folder, self._verify, self._progress = files, folder, verify, progress
         self._has_kernel_copy = hasattr(os, "copy_file_range")
-        self._scratch = threading.local()
         self._stop = threading.Event()
 
     def write(self, outputs: Sequence[OutputFile]) -> None:
@@ -119,7 +111,7 @@ class Merger:
     def _fill(self, output: OutputFile, path: Path, pool: ThreadPoolExecutor) -> int:
         """Write a file's content and return its open handle, which the caller must sync."""
         handle = os.open(partial_path(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        futures: list[Future[None]] = []
+        futures: list[Future[None]] = []  # each ends soon after `_stop` is set
         try:
             os.truncate(handle, output.num_bytes)
             _write_at(handle, output.header, 0)
@@ -128,66 +120,40 @@ class Merger:
                 future.result()
         except BaseException:
             self._stop.set()
-            for future in futures:
-                future.cancel()
             wait(futures)
             os.close(handle)
             raise
         return handle
 
     def _copy_tensor(self, tensor: MergedTensor, target: int) -> None:
+        begin = tensor.begin
         try:
-            if all(is_contiguous(part) for _, part in tensor.slices):
-                for file, part in tensor.slices:
-                    begin = tensor.begin + _ravel(part.offsets, part.shape) * ITEM_BYTES[tensor.dtype]
-                    self._copy_contiguous(file, part, tensor.dtype, target, begin)
-            else:
-                self._assemble(tensor, target)
+            for file, part in tensor.slices:
+                self._copy_slice(file, part, tensor.dtype, target, begin)
+                begin += part.num_bytes // ITEM_BYTES[part.dtype] * ITEM_BYTES[tensor.dtype]
         except OutOfRange as error:
             raise MergeError(f"{tensor.name}: {error}; choose a --dtype with a wider range") from None
         # These pages are not read again soon, and writing them now shortens the final sync.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(target, tensor.begin, tensor.num_bytes, os.POSIX_FADV_DONTNEED)
 
-    def _copy_contiguous(self, file: File, part: Slice, dtype: str, target: int, begin: int) -> None:
-        """Copy a slice that is also contiguous in the whole tensor."""
+    def _copy_slice(self, file: File, part: Slice, dtype: str, target: int, begin: int) -> None:
         if not self._verify and dtype == part.dtype and self._copy_in_kernel(file, part, target, begin):
             return
         hasher = xxhash.xxh3_64()
-        width, wanted = ITEM_BYTES[part.dtype], ITEM_BYTES[dtype]
+        buffer = np.empty(min(CHUNK_BYTES, part.num_bytes), np.uint8)
         for first in range(0, part.num_bytes, CHUNK_BYTES):
-            chunk = self._read(file, part, first, min(CHUNK_BYTES, part.num_bytes - first))
+            self._raise_if_stopped()
+            chunk = buffer[: part.num_bytes - first]
+            self._files.read_into(chunk, file.name, part.begin + first)
+            self._progress(chunk.size)
             if self._verify:
                 hasher.update(chunk.data)
-            _write_at(target, self._converted(chunk, part.dtype, dtype), begin + first // width * wanted)
-        self._check(file, part, hasher)
-
-    def _assemble(self, tensor: MergedTensor, target: int) -> None:
-        """Assemble slices that are cut along any dimension.
-
-        Each block of the tensor needs one contiguous range of a slice. The ranges of successive blocks are adjacent, so
-        every slice is read in order.
-        """
-        source = tensor.slices[0][1].dtype
-        width = ITEM_BYTES[source]
-        hashers = [xxhash.xxh3_64() for _ in tensor.slices]
-        for block in blocks(tensor.shape, CHUNK_BYTES // width):
-            whole = self._buffer("whole", volume(block) * width)
-            elements = whole.view(f"V{width}").reshape([end - first for first, end in block])
-            for (file, part), hasher in zip(tensor.slices, hashers):
-                box = intersect(block, box_of(part))
-                if not volume(box):
-                    continue
-                inside = [first - offset for (first, _), offset in zip(box, part.offsets)]
-                chunk = self._read(file, part, _ravel(inside, part.size) * width, volume(box) * width)
-                if self._verify:
-                    hasher.update(chunk.data)
-                place = tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(box, block))
-                elements[place] = chunk.view(f"V{width}").reshape([high - low for low, high in box])
-            begin = _ravel([first for first, _ in block], tensor.shape) * ITEM_BYTES[tensor.dtype]
-            _write_at(target, self._converted(whole, source, tensor.dtype), tensor.begin + begin)
-        for (file, part), hasher in zip(tensor.slices, hashers):
-            self._check(file, part, hasher)
+            written = chunk if dtype == part.dtype else convert(chunk, part.dtype, dtype)
+            _write_at(target, written, begin)
+            begin += written.size
+        if self._verify and hasher.hexdigest() != part.digest:
+            raise CorruptFile(file.name, f"the bytes of {part.name} differ from those that were saved")
 
     def _copy_in_kernel(self, file: File, part: Slice, target: int, begin: int) -> bool:
         """Copy a slice in the kernel. Return False if these filesystems do not support that."""
@@ -211,65 +177,13 @@ class Merger:
             self._progress(-done)
         return done == part.num_bytes
 
-    def _read(self, file: File, part: Slice, first: int, num_bytes: int) -> Bytes:
-        """Return bytes of a slice, which are valid until the next call in this thread."""
-        self._raise_if_stopped()
-        chunk = self._buffer("chunk", num_bytes)
-        self._files.read_into(chunk, file.name, part.begin + first)
-        self._progress(num_bytes)
-        return chunk
-
-    def _converted(self, data: Bytes, source: str, target: str) -> Bytes:
-        if source == target:
-            return data
-        result = self._buffer("converted", data.size // ITEM_BYTES[source] * ITEM_BYTES[target])
-        convert(data, source, result, target)
-        return result
-
-    def _check(self, file: File, part: Slice, hasher: xxhash.xxh3_64) -> None:
-        if self._verify and hasher.hexdigest() != part.digest:
-            raise CorruptFile(file.name, f"the bytes of {part.name} differ from those that were saved")
-
-    def _buffer(self, name: str, num_bytes: int) -> Bytes:
-        """Return this thread's buffer of this name."""
-        kept: Bytes | None = getattr(self._scratch, name, None)
-        if kept is None or kept.size < num_bytes:
-            kept = np.empty(num_bytes, np.uint8)
-            setattr(self._scratch, name, kept)
-        return kept[:num_bytes]
-
     def _raise_if_stopped(self) -> None:
         if self._stop.is_set():
-            raise Cancelled
-
-
-def is_contiguous(part: Slice) -> bool:
-    """Return whether the slice's elements are also contiguous in the whole tensor."""
-    cut = [dim for dim, length in enumerate(part.size) if length != part.shape[dim]]
-    return not cut or all(length == 1 for length in part.size[: cut[-1]])
-
-
-def blocks(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
-    """Yield contiguous pieces of a tensor in order, each with at most `max_elements`."""
-    inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    cut = next(dim for dim, num_elements in enumerate(inner) if num_elements <= max_elements)
-    step = max(1, max_elements // max(1, inner[cut]))
-    rest = tuple((0, length) for length in shape[cut + 1 :])
-    for leading in itertools.product(*(range(length) for length in shape[:cut])):
-        for first in range(0, shape[cut], step):
-            yield (*((index, index + 1) for index in leading), (first, min(first + step, shape[cut])), *rest)
-
-
-def _ravel(index: Sequence[int], shape: Sequence[int]) -> int:
-    """Return the flat index of an element in row-major order."""
-    place = 0
-    for position, length in zip(index, shape, strict=True):
-        place = place * length + position
-    return place
+            raise CancelledError
 
 
 def _write_at(handle: int, data: bytes | Bytes, begin: int) -> None:
-    view = memoryview(data) if isinstance(data, bytes) else data.data
+    view = memoryview(data)
     while view:
         count = os.pwrite(handle, view, begin)
         view, begin = view[count:], begin + count

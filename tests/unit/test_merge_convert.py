@@ -12,8 +12,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def convert_by_numpy(values: torch.Tensor, source: str, target: str) -> torch.Tensor:
-    result = np.full(values.numel() * DTYPES[target].itemsize, 0xEE, np.uint8)
-    convert(values.to(DTYPES[source]).view(torch.uint8).numpy(), source, result, target)
+    result = convert(values.to(DTYPES[source]).view(torch.uint8).numpy(), source, target)
     return torch.from_numpy(result).view(DTYPES[target])
 
 

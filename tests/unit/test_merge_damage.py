@@ -98,14 +98,18 @@ def test_a_truncated_manifest_is_reported(made: Made) -> None:
 
 def test_gaps_and_overlaps_of_slices_are_reported(tmp_path: Path) -> None:
     tensors = {"w": TENSORS["embed.weight"]}
-    hole = [[(slice(0, 10), slice(0, 6))], [(slice(10, 37), slice(0, 5))]]
-    write_checkpoint([tmp_path / "hole"], tensors, 2, lambda *_: hole)
-    text = failure(tmp_path / "hole")
-    assert "the manifest of step 40 of hole is incomplete" in text
-    assert "w [37, 6]: no file holds [10:37, 5:6]" in text
+    holes = [[(slice(20, 30),)], [(slice(1, 10),)]]
+    write_checkpoint([tmp_path / "holes"], tensors, 2, lambda *_: holes)
+    text = failure(tmp_path / "holes")
+    assert "the manifest of step 40 of holes is incomplete" in text
+    assert "w [37, 6]: no file holds rows 0:1, 10:20, 30:37" in text
     overlap = [[(slice(0, 10),)], [(slice(9, 37),)]]
     write_checkpoint([tmp_path / "overlap"], tensors, 2, lambda *_: overlap)
-    assert "[9:37, 0:6] of model-00001-of-00002.safetensors overlaps" in failure(tmp_path / "overlap")
+    assert "rows 9:37 of model-00001-of-00002.safetensors overlap" in failure(tmp_path / "overlap")
+    columns = [[(slice(0, 37), slice(0, 5))], [(slice(0, 37), slice(5, 6))]]
+    write_checkpoint([tmp_path / "columns"], tensors, 2, lambda *_: columns)
+    text = failure(tmp_path / "columns")
+    assert "model-00000-of-00002.safetensors holds a slice [37, 5] at [0, 0] that is not a range of its rows" in text
 
 
 def test_another_copy_replaces_a_shard_with_read_errors(
