@@ -23,8 +23,8 @@ from rl.checkpoint.manifest import CheckpointError
 from rl.common.text import parse_bytes
 from rl.export.errors import MergeError, warn
 from rl.export.find import parse_nodes
-from rl.export.folders import Place, SshOptions
-from rl.export.merge import DTYPES, CheckpointSource, MergeOptions, UploadOptions, merge_checkpoint
+from rl.export.folders import Place, ssh_command
+from rl.export.merge import DTYPES, MergeOptions, merge_checkpoint
 
 INTERRUPTED = 130
 MAX_OPEN_FILES = 1 << 16
@@ -89,7 +89,7 @@ def size_argument(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def read_nodes(args: argparse.Namespace, ssh: SshOptions) -> list[Place] | None:
+def read_nodes(args: argparse.Namespace, ssh: Sequence[str]) -> list[Place] | None:
     text = args.nodes
     if args.nodes_file:
         try:
@@ -100,20 +100,24 @@ def read_nodes(args: argparse.Namespace, ssh: SshOptions) -> list[Place] | None:
     return parse_nodes(text, ssh) if args.nodes or args.nodes_file else None
 
 
-def run(args: argparse.Namespace) -> None:
-    ssh = SshOptions(args.ssh, args.ssh_user, args.identity)
-    source = CheckpointSource(args.run or Path("runs"), args.step, read_nodes(args, ssh), ssh)
-    options = MergeOptions(
+def options_of(args: argparse.Namespace) -> MergeOptions:
+    ssh = ssh_command(args.ssh, args.ssh_user, args.identity)
+    return MergeOptions(
+        run=args.run or Path("runs"),
+        step=args.step,
+        output=Path(os.path.realpath(args.output)) if args.output else None,
+        nodes=read_nodes(args, ssh),
+        ssh=ssh,
         dtype=args.dtype,
         max_shard_bytes=args.max_shard_size,
         verify_digests=not args.no_verify,
         verify_logits=args.verify_logits,
         keep_shards=args.keep_shards,
         dry_run=args.dry_run,
+        upload=args.upload,
+        revision=args.revision,
+        public=args.public,
     )
-    upload = UploadOptions(args.upload, args.revision, args.public) if args.upload is not None else None
-    output = Path(os.path.realpath(args.output)) if args.output else None
-    merge_checkpoint(source, output, options, upload)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -122,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))  # every shard stays open
     try:
-        run(args)
+        merge_checkpoint(options_of(args))
     except (MergeError, CheckpointError) as error:
         sys.exit(f"merge_checkpoint: {error}")
     except OSError as error:

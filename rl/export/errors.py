@@ -13,12 +13,10 @@ class MergeError(RuntimeError):
 
 
 def warn(text: str) -> None:
-    """Print a warning to stderr."""
     print(f"merge_checkpoint: {text}", file=sys.stderr, flush=True)
 
 
 def cannot_write(path: Path, error: OSError) -> MergeError:
-    """Return an error that names the file, the reason and a remedy."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = f"free space ({format_bytes(free_bytes(path))} are left there)" if is_full else "fix that"
     return MergeError(

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import socket
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,18 +10,8 @@ from functools import cached_property
 from pathlib import Path
 
 from rl.checkpoint.manifest import MANIFEST, STEP_FOLDER, CheckpointError, File, Manifest, step_folder
-from rl.common.text import format_bytes
 from rl.export.errors import MergeError
-from rl.export.folders import (
-    CHECKPOINTS,
-    Inventory,
-    LocalFolder,
-    Place,
-    RemoteFolder,
-    SshOptions,
-    StepListing,
-    list_places,
-)
+from rl.export.folders import CHECKPOINTS, Inventory, LocalFolder, Place, RemoteFolder, StepListing
 
 MAX_LINES = 20
 
@@ -56,14 +45,13 @@ def resolve_request(path: Path, step: int | None, is_elsewhere: bool) -> Checkpo
     if (path / CHECKPOINTS).is_dir() or is_elsewhere:
         return CheckpointRequest(path, path / CHECKPOINTS, step)
     runs = [(_newest_save_time(root), root) for root in path.glob(f"*/{CHECKPOINTS}")] if path.is_dir() else []
-    times = [(seconds, root) for seconds, root in runs if seconds]
-    if not times:
+    saved_at, root = max(runs, default=(0.0, path))
+    if not saved_at:
         problem = "holds no committed checkpoint" if path.is_dir() else "is not a folder"
         raise MergeError(
             f"{path} {problem}; give the folder of a run, such as runs/NAME, or --nodes HOST:FOLDER,... if it lies on "
             "other nodes"
         )
-    root = max(times)[1]
     return CheckpointRequest(root.parent, root, step)
 
 
@@ -75,7 +63,7 @@ def _newest_save_time(root: Path) -> float:
     return 0.0
 
 
-def parse_nodes(text: str, ssh: SshOptions) -> list[Place]:
+def parse_nodes(text: str, ssh: Sequence[str]) -> list[Place]:
     """Return the places in `HOST:FOLDER,...`. An entry without a host is a folder on this machine."""
     places: list[Place] = []
     for entry in filter(None, (part.strip() for part in text.replace("\n", ",").split(","))):
@@ -104,7 +92,7 @@ class Checkpoint:
     text: bytes  # the manifest's bytes
     inventory: Inventory
     root: Path  # the run's checkpoints on this machine
-    ssh: SshOptions | None  # for the hosts that the manifest records; None if they must not be asked
+    ssh: Sequence[str] | None  # for the hosts that the manifest records; None if they must not be asked
     corrupt: dict[tuple[str, str], str] = field(default_factory=dict)  # (place, file) -> reason
     _reported: set[tuple[str, str]] = field(default_factory=set)  # (place, file)
     _opened_in: dict[str, str] = field(default_factory=dict)  # file -> place
@@ -116,7 +104,7 @@ class Checkpoint:
 
     @property
     def is_committed(self) -> bool:
-        return any(listing.is_committed for _, listing in self.inventory.listings if listing.manifest == self.digest)
+        return any(listing.is_committed for listing in self.inventory.listings if listing.manifest == self.digest)
 
     @property
     def model_files(self) -> list[File]:
@@ -130,30 +118,16 @@ class Checkpoint:
 
     def holders(self, file: str, num_bytes: int | None = None) -> list[Place]:
         """Return the places with a usable copy of the file, local places first. If given, the size must match."""
-        found = [
-            place
-            for place, listing in self.inventory.listings
-            if listing.manifest == self.digest
-            and listing.step == self.manifest.step
-            and file in listing.sizes
-            and num_bytes in (None, listing.sizes[file])
-            and (place.name, file) not in self.corrupt
-        ]
+        copies = self._copies(file)
+        found = [listing.place for listing in copies if not self._why_unusable(listing, file, num_bytes)]
         return sorted(found, key=lambda place: isinstance(place, RemoteFolder))
-
-    def missing_files(self) -> list[File]:
-        return [file for file in self.model_files if not self.holders(file.name, file.num_bytes)]
 
     def remote_files(self) -> list[File]:
         """Return the files that no place on this machine holds."""
-        return [
-            file
-            for file in self.model_files
-            if all(isinstance(place, RemoteFolder) for place in self.holders(file.name, file.num_bytes))
-        ]
+        return [file for file in self.model_files if not isinstance(self._best_holder(file), LocalFolder)]
 
     def local_path(self, file: File) -> Path:
-        place = self.holders(file.name, file.num_bytes)[0]
+        place = self._best_holder(file)
         assert isinstance(place, LocalFolder), f"{file.name} was not gathered"
         self._opened_in[file.name] = place.name
         return place.path(self.manifest.step, file.name)
@@ -172,18 +146,21 @@ class Checkpoint:
 
     def check_complete(self) -> None:
         """Raise unless some reachable place holds each file of the model."""
-        self.ask_hosts(host for file in self.missing_files() for host in file.hosts)
-        missing = self.missing_files()
+        self.ask_hosts(host for file in self._missing_files() for host in file.hosts)
+        missing, step = self._missing_files(), self.manifest.step
         if not missing:
             return
-        name = f"step {self.manifest.step} of {self.manifest.run_name}"
-        text = f"{name} is not complete in the places that can be reached; nothing was merged. Missing:"
-        lines = [f"{file.name} ({file.num_bytes} bytes) {self._why_missing(file)}" for file in missing]
-        more = f"\n  and {len(lines) - MAX_LINES} more" if len(lines) > MAX_LINES else ""
-        failures = [str(error) for error in self.inventory.failures.values()] + self._places_without_step()
-        text += "".join(f"\n  {line}" for line in lines[:MAX_LINES]) + more + "".join(f"\n{line}" for line in failures)
-        remedy = "\nBring those nodes back, or give all nodes with --nodes HOST:FOLDER,... and run the command again"
-        raise MergeError(text + remedy)
+        lines = [f"  {file.name} ({file.num_bytes} bytes) {self._why_missing(file)}" for file in missing[:MAX_LINES]]
+        if len(missing) > MAX_LINES:
+            lines.append(f"  and {len(missing) - MAX_LINES} more")
+        failures = self.inventory.failures
+        known = {*failures, *(listing.place.name for listing in self.inventory.listings if listing.step == step)}
+        without = [f"{place.name} holds no step {step}" for place in self.inventory.places if place.name not in known]
+        raise MergeError(
+            f"step {step} of {self.manifest.run_name} is not complete in the places that can be reached; nothing was "
+            "merged. Missing:\n" + "\n".join([*lines, *map(str, failures.values()), *without]) + "\nBring those nodes "
+            "back, or give all nodes with --nodes HOST:FOLDER,... and run the command again"
+        )
 
     def ask_hosts(self, hosts: Iterable[str]) -> None:
         """List these nodes, unless --nodes was given or they have been listed before."""
@@ -192,33 +169,37 @@ class Checkpoint:
         folders = self.manifest.placement.get("folders", {})
         others = sorted({*hosts} - {socket.gethostname()})
         recorded = [RemoteFolder(host, folders.get(host, str(self.root)), self.ssh) for host in others]
-        asked = {place.name for place in self.inventory.asked}
-        self.inventory.add(list_places([place for place in recorded if place.name not in asked]))
+        asked = {place.name for place in self.inventory.places}
+        self.inventory.add([place for place in recorded if place.name not in asked])
 
-    def _places_without_step(self) -> list[str]:
+    def _best_holder(self, file: File) -> Place | None:
+        return next(iter(self.holders(file.name, file.num_bytes)), None)
+
+    def _missing_files(self) -> list[File]:
+        return [file for file in self.model_files if self._best_holder(file) is None]
+
+    def _copies(self, file: str) -> list[StepListing]:
         step = self.manifest.step
-        with_step = {place.name for place, listing in self.inventory.listings if listing.step == step}
-        known = {*with_step, *self.inventory.failures}
-        return [f"{place.name} holds no step {step}" for place in self.inventory.asked if place.name not in known]
+        return [listing for listing in self.inventory.listings if listing.step == step and file in listing.sizes]
+
+    def _why_unusable(self, listing: StepListing, file: str, num_bytes: int | None) -> str:
+        """Return why a place's copy of a file must not be used, or "" if it may be."""
+        place = listing.place.name
+        if reason := self.corrupt.get((place, file)):
+            return f"the copy in {place} is corrupt: {reason}"
+        if not listing.manifest:
+            return f"the manifest in {place} cannot be read"
+        if listing.manifest != self.digest:
+            return f"{place} holds another save of this step, which cannot be mixed with this one"
+        if num_bytes not in (None, listing.sizes[file]):
+            return f"the copy in {place} has {listing.sizes[file]} bytes"
+        return ""
 
     def _why_missing(self, file: File) -> str:
-        found = []
-        for place, listing in self.inventory.listings:
-            if listing.step != self.manifest.step:
-                continue
-            if (place.name, file.name) in self.corrupt:
-                found.append(f"the copy in {place.name} is corrupt: {self.corrupt[place.name, file.name]}")
-            elif file.name not in listing.sizes:
-                continue
-            elif not listing.manifest:
-                found.append(f"the manifest in {place.name} cannot be read")
-            elif listing.manifest != self.digest:
-                found.append(f"{place.name} holds another save of this step, which cannot be mixed with this one")
-            elif listing.sizes[file.name] != file.num_bytes:
-                found.append(f"the copy in {place.name} has {listing.sizes[file.name]} bytes")
         here = socket.gethostname()
         hosts = [f"{host} (this machine)" if host == here else host for host in file.hosts]
-        return "; ".join([f"should be on {' or '.join(hosts)}", *found])
+        reasons = [self._why_unusable(listing, file.name, file.num_bytes) for listing in self._copies(file.name)]
+        return "; ".join([f"should be on {' or '.join(hosts)}", *reasons])
 
 
 def is_model_shard(file: File) -> bool:
@@ -226,7 +207,7 @@ def is_model_shard(file: File) -> bool:
 
 
 def find_checkpoint(
-    request: CheckpointRequest, gathered: Sequence[Place], nodes: Sequence[Place], ssh: SshOptions
+    request: CheckpointRequest, gathered: Sequence[Place], nodes: Sequence[Place], ssh: Sequence[str]
 ) -> Checkpoint:
     """Return the requested checkpoint, with the places that hold its files.
 
@@ -234,53 +215,57 @@ def find_checkpoint(
     `gathered` are the places where earlier calls stored files. A step that the run has deleted is found there, if the
     user names it.
     """
-    found, earlier = list_places([LocalFolder(request.root), *nodes]), list_places(gathered)
+    here, found = LocalFolder(request.root), Inventory()
+    found.add([here, *nodes])
     _exclude_other_runs(found, request.root)
-    chosen = _choose(request.step, found)
+    committed = sorted({listing.step for listing in found.listings if listing.is_committed and listing.manifest})
+    step = max(committed, default=None) if request.step is None else request.step
+    chosen = _choose(step, found)
+    found.add(gathered)
     if chosen is None and request.step is not None:
-        chosen = _choose(request.step, earlier)
-        if chosen is not None and LocalFolder(request.root).read_run_id() not in ("", chosen[0].run_id):
+        chosen = _choose(step, found)
+        if chosen is not None and here.read_run_id() not in ("", chosen[0].run_id):
             chosen = None
-    if chosen is None:
-        raise CheckpointNotFound(_not_found_message(request, found))
-    found.add(earlier)
-    return Checkpoint(*chosen, inventory=found, root=request.root, ssh=None if nodes else ssh)
+    if chosen is not None:
+        return Checkpoint(*chosen, inventory=found, root=request.root, ssh=None if nodes else ssh)
+    failures = "".join(f"\n{error}" for error in found.failures.values())
+    where = f"in {request.root} or on the nodes"
+    if request.step is not None and committed:
+        raise CheckpointNotFound(f"no step {step} {where}; there are {committed}: give --step one of them{failures}")
+    raise CheckpointNotFound(
+        f"no committed checkpoint {where}; a run saves every checkpoint.save_interval steps and at its last one. If "
+        f"the run lies on other nodes, give --nodes HOST:FOLDER,...{failures}"
+    )
 
 
 def _exclude_other_runs(found: Inventory, root: Path) -> None:
     """Exclude places of other runs than the one in `root`. If `root` holds no run, all places must be of one run."""
-    run_ids = {place.name: listing.run_id for place, listing in found.listings if listing.run_id}
-    if not run_ids:
-        return
-    wanted = run_ids.get(str(root), next(iter(run_ids.values())))
+    run_ids = {listing.place.name: listing.run_id for listing in found.listings if listing.run_id}
+    wanted = run_ids.get(str(root), next(iter(run_ids.values()), ""))
     foreign = [name for name, run_id in run_ids.items() if run_id != wanted]
     if foreign and str(root) not in run_ids:
         raise MergeError(f"--nodes names folders of different runs: {', '.join(run_ids)}; give those of one run")
-    for name in foreign:
-        found.exclude(name, f"it belongs to another run than {root}")
+    found.failures |= {name: MergeError(f"{name}: it belongs to another run than {root}") for name in foreign}
+    found.listings = [listing for listing in found.listings if listing.place.name not in foreign]
 
 
 def _choose(step: int | None, found: Inventory) -> tuple[Manifest, bytes] | None:
-    """Return the manifest of a step and its bytes. By default, the step is the newest that is committed in some place.
-
-    If places hold different saves of the step, a committed save wins, then the newest.
-    """
-    if step is None:
-        step = max(_committed_steps(found), default=None)
-    saves: dict[str, tuple[Place, StepListing]] = {}  # by the digest of the manifest
-    for place, listing in found.listings:
+    """Return the manifest of a step and its bytes. Of several saves, a committed one wins, then the newest."""
+    saves: dict[str, StepListing] = {}  # by the digest of the manifest
+    for listing in found.listings:
         if listing.step == step and listing.manifest:
-            saves.setdefault(listing.manifest, (place, listing))
-    committed = {listing.manifest for _, listing in found.listings if listing.is_committed}
+            saves.setdefault(listing.manifest, listing)
+    committed = {listing.manifest for listing in found.listings if listing.is_committed}
     choices: list[tuple[bool, Manifest, bytes]] = []
     errors: list[CheckpointError] = []
-    for save, (place, listing) in saves.items():
+    for save, listing in saves.items():
         name = f"{step_folder(listing.step)}/{MANIFEST}"
-        text = place.read(name) or b""
+        where = f"{listing.place.name}/{name}"
+        text = listing.place.read(name) or b""
         try:
-            manifest = Manifest.from_json(text, f"{place.name}/{name}")
-            if manifest.step != listing.step:
-                raise CheckpointError(f"{place.name}/{name} is of step {manifest.step}: its folder was renamed")
+            manifest = Manifest.from_json(text, where)
+            if manifest.step != step:
+                raise CheckpointError(f"{where} is of step {manifest.step}: its folder was renamed")
             choices.append((save in committed, manifest, text))
         except CheckpointError as error:
             errors.append(error)
@@ -288,31 +273,3 @@ def _choose(step: int | None, found: Inventory) -> tuple[Manifest, bytes] | None
         raise errors[0]
     best = max(choices, key=lambda choice: (choice[0], choice[1].saved_at), default=None)
     return best[1:] if best is not None else None
-
-
-def _committed_steps(found: Inventory) -> list[int]:
-    return sorted({listing.step for _, listing in found.listings if listing.is_committed and listing.manifest})
-
-
-def _not_found_message(request: CheckpointRequest, found: Inventory) -> str:
-    committed = _committed_steps(found)
-    failures = "".join(f"\n{error}" for error in found.failures.values())
-    if request.step is not None and committed:
-        where = f"in {request.root} or on the nodes"
-        return f"no step {request.step} {where}; there are {committed}: give --step one of them{failures}"
-    return (
-        f"no committed checkpoint in {request.root} or on the nodes; a run saves every checkpoint.save_interval steps "
-        f"and at its last one. If the run lies on other nodes, give --nodes HOST:FOLDER,...{failures}"
-    )
-
-
-def describe(checkpoint: Checkpoint) -> str:
-    """Return a line about the checkpoint for the user."""
-    manifest = checkpoint.manifest
-    shards = [file for file in manifest.files if is_model_shard(file)]
-    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
-    num_bytes = sum(file.num_bytes for file in shards)
-    return (
-        f"step {manifest.step} of {manifest.run_name}, saved {saved}: {len(shards)} shards of the model, "
-        f"{format_bytes(num_bytes)}"
-    )

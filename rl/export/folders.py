@@ -12,38 +12,34 @@ import shlex
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
 
 from rl.checkpoint.manifest import COMMITTED, MANIFEST, STEP_FOLDER, step_folder
 from rl.export.errors import MergeError
 
 CHECKPOINTS = "checkpoints"
-ANSWER_TIMEOUT_S = 300.0
-SILENCE_S, POLL_S = 60.0, 0.5
+ANSWER_S, SILENCE_S, POLL_S = 300.0, 60.0, 0.5  # longest silence of a short answer and of a file's stream
 PIECE_BYTES = 1 << 20
 NUM_LISTED_AT_ONCE = 16
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 LINE = re.compile(r"([0-9a-f]+) +\*?(step_\d+)/(.+)")
 BEGIN, END = b"oneworld begin\n", b"oneworld end\n"  # a login shell may print other text before
-ENTER = """
-cd -- {root} || exit 3
-if [ -d {checkpoints} ]; then cd {checkpoints} || exit 3; fi
+ENTER = f"""
+cd -- {{root}} || exit 3
+if [ -d {CHECKPOINTS} ]; then cd {CHECKPOINTS} || exit 3; fi
 echo oneworld begin
 """
-LIST = """
+LIST = f"""
 echo run_id $(cat run_id 2>/dev/null)
-sha256sum step_*/{manifest} 2>/dev/null
+sha256sum step_*/{MANIFEST} 2>/dev/null
 echo sizes
 find -L . -path './step_*' -type f -exec stat -L -c '%s %n' {{}} + 2>/dev/null | sed 's, \\./, ,'
 echo oneworld end
 """
-READ = "exec tail -c +{first} {name}"
-READ_WHOLE = "cat {name} && echo oneworld end"
 REMEDIES = {
     "Permission denied": "it refused the key: give --identity KEY and --ssh-user NAME, or run ssh-copy-id for it",
     "Host key verification failed": "its host key is not known here: run ssh to it once by hand and accept the key",
@@ -69,6 +65,7 @@ class MissingOnNode(MergeError):
 class StepListing:
     """The files of a step in one place."""
 
+    place: "Place"
     step: int
     sizes: dict[str, int]  # by file name
     manifest: str  # SHA-256 of the manifest, the same on all nodes of a save; empty if it cannot be read
@@ -79,30 +76,31 @@ class StepListing:
         return COMMITTED in self.sizes
 
 
-class Place(Protocol):
-    """A folder with checkpoints of a run. `name` is FOLDER, or HOST:FOLDER on another node."""
-
-    name: str
-
-    def steps(self) -> list[StepListing]:
-        """List the steps in this place."""
-
-    def read(self, file: str) -> bytes | None:
-        """Return the content of a small file, or None if it does not exist. Its path is relative to this place."""
-
-
 class LocalFolder:
-    """A place on this machine: a local disk or a shared filesystem."""
+    """A folder with checkpoints of a run on this machine: on a local disk or a shared filesystem."""
 
     def __init__(self, root: Path):
         self.root, self.name = root, str(root)
 
     def steps(self) -> list[StepListing]:
-        folders = [path for path in self.root.glob("step_*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
-        run_id = self.read_run_id()
-        return [_list_step(path, run_id) for path in folders]
+        listings, run_id = [], self.read_run_id()
+        for folder in self.root.glob("step_*"):
+            if not (named := STEP_FOLDER.fullmatch(folder.name)) or not folder.is_dir():
+                continue
+            sizes: dict[str, int] = {}
+            # A running job may delete its oldest step at any moment, and the folder may be unreadable to us.
+            with suppress(OSError):
+                for path in folder.rglob("*"):
+                    with suppress(OSError):
+                        if path.is_file():
+                            sizes[str(path.relative_to(folder))] = path.stat().st_size
+            manifest = self.read(f"{folder.name}/{MANIFEST}")
+            digest = "" if manifest is None else hashlib.sha256(manifest).hexdigest()
+            listings.append(StepListing(self, int(named[1]), sizes, digest, run_id))
+        return listings
 
     def read(self, file: str) -> bytes | None:
+        """Return the content of a small file, or None if it cannot be read. Its path is relative to this place."""
         try:
             return (self.root / file).read_bytes()
         except OSError:
@@ -115,110 +113,86 @@ class LocalFolder:
         return self.root / step_folder(step) / file
 
 
-@dataclass(frozen=True)
-class SshOptions:
-    """The ssh command, such as `ssh -p 2222`, and a user and a private key other than the defaults of ssh."""
-
-    command: str = "ssh"
-    user: str = ""
-    identity: str = ""
-
-    def arguments(self, host: str) -> list[str]:
-        options = [argument for option in SSH_OPTIONS for argument in ("-o", option)]
-        user = ["-l", self.user] if self.user else []
-        identity = ["-i", self.identity, "-o", "IdentitiesOnly=yes"] if self.identity else []
-        return [*shlex.split(self.command), "-T", *options, *user, *identity, "--", host, "sh -s"]
+def ssh_command(program: str, user: str, identity: str) -> list[str]:
+    """Return the beginning of an ssh command. `program` may have options; empty values mean the defaults of ssh."""
+    options = [argument for option in SSH_OPTIONS for argument in ("-o", option)]
+    login = ["-l", user] if user else []
+    key = ["-i", identity, "-o", "IdentitiesOnly=yes"] if identity else []
+    return [*shlex.split(program), "-T", *options, *login, *key]
 
 
 class RemoteFolder:
-    """A place on another node. `root` is the run's folder there, or its checkpoints folder."""
+    """A folder on another node. `root` is the run's folder there, or its checkpoints folder."""
 
-    def __init__(self, host: str, root: str, ssh: SshOptions):
+    def __init__(self, host: str, root: str, ssh: Sequence[str]):
         self.host, self.name = host, f"{host}:{root}"
-        self._ssh, self._root = ssh, root
+        self._command = [*ssh, "--", host, "sh -s"]
+        home = "~/" if root.startswith("~/") else ""  # the shell does not expand ~ inside quotes
+        self._enter = ENTER.format(root=home + shlex.quote(root.removeprefix(home)))
 
     def steps(self) -> list[StepListing]:
-        head, _, text = self._run(self._script(LIST, manifest=MANIFEST)).decode(errors="replace").partition("\n")
+        head, _, text = self._answer(LIST).decode(errors="replace").partition("\n")
         digests, _, sizes = text.partition("sizes\n")
         steps: dict[str, dict[str, int]] = {}
         for line in sizes.splitlines():
             if found := LINE.fullmatch(line):
                 steps.setdefault(found[2], {})[found[3]] = int(found[1])
         manifests = {found[2]: found[1] for line in digests.splitlines() if (found := LINE.fullmatch(line))}
+        run_id = head[len("run_id ") :]
         return [
-            StepListing(int(folder.removeprefix("step_")), files, manifests.get(folder, ""), head[len("run_id ") :])
+            StepListing(self, int(folder.removeprefix("step_")), files, manifests.get(folder, ""), run_id)
             for folder, files in steps.items()
         ]
 
     def read(self, file: str) -> bytes | None:
-        script = self._script(READ_WHOLE, name=shlex.quote(file))
+        """Return the content of a small file, or None if it does not exist. Its path is relative to this place."""
         try:
-            return self._run(script)
+            return self._answer(f"cat {shlex.quote(file)} && echo oneworld end")
         except MissingOnNode:
             return None
 
-    def _run(self, script: bytes) -> bytes:
+    def stream(self, file: str, begin: int, stop: threading.Event) -> Generator[bytes, None, None]:
+        """Yield a file's bytes from `begin`. They may end early, so the caller must count them and close the stream."""
+        return self._run(f"exec tail -c +{begin + 1} {shlex.quote(file)}", SILENCE_S, stop)
+
+    def _answer(self, script: str) -> bytes:
         """Return the output of a script. It must end with END: ssh may exit with 0 after a broken connection."""
-        command = self._ssh.arguments(self.host)
-        try:
-            done = subprocess.run(command, input=script, capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise NodeUnreachable(f"{self.name}: no answer within {ANSWER_TIMEOUT_S:.0f} s; {UNREACHABLE}") from None
-        _, begin, answer = done.stdout.partition(BEGIN)
-        if done.returncode or not begin or not answer.endswith(END):
-            raise self._failure(done.returncode, done.stderr)
+        answer = b"".join(self._run(script, ANSWER_S, threading.Event()))
+        if not answer.endswith(END):
+            raise NodeUnreachable(f"{self.name}: its answer broke off; {UNREACHABLE}")
         return answer.removesuffix(END)
 
-    @contextmanager
-    def stream(self, file: str, begin: int, stop: threading.Event) -> Iterator[Iterator[bytes]]:
-        """Stream a file from byte `begin`.
-
-        The stream may end early, so the caller must count the bytes. It ends when `stop` is set, and raises
-        NodeUnreachable after SILENCE_S without data.
-        """
-        with (
-            tempfile.TemporaryFile() as errors,
-            subprocess.Popen(
-                self._ssh.arguments(self.host), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
-            ) as ssh,
-        ):
-            try:
-                yield self._pieces(ssh, self._script(READ, first=begin + 1, name=shlex.quote(file)), errors, stop)
-            finally:
-                ssh.kill()
-
-    def _pieces(
-        self, process: "subprocess.Popen[bytes]", script: bytes, errors: IO[bytes], stop: threading.Event
-    ) -> Iterator[bytes]:
-        assert process.stdin is not None and process.stdout is not None
-        with suppress(BrokenPipeError), process.stdin:  # if ssh has already ended, its exit code says why
-            process.stdin.write(script)
-        greeting: bytes | None = b""  # output before BEGIN; None after it
-        silent_s = 0.0
-        while not stop.is_set():
-            if not select.select([process.stdout], [], [], POLL_S)[0]:
-                silent_s += POLL_S
-                if silent_s > SILENCE_S:
-                    raise NodeUnreachable(f"{self.name}: no data for {SILENCE_S:.0f} s; {UNREACHABLE}")
-                continue
+    def _run(self, script: str, silence_s: float, stop: threading.Event) -> Generator[bytes, None, None]:
+        """Yield the output of a script until `stop` is set. Raise NodeUnreachable after `silence_s` without data."""
+        with ExitStack() as stack:
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            command = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+            ssh = stack.enter_context(command)
+            stack.callback(ssh.kill)
+            assert ssh.stdin is not None and ssh.stdout is not None
+            with suppress(BrokenPipeError), ssh.stdin:  # if ssh has already ended, its exit code says why
+                ssh.stdin.write((self._enter + script).encode())
+            greeting: bytes | None = b""  # output before BEGIN; None after it
             silent_s = 0.0
-            piece = os.read(process.stdout.fileno(), PIECE_BYTES)
-            if not piece:
-                break
-            if greeting is not None:
-                greeting += piece
-                _, begin, piece = greeting.partition(BEGIN)
-                greeting = None if begin else greeting
-            if piece:
-                yield piece
-        if not stop.is_set() and process.wait():
-            errors.seek(0)
-            raise self._failure(process.returncode, errors.read())
-
-    def _script(self, text: str, **values: object) -> bytes:
-        home = "~/" if self._root.startswith("~/") else ""  # the shell does not expand ~ inside quotes
-        quoted = {"root": home + shlex.quote(self._root.removeprefix(home)), "checkpoints": CHECKPOINTS}
-        return (ENTER + text).format(**quoted, **values).encode()
+            while not stop.is_set():
+                if not select.select([ssh.stdout], [], [], POLL_S)[0]:
+                    silent_s += POLL_S
+                    if silent_s > silence_s:
+                        raise NodeUnreachable(f"{self.name}: no data for {silence_s:.0f} s; {UNREACHABLE}")
+                    continue
+                silent_s = 0.0
+                piece = os.read(ssh.stdout.fileno(), PIECE_BYTES)
+                if not piece:
+                    break
+                if greeting is not None:
+                    greeting += piece
+                    _, begin, piece = greeting.partition(BEGIN)
+                    greeting = None if begin else greeting
+                if piece:
+                    yield piece
+            if not stop.is_set() and (ssh.wait() or greeting is not None):
+                errors.seek(0)
+                raise self._failure(ssh.returncode, errors.read())
 
     def _failure(self, code: int, error: bytes) -> MergeError:
         lines = [line.strip() for line in error.decode(errors="replace").splitlines() if line.strip()]
@@ -231,61 +205,26 @@ class RemoteFolder:
         return MissingOnNode(f"{self.name}: {reason}; give the run's folder on that node with --nodes HOST:FOLDER,...")
 
 
-@dataclass
+Place = LocalFolder | RemoteFolder  # its `name` is FOLDER, or HOST:FOLDER
+
+
 class Inventory:
-    """The content of all places, and why some of them could not be listed."""
+    """The steps in all places, and why some places could not be listed."""
 
-    asked: list[Place]
-    listings: list[tuple[Place, StepListing]]
-    failures: dict[str, MergeError]  # by the place's name
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.listings: list[StepListing] = []
+        self.failures: dict[str, MergeError] = {}  # by the place's name
 
-    def exclude(self, place: str, reason: str) -> None:
-        """Drop the listings of the place with this name, and report it as a failure."""
-        self.failures[place] = MergeError(f"{place}: {reason}")
-        self.listings = [entry for entry in self.listings if entry[0].name != place]
-
-    def list_again(self, place: Place) -> None:
-        """Replace or add the listings of a place whose files have changed."""
-        if place not in self.asked:
-            self.asked.append(place)
-        others = [entry for entry in self.listings if entry[0].name != place.name]
-        self.listings = [*others, *((place, listing) for listing in place.steps())]
-
-    def add(self, other: "Inventory") -> None:
-        """Add the content of other places."""
-        self.asked += other.asked
-        self.listings += other.listings
-        self.failures |= other.failures
-
-
-def list_places(places: Sequence[Place]) -> Inventory:
-    """List all places in parallel."""
-
-    def ask(place: Place) -> list[StepListing] | MergeError:
-        try:
-            return place.steps()
-        except MergeError as error:
-            return error
-
-    with ThreadPoolExecutor(NUM_LISTED_AT_ONCE) as pool:
-        answers = list(zip(places, pool.map(ask, places)))
-    return Inventory(
-        asked=list(places),
-        listings=[(place, step) for place, answer in answers if isinstance(answer, list) for step in answer],
-        failures={place.name: answer for place, answer in answers if isinstance(answer, MergeError)},
-    )
-
-
-def _list_step(folder: Path, run_id: str) -> StepListing:
-    sizes: dict[str, int] = {}
-    # A running job may delete its oldest step at any moment, and the folder may be unreadable to us.
-    with suppress(OSError):
-        for path in folder.rglob("*"):
-            with suppress(OSError):
-                if path.is_file():
-                    sizes[str(path.relative_to(folder))] = path.stat().st_size
-    try:
-        digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
-    except OSError:
-        digest = ""
-    return StepListing(int(folder.name.removeprefix("step_")), sizes, digest, run_id)
+    def add(self, places: Sequence[Place]) -> None:
+        """List places in parallel. New listings of a place replace those from before."""
+        names = {place.name for place in places}
+        self.places = [*(place for place in self.places if place.name not in names), *places]
+        self.listings = [listing for listing in self.listings if listing.place.name not in names]
+        with ThreadPoolExecutor(NUM_LISTED_AT_ONCE) as pool:
+            futures = [pool.submit(place.steps) for place in places]
+        for place, future in zip(places, futures):
+            try:
+                self.listings += future.result()
+            except MergeError as error:
+                self.failures[place.name] = error

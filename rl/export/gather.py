@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from io import FileIO
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import xxhash
 
 from rl.checkpoint.manifest import File, step_folder
 from rl.checkpoint.shard_file import pieces_of
-from rl.export.errors import MergeError, cannot_write, partial_path
+from rl.export.errors import MergeError, partial_path
 from rl.export.find import Checkpoint
 from rl.export.folders import PIECE_BYTES, UNREACHABLE, LocalFolder, NodeUnreachable, RemoteFolder
 
@@ -37,9 +38,10 @@ class Gatherer:
         """Fetch all files. If some fail, keep the others and raise an error that names them."""
         by_host: dict[str, list[File]] = {}
         for file in files:
-            for place in self._remote_holders(file):
+            holders = self._remote_holders(file)
+            by_host.setdefault(holders[0].host, []).append(file)
+            for place in holders:
                 self._host_limits.setdefault(place.host, threading.Semaphore(NUM_STREAMS_PER_NODE))
-            by_host.setdefault(self._remote_holders(file)[0].host, []).append(file)
         round_robin = [file for row in itertools.zip_longest(*by_host.values()) for file in row if file is not None]
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
             try:
@@ -47,7 +49,7 @@ class Gatherer:
             except BaseException:
                 self._stop.set()
                 raise
-        self._checkpoint.inventory.list_again(self._target)
+        self._checkpoint.inventory.add([self._target])
         problems = [problem for problem in results if problem]
         if problems:
             raise MergeError(
@@ -70,8 +72,6 @@ class Gatherer:
                     return ""
                 except MergeError as error:
                     problems.append(str(error))
-                except OSError as error:
-                    raise cannot_write(self._target.root, error) from error
         return f"{file.name}: {'; '.join(problems)}"
 
     def _raise_if_stopped(self) -> None:
@@ -119,7 +119,7 @@ class Gatherer:
     def _append(self, place: RemoteFolder, file: File, begin: int, output: FileIO, hasher: xxhash.xxh3_64) -> None:
         left = file.num_bytes - begin
         name = f"{step_folder(self._checkpoint.manifest.step)}/{file.name}"
-        with place.stream(name, begin, self._stop) as pieces:
+        with closing(place.stream(name, begin, self._stop)) as pieces:
             for piece in pieces:
                 view = memoryview(piece)[:left]
                 left -= len(view)

@@ -5,7 +5,7 @@ find --> check that it is complete --> gather from other nodes --> merge, check 
 
 import json
 import sys
-import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from rl.checkpoint.shard_file import digest
 from rl.common.text import count_of, format_bytes
 from rl.export.card import model_card
 from rl.export.errors import MergeError, warn
-from rl.export.find import Checkpoint, CheckpointNotFound, describe, find_checkpoint, is_model_shard, resolve_request
-from rl.export.folders import LocalFolder, Place, SshOptions
+from rl.export.find import Checkpoint, CheckpointNotFound, find_checkpoint, is_model_shard, resolve_request
+from rl.export.folders import LocalFolder, Place
 from rl.export.gather import Gatherer
 from rl.export.plan import index_of, lay_out, read_tensors
 from rl.export.upload import HubRepository
@@ -32,89 +32,78 @@ LOG_INTERVAL_S = 10.0  # between lines of progress in a log file
 
 
 @dataclass(frozen=True)
-class CheckpointSource:
-    """The run and the nodes that are searched for a checkpoint."""
-
+class MergeOptions:
     run: Path  # a run, its step_N, or a folder of runs
     step: int | None  # None means the newest committed step
-    nodes: Sequence[Place] | None  # None or empty means the hosts that the checkpoint records
-    ssh: SshOptions
-
-
-@dataclass(frozen=True)
-class MergeOptions:
-    """Settings of a merge."""
-
+    output: Path | None  # None means RUN/merged/step_N
+    nodes: Sequence[Place] | None  # None means the hosts that the checkpoint records
+    ssh: Sequence[str]  # command for those hosts
     dtype: str | None  # None keeps the dtypes that were saved
     max_shard_bytes: int
     verify_digests: bool
     verify_logits: bool
     keep_shards: bool
     dry_run: bool
-
-
-@dataclass(frozen=True)
-class UploadOptions:
-    """The hub repository for the result, and its visibility."""
-
-    name: str  # if empty, checkpoint.hub_name of the run's config
+    upload: str | None  # name on the hub; "" means checkpoint.hub_name of the run's config, None no upload
     revision: str
     public: bool
 
-    def open(self, default_name: str = "") -> HubRepository:
-        """Return the repository. This does not contact the hub."""
-        name = self.name or default_name
-        if not name:
-            raise MergeError("the run's config has no checkpoint.hub_name; give the name: --upload ORG/NAME")
-        return HubRepository(name, self.revision, self.public)
 
-
-def merge_checkpoint(
-    source: CheckpointSource, output: Path | None, options: MergeOptions, upload: UploadOptions | None
-) -> None:
-    """Merge a checkpoint into the folder `output`, by default RUN/merged/step_N, and upload it if asked to."""
-    request = resolve_request(source.run, source.step, is_elsewhere=source.nodes is not None)
+def merge_checkpoint(options: MergeOptions) -> None:
+    """Merge a checkpoint into a folder, and upload it if asked to."""
+    output = options.output
+    request = resolve_request(options.run, options.step, is_elsewhere=options.nodes is not None)
     if output and (output == request.run or {output, *output.parents} & {request.root, request.root.resolve()}):
         raise MergeError(f"--output: {output} belongs to the run itself; give another folder")
     results = output.parent if output else request.run / "merged"
     try:
         gathered = find_gathered(results, request.run / "merged")
-        checkpoint = find_checkpoint(request, gathered, source.nodes or [], source.ssh)
+        checkpoint = find_checkpoint(request, gathered, options.nodes or [], options.ssh)
     except CheckpointNotFound:
-        finished = output or results / step_folder(source.step or 0)
+        finished = output or results / step_folder(options.step or 0)
         record = read_record(finished)
-        if upload is None or not record or source.step not in (None, record["step"]):
+        if options.upload is None or not record or options.step not in (None, record["step"]):
             raise
         print(f"step {record['step']} no longer exists; {finished} is complete", flush=True)
-        _upload_finished(finished, record, upload, options.dry_run)
+        hub = _open_hub(options, "")
+        _prepare_upload(hub, options.dry_run)
+        if not options.dry_run:
+            _upload(hub, finished, record["run"], record["step"])
         return
-    print(describe(checkpoint), flush=True)
-    merge = CheckpointMerge(checkpoint, request.run, output or results / step_folder(checkpoint.manifest.step), options)
-    configured = checkpoint.manifest.config.get("checkpoint", {}).get("hub_name", "")
-    hub = upload.open(configured) if upload is not None else None
+    manifest = checkpoint.manifest
+    shards = [file for file in manifest.files if is_model_shard(file)]
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
+    title = f"step {manifest.step} of {manifest.run_name}, saved {saved}"
+    size = format_bytes(sum(file.num_bytes for file in shards))
+    print(f"{title}: {len(shards)} shards of the model, {size}", flush=True)
+    merge = CheckpointMerge(checkpoint, request.run, output or results / step_folder(manifest.step), options)
+    hub = _open_hub(options, manifest.config.get("checkpoint", {}).get("hub_name", ""))
     merge.prepare()
-    if options.dry_run:
-        merge.print_plan()
-        if hub is not None:
-            print(f"would upload to {hub.check()}")
-        return
-    if hub is not None:
-        hub.create()  # before the merge, so that a wrong name fails at once
-    merge.run(hub)
+    _prepare_upload(hub, options.dry_run)  # before the merge, so that a wrong name fails at once
+    if not options.dry_run:
+        merge.run(hub)
 
 
-def _upload_finished(folder: Path, record: dict[str, Any], upload: UploadOptions, dry_run: bool) -> None:
-    """Upload a finished result whose checkpoint the run has deleted since."""
-    hub = upload.open()
-    if dry_run:
+def _open_hub(options: MergeOptions, default_name: str) -> HubRepository | None:
+    """Return the repository for the upload, if there is to be one. This does not contact the hub."""
+    if options.upload is None:
+        return None
+    name = options.upload or default_name
+    if not name:
+        raise MergeError("the run's config has no checkpoint.hub_name; give the name: --upload ORG/NAME")
+    return HubRepository(name, options.revision, options.public)
+
+
+def _prepare_upload(hub: HubRepository | None, dry_run: bool) -> None:
+    if hub is not None and dry_run:
         print(f"would upload to {hub.check()}")
-        return
-    hub.create()
-    _upload(hub, folder, record["run"], record["step"])
+    elif hub is not None:
+        hub.create()
 
 
-def _upload(hub: HubRepository, folder: Path, run_name: str, step: int) -> None:
-    print(f"uploaded to {hub.upload(folder, f'{run_name}, step {step}')}", flush=True)
+def _upload(hub: HubRepository | None, folder: Path, run_name: str, step: int) -> None:
+    if hub is not None:
+        print(f"uploaded to {hub.upload(folder, f'{run_name}, step {step}')}", flush=True)
 
 
 class CheckpointMerge:
@@ -137,53 +126,42 @@ class CheckpointMerge:
         self._work = WorkFolder(output, record)
 
     def prepare(self) -> None:
-        """Check that all files can be reached and that the result fits on the disk."""
+        """Check that all files can be reached and that the result fits on the disk. A dry run prints what it found."""
+        checkpoint, output = self._checkpoint, self._work.output
         if self._work.is_merged():
+            print(f"{output} is complete already", flush=True)
             return
-        self._checkpoint.check_complete()
-        for error in self._checkpoint.inventory.failures.values():
+        checkpoint.check_complete()
+        for error in checkpoint.inventory.failures.values():
             warn(f"continuing without {error}")
-        if not self._options.dry_run:
-            self._work.check_space(self._missing_bytes())
-
-    def print_plan(self) -> None:
-        """Print what `run` would do."""
-        if self._work.is_merged():
-            print(f"{self._work.output} is complete already")
-            return
-        remote = self._checkpoint.remote_files()
-        if remote:
-            hosts = sorted({holder.name for file in remote for holder in self._checkpoint.holders(file.name)[:1]})
+        remote = checkpoint.remote_files()
+        needed = self._work.missing_bytes(self._outputs, remote)
+        if remote and self._options.dry_run:
+            hosts = sorted({checkpoint.holders(file.name)[0].name for file in remote})
             size = format_bytes(sum(file.num_bytes for file in remote))
             print(f"would gather {count_of(len(remote), 'file')}, {size}, from {', '.join(hosts)}")
-        needed, files = self._missing_bytes(), count_of(len(self._outputs), "file")
-        print(f"would merge into {self._work.output}: {files}, {format_bytes(needed)} to write in all")
+        if self._options.dry_run:
+            files = count_of(len(self._outputs), "file")
+            print(f"would merge into {output}: {files}, {format_bytes(needed)} to write in all")
         self._work.check_space(needed)
 
     def run(self, hub: HubRepository | None) -> None:
         """Merge, verify and upload. Skip what earlier calls have done."""
         manifest = self._checkpoint.manifest
-        with closing(self._work):
-            self._work.open(self._checkpoint)
-            if self._work.is_merged():
-                print(f"{self._work.output} is complete already", flush=True)
-            else:
+        with self._work.open(self._checkpoint):
+            if not self._work.is_merged():
                 self._merge()
             if self._options.verify_logits:
                 self._verify_logits()
-            if hub is not None:
-                _upload(hub, self._work.output, manifest.run_name, manifest.step)
+            _upload(hub, self._work.output, manifest.run_name, manifest.step)
             if not self._options.keep_shards:
                 self._work.delete()
-
-    def _missing_bytes(self) -> int:
-        return self._work.missing_bytes(self._outputs, self._checkpoint.remote_files())
 
     def _merge(self) -> None:
         """Write the result. Replace corrupt files by other copies. Raise if there are none."""
         self._work.begin()
         checkpoint, options = self._checkpoint, self._options
-        with OpenFiles(checkpoint.manifest) as opened:
+        with closing(OpenFiles(checkpoint.manifest)) as opened:
             while True:
                 try:
                     self._open_local(opened)  # before gathering, which may take hours
@@ -235,14 +213,13 @@ class CheckpointMerge:
         return files
 
     def _write_model(self, opened: OpenFiles) -> None:
-        slices = [part for output in self._outputs for tensor in output.tensors for _, part in tensor.slices]
-        with _progress_bar("merge", sum(part.num_bytes for part in slices)) as count:
+        with _progress_bar("merge", sum(output.num_bytes_read for output in self._outputs)) as count:
             Merger(opened, self._work.model, self._options.verify_digests, count).write(self._outputs)
 
     def _read_metrics(self) -> list[dict[str, Any]]:
         """Return the run's metrics from the first place that has them. Lines that are not valid JSON are skipped."""
         inventory = self._checkpoint.inventory
-        for place in [LocalFolder(self._run_folder / "checkpoints"), *inventory.asked]:
+        for place in [LocalFolder(self._run_folder / "checkpoints"), *inventory.places]:
             if place.name in inventory.failures:
                 continue
             try:
@@ -279,14 +256,12 @@ class CheckpointMerge:
 
 @contextmanager
 def _progress_bar(title: str, num_bytes: int) -> Iterator[Progress]:
-    lock = threading.Lock()
     interval = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
-    with tqdm(
-        desc=title, total=num_bytes, unit="B", unit_scale=True, mininterval=interval, maxinterval=interval
-    ) as bar:
+    options = {"unit": "B", "unit_scale": True, "mininterval": interval, "maxinterval": interval}
+    with tqdm(desc=title, total=num_bytes, **options) as bar:
 
         def count(num_bytes: int) -> None:
-            with lock:
+            with bar.get_lock():  # many threads count
                 bar.update(num_bytes)
 
         yield count

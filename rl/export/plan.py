@@ -43,6 +43,10 @@ class OutputFile:
     def num_bytes(self) -> int:
         return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
 
+    @property
+    def num_bytes_read(self) -> int:
+        return sum(part.num_bytes for tensor in self.tensors for _, part in tensor.slices)
+
 
 def read_tensors(manifest: Manifest, dtype: str | None) -> list[MergedTensor]:
     """Return the model's tensors in the order of the model. `dtype` replaces the dtype of floating-point tensors."""
@@ -99,7 +103,7 @@ def _select_cover(pieces: Sequence[tuple[File, Slice]]) -> list[tuple[File, Slic
         covered = end
     if covered < num_rows:
         holes.append(f"{covered}:{num_rows}")
-    if holes and math.prod(whole.shape):
+    if holes and math.prod(whole.shape) > 0:
         raise CheckpointError(f"no file holds rows {', '.join(holes)}")
     return taken
 

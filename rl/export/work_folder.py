@@ -12,7 +12,8 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ class WorkFolder:
         self.output, self._record = output, record
         self.folder = output.with_name(f"{output.name}.work-{record['save_id']}")
         self.model, self.shards = self.folder / "model", LocalFolder(self.folder / SHARDS)
-        self._lock: int | None = None
 
     def is_merged(self) -> bool:
         """Return whether the result exists. Raise if something else exists in its place."""
@@ -68,58 +68,52 @@ class WorkFolder:
                 f"{format_bytes(free)} left; free space, or give --output a folder on another disk. Nothing was written"
             )
 
-    def open(self, checkpoint: Checkpoint) -> None:
-        """Lock the folder, and store the manifest in it, because the run may delete the step before an upload."""
-        shards = self.shards.path(self._record["step"], "")
+    @contextmanager
+    def open(self, checkpoint: Checkpoint) -> Iterator[None]:
+        """Lock the folder, and store the manifest in it, because the run may delete the step before an upload.
+
+        An OSError while the folder is open becomes a MergeError that says what to do.
+        """
+        shards, handle = self.shards.path(self._record["step"], ""), -1
         try:
             shards.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder, os.O_RDONLY)
-            _lock(self._lock, self.folder)
+            handle = os.open(self.folder, os.O_RDONLY)
+            _lock(handle, self.folder)
             write_atomically(shards / MANIFEST, checkpoint.text, fsync=True)
             if checkpoint.is_committed:
                 (shards / COMMITTED).touch()
+            yield
         except OSError as error:
             raise cannot_write(self.folder, error) from error
+        finally:
+            if handle >= 0:
+                os.close(handle)
 
     def begin(self) -> None:
         """Create the folder of the result, unless an earlier attempt at the same result left one."""
-        try:
-            if self.model.exists() and not _satisfies(read_record(self.model), self._record):
-                shutil.rmtree(self.model)
-            if not self.model.exists():
-                self.model.mkdir()
-                self.write(RECORD, json.dumps(self._record, indent=2).encode())
-        except OSError as error:
-            raise cannot_write(self.folder, error) from error
+        if self.model.exists() and not _satisfies(read_record(self.model), self._record):
+            shutil.rmtree(self.model)
+        if not self.model.exists():
+            self.model.mkdir()
+            self.write(RECORD, json.dumps(self._record, indent=2).encode())
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file of the result."""
         path = self.model / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, data, fsync=True)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, data, fsync=True)
 
     def publish(self) -> None:
         """Rename the complete result to its final name."""
-        try:
-            for left in self.model.glob("*.part"):
-                left.unlink()
-            sync_folder(self.model)
-            if self.output.exists():
-                self.output.rmdir()  # it is empty
-            rename_durably(self.model, self.output)
-        except OSError as error:
-            raise cannot_write(self.output, error) from error
+        for left in self.model.glob("*.part"):
+            left.unlink()
+        sync_folder(self.model)
+        if self.output.exists():
+            self.output.rmdir()  # it is empty
+        rename_durably(self.model, self.output)
 
     def delete(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
 
 def find_gathered(*results: Path) -> list[LocalFolder]:

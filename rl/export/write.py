@@ -17,7 +17,7 @@ import xxhash
 from rl.checkpoint.manifest import ITEM_BYTES, CheckpointError, File, Manifest, Slice
 from rl.checkpoint.shard_file import check_shard, rename_durably
 from rl.export.convert import Bytes, OutOfRange, convert
-from rl.export.errors import MergeError, cannot_write, partial_path
+from rl.export.errors import MergeError, partial_path
 from rl.export.plan import MergedTensor, OutputFile
 
 CHUNK_BYTES = 4 << 20
@@ -72,16 +72,10 @@ class OpenFiles:
                 raise CorruptFile(name, f"it ends before byte {begin + data.size}")
             done += count
 
-    def close(self, name: str) -> None:
-        if name in self.handles:
-            os.close(self.handles.pop(name))
-
-    def __enter__(self) -> "OpenFiles":
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        for name in list(self.handles):
-            self.close(name)
+    def close(self, *names: str) -> None:
+        for name in names or tuple(self.handles):
+            if name in self.handles:
+                os.close(self.handles.pop(name))
 
 
 class Merger:
@@ -96,17 +90,14 @@ class Merger:
         """Write all files. Each gets its final name when it is complete on disk. Existing files are kept."""
         with ThreadPoolExecutor(NUM_WORKERS) as pool, ThreadPoolExecutor(1) as finisher:
             finishing: list[Future[None]] = []
-            try:
-                for output in outputs:
-                    path = self._folder / output.name
-                    if path.exists():
-                        self._progress(sum(part.num_bytes for tensor in output.tensors for _, part in tensor.slices))
-                        continue
+            for output in outputs:
+                path = self._folder / output.name
+                if path.exists():
+                    self._progress(output.num_bytes_read)
+                else:
                     finishing.append(finisher.submit(_finish, self._fill(output, path, pool), path))
-                for future in finishing:
-                    future.result()
-            except OSError as error:
-                raise cannot_write(self._folder, error) from error
+            for future in finishing:
+                future.result()
 
     def _fill(self, output: OutputFile, path: Path, pool: ThreadPoolExecutor) -> int:
         """Write a file's content and return its open handle, which the caller must sync."""
@@ -114,7 +105,7 @@ class Merger:
         futures: list[Future[None]] = []  # each ends soon after `_stop` is set
         try:
             os.truncate(handle, output.num_bytes)
-            _write_at(handle, output.header, 0)
+            _write_at(handle, memoryview(output.header), 0)
             futures = [pool.submit(self._copy_tensor, tensor, handle) for tensor in output.tensors]
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                 future.result()
@@ -150,7 +141,7 @@ class Merger:
             if self._verify:
                 hasher.update(chunk.data)
             written = chunk if dtype == part.dtype else convert(chunk, part.dtype, dtype)
-            _write_at(target, written, begin)
+            _write_at(target, written.data, begin)
             begin += written.size
         if self._verify and hasher.hexdigest() != part.digest:
             raise CorruptFile(file.name, f"the bytes of {part.name} differ from those that were saved")
@@ -182,8 +173,7 @@ class Merger:
             raise CancelledError
 
 
-def _write_at(handle: int, data: bytes | Bytes, begin: int) -> None:
-    view = memoryview(data)
+def _write_at(handle: int, view: memoryview, begin: int) -> None:
     while view:
         count = os.pwrite(handle, view, begin)
         view, begin = view[count:], begin + count
