@@ -12,8 +12,7 @@ The hub client finds the token itself. Our messages never contain it.
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
-from fnmatch import fnmatch
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +23,7 @@ from rl.export.errors import MergeError, warn
 WAITS_S = (2.0, 8.0)  # pause before each retry; the hub client itself also retries most requests
 TIMEOUTS_S = {"connect": 20.0, "read": 300.0, "write": 300.0, "pool": 300.0}
 RETRY_STATUS = (408, 409, 412, 429, 500, 502, 503, 504)  # 409 and 412: another commit came in between
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHTS = (".safetensors", ".safetensors.index.json")
 BRANCH = re.compile(r"(?!refs/)\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
 XET_STATUS = re.compile(r"HTTP status \w+ error \((\d+)")
 T = TypeVar("T")
@@ -46,31 +45,30 @@ class HubRepository:
         self._account: Mapping[str, Any] = {}
         self._token = ""  # needed to remove it from messages of other libraries
         self._has_warned = False
+        self._remains = "Nothing was uploaded; to merge now, leave out --upload"  # end of an error message
 
     def check(self) -> str:
         """Return the repository's full id. Raise if this login may not upload there."""
-        repo = self._repo()
-        self._exists(repo)
-        return repo
+        self._exists()
+        return self._repo
 
     def create(self) -> str:
         """Create the repository and the branch. An existing repository keeps its visibility."""
-        repo = self._repo()
-        if not self._exists(repo):
-            self._retry(lambda: self._api.create_repo(repo, private=not self._public, exist_ok=True))
-            self._exists(repo)  # check the visibility: somebody else may have created it first
+        if not self._exists():
+            self._retry(self._api.create_repo, self._repo, private=not self._public, exist_ok=True)
+            self._exists()  # check the visibility: somebody else may have created it first
         if self._revision:
-            self._retry(lambda: self._api.create_branch(repo, branch=self._revision, exist_ok=True))
-        return repo
+            self._retry(self._api.create_branch, self._repo, branch=self._revision, exist_ok=True)
+        return self._repo
 
     def upload(self, folder: Path, message: str) -> str:
         """Upload all files and return the commit's URL. Nothing is written into the folder."""
-        repo = self._repo(folder)
+        self._remains = f"The merged model stays in {folder}; run the same command again to continue"
         files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
         if not files:
             raise MergeError(f"{folder} holds no files to upload; merge a checkpoint into it first")
-        self._exists(repo, folder)  # check the visibility again: hours may have passed since `create`
-        return self._retry(lambda: self._commit(repo, folder, files, message), folder)
+        self._exists()  # check the visibility again: hours may have passed since `create`
+        return self._retry(self._commit, files, message)
 
     @cached_property
     def _api(self) -> Any:
@@ -79,10 +77,11 @@ class HubRepository:
         set_client_factory(_client_with_timeouts)
         return HfApi(token=True)  # the client looks the token up at each request, so an expiring one is renewed
 
-    def _repo(self, folder: Path | None = None) -> str:
-        if not self._account:
-            self._token = _read_token()
-            self._account = self._retry(self._api.whoami, folder)
+    @cached_property
+    def _repo(self) -> str:
+        """The repository's full id, in a namespace that this login may write to."""
+        self._token = _read_token()
+        self._account = self._retry(self._api.whoami)
         user = self._account["name"]
         namespace, _, name = self._name.rpartition("/")
         token = (self._account.get("auth") or {}).get("accessToken") or {}
@@ -100,19 +99,21 @@ class HubRepository:
             f"'write', or choose one of {', '.join(writable)}, such as --upload {user}/{name}"
         )
 
-    def _exists(self, repo: str, folder: Path | None = None) -> bool:
+    def _exists(self) -> bool:
         """Return whether the repository exists. Raise if it is public and --public was not given."""
         from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError
+
+        repo = self._repo
 
         def look() -> Any:
             try:
                 return self._api.repo_info(repo)
-            except GatedRepoError:  # a subclass of RepositoryNotFoundError, but the repository exists
-                raise
-            except RepositoryNotFoundError:
+            except RepositoryNotFoundError as error:
+                if isinstance(error, GatedRepoError):  # a subclass, but the repository exists
+                    raise
                 return None
 
-        info = self._retry(look, folder)
+        info = self._retry(look)
         if info is None:
             return False
         if not info.private and not self._public:
@@ -125,11 +126,11 @@ class HubRepository:
             warn(f"{repo} exists and stays private in spite of --public; its settings page changes that")
         return True
 
-    def _commit(self, repo: str, folder: Path, files: Mapping[str, Path], message: str) -> str:
+    def _commit(self, files: Mapping[str, Path], message: str) -> str:
         """Commit the files on top of the repository's current state. A retry after a lost answer is safe."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-        branch = self._revision or "main"
+        repo, branch = self._repo, self._revision or "main"
         existing = self._api.list_repo_files(repo, revision=branch)
         stale = sorted(name for name in existing if name not in files and is_model_weights(name))
         if stale:
@@ -143,50 +144,56 @@ class HubRepository:
         if absent:
             raise MergeError(
                 f"{commit.commit_url} lacks {', '.join(absent)}, or has other sizes of them; does a .gitignore of the "
-                f"repository name them? {_stays(folder)}"
+                f"repository name them? {self._remains}"
             )
         return str(commit.commit_url)
 
-    def _retry(self, action: Callable[[], T], folder: Path | None = None) -> T:
+    def _retry(self, action: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Retry an action while the network or the hub fails temporarily. Turn other errors into a MergeError."""
         waits_s = list(WAITS_S)
         while True:
             try:
-                return action()
+                return action(*arguments, **options)
             except MergeError:
                 raise
             except Exception as error:  # the client, its HTTP library and its uploader share no base class
                 if not waits_s or not is_temporary(error):
-                    raise MergeError(self._explain(error, folder)) from None
+                    raise MergeError(f"{self._explain(error)}. {self._remains}") from None
                 warn(f"{self._text(error)}; retrying in {waits_s[0]:.0f} s")
             time.sleep(waits_s.pop(0))
 
     def _text(self, error: Exception) -> str:
-        text = _text(error)
+        """Return the messages of an error and its causes in one line, without the token."""
+        texts: list[str] = []
+        for link in _chain(error):
+            text = " ".join(str(link).split()).rstrip(".") or type(link).__name__
+            if not any(text in other for other in texts):
+                texts.append(text)
+            if getattr(link, "response", None) is not None:
+                break
+        text = ": ".join(texts)
         return (text.replace(self._token, "***") if self._token else text)[:600]
 
-    def _explain(self, error: Exception, folder: Path | None) -> str:
-        from huggingface_hub.errors import OfflineModeIsEnabled
-
+    def _explain(self, error: Exception) -> str:
         status, text, hub = http_status(error), self._text(error), self._api.endpoint
-        if any(isinstance(link, OfflineModeIsEnabled) for link in _chain(error)):
-            return f"HF_HUB_OFFLINE is set, so {hub} is not reachable; unset it to upload. {_stays(folder)}"
-        if not self._account and status in (401, 403):
+        if is_offline(error):
+            return f"HF_HUB_OFFLINE is set, so {hub} is not reachable; unset it to upload"
+        if status in (401, 403) and not self._account:
             return f"{hub} does not accept this login: {text}. Run `hf auth login` or export a valid HF_TOKEN"
         if status in (401, 403):
             return (
                 f"{hub} does not let {self._account['name']} write to {self._name}: {text}. Ask an administrator of "
-                f"the namespace for the role 'write', or use a token with write access. {_stays(folder)}"
+                "the namespace for the role 'write', or use a token with write access"
             )
         if status in RETRY_STATUS:
-            return f"{hub} failed {len(WAITS_S) + 1} times: {text}. Try again later. {_stays(folder)}"
+            return f"{hub} failed {len(WAITS_S) + 1} times: {text}. Try again later"
         if status:
-            return f"{hub} refused: {text}. {_stays(folder)}"
+            return f"{hub} refused: {text}"
         if isinstance(error, OSError) and error.filename:
-            return f"cannot read {error.filename}: {error.strerror}. {_stays(folder)}"
+            return f"cannot read {error.filename}: {error.strerror}"
         if is_temporary(error):
-            return f"{hub} is not reachable: {text}. Check the network and HF_ENDPOINT. {_stays(folder)}"
-        return f"the upload failed: {text}. {_stays(folder)}"
+            return f"{hub} is not reachable: {text}. Check the network and HF_ENDPOINT"
+        return f"the upload failed: {text}"
 
 
 def _client_with_timeouts() -> Any:
@@ -221,7 +228,7 @@ def _read_token() -> str:
 def may_write(org: Mapping[str, Any]) -> bool:
     """Return whether the user's role in an organisation, or in a part of it, permits writing.
 
-    If the hub reports no role, return True: the hub itself will refuse the upload if necessary.
+    Without a reported role, return True: the hub itself will refuse the upload if necessary.
     """
     roles = {org.get("roleInOrg"), *(group.get("role") for group in org.get("resourceGroups") or [])} - {None}
     return not roles or bool(roles - {"read", "no_access"})
@@ -229,16 +236,14 @@ def may_write(org: Mapping[str, Any]) -> bool:
 
 def is_model_weights(name: str) -> bool:
     """Return whether a file holds weights of the repository's model. Files in folders belong to the user."""
-    return "/" not in name and any(fnmatch(name, pattern) for pattern in WEIGHTS)
+    return "/" not in name and name.endswith(WEIGHTS)
 
 
-def _chain(error: BaseException | None) -> list[BaseException]:
-    """Return an error and its causes."""
-    found: list[BaseException] = []
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes."""
     while error is not None:
-        found.append(error)
+        yield error
         error = error.__cause__
-    return found
 
 
 def http_status(error: BaseException) -> int:
@@ -253,34 +258,19 @@ def http_status(error: BaseException) -> int:
     return 0
 
 
+def is_offline(error: BaseException) -> bool:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    return any(isinstance(link, OfflineModeIsEnabled) for link in _chain(error))
+
+
 def is_temporary(error: BaseException) -> bool:
     """Return whether a retry may succeed, because the hub or the network failed and not the request."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError
 
-    http_error = HfHubHTTPError.__bases__[0]  # belongs to the HTTP library that this version of the client uses
     if status := http_status(error):
         return status in RETRY_STATUS
-    if any(isinstance(link, OfflineModeIsEnabled) for link in _chain(error)):
-        return False
+    http_error = HfHubHTTPError.__bases__[0]  # belongs to the HTTP library that this version of the client uses
     # An answer that is not JSON came from a proxy, not from the hub.
     temporary = (http_error, ConnectionError, TimeoutError, json.JSONDecodeError)
-    return any(isinstance(link, temporary) for link in _chain(error))
-
-
-def _text(error: BaseException) -> str:
-    """Return the messages of an error and its causes in one line."""
-    texts: list[str] = []
-    for link in _chain(error):
-        text = " ".join(str(link).split()).rstrip(".") or type(link).__name__
-        if not any(text in other for other in texts):
-            texts.append(text)
-        if getattr(link, "response", None) is not None:
-            break
-    return ": ".join(texts)
-
-
-def _stays(folder: Path | None) -> str:
-    """Return the end of an error message: what remains, and how to continue."""
-    if folder is None:
-        return "Nothing was uploaded; to merge now, leave out --upload"
-    return f"The merged model stays in {folder}; run the same command again to continue"
+    return not is_offline(error) and any(isinstance(link, temporary) for link in _chain(error))
