@@ -32,34 +32,25 @@ MAX_OPEN_FILES = 1 << 16
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     head, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=head, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=head, epilog=details, formatter_class=raw)
     add = parser.add_argument
     add("run", nargs="?", type=Path, help="a run, its step_N, or a folder of runs (the newest is taken); default: runs")
     add("--step", type=int, help="default: the newest committed step")
     add("--output", type=Path, help="folder of the result; default: RUN/merged/step_N")
-    add(
-        "--nodes",
-        default="",
-        help="HOST:FOLDER,... of the run on other nodes; an entry without a host is a folder here; "
-        "default: files that are not here are fetched from the hosts that the checkpoint records",
-    )
+    nodes = "HOST:FOLDER,... of the run on other nodes; an entry without a host is a folder here; "
+    add("--nodes", default="", help=f"{nodes}default: what is not here comes from the hosts that the step records")
     add("--nodes-file", type=Path, help="file with such entries, one a line")
     add("--ssh", default="ssh", metavar="COMMAND", help="command that connects to a node, such as 'ssh -p 2222'")
     add("--ssh-user", default="", help="login name on the nodes")
     add("--identity", default="", help="private key for the nodes")
     add("--dtype", choices=list(DTYPES), help="convert floating-point tensors; default: the saved dtypes")
-    add("--max-shard-size", type=size_argument, default="5GB", help="maximum size of an output file; default: 5GB")
-    add("--no-verify", action="store_true", help="do not check digests; the kernel then copies what is not converted")
+    size_help = "maximum size of an output file; default: 5GB"
+    add("--max-shard-size", dest="max_shard_bytes", metavar="SIZE", type=size_argument, default="5GB", help=size_help)
+    no_verify = "do not check digests; the kernel then copies what is not converted"
+    add("--no-verify", dest="verify_digests", action="store_false", help=no_verify)
     add("--verify-logits", action="store_true", help="also load the result and compare its logits with the policy's")
-    add(
-        "--upload",
-        nargs="?",
-        const="",
-        metavar="NAME",
-        help="upload to ORG/NAME of the hub; default: checkpoint.hub_name",
-    )
+    add("--upload", nargs="?", const="", metavar="NAME", help="upload to ORG/NAME; default: checkpoint.hub_name")
     add("--public", action="store_true", help="make a new repository public; default: private")
     add("--revision", default="", help="branch to upload to; default: main")
     add("--keep-shards", action="store_true", help="keep gathered files; default: delete them when all is done")
@@ -89,35 +80,23 @@ def size_argument(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def read_nodes(args: argparse.Namespace, ssh: Sequence[str]) -> list[Place] | None:
-    text = args.nodes
-    if args.nodes_file:
+def read_nodes(nodes: str, file: Path | None, ssh: Sequence[str]) -> list[Place] | None:
+    entries = [nodes]
+    if file:
         try:
-            lines = args.nodes_file.read_text().splitlines()
+            entries += [line.partition("#")[0] for line in file.read_text().splitlines()]
         except (OSError, UnicodeDecodeError) as error:
-            raise MergeError(f"--nodes-file: cannot read {args.nodes_file}: {error}") from None
-        text = ",".join([text, *(line.partition("#")[0] for line in lines)])
-    return parse_nodes(text, ssh) if args.nodes or args.nodes_file else None
+            raise MergeError(f"--nodes-file: cannot read {file}: {error}") from None
+    return parse_nodes(",".join(entries), ssh) if nodes or file else None
 
 
 def options_of(args: argparse.Namespace) -> MergeOptions:
-    ssh = ssh_command(args.ssh, args.ssh_user, args.identity)
-    return MergeOptions(
-        run=args.run or Path("runs"),
-        step=args.step,
-        output=Path(os.path.realpath(args.output)) if args.output else None,
-        nodes=read_nodes(args, ssh),
-        ssh=ssh,
-        dtype=args.dtype,
-        max_shard_bytes=args.max_shard_size,
-        verify_digests=not args.no_verify,
-        verify_logits=args.verify_logits,
-        keep_shards=args.keep_shards,
-        dry_run=args.dry_run,
-        upload=args.upload,
-        revision=args.revision,
-        public=args.public,
-    )
+    values = vars(args)
+    ssh = ssh_command(values.pop("ssh"), values.pop("ssh_user"), values.pop("identity"))
+    nodes = read_nodes(values.pop("nodes"), values.pop("nodes_file"), ssh)
+    run, output = values.pop("run") or Path("runs"), values.pop("output")
+    output = Path(os.path.realpath(output)) if output else None
+    return MergeOptions(**values, run=run, output=output, nodes=nodes, ssh=ssh)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -41,56 +41,31 @@ def model_card(manifest: Manifest, metrics: Sequence[Mapping[str, Any]], dtype: 
     """
     series = _series(metrics, manifest.step)
     rewards, accuracies = series.get(REWARD, []), series.get(ACCURACY, [])
-    files: dict[str, bytes] = {}
+    files = {}
     if rewards or accuracies:
         files[PICTURE] = draw_curve(f"{manifest.run_name}, step {manifest.step}", rewards, accuracies)
     config = _without_paths(manifest.config)
-    text = "\n\n".join(
-        [
-            _front_matter(manifest),
-            f"# {html.escape(_plain(manifest.run_name))}, step {manifest.step}",
-            _introduction(manifest, dtype),
-            _figures(manifest, series) if series else "The run's metrics were not found.",
-            f"![reward by step]({PICTURE})" if PICTURE in files else "The reward curve was not found.",
-            "## Settings that differ from the defaults",
-            _differences(config),
-            f"<details>\n<summary>All settings</summary>\n\n```yaml\n{_yaml(config)}```\n\n</details>",
-        ]
-    )
-    return {"README.md": f"{text}\n".encode(), **files}
-
-
-def _front_matter(manifest: Manifest) -> str:
-    values: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    values["tags"] = ["oneworld", "reinforcement-learning"]
-    if base := _base_model(manifest):
-        values["base_model"] = base
-    return f"---\n{_yaml(values)}---"
+    path = str(manifest.config.get("model", {}).get("path", ""))
+    is_on_hub = HUB_NAME.fullmatch(path) and not resolve_path(path).exists()
+    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    front |= {"tags": ["oneworld", "reinforcement-learning"]} | ({"base_model": path} if is_on_hub else {})
+    origin = f"[{path}](https://huggingface.co/{path})" if is_on_hub else _code(_without_paths(path))
+    parts = [
+        f"---\n{_yaml(front)}---",
+        f"# {html.escape(_plain(manifest.run_name))}, step {manifest.step}",
+        f"Trained from {origin} with reinforcement learning{_algorithm(manifest)} by oneworld.",
+        _overview(manifest, dtype),
+        _figures(manifest, series) if series else "The run's metrics were not found.",
+        f"![reward by step]({PICTURE})" if PICTURE in files else "The reward curve was not found.",
+        "## Settings that differ from the defaults",
+        _differences(config),
+        f"<details>\n<summary>All settings</summary>\n\n```yaml\n{_yaml(config)}```\n\n</details>",
+    ]
+    return {"README.md": ("\n\n".join(parts) + "\n").encode(), **files}
 
 
 def _yaml(values: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-
-
-def _base_model(manifest: Manifest) -> str:
-    """Return the base model's name on the hub, or "" if it was a local folder."""
-    path = str(manifest.config.get("model", {}).get("path", ""))
-    return path if HUB_NAME.fullmatch(path) and not resolve_path(path).exists() else ""
-
-
-def _introduction(manifest: Manifest, dtype: str) -> str:
-    base, path = _base_model(manifest), str(manifest.config.get("model", {}).get("path", ""))
-    origin = f"[{base}](https://huggingface.co/{base})" if base else _code(_without_paths(path))
-    num_steps, num_updates = manifest.config.get("train", {}).get("num_steps"), manifest.state.get("num_updates")
-    rows = {
-        "run": _code(manifest.run_name),
-        "step": f"{manifest.step} of {num_steps}" if num_steps else str(manifest.step),
-        "optimizer updates": "unknown" if num_updates is None else str(num_updates),
-        "saved": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(manifest.saved_at)),
-        "weights": dtype,
-    }
-    table = _table(["", ""], rows.items())
-    return f"Trained from {origin} with reinforcement learning{_algorithm(manifest)} by oneworld.\n\n{table}"
 
 
 def _algorithm(manifest: Manifest) -> str:
@@ -100,6 +75,18 @@ def _algorithm(manifest: Manifest) -> str:
     if not advantage or not loss:
         return ""
     return f" ({ADVANTAGES.get(advantage, _plain(advantage))}, {LOSSES.get(loss, _plain(loss))} loss)"
+
+
+def _overview(manifest: Manifest, dtype: str) -> str:
+    num_steps, num_updates = manifest.config.get("train", {}).get("num_steps"), manifest.state.get("num_updates")
+    rows = {
+        "run": _code(manifest.run_name),
+        "step": f"{manifest.step} of {num_steps}" if num_steps else str(manifest.step),
+        "optimizer updates": "unknown" if num_updates is None else str(num_updates),
+        "saved": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(manifest.saved_at)),
+        "weights": dtype,
+    }
+    return _table(["", ""], rows.items())
 
 
 def _figures(manifest: Manifest, series: Mapping[str, Points]) -> str:

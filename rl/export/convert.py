@@ -3,10 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from rl.checkpoint.manifest import ITEM_BYTES
-
 Bytes = npt.NDArray[np.uint8]
-NUMPY = {"F32": np.float32, "F16": np.float16}
+NUMPY: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 BLOCK = 1 << 16  # elements per block, which stays in a core's cache during all passes
 SIGNLESS = np.uint32(0x7FFFFFFF)
 ROUNDS_TO_INFINITY = 0x7F7F8000  # a float32 with these bits or more rounds to an infinite bfloat16
@@ -18,31 +16,21 @@ class OutOfRange(ValueError):
 
 def convert(data: Bytes, source: str, target: str) -> Bytes:
     """Return the converted elements of `data`, also as raw bytes. `source` and `target` are safetensors names."""
-    read, written = ITEM_BYTES[source] * BLOCK, ITEM_BYTES[target] * BLOCK
-    result = np.empty(data.size // ITEM_BYTES[source] * ITEM_BYTES[target], np.uint8)
-    for block in range(-(-data.size // read)):
-        values = _load(data[block * read : (block + 1) * read], source)
-        _store(values, result[block * written : (block + 1) * written], target)
-    return result
-
-
-def _load(data: Bytes, dtype: str) -> npt.NDArray[np.floating]:
-    if dtype != "BF16":
-        return data.view(NUMPY[dtype])
-    return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def _store(values: npt.NDArray[np.floating], result: Bytes, dtype: str) -> None:
-    with np.errstate(over="ignore", invalid="ignore"):
-        if dtype == "BF16":
-            stored = result.view(np.uint16)
-            is_lost = _round_to_bfloat16(values.astype(np.float32, copy=False), stored)
-        else:
-            narrow = result.view(NUMPY[dtype])
-            narrow[:] = values
-            is_lost = bool((np.isinf(narrow) & np.isfinite(values)).any())
-    if is_lost:
-        raise OutOfRange(f"{np.abs(values[np.isfinite(values)]).max():.3g} is beyond the range of {dtype}")
+    loaded = data.view(NUMPY[source])
+    stored = np.empty(loaded.size, NUMPY[target])
+    for first in range(0, loaded.size, BLOCK):
+        values, result = loaded[first : first + BLOCK], stored[first : first + BLOCK]
+        if source == "BF16":
+            values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if target == "BF16":
+                is_lost = _round_to_bfloat16(values.astype(np.float32, copy=False), result)
+            else:
+                result[:] = values
+                is_lost = bool((np.isinf(result) & np.isfinite(values)).any())
+        if is_lost:
+            raise OutOfRange(f"{np.abs(values[np.isfinite(values)]).max():.3g} is beyond the range of {target}")
+    return stored.view(np.uint8)
 
 
 def _round_to_bfloat16(values: npt.NDArray[np.float32], stored: npt.NDArray[np.uint16]) -> bool:

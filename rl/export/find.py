@@ -1,12 +1,10 @@
 """Find the checkpoint that the user asked for, and the places that hold each of its files."""
 
-import hashlib
 import os
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from rl.checkpoint.manifest import MANIFEST, STEP_FOLDER, CheckpointError, File, Manifest, step_folder
@@ -20,39 +18,28 @@ class CheckpointNotFound(MergeError):
     """No place holds the checkpoint that was asked for."""
 
 
-@dataclass(frozen=True)
-class CheckpointRequest:
-    """The run and the step that the command line selects."""
+def resolve_request(path: Path, step: int | None, is_elsewhere: bool) -> tuple[Path, Path, int | None]:
+    """Return the run's folder, its checkpoints, and the step if one is named. In a folder of runs, take the newest run.
 
-    run: Path  # results go to a folder in it
-    root: Path  # the run's checkpoints
-    step: int | None  # None means the newest committed step
-
-
-def resolve_request(path: Path, step: int | None, is_elsewhere: bool) -> CheckpointRequest:
-    """Find the run and step that `path` means: a run, its checkpoints, a step, or a folder of runs (the newest run).
-
-    With `is_elsewhere`, all of the run's checkpoints may be on other nodes.
+    `path` is a run, its checkpoints, a step, or a folder of runs. With `is_elsewhere`, it may be on other nodes only.
     """
     path = Path(os.path.abspath(path))  # does not follow links, so results go next to the given path
     if named := STEP_FOLDER.fullmatch(path.name):
         if step not in (None, int(named[1])):
             raise MergeError(f"got {path} and --step {step}, which contradict each other; give one of them")
         is_in_run = path.parent.name == CHECKPOINTS
-        return CheckpointRequest(path.parent.parent if is_in_run else path.parent, path.parent, int(named[1]))
+        return path.parent.parent if is_in_run else path.parent, path.parent, int(named[1])
     if path.name == CHECKPOINTS:
-        return CheckpointRequest(path.parent, path, step)
+        return path.parent, path, step
     if (path / CHECKPOINTS).is_dir() or is_elsewhere:
-        return CheckpointRequest(path, path / CHECKPOINTS, step)
+        return path, path / CHECKPOINTS, step
     runs = [(_newest_save_time(root), root) for root in path.glob(f"*/{CHECKPOINTS}")] if path.is_dir() else []
     saved_at, root = max(runs, default=(0.0, path))
     if not saved_at:
         problem = "holds no committed checkpoint" if path.is_dir() else "is not a folder"
-        raise MergeError(
-            f"{path} {problem}; give the folder of a run, such as runs/NAME, or --nodes HOST:FOLDER,... if it lies on "
-            "other nodes"
-        )
-    return CheckpointRequest(root.parent, root, step)
+        remedy = "give the folder of a run, such as runs/NAME, or --nodes HOST:FOLDER,... if it lies on other nodes"
+        raise MergeError(f"{path} {problem}; {remedy}")
+    return root.parent, root, step
 
 
 def _newest_save_time(root: Path) -> float:
@@ -74,9 +61,7 @@ def parse_nodes(text: str, ssh: Sequence[str]) -> list[Place]:
                 raise MergeError(f"--nodes: got {entry!r}, which is no folder here; on another node it is HOST:FOLDER")
             places.append(LocalFolder(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path))
         elif not host or not folder or host.startswith("-"):
-            raise MergeError(
-                f"--nodes: got {entry!r}; an entry is HOST:FOLDER, such as node1:/data/runs/x, or a folder"
-            )
+            raise MergeError(f"--nodes: got {entry!r}; an entry is HOST:FOLDER, as in node1:/data/runs/x, or a folder")
         else:
             places.append(RemoteFolder(host.removeprefix("["), folder, ssh))
     if not places:
@@ -90,17 +75,13 @@ class Checkpoint:
 
     manifest: Manifest
     text: bytes  # the manifest's bytes
+    digest: str  # SHA-256 of the manifest; places with the same digest hold files of the same save
     inventory: Inventory
     root: Path  # the run's checkpoints on this machine
     ssh: Sequence[str] | None  # for the hosts that the manifest records; None if they must not be asked
     corrupt: dict[tuple[str, str], str] = field(default_factory=dict)  # (place, file) -> reason
     _reported: set[tuple[str, str]] = field(default_factory=set)  # (place, file)
     _opened_in: dict[str, str] = field(default_factory=dict)  # file -> place
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the manifest. Places with the same digest hold files of the same save."""
-        return hashlib.sha256(self.text).hexdigest()
 
     @property
     def is_committed(self) -> bool:
@@ -110,11 +91,6 @@ class Checkpoint:
     def model_files(self) -> list[File]:
         """The files that the merge needs: model shards, configs and tokenizer."""
         return [file for file in self.manifest.files if is_model_shard(file) or file.name.startswith("hf/")]
-
-    @property
-    def trained_in(self) -> str:
-        """The dtype of the model during training."""
-        return self.manifest.config["model"]["dtype"]
 
     def holders(self, file: str, num_bytes: int | None = None) -> list[Place]:
         """Return the places with a usable copy of the file, local places first. If given, the size must match."""
@@ -133,12 +109,9 @@ class Checkpoint:
         return place.path(self.manifest.step, file.name)
 
     def mark_corrupt(self, file: str, reason: str) -> str:
-        """Stop using the local copy of a file. Return a message about it.
-
-        Raise if the same copy was reported before: it was fetched again, so this machine's disk is at fault.
-        """
+        """Stop using the local copy of a file. Return a message about it."""
         copy = (self._opened_in[file], file)
-        if copy in self._reported:
+        if copy in self._reported:  # it was fetched again
             raise MergeError(f"{file} was fetched intact and is corrupt again ({reason}): check this machine's disk")
         self._reported.add(copy)
         self.corrupt[copy] = reason
@@ -207,30 +180,29 @@ def is_model_shard(file: File) -> bool:
 
 
 def find_checkpoint(
-    request: CheckpointRequest, gathered: Sequence[Place], nodes: Sequence[Place], ssh: Sequence[str]
+    root: Path, wanted: int | None, gathered: Sequence[Place], nodes: Sequence[Place], ssh: Sequence[str]
 ) -> Checkpoint:
-    """Return the requested checkpoint, with the places that hold its files.
+    """Return the wanted step, by default the newest committed one, with the places that hold its files.
 
-    `nodes` are the places in --nodes. Without them, missing files are looked for on the hosts in the manifest.
-    `gathered` are the places where earlier calls stored files. A step that the run has deleted is found there, if the
-    user names it.
+    Without `nodes`, missing files are looked for on the hosts in the manifest. Earlier calls stored files in the places
+    `gathered`. A step that the run has deleted is found there, if the user names it.
     """
-    here, found = LocalFolder(request.root), Inventory()
+    here, found = LocalFolder(root), Inventory()
     found.add([here, *nodes])
-    _exclude_other_runs(found, request.root)
+    _exclude_other_runs(found, root)
     committed = sorted({listing.step for listing in found.listings if listing.is_committed and listing.manifest})
-    step = max(committed, default=None) if request.step is None else request.step
+    step = max(committed, default=None) if wanted is None else wanted
     chosen = _choose(step, found)
     found.add(gathered)
-    if chosen is None and request.step is not None:
+    if chosen is None and wanted is not None:
         chosen = _choose(step, found)
         if chosen is not None and here.read_run_id() not in ("", chosen[0].run_id):
             chosen = None
     if chosen is not None:
-        return Checkpoint(*chosen, inventory=found, root=request.root, ssh=None if nodes else ssh)
+        return Checkpoint(*chosen, inventory=found, root=root, ssh=None if nodes else ssh)
     failures = "".join(f"\n{error}" for error in found.failures.values())
-    where = f"in {request.root} or on the nodes"
-    if request.step is not None and committed:
+    where = f"in {root} or on the nodes"
+    if wanted is not None and committed:
         raise CheckpointNotFound(f"no step {step} {where}; there are {committed}: give --step one of them{failures}")
     raise CheckpointNotFound(
         f"no committed checkpoint {where}; a run saves every checkpoint.save_interval steps and at its last one. If "
@@ -249,14 +221,14 @@ def _exclude_other_runs(found: Inventory, root: Path) -> None:
     found.listings = [listing for listing in found.listings if listing.place.name not in foreign]
 
 
-def _choose(step: int | None, found: Inventory) -> tuple[Manifest, bytes] | None:
-    """Return the manifest of a step and its bytes. Of several saves, a committed one wins, then the newest."""
+def _choose(step: int | None, found: Inventory) -> tuple[Manifest, bytes, str] | None:
+    """Return a step's manifest, its bytes and their digest. Of several saves, a committed one wins, then the newest."""
     saves: dict[str, StepListing] = {}  # by the digest of the manifest
     for listing in found.listings:
         if listing.step == step and listing.manifest:
             saves.setdefault(listing.manifest, listing)
     committed = {listing.manifest for listing in found.listings if listing.is_committed}
-    choices: list[tuple[bool, Manifest, bytes]] = []
+    choices: list[tuple[bool, Manifest, bytes, str]] = []
     errors: list[CheckpointError] = []
     for save, listing in saves.items():
         name = f"{step_folder(listing.step)}/{MANIFEST}"
@@ -266,7 +238,7 @@ def _choose(step: int | None, found: Inventory) -> tuple[Manifest, bytes] | None
             manifest = Manifest.from_json(text, where)
             if manifest.step != step:
                 raise CheckpointError(f"{where} is of step {manifest.step}: its folder was renamed")
-            choices.append((save in committed, manifest, text))
+            choices.append((save in committed, manifest, text, save))
         except CheckpointError as error:
             errors.append(error)
     if errors and not choices:

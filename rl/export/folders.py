@@ -9,7 +9,6 @@ import os
 import re
 import select
 import shlex
-import subprocess
 import tempfile
 import threading
 from collections.abc import Generator, Sequence
@@ -17,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 from rl.checkpoint.manifest import COMMITTED, MANIFEST, STEP_FOLDER, step_folder
 from rl.export.errors import MergeError
@@ -53,18 +53,12 @@ class NodeUnreachable(MergeError):
     """A node did not answer, or its answer broke off. A retry may help."""
 
 
-class AccessDenied(MergeError):
-    """A node refused the login. A retry does not help."""
-
-
 class MissingOnNode(MergeError):
     """A node answered, but does not have what was asked for."""
 
 
 @dataclass(frozen=True)
 class StepListing:
-    """The files of a step in one place."""
-
     place: "Place"
     step: int
     sizes: dict[str, int]  # by file name
@@ -145,7 +139,6 @@ class RemoteFolder:
         ]
 
     def read(self, file: str) -> bytes | None:
-        """Return the content of a small file, or None if it does not exist. Its path is relative to this place."""
         try:
             return self._answer(f"cat {shlex.quote(file)} && echo oneworld end")
         except MissingOnNode:
@@ -163,18 +156,19 @@ class RemoteFolder:
         return answer.removesuffix(END)
 
     def _run(self, script: str, silence_s: float, stop: threading.Event) -> Generator[bytes, None, None]:
-        """Yield the output of a script until `stop` is set. Raise NodeUnreachable after `silence_s` without data."""
+        """Yield the output of a script. Raise if `stop` is set, or after `silence_s` without data."""
         with ExitStack() as stack:
             errors = stack.enter_context(tempfile.TemporaryFile())
-            command = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
-            ssh = stack.enter_context(command)
+            ssh = stack.enter_context(Popen(self._command, stdin=PIPE, stdout=PIPE, stderr=errors))
             stack.callback(ssh.kill)
             assert ssh.stdin is not None and ssh.stdout is not None
             with suppress(BrokenPipeError), ssh.stdin:  # if ssh has already ended, its exit code says why
                 ssh.stdin.write((self._enter + script).encode())
             greeting: bytes | None = b""  # output before BEGIN; None after it
             silent_s = 0.0
-            while not stop.is_set():
+            while True:
+                if stop.is_set():
+                    raise MergeError(f"{self.name}: interrupted")
                 if not select.select([ssh.stdout], [], [], POLL_S)[0]:
                     silent_s += POLL_S
                     if silent_s > silence_s:
@@ -190,7 +184,7 @@ class RemoteFolder:
                     greeting = None if begin else greeting
                 if piece:
                     yield piece
-            if not stop.is_set() and (ssh.wait() or greeting is not None):
+            if ssh.wait() or greeting is not None:
                 errors.seek(0)
                 raise self._failure(ssh.returncode, errors.read())
 
@@ -198,9 +192,9 @@ class RemoteFolder:
         lines = [line.strip() for line in error.decode(errors="replace").splitlines() if line.strip()]
         reason = lines[-1] if lines else f"its command ended with exit code {code}"
         if code in (0, 255) or code < 0:
-            for text, remedy in REMEDIES.items():
+            for text, remedy in REMEDIES.items():  # a retry does not help
                 if any(text in line for line in lines):
-                    return AccessDenied(f"{self.name}: {reason}; {remedy}")
+                    return MergeError(f"{self.name}: {reason}; {remedy}")
             return NodeUnreachable(f"{self.name}: {reason}; {UNREACHABLE}")
         return MissingOnNode(f"{self.name}: {reason}; give the run's folder on that node with --nodes HOST:FOLDER,...")
 

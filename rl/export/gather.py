@@ -45,12 +45,11 @@ class Gatherer:
         round_robin = [file for row in itertools.zip_longest(*by_host.values()) for file in row if file is not None]
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
             try:
-                results = list(pool.map(self._fetch, round_robin))
+                problems = [problem for problem in pool.map(self._fetch, round_robin) if problem]
             except BaseException:
                 self._stop.set()
                 raise
         self._checkpoint.inventory.add([self._target])
-        problems = [problem for problem in results if problem]
         if problems:
             raise MergeError(
                 f"{len(problems)} of {len(files)} files did not arrive; the others are kept. Run the command again to "
@@ -67,16 +66,11 @@ class Gatherer:
         for place in self._remote_holders(file):
             with self._host_limits[place.host]:
                 try:
-                    self._raise_if_stopped()
                     self._fetch_from(place, file)
                     return ""
                 except MergeError as error:
                     problems.append(str(error))
         return f"{file.name}: {'; '.join(problems)}"
-
-    def _raise_if_stopped(self) -> None:
-        if self._stop.is_set():
-            raise MergeError("interrupted")
 
     def _fetch_from(self, place: RemoteFolder, file: File) -> None:
         path = self._target.path(self._checkpoint.manifest.step, file.name)
@@ -102,7 +96,8 @@ class Gatherer:
             if output.tell() > file.num_bytes:
                 output.truncate(0)
             for piece in pieces_of(part, PIECE_BYTES):
-                self._raise_if_stopped()
+                if self._stop.is_set():
+                    raise MergeError("interrupted")
                 hasher.update(piece)
                 self._progress(len(piece))
             tries = 0
@@ -127,6 +122,5 @@ class Gatherer:
                 self._progress(len(view))
                 while view:
                     view = view[output.write(view) :]
-        self._raise_if_stopped()
         if left:
             raise NodeUnreachable(f"{place.name}: {file.name} ended {left} bytes early; {UNREACHABLE}")

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl.export.errors import MergeError
@@ -17,13 +16,17 @@ def compare_logits(folder: Path, probe: bytes, trained_in: str, merged_in: str) 
 
     This detects a wrong config and missing or misplaced tensors. Digests detect corrupt bytes.
     """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         stored = safetensors.torch.load(probe)
-        logits = _logits(folder, stored["tokens"])
-    except MergeError:
-        raise
+        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        with torch.no_grad():
+            logits = model.to(device).eval()(stored["tokens"].to(device).unsqueeze(0)).logits[0].float().cpu()
     except Exception as error:  # transformers raises many types
         raise MergeError(f"{folder} could not be loaded and run: {type(error).__name__}: {error}") from error
+    unexpected = [f"{what} {sorted(names)}" for what, names in report.items() if names and what.endswith("_keys")]
+    if unexpected:
+        raise MergeError(f"the weights in {folder} do not match its config.json: {', '.join(unexpected)}")
     expected = stored["logits"].float()
     if logits.shape != expected.shape:
         raise MergeError(f"{folder} gives logits of shape {list(logits.shape)}, the policy gave {list(expected.shape)}")
@@ -36,13 +39,3 @@ def compare_logits(folder: Path, probe: bytes, trained_in: str, merged_in: str) 
             f"explains at most {limit}. Do not use this model; please report this with the folder's config.json"
         )
     return difference
-
-
-def _logits(folder: Path, tokens: Tensor) -> Tensor:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    unexpected = [f"{what} {sorted(names)}" for what, names in report.items() if names and what.endswith("_keys")]
-    if unexpected:
-        raise MergeError(f"the weights in {folder} do not match its config.json: {', '.join(unexpected)}")
-    with torch.no_grad():
-        return model.to(device).eval()(tokens.to(device).unsqueeze(0)).logits[0].float().cpu()

@@ -4,6 +4,7 @@ find --> check that it is complete --> gather from other nodes --> merge, check 
 """
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -50,15 +51,14 @@ class MergeOptions:
 
 
 def merge_checkpoint(options: MergeOptions) -> None:
-    """Merge a checkpoint into a folder, and upload it if asked to."""
     output = options.output
-    request = resolve_request(options.run, options.step, is_elsewhere=options.nodes is not None)
-    if output and (output == request.run or {output, *output.parents} & {request.root, request.root.resolve()}):
+    run, root, step = resolve_request(options.run, options.step, is_elsewhere=options.nodes is not None)
+    if output and (output == run or {output, *output.parents} & {root, root.resolve()}):
         raise MergeError(f"--output: {output} belongs to the run itself; give another folder")
-    results = output.parent if output else request.run / "merged"
+    results = output.parent if output else run / "merged"
     try:
-        gathered = find_gathered(results, request.run / "merged")
-        checkpoint = find_checkpoint(request, gathered, options.nodes or [], options.ssh)
+        gathered = find_gathered(results, run / "merged")
+        checkpoint = find_checkpoint(root, step, gathered, options.nodes or [], options.ssh)
     except CheckpointNotFound:
         finished = output or results / step_folder(options.step or 0)
         record = read_record(finished)
@@ -66,7 +66,6 @@ def merge_checkpoint(options: MergeOptions) -> None:
             raise
         print(f"step {record['step']} no longer exists; {finished} is complete", flush=True)
         hub = _open_hub(options, "")
-        _prepare_upload(hub, options.dry_run)
         if not options.dry_run:
             _upload(hub, finished, record["run"], record["step"])
         return
@@ -76,29 +75,27 @@ def merge_checkpoint(options: MergeOptions) -> None:
     title = f"step {manifest.step} of {manifest.run_name}, saved {saved}"
     size = format_bytes(sum(file.num_bytes for file in shards))
     print(f"{title}: {len(shards)} shards of the model, {size}", flush=True)
-    merge = CheckpointMerge(checkpoint, request.run, output or results / step_folder(manifest.step), options)
-    hub = _open_hub(options, manifest.config.get("checkpoint", {}).get("hub_name", ""))
+    merge = CheckpointMerge(checkpoint, run, output or results / step_folder(manifest.step), options)
     merge.prepare()
-    _prepare_upload(hub, options.dry_run)  # before the merge, so that a wrong name fails at once
+    # before the merge, so that a wrong name fails at once
+    hub = _open_hub(options, manifest.config.get("checkpoint", {}).get("hub_name", ""))
     if not options.dry_run:
         merge.run(hub)
 
 
 def _open_hub(options: MergeOptions, default_name: str) -> HubRepository | None:
-    """Return the repository for the upload, if there is to be one. This does not contact the hub."""
+    """Create the repository of the upload, if there is to be one, and return it. A dry run only checks it."""
     if options.upload is None:
         return None
     name = options.upload or default_name
     if not name:
         raise MergeError("the run's config has no checkpoint.hub_name; give the name: --upload ORG/NAME")
-    return HubRepository(name, options.revision, options.public)
-
-
-def _prepare_upload(hub: HubRepository | None, dry_run: bool) -> None:
-    if hub is not None and dry_run:
+    hub = HubRepository(name, options.revision, options.public)
+    if options.dry_run:
         print(f"would upload to {hub.check()}")
-    elif hub is not None:
+    else:
         hub.create()
+    return hub
 
 
 def _upload(hub: HubRepository | None, folder: Path, run_name: str, step: int) -> None:
@@ -107,13 +104,12 @@ def _upload(hub: HubRepository | None, folder: Path, run_name: str, step: int) -
 
 
 class CheckpointMerge:
-    """The merge of one checkpoint into one output folder."""
-
     def __init__(self, checkpoint: Checkpoint, run_folder: Path, output: Path, options: MergeOptions):
         manifest = checkpoint.manifest
         self._checkpoint, self._run_folder, self._options = checkpoint, run_folder, options
         self._outputs = lay_out(read_tensors(manifest, DTYPES.get(options.dtype or "")), options.max_shard_bytes)
-        self._dtype = options.dtype or checkpoint.trained_in
+        self._trained_in = manifest.config["model"]["dtype"]
+        self._dtype = options.dtype or self._trained_in
         record = {
             "run_id": manifest.run_id,
             "run": manifest.run_name,
@@ -148,14 +144,14 @@ class CheckpointMerge:
     def run(self, hub: HubRepository | None) -> None:
         """Merge, verify and upload. Skip what earlier calls have done."""
         manifest = self._checkpoint.manifest
-        with self._work.open(self._checkpoint):
+        with self._work.locked(self._checkpoint):
             if not self._work.is_merged():
                 self._merge()
             if self._options.verify_logits:
                 self._verify_logits()
             _upload(hub, self._work.output, manifest.run_name, manifest.step)
             if not self._options.keep_shards:
-                self._work.delete()
+                shutil.rmtree(self._work.folder, ignore_errors=True)
 
     def _merge(self) -> None:
         """Write the result. Replace corrupt files by other copies. Raise if there are none."""
@@ -165,10 +161,13 @@ class CheckpointMerge:
             while True:
                 try:
                     self._open_local(opened)  # before gathering, which may take hours
-                    self._gather()
-                    self._open_local(opened)
+                    if remote := checkpoint.remote_files():
+                        with _progress_bar("gather", sum(file.num_bytes for file in remote)) as count:
+                            Gatherer(checkpoint, self._work.shards, count).fetch(remote)
+                        self._open_local(opened)
                     files = self._read_model_files(opened)
-                    self._write_model(opened)
+                    with _progress_bar("merge", sum(output.num_bytes for output in self._outputs)) as count:
+                        Merger(opened, self._work.model, options.verify_digests, count).write(self._outputs)
                     break
                 except CorruptFile as error:
                     opened.close(error.file)
@@ -190,12 +189,6 @@ class CheckpointMerge:
             if file.name not in opened.handles and file.name not in remote:
                 opened.add(file, self._checkpoint.local_path(file))
 
-    def _gather(self) -> None:
-        files = self._checkpoint.remote_files()
-        if files:
-            with _progress_bar("gather", sum(file.num_bytes for file in files)) as count:
-                Gatherer(self._checkpoint, self._work.shards, count).fetch(files)
-
     def _read_model_files(self, opened: OpenFiles) -> dict[str, bytes]:
         """Return the small files of the model, such as config and tokenizer."""
         files: dict[str, bytes] = {}
@@ -211,10 +204,6 @@ class CheckpointMerge:
             config |= {name: dtype for name in ("dtype", "torch_dtype") if name == "dtype" or name in config}
             files["config.json"] = json.dumps(config, indent=2).encode()
         return files
-
-    def _write_model(self, opened: OpenFiles) -> None:
-        with _progress_bar("merge", sum(output.num_bytes_read for output in self._outputs)) as count:
-            Merger(opened, self._work.model, self._options.verify_digests, count).write(self._outputs)
 
     def _read_metrics(self) -> list[dict[str, Any]]:
         """Return the run's metrics from the first place that has them. Lines that are not valid JSON are skipped."""
@@ -246,11 +235,10 @@ class CheckpointMerge:
         data = holders[0].read(f"{step_folder(checkpoint.manifest.step)}/{PROBE}") if holders else None
         if data is None:
             raise MergeError(
-                f"no reachable place holds {PROBE} of step {checkpoint.manifest.step}, so there are no logits "
-                "to compare with. It is written one update after the step, on the node of the first actor. "
-                f"{output} is complete"
+                f"no reachable place holds {PROBE} of step {checkpoint.manifest.step}, so no logits to compare "
+                f"with. It is written one update after the step, on the node of the first actor. {output} is complete"
             )
-        difference = compare_logits(output, data, checkpoint.trained_in, self._dtype)
+        difference = compare_logits(output, data, self._trained_in, self._dtype)
         print(f"logits equal those of the policy at the save: relative difference {difference:.2g}", flush=True)
 
 

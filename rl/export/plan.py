@@ -33,8 +33,6 @@ class MergedTensor:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A safetensors file to write."""
-
     name: str
     header: bytes
     tensors: tuple[MergedTensor, ...]
@@ -43,16 +41,12 @@ class OutputFile:
     def num_bytes(self) -> int:
         return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
 
-    @property
-    def num_bytes_read(self) -> int:
-        return sum(part.num_bytes for tensor in self.tensors for _, part in tensor.slices)
-
 
 def read_tensors(manifest: Manifest, dtype: str | None) -> list[MergedTensor]:
     """Return the model's tensors in the order of the model. `dtype` replaces the dtype of floating-point tensors."""
-    found = manifest.slices("model")
+    found, title = manifest.slices("model"), f"step {manifest.step} of {manifest.run_name}"
     if not found:
-        raise CheckpointError(f"the manifest of step {manifest.step} lists no slices of a model, so it is incomplete")
+        raise CheckpointError(f"the manifest of {title} lists no slices of a model, so it is incomplete")
     tensors, problems = [], []
     for name, pieces in found.items():
         first = pieces[0][1]
@@ -62,10 +56,7 @@ def read_tensors(manifest: Manifest, dtype: str | None) -> list[MergedTensor]:
         except CheckpointError as error:
             problems.append(f"\n  {name} {list(first.shape)}: {error}")
     if problems:
-        raise CheckpointError(
-            f"the manifest of step {manifest.step} of {manifest.run_name} is incomplete; nothing was merged:"
-            + "".join(problems)
-        )
+        raise CheckpointError(f"the manifest of {title} is incomplete; nothing was merged:{''.join(problems)}")
     return tensors
 
 
@@ -123,9 +114,8 @@ def lay_out(tensors: Sequence[MergedTensor], max_bytes: int) -> list[OutputFile]
             room = max_bytes
         groups[-1].append(tensor)
         room -= tensor.num_bytes
-    if len(groups) == 1:
-        return [_output("model.safetensors", groups[0])]
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    names = names if len(groups) > 1 else ["model.safetensors"]
     return [_output(name, group) for name, group in zip(names, groups)]
 
 

@@ -27,8 +27,7 @@ def draw_curve(title: str, rewards: Points, accuracies: Points) -> bytes:
             axes.plot(*zip(*rewards), color=BLUE, linewidth=2, marker=marker, markersize=5, label="mean reward")
         if accuracies:
             axes.plot(*zip(*accuracies), color=ORANGE, linewidth=1, marker="o", label="held-out accuracy")
-        is_long = len(title) > MAX_TITLE_LENGTH
-        title = f"{title[: MAX_TITLE_LENGTH - 3]}..." if is_long else title
+        title = title if len(title) <= MAX_TITLE_LENGTH else f"{title[: MAX_TITLE_LENGTH - 3]}..."
         axes.set_title(title, loc="left", parse_math=False)  # a run's name may contain $
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
         axes.set(xlabel="step", ylabel=" and ".join(["reward"] * bool(rewards) + ["accuracy"] * bool(accuracies)))

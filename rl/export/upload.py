@@ -1,9 +1,5 @@
 """Upload a finished model folder to the Hugging Face hub, in one commit.
 
-    check     the login, its permission to write, and the repository's visibility; changes nothing
-    create    the repository, private unless asked otherwise, and the branch
-    upload    all files in one commit, which also deletes the weights of an earlier upload
-
 Readers see the old model or the new one, never a mix. That is why this module calls `create_commit`: `upload_folder`
 splits a large folder into several commits. Large files that reached the hub in an earlier attempt are not sent again.
 The hub client finds the token itself. Our messages never contain it.
@@ -48,12 +44,12 @@ class HubRepository:
         self._remains = "Nothing was uploaded; to merge now, leave out --upload"  # end of an error message
 
     def check(self) -> str:
-        """Return the repository's full id. Raise if this login may not upload there."""
+        """Return the repository's full id. Raise if this login may not upload there. Change nothing."""
         self._exists()
         return self._repo
 
     def create(self) -> str:
-        """Create the repository and the branch. An existing repository keeps its visibility."""
+        """Create the repository, private unless asked otherwise, and the branch. An existing one stays as it is."""
         if not self._exists():
             self._retry(self._api.create_repo, self._repo, private=not self._public, exist_ok=True)
             self._exists()  # check the visibility: somebody else may have created it first
@@ -62,7 +58,7 @@ class HubRepository:
         return self._repo
 
     def upload(self, folder: Path, message: str) -> str:
-        """Upload all files and return the commit's URL. Nothing is written into the folder."""
+        """Upload all files, delete weights of an earlier upload, and return the commit's URL."""
         self._remains = f"The merged model stays in {folder}; run the same command again to continue"
         files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
         if not files:
@@ -80,7 +76,11 @@ class HubRepository:
     @cached_property
     def _repo(self) -> str:
         """The repository's full id, in a namespace that this login may write to."""
+        from huggingface_hub import constants
+
         self._token = _read_token()
+        if constants.HF_HUB_OFFLINE:
+            raise MergeError(f"HF_HUB_OFFLINE is set, so the hub is not reachable; unset it. {self._remains}")
         self._account = self._retry(self._api.whoami)
         user = self._account["name"]
         namespace, _, name = self._name.rpartition("/")
@@ -131,8 +131,8 @@ class HubRepository:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         repo, branch = self._repo, self._revision or "main"
-        existing = self._api.list_repo_files(repo, revision=branch)
-        stale = sorted(name for name in existing if name not in files and is_model_weights(name))
+        weights = filter(is_model_weights, self._api.list_repo_files(repo, revision=branch))
+        stale = sorted({*weights} - {*files})
         if stale:
             warn(f"deletes {count_of(len(stale), 'file')} of an earlier model in the same commit: {', '.join(stale)}")
         operations: list[Any] = [CommitOperationDelete(name, is_folder=False) for name in stale]
@@ -176,8 +176,6 @@ class HubRepository:
 
     def _explain(self, error: Exception) -> str:
         status, text, hub = http_status(error), self._text(error), self._api.endpoint
-        if is_offline(error):
-            return f"HF_HUB_OFFLINE is set, so {hub} is not reachable; unset it to upload"
         if status in (401, 403) and not self._account:
             return f"{hub} does not accept this login: {text}. Run `hf auth login` or export a valid HF_TOKEN"
         if status in (401, 403):
@@ -217,21 +215,16 @@ def _read_token() -> str:
     except Exception as error:  # renewing an expired login may fail in many ways
         raise MergeError(f"the login to the hub failed: {error}. Run `hf auth login` or export HF_TOKEN") from None
     if not token:
-        raise MergeError(
-            "not logged in to the hub: run `hf auth login`, or export HF_TOKEN with a token that has write access"
-        )
+        raise MergeError("not logged in to the hub: run `hf auth login`, or export an HF_TOKEN with write access")
     if not re.fullmatch(r"[!-~]+", token):
         raise MergeError("the token contains invalid characters; run `hf auth login` or export HF_TOKEN again")
     return token
 
 
 def may_write(org: Mapping[str, Any]) -> bool:
-    """Return whether the user's role in an organisation, or in a part of it, permits writing.
-
-    Without a reported role, return True: the hub itself will refuse the upload if necessary.
-    """
+    """Return whether the user's role in an organisation, or in a part of it, permits writing."""
     roles = {org.get("roleInOrg"), *(group.get("role") for group in org.get("resourceGroups") or [])} - {None}
-    return not roles or bool(roles - {"read", "no_access"})
+    return not roles or bool(roles - {"read", "no_access"})  # without a role, the hub itself decides
 
 
 def is_model_weights(name: str) -> bool:
@@ -240,7 +233,6 @@ def is_model_weights(name: str) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__
@@ -258,12 +250,6 @@ def http_status(error: BaseException) -> int:
     return 0
 
 
-def is_offline(error: BaseException) -> bool:
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    return any(isinstance(link, OfflineModeIsEnabled) for link in _chain(error))
-
-
 def is_temporary(error: BaseException) -> bool:
     """Return whether a retry may succeed, because the hub or the network failed and not the request."""
     from huggingface_hub.errors import HfHubHTTPError
@@ -273,4 +259,4 @@ def is_temporary(error: BaseException) -> bool:
     http_error = HfHubHTTPError.__bases__[0]  # belongs to the HTTP library that this version of the client uses
     # An answer that is not JSON came from a proxy, not from the hub.
     temporary = (http_error, ConnectionError, TimeoutError, json.JSONDecodeError)
-    return not is_offline(error) and any(isinstance(link, temporary) for link in _chain(error))
+    return any(isinstance(link, temporary) for link in _chain(error))

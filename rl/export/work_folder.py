@@ -34,9 +34,7 @@ class WorkFolder:
 
     def __init__(self, output: Path, record: dict[str, Any]):
         if not output.name or output.is_mount() or (output.is_symlink() and not output.exists()):
-            raise MergeError(
-                f"--output: {output} cannot be replaced by the result; give a folder that does not exist yet"
-            )
+            raise MergeError(f"--output: the result cannot replace {output}; give a folder that does not exist yet")
         self.output, self._record = output, record
         self.folder = output.with_name(f"{output.name}.work-{record['save_id']}")
         self.model, self.shards = self.folder / "model", LocalFolder(self.folder / SHARDS)
@@ -69,25 +67,22 @@ class WorkFolder:
             )
 
     @contextmanager
-    def open(self, checkpoint: Checkpoint) -> Iterator[None]:
-        """Lock the folder, and store the manifest in it, because the run may delete the step before an upload.
-
-        An OSError while the folder is open becomes a MergeError that says what to do.
-        """
-        shards, handle = self.shards.path(self._record["step"], ""), -1
+    def locked(self, checkpoint: Checkpoint) -> Iterator[None]:
+        """Lock the folder, and store the manifest in it: the run may delete the step. Explain any OSError."""
+        shards = self.shards.path(self._record["step"], "")
         try:
             shards.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.folder, os.O_RDONLY)
-            _lock(handle, self.folder)
-            write_atomically(shards / MANIFEST, checkpoint.text, fsync=True)
-            if checkpoint.is_committed:
-                (shards / COMMITTED).touch()
-            yield
+            try:
+                _lock(handle, self.folder)
+                write_atomically(shards / MANIFEST, checkpoint.text, fsync=True)
+                if checkpoint.is_committed:
+                    (shards / COMMITTED).touch()
+                yield
+            finally:
+                os.close(handle)
         except OSError as error:
             raise cannot_write(self.folder, error) from error
-        finally:
-            if handle >= 0:
-                os.close(handle)
 
     def begin(self) -> None:
         """Create the folder of the result, unless an earlier attempt at the same result left one."""
@@ -98,7 +93,6 @@ class WorkFolder:
             self.write(RECORD, json.dumps(self._record, indent=2).encode())
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file of the result."""
         path = self.model / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, data, fsync=True)
@@ -112,14 +106,11 @@ class WorkFolder:
             self.output.rmdir()  # it is empty
         rename_durably(self.model, self.output)
 
-    def delete(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 def find_gathered(*results: Path) -> list[LocalFolder]:
     """Return the places in which earlier calls gathered files."""
-    paths = [path for folder in dict.fromkeys(results) for path in sorted(folder.glob(f"*.work-*/{SHARDS}"))]
-    return [LocalFolder(path) for path in paths]
+    folders = dict.fromkeys(results)
+    return [LocalFolder(path) for folder in folders for path in sorted(folder.glob(f"*.work-*/{SHARDS}"))]
 
 
 def _satisfies(found: dict[str, Any], wanted: dict[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from rl.export.convert import Bytes, OutOfRange, convert
 from rl.export.errors import MergeError, partial_path
 from rl.export.plan import MergedTensor, OutputFile
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES, KERNEL_CHUNK_BYTES = 4 << 20, 64 << 20
 NUM_WORKERS = 4
 # The filesystems do not support a copy in the kernel. EIO: read and write calls then tell which of the two failed.
 NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO)
@@ -73,6 +73,7 @@ class OpenFiles:
             done += count
 
     def close(self, *names: str) -> None:
+        """Close these files, by default all."""
         for name in names or tuple(self.handles):
             if name in self.handles:
                 os.close(self.handles.pop(name))
@@ -93,7 +94,7 @@ class Merger:
             for output in outputs:
                 path = self._folder / output.name
                 if path.exists():
-                    self._progress(output.num_bytes_read)
+                    self._progress(output.num_bytes)
                 else:
                     finishing.append(finisher.submit(_finish, self._fill(output, path, pool), path))
             for future in finishing:
@@ -106,6 +107,7 @@ class Merger:
         try:
             os.truncate(handle, output.num_bytes)
             _write_at(handle, memoryview(output.header), 0)
+            self._progress(len(output.header))
             futures = [pool.submit(self._copy_tensor, tensor, handle) for tensor in output.tensors]
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                 future.result()
@@ -129,48 +131,39 @@ class Merger:
             os.posix_fadvise(target, tensor.begin, tensor.num_bytes, os.POSIX_FADV_DONTNEED)
 
     def _copy_slice(self, file: File, part: Slice, dtype: str, target: int, begin: int) -> None:
-        if not self._verify and dtype == part.dtype and self._copy_in_kernel(file, part, target, begin):
-            return
+        width, written_width = ITEM_BYTES[part.dtype], ITEM_BYTES[dtype]
         hasher = xxhash.xxh3_64()
         buffer = np.empty(min(CHUNK_BYTES, part.num_bytes), np.uint8)
-        for first in range(0, part.num_bytes, CHUNK_BYTES):
-            self._raise_if_stopped()
-            chunk = buffer[: part.num_bytes - first]
-            self._files.read_into(chunk, file.name, part.begin + first)
-            self._progress(chunk.size)
-            if self._verify:
-                hasher.update(chunk.data)
-            written = chunk if dtype == part.dtype else convert(chunk, part.dtype, dtype)
-            _write_at(target, written.data, begin)
-            begin += written.size
+        done = 0
+        while done < part.num_bytes:
+            if self._stop.is_set():
+                raise CancelledError
+            source, place = part.begin + done, begin + done // width * written_width
+            is_plain = not self._verify and dtype == part.dtype
+            count = self._copy_in_kernel(file, source, target, place, part.num_bytes - done) if is_plain else 0
+            if not count:
+                chunk = buffer[: part.num_bytes - done]
+                self._files.read_into(chunk, file.name, source)
+                if self._verify:
+                    hasher.update(chunk.data)
+                _write_at(target, (chunk if dtype == part.dtype else convert(chunk, part.dtype, dtype)).data, place)
+                count = chunk.size
+            self._progress(count // width * written_width)
+            done += count
         if self._verify and hasher.hexdigest() != part.digest:
             raise CorruptFile(file.name, f"the bytes of {part.name} differ from those that were saved")
 
-    def _copy_in_kernel(self, file: File, part: Slice, target: int, begin: int) -> bool:
-        """Copy a slice in the kernel. Return False if these filesystems do not support that."""
-        done = 0
-        while self._has_kernel_copy and done < part.num_bytes:
-            self._raise_if_stopped()
-            count = min(part.num_bytes - done, 16 * CHUNK_BYTES)
+    def _copy_in_kernel(self, file: File, source: int, target: int, place: int, num_bytes: int) -> int:
+        """Return how many bytes the kernel copied: 0 at the end of the file, or if the filesystems lack such a copy."""
+        if self._has_kernel_copy:
             try:
-                source = self._files.handles[file.name]
-                copied = os.copy_file_range(source, target, count, part.begin + done, begin + done)
+                handle = self._files.handles[file.name]
+                return os.copy_file_range(handle, target, min(num_bytes, KERNEL_CHUNK_BYTES), source, place)
             except OSError as error:
                 if error.errno not in NO_KERNEL_COPY:
                     raise
                 self._has_kernel_copy = False
-                break
-            if not copied:
-                raise CorruptFile(file.name, f"it ends before byte {part.begin + part.num_bytes}")
-            self._progress(copied)
-            done += copied
-        if done < part.num_bytes:
-            self._progress(-done)
-        return done == part.num_bytes
-
-    def _raise_if_stopped(self) -> None:
-        if self._stop.is_set():
-            raise CancelledError
+        return 0
 
 
 def _write_at(handle: int, view: memoryview, begin: int) -> None:
@@ -180,8 +173,6 @@ def _write_at(handle: int, view: memoryview, begin: int) -> None:
 
 
 def _finish(handle: int, path: Path) -> None:
-    try:
+    with os.fdopen(handle, "wb"):
         os.fsync(handle)
-    finally:
-        os.close(handle)
     rename_durably(partial_path(path), path)
