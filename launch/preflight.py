@@ -42,17 +42,17 @@ def meeting_point(rank: int) -> tuple[str, int, socket.socket | None]:
     publishes it in that store.
     """
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", 0))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        server = listen(port) if rank == 0 else None
-        return host, port if server is None else server.getsockname()[1], server
-    from torch.distributed import TCPStore
+    is_taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    server = listen(0 if is_taken else port) if rank == 0 else None
+    own_port = server.getsockname()[1] if server else port
+    if is_taken:
+        from torch.distributed import TCPStore
 
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_S))
-    if rank == 0:
-        server = listen(0)
-        store.set("preflight", str(server.getsockname()[1]))
-        return host, server.getsockname()[1], server
-    return host, int(store.get("preflight")), None
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_S))
+        if server:
+            store.set("preflight", str(own_port))
+        own_port = int(store.get("preflight"))
+    return "127.0.0.1" if server else host, own_port, server
 
 
 def coordinate(server: socket.socket, args: argparse.Namespace, began: float, limit_s: float) -> None:
@@ -64,7 +64,7 @@ def coordinate(server: socket.socket, args: argparse.Namespace, began: float, li
     code, all_alive = 1, True
     try:
         coordinator.wait_for_ranks(JOIN_S)
-        coordinator.limit_time(limit_s)
+        coordinator.deadline = time.monotonic() + limit_s
         config = load_config(args.config, args.overrides)
         trains, saves = not args.eval_only, not (args.dry_run or args.eval_only)
         check = ClusterCheck(coordinator, num_ranks, num_local, config, saves, trains)
@@ -79,7 +79,6 @@ def coordinate(server: socket.socket, args: argparse.Namespace, began: float, li
     except Exception:  # a bug of ours must not leave the other ranks waiting
         text, all_alive = traceback.format_exc(), False
     coordinator.end(code, text, all_alive)
-    end_process(code, "", all_alive)
 
 
 def main() -> None:
@@ -99,18 +98,17 @@ def main() -> None:
         import torch  # noqa: F401  takes seconds, so do it before rank 0 waits for an answer
     host, port, server = meeting_point(rank)
     try:
-        connection = connect("127.0.0.1" if server is not None else host, port, JOIN_S)
+        connection = connect(host, port, JOIN_S)
     except NoAnswer as error:
         end_process(1, f"preflight: 1 problem: {error}", all_alive=False)
         return
-    on_end = end_process if server is None else lambda code, text, all_alive: None  # rank 0 ends itself
-    responder = Responder(rank, connection, on_end, prints=local_rank == 0 and is_head())
+    responder = Responder(rank, connection, prints=local_rank == 0 and is_head())
     answers = Answers(rank, local_rank, lambda: load_config(args.config, args.overrides), responder.note)
-    if server is None:
-        responder.serve(answers.handlers())
-    else:
+    if server:
         threading.Thread(target=responder.serve, args=[answers.handlers()], daemon=True).start()
         coordinate(server, args, began, limit_s)
+    else:
+        responder.serve(answers.handlers())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ node's address on the route to the head. Unknown values are empty lines. LAUNCH 
 import argparse
 import ipaddress
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -18,33 +19,25 @@ from rl.config.schema import DEFAULT_CONFIG, ConfigError
 from rl.world.address import address_towards
 
 
-def run_settings(launch: str, arguments: list[str]) -> list[str]:
-    """Return the run's directory, its name, the ranks per node and checkpoint.resume.
-
-    Every attempt of a launch must find the same run. Without run.name, the name is that of the config and the launch.
-    """
+def main(launch: str, head: str, *arguments: str) -> None:
     parser = argparse.ArgumentParser(prog="train.py")
     add_arguments(parser)
     args = parser.parse_intermixed_args(arguments)
     config = load_config(args.config, args.overrides)
+    # Every attempt of a launch must find the same run. Without run.name, the config and the launch name it.
     stem = Path(args.config or DEFAULT_CONFIG).stem
     name = config.run.name or (f"{stem}-{launch}" if launch else "")
-    ranks = str(config.placement.get("num_gpus_per_node") or "")
-    return [str(Path(config.run.dir) / name), name, ranks, config.checkpoint.resume]
-
-
-def own_address(head: str) -> str:
-    """Return this node's address on the route to the head. Return an empty string if there is none but the loopback."""
-    try:
-        address = address_towards(head)
-    except OSError:
-        return ""
-    return "" if ipaddress.ip_address(address).is_loopback else address
+    address = ""
+    with suppress(OSError):
+        address = address_towards(head) if head else ""
+    if address and ipaddress.ip_address(address).is_loopback:  # other nodes cannot reach it
+        address = ""
+    num_ranks = config.placement.get("num_gpus_per_node") or ""
+    print(Path(config.run.dir) / name, name, num_ranks, config.checkpoint.resume, address, sep="\n")
 
 
 if __name__ == "__main__":
-    launch, head, *rest = sys.argv[1:]
     try:
-        print(*run_settings(launch, rest), own_address(head) if head else "", sep="\n")
+        main(*sys.argv[1:])
     except ConfigError as error:
         sys.exit(f"oneworld: {error}")

@@ -6,12 +6,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch.checks import gpus, host
-from launch.checks.bandwidth import Sink, find_unreachable, measure_rate
+from launch.checks.bandwidth import find_unreachable, measure_rate, start_sink
 from launch.checks.sockets import is_own_address, listen
 from rl.config.schema import Config, ConfigError
 from rl.rewards.find import own_files
@@ -25,23 +24,14 @@ class Answers:
 
     def __init__(self, rank: int, local_rank: int, load: Callable[[], Config], note: Callable[[str], None]):
         self._rank, self._local_rank, self._load, self._note = rank, local_rank, load, note
-        self._sink = Sink()
+        self._sink_port = start_sink()
         self._gpu: dict[str, Any] = {}
         self._held: socket.socket | None = None
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "describe": self.describe,
-            "read_clock": time.time,
-            "find_unreachable": find_unreachable,
-            "measure_rate": measure_rate,
-            "hold_port": self.hold_port,
-            "free_port": self.free_port,
-            "measure_gpus": self.measure_gpus,
-            "write_marker": host.write_marker,
-            "find_markers": host.find_markers,
-            "remove_marker": host.remove_marker,
-        }
+        own = [self.describe, self.hold_port, self.measure_gpus]
+        others = [find_unreachable, measure_rate, host.write_marker, host.find_markers, host.remove_marker]
+        return {"read_clock": time.time} | {handler.__name__: handler for handler in (*own, *others)}
 
     def describe(self) -> dict[str, Any]:
         """Return facts about this rank, and on the first rank of a node also about the node."""
@@ -51,11 +41,9 @@ class Answers:
         except ConfigError as error:
             return {"config_error": str(error), "host": socket.gethostname()}
         self._gpu = gpus.describe(self._local_rank, config.debug.share_gpu)
-        found = {"gpu": self._gpu, "host": socket.gethostname(), "sink": self._sink.port}
+        found = {"gpu": self._gpu, "host": socket.gethostname(), "sink": self._sink_port}
         if self._local_rank:
             return found
-        versions = host.read_versions()
-        versions |= {name: self._gpu[name] for name in ("nccl", "hip") if name in self._gpu}
         number = os.environ.get("ONEWORLD_NODE_RANK", "")
         return found | {
             "number": int(number) if number else None,
@@ -64,7 +52,7 @@ class Answers:
             "port": int(os.environ.get("ONEWORLD_PORT") or 0),
             "folder": config.run.dir,
             "settings": settings_digest(config),
-            "versions": versions,
+            "versions": host.read_versions() | {key: self._gpu[key] for key in ("nccl", "hip") if key in self._gpu},
             "code": host.code_digest(rewards),
             "commit": host.read_commit(),
             "memory": host.read_memory(),
@@ -73,20 +61,15 @@ class Answers:
         }
 
     def hold_port(self, port: int) -> str:
-        """Listen on a port until `free_port`. Return who holds it already, or an empty string."""
-        if holder := host.port_holder(port):
-            return holder
-        with suppress(OSError):  # another process was quicker: the other nodes will not reach the port
+        """Listen on a port until this process ends. Return who holds it already, or an empty string."""
+        try:
             self._held = listen(port)
+        except OSError as error:
+            return host.port_holder(port, error)
         return ""
 
-    def free_port(self) -> None:
-        if self._held is not None:
-            self._held.close()
-
     def measure_gpus(self, size: int, store: Sequence[Any], partners: Sequence[int | None]) -> list[float | None]:
-        address = (str(store[0]), int(store[1]))
-        return gpus.measure_rates(self._rank, size, f"cuda:{self._gpu['index']}", address, partners, self._note)
+        return gpus.measure_rates(self._rank, size, f"cuda:{self._gpu['index']}", store, partners, self._note)
 
 
 def is_head() -> bool:
@@ -97,6 +80,6 @@ def is_head() -> bool:
 
 def settings_digest(config: Config) -> str:
     """Hash the settings that must be the same on all nodes. run.dir may differ, because disks may differ."""
-    values: Mapping[str, Any] = dataclasses.asdict(config)
+    values = dataclasses.asdict(config)
     values["run"].pop("dir")
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -2,10 +2,11 @@
 
 import os
 import subprocess
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,9 @@ def list_gpu_processes() -> list[str]:
 
 
 def measure_rates(
-    rank: int,
-    size: int,
-    device_name: str,
-    store: tuple[str, int],
-    partners: Sequence[int | None],
-    note: Callable[[str], None],
+    rank: int, size: int, device: str, store: Sequence[Any], partners: Sequence[int | None], note: Callable[[str], None]
 ) -> list[float | None]:
-    """Exchange a buffer with the partner of each round.
+    """Exchange a buffer with the partner of each round, over a group that meets at `store`, an address and a port.
 
     Return the best rate of each round in bytes per second, or None for a round without a partner. GPUs use NCCL. CPUs
     use gloo, in tests only. `note` is called at each phase, so that a hang can be located.
@@ -76,45 +72,31 @@ def measure_rates(
     import torch
     import torch.distributed as dist
 
-    device = torch.device(device_name)
-    is_gpu = device.type == "cuda"
+    is_gpu = device != "cpu"
     if is_gpu:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=NCCL_TIMEOUT_S)
     note("NCCL's start")
-    host, port = store
-    shared = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
-    options = {"backend": "nccl", "device_id": device} if is_gpu else {"backend": "gloo"}
+    shared = dist.TCPStore(*store, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    options = {"backend": "nccl", "device_id": torch.device(device)} if is_gpu else {"backend": "gloo"}
     dist.init_process_group(store=shared, rank=rank, world_size=size, timeout=timeout, **options)
-    pg = dist.group.WORLD
-    assert pg is not None
     outgoing, incoming = (torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    dist.all_reduce(outgoing[:1024], group=pg)  # creates the communicator that all pairs use
+    dist.all_reduce(outgoing[:1024])  # creates the communicator that all pairs use
+
+    def swap(count: int, partner: int) -> None:
+        send = dist.P2POp(dist.isend, outgoing[:count], partner)
+        for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, incoming[:count], partner)]):
+            work.wait()
+        if is_gpu:
+            torch.cuda.synchronize()
+
     rates: list[float | None] = []
     for number, partner in enumerate(partners):
         if partner is None:
             rates.append(None)
             continue
         note(f"round {number} with rank {partner}")
-
-        def swap(count: int, partner: int = partner) -> None:
-            for work in dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, outgoing[:count], group=pg, group_peer=partner),
-                    dist.P2POp(dist.irecv, incoming[:count], group=pg, group_peer=partner),
-                ]
-            ):
-                work.wait()
-
-        swap(1024)  # opens the connection, which must not be measured
-        seconds = []
-        for _ in range(NUM_REPEATS):
-            if is_gpu:
-                torch.cuda.synchronize(device)
-            begun = time.perf_counter()
-            swap(BUFFER_BYTES)
-            if is_gpu:
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - begun)
+        swap(1024, partner)  # opens the connection, which must not be measured
+        seconds = timeit.repeat(partial(swap, BUFFER_BYTES, partner), number=1, repeat=NUM_REPEATS)
         rates.append(BUFFER_BYTES / min(seconds))
     return rates

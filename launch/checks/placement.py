@@ -1,90 +1,60 @@
 """Check that the placement fits the world. If the model can be read here, also check that it fits the GPUs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from launch.checks.memory import RoleMemory, checkpoint_bytes, estimate, num_kept, on_cpu
-from launch.checks.results import FAILED, OK, WARNING, CheckResult, Findings
+from launch.checks.memory import RoleMemory, checkpoint_bytes, estimate, host_bytes
+from launch.checks.results import FAILED, OK, WARNING, CheckResult, Finding, summarize
 from rl.common.text import format_bytes, format_ranks
 from rl.config.schema import Config, ConfigError
 from rl.model.shape import check_model, count_parameters, local_folder
-from rl.placement.roles import Placement, plan
+from rl.placement.roles import plan
 
 ACTIVATION_SHARE = 0.1  # fraction of a GPU that should stay free
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """The memory and disk space that a run needs on each node."""
+class Needs(NamedTuple):
+    """Bytes that a run needs on each node. `checkpoint` counts one copy."""
 
-    config: Config
-    placement: Placement
-    roles: Sequence[RoleMemory]
-    checkpoint: int  # bytes
-
-    @property
-    def num_kept(self) -> int:
-        return num_kept(self.config)
-
-    def checkpoint_by_node(self, has_private_disks: bool) -> dict[int, int]:
-        """Return the bytes of one checkpoint on each node's disk. Each actor writes its shard there."""
-        local, actors = self.placement.num_ranks_per_node, self.placement.actors
-        copies = self.config.checkpoint.copies if has_private_disks else 1
-        counts = {node: sum(actor // local == node for actor in actors) for node in range(self.placement.num_nodes)}
-        return {node: self.checkpoint * copies * count // len(actors) for node, count in counts.items()}
-
-    def host_by_node(self, has_gpus: bool) -> list[int]:
-        """Return the bytes of host memory that the ranks of each node need."""
-        found = [0] * self.placement.num_nodes
-        for role in self.roles:
-            for rank in role.ranks:
-                found[rank // self.placement.num_ranks_per_node] += role.host if has_gpus else on_cpu(role, self.config)
-        return found
+    host: list[int]
+    checkpoint: list[int]
 
 
 def check_placement(
     config: Config, num_nodes: int, num_local: int, gpus: Sequence[Mapping[str, Any]], trains: bool = True
-) -> tuple[CheckResult, MemoryPlan | None]:
+) -> tuple[CheckResult, Needs | None]:
     """Check the placement as train.py would, then the estimated memory. `trains` is False with --eval-only."""
     sizes = (config.rollout.tensor_parallel_size, config.actor.num_replicas)
     try:
         placement = plan(config.placement, num_nodes, num_local, *sizes)
-        folder = local_folder(config.model.path)
-        if folder is not None:
+        if folder := local_folder(config.model.path):
             check_model(config, folder)
     except ConfigError as error:
         return CheckResult("placement", FAILED, str(error)), None
     counts = {}
     for path in filter(None, [config.model.path, config.critic.path]):
         model = local_folder(path)
-        counts[path] = count_parameters(model) if model is not None else None
+        counts[path] = count_parameters(model) if model else None
         if counts[path] is None:
-            where = "cannot be read here" if model is None else f"has no weights in {model}"
+            where = f"has no weights in {model}" if model else "cannot be read here"
             text = f"{placement.summary()}; {path} {where} yet, so memory and disk were not estimated"
             return CheckResult("placement", WARNING, text), None
     policy = counts[config.model.path] or 0
     critic = (counts.get(config.critic.path) or policy) if config.algo.has_critic else 0
     roles = estimate(config, placement, policy, critic, trains)
-    found, notes = Findings(), []
-    for role in roles:
-        state, text = _check_role(role, config, gpus)
-        if state == OK:
-            notes.append(text)
-        else:
-            found.add(state, text)
-    result = found.result("placement", f"{placement.summary()}; {policy / 1e6:.2f} M parameters")
-    needs = MemoryPlan(config, placement, roles, checkpoint_bytes(config, policy, critic))
-    return CheckResult(result.name, result.state, result.text, [*result.details, *notes]), needs
+    text = f"{placement.summary()}; {policy / 1e6:.2f} M parameters"
+    result = summarize("placement", [_check_role(role, config, gpus) for role in roles], text)
+    host = host_bytes(roles, placement, all("total" in gpu for gpu in gpus))
+    return result, Needs(host, checkpoint_bytes(config, placement, policy, critic))
 
 
-def _check_role(role: RoleMemory, config: Config, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+def _check_role(role: RoleMemory, config: Config, gpus: Sequence[Mapping[str, Any]]) -> Finding:
     who = f"{','.join(role.roles)} ({format_ranks(role.ranks)})"
     parts = {"learner": role.learner, "engine's weights": role.engine}
     shown = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size)
     card = min((gpus[rank].get("total", 0) for rank in role.ranks), default=0)
     if not card or config.debug.share_gpu:
-        return OK, f"{who}: each at least {format_bytes(on_cpu(role, config))} of host memory ({shown})"
+        return OK, f"{who}: each at least {format_bytes(role.host_on_cpu)} of host memory ({shown})"
     share = int(config.rollout.gpu_memory_fraction * card)
     peak = role.on_device(share)
     text = f"{who}: each {shown}, and {format_bytes(role.host)} of host memory; its GPU has {format_bytes(card)}"

@@ -1,11 +1,12 @@
 """The result of a check, the table of all results, and the verdict."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from rl.common.text import count_of
 
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
+Finding = tuple[str, str]  # a state and a text
 
 
 @dataclass(frozen=True)
@@ -15,55 +16,33 @@ class CheckResult:
     name: str
     state: str
     text: str
-    details: Sequence[str] = ()
+    details: Sequence[str] = field(default_factory=list)
 
 
-class Names:
-    """Names of nodes or ranks for messages, such as `node 2 (gpu-03)`."""
-
-    def __init__(self, hosts: Sequence[str], numbers: Sequence[int] | None = None, word: str = "node"):
-        self._hosts, self._numbers, self._word = hosts, numbers or range(len(hosts)), word
-
-    def __len__(self) -> int:
-        return len(self._hosts)
-
-    def one(self, node: int) -> str:
-        return f"{self._word} {self._numbers[node]} ({self._hosts[node]})"
-
-    def many(self, nodes: Sequence[int]) -> str:
-        """Name up to six of these nodes and count the others."""
-        if len(nodes) == len(self) > 1:
-            return f"all {len(self)} {self._word}s"
-        shown = [self.one(node) for node in sorted(nodes, key=lambda node: self._numbers[node])]
-        return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
+def summarize(name: str, findings: Iterable[Finding], text: str) -> CheckResult:
+    """Return a result with the worst finding first, or with `text` first if none is a problem."""
+    found = sorted(findings, key=lambda finding: (FAILED, WARNING, OK).index(finding[0]))
+    if not found or found[0][0] == OK:
+        found.insert(0, (OK, text))
+    return CheckResult(name, *found[0], [other for _, other in found[1:]])
 
 
-class Findings:
-    """The problems that one check has found."""
-
-    def __init__(self) -> None:
-        self._found: list[tuple[str, str]] = []
-
-    def add(self, state: str, text: str) -> None:
-        self._found.append((state, text))
-
-    def result(self, name: str, text: str) -> CheckResult:
-        """Return a result with `text` if nothing was found, otherwise with the findings, the worst one first."""
-        if not self._found:
-            return CheckResult(name, OK, text)
-        (state, worst), *others = sorted(self._found, key=lambda found: found[0] != FAILED)
-        return CheckResult(name, state, worst, [other for _, other in others])
+def format_nodes(nodes: Sequence[int], names: Sequence[str]) -> str:
+    """Name up to six of these nodes and count the others. A name is `node 2 (gpu-03)`."""
+    if len(nodes) == len(names) > 1:
+        return f"all {len(names)} nodes"
+    shown = sorted([names[node] for node in nodes], key=lambda name: int(name.split()[1]))
+    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
 
 
 def format_table(results: Sequence[CheckResult]) -> str:
-    lines = [("check", "state", ["result"])]
-    lines += [(result.name, result.state, [result.text, *result.details]) for result in results]
-    widths = [max(len(line[column]) for line in lines) for column in range(2)]
-    text = []
-    for name, state, texts in lines:
-        text.append(f"{name.ljust(widths[0])}  {state.ljust(widths[1])}  {texts[0]}")
-        text += [" " * (sum(widths) + 4) + detail for detail in texts[1:]]
-    return "\n".join(text)
+    rows = [CheckResult("check", "state", "result"), *results]
+    widths = max(len(row.name) for row in rows), max(len(row.state) for row in rows)
+    lines = []
+    for row in rows:
+        lines.append(f"{row.name.ljust(widths[0])}  {row.state.ljust(widths[1])}  {row.text}")
+        lines += [" " * (sum(widths) + 4) + detail for detail in row.details]
+    return "\n".join(lines)
 
 
 def format_verdict(results: Sequence[CheckResult], num_nodes: int, num_ranks: int, seconds: float) -> str:

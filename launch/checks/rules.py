@@ -1,13 +1,15 @@
 """Judge the answers of all nodes: which node differs, what is too small, what to change. All functions are pure."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.checks.bandwidth import Link, describe_slow, format_rate, slow_links, usual_rate
-from launch.checks.results import FAILED, WARNING, CheckResult, Findings, Names
+from launch.checks.results import FAILED, WARNING, CheckResult, Finding, format_nodes, summarize
 from rl.common.text import count_of, format_bytes
 
+Facts = Mapping[str, Any]  # about one node, rank or folder
+Names = Sequence[str]  # of all nodes or of all ranks: `node 2 (gpu-03)`
 HARMLESS = ("python", "driver")  # a difference is only a warning
 CLOCK_LIMIT_S = 1.0
 SHARED_MEMORY_MIN = 1 << 30  # on a node with GPUs; a container has 64 MB by default
@@ -24,87 +26,84 @@ REMEDIES = {
 }
 
 
-def find_outliers(values: Mapping[int, str]) -> tuple[str | None, dict[str, list[int]]]:
-    """Return the value that more than half of the nodes have, or None, and the nodes of each other value."""
-    (common, count), *_ = Counter(values.values()).most_common()
-    majority = common if count * 2 > len(values) else None
-    others = defaultdict(list)
-    for node, value in values.items():
-        if value != majority:
-            others[value].append(node)
-    return majority, dict(others)
+def describe_outliers(values: Sequence[str], names: Names) -> str:
+    """Return `1.1 on node 2 (c), 1.0 on the others`, or an empty string if all nodes have the same value.
+
+    The others are more than half of the nodes. If no value is that common, name the nodes of every value.
+    """
+    nodes_of = defaultdict(list)
+    for node, value in enumerate(values):
+        nodes_of[value].append(node)
+    if len(nodes_of) == 1:
+        return ""
+    common = max(nodes_of, key=lambda value: len(nodes_of[value]))
+    others = nodes_of.pop(common) if 2 * len(nodes_of[common]) > len(values) else []
+    shown = [f"{value} on {format_nodes(nodes, names)}" for value, nodes in nodes_of.items()]
+    return ", ".join(shown) + (f", {common} on the others" if others else "")
 
 
-def check_versions(facts: Sequence[Mapping[str, Any]], names: Names) -> CheckResult:
+def check_versions(facts: Sequence[Facts], names: Names) -> CheckResult:
     """Compare versions, commits, and digests of code and settings. `facts` has an entry for each node."""
     things = list(dict.fromkeys(thing for fact in facts for thing in fact["versions"]))
     columns = {thing: [fact["versions"].get(thing, "absent") for fact in facts] for thing in things}
     columns |= {thing: [fact[thing] for fact in facts] for thing in ("code", "settings")}
     commits = sorted({fact["commit"] or "unknown" for fact in facts})
     is_clean = not any("+" in commit or commit == "unknown" for commit in commits)
-    found, shown = Findings(), [f"commit {', '.join(commits)}"]
+    found, shown = [], [f"commit {', '.join(commits)}"]
     for thing, values in columns.items():
-        majority, others = find_outliers(dict(enumerate(values)))
-        if others:
-            texts = [f"{value} on {names.many(nodes)}" for value, nodes in others.items()]
-            rest = "" if majority is None else f", {majority} on the others"
+        if outliers := describe_outliers(values, names):
             remedy = REMEDIES.get(thing, "; install the same on all nodes")
-            found.add(WARNING if thing in HARMLESS else FAILED, f"{thing}: {', '.join(texts)}{rest}{remedy}")
+            found.append((WARNING if thing in HARMLESS else FAILED, f"{thing}: {outliers}{remedy}"))
         elif thing != "settings" and not (thing == "code" and is_clean):
-            shown.append(f"{thing} {majority}")
-    return found.result("versions", ", ".join(shown))
+            shown.append(f"{thing} {values[0]}")
+    return summarize("versions", found, ", ".join(shown))
 
 
 def check_gpus(
-    gpus: Sequence[Mapping[str, Any]], num_local: int, share_gpu: bool, users: Sequence[Sequence[str]], names: Names
+    gpus: Sequence[Facts], num_local: int, share_gpu: bool, users: Sequence[Sequence[str]], names: Names
 ) -> CheckResult:
     """Check that each rank has a free GPU, and that all are of one kind.
 
     `gpus` describes the device of each rank, and is empty for a CPU. `users` lists the processes on each node's GPUs.
     """
-    firsts = [gpus[node * num_local] for node in range(len(names))]
-    found = Findings()
+    firsts = gpus[::num_local]
+    found: list[Finding] = []
     if not any(first.get("count") for first in firsts):
         reasons = [first["unusable_because"] for first in firsts if "unusable_because" in first]
-        if reasons:
-            found.add(WARNING, f"there are GPUs, but {reasons[0]}: all ranks run on CPUs")
-        return found.result("GPUs", "none: all ranks run on CPUs")
-    for node, first in enumerate(firsts):
-        count, name = first.get("count", 0), names.one(node)
+        found += [(WARNING, f"there are GPUs, but {why}: all ranks run on CPUs") for why in reasons[:1]]
+        return summarize("GPUs", found, "none: all ranks run on CPUs")
+    for first, name in zip(firsts, names):
+        count = first.get("count", 0)
+        text = f"{name} has {count} for {count_of(num_local, 'rank')}"
         if not count:
             why = first.get("unusable_because", "no device")
-            found.add(FAILED, f"{name} has none that torch can use, but other nodes have some: {why}")
+            found.append((FAILED, f"{name} has none that torch can use, but other nodes have some: {why}"))
         elif count < num_local and not share_gpu:
-            found.add(
-                FAILED,
-                f"{name} has {count} for {count_of(num_local, 'rank')}; give --nproc {count}, or look for lost GPUs",
-            )
+            found.append((FAILED, f"{text}; give --nproc {count}, or look for lost GPUs"))
         elif count > num_local and not share_gpu:
-            found.add(WARNING, f"{name} has {count} for {count_of(num_local, 'rank')}: {count - num_local} stay idle")
+            found.append((WARNING, f"{text}: {count - num_local} stay idle"))
     for rank, gpu in enumerate(gpus):
-        node = rank // num_local
-        where = f"GPU {gpu.get('index')} of {names.one(node)}"
+        processes = users[rank // num_local]
+        where = f"GPU {gpu.get('index')} of {names[rank // num_local]}"
         if "error" in gpu:
-            found.add(FAILED, f"{where} cannot be used: {gpu['error']}; reset it, or leave out its node")
+            found.append((FAILED, f"{where} cannot be used: {gpu['error']}; reset it, or leave out its node"))
         used = gpu["total"] - gpu["free"] if "total" in gpu and not share_gpu else 0
         is_busy = used > CONTEXT_BYTES + BUSY_GPU * gpu.get("total", 0)
-        if is_busy or (users[node] and used > CONTEXT_BYTES):
+        if is_busy or (processes and used > CONTEXT_BYTES):
             text = f"{where} has {format_bytes(used)} of {format_bytes(gpu['total'])} in use"
-            text += f" (processes there: {'; '.join(users[node])})" if users[node] else ""
-            found.add(FAILED if is_busy else WARNING, f"{text}; end the processes that use it")
-    majority, outliers = find_outliers({node: first.get("name", "none") for node, first in enumerate(firsts)})
-    for kind, nodes in outliers.items():
-        found.add(WARNING, f"{kind} on {names.many(nodes)}" + (f", {majority} on the others" if majority else ""))
-    return found.result("GPUs", f"{firsts[0].get('count')} x {firsts[0].get('name')} on every node, free")
+            text += f" (processes there: {'; '.join(processes)})" if processes else ""
+            found.append((FAILED if is_busy else WARNING, f"{text}; end the processes that use it"))
+    if outliers := describe_outliers([first.get("name", "none") for first in firsts], names):
+        found.append((WARNING, outliers))
+    return summarize("GPUs", found, f"{firsts[0].get('count')} x {firsts[0].get('name')} on every node, free")
 
 
-def check_clocks(offsets: Mapping[int, float], names: Names) -> CheckResult:
+def check_clocks(offsets: Sequence[float], names: Names) -> CheckResult:
     """Check the seconds by which each node's clock is ahead of rank 0's."""
-    found = Findings()
-    for node, offset in offsets.items():
-        if abs(offset) > CLOCK_LIMIT_S:
-            found.add(WARNING, f"{names.one(node)} is {offset:+.1f} s off; set its clock (NTP), or times will differ")
-    return found.result("clocks", f"within {max(abs(offset) for offset in offsets.values()) * 1000:.0f} ms")
+    remedy = "set its clock (NTP), or times will differ"
+    wrong = [(name, offset) for name, offset in zip(names, offsets) if abs(offset) > CLOCK_LIMIT_S]
+    found = [(WARNING, f"{name} is {offset:+.1f} s off; {remedy}") for name, offset in wrong]
+    return summarize("clocks", found, f"within {max(map(abs, offsets)) * 1000:.0f} ms")
 
 
 def check_rates(
@@ -115,38 +114,36 @@ def check_rates(
     A link below `floor` that is slow compared with others gets `state`. A link below `least` gets a warning, whatever
     the others reach.
     """
-    found, usual, slow = Findings(), usual_rate(rates), slow_links(rates, floor)
+    usual, slow = format_rate(usual_rate(rates)), slow_links(rates, floor)
     shown = f"{format_rate(min(rates.values()))} to {format_rate(max(rates.values()))}"
-    for line in describe_slow(slow, rates, names):
-        found.add(state, f"{line}, where {format_rate(usual)} is usual; look at cable, port and interface there")
+    remedy = f"where {usual} is usual; look at cable, port and interface there"
+    found = [(state, f"{line}, {remedy}") for line in describe_slow(slow, rates, names)]
     if max(rates.values()) < least:
-        found.add(WARNING, f"all links are slow: {shown}; look at which interface and network the nodes use")
+        found.append((WARNING, f"all links are slow: {shown}; look at which interface and network the nodes use"))
     else:
         weak = [link for link, rate in rates.items() if rate < least and link not in slow]
-        for line in describe_slow(weak, rates, names):
-            found.add(WARNING, f"{line}, but {format_rate(least)} or more is needed; look at the network there")
-    return found.result(name, f"{shown}, {len(rates)} links")
+        remedy = f"but {format_rate(least)} or more is needed; look at the network there"
+        found += [(WARNING, f"{line}, {remedy}") for line in describe_slow(weak, rates, names)]
+    return summarize(name, found, f"{shown}, {len(rates)} links")
 
 
-def check_reach(errors: Mapping[Link, str], num_links: int, names: Names) -> CheckResult:
+def check_reach(errors: Mapping[Link, str], names: Names) -> CheckResult:
     """Check that every node reaches every other. `errors` has the links that failed."""
-    found = Findings()
-    for (a, b), why in sorted(errors.items())[:MAX_SHOWN]:
-        found.add(FAILED, f"{names.one(a)} cannot reach {names.one(b)}: {why}; open all TCP ports between them")
-    if len(errors) > MAX_SHOWN:
-        found.add(FAILED, f"and {len(errors) - MAX_SHOWN} more")
-    return found.result("reach", f"all nodes reach each other on any TCP port, {num_links} links")
+    links, remedy = sorted(errors.items()), "open all TCP ports between them"
+    found = [(FAILED, f"{names[a]} cannot reach {names[b]}: {why}; {remedy}") for (a, b), why in links[:MAX_SHOWN]]
+    if len(links) > MAX_SHOWN:
+        found.append((FAILED, f"and {len(links) - MAX_SHOWN} more"))
+    num_links = len(names) * (len(names) - 1)
+    return summarize("reach", found, f"all nodes reach each other on any TCP port, {num_links} links")
 
 
 def check_port(port: int, held_by: str, errors: Mapping[int, str], head: str, names: Names) -> CheckResult:
     """Check that the training's rendezvous port is free on the head, and that all nodes reach it."""
-    found = Findings()
-    if held_by:
-        found.add(FAILED, f"port {port} of {head} is held by {held_by}; end it, or give another --port")
+    where = f"port {port} of {head}"
+    found = [(FAILED, f"{where} is held by {held_by}; end it, or give another --port")] if held_by else []
     for node, why in errors.items():
-        text = f"{names.one(node)} cannot reach port {port} of {head}: {why}; open it, or give another --port"
-        found.add(FAILED, text)
-    return found.result("port", f"{port} of {head} is free" + (", and all nodes reach it" if len(names) > 1 else ""))
+        found.append((FAILED, f"{names[node]} cannot reach {where}: {why}; open it, or give another --port"))
+    return summarize("port", found, f"{port} of {head} is free" + ", and all nodes reach it" * (len(names) > 1))
 
 
 def group_by_disk(seen: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -158,11 +155,7 @@ def group_by_disk(seen: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def check_folder(
-    folders: Sequence[Mapping[str, Any]],
-    groups: Sequence[Sequence[int]],
-    checkpoint: Mapping[int, int] | None,
-    num_kept: int,
-    names: Names,
+    folders: Sequence[Facts], groups: Sequence[list[int]], checkpoint: list[int] | None, num_kept: int, names: Names
 ) -> CheckResult:
     """Check that the directory of the runs can be written to and has room.
 
@@ -170,53 +163,52 @@ def check_folder(
     share a disk. `checkpoint` has the bytes that each node writes. It is None if no checkpoint is written, or if its
     size is unknown.
     """
-    found = Findings()
+    found = []
     for group in groups:
         folder = folders[group[0]]
-        free, where = folder.get("free"), f"{folder['path']} on {names.many(group)}"
-        one = sum((checkpoint or {}).get(node, 0) for node in group)
+        free, where = folder.get("free"), f"{folder['path']} on {format_nodes(group, names)}"
+        one = sum(checkpoint[node] for node in group) if checkpoint else 0
         if free is None or (folder["error"] and free >= one + LOG_BYTES):
-            found.add(FAILED, f"{where} cannot be written to: {folder['error']}; repair it, or give another run.dir")
-        elif free < one + LOG_BYTES:
+            text = f"{where} cannot be written to: {folder['error']}; repair it, or give another run.dir"
+            found.append((FAILED, text))
+            continue
+        where += f" has {format_bytes(free)} left, and"
+        if free < one + LOG_BYTES:
             what = "a checkpoint and logs take" if one else "logs take"
-            text = f"{where} has {format_bytes(free)} left, and {what} {format_bytes(one + LOG_BYTES)}"
-            found.add(FAILED, f"{text}; make room, or give another run.dir")
+            text = f"{where} {what} {format_bytes(one + LOG_BYTES)}; make room, or give another run.dir"
+            found.append((FAILED, text))
         elif free < num_kept * one + LOG_BYTES:
-            text = (
-                f"{where} has {format_bytes(free)} left, and {num_kept} checkpoints take {format_bytes(num_kept * one)}"
-            )
-            found.add(WARNING, f"{text}; make room, or lower checkpoint.keep_last")
+            text = f"{where} {num_kept} checkpoints take {format_bytes(num_kept * one)}"
+            found.append((WARNING, f"{text}; make room, or lower checkpoint.keep_last"))
     kind = "on this node" if len(names) == 1 else "shared by all nodes"
     if len(groups) > 1:
         kind = "private to each node"
         if len(groups) < len(names):
-            parts = "; ".join(names.many(group) for group in groups)
-            found.add(WARNING, f"some nodes share it and some do not: {parts}; give one run.dir that all see, or none")
+            parts = "; ".join(format_nodes(group, names) for group in groups)
+            text = f"some nodes share it and some do not: {parts}; give one run.dir that all see, or none"
+            found.append((WARNING, text))
     least = min(folder.get("free", 0) for folder in folders)
-    size = f", a checkpoint takes {format_bytes(sum(checkpoint.values()))}" if checkpoint else ""
-    return found.result("run folder", f"{kind}, {format_bytes(least)} free{size}")
+    size = f", a checkpoint takes {format_bytes(sum(checkpoint))}" if checkpoint else ""
+    return summarize("run folder", found, f"{kind}, {format_bytes(least)} free{size}")
 
 
-def check_memory(
-    facts: Sequence[Mapping[str, Any]], need: Sequence[int] | None, has_gpus: bool, names: Names
-) -> CheckResult:
+def check_memory(facts: Sequence[Facts], need: Sequence[int] | None, has_gpus: bool, names: Names) -> CheckResult:
     """Check host memory and /dev/shm. `need` has the bytes for each node, None if they are not known."""
-    found = Findings()
-    for node, fact in enumerate(facts):
-        memory, shared, name = fact["memory"], fact["shared_memory"], names.one(node)
-        wanted = need[node] if need is not None else 0
+    found = []
+    for fact, wanted, name in zip(facts, need or [0] * len(facts), names):
+        memory, shared = fact["memory"], fact["shared_memory"]
         if wanted > memory["available"]:
             text = f"{name} has {format_bytes(memory['available'])} of {format_bytes(memory['total'])} available"
             text += f", and its ranks take at least {format_bytes(wanted)}; start fewer ranks, or end what uses it"
-            found.add(FAILED if wanted > memory["total"] else WARNING, text)
+            found.append((FAILED if wanted > memory["total"] else WARNING, text))
         if shared["error"]:
-            found.add(FAILED, f"{name}: {shared['error']}; mount a tmpfs at /dev/shm")
+            found.append((FAILED, f"{name}: {shared['error']}; mount a tmpfs at /dev/shm"))
         elif has_gpus and shared["total"] < SHARED_MEMORY_MIN:
             text = f"{name} has {format_bytes(shared['total'])} of /dev/shm, which NCCL and engines use"
             remedy = f"give its container --ipc host, or --shm-size {SHARED_MEMORY_MIN >> 30}g or more"
-            found.add(WARNING, f"{text}; {remedy}")
+            found.append((WARNING, f"{text}; {remedy}"))
     least = min(fact["memory"]["available"] for fact in facts)
     shm = min(fact["shared_memory"].get("free", 0) for fact in facts)
     text = f"{format_bytes(least)} available, /dev/shm {format_bytes(shm)} free"
     text += f"; the ranks of a node take at least {format_bytes(max(need))}" if need else ""
-    return found.result("host memory", text)
+    return summarize("host memory", found, text)

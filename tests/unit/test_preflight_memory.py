@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launch.checks.memory import LIBRARIES, checkpoint_bytes, estimate, num_kept, on_cpu
-from launch.checks.placement import MemoryPlan, check_placement
+from launch.checks.memory import LIBRARIES, checkpoint_bytes, estimate, host_bytes, num_kept
+from launch.checks.placement import check_placement
 from launch.checks.results import FAILED, OK, WARNING
 from rl.config.load import load_config
 from rl.config.schema import ROOT, Config
@@ -33,7 +33,7 @@ def test_a_collocated_recipe() -> None:
     assert need.engine == 2 * 7_616_000_000
     assert need.host == LIBRARIES + need.learner + 12 * 952_000_000
     assert need.on_device(56 * BILLION) == 56 * BILLION
-    assert checkpoint_bytes(config, BILLION, 0) == 14 * BILLION
+    assert checkpoint_bytes(config, planned(config, 1, 8), BILLION, 0) == [14 * BILLION]
     part = load_config("configs/rloo.yaml", ["actor.offload=moments"])
     (need,) = estimate(part, planned(part, 1, 8), 7_616_000_000, 0)
     assert need.offloaded == 8 * 952_000_000 and need.host == LIBRARIES + (8 + 12) * 952_000_000
@@ -73,13 +73,16 @@ def test_a_critic_replicas_and_a_cpu() -> None:
     """4 actors in 2 replicas: each shard is half of policy and critic. On a CPU engine and learner share one memory."""
     settings = ["algo.advantage=gae", "actor.num_replicas=2", "rollout.kv_cache_mb=100"]
     config = load_config(overrides=settings)
-    (need,) = estimate(config, planned(config, 2, 2), 1000, 600)
+    placement = planned(config, 2, 2)
+    (need,) = estimate(config, placement, 1000, 600)
     assert (need.learner, need.engine, need.host) == (16 * 800, 4 * 1000, LIBRARIES + 12 * 800)
-    assert on_cpu(need, config) == LIBRARIES + 12 * 800 + 16 * 800 + 4000 + (100 << 20)
-    assert checkpoint_bytes(config, 1000, 600) == 12 * 1600
+    assert need.host_on_cpu == LIBRARIES + 12 * 800 + 16 * 800 + 4000 + (100 << 20)
+    assert checkpoint_bytes(config, placement, 1000, 600) == [12 * 800, 12 * 800]
+    assert host_bytes([need], placement, has_gpus=True) == [2 * need.host] * 2
+    assert host_bytes([need], placement, has_gpus=False) == [2 * need.host_on_cpu] * 2
     swapped = load_config(overrides=[*settings, "actor.offload=rollout"])
     (other,) = estimate(swapped, planned(swapped, 2, 2), 1000, 600)
-    assert other.host > need.host and on_cpu(other, swapped) == on_cpu(need, config)
+    assert other.host > need.host and other.host_on_cpu == need.host_on_cpu
 
 
 def test_number_of_checkpoints_on_disk_at_once() -> None:
@@ -90,14 +93,9 @@ def test_number_of_checkpoints_on_disk_at_once() -> None:
     assert num_kept(load_config(overrides=[*keep, *best])) == 9
 
 
-@pytest.mark.parametrize(
-    ("private", "copies", "wanted"), [(True, 1, [0, 75, 25]), (True, 2, [0, 150, 50]), (False, 2, [0, 75, 25])]
-)
-def test_each_node_writes_what_its_actors_hold(private: bool, copies: int, wanted: list[int]) -> None:
-    settings = ["placement.rollout=0-4,8-10", "placement.actor=5-7,11", f"checkpoint.copies={copies}"]
-    config = load_config(overrides=settings)
-    needs = MemoryPlan(config, planned(config, 3, 4), [], 100)
-    assert list(needs.checkpoint_by_node(private).values()) == wanted
+def test_each_node_writes_what_its_actors_hold() -> None:
+    config = load_config(overrides=["placement.rollout=0-4,8-10", "placement.actor=5-7,11"])
+    assert checkpoint_bytes(config, planned(config, 3, 4), 100, 0) == [0, 900, 300]
 
 
 def test_parameters_are_counted_from_the_headers_of_files(tmp_path: Path) -> None:

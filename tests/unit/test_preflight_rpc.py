@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from launch.checks import gpus, host
+from launch.checks import gpus, host, rpc
 from launch.checks.answers import Answers
-from launch.checks.bandwidth import Sink, find_unreachable, measure_rate
+from launch.checks.bandwidth import find_unreachable, measure_rate, start_sink
 from launch.checks.rpc import Coordinator, NoAnswer, Responder, connect
 from launch.checks.sockets import listen
 from rl.common.framing import pack
@@ -28,8 +28,10 @@ pytestmark = pytest.mark.timeout(30)
 Handlers = dict[str, Callable[..., Any]]
 
 
-def ignore_end(code: int, text: str, all_alive: bool) -> None:
-    """Keep the process that the ranks of a test share."""
+@pytest.fixture(autouse=True)
+def keep_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a test share its process."""
+    monkeypatch.setattr(rpc, "end_process", lambda code, text, all_alive: None)
 
 
 @contextmanager
@@ -40,7 +42,7 @@ def world(*handlers: Handlers) -> Iterator[tuple[Coordinator, list[socket.socket
         for rank, own in enumerate(handlers):
             connection = connect("127.0.0.1", server.getsockname()[1], 5)
             connections.append(connection)
-            responder = Responder(rank, connection, ignore_end)
+            responder = Responder(rank, connection)
             threading.Thread(target=responder.serve, args=[own], daemon=True).start()
         coordinator = Coordinator(server, len(handlers))
         coordinator.wait_for_ranks(5)
@@ -63,7 +65,7 @@ def test_a_rank_that_hangs_is_named_in_time() -> None:
         began = time.monotonic()
         with pytest.raises(NoAnswer, match=rf"rank 1 on {socket.gethostname()} did not answer in time \(work\)"):
             coordinator.ask("work", {0: {}, 1: {}}, 0.3)
-        coordinator.limit_time(0.2)
+        coordinator.deadline = time.monotonic() + 0.2
         with pytest.raises(NoAnswer, match="rank 1"):
             coordinator.ask("work", {1: {}}, 20)
         assert time.monotonic() - began < 3
@@ -90,7 +92,7 @@ def test_a_rank_that_fails_is_named_with_the_reason() -> None:
 def test_a_rank_that_never_comes_is_named() -> None:
     with listen(0) as server:
         coordinator = Coordinator(server, 3)
-        Responder(1, connect("127.0.0.1", server.getsockname()[1], 5), ignore_end)
+        Responder(1, connect("127.0.0.1", server.getsockname()[1], 5))
         with pytest.raises(NoAnswer, match=r"ranks 0,2 did not reach rank 0 on .* within 0.2 s"):
             coordinator.wait_for_ranks(0.2)
         address = server.getsockname()
@@ -105,7 +107,7 @@ def test_strangers_are_not_taken_for_ranks() -> None:
     with listen(0) as server:
         place = ("127.0.0.1", server.getsockname()[1])
         with ExitStack() as stack:
-            Responder(1, stack.enter_context(connect(*place, 5)), ignore_end)
+            Responder(1, stack.enter_context(connect(*place, 5)))
             for line in [*lines, {"kind": "answer", "number": 1, "value": 1}, {"kind": "hello", "rank": 0}]:
                 stranger = stack.enter_context(socket.create_connection(place))
                 stranger.sendall(pack(json.dumps(line).encode()))
@@ -118,20 +120,22 @@ def test_strangers_are_not_taken_for_ranks() -> None:
 
 
 def test_rates_and_unreachable_places() -> None:
-    sink = Sink()
-    assert measure_rate("127.0.0.1", sink.port, 0.1)["rate"] > 10e6
+    sink = start_sink()
+    assert measure_rate("127.0.0.1", sink, 0.1) > 10e6
     with listen(0) as server:
         port = server.getsockname()[1]
-    assert measure_rate("127.0.0.1", port, 0.1) == {"error": "Connection refused"}
-    places = {"here": ("127.0.0.1", sink.port), "gone": ("127.0.0.1", port)}
+    assert measure_rate("127.0.0.1", port, 0.1) == 0.0
+    places = {"here": ("127.0.0.1", sink), "gone": ("127.0.0.1", port)}
     assert find_unreachable(places) == {"gone": "Connection refused"}
 
 
-def test_the_holder_of_a_port_is_named() -> None:
+def test_a_port_is_held_or_its_holder_named() -> None:
+    answers = Answers(0, 0, load_config, print)
     with listen(0) as server:
         port = server.getsockname()[1]
-        assert host.port_holder(port).startswith(f"process {os.getpid()} (")
-    assert host.port_holder(port) == ""
+        assert answers.hold_port(port).startswith(f"process {os.getpid()} (")
+    assert answers.hold_port(port) == ""
+    socket.create_connection(("127.0.0.1", port)).close()
 
 
 def test_markers_are_written_seen_and_removed(tmp_path: Path) -> None:

@@ -7,25 +7,39 @@ import pytest
 
 from launch.checks import rules
 from launch.checks.bandwidth import Link, describe_slow, pair_rounds, slow_links, usual_rate
-from launch.checks.results import FAILED, OK, WARNING, CheckResult, Findings, Names, format_table, format_verdict
+from launch.checks.results import (
+    FAILED,
+    OK,
+    WARNING,
+    CheckResult,
+    format_nodes,
+    format_table,
+    format_verdict,
+    summarize,
+)
 
-NAMES = Names(["a", "b", "c", "d"])
+
+def named(*hosts: str) -> list[str]:
+    return [f"node {number} ({host})" for number, host in enumerate(hosts)]
+
+
+NAMES = named("a", "b", "c", "d")
 GB = 10**9
 
 
 @pytest.mark.parametrize(
-    ("values", "majority", "others"),
+    ("values", "text"),
     [
-        (["1", "1", "1"], "1", {}),
-        (["1", "2", "1"], "1", {"2": [1]}),
-        (["3", "1", "1", "2", "1"], "1", {"3": [0], "2": [3]}),
-        (["1", "2"], None, {"1": [0], "2": [1]}),
-        (["1", "1", "2", "2"], None, {"1": [0, 1], "2": [2, 3]}),
-        (["1"], "1", {}),
+        (["1", "1", "1"], ""),
+        (["1", "2", "1"], "2 on node 1 (b), 1 on the others"),
+        (["3", "1", "1", "2", "1"], "3 on node 0 (a), 2 on node 3 (d), 1 on the others"),
+        (["1", "2"], "1 on node 0 (a), 2 on node 1 (b)"),
+        (["1", "1", "2", "2"], "1 on node 0 (a), node 1 (b), 2 on node 2 (c), node 3 (d)"),
+        (["1"], ""),
     ],
 )
-def test_outliers(values: list[str], majority: str | None, others: dict[str, list[int]]) -> None:
-    assert rules.find_outliers(dict(enumerate(values))) == (majority, others)
+def test_outliers(values: list[str], text: str) -> None:
+    assert rules.describe_outliers(values, named("a", "b", "c", "d", "e")) == text
 
 
 def facts(**versions: str) -> dict[str, Any]:
@@ -44,10 +58,10 @@ def test_versions_that_differ_are_named() -> None:
         "vllm: 0.31 on node 1 (b), 0.32 on the others; install the same on all nodes",
     )
     assert row.details == ["driver: 570 on node 3 (d), absent on the others; mixed drivers may work"]
-    row = rules.check_versions([facts(python="3.12"), facts()], Names(["a", "b"]))
+    row = rules.check_versions([facts(python="3.12"), facts()], named("a", "b"))
     assert (row.state, row.text[:48]) == (WARNING, "python: 3.12 on node 0 (a), 3.11 on node 1 (b); ")
     changed = facts() | {"code": "d1ff"}
-    assert rules.check_versions([facts(), facts(), changed], Names(["a", "b", "c"])).text.startswith(
+    assert rules.check_versions([facts(), facts(), changed], named("a", "b", "c")).text.startswith(
         "code: d1ff on node 2 (c), c0de on the others (a digest of the project's programs and "
     )
 
@@ -122,7 +136,7 @@ def gpu(free_gb: float = 79.0, count: int = 2, index: int = 0) -> dict[str, Any]
 
 
 def test_gpus_that_are_missing_busy_or_broken() -> None:
-    two = Names(["a", "b"])
+    two = named("a", "b")
 
     def check(gpus: list[dict[str, Any]], share: bool = False) -> CheckResult:
         return rules.check_gpus(gpus, 2, share, [["77, python, 40000 MiB"], []], two)
@@ -150,10 +164,10 @@ def test_gpus_that_are_missing_busy_or_broken() -> None:
 
 
 def test_clocks_reachability_and_port() -> None:
-    assert rules.check_clocks({0: 0.0, 1: 0.02, 2: -0.4}, NAMES) == CheckResult("clocks", OK, "within 400 ms")
-    row = rules.check_clocks({0: 0.0, 1: -3.25}, NAMES)
+    assert rules.check_clocks([0.0, 0.02, -0.4], NAMES[:3]) == CheckResult("clocks", OK, "within 400 ms")
+    row = rules.check_clocks([0.0, -3.25], NAMES[:2])
     assert (row.state, row.text[:25]) == (WARNING, "node 1 (b) is -3.2 s off;")
-    row = rules.check_reach({(0, 2): "timed out", (1, 2): "timed out"}, 12, NAMES)
+    row = rules.check_reach({(0, 2): "timed out", (1, 2): "timed out"}, NAMES)
     assert row.state == FAILED and row.text.startswith("node 0 (a) cannot reach node 2 (c): timed out; open all TCP")
     assert len(row.details) == 1
     assert rules.check_port(29500, "", {}, "node 0 (a)", NAMES).state == OK
@@ -176,7 +190,7 @@ def folder(free_gb: float, error: str = "") -> dict[str, Any]:
 
 def test_room_for_checkpoints() -> None:
     """Each of 4 nodes writes 1 GB of a checkpoint; 3 are kept."""
-    share = dict.fromkeys(range(4), GB)
+    share = [GB] * 4
     apart, together = [[node] for node in range(4)], [[0, 1, 2, 3]]
     row = rules.check_folder([folder(3.5)] * 4, apart, share, 3, NAMES)
     assert row == CheckResult("run folder", OK, "private to each node, 3.50 GB free, a checkpoint takes 4.00 GB")
@@ -203,7 +217,7 @@ def test_host_memory() -> None:
         shared = {"total": int(shm_gb * GB), "free": int(shm_gb * GB), "error": error}
         return {"memory": {"total": 100 * GB, "available": available_gb * GB}, "shared_memory": shared}
 
-    two = Names(["a", "b"])
+    two = named("a", "b")
     row = rules.check_memory([node(90), node(80)], [50 * GB, 40 * GB], True, two)
     text = "80.00 GB available, /dev/shm 60.00 GB free; the ranks of a node take at least 50.00 GB"
     assert row == CheckResult("host memory", OK, text)
@@ -217,10 +231,9 @@ def test_host_memory() -> None:
 
 
 def test_table_and_verdict() -> None:
-    found = Findings()
-    found.add(WARNING, "a driver")
-    found.add(FAILED, "a version")
-    rows = [CheckResult("nodes", OK, "2 nodes"), found.result("versions", "equal")]
+    findings = [(WARNING, "a driver"), (FAILED, "a version")]
+    rows = [CheckResult("nodes", OK, "2 nodes"), summarize("versions", findings, "equal")]
+    assert summarize("versions", [(OK, "a note")], "equal") == CheckResult("versions", OK, "equal", ["a note"])
     assert rows[1] == CheckResult("versions", FAILED, "a version", ["a driver"])
     assert format_table(rows).splitlines() == [
         "check     state   result",
@@ -237,7 +250,7 @@ def test_table_and_verdict() -> None:
 
 
 def test_names_of_nodes() -> None:
-    assert Names(["a", "b"], [1, 0]).one(0) == "node 1 (a)"
-    assert Names(["a", "b", "c"], [2, 0, 1]).many([0, 1]) == "node 0 (b), node 2 (a)"
-    many = Names([f"n{number}" for number in range(9)])
-    assert many.many(range(8)).endswith("node 5 (n5) and 2 more") and many.many(range(9)) == "all 9 nodes"
+    assert format_nodes([0, 1], ["node 10 (a)", "node 2 (b)", "node 1 (c)"]) == "node 2 (b), node 10 (a)"
+    many = named(*[f"n{number}" for number in range(9)])
+    assert format_nodes(range(8), many).endswith("node 5 (n5) and 2 more")
+    assert format_nodes(range(9), many) == "all 9 nodes"

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 
 import pytest
 from torch.distributed import TCPStore
@@ -13,10 +14,11 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 
 from launch import roll_call
 from launch.checks.sockets import is_own_address, listen
-from launch.roll_call import NOT_READY, READY, UNDER_WAY, Roll, RollCall, answer, parse_nnodes
+from launch.roll_call import NOT_READY, READY, UNDER_WAY, Node, RollCall, answer, describe_missing, refusal
 from rl.common.framing import pack
 
 HELLO = pack(b'{"kind": "hello", "run": "x", "node": 1, "name": "b"}')
+HEAD = Node(0, "head")
 pytestmark = pytest.mark.timeout(30)
 
 
@@ -30,56 +32,49 @@ pytestmark = pytest.mark.timeout(30)
     ],
 )
 def test_missing_nodes_are_named(here: list[tuple[int | None, str]], names: list[str], text: str) -> None:
-    roll = Roll(4, 4, names)
-    assert [roll.enter(rank, name) for rank, name in here] == [""] * len(here)
-    assert roll.missing() == text
+    assert describe_missing({Node(*node) for node in here}, 4, names) == text
 
 
 def test_many_missing_nodes_are_counted() -> None:
-    roll = Roll(40, 40)
-    roll.enter(0, "a")
-    assert roll.missing().endswith("node 7, node 8 and 31 more")
+    assert describe_missing({Node(0, "a")}, 40, []).endswith("node 7, node 8 and 31 more")
 
 
 def test_two_nodes_cannot_have_one_rank() -> None:
-    roll = Roll(2, 2)
-    assert roll.enter(1, "b") == "" == roll.enter(1, "b"), "a node that connects again"
-    assert roll.enter(1, "c") == "got node rank 1 from c, but b has it; give each node its own rank"
-    assert "got node rank 2 in a launch of 2 nodes" in roll.enter(2, "c")
-    roll.leave(1, "b")
-    assert roll.enter(1, "c") == ""
+    present = {Node(0, "a"), Node(1, "b")}
+    assert refusal(Node(1, "b"), present, 2) == "", "a node that connects again"
+    assert refusal(Node(1, "c"), present, 2) == "got node rank 1 from c, but b has it; give each node its own rank"
+    assert "got node rank 2 in a launch of 2 nodes" in refusal(Node(2, "c"), present, 2)
+    assert refusal(Node(1, "c"), {Node(0, "a")}, 2) == refusal(Node(None, "c"), {Node(None, "b")}, 2) == ""
 
 
-def test_numbers_of_nodes_and_own_addresses() -> None:
-    assert (parse_nnodes("4"), parse_nnodes("3:4")) == ((4, 4), (3, 4))
+def test_own_addresses() -> None:
     assert is_own_address("127.0.0.1") and is_own_address("localhost") and not is_own_address("192.0.2.1")
 
 
-def call(roll: Roll, wait_s: float, *hellos: dict[str, object]) -> tuple[int, list[int]]:
+def call(nnodes: str, wait_s: float, *others: Node, names: Sequence[str] = (), run: str = "x") -> tuple[int, list[int]]:
     """Run a head and these other nodes. Return the exit codes."""
     codes: dict[int, int] = {}
-    roll.enter(0, "head")
     with listen(0) as server:
         port = server.getsockname()[1]
 
         def other(number: int) -> None:
-            codes[number] = answer("127.0.0.1", port, 1, {"run": "x"} | hellos[number], wait_s)
+            codes[number] = answer("127.0.0.1", port, 1, run, others[number], wait_s)
 
-        threads = [threading.Thread(target=other, args=[number]) for number in range(len(hellos))]
+        threads = [threading.Thread(target=other, args=[number]) for number in range(len(others))]
         for thread in threads:
             thread.start()
-        code = RollCall(server, roll, "x").call(wait_s)
+        code = RollCall(server, HEAD, "x", nnodes, names).call(wait_s)
         for thread in threads:
             thread.join()
-    return code, [codes[number] for number in range(len(hellos))]
+    return code, [codes[number] for number in range(len(others))]
 
 
 def test_all_nodes_are_there() -> None:
-    assert call(Roll(3, 3), 10, {"node": 2, "name": "c"}, {"node": 1, "name": "b"}) == (READY, [READY, READY])
+    assert call("3", 10, Node(2, "c"), Node(1, "b")) == (READY, [READY, READY])
 
 
 def test_a_missing_node_ends_all_others(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(Roll(3, 3, ["head", "b", "c"]), 0.5, {"node": 1, "name": "b"}) == (NOT_READY, [NOT_READY])
+    assert call("3", 0.5, Node(1, "b"), names=["head", "b", "c"]) == (NOT_READY, [NOT_READY])
     assert (
         capsys.readouterr().err.count("gave up after 0.5 s (ONEWORLD_PREFLIGHT_WAIT_S) on 1 of 3 nodes: node 2 (c)")
         == 2
@@ -90,44 +85,40 @@ def test_nodes_beyond_the_minimum_have_a_little_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(roll_call, "EXTRA_S", 0.3)
-    assert call(Roll(2, 3), 10, {"node": 1, "name": "b"}) == (READY, [READY])
+    assert call("2:3", 10, Node(1, "b")) == (READY, [READY])
     assert "begins without 1 of 3 nodes: node 2" in capsys.readouterr().err
 
 
 def test_nodes_of_another_run_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    code, codes = call(Roll(2, 2), 1.0, {"run": "y", "node": 1, "name": "b"})
+    code, codes = call("2", 1.0, Node(1, "b"), run="y")
     assert (code, codes) == (NOT_READY, [NOT_READY])
     assert "got b of the run y, but this is the roll call of x; give one another --port" in capsys.readouterr().err
 
 
 def test_nodes_that_leave_and_strangers_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
-    roll = Roll(3, 3)
-    roll.enter(0, "head")
     with listen(0) as server:
         place = ("127.0.0.1", server.getsockname()[1])
         for data in (HELLO, pack(b"{}"), pack(b'{"kind": "hello"}'), b"GET / HTTP/1.1\r\n\r\n"):
             with socket.create_connection(place) as connection:
                 connection.sendall(data)
-        assert RollCall(server, roll, "x").call(0.5) == NOT_READY
+        assert RollCall(server, HEAD, "x", "3").call(0.5) == NOT_READY
     assert "on 2 of 3 nodes: node 1, node 2" in capsys.readouterr().err
 
 
 def test_a_node_that_reconnects_before_its_old_connection_ends_stays() -> None:
-    roll = Roll(2, 2)
     with listen(0) as server:
-        caller, place = RollCall(server, roll, "x"), ("127.0.0.1", server.getsockname()[1])
-
+        caller, place = RollCall(server, HEAD, "x", "2"), ("127.0.0.1", server.getsockname()[1])
         with socket.create_connection(place) as old, socket.create_connection(place) as new:
             for connection in (old, new):
                 connection.sendall(HELLO)
                 caller.step(timeout_s=5)  # the connection
                 caller.step(timeout_s=5)  # its message
-            assert roll.present == {1: "b"}
+            assert caller.present == {HEAD, Node(1, "b")}
             old.close()
             caller.step(timeout_s=5)
-            assert roll.present == {1: "b"}
+            assert caller.present == {HEAD, Node(1, "b")}
         caller.step(timeout_s=5)
-        assert roll.present == {}
+        assert caller.present == {HEAD}
 
 
 @pytest.mark.timeout(120)  # torch is imported three times at once
@@ -142,7 +133,7 @@ def test_a_late_node_joins_its_own_run_and_no_other(
     codes: dict[str, int] = {}
 
     def other(run: str, port: int) -> None:
-        codes[run] = answer("127.0.0.1", port, store.port, {"run": run, "node": 1, "name": "b"}, 0.5)
+        codes[run] = answer("127.0.0.1", port, store.port, run, Node(1, "b"), 0.5)
 
     with listen(0) as silent, listen(0) as unused:
         port, silent_port = unused.getsockname()[1], silent.getsockname()[1]
