@@ -51,12 +51,10 @@ def serve(folder: Path, launch: str, num_nodes: str, port: int, address: str = "
         sys.exit(f"oneworld: port {port}: {error.strerror}; give another one with --port")
     word = secrets.token_hex(8)
     with listen(0) as server:
-        answer_port = server.getsockname()[1]
-        addresses = [address] if address else own_addresses()
+        file, addresses = folder / FILE, [address] if address else own_addresses()
         record = {"launch": launch, "nnodes": num_nodes, "addresses": addresses, "port": port}
-        file = folder / FILE
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(record | {"answer_port": answer_port, "word": word}))
+        write_atomically(file, json.dumps(record | {"answer_port": server.getsockname()[1], "word": word}))
         print(f"oneworld: {file} tells workers that the head is at {' '.join(addresses)}", file=sys.stderr, flush=True)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -74,22 +72,20 @@ def serve(folder: Path, launch: str, num_nodes: str, port: int, address: str = "
 
 def find(folder: Path, timeout_s: float) -> tuple[str, str, str, int]:
     """Wait for a head. Return its launch, number of nodes, address and port."""
-    deadline = time.monotonic() + timeout_s
-    ignored = ""
+    deadline, ignored = time.monotonic() + timeout_s, ""
     while True:
         record = _read(folder / FILE)
-        if record:
-            for address in record["addresses"]:
-                if _answers(address, record["answer_port"], record["word"]):
+        for address in record.get("addresses", []):
+            place = (address, record["answer_port"])
+            with suppress(OSError), socket.create_connection(place, timeout=ASK_TIMEOUT_S) as connection:
+                if connection.makefile().read() == record["word"]:
                     return record["launch"], record["nnodes"], address, record["port"]
-            if ignored != record["word"]:
-                ignored = record["word"]
-                where = " ".join(record["addresses"])
-                print(f"oneworld: ignoring {folder / FILE}: its head ({where}) does not answer", file=sys.stderr)
+        if record and ignored != record["word"]:
+            ignored, where = record["word"], " ".join(record["addresses"])
+            print(f"oneworld: ignoring {folder / FILE}: its head ({where}) does not answer", file=sys.stderr)
         if time.monotonic() > deadline:
-            sys.exit(
-                f"oneworld: found no head in {folder} within {timeout_s:g} s; start one with --master on this folder"
-            )
+            where = f"in {folder} within {timeout_s:g} s"
+            sys.exit(f"oneworld: found no head {where}; start one with --master on this folder")
         time.sleep(POLL_S)
 
 
@@ -98,12 +94,6 @@ def _read(file: Path) -> dict:
         return json.loads(file.read_text())
     except (OSError, ValueError):  # there is no file yet, or a broken one
         return {}
-
-
-def _answers(address: str, port: int, word: str) -> bool:
-    with suppress(OSError), socket.create_connection((address, port), timeout=ASK_TIMEOUT_S) as connection:
-        return connection.makefile().read() == word
-    return False
 
 
 if __name__ == "__main__":

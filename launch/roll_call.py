@@ -4,16 +4,9 @@
 
 launch/run_node.sh runs this on every node; NODE_RANK may be empty. The head listens on PORT and says which nodes it
 waits for; ONEWORLD_NODES may hold their names by rank. The other nodes introduce themselves, and say so if they cannot
-reach the head. If NNODES is MIN:MAX, the head waits EXTRA_S seconds for more nodes once MIN nodes have come.
-
-The exit code is the same on every node: 0 if the nodes have come, 1 if some are missing after ONEWORLD_PREFLIGHT_WAIT_S
-seconds (300). But a node that comes late exits with 3, if there is no roll call any more and torchrun's rendezvous of
-this run answers on the training port of the head. The other nodes are training already, and this one may join them.
-
-    python launch/roll_call.py rendezvous HEAD TRAINING_PORT RUN SECONDS
-
-exits with 0 if that rendezvous answers. This is a separate process, because torch's client waits forever for a listener
-that never answers.
+reach the head. The exit code is the same on every node: 0 if the nodes have come, 1 if some are missing after
+ONEWORLD_PREFLIGHT_WAIT_S seconds (300). Only a node that finds torchrun's rendezvous of this run on the training port,
+and no roll call, exits with 3: the other nodes are training already, and it may join them.
 """
 
 import math
@@ -37,7 +30,7 @@ from rl.common.text import count_of
 READY, NOT_READY, UNDER_WAY = 0, 1, 3
 DEFAULT_WAIT_S = 300.0
 FIRST_REPORT_S, REPORT_S = 3.0, 15.0  # when missing nodes are reported
-EXTRA_S = 10.0
+EXTRA_S = 10.0  # with --nnodes MIN:MAX, time for more nodes once MIN nodes have come
 HEARTBEAT_S, SILENCE_S = 2.0, 20.0  # interval of the head's messages; silence after which it counts as dead
 UNDER_WAY_S = 8.0  # a head may take this long from the end of the roll call until it opens the training port
 STORE_S = 5.0  # time for a store to answer
@@ -158,7 +151,7 @@ def answer(head: str, port: int, training_port: int, run: str, node: Node, wait_
         now = time.monotonic()
         if now > next_look and not find_unreachable({"head": (head, training_port)}):
             place = f"{head}:{training_port}"
-            if _is_under_way(head, training_port, run):
+            if is_under_way(head, training_port, run):
                 text = f"there is no roll call at {head}:{port}, but the rendezvous of {run} at {place} answers"
                 say(f"{node}: {text}: joins the others without preflight")
                 return UNDER_WAY
@@ -175,7 +168,8 @@ def answer(head: str, port: int, training_port: int, run: str, node: Node, wait_
         time.sleep(0.3)  # poll, because nothing reports when a head begins to listen
 
 
-def _is_under_way(head: str, training_port: int, run: str) -> bool:
+def is_under_way(head: str, training_port: int, run: str) -> bool:
+    """Ask in another process, because torch's client waits forever for a listener that never answers."""
     command = [sys.executable, __file__, "rendezvous", head, str(training_port), run, str(STORE_S)]
     return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
 

@@ -5,26 +5,25 @@ import hashlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch.checks import gpus, host
-from launch.checks.bandwidth import find_unreachable, measure_rate, start_sink
+from launch.checks.bandwidth import find_unreachable, measure_rate, receive_all
 from launch.checks.sockets import is_own_address, listen
 from rl.config.schema import Config, ConfigError
 from rl.rewards.find import own_files
 
 
 class Answers:
-    """The answers of one rank.
-
-    `load` reads the settings that this node was given. `note` tells rank 0 what this rank is doing.
-    """
+    """The answers of one rank. `load` reads this node's settings. `note` tells rank 0 what this rank is doing."""
 
     def __init__(self, rank: int, local_rank: int, load: Callable[[], Config], note: Callable[[str], None]):
         self._rank, self._local_rank, self._load, self._note = rank, local_rank, load, note
-        self._sink_port = start_sink()
+        self._sink = listen(0)
+        threading.Thread(target=receive_all, args=[self._sink], daemon=True).start()
         self._gpu: dict[str, Any] = {}
         self._held: socket.socket | None = None
 
@@ -41,9 +40,10 @@ class Answers:
         except ConfigError as error:
             return {"config_error": str(error), "host": socket.gethostname()}
         self._gpu = gpus.describe(self._local_rank, config.debug.share_gpu)
-        found = {"gpu": self._gpu, "host": socket.gethostname(), "sink": self._sink_port}
+        found = {"gpu": self._gpu, "host": socket.gethostname(), "sink": self._sink.getsockname()[1]}
         if self._local_rank:
             return found
+        versions = host.read_versions() | {key: self._gpu[key] for key in ("nccl", "hip") if key in self._gpu}
         number = os.environ.get("ONEWORLD_NODE_RANK", "")
         return found | {
             "number": int(number) if number else None,
@@ -51,9 +51,7 @@ class Answers:
             "head": os.environ.get("ONEWORLD_HEAD", ""),
             "port": int(os.environ.get("ONEWORLD_PORT") or 0),
             "folder": config.run.dir,
-            "settings": settings_digest(config),
-            "versions": host.read_versions() | {key: self._gpu[key] for key in ("nccl", "hip") if key in self._gpu},
-            "code": host.code_digest(rewards),
+            "versions": versions | {"code": host.code_digest(rewards), "settings": settings_digest(config)},
             "commit": host.read_commit(),
             "memory": host.read_memory(),
             "shared_memory": host.read_shared_memory(),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from launch.checks.sockets import CONNECT_S, listen, reason
+from launch.checks.sockets import CONNECT_S, reason
 
 Link = tuple[int, int]  # from, to
 SLOW = 0.5  # fraction of the usual rate
@@ -71,16 +71,10 @@ def format_rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 5e7 else f"{bytes_per_s / 1e6:.2g} MB/s"
 
 
-def start_sink() -> int:
-    """Receive bytes from other ranks for as long as they ask for, and tell them the rate. Return the port."""
-    server = listen(0)
-
-    def accept() -> None:
-        while True:
-            threading.Thread(target=_receive, args=[server.accept()[0]], daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    return server.getsockname()[1]
+def receive_all(server: socket.socket) -> None:
+    """Receive bytes from other ranks for as long as they ask for, and tell them the rate."""
+    while True:
+        threading.Thread(target=_receive, args=[server.accept()[0]], daemon=True).start()
 
 
 def _receive(connection: socket.socket) -> None:
@@ -104,7 +98,7 @@ def _receive(connection: socket.socket) -> None:
 
 
 def measure_rate(address: str, port: int, seconds: float) -> float:
-    """Send to a sink. Return the rate in bytes per second that arrived there, or 0.0 if it cannot be reached."""
+    """Send to `receive_all` of another rank. Return the rate in bytes per second that arrived there, or 0.0 if it cannot be reached."""
     with suppress(OSError, struct.error), socket.create_connection((address, port), timeout=CONNECT_S) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         connection.sendall(DOUBLE.pack(seconds))

@@ -1,7 +1,4 @@
-"""Facts about this host: versions, code, memory, disk and ports.
-
-Package versions are read from metadata, because importing torch and vLLM would take too long.
-"""
+"""Facts about this host: versions, code, memory, disk and ports."""
 
 import errno
 import hashlib
@@ -31,7 +28,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 def read_versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name, distributions in PACKAGES.items():
+    for name, distributions in PACKAGES.items():  # importing torch and vLLM would take too long
         installed = [entry for each in distributions for entry in metadata.distributions(name=each)]
         found[name] = installed[0].version if installed else "absent"
     if driver := driver_version():
@@ -51,29 +48,21 @@ def driver_version() -> str:
 
 def code_digest(others: Mapping[str, Path], root: Path = ROOT) -> str:
     """Hash the project's programs, tracked by git or not, and `others`, files by names that all nodes share."""
+    files = [file for part in CODE for file in (root / part, *(root / part).rglob("*"))]
+    own = {str(file.relative_to(root)): file for file in files if file.suffix in CODE_ENDINGS and file.is_file()}
     digest = hashlib.sha256()
-    for part in CODE:
-        path = root / part
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.suffix in CODE_ENDINGS and file.is_file():
-                digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
-    for name, file in sorted(others.items()):
+    for name, file in sorted((own | dict(others)).items()):
         digest.update(f"{name}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:12]
 
 
 def read_commit(root: Path = ROOT) -> str:
     """Return the short commit, with `+changes` if files differ from it, or an empty string without git."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-c", f"safe.directory={root}", "-C", str(root), *arguments]
+    command = ["git", "-c", f"safe.directory={root}", "-C", str(root)]
+    command += ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]  # no tags
+    with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=5).stdout.strip()
-
-    try:
-        changes = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changes else "")
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    return ""
 
 
 def read_memory() -> dict[str, int]:
@@ -89,10 +78,7 @@ def read_memory() -> dict[str, int]:
 
 
 def _memory_files() -> Iterator[tuple[Path, Path]]:
-    """Yield the files with limit and use of this process's control group and of all groups above it.
-
-    A container may see its own group as the root, and not see the groups above it.
-    """
+    """Yield the files with limit and use of this process's control group and of the groups above it that it sees."""
     for line in OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.exists() else []:
         _, controllers, path = line.split(":", 2)
         top, names = CGROUPS, ("memory.max", "memory.current")
@@ -114,10 +100,7 @@ def read_shared_memory() -> dict[str, Any]:
 
 
 def write_marker(folder: str, marker: str) -> dict[str, Any]:
-    """Create an empty file in the directory of the runs. Return the `free` bytes there and the `error`, if any.
-
-    After an error, `free` is given only if the disk is full.
-    """
+    """Create an empty file in the directory of the runs. Return the `free` bytes, or an `error`; both if it is full."""
     path, found = Path(folder), {"error": ""}
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -136,7 +119,7 @@ def find_markers(folder: str, markers: list[str]) -> list[str]:
 
 def remove_marker(folder: str, marker: str) -> None:
     with suppress(OSError):
-        (Path(folder) / marker).unlink(missing_ok=True)
+        (Path(folder) / marker).unlink()
 
 
 def port_holder(port: int, error: OSError) -> str:

@@ -44,13 +44,11 @@ def describe_outliers(values: Sequence[str], names: Names) -> str:
 
 def check_versions(facts: Sequence[Facts], names: Names) -> CheckResult:
     """Compare versions, commits, and digests of code and settings. `facts` has an entry for each node."""
-    things = list(dict.fromkeys(thing for fact in facts for thing in fact["versions"]))
-    columns = {thing: [fact["versions"].get(thing, "absent") for fact in facts] for thing in things}
-    columns |= {thing: [fact[thing] for fact in facts] for thing in ("code", "settings")}
     commits = sorted({fact["commit"] or "unknown" for fact in facts})
     is_clean = not any("+" in commit or commit == "unknown" for commit in commits)
     found, shown = [], [f"commit {', '.join(commits)}"]
-    for thing, values in columns.items():
+    for thing in dict.fromkeys(thing for fact in facts for thing in fact["versions"]):
+        values = [fact["versions"].get(thing, "absent") for fact in facts]
         if outliers := describe_outliers(values, names):
             remedy = REMEDIES.get(thing, "; install the same on all nodes")
             found.append((WARNING if thing in HARMLESS else FAILED, f"{thing}: {outliers}{remedy}"))
@@ -100,9 +98,10 @@ def check_gpus(
 
 def check_clocks(offsets: Sequence[float], names: Names) -> CheckResult:
     """Check the seconds by which each node's clock is ahead of rank 0's."""
-    remedy = "set its clock (NTP), or times will differ"
-    wrong = [(name, offset) for name, offset in zip(names, offsets) if abs(offset) > CLOCK_LIMIT_S]
-    found = [(WARNING, f"{name} is {offset:+.1f} s off; {remedy}") for name, offset in wrong]
+    found = []
+    for name, offset in zip(names, offsets):
+        if abs(offset) > CLOCK_LIMIT_S:
+            found.append((WARNING, f"{name} is {offset:+.1f} s off; set its clock (NTP), or times will differ"))
     return summarize("clocks", found, f"within {max(map(abs, offsets)) * 1000:.0f} ms")
 
 
@@ -169,24 +168,20 @@ def check_folder(
         free, where = folder.get("free"), f"{folder['path']} on {format_nodes(group, names)}"
         one = sum(checkpoint[node] for node in group) if checkpoint else 0
         if free is None or (folder["error"] and free >= one + LOG_BYTES):
-            text = f"{where} cannot be written to: {folder['error']}; repair it, or give another run.dir"
-            found.append((FAILED, text))
-            continue
-        where += f" has {format_bytes(free)} left, and"
-        if free < one + LOG_BYTES:
-            what = "a checkpoint and logs take" if one else "logs take"
-            text = f"{where} {what} {format_bytes(one + LOG_BYTES)}; make room, or give another run.dir"
-            found.append((FAILED, text))
+            found.append(
+                (FAILED, f"{where} cannot be written to: {folder['error']}; repair it, or give another run.dir")
+            )
+        elif free < one + LOG_BYTES:
+            text = f"{where} has {format_bytes(free)} left, and {'a checkpoint and logs' if one else 'logs'} take"
+            found.append((FAILED, f"{text} {format_bytes(one + LOG_BYTES)}; make room, or give another run.dir"))
         elif free < num_kept * one + LOG_BYTES:
-            text = f"{where} {num_kept} checkpoints take {format_bytes(num_kept * one)}"
-            found.append((WARNING, f"{text}; make room, or lower checkpoint.keep_last"))
-    kind = "on this node" if len(names) == 1 else "shared by all nodes"
-    if len(groups) > 1:
-        kind = "private to each node"
-        if len(groups) < len(names):
-            parts = "; ".join(format_nodes(group, names) for group in groups)
-            text = f"some nodes share it and some do not: {parts}; give one run.dir that all see, or none"
-            found.append((WARNING, text))
+            text = f"{where} has {format_bytes(free)} left, and {num_kept} checkpoints take"
+            found.append((WARNING, f"{text} {format_bytes(num_kept * one)}; make room, or lower checkpoint.keep_last"))
+    kind = "private to each node" if len(groups) > 1 else "on this node" if len(names) == 1 else "shared by all nodes"
+    if 1 < len(groups) < len(names):
+        parts = "; ".join(format_nodes(group, names) for group in groups)
+        text = f"some nodes share it and some do not: {parts}; give one run.dir that all see, or none"
+        found.append((WARNING, text))
     least = min(folder.get("free", 0) for folder in folders)
     size = f", a checkpoint takes {format_bytes(sum(checkpoint))}" if checkpoint else ""
     return summarize("run folder", found, f"{kind}, {format_bytes(least)} free{size}")
@@ -204,9 +199,9 @@ def check_memory(facts: Sequence[Facts], need: Sequence[int] | None, has_gpus: b
         if shared["error"]:
             found.append((FAILED, f"{name}: {shared['error']}; mount a tmpfs at /dev/shm"))
         elif has_gpus and shared["total"] < SHARED_MEMORY_MIN:
-            text = f"{name} has {format_bytes(shared['total'])} of /dev/shm, which NCCL and engines use"
-            remedy = f"give its container --ipc host, or --shm-size {SHARED_MEMORY_MIN >> 30}g or more"
-            found.append((WARNING, f"{text}; {remedy}"))
+            text = f"{name} has {format_bytes(shared['total'])} of /dev/shm, which NCCL and engines use; give its"
+            text += f" container --ipc host, or --shm-size {SHARED_MEMORY_MIN >> 30}g or more"
+            found.append((WARNING, text))
     least = min(fact["memory"]["available"] for fact in facts)
     shm = min(fact["shared_memory"].get("free", 0) for fact in facts)
     text = f"{format_bytes(least)} available, /dev/shm {format_bytes(shm)} free"

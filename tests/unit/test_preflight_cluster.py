@@ -42,10 +42,10 @@ class FakeCoordinator:
         gpu = {"count": NUM_LOCAL, "name": "H100", "total": 80 * GB, "free": 79 * GB, "index": local}
         memory = {"total": 900 * GB, "available": 800 * GB}
         about = {"gpu": gpu, "host": HOSTS[node], "sink": 1000 + rank, "number": 2 - node, "is_head": node == 2}
-        about |= {"head": "c", "port": 29500, "folder": "runs", "settings": "5e7", "code": "c0de", "commit": "abc"}
+        about |= {"head": "c", "port": 29500, "folder": "runs", "commit": "abc"}
         about |= {"memory": memory, "gpu_users": []}
         about |= {"shared_memory": {"total": 60 * GB, "free": 60 * GB, "error": ""}}
-        return about | ({} if local else {"versions": {"torch": "2.13"}})
+        return about | ({} if local else {"versions": {"torch": "2.13", "code": "c0de", "settings": "5e7"}})
 
     def read_clock(self, rank: int) -> float:
         return time.time()

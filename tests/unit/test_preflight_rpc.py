@@ -17,7 +17,7 @@ import pytest
 
 from launch.checks import gpus, host, rpc
 from launch.checks.answers import Answers
-from launch.checks.bandwidth import find_unreachable, measure_rate, start_sink
+from launch.checks.bandwidth import find_unreachable, measure_rate, receive_all
 from launch.checks.rpc import Coordinator, NoAnswer, Responder, connect
 from launch.checks.sockets import listen
 from rl.common.framing import pack
@@ -120,10 +120,12 @@ def test_strangers_are_not_taken_for_ranks() -> None:
 
 
 def test_rates_and_unreachable_places() -> None:
-    sink = start_sink()
-    assert measure_rate("127.0.0.1", sink, 0.1) > 10e6
     with listen(0) as server:
         port = server.getsockname()[1]
+    server = listen(0)
+    threading.Thread(target=receive_all, args=[server], daemon=True).start()
+    sink = server.getsockname()[1]
+    assert measure_rate("127.0.0.1", sink, 0.1) > 10e6
     assert measure_rate("127.0.0.1", port, 0.1) == 0.0
     places = {"here": ("127.0.0.1", sink), "gone": ("127.0.0.1", port)}
     assert find_unreachable(places) == {"gone": "Connection refused"}
@@ -192,7 +194,7 @@ def test_files_of_reward_functions_are_code(tmp_path: Path) -> None:
     found = []
     for text in ("one = 1\n", "one = 2\n"):
         file.write_text(text)
-        found.append(answers.describe()["code"])
+        found.append(answers.describe()["versions"]["code"])
     assert found[0] != found[1]
     copy = tmp_path / "copy.py"
     copy.write_text("one = 2\n")

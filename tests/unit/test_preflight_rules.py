@@ -43,8 +43,8 @@ def test_outliers(values: list[str], text: str) -> None:
 
 
 def facts(**versions: str) -> dict[str, Any]:
-    named = {"python": "3.11", "torch": "2.13", "vllm": "0.32"} | versions
-    return {"versions": named, "code": "c0de", "commit": "abc", "settings": "5e7"}
+    found = {"python": "3.11", "torch": "2.13", "vllm": "0.32", "code": "c0de", "settings": "5e7"}
+    return {"versions": found | versions, "commit": "abc"}
 
 
 def test_versions_that_differ_are_named() -> None:
@@ -60,7 +60,7 @@ def test_versions_that_differ_are_named() -> None:
     assert row.details == ["driver: 570 on node 3 (d), absent on the others; mixed drivers may work"]
     row = rules.check_versions([facts(python="3.12"), facts()], named("a", "b"))
     assert (row.state, row.text[:48]) == (WARNING, "python: 3.12 on node 0 (a), 3.11 on node 1 (b); ")
-    changed = facts() | {"code": "d1ff"}
+    changed = facts(code="d1ff")
     assert rules.check_versions([facts(), facts(), changed], named("a", "b", "c")).text.startswith(
         "code: d1ff on node 2 (c), c0de on the others (a digest of the project's programs and "
     )
