@@ -1,8 +1,4 @@
-"""Build the environment that `. .venv/bin/activate` sets, in a Python that was started without it.
-
-Benchmarks and tests start torchrun in this environment. It has the settings of launch/env.sh, and the programs of the
-Python that runs them.
-"""
+"""Build the environment that `. .venv/bin/activate` sets. Benchmarks and tests start torchrun in it."""
 
 import os
 import subprocess
@@ -15,7 +11,7 @@ FOREIGN = ("PET_", "TORCHELASTIC_", "MAKE", "MFLAGS")  # set by a launcher or a 
 
 
 def activated_environment(**extra: str) -> dict[str, str]:
-    """Return the variables of this process together with those that the activation sets."""
+    """Return the variables of this process and those of launch/env.sh, with this Python's programs in PATH."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     script = f'. "{ROOT}/launch/env.sh" && env -0'
     output = subprocess.run(["bash", "-c", script], env=clean, check=True, capture_output=True).stdout

@@ -21,12 +21,11 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.checks.sockets import listen
+from launch.checks.sockets import CONNECT_S, listen
 from rl.common.files import write_atomically
 from rl.watch.parent import die_with_parent
 from rl.world.address import address_towards
 
-ASK_TIMEOUT_S = 3.0
 POLL_S = 0.2  # a shared filesystem does not report new files
 FILE = "head.json"
 ELSEWHERE = "192.0.2.1"  # reserved for documentation, so the route to it is the default route
@@ -77,7 +76,7 @@ def find(folder: Path, timeout_s: float) -> tuple[str, str, str, int]:
         record = _read(folder / FILE)
         for address in record.get("addresses", []):
             place = (address, record["answer_port"])
-            with suppress(OSError), socket.create_connection(place, timeout=ASK_TIMEOUT_S) as connection:
+            with suppress(OSError), socket.create_connection(place, timeout=CONNECT_S) as connection:
                 if connection.makefile().read() == record["word"]:
                     return record["launch"], record["nnodes"], address, record["port"]
         if record and ignored != record["word"]:

@@ -32,20 +32,15 @@ from rl.watch.parent import die_with_parent
 
 JOIN_S = 120.0  # until all ranks have connected; one may have to read torch from a slow disk
 END_S = 10.0  # for telling all ranks to end
-DEFAULT_LIMIT_S = 30.0
 
 
 def meeting_point(rank: int) -> tuple[str, int, socket.socket | None]:
-    """Return the address and port of rank 0, and on rank 0 the listening socket.
-
-    torchrun chooses a free port for rank 0. If torchrun's own store listens there, rank 0 takes another port and
-    publishes it in that store.
-    """
+    """Return the address and port of rank 0, and on rank 0 the listening socket."""
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", 0))
     is_taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     server = listen(0 if is_taken else port) if rank == 0 else None
     own_port = server.getsockname()[1] if server else port
-    if is_taken:
+    if is_taken:  # by torchrun's own store: rank 0 publishes another port there
         from torch.distributed import TCPStore
 
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_S))
@@ -67,7 +62,7 @@ def coordinate(server: socket.socket, args: argparse.Namespace, began: float, li
         coordinator.deadline = time.monotonic() + limit_s
         config = load_config(args.config, args.overrides)
         trains, saves = not args.eval_only, not (args.dry_run or args.eval_only)
-        check = ClusterCheck(coordinator, num_ranks, num_local, config, saves, trains)
+        check = ClusterCheck(coordinator, num_local, config, saves, trains)
         results, all_alive = check.run(), check.all_alive
         code = int(any(result.state == FAILED for result in results))
         verdict = format_verdict(results, num_ranks // num_local, num_ranks, time.monotonic() - began)
@@ -89,7 +84,7 @@ def main() -> None:
     add_arguments(parser)
     args = parser.parse_intermixed_args()
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    limit_s = float(os.environ.get("ONEWORLD_PREFLIGHT_S", DEFAULT_LIMIT_S))
+    limit_s = float(os.environ.get("ONEWORLD_PREFLIGHT_S", 30))
     silent = f"preflight: 1 problem: rank {rank} on {socket.gethostname()} heard nothing from rank 0"
     timeout = threading.Timer(JOIN_S + limit_s + END_S, end_process, [1, silent, False])
     timeout.daemon = True

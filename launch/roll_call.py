@@ -28,7 +28,6 @@ from rl.common.json_channel import JsonChannel
 from rl.common.text import count_of
 
 READY, NOT_READY, UNDER_WAY = 0, 1, 3
-DEFAULT_WAIT_S = 300.0
 FIRST_REPORT_S, REPORT_S = 3.0, 15.0  # when missing nodes are reported
 EXTRA_S = 10.0  # with --nnodes MIN:MAX, time for more nodes once MIN nodes have come
 HEARTBEAT_S, SILENCE_S = 2.0, 20.0  # interval of the head's messages; silence after which it counts as dead
@@ -53,9 +52,8 @@ def refusal(node: Node, present: Collection[Node], max_nodes: int) -> str:
     rank, name = node
     if rank is not None and rank >= max_nodes:
         return f"got node rank {rank} in a launch of {count_of(max_nodes, 'node')}; ranks count from 0"
-    for other in present:
-        if rank is not None and other.rank == rank and other.name != name:
-            return f"got node rank {rank} from {name}, but {other.name} has it; give each node its own rank"
+    if rank is not None and (holder := dict(present).get(rank, name)) != name:
+        return f"got node rank {rank} from {name}, but {holder} has it; give each node its own rank"
     return ""
 
 
@@ -111,11 +109,11 @@ class RollCall:
     def step(self, timeout_s: float) -> None:
         """Wait for nodes that come or leave."""
         for channel, hello in self._acceptor.poll(timeout_s, self._members):
-            node = Node(hello["node"], hello["name"])
+            node, run = Node(hello["node"], hello["name"]), hello["run"]
             wrong = refusal(node, self.present, self._max_nodes)
-            if hello["run"] != self._run:
-                wrong = f"got {node.name} of the run {hello['run']}, but this is the roll call of {self._run}"
-                wrong += "; give one another --port"
+            if run != self._run:
+                text = f"got {node.name} of the run {run}, but this is the roll call of {self._run}"
+                wrong = f"{text}; give one another --port"
             if wrong:
                 say(wrong)
                 channel.send("end", code=NOT_READY, text=wrong)
@@ -150,20 +148,19 @@ def answer(head: str, port: int, training_port: int, run: str, node: Node, wait_
             trouble = reason(error)
         now = time.monotonic()
         if now > next_look and not find_unreachable({"head": (head, training_port)}):
-            place = f"{head}:{training_port}"
             if is_under_way(head, training_port, run):
-                text = f"there is no roll call at {head}:{port}, but the rendezvous of {run} at {place} answers"
-                say(f"{node}: {text}: joins the others without preflight")
+                text = f"there is no roll call at {head}:{port}, but the rendezvous of {run} at {head}:{training_port}"
+                say(f"{node}: {text} answers: joins the others without preflight")
                 return UNDER_WAY
-            say(f"{node}: the listener at {place} is not the rendezvous of {run}")
+            say(f"{node}: the listener at {head}:{training_port} is not the rendezvous of {run}")
             next_look = time.monotonic() + REPORT_S
         if now > begun + wait_s:
             text = f"{node} could not reach the head at {head}:{port} within {wait_s:g} s (ONEWORLD_PREFLIGHT_WAIT_S)"
             say(f"preflight: {text}: {trouble}; start the head, or let this node reach that port")
             return NOT_READY
         if now > next_report:
-            left = begun + wait_s - now
-            say(f"{node} cannot reach the head at {head}:{port}: {trouble}; retries for {left:.0f} s more")
+            left = f"{begun + wait_s - now:.0f} s"
+            say(f"{node} cannot reach the head at {head}:{port}: {trouble}; retries for {left} more")
             next_report = now + REPORT_S
         time.sleep(0.3)  # poll, because nothing reports when a head begins to listen
 
@@ -185,7 +182,7 @@ def has_rendezvous(head: str, training_port: int, run: str, timeout_s: float) ->
 
 def main(head: str, port: int, nnodes: str, rank_text: str, run: str, training_port: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    wait_s = float(os.environ.get("ONEWORLD_PREFLIGHT_WAIT_S", DEFAULT_WAIT_S))
+    wait_s = float(os.environ.get("ONEWORLD_PREFLIGHT_WAIT_S", 300))
     rank, host = int(rank_text) if rank_text else None, socket.gethostname()
     node = Node(rank, f"{host} (process {os.getpid()})" if rank is None else host)
     if rank == 0 or (rank is None and is_own_address(head)):

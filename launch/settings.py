@@ -29,9 +29,8 @@ def main(launch: str, head: str, *arguments: str) -> None:
     name = config.run.name or (f"{stem}-{launch}" if launch else "")
     address = ""
     with suppress(OSError):
-        address = address_towards(head) if head else ""
-    if address and ipaddress.ip_address(address).is_loopback:  # other nodes cannot reach it
-        address = ""
+        if head and not ipaddress.ip_address(route := address_towards(head)).is_loopback:
+            address = route
     num_ranks = config.placement.get("num_gpus_per_node") or ""
     print(Path(config.run.dir) / name, name, num_ranks, config.checkpoint.resume, address, sep="\n")
 

@@ -6,7 +6,7 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -30,10 +30,7 @@ def pair_rounds(count: int) -> list[list[Link]]:
 
 
 def usual_rate(rates: Mapping[Link, float]) -> float:
-    """Return the median over members of their best rate.
-
-    A median over links would not do: one slow member of three makes most of the links slow.
-    """
+    """Return the median over members of their best rate. One slow member of three makes most of the links slow."""
     best: dict[int, float] = defaultdict(float)
     for link, rate in rates.items():
         for member in link:
@@ -78,36 +75,32 @@ def receive_all(server: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket) -> None:
-    buffer, count = bytearray(len(BLOCK)), 0
+    buffer = bytearray(len(BLOCK))
     with connection, suppress(OSError, struct.error):
         connection.settimeout(CONNECT_S)
         seconds = DOUBLE.unpack(connection.recv(8, socket.MSG_WAITALL))[0]
-        begun = time.perf_counter()
-        with suppress(TimeoutError):
-            while (left := begun + seconds - time.perf_counter()) > 0:
-                connection.settimeout(left)
-                size = connection.recv_into(buffer)
-                if not size:
-                    return
-                count += size
-        rate = count / (time.perf_counter() - begun)
-        connection.settimeout(CONNECT_S)
-        connection.sendall(DOUBLE.pack(rate))
+        connection.sendall(DOUBLE.pack(_transfer(connection, seconds, lambda: connection.recv_into(buffer))))
         while connection.recv_into(buffer):  # close only after the sender has read the answer
             pass
 
 
+def _transfer(connection: socket.socket, seconds: float, move: Callable[[], int]) -> float:
+    """Call `move` for this long. Return how many bytes it moved per second."""
+    begun, count = time.perf_counter(), 0
+    with suppress(TimeoutError):
+        while (left := begun + seconds - time.perf_counter()) > 0:
+            connection.settimeout(left)
+            count += move()
+    connection.settimeout(CONNECT_S)
+    return count / (time.perf_counter() - begun)
+
+
 def measure_rate(address: str, port: int, seconds: float) -> float:
-    """Send to `receive_all` of another rank. Return the rate in bytes per second that arrived there, or 0.0 if it cannot be reached."""
+    """Return the rate in bytes per second at which `receive_all` of another rank receives, 0.0 without a connection."""
     with suppress(OSError, struct.error), socket.create_connection((address, port), timeout=CONNECT_S) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         connection.sendall(DOUBLE.pack(seconds))
-        end = time.perf_counter() + seconds
-        with suppress(TimeoutError):
-            while (left := end - time.perf_counter()) > 0:
-                connection.settimeout(left)
-                connection.send(BLOCK)
-        connection.settimeout(CONNECT_S)
+        _transfer(connection, seconds, lambda: connection.send(BLOCK))
         return DOUBLE.unpack(connection.recv(8, socket.MSG_WAITALL))[0]
     return 0.0
 

@@ -8,8 +8,7 @@ from contextlib import suppress
 
 from launch.checks import rules
 from launch.checks.bandwidth import Link, pair_rounds, slow_links
-from launch.checks.memory import num_kept
-from launch.checks.placement import Needs, check_placement
+from launch.checks.memory import check_placement, num_kept
 from launch.checks.results import FAILED, OK, WARNING, CheckResult
 from launch.checks.rpc import Coordinator, NoAnswer
 from rl.common.text import count_of
@@ -27,13 +26,11 @@ NUM_REPEATS = 3
 class ClusterCheck:
     """All checks of a cluster, as rank 0 runs them. `all_alive` is False if a rank died or hung in the last check."""
 
-    def __init__(
-        self, coordinator: Coordinator, num_ranks: int, num_local: int, config: Config, saves: bool, trains: bool
-    ):
+    def __init__(self, coordinator: Coordinator, num_local: int, config: Config, saves: bool, trains: bool):
         self._coordinator, self._ask = coordinator, coordinator.ask
         self._config, self._saves, self._trains = config, saves, trains
-        self._num_nodes, self._num_local = num_ranks // num_local, num_local
-        self._ranks = range(num_ranks)
+        self._num_nodes, self._num_local = coordinator.num_ranks // num_local, num_local
+        self._ranks = range(coordinator.num_ranks)
         self._firsts = self._ranks[::num_local]  # the first rank of each node
         self.all_alive = True
 
@@ -43,10 +40,8 @@ class ClusterCheck:
             if "config_error" in fact:
                 raise ConfigError(f"{fact['host']}: {fact['config_error']}")
         if [rank for rank, fact in sorted(facts.items()) if "versions" in fact] != [*self._firsts]:
-            raise ConfigError(
-                f"got {count_of(len(facts), 'rank')}, {self._num_local} of them on the node of rank 0; all nodes "
-                "need equally many: give the same --nproc-per-node on each"
-            )
+            text = f"got {count_of(len(facts), 'rank')}, {self._num_local} of them on the node of rank 0"
+            raise ConfigError(f"{text}; all nodes need equally many: give the same --nproc-per-node on each")
         self._nodes = [facts[first] for first in self._firsts]
         numbers = [node["number"] for node in self._nodes]
         if None in numbers or len({*numbers}) < len(numbers):
@@ -56,16 +51,16 @@ class ClusterCheck:
         self._sinks = {rank: facts[rank]["sink"] for rank in self._ranks}
         gpus = [facts[rank]["gpu"] for rank in self._ranks]
         has_gpus, share_gpu = all("total" in gpu for gpu in gpus), self._config.debug.share_gpu
-        gpu_users = [node["gpu_users"] for node in self._nodes]
-        placement, needs = check_placement(self._config, self._num_nodes, self._num_local, gpus, self._trains)
+        placement, host, disk = check_placement(self._config, self._num_nodes, self._num_local, gpus, self._trains)
         size = f"{count_of(self._num_nodes, 'node')} with {count_of(self._num_local, 'rank')} each"
         results = [CheckResult("nodes", OK, size), rules.check_versions(self._nodes, self._names)]
-        results.append(rules.check_gpus(gpus, self._num_local, share_gpu, gpu_users, self._names))
+        users = [node["gpu_users"] for node in self._nodes]
+        results.append(rules.check_gpus(gpus, self._num_local, share_gpu, users, self._names))
         results += self._check_network() if self._num_nodes > 1 else []
         results += self._check_port()
         results += [self._check_loopback()] if self._num_local > 1 else []
-        results.append(self._check_folder(needs))
-        results += [rules.check_memory(self._nodes, needs and needs.host, has_gpus, self._names), placement]
+        results.append(self._check_folder(disk if self._saves else []))
+        results += [rules.check_memory(self._nodes, host, has_gpus, self._names), placement]
         if has_gpus and not share_gpu and len(gpus) > 1:
             results += self._check_nccl()  # last, because a rank that hangs in it answers no more questions
         return results
@@ -77,10 +72,9 @@ class ClusterCheck:
         answers = self._ask("find_unreachable", questions)
         errors = {(a // local, int(b) // local): why for a, found in answers.items() for b, why in found.items()}
         results = [rules.check_clocks(self._clock_offsets(), self._names), rules.check_reach(errors, self._names)]
-        schedule = [
-            [(a * local, b * local) for a, b in pairs if not {(a, b), (b, a)} & errors.keys()]
-            for pairs in pair_rounds(self._num_nodes)
-        ]
+        schedule = []
+        for pairs in pair_rounds(self._num_nodes):
+            schedule.append([(a * local, b * local) for a, b in pairs if not {(a, b), (b, a)} & errors.keys()])
         rates = {(a // local, b // local): rate for (a, b), rate in self._measure(schedule, addresses).items()}
         if rates:
             results.append(rules.check_rates("between nodes", rates, TCP_FLOOR, self._names, least=LEAST))
@@ -111,10 +105,7 @@ class ClusterCheck:
         return rates
 
     def _clock_offsets(self) -> list[float]:
-        """Return by how many seconds each node's clock is ahead of rank 0's.
-
-        The quickest of three round trips counts. The node is assumed to read its clock in the middle of it.
-        """
+        """Return by how many seconds each node's clock is ahead of rank 0's, from the quickest of three round trips."""
         offsets = []
         for first in self._firsts:
             trips = []
@@ -122,7 +113,7 @@ class ClusterCheck:
                 sent, begun = time.time(), time.perf_counter()
                 there = self._ask("read_clock", {first: {}})[first]
                 took = time.perf_counter() - begun
-                trips.append((took, there - sent - took / 2))
+                trips.append((took, there - sent - took / 2))  # as if read in the middle of the trip
             offsets.append(min(trips)[1])
         return offsets
 
@@ -140,13 +131,11 @@ class ClusterCheck:
     def _check_nccl(self) -> list[CheckResult]:
         """Measure the rates of GPUs with the same local rank on different nodes, then of GPUs on the same node."""
         local = self._num_local
-        schedule = [
-            [(a * local + i, b * local + i) for a, b in pairs for i in range(local)]
-            for pairs in pair_rounds(self._num_nodes)
-        ]
-        schedule += [
-            [(first + a, first + b) for first in self._firsts for a, b in pairs] for pairs in pair_rounds(local)
-        ]
+        schedule = []
+        for pairs in pair_rounds(self._num_nodes):
+            schedule.append([(a * local + i, b * local + i) for a, b in pairs for i in range(local)])
+        for pairs in pair_rounds(local):
+            schedule.append([(first + a, first + b) for first in self._firsts for a, b in pairs])
         partners = [dict(pairs) | {b: a for a, b in pairs} for pairs in schedule]
         with socket.create_server(("", 0)) as server:
             store = (self._coordinator.addresses()[0], server.getsockname()[1])
@@ -162,14 +151,11 @@ class ClusterCheck:
             rates |= {(rank, pairs[rank]): rate for pairs, rate in zip(partners, found) if rate is not None}
         inside = {link: rate for link, rate in rates.items() if link[0] // local == link[1] // local}
         between = {link: rate for link, rate in rates.items() if link not in inside}
-        results = []
-        if between:
-            results += [rules.check_rates("GPUs between nodes", between, NO_FLOOR, self._rank_names, least=LEAST)]
-        if inside:  # a pair may be slower because of how its slots are wired
-            results += [rules.check_rates("GPUs inside nodes", inside, NO_FLOOR, self._rank_names, WARNING)]
-        return results
+        # Inside a node a pair may be slower because of how its slots are wired.
+        kinds = [("GPUs between nodes", between, FAILED, LEAST), ("GPUs inside nodes", inside, WARNING, 0.0)]
+        return [rules.check_rates(name, part, NO_FLOOR, self._rank_names, *rest) for name, part, *rest in kinds if part]
 
-    def _check_folder(self, needs: Needs | None) -> CheckResult:
+    def _check_folder(self, checkpoint: list[int]) -> CheckResult:
         """Let each node write a marker file into run.dir. Nodes that see each other's markers share a disk."""
         word = secrets.token_hex(6)
         markers = [f".preflight-{word}-{node}" for node in range(self._num_nodes)]
@@ -185,5 +171,5 @@ class ClusterCheck:
         groups = rules.group_by_disk([[markers.index(marker) for marker in seen[rank]] for rank in self._firsts])
         folders = [written[rank] | {"path": path} for rank, path in paths.items()]
         copies = self._config.checkpoint.copies if len(groups) > 1 else 1
-        checkpoint = [copies * size for size in needs.checkpoint] if needs and self._saves else None
-        return rules.check_folder(folders, groups, checkpoint, num_kept(self._config), self._names)
+        sizes = [copies * size for size in checkpoint]
+        return rules.check_folder(folders, groups, sizes, num_kept(self._config), self._names)

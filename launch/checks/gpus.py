@@ -33,46 +33,41 @@ def describe(local_rank: int, share_gpu: bool) -> dict[str, Any]:
         reason = f"{empty[0]} is empty" if empty else f"torch {torch.__version__} cannot use them"
         return {"count": 0, "unusable_because": reason}
     count, index = torch.cuda.device_count(), 0 if share_gpu else local_rank
-    found: dict[str, Any] = {"count": count, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    if torch.version.hip:
-        found["hip"] = torch.version.hip
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    found: dict[str, Any] = {"count": count, "nccl": nccl} | ({"hip": torch.version.hip} if torch.version.hip else {})
     if index < count:
         try:
             torch.cuda.set_device(index)
             free, total = torch.cuda.mem_get_info(index)
-            name = torch.cuda.get_device_properties(index).name
+            found |= {"name": torch.cuda.get_device_name(index), "free": free, "total": total}
         except RuntimeError as error:  # a failed GPU
-            return found | {"index": index, "error": str(error).splitlines()[0]}
-        found |= {"name": name, "free": free, "total": total, "index": index}
+            found["error"] = str(error).splitlines()[0]
+        found["index"] = index
     return found
 
 
 def list_gpu_processes() -> list[str]:
     """Return nvidia-smi's lines about processes on this node's GPUs, without the ranks of this launch."""
-    ours = {os.getpid()}
-    with suppress(psutil.Error):
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            ours |= {child.pid for child in psutil.Process(os.getppid()).children()}
     command = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
-    with suppress(OSError, subprocess.SubprocessError):
+    with suppress(OSError, subprocess.SubprocessError, psutil.Error):
         output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=5).stdout
-        lines = [line.strip() for line in output.splitlines() if line.strip()]
-        return [line for line in lines if line.partition(",")[0] not in map(str, ours)]
+        ranks = psutil.Process(os.getppid()).children() if "TORCHELASTIC_RUN_ID" in os.environ else []
+        ours = {str(pid) for pid in (os.getpid(), *[child.pid for child in ranks])}
+        return [line for line in output.splitlines() if line.partition(",")[0] not in ours]
     return []
 
 
 def measure_rates(
     rank: int, size: int, device: str, store: Sequence[Any], partners: Sequence[int | None], note: Callable[[str], None]
 ) -> list[float | None]:
-    """Exchange a buffer with the partner of each round, over a group that meets at `store`, an address and a port.
+    """Exchange a buffer with the partner of each round, if any. Return each round's best rate in bytes per second.
 
-    Return the best rate of each round in bytes per second, or None for a round without a partner. GPUs use NCCL. CPUs
-    use gloo, in tests only. `note` is called at each phase, so that a hang can be located.
+    The ranks meet at the address and port `store`. `note` is called at each phase, so that a hang can be located.
     """
     import torch
     import torch.distributed as dist
 
-    is_gpu = device != "cpu"
+    is_gpu = device != "cpu"  # as in tests, with gloo
     if is_gpu:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=NCCL_TIMEOUT_S)
@@ -90,13 +85,11 @@ def measure_rates(
         if is_gpu:
             torch.cuda.synchronize()
 
-    rates: list[float | None] = []
+    rates: list[float | None] = [None] * len(partners)
     for number, partner in enumerate(partners):
-        if partner is None:
-            rates.append(None)
-            continue
-        note(f"round {number} with rank {partner}")
-        swap(1024, partner)  # opens the connection, which must not be measured
-        seconds = timeit.repeat(partial(swap, BUFFER_BYTES, partner), number=1, repeat=NUM_REPEATS)
-        rates.append(BUFFER_BYTES / min(seconds))
+        if partner is not None:
+            note(f"round {number} with rank {partner}")
+            swap(1024, partner)  # opens the connection, which must not be measured
+            seconds = timeit.repeat(partial(swap, BUFFER_BYTES, partner), number=1, repeat=NUM_REPEATS)
+            rates[number] = BUFFER_BYTES / min(seconds)
     return rates

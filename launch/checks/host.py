@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +23,10 @@ CODE = ("train.py", "rl", "launch")  # config files are not code: the digest of 
 CODE_ENDINGS = (".py", ".sh", ".sbatch")
 SHARED_MEMORY = Path("/dev/shm")
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+MEMORY_FILES = {  # by controller: tree, limit and use; version 2 has one tree for all controllers
+    "": ("", "memory.max", "memory.current"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -69,25 +73,17 @@ def read_memory() -> dict[str, int]:
     """Return total and available bytes: those of the host, or of the tightest control group of this process."""
     host = psutil.virtual_memory()
     total, available = host.total, host.available
-    for limit, used in _memory_files():
-        with suppress(OSError, ValueError):  # "max" means no limit
-            most = int(limit.read_text())
-            if most < host.total:
-                total, available = min(total, most), min(available, most - int(used.read_text()))
-    return {"total": total, "available": available}
-
-
-def _memory_files() -> Iterator[tuple[Path, Path]]:
-    """Yield the files with limit and use of this process's control group and of the groups above it that it sees."""
     for line in OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.exists() else []:
         _, controllers, path = line.split(":", 2)
-        top, names = CGROUPS, ("memory.max", "memory.current")
-        if controllers:  # of version 1, which has a tree for each controller
-            top, names = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        if not controllers or "memory" in controllers.split(","):
-            own = top / path.lstrip("/")
-            for group in (own, *[above for above in own.parents if above.is_relative_to(top)]):
-                yield group / names[0], group / names[1]
+        for controller in MEMORY_FILES.keys() & controllers.split(","):
+            tree, limit, used = MEMORY_FILES[controller]
+            own = CGROUPS / tree / path.lstrip("/")
+            for group in (own, *own.parents):
+                with suppress(OSError, ValueError):  # a container may not see the group; "max" means no limit
+                    most = int((group / limit).read_text())
+                    if most < host.total:
+                        total, available = min(total, most), min(available, most - int((group / used).read_text()))
+    return {"total": total, "available": available}
 
 
 def read_shared_memory() -> dict[str, Any]:

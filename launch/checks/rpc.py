@@ -19,7 +19,6 @@ from rl.common.json_channel import JsonChannel
 from rl.common.text import format_ranks
 
 ANSWER_S = 8.0
-Arguments = Mapping[str, Any]
 
 
 class NoAnswer(Exception):
@@ -29,45 +28,39 @@ class NoAnswer(Exception):
 class Coordinator:
     """Rank 0's side: wait for all ranks, ask them, and end them. `deadline` limits all questions together."""
 
-    def __init__(self, server: socket.socket, size: int):
-        self._acceptor, self._size = Acceptor(server, {"rank", "host", "prints"}), size
+    def __init__(self, server: socket.socket, num_ranks: int):
+        self._acceptor, self.num_ranks = Acceptor(server, {"rank", "host", "prints"}), num_ranks
         self._channels: dict[int, JsonChannel] = {}
         self._hellos: dict[int, dict[str, Any]] = {}
         self._notes: dict[int, str] = {}
-        self._number = 0
-        self.deadline = float("inf")
+        self._number, self.deadline = 0, float("inf")
 
     def wait_for_ranks(self, timeout_s: float) -> None:
         """Wait until every rank has introduced itself."""
         deadline = time.monotonic() + timeout_s
-        while missing := sorted(set(range(self._size)) - self._channels.keys()):
+        while missing := sorted(set(range(self.num_ranks)) - self._channels.keys()):
             left = deadline - time.monotonic()
             if left < 0:
-                raise NoAnswer(
-                    f"{format_ranks(missing)} did not reach rank 0 on {socket.gethostname()} within {timeout_s:g} s; "
-                    "their output says why: every node must reach every other on any TCP port"
-                )
+                text = f"{format_ranks(missing)} did not reach rank 0 on {socket.gethostname()} within {timeout_s:g} s"
+                raise NoAnswer(f"{text}; their output says why: every node must reach every other on any TCP port")
             for channel, hello in self._acceptor.poll(left):
                 rank = hello["rank"]
-                if rank in range(self._size) and rank not in self._channels:
+                if rank in range(self.num_ranks) and rank not in self._channels:
                     self._channels[rank], self._hellos[rank] = channel, hello
                     channel.send("welcome", host=socket.gethostname())
                 else:
                     channel.close()
 
     def addresses(self) -> dict[int, str]:
-        """Return the address at which other nodes reach each rank.
-
-        It is the address that the rank's connection came from. A rank on this node connects over the loopback. Its
-        address is the one at which other nodes have reached this node.
-        """
+        """Return the address at which other nodes reach each rank: the one that its connection came from."""
         connections = {rank: channel.connection for rank, channel in self._channels.items()}
-        peers = {rank: _address(connection.getpeername()) for rank, connection in connections.items()}
-        is_local = {rank: ipaddress.ip_address(peer.split("%")[0]).is_loopback for rank, peer in peers.items()}
-        here = [_address(connections[rank].getsockname()) for rank in peers if not is_local[rank]]
-        return {rank: here[0] if is_local[rank] and here else peer for rank, peer in peers.items()}
+        peers = {rank: each.getpeername()[0].removeprefix("::ffff:") for rank, each in connections.items()}
+        local = [rank for rank, peer in peers.items() if ipaddress.ip_address(peer).is_loopback]
+        # A rank on this node connects over the loopback. Others reach it where they have reached this node.
+        here = [connections[rank].getsockname()[0].removeprefix("::ffff:") for rank in peers if rank not in local]
+        return peers | (dict.fromkeys(local, here[0]) if here else {})
 
-    def ask(self, question: str, arguments: Mapping[int, Arguments], timeout_s: float = ANSWER_S) -> dict[int, Any]:
+    def ask(self, question: str, arguments: Mapping[int, Any], timeout_s: float = ANSWER_S) -> dict[int, Any]:
         """Ask the ranks in `arguments` and return their answers. Raise NoAnswer if one fails, ends or is late."""
         self._number += 1
         for rank, values in arguments.items():
@@ -184,7 +177,3 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection
-
-
-def _address(name: tuple) -> str:
-    return name[0].removeprefix("::ffff:")

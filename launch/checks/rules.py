@@ -27,17 +27,14 @@ REMEDIES = {
 
 
 def describe_outliers(values: Sequence[str], names: Names) -> str:
-    """Return `1.1 on node 2 (c), 1.0 on the others`, or an empty string if all nodes have the same value.
-
-    The others are more than half of the nodes. If no value is that common, name the nodes of every value.
-    """
+    """Return `1.1 on node 2 (c), 1.0 on the others`, or an empty string if all nodes have the same value."""
     nodes_of = defaultdict(list)
     for node, value in enumerate(values):
         nodes_of[value].append(node)
     if len(nodes_of) == 1:
         return ""
     common = max(nodes_of, key=lambda value: len(nodes_of[value]))
-    others = nodes_of.pop(common) if 2 * len(nodes_of[common]) > len(values) else []
+    others = nodes_of.pop(common) if 2 * len(nodes_of[common]) > len(values) else []  # named only without a majority
     shown = [f"{value} on {format_nodes(nodes, names)}" for value, nodes in nodes_of.items()]
     return ", ".join(shown) + (f", {common} on the others" if others else "")
 
@@ -60,11 +57,8 @@ def check_versions(facts: Sequence[Facts], names: Names) -> CheckResult:
 def check_gpus(
     gpus: Sequence[Facts], num_local: int, share_gpu: bool, users: Sequence[Sequence[str]], names: Names
 ) -> CheckResult:
-    """Check that each rank has a free GPU, and that all are of one kind.
-
-    `gpus` describes the device of each rank, and is empty for a CPU. `users` lists the processes on each node's GPUs.
-    """
-    firsts = gpus[::num_local]
+    """Check that each rank has a free GPU, all of one kind. `users` are the processes on each node's GPUs."""
+    firsts = gpus[::num_local]  # an empty dict is a CPU
     found: list[Finding] = []
     if not any(first.get("count") for first in firsts):
         reasons = [first["unusable_because"] for first in firsts if "unusable_because" in first]
@@ -108,11 +102,7 @@ def check_clocks(offsets: Sequence[float], names: Names) -> CheckResult:
 def check_rates(
     name: str, rates: Mapping[Link, float], floor: float, names: Names, state: str = FAILED, least: float = 0.0
 ) -> CheckResult:
-    """Check the rates of links between nodes or ranks.
-
-    A link below `floor` that is slow compared with others gets `state`. A link below `least` gets a warning, whatever
-    the others reach.
-    """
+    """Give `state` to links below `floor` that are slow compared with others, and warn of any link below `least`."""
     usual, slow = format_rate(usual_rate(rates)), slow_links(rates, floor)
     shown = f"{format_rate(min(rates.values()))} to {format_rate(max(rates.values()))}"
     remedy = f"where {usual} is usual; look at cable, port and interface there"
@@ -154,13 +144,11 @@ def group_by_disk(seen: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def check_folder(
-    folders: Sequence[Facts], groups: Sequence[list[int]], checkpoint: list[int] | None, num_kept: int, names: Names
+    folders: Sequence[Facts], groups: Sequence[list[int]], checkpoint: list[int], num_kept: int, names: Names
 ) -> CheckResult:
-    """Check that the directory of the runs can be written to and has room.
+    """Check that the directory of the runs can be written to and has room. `groups` are the nodes that share a disk.
 
-    `folders` has, for each node, the path, the free bytes if known, and the error if any. `groups` are the nodes that
-    share a disk. `checkpoint` has the bytes that each node writes. It is None if no checkpoint is written, or if its
-    size is unknown.
+    `folders` and the sizes of a `checkpoint` are by node. Sizes that are not known are an empty list.
     """
     found = []
     for group in groups:
@@ -187,8 +175,8 @@ def check_folder(
     return summarize("run folder", found, f"{kind}, {format_bytes(least)} free{size}")
 
 
-def check_memory(facts: Sequence[Facts], need: Sequence[int] | None, has_gpus: bool, names: Names) -> CheckResult:
-    """Check host memory and /dev/shm. `need` has the bytes for each node, None if they are not known."""
+def check_memory(facts: Sequence[Facts], need: Sequence[int], has_gpus: bool, names: Names) -> CheckResult:
+    """Check host memory and /dev/shm. `need` has the bytes for each node, and is empty if they are not known."""
     found = []
     for fact, wanted, name in zip(facts, need or [0] * len(facts), names):
         memory, shared = fact["memory"], fact["shared_memory"]

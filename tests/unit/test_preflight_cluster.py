@@ -24,7 +24,7 @@ class FakeCoordinator:
 
     def __init__(self, slow: tuple[int, int] | None = None, hanging: int | None = None, held_by: str = ""):
         self.slow, self.hanging, self.held_by = slow, hanging, held_by
-        self.rate = 2.0 * GB
+        self.rate, self.num_ranks = 2.0 * GB, 6
         self.markers: dict[str, str] = {}
         self.asked: list[str] = []
 
@@ -83,7 +83,7 @@ def check(
     coordinator: FakeCoordinator, *settings: str, trains: bool = True
 ) -> tuple[dict[str, CheckResult], ClusterCheck]:
     config = load_config(overrides=[*settings])
-    cluster = ClusterCheck(cast(Coordinator, coordinator), 6, NUM_LOCAL, config, saves=trains, trains=trains)
+    cluster = ClusterCheck(cast(Coordinator, coordinator), NUM_LOCAL, config, saves=trains, trains=trains)
     return {result.name: result for result in cluster.run()}, cluster
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launch.checks.memory import LIBRARIES, checkpoint_bytes, estimate, host_bytes, num_kept
-from launch.checks.placement import check_placement
+from launch.checks.memory import LIBRARIES, check_placement, checkpoint_bytes, estimate, host_bytes, num_kept
 from launch.checks.results import FAILED, OK, WARNING
 from rl.config.load import load_config
 from rl.config.schema import ROOT, Config
@@ -116,16 +115,16 @@ def test_parameters_are_counted_from_the_headers_of_files(tmp_path: Path) -> Non
 def test_a_placement_that_does_not_fit_fails() -> None:
     gpus = [{"total": 80 * BILLION}] * 2
     config = load_config()
-    row, needs = check_placement(config, 1, 2, [{}] * 2)
-    assert row.state == OK and needs is not None and "2 ranks on 1 node:" in row.text
+    row, host, disk = check_placement(config, 1, 2, [{}] * 2)
+    assert row.state == OK and host[0] > 2 * LIBRARIES and disk == [12 * 307_840] and "2 ranks on 1 node:" in row.text
     assert row.details[0].startswith("rollout,actor (ranks 0-1): each at least 1.")
     assert check_placement(config, 1, 2, gpus)[0].state == OK
-    row, needs = check_placement(load_config(overrides=["model.path=nobody/no-such-model"]), 1, 2, gpus)
-    assert (row.state, needs) == (WARNING, None)
+    row, *needs = check_placement(load_config(overrides=["model.path=nobody/no-such-model"]), 1, 2, gpus)
+    assert (row.state, needs) == (WARNING, [[], []])
     assert "nobody/no-such-model cannot be read here yet, so memory and disk were not estimated" in row.text
-    row, needs = check_placement(load_config(overrides=["placement.actor,rollout=0-3"]), 1, 2, gpus)
-    assert (row.state, needs) == (FAILED, None) and "got rank 3 in a world of 2 ranks" in row.text
-    row, _ = check_placement(load_config(overrides=["data.max_prompt_tokens=500"]), 1, 2, gpus)
+    row, *needs = check_placement(load_config(overrides=["placement.actor,rollout=0-3"]), 1, 2, gpus)
+    assert (row.state, needs) == (FAILED, [[], []]) and "got rank 3 in a world of 2 ranks" in row.text
+    row, *_ = check_placement(load_config(overrides=["data.max_prompt_tokens=500"]), 1, 2, gpus)
     assert row.state == FAILED and "has 128 positions" in row.text
 
 
@@ -149,7 +148,7 @@ def test_a_placement_that_does_not_fit_fails() -> None:
 )
 def test_a_model_must_fit_its_gpus(card: int, settings: list[str], state: str, text: str) -> None:
     """The shipped model on 2 ranks: 16 * 307,840 / 2 = 2.46 MB of state; an engine may fill 85 % of the card."""
-    row, _ = check_placement(load_config(overrides=settings), 1, 2, [{"total": card}] * 2)
+    row, *_ = check_placement(load_config(overrides=settings), 1, 2, [{"total": card}] * 2)
     assert row.state == state and any(text in line for line in [row.text, *row.details]), row
 
 
@@ -164,6 +163,6 @@ def test_a_model_too_large_to_train_can_be_evaluated() -> None:
 
 def test_a_scorer_beside_an_engine_is_not_told_to_offload_an_actor() -> None:
     settings = ["placement.actor=0", "placement.rollout,inference=1", "rollout.gpu_memory_fraction=0.9"]
-    row, _ = check_placement(load_config(overrides=settings), 1, 2, [{"total": 9_000_000}] * 2)
+    row, *_ = check_placement(load_config(overrides=settings), 1, 2, [{"total": 9_000_000}] * 2)
     (line,) = [line for line in [row.text, *row.details] if "rollout,inference" in line and "at once" in line]
     assert row.state == FAILED and line.endswith("lower rollout.gpu_memory_fraction, or give inference more ranks")

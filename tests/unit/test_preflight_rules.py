@@ -203,12 +203,12 @@ def test_room_for_checkpoints() -> None:
     )
     row = rules.check_folder([folder(9), folder(9), folder(0.5), folder(9)], apart, share, 3, NAMES)
     assert row.state == FAILED and row.text.startswith("runs on node 2 (c) has 500.00 MB left, and a checkpoint and")
-    row = rules.check_folder([folder(9, "Read-only file system: runs"), *[folder(9)] * 3], apart, None, 3, NAMES)
+    row = rules.check_folder([folder(9, "Read-only file system: runs"), *[folder(9)] * 3], apart, [], 3, NAMES)
     assert row.state == FAILED and row.text.startswith("runs on node 0 (a) cannot be written to: Read-only file")
     unknown = {"path": "runs", "error": "No such file or directory: /proc/runs"}
     row = rules.check_folder([unknown, *[folder(9)] * 3], apart, share, 3, NAMES)
     assert row.state == FAILED and row.text.startswith("runs on node 0 (a) cannot be written to: No such file or dir")
-    row = rules.check_folder([folder(9)] * 4, [[0, 1], [2], [3]], None, 3, NAMES)
+    row = rules.check_folder([folder(9)] * 4, [[0, 1], [2], [3]], [], 3, NAMES)
     assert row.state == WARNING and "node 0 (a), node 1 (b); node 2 (c); node 3 (d)" in row.text
 
 
@@ -225,9 +225,9 @@ def test_host_memory() -> None:
     row = rules.check_memory([node(90), node(30)], [50 * GB, 101 * GB], True, two)
     assert row.state == FAILED and row.text.startswith("node 1 (b) has 30.00 GB of 100.00 GB available, and its ranks")
     small = [node(90), node(90, 0.064)]
-    assert rules.check_memory(small, None, True, two).text.startswith("node 1 (b) has 64.00 MB of /dev/shm")
-    assert rules.check_memory(small, None, False, two).state == OK
-    assert rules.check_memory([node(90), node(90, 0, "/dev/shm: none")], None, False, two).state == FAILED
+    assert rules.check_memory(small, [], True, two).text.startswith("node 1 (b) has 64.00 MB of /dev/shm")
+    assert rules.check_memory(small, [], False, two).state == OK
+    assert rules.check_memory([node(90), node(90, 0, "/dev/shm: none")], [], False, two).state == FAILED
 
 
 def test_table_and_verdict() -> None:
