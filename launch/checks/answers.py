@@ -28,9 +28,9 @@ class Answers:
         self._held: socket.socket | None = None
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
-        own = [self.describe, self.hold_port, self.measure_gpus]
-        others = [find_unreachable, measure_rate, host.write_marker, host.find_markers, host.remove_marker]
-        return {"read_clock": time.time} | {handler.__name__: handler for handler in (*own, *others)}
+        found: list[Callable[..., Any]] = [self.describe, self.hold_port, self.measure_gpus]
+        found += [find_unreachable, measure_rate, host.write_marker, host.find_markers, host.remove_marker]
+        return {"read_clock": time.time} | {handler.__name__: handler for handler in found}
 
     def describe(self) -> dict[str, Any]:
         """Return facts about this rank, and on the first rank of a node also about the node."""

@@ -110,7 +110,7 @@ def find_unreachable(places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
 
     def trouble(place: tuple[str, int]) -> str:
         try:
-            socket.create_connection(tuple(place), timeout=CONNECT_S).close()
+            socket.create_connection((place[0], place[1]), timeout=CONNECT_S).close()  # JSON made it a list
         except OSError as error:
             return reason(error)
         return ""

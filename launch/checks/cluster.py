@@ -130,7 +130,7 @@ class ClusterCheck:
 
     def _check_nccl(self) -> list[CheckResult]:
         """Measure the rates of GPUs with the same local rank on different nodes, then of GPUs on the same node."""
-        local = self._num_local
+        local, names = self._num_local, self._rank_names
         schedule = []
         for pairs in pair_rounds(self._num_nodes):
             schedule.append([(a * local + i, b * local + i) for a, b in pairs for i in range(local)])
@@ -153,7 +153,7 @@ class ClusterCheck:
         between = {link: rate for link, rate in rates.items() if link not in inside}
         # Inside a node a pair may be slower because of how its slots are wired.
         kinds = [("GPUs between nodes", between, FAILED, LEAST), ("GPUs inside nodes", inside, WARNING, 0.0)]
-        return [rules.check_rates(name, part, NO_FLOOR, self._rank_names, *rest) for name, part, *rest in kinds if part]
+        return [rules.check_rates(name, part, NO_FLOOR, names, state, low) for name, part, state, low in kinds if part]
 
     def _check_folder(self, checkpoint: list[int]) -> CheckResult:
         """Let each node write a marker file into run.dir. Nodes that see each other's markers share a disk."""
