@@ -72,7 +72,7 @@ def measure_rates(
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=NCCL_TIMEOUT_S)
     note("NCCL's start")
-    shared = dist.TCPStore(*store, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    shared = dist.TCPStore(store[0], store[1], size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
     options = {"backend": "nccl", "device_id": torch.device(device)} if is_gpu else {"backend": "gloo"}
     dist.init_process_group(store=shared, rank=rank, world_size=size, timeout=timeout, **options)
     outgoing, incoming = (torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
