@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -30,9 +29,8 @@ MAX_RESULT = 1 << 18  # bytes
 MAX_PROCESSES = 64  # below a worker
 COUNT_S = 0.1  # between two counts of these processes
 START_S = 30.0  # time limit of a worker's start
-MAX_FAILED_STARTS = 5  # consecutive workers that end before they are ready
-FORK_AGAIN_S = 0.2  # pause after a failed fork, when memory or process ids are short
-MAX_FORK_FAILURES = 100
+FORK_AGAIN_S = 0.2  # pause after a failed start of a worker, for example when memory or process ids are short
+MAX_FAILED_STARTS = 100  # in a row
 SWEEP_S = 0.01  # between two searches for processes to end
 EXIT_CODE_S = 0.1  # maximum wait for the exit code of a process that has closed its connection
 END_S = 5  # time limit for ending all processes below the server
@@ -42,13 +40,8 @@ class _Worker:
     def __init__(self, pid: int, connection: socket.socket):
         self.pid, self.exit_fd = pid, os.pidfd_open(pid)
         self.channel = Channel(connection, MAX_CALL_ID, MAX_RESULT)
-        self.call_id: bytes | None = None  # the call that it runs
-        self.began_at = time.monotonic()  # start of that call, or of the worker
-        self.has_started = False
-
-    def close(self) -> None:
-        self.channel.close()
-        os.close(self.exit_fd)
+        self.call_id: bytes | None = b""  # the call that it runs: empty while it starts, None while it is idle
+        self.deadline = time.monotonic() + START_S  # of that call
 
 
 class Server:
@@ -64,8 +57,8 @@ class Server:
         self._workers: list[_Worker] = []
         self._idle: deque[_Worker] = deque()
         self._calls: deque[tuple[bytes, Buffer]] = deque()  # calls that wait for a worker
-        self._num_failed_starts = self._num_fork_failures = 0
-        self._fork_at = self._counted_at = 0.0
+        self._num_failed_starts = 0
+        self._fork_at = self._count_at = 0.0
         self._has_orphans = False
 
     def run(self) -> None:
@@ -73,17 +66,16 @@ class Server:
         while not self._is_over:
             self._start_workers()
             self._assign_calls()
-            for key, _ in self._selector.select(self._seconds_to_next_deadline()):
+            for key, _ in self._selector.select(self._seconds_to_wait()):
                 key.data()
             self._check_limits()
 
     def end_all(self) -> None:
         """End every process below this one."""
         self._workers.clear()
-        while children := children_of(os.getpid()):
-            for child in children:
-                end_tree(child)
-            self._reap()
+        self._has_orphans = True
+        while self._has_orphans:
+            self._end_orphans()
             time.sleep(SWEEP_S)
 
     # The rank
@@ -94,8 +86,7 @@ class Server:
                 self._calls.append((bytes(call_id), body))
             else:
                 self._load(**json.loads(body))
-        self._rank.flush()
-        self._update_events(self._rank, self._read_rank)
+        self._flush(self._rank)
         if not self._rank.is_open:
             self._end()
 
@@ -121,32 +112,40 @@ class Server:
 
     def _send_to_rank(self, call_id: bytes, answer: dict[str, Any]) -> None:
         self._rank.send_frame(call_id, json.dumps(answer).encode())
-        self._update_events(self._rank, self._read_rank)
+        self._flush(self._rank)
+
+    def _flush(self, channel: Channel) -> None:
+        """Send what the peer accepts now. While there is more, wait until the connection is writable."""
+        channel.flush()
+        if channel.is_open:
+            key = self._selector.get_key(channel.connection)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+            if key.events != events:
+                self._selector.modify(channel.connection, events, key.data)
 
     # Workers
 
     def _start_workers(self) -> None:
-        while len(self._workers) < self._num_workers and time.monotonic() >= self._fork_at:
-            try:
+        try:
+            while len(self._workers) < self._num_workers and time.monotonic() >= self._fork_at:
                 self._fork()
-                self._num_fork_failures = 0
-            except OSError:
-                self._num_fork_failures += 1
-                if self._num_fork_failures > MAX_FORK_FAILURES:
-                    raise
-                self._fork_at = time.monotonic() + FORK_AGAIN_S
+        except OSError as error:
+            self._count_failed_start(str(error))
+
+    def _count_failed_start(self, reason: str) -> None:
+        self._num_failed_starts += 1
+        if self._num_failed_starts >= MAX_FAILED_STARTS:
+            raise RuntimeError(f"{MAX_FAILED_STARTS} workers in a row did not start: {reason}")
+        self._fork_at = time.monotonic() + FORK_AGAIN_S
 
     def _fork(self) -> None:
         ours, theirs = socket.socketpair()
         server, pid = os.getpid(), os.fork()
         if not pid:
             try:
-                ours.close()
+                for fd in [ours.fileno(), *self._selector.get_map()]:  # the rank's and those of all workers
+                    os.close(fd)
                 self._selector.close()
-                self._rank.close()
-                os.close(self._rank_fd)
-                for other in self._workers:
-                    other.close()
                 run_worker(theirs, self._functions, server)
             finally:
                 os._exit(1)
@@ -154,59 +153,46 @@ class Server:
         worker = _Worker(pid, ours)
         self._workers.append(worker)
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._read_worker(worker))
-        self._selector.register(worker.exit_fd, selectors.EVENT_READ, lambda: self._worker_ended(worker))
+        self._selector.register(worker.exit_fd, selectors.EVENT_READ, lambda: self._read_worker(worker, has_ended=True))
 
     def _assign_calls(self) -> None:
         while self._calls and self._idle:
             worker = self._idle.popleft()
             worker.call_id, body = self._calls.popleft()
-            worker.began_at = time.monotonic()
+            worker.deadline = time.monotonic() + self._timeout_s
             worker.channel.send_frame(worker.call_id, body)
-            self._update_events(worker.channel, lambda worker=worker: self._read_worker(worker))  # type: ignore[misc]
+            self._flush(worker.channel)
 
-    def _read_worker(self, worker: _Worker) -> None:
+    def _read_worker(self, worker: _Worker, has_ended: bool = False) -> None:
         if worker not in self._workers:  # an earlier event of the same round removed it
             return
-        frames = worker.channel.receive_frames()
-        worker.channel.flush()
-        for call_id, body in frames:
-            if not worker.has_started and not call_id:
-                worker.has_started, self._num_failed_starts = True, 0
-                self._idle.append(worker)
-                continue
-            result = read_result(body) if call_id == worker.call_id else None
-            if result is None:
+        for call_id, body in worker.channel.receive_frames():
+            result = read_result(body) if call_id else {"is_last": False}  # it has started
+            if call_id != worker.call_id or result is None:
                 self._fail(worker, "crash", "its process sent an invalid result")
                 return
             is_last = result.pop("is_last")
-            self._send_to_rank(bytes(call_id), result)
-            worker.call_id = None
+            if call_id:
+                self._send_to_rank(worker.call_id, result)
+            worker.call_id, worker.deadline, self._num_failed_starts = None, math.inf, 0
             if is_last:
                 self._remove(worker)
                 return
             self._idle.append(worker)
-        self._update_events(worker.channel, lambda: self._read_worker(worker))
-        if not worker.channel.is_open:
+        self._flush(worker.channel)
+        if has_ended or not worker.channel.is_open:
             select.select([worker.exit_fd], [], [], EXIT_CODE_S)
             self._fail(worker, "crash", "its process ended, closed its connection or sent too large a result")
 
-    def _worker_ended(self, worker: _Worker) -> None:
-        self._read_worker(worker)  # it may have sent a last result
-        if worker in self._workers:
-            self._fail(worker, "crash", "its process ended")
-
     def _fail(self, worker: _Worker, status: str, text: str) -> None:
         """Remove a worker and report its call as failed."""
-        call_id = worker.call_id
         code = self._remove(worker)
-        if call_id is not None:
-            if code is not None and os.WIFSIGNALED(code):
-                text += f" by {signal.Signals(os.WTERMSIG(code)).name}"
-            self._send_to_rank(call_id, failed(status, [function.name for function in self._functions], text))
-        elif not worker.has_started:
-            self._num_failed_starts += 1
-            if self._num_failed_starts >= MAX_FAILED_STARTS:
-                raise RuntimeError(f"{MAX_FAILED_STARTS} workers in a row ended before they were ready")
+        if code is not None and os.WIFSIGNALED(code):
+            text += f"; it was ended by {signal.Signals(os.WTERMSIG(code)).name}"
+        if worker.call_id:
+            self._send_to_rank(worker.call_id, failed(status, [function.name for function in self._functions], text))
+        elif worker.call_id is not None:
+            self._count_failed_start("they ended before they were ready")
 
     def _remove(self, worker: _Worker) -> int | None:
         """End a worker and all processes below it. Return its exit status if it had already ended."""
@@ -215,66 +201,43 @@ class Server:
             self._idle.remove(worker)
         self._selector.unregister(worker.channel.connection)
         self._selector.unregister(worker.exit_fd)
-        worker.close()
+        worker.channel.close()
+        os.close(worker.exit_fd)
         pid, code = os.waitpid(worker.pid, os.WNOHANG)
         if not pid:
             end_tree(worker.pid)
         self._has_orphans = True
         return code if pid else None
 
-    def _update_events(self, channel: Channel, handler: Callable[[], None]) -> None:
-        """Wait for writability of the connection only while it has unsent data."""
-        if channel.is_open:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
-            if self._selector.get_key(channel.connection).events != events:
-                self._selector.modify(channel.connection, events, handler)
-
     # Limits
 
-    def _seconds_to_next_deadline(self) -> float | None:
-        now = time.monotonic()
-        deadlines = [self._fork_at] if len(self._workers) < self._num_workers else []
-        deadlines += [now + SWEEP_S] if self._has_orphans else []
-        for worker in self._workers:
-            if worker.call_id is not None:
-                deadlines += [worker.began_at + self._timeout_s, max(now, self._counted_at) + COUNT_S]
-            elif not worker.has_started:
-                deadlines.append(worker.began_at + START_S)
-        return max(0.0, min(deadlines) - now) if deadlines else None
+    def _seconds_to_wait(self) -> float | None:
+        if len(self._idle) == self._num_workers and not self._has_orphans:
+            return None
+        deadline = min((worker.deadline for worker in self._workers), default=math.inf)
+        return max(0.0, min(deadline - time.monotonic(), SWEEP_S if self._has_orphans else COUNT_S))
 
     def _check_limits(self) -> None:
         now = time.monotonic()
-        is_count_due = now >= self._counted_at + COUNT_S
+        is_count_due = now >= self._count_at
         for worker in list(self._workers):
-            took_s = now - worker.began_at
-            if worker.call_id is None:
-                if not worker.has_started and took_s > START_S:
-                    self._fail(worker, "crash", "")
-            elif took_s >= self._timeout_s:
+            if now >= worker.deadline:
                 self._fail(worker, "timeout", f"it took longer than reward.timeout_s = {self._timeout_s:g} s")
-            elif is_count_due and took_s >= COUNT_S and len(descendants_of(worker.pid)) > MAX_PROCESSES:
+            elif is_count_due and worker.call_id and len(descendants_of(worker.pid)) > MAX_PROCESSES:
                 self._fail(worker, "crash", f"it had more than {MAX_PROCESSES} processes")
         if is_count_due:
-            self._counted_at = now
+            self._count_at = now + COUNT_S
         if self._has_orphans:
             self._end_orphans()
 
     def _end_orphans(self) -> None:
         """End processes that removed workers left behind. They are children of this process now."""
-        self._reap()
         orphans = set(children_of(os.getpid())) - {worker.pid for worker in self._workers}
         for orphan in orphans:
             end_tree(orphan)
+            with suppress(ChildProcessError):
+                os.waitpid(orphan, os.WNOHANG)
         self._has_orphans = bool(orphans)
-
-    def _reap(self) -> None:
-        """Reap dead children, except workers, which `_remove` reaps."""
-        known = {worker.pid for worker in self._workers}
-        with suppress(ChildProcessError):
-            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                if ended.si_pid in known:
-                    return  # its exit_fd becomes readable too, which removes the worker
-                os.waitpid(ended.si_pid, 0)
 
 
 def read_result(body: bytes | bytearray) -> dict[str, Any] | None:
@@ -315,8 +278,7 @@ def main(fd: int, rank: int) -> None:
     except BaseException:
         code = 1
         with suppress(OSError):
-            sys.stderr.write(f"oneworld: the reward server failed:\n{traceback.format_exc()}")
-            sys.stderr.flush()
+            print(f"oneworld: the reward server failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
     finally:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(END_S)
