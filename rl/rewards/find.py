@@ -14,7 +14,6 @@ from rl.config.schema import ConfigError, RewardConfig, resolve_path
 from rl.rewards.functions import FUNCTIONS
 from rl.rewards.worker import RewardFunction
 
-REQUIRED = "(prompt, response, row)"
 TAKEN = ("mean", "timeouts", "errors", "overlong", "certainty", "kl")  # reward/NAME is already a metric
 
 
@@ -33,34 +32,30 @@ class Rule:
 
 def read_rules(config: RewardConfig) -> list[Rule]:
     """Return the reward functions of the config. Raise ConfigError if their names, weights or options are wrong."""
-    weights = config.function if isinstance(config.function, dict) else {str(config.function): 1.0}
-    if not weights or not isinstance(config.function, str | dict) or not all(isinstance(s, str) for s in weights):
+    weights = {config.function: 1.0} if isinstance(config.function, str) else config.function
+    if not isinstance(weights, dict) or not weights or not all(isinstance(spec, str) for spec in weights):
         raise ConfigError(
             f"reward.function: got {config.function!r}; it must be a name, file.py:function, or a mapping of these to "
             "weights, such as {math: 1.0, format: 0.2}"
         )
-    rules = []
+    rules: dict[str, Rule] = {}
     for spec, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise ConfigError(f"reward.function: got {weight!r} as the weight of {spec}; it must be a finite number")
-        rule = Rule(spec, float(weight), {})
-        _check_name(rule)
-        options = config.options.get(rule.name, {})
-        if not isinstance(options, dict):
-            raise ConfigError(f"reward.options.{rule.name}: got {options!r}; it must be a mapping of arguments")
-        rules.append(Rule(spec, float(weight), options))
-    names = [rule.name for rule in rules]
-    for name in names:
+        name = _check_name(spec)
         if name in TAKEN:
             raise ConfigError(f"reward.function: got {name!r}, but reward/{name} is another metric; rename it")
-        if names.count(name) > 1:
+        if name in rules:
             raise ConfigError(
                 f"reward.function: got two functions named {name!r}; their metrics would clash, so rename one"
             )
-    for name in config.options:
-        if name not in names:
-            raise ConfigError(f"reward.options: got options of {name!r}; reward.function has {', '.join(names)}")
-    return rules
+        options = config.options.get(name, {})
+        if not isinstance(options, dict):
+            raise ConfigError(f"reward.options.{name}: got {options!r}; it must be a mapping of arguments")
+        rules[name] = Rule(spec, float(weight), options)
+    if unknown := [name for name in config.options if name not in rules]:
+        raise ConfigError(f"reward.options: got options of {unknown[0]!r}; reward.function has {', '.join(rules)}")
+    return list(rules.values())
 
 
 def own_files(config: RewardConfig) -> dict[str, Path]:
@@ -72,10 +67,9 @@ def own_files(config: RewardConfig) -> dict[str, Path]:
 def load(rule: dict[str, Any]) -> RewardFunction:
     """Import a function and check that it can be called with its options."""
     read = Rule(**rule)
-    is_built_in = ":" not in read.spec
-    call = FUNCTIONS[read.spec] if is_built_in else _import(read)
+    call = FUNCTIONS.get(read.spec) or _import(read)
     _check_signature(read, call)
-    if is_built_in:  # these accept any text, so a failure is due to the options
+    if read.spec in FUNCTIONS:  # these accept any text, so a failure is due to the options
         try:
             call("", "\\boxed{1}", {"answer": "1"}, **read.options)
         except ImportError as error:
@@ -91,18 +85,19 @@ def check_rewards(config: RewardConfig) -> None:
         load(asdict(rule))
 
 
-def _check_name(rule: Rule) -> None:
-    file, colon, function = rule.spec.rpartition(":")
-    if not colon:
-        if rule.spec not in FUNCTIONS:
-            raise ConfigError(
-                f"reward.function: got {rule.spec!r}; choose one of {', '.join(FUNCTIONS)}, or give file.py:function"
-            )
-    elif not function.isidentifier() or not resolve_path(file).is_file():
-        what = f"no file at {file}" if function.isidentifier() else f"{function!r} is not the name of a function"
+def _check_name(spec: str) -> str:
+    """Return the name of the function, which must be built in or in a file that exists."""
+    file, colon, name = spec.rpartition(":")
+    if not colon and name not in FUNCTIONS:
         raise ConfigError(
-            f"reward.function: got {rule.spec!r}, but {what}; give the path of a file and a function: file.py:function"
+            f"reward.function: got {spec!r}; choose one of {', '.join(FUNCTIONS)}, or give file.py:function"
         )
+    if colon and not (name.isidentifier() and resolve_path(file).is_file()):
+        what = f"no file at {file}" if name.isidentifier() else f"{name!r} is not the name of a function"
+        raise ConfigError(
+            f"reward.function: got {spec!r}, but {what}; give the path of a file and a function: file.py:function"
+        )
+    return name
 
 
 def _import(rule: Rule) -> Callable[..., Any]:
@@ -142,16 +137,10 @@ def _check_signature(rule: Rule, call: Callable[..., Any]) -> None:
         signature.bind_partial("", "", {})
     except TypeError:
         raise ConfigError(
-            f"reward.function: {rule.name} takes {signature}; it must take {REQUIRED}, then options by name"
+            f"reward.function: {rule.name} takes {signature}; it must take (prompt, response, row), then options by "
+            "name"
         ) from None
-    parameters = list(signature.parameters.values())
-    names = [p.name for p in parameters[3:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    names = names if not any(p.kind == p.VAR_POSITIONAL for p in parameters[:3]) else [p.name for p in parameters]
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    if unknown := [name for name in rule.options if name not in names and not takes_all]:
-        takes = ", ".join(names) or "no options"
-        raise ConfigError(f"reward.options.{rule.name}: got {', '.join(unknown)}; {rule.name} takes {takes}")
     try:
         signature.bind("", "", {}, **rule.options)
     except TypeError as error:
-        raise ConfigError(f"reward.options.{rule.name}: {error}; {rule.name} takes {', '.join(names)}") from None
+        raise ConfigError(f"reward.options.{rule.name}: {error}; {rule.name} takes {signature}") from None

@@ -71,19 +71,14 @@ def format(
         raise ValueError(f"tags: got {tags!r}; it must be a list of names, such as [think, answer]")
     opened = f"<{tags[0]}>"
     text = opened + response if prompt.rstrip().endswith(opened) else response
-    places = [(text.find(f"<{tag}>"), text.find(f"</{tag}>")) for tag in tags]
-    parts = {
-        tag: float(text.count(f"<{tag}>") == text.count(f"</{tag}>") == 1 and first < second)
-        for tag, (first, second) in zip(tags, places)
-    }
-    rest = text.strip()
+    rest, is_filled, parts = text.strip(), True, {}
     for tag in tags:
         begin, end = f"<{tag}>", f"</{tag}>"
-        inside, closed, after = rest.removeprefix(begin).partition(end)
-        if not rest.startswith(begin) or not closed or not inside.strip():
-            return {"score": 0.0, **parts}
+        parts[tag] = float(text.count(begin) == text.count(end) == 1 and text.find(begin) < text.find(end))
+        inside, _, after = rest.removeprefix(begin).partition(end)
+        is_filled = is_filled and rest.startswith(begin) and bool(inside.strip())
         rest = after.strip()
-    return {"score": float(not rest and all(parts.values())), **parts}
+    return {"score": float(is_filled and not rest and all(parts.values())), **parts}
 
 
 def length(
@@ -98,11 +93,5 @@ def length(
 
 
 FUNCTIONS: dict[str, Callable[..., float | dict[str, float]]] = {
-    "exact_match": exact_match,
-    "last_number": last_number,
-    "gsm8k": gsm8k,
-    "math": math,
-    "regex": regex,
-    "format": format,
-    "length": length,
+    function.__name__: function for function in (exact_match, last_number, gsm8k, math, regex, format, length)
 }

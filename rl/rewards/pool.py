@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +20,7 @@ from rl.rewards.worker import MAX_CALL_ID
 
 READY_S = 120.0  # time limit of the functions' import
 SILENCE_S = 30.0  # after the time limit of a call; then the server counts as hung
-CLOSE_S = 6.0  # time limit for the thread and the server to end
+CLOSE_S = 6.0  # time limit for the thread or the server to end
 MAX_RESULT = 1 << 20  # bytes
 
 
@@ -46,28 +47,23 @@ class RewardPool:
         self._keys: dict[int, Hashable] = {}  # keys of calls that have no result yet
         self._num_calls = 0
         self._changed_at = time.monotonic()
-        self._is_loaded = threading.Event()
-        self._error = ""  # what is wrong with the functions
-        self._failure: BaseException | None = None
+        self._is_loaded: Future[bool] = Future()
         self._is_closing = False
         self._reported: set[str] = set()
         rules = [asdict(rule) for rule in read_rules(config)]
         self._server = server
-        self._channel = Channel(self._server.connection, MAX_CALL_ID, MAX_RESULT)
         self._send(b"", {"rules": rules, "timeout_s": config.timeout_s, "num_workers": num_workers})
         self._thread = threading.Thread(target=self._read, name="rewards", daemon=True)
         self._thread.start()
 
     def wait_ready(self) -> None:
         """Wait until the functions are imported. Raise if something is wrong with them."""
-        if not self._is_loaded.wait(READY_S):
+        try:
+            self._is_loaded.result(READY_S)
+        except TimeoutError:
             raise ConfigError(
                 f"reward.function: its import has not ended after {READY_S:g} s; move slow code into the function"
-            )
-        if self._failure is not None:
-            raise self._failure
-        if self._error:
-            raise ConfigError(self._error)
+            ) from None
 
     def submit(self, key: Hashable, prompt: str, response: str, row: dict[str, Any], answer_of: str = "") -> None:
         """Start to score a response, and return at once. `deliver` gets the result.
@@ -87,8 +83,7 @@ class RewardPool:
         with suppress(OSError):
             self._server.connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(CLOSE_S)
-        self._server.connection.close()
-        self._server.process.wait(CLOSE_S)
+        self._server.stop()
 
     def _send(self, call_id: bytes, values: dict[str, Any]) -> None:
         body = json.dumps(values).encode()
@@ -96,17 +91,18 @@ class RewardPool:
             self._server.connection.sendall(pack(call_id, len(body)) + body)
 
     def _read(self) -> None:
+        channel = Channel(self._server.connection, MAX_CALL_ID, MAX_RESULT)
         try:
-            while self._channel.is_open and not self._is_closing:
+            while channel.is_open and not self._is_closing:
                 self._wait()
-                for call_id, body in self._channel.receive_frames():
+                for call_id, body in channel.receive_frames():
                     self._take(bytes(call_id), json.loads(body))
             if not self._is_closing:
                 code = self._server.process.wait(CLOSE_S)
                 raise RuntimeError(f"the reward server of this rank has ended with exit code {code}")
         except BaseException as error:
-            self._failure = error
-            self._is_loaded.set()
+            if not self._is_loaded.done():
+                self._is_loaded.set_exception(error)
             with suppress(OSError):
                 self._server.connection.shutdown(socket.SHUT_RDWR)  # the main thread may be blocked in `sendall`
             self._fail(error)
@@ -123,14 +119,15 @@ class RewardPool:
                 )
 
     def _take(self, call_id: bytes, result: dict[str, Any]) -> None:
-        if not call_id:
-            self._error = result["error"]
-            self._is_loaded.set()
-            return
-        self._changed_at = time.monotonic()
-        key = self._keys.pop(int(call_id))
-        self._report_failure(result)
-        self._deliver(key, result)
+        if call_id:
+            self._changed_at = time.monotonic()
+            key = self._keys.pop(int(call_id))
+            self._report_failure(result)
+            self._deliver(key, result)
+        elif result["error"]:
+            self._is_loaded.set_exception(ConfigError(result["error"]))
+        else:
+            self._is_loaded.set_result(True)
 
     def _report_failure(self, result: dict[str, Any]) -> None:
         """Print the first failure of each kind. Later ones are only counted."""
@@ -139,9 +136,5 @@ class RewardPool:
             return
         self._reported.add(status)
         metric = "reward/errors" if status == "error" else "reward/timeouts"
-        print(
-            f"oneworld: a call of the reward functions failed, and its sample scores 0: {result['text']}; from now on "
-            f"such calls are only counted, in {metric}",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"a call of the reward functions failed, and its sample scores 0: {result['text']}"
+        print(f"oneworld: {text}; from now on such calls are only counted, in {metric}", file=sys.stderr, flush=True)

@@ -3,8 +3,11 @@
 import ctypes
 import os
 import signal
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -24,7 +27,8 @@ def children_of(pid: int) -> list[int]:
     except OSError:
         if Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").exists():
             return found  # the process or one of its threads has just ended
-        return [child for child, parent in _parents().items() if parent == pid]
+        with suppress(psutil.NoSuchProcess):  # this kernel does not list children
+            found = [child.pid for child in psutil.Process(pid).children()]
     return found
 
 
@@ -41,24 +45,13 @@ def end_tree(pid: int) -> None:
     stopped: set[int] = set()
     new = [pid]
     while new:
-        for process in new:
-            _signal(process, signal.SIGSTOP)
+        _signal(new, signal.SIGSTOP)
         stopped.update(new)
         new = [process for process in descendants_of(pid) if process not in stopped]
-    for process in stopped:
-        _signal(process, signal.SIGKILL)
+    _signal(stopped, signal.SIGKILL)
 
 
-def _signal(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
-
-
-def _parents() -> dict[int, int]:
-    """Return the parent of every process, for kernels that do not list children."""
-    parents = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", errors="replace") as file:
-                parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
-    return parents
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)

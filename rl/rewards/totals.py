@@ -13,10 +13,7 @@ def total(samples: Iterable[Mapping[str, Any]]) -> Totals:
     """
     sums: Totals = {"reward/timeouts": [0.0, 0.0], "reward/errors": [0.0, 0.0]}
     for sample in samples:
-        for name, value in sample["parts"].items():
-            pair = sums.setdefault(f"reward/{name}", [0.0, 0.0])
-            pair[0] += value
-            pair[1] += 1
+        sums = add([sums, {f"reward/{name}": [value, 1.0] for name, value in sample["parts"].items()}])
         sums["reward/timeouts"][0] += sample["status"] in ("timeout", "crash")
         sums["reward/errors"][0] += sample["status"] == "error"
     return sums

@@ -35,11 +35,6 @@ class RewardFunction:
     call: Callable[..., Any]
     options: dict[str, Any]
 
-    @property
-    def answer(self) -> Callable[[str], str | None] | None:
-        """The function that extracts the final answer from a response, if there is one."""
-        return getattr(self.call, "answer", None)
-
 
 def run_worker(connection: socket.socket, functions: list[RewardFunction], server: int) -> None:
     """Serve calls in the forked process. This does not return: the process exits."""
@@ -67,12 +62,11 @@ def _isolate(server: int) -> None:
     for stream in range(3):
         os.dup2(nowhere, stream)
     os.close(nowhere)
-    most = (_pages(0) * resource.getpagesize()) + MAX_MEMORY
-    limits = {resource.RLIMIT_AS: most, resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: MAX_FILE}
-    for limit, value in limits.items():
+    max_memory = _pages(0) * resource.getpagesize() + MAX_MEMORY
+    for limit, most in ((resource.RLIMIT_AS, max_memory), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, MAX_FILE)):
         highest = resource.getrlimit(limit)[1]
-        value = value if highest == resource.RLIM_INFINITY else min(value, highest)
-        resource.setrlimit(limit, (value, value))
+        most = most if highest == resource.RLIM_INFINITY else min(most, highest)
+        resource.setrlimit(limit, (most, most))
     gc.enable()
 
 
@@ -114,14 +108,13 @@ def score(
     functions: list[RewardFunction], prompt: str, response: str, row: dict[str, Any], answer_of: str = ""
 ) -> dict[str, Any]:
     """Return the weighted sum of all functions, and their parts. If one function fails, the whole call fails."""
-    total, parts = 0.0, {}
-    answer = None
+    total, parts, answer = 0.0, {}, None
     for function in functions:
         try:
             value, own = read_value(function.call(prompt, response, row, **function.options))
-            if function.name == answer_of and function.answer is not None:
-                answer = function.answer(response)
-                if answer is not None and not isinstance(answer, str):
+            if function.name == answer_of and (extract := getattr(function.call, "answer", None)) is not None:
+                answer = extract(response)
+                if not isinstance(answer, str | None):
                     raise TypeError(f"its answer is a {type(answer).__name__}; it must be text or None")
         except BaseException as error:  # SystemExit too
             return failed("error", [function.name for function in functions], _describe(function.name, error))

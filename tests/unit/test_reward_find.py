@@ -99,8 +99,16 @@ def test_settings_come_from_a_file_or_the_command_line(file: Path) -> None:
         ("{file}:nothing", {}, "has no function 'nothing'; it has Judge, judge, good, loose, old, needy"),
         ("{file}:number", {}, "has no function 'number'"),
         ("{file}:old", {}, "old takes (response, answer); it must take (prompt, response, row), then options by name"),
-        ("{file}:needy", {}, "reward.options.needy: missing a required argument: 'key'; needy takes key"),
-        ("{file}:good", {"good": {"size": 1}}, "reward.options.good: got size; good takes scale, base"),
+        (
+            "{file}:needy",
+            {},
+            "reward.options.needy: missing a required argument: 'key'; needy takes (prompt, response, row, key)",
+        ),
+        (
+            "{file}:good",
+            {"good": {"size": 1}},
+            "got an unexpected keyword argument 'size'; good takes (prompt, response, row, scale=1.0, *, base=0.0)",
+        ),
         ("{file}:good", {"good": 1}, "reward.options.good: got 1; it must be a mapping of arguments"),
         ("{file}:good", {"math": {}}, "got options of 'math'; reward.function has good"),
         (
@@ -109,7 +117,11 @@ def test_settings_come_from_a_file_or_the_command_line(file: Path) -> None:
             "got two functions named 'good'; their metrics would clash, so rename one",
         ),
         ("{other}:mean", {}, "got 'mean', but reward/mean is another metric; rename it"),
-        ("exact_match", {"exact_match": {"case": 1}}, "got case; exact_match takes no options"),
+        (
+            "exact_match",
+            {"exact_match": {"case": 1}},
+            "got an unexpected keyword argument 'case'; exact_match takes (prompt: str, ",
+        ),
         ("length", {}, "reward.options.length: missing a required argument: 'most'"),
         ("length", {"length": {"most": 1, "free": 2}}, "got free = 2 and most = 1; they must satisfy 0 <= free < most"),
         ("length", {"length": {"most": 1, "unit": "tokens"}}, "unit: got 'tokens'; choose one of characters, words"),
