@@ -8,62 +8,64 @@ is_too_hard   whether parsing an answer may take minutes
 
 import re
 
-MAX_FONTS = 4  # maximum number of font commands that are unwrapped
-
+MAX_FONTS = 4  # maximum number of font commands that are removed
 MAX_NESTING, MAX_SIGNS = 20, 20  # maximum nesting of brackets and number of equal signs in an answer that is parsed
 _HARD = re.compile(
     r"\^ ?\{? ?-?\d{5,}|\d ?\^ ?[({]* ?\d+ ?\^|[a-z][^()]{0,40}\) ?\^ ?\{? ?\d{3,}"
     r"|\d{4,} ?!|! ?\)? ?!|binom ?\{? ?\d{5,}|\\(?:int|sum|prod)(?![a-z])"
 )
-_MATH_FONT = re.compile(r"\\(?:mathbf|boldsymbol|bold|bm|underline|emph|texttt)\s*\{")
 _SIGNS = {
     **{"\u2212": "-", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "×": r"\times ", "·": r"\cdot "},  # noqa: RUF001
     **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "θ": r"\theta ", "∈": r"\in "},  # noqa: RUF001
-    **{"\u00a0": " ", "\u2009": " ", "\u202f": " "},
+    **{"\u00a0": " ", "\u2009": " ", "\u202f": " ", "<=": r"\le ", ">=": r"\ge ", "!=": r"\ne "},
 }
-_PMATRIX = r"\\begin{pmatrix}\1\\end{pmatrix}"
+_COMMANDS = {
+    **{"leq": r"\le ", "leqq": r"\le ", "leqslant": r"\le ", "geq": r"\ge ", "geqq": r"\ge ", "geqslant": r"\ge "},
+    **{"lt": "<", "gt": ">", "neq": r"\ne ", "lbrace": r"\{", "rbrace": r"\}", "quad": " ", "qquad": " "},
+    **{"dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "degree": r"^\circ ", "degrees": r"^\circ "},
+}
+_FONT = r"text(?:normal|rm|bf|it|sf)|math(?:rm|bf|it|sf)|mbox|hbox|operatorname|boldsymbol|bold"
+_NO_MEANING = r"left|right|[bB]igg?[lr]?|displaystyle|textstyle|bf|rm|large|Large|LARGE|huge"
+_INSIDE = r"[^{}]*"  # of braces, with up to five levels of braces
+for _ in range(5):
+    _INSIDE = rf"(?:\\.|[^{{}}\\]|\{{{_INSIDE}\}})*"
+_GROUP = re.compile(rf"\{{({_INSIDE})\}}")
+_MATH_FONT = re.compile(rf"\\(?:mathbf|boldsymbol|bold|bm|underline|emph|texttt)\s*\{{({_INSIDE})\}}")
 _REWRITES = [
     (re.compile(pattern), new)
     for pattern, new in (
         (r"(?<=\d)(?:\{,\}|,\\!\s*|\\,)(?=\d{3}(?!\d))", ""),  # thousands
-        (r"\\!|\\(?:bf|rm|large|Large|LARGE|huge)(?![a-zA-Z])", ""),
+        (rf"\\!|\\(?:{_NO_MEANING})(?![a-zA-Z])", ""),
         (r"\{,\}", ","),
-        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle)(?![a-zA-Z])", ""),
-        (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])|\\phantom\s*(?:\{[^{}]*\}|[^\\{])", " "),
-        (
-            r"\\(?:text(?:normal|rm|bf|it|sf)|math(?:rm|bf|it|sf)|mbox|hbox|operatorname|boldsymbol|bold)\s*\{",
-            r"\\text{",
-        ),
+        (r"\\([a-zA-Z]+)", lambda match: _COMMANDS.get(match[1], match[0])),
+        (rf"\\(?:{_FONT})\s*\{{", r"\\text{"),
+        (r"(?<!\\)\\[,;:> ]|~|\\phantom\s*(?:\{[^{}]*\}|[^\\{])", " "),
         (r"\\text\s*\{\s*(-?(?:\\?\$)?[\d.,]+)\s*\}", r"\1"),
         (r"\\text\s*\{\s*(-?(?:\\?\$)?[\d.,/]+)\s+([a-zA-Z][^{}]*)\}", r"\1 \\text{ \2}"),
-        (r"[(\[]\s*\\begin\s*\{(?:array\}\s*\{[lcr|]*|matrix)\}(.*)\\end\s*\{(?:array|matrix)\}\s*[)\]]", _PMATRIX),
+        (
+            r"[(\[]\s*\\begin\s*\{(?:array\}\s*\{[lcr|]*|matrix)\}(.*)\\end\s*\{(?:array|matrix)\}\s*[)\]]",
+            r"\\begin{pmatrix}\1\\end{pmatrix}",
+        ),
         (r"^\( ?[a-zA-Z](?: ?, ?[a-zA-Z])+ ?\) ?= ?(?=\()", ""),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
         (r"\\frac\s*(\{[^{}]*\})\s*(\w)", r"\\frac\1{\2}"),
         (r"\\frac\s*(\\[a-z]+)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
-        (r"\\degrees?(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
+        (r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
         (r"\\text\{\s*(?:per\s?cent|pct|\\?%)\s*\}|\s*\bpercent\b|\\?%", r"\\%"),
-        (r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])|<=", r"\\le "),
-        (r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])|>=", r"\\ge "),
-        (r"\\lt(?![a-zA-Z])", "<"),
-        (r"\\gt(?![a-zA-Z])", ">"),
-        (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
         (r"\\text\{\s*infinity\s*\}|\binfinity\b", r"\\infty "),
         (r"\+\s*\\infty", r"\\infty"),
         (r"√ ?\(([^()]*)\)|√ ?(\d+)", r"\\sqrt{\1\2}"),
         (r"\\overline\s*\{([A-Z]{2})\}", r"\1"),
         (r"^\\text\s*\{(?:(?!\bnot\b|n't)[^{}]){0,40}\b(?:is|are|[aA]nswer ?:) ?:? *\}", ""),
-        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
-        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
         (r"\\mathbb\s*\{?R\}?|\\text\{\s*all real numbers\s*\}", r"(-\\infty,\\infty)"),
         (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d])", lambda match: match[0].replace(" ", "")),
         (r"(?<![\d\w.])\.(?=\d)", "0."),
         (r"\s+", " "),
     )
 ]
+_OPENING, _CLOSING = ("(", "[", r"\{"), (")", "]", r"\}")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BASE = re.compile(r"\(?(-?[0-9A-Z]+)\)? ?(?:_|\(?(?:in )?base) ?\{? ?\(?(\d+|[a-z]+)\)? ?\}?\)?")
@@ -75,36 +77,15 @@ _TIME = re.compile(r"\d{1,2}(?: ?: ?\d{1,2}){1,2} ?(?:[ap] ?\.? ?m\b)?\.?", re.I
 _WORD = re.compile(r"[a-z]+|\d+")
 FILLERS = {"and", "or", "option", "options", "choice", "the"}
 _BARE_WORDS = re.compile(r"[A-Za-z][A-Za-z .,;()'-]*")
-_UNITS = {
-    **dict.fromkeys(("cm", "centimeter", "centimeters", "centimetre", "centimetres"), "cm"),
-    **dict.fromkeys(("mm", "millimeter", "millimeters"), "mm"),
-    **dict.fromkeys(("m", "meter", "meters", "metre", "metres"), "m"),
-    **dict.fromkeys(("km", "kilometer", "kilometers"), "km"),
-    **dict.fromkeys(("in", "inch", "inches"), "inch"),
-    **dict.fromkeys(("ft", "foot", "feet"), "foot"),
-    **dict.fromkeys(("yd", "yard", "yards"), "yard"),
-    **dict.fromkeys(("mi", "mile", "miles"), "mile"),
-    **dict.fromkeys(("s", "sec", "second", "seconds"), "second"),
-    **dict.fromkeys(("min", "mins", "minute", "minutes"), "minute"),
-    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), "hour"),
-    **dict.fromkeys(("day", "days"), "day"),
-    **dict.fromkeys(("week", "weeks"), "week"),
-    **dict.fromkeys(("month", "months"), "month"),
-    **dict.fromkeys(("year", "years", "yr", "yrs"), "year"),
-    **dict.fromkeys(("g", "gram", "grams"), "gram"),
-    **dict.fromkeys(("kg", "kilogram", "kilograms"), "kilogram"),
-    **dict.fromkeys(("oz", "ounce", "ounces"), "ounce"),
-    **dict.fromkeys(("lb", "lbs", "pound", "pounds"), "pound"),
-    **dict.fromkeys(("gal", "gallon", "gallons"), "gallon"),
-    **dict.fromkeys(("qt", "quart", "quarts"), "quart"),
-    **dict.fromkeys(("liter", "liters", "litre", "litres"), "liter"),
-    **dict.fromkeys(("cent", "cents"), "cent"),
-    **dict.fromkeys(("dollar", "dollars", "usd"), "dollar"),
-    **dict.fromkeys(("euro", "euros"), "euro"),
-    **dict.fromkeys(("degree", "degrees", "deg"), "degree"),
-    **dict.fromkeys(("rad", "radian", "radians"), "radian"),
-    "mph": "mph",
-}
+_UNITS = [  # each with its other names
+    *("cm centimeter centimeters centimetre centimetres", "mm millimeter millimeters", "km kilometer kilometers"),
+    *("m meter meters metre metres", "inch in inches", "foot ft feet", "yard yd yards", "mile mi miles", "mph"),
+    *("second s sec seconds", "minute min mins minutes", "hour h hr hrs hours", "day days", "week weeks"),
+    *("month months", "year years yr yrs", "gram g grams", "kilogram kg kilograms", "ounce oz ounces"),
+    *("pound lb lbs pounds", "gallon gal gallons", "quart qt quarts", "liter liters litre litres", "cent cents"),
+    *("dollar dollars usd", "euro euros", "degree degrees deg", "radian rad radians"),
+]
+_UNIT_OF = {name: unit.split()[0] for unit in _UNITS for name in unit.split()}
 _MONEY = re.compile(r"\\?\$ ?")
 _UNIT_IN_TEXT = re.compile(r"(.*[^\s,;&]) ?\\text\s*\{([^{}]*[a-zA-Z][^{}]*)\}(?: ?\^ ?\{? ?[23] ?\}?)?", re.DOTALL)
 _UNIT_IN_LETTERS = re.compile(r"(-?[\d.,/]+)( ?)([a-zA-Z][a-zA-Z. ]*?)\.?(?: ?\^ ?\{? ?[23] ?\}?)?")
@@ -118,13 +99,14 @@ def normalize(text: str) -> str:
         text = text.strip("$")
     for sign, command in _SIGNS.items():
         text = text.replace(sign, command)
-    text = _unwrap_fonts(text)
+    for _ in range(MAX_FONTS):
+        text = _MATH_FONT.sub(_without_font, text, count=1)
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
     text = _join_thousands(text.strip(" ."))
     text = re.sub(r"^\(?(-?\d+)\)? ?_ ?(?:10|\{ ?10 ?\})$", r"\1", text)  # base 10 is the default
-    while text.startswith("{") and text.endswith("}") and _closing_brace(text, 1) == len(text) - 1:
-        text = text[1:-1].strip()
+    while group := _GROUP.fullmatch(text):
+        text = group[1].strip()
     text = text.strip().rstrip(".,;: ").strip()
     name = TEXT.sub(r"\1", text).strip().lower()
     return str(_NAMES.index(name)) if name in _NAMES else text
@@ -140,48 +122,21 @@ def is_too_hard(text: str) -> bool:
     return deepest > MAX_NESTING or any(text.count(sign) > MAX_SIGNS for sign in "/:|^!-") or bool(_HARD.search(text))
 
 
-def _unwrap_fonts(text: str) -> str:
-    r"""Remove bold fonts around mathematics: `\mathbf{\frac{1}{2}}` is a fraction. Words become `\text{...}`."""
-    for _ in range(MAX_FONTS):
-        match = _MATH_FONT.search(text)
-        end = _closing_brace(text, match.end()) if match else None
-        if match is None or end is None:
-            break
-        inside = text[match.end() : end]
-        is_words = re.fullmatch(r"[A-Za-z (),.]*", inside) is not None
-        text = text[: match.start()] + (rf"\text{{{inside}}}" if is_words else inside) + text[end + 1 :]
-    return text
-
-
-def _closing_brace(text: str, start: int) -> int | None:
-    """Return the index of the brace that closes the one before `start`."""
-    depth = 1
-    for place in range(start, len(text)):
-        if text[place] in "{}" and text[place - 1] != "\\":
-            depth += 1 if text[place] == "{" else -1
-            if depth == 0:
-                return place
-    return None
+def _without_font(match: re.Match[str]) -> str:
+    r"""Remove a bold font around mathematics: `\mathbf{\frac{1}{2}}` is a fraction. Words become `\text{...}`."""
+    return rf"\text{{{match[1]}}}" if re.fullmatch(r"[A-Za-z (),.]*", match[1]) else match[1]
 
 
 def _join_thousands(text: str) -> str:
-    """Drop the commas of `1,234`, but not in brackets, where they separate elements."""
-    kept, depth, start = [], 0, 0
-    for match in re.finditer(r"\\?[(\[{]|\\?[)\]}]", text):
-        token = match[0].lstrip("\\") if match[0][0] != "\\" or match[0][1] in "{}" else ""
-        is_group = match[0] in "{}"  # a plain brace only groups
-        if not is_group and token in ("(", "[", "{"):
-            if not depth:
-                kept.append(_THOUSANDS.sub(lambda found: found[0].replace(",", ""), text[start : match.start()]))
-                start = match.start()
-            depth += 1
-        elif not is_group and token in (")", "]", "}") and depth:
-            depth -= 1
-            if not depth:
-                kept.append(text[start : match.end()])
-                start = match.end()
-    rest = text[start:]
-    return "".join(kept) + (rest if depth else _THOUSANDS.sub(lambda found: found[0].replace(",", ""), rest))
+    """Drop the commas of `1,234`, but not in brackets, where they separate elements. A plain brace only groups."""
+
+    def join(match: re.Match[str]) -> str:
+        depth = 0
+        for bracket in re.findall(r"\\?[()\[\]{}]", text[: match.start()]):
+            depth += (bracket in _OPENING) - (bracket in _CLOSING and depth > 0)
+        return match[0] if depth else match[0].replace(",", "")
+
+    return _THOUSANDS.sub(join, text)
 
 
 def key_of(text: str) -> str | None:
@@ -221,13 +176,13 @@ def split_unit(text: str) -> tuple[str, str | None]:
     if match := _UNIT_IN_TEXT.fullmatch(text):
         words = _WORD.findall(match[2].lower())
         if not {"and", "or"} & set(words) and not TEXT.fullmatch(match[1]):
-            unit = unit or next((_UNITS[word] for word in words if word in _UNITS), None)
+            unit = unit or next((_UNIT_OF[word] for word in words if word in _UNIT_OF), None)
             return match[1].strip(), unit
     if (match := _DEGREES.fullmatch(text)) and re.search(r"\d", match[1]):
         return match[1].strip(), "degree"
     if match := _UNIT_IN_LETTERS.fullmatch(text):
         words = _WORD.findall(match[3].lower())
-        known = next((_UNITS[word] for word in words if word in _UNITS and len(word) > 1), None)
+        known = next((_UNIT_OF[word] for word in words if word in _UNIT_OF and len(word) > 1), None)
         if known or (match[2] and any(len(word) > 2 and word not in FILLERS for word in words)):
             return match[1], known or unit
     return text, unit

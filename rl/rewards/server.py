@@ -143,8 +143,9 @@ class Server:
         server, pid = os.getpid(), os.fork()
         if not pid:
             try:
-                for fd in [ours.fileno(), *self._selector.get_map()]:  # the rank's and those of all workers
-                    os.close(fd)
+                ours.close()
+                for key in self._selector.get_map().values():  # those of the rank and of all workers
+                    os.close(key.fd)
                 self._selector.close()
                 run_worker(theirs, self._functions, server)
             finally:
