@@ -17,11 +17,10 @@ def group_relative(rewards: Tensor, group_ids: Tensor, normalize_std: bool, eps:
     """Return GRPO's advantage (arXiv 2402.03300): reward minus group mean, divided by the group's std (n - 1).
 
     Without `normalize_std` this is Dr.GRPO (arXiv 2503.20783). It is also the first half of REINFORCE++-baseline (arXiv
-    2501.03262), whose second half is `standardize` over all tokens of the batch.
-
-    rewards [S], group_ids [S] -> [S]. A group of equal rewards has advantage 0.
+    2501.03262), whose second half is `standardize` over all tokens of the batch. A group of equal rewards has advantage
+    0: rewards [S], group_ids [S] -> [S].
     """
-    group, count = _groups(group_ids)
+    _, group, count = torch.unique(group_ids, return_inverse=True, return_counts=True)
     centred = rewards.double() - (_group_sums(rewards, group, count) / count)[group]
     if normalize_std:
         variance = _group_sums(centred.square(), group, count) / (count - 1).clamp(min=1)
@@ -31,20 +30,16 @@ def group_relative(rewards: Tensor, group_ids: Tensor, normalize_std: bool, eps:
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Return RLOO's advantage (arXiv 2402.14740): reward minus the mean reward of the group's other sequences.
-
-    rewards [S], group_ids [S] -> [S]. The advantage of a group of one is its reward.
-    """
-    group, count = _groups(group_ids)
+    The advantage of a group of one is its reward: rewards [S], group_ids [S] -> [S]."""
+    _, group, count = torch.unique(group_ids, return_inverse=True, return_counts=True)
     others = _group_sums(rewards, group, count)[group] - rewards.double()
     return (rewards.double() - others / (count - 1).clamp(min=1)[group]).to(rewards.dtype)
 
 
 def is_informative(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Return whether the rewards of a group differ. DAPO's dynamic sampling (arXiv 2503.14476) keeps only such groups.
-
-    rewards [S], group_ids [S] -> [S] bool, the same for all sequences of a group.
-    """
-    group, count = _groups(group_ids)
+    rewards [S], group_ids [S] -> [S] bool, the same for all sequences of a group."""
+    _, group, count = torch.unique(group_ids, return_inverse=True, return_counts=True)
     blank = rewards.new_zeros(count.shape)
     highest = blank.scatter_reduce(0, group, rewards, "amax", include_self=False)
     lowest = blank.scatter_reduce(0, group, rewards, "amin", include_self=False)
@@ -53,9 +48,7 @@ def is_informative(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     """Return DAPO's soft overlong punishment (arXiv 2503.14476), which is added to rewards.
-
-    It is 0 up to max_length - buffer tokens and then falls linearly to -1 at max_length. lengths [S] -> [S] float32.
-    """
+    It is 0 up to max_length - buffer tokens and then falls linearly to -1 at max_length. lengths [S] -> [S] float32."""
     assert 0 < buffer <= max_length, (buffer, max_length)
     return ((max_length - buffer - lengths).float() / buffer).clamp(-1.0, 0.0)
 
@@ -64,9 +57,7 @@ def token_rewards(
     sequence_rewards: Tensor, kl: Tensor | None, kl_coef: float, segment_ids: Tensor, lengths: Tensor
 ) -> Tensor:
     """Put the sequence's reward at its last token, and subtract kl_coef * KL at each token (arXiv 1909.08593).
-
-    sequence_rewards [S], kl [T], segment_ids [T], lengths [S] -> [T]. The reward of a sequence without tokens is lost.
-    """
+    sequence_rewards [S], kl [T], segment_ids [T], lengths [S] -> [T]. A sequence without tokens loses its reward."""
     rewards = sequence_rewards.new_zeros(segment_ids.shape) if kl is None else -kl_coef * kl.detach()
     last = (lengths.cumsum(0) - 1)[lengths > 0]
     return rewards.index_add(0, last, sequence_rewards[lengths > 0].to(rewards.dtype))
@@ -74,9 +65,7 @@ def token_rewards(
 
 def returns_to_go(token_rewards: Tensor, segment_ids: Tensor, gamma: float) -> Tensor:
     """Return the discounted sum of rewards from each token to the end of its sequence.
-
-    With `standardize` this is REINFORCE++ (arXiv 2501.03262). token_rewards [T], segment_ids [T] -> [T].
-    """
+    With `standardize` this is REINFORCE++ (arXiv 2501.03262). token_rewards [T], segment_ids [T] -> [T]."""
     return discounted_sums(token_rewards, segment_ids, gamma).to(token_rewards.dtype)
 
 
@@ -84,7 +73,6 @@ def gae(token_rewards: Tensor, values: Tensor, segment_ids: Tensor, gamma: float
     """Return PPO's advantages (arXiv 1506.02438) and the returns, which are the targets of the critic.
 
     The value after a sequence's last token is 0, even if the sequence was truncated.
-
     token_rewards [T], values [T], segment_ids [T] -> advantages [T], returns [T].
     """
     old_values = values.detach().double()
@@ -102,22 +90,13 @@ def moments(values: Tensor) -> Tensor:
 
 
 def standardize(values: Tensor, moments: Tensor, eps: float = 1e-8) -> Tensor:
-    """Subtract the mean and divide by the standard deviation (n - 1) of `moments`. Equal values become 0.
-
-    values [N], moments [3] -> [N].
-    """
+    """Subtract the mean and divide by the std (n - 1) of `moments`. Equal values become 0: values [N] -> [N]."""
     count, total, squares = moments.unbind()
     mean = total / count.clamp(min=1)
     variance = ((squares - total * mean) / (count - 1).clamp(min=1)).clamp(min=0)
     return ((values.double() - mean) / (variance + eps).sqrt()).to(values.dtype)
 
 
-def _groups(group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of each sequence's group [S] and the sizes of the G groups [G]."""
-    _, group, count = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    return group, count
-
-
 def _group_sums(values: Tensor, group: Tensor, count: Tensor) -> Tensor:
-    """Return the sum over each group, [G] float64."""
+    """Return the sum over each of G groups, [G] float64. `group` [S] is the group's index, `count` [G] its size."""
     return torch.zeros(count.shape, dtype=torch.float64, device=values.device).index_add_(0, group, values.double())

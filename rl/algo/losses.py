@@ -28,9 +28,7 @@ def clipped_ratio(
     dual_clip: float = 0.0,
 ) -> PolicyLoss:
     """Return PPO's clipped loss (arXiv 1707.06347), with separate bounds below and above (DAPO, arXiv 2503.14476).
-
-    A `dual_clip` c > 1 bounds the ratio by c where the advantage is negative (arXiv 1912.09729). All tensors are [T].
-    """
+    A `dual_clip` c > 1 bounds the ratio by c where the advantage is negative (arXiv 1912.09729). Tensors are [T]."""
     assert dual_clip == 0 or dual_clip > 1, dual_clip
     return _pessimistic(new_logprobs - old_logprobs, advantages, clip_low, clip_high, dual_clip)
 
@@ -44,12 +42,9 @@ def sequence_ratio(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """Return the GSPO loss (arXiv 2507.18071) in the paper's GSPO-token form.
-
-    The ratio of a sequence is the geometric mean of its tokens' ratios. The gradient flows through each token's own
-    logprob. With "sequence" weights and one advantage per sequence, loss and gradient are those of GSPO. `lengths` is
-    [S], the other tensors are [T].
-    """
+    """Return the GSPO loss (arXiv 2507.18071) in the paper's GSPO-token form. The ratio of a sequence is the geometric
+    mean of its tokens' ratios. The gradient flows through each token's own logprob. With "sequence" weights and one
+    advantage per sequence, loss and gradient are those of GSPO. `lengths` is [S], the other tensors are [T]."""
     log_ratio_sums = sequence_sums((new_logprobs - old_logprobs).detach(), segment_ids, lengths)
     mean_log_ratio = (log_ratio_sums / lengths.clamp(min=1)).to(new_logprobs.dtype)
     log_ratio = mean_log_ratio[segment_ids] + new_logprobs - new_logprobs.detach()
@@ -60,9 +55,7 @@ def clipped_weight(
     new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> PolicyLoss:
     """Return the CISPO loss (arXiv 2506.13585): REINFORCE weighted by the clipped ratio. All tensors are [T].
-
-    Every token has a gradient, even where the ratio is clipped.
-    """
+    Every token has a gradient, even where the ratio is clipped."""
     ratio = torch.exp(new_logprobs.detach() - old_logprobs)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return PolicyLoss(loss=-weight * advantages * new_logprobs, clipped=weight != ratio)
@@ -70,10 +63,8 @@ def clipped_weight(
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """Return the critic's loss as in PPO2 (github.com/openai/baselines), and whether clipping removed the gradient.
-
     The loss is half of the larger squared error: that of the value, or that of the value clipped to within `clip` of
-    the old value. All tensors are [T].
-    """
+    the old value. All tensors are [T]."""
     error = (values - returns).square()
     clipped_error = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return torch.maximum(error, clipped_error) / 2, clipped_error > error

@@ -12,9 +12,7 @@ def sequence_sums(values: Tensor, segment_ids: Tensor, lengths: Tensor) -> Tenso
 
 def discounted_sums(values: Tensor, segment_ids: Tensor, factor: float) -> Tensor:
     """Compute y[t] = x[t] + factor * y[t + 1] within each sequence: values [T], segment_ids [T] -> [T] float64.
-
-    Each pass doubles the reach of a token, so the number of passes is log2 of the longest sequence.
-    """
+    Each pass doubles the reach of a token, so the number of passes is log2 of the longest sequence."""
     sums, reach = values.double(), 1
     while reach < sums.numel():
         is_same = segment_ids[reach:] == segment_ids[:-reach]
