@@ -10,25 +10,25 @@ math-verify alone accepts an anagram for a word, `12_5` for `12_6`, `n\%` for `n
 
 import logging
 import re
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rl.rewards.extract import boxed_answer, final_answer
 from rl.rewards.notation import TEXT, is_too_hard, key_of, letters_of, normalize, split_unit
 
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its time limits are off
 MAX_ANSWER = 2000  # characters; reference answers are far shorter
 PARSED = 1000  # characters that are parsed at the end of a response without a marked answer
 MAX_DEPTH = 4  # of nested answers, such as a list of tuples
 _SCALE = re.compile(r"\b(?:thousand|million|billion|hundred|dozen|squared|cubed|factorial)\b")
-
-_OPENED = {"(": ")", "[": "]", r"\{": r"\}"}
 _TOKEN = re.compile(
     r"\\begin|\\end|\\cup|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\\[{}]|\\[a-zA-Z]+|\\.|[()\[\]{},;]|\b(?:and|or)\b"
 )
 _JOINTS = re.compile(r",|;|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|and|or")
-
-
+_OPENING, _CLOSING = ("(", "[", "{", r"\{", r"\begin"), (")", "]", "}", r"\}", r"\end")
+_BRACKETS = re.compile(r"([(\[])(.*)([)\]])|(\\\{)(.*)(\\\})", re.DOTALL)
 _VARIABLE = r"(?:[a-zA-Z]|\\[a-z]+)(?: ?\( ?[a-zA-Z] ?\))?"
 _MEMBER = re.compile(rf"{_VARIABLE} ?\\in ?(?![a-zA-Z])")
 _BUILDER = re.compile(rf"\\\{{ ?({_VARIABLE}) ?(?:\\in ?\(-\\infty,\\infty\) ?)?(?:\\mid|\||:) ?(.*)\\\}}")
@@ -43,14 +43,11 @@ _SIMPLE = re.compile(
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _SHORT_UNIT = re.compile(r"(.*[\d}]) ?[mgshl]")
 _ASKS_FOR_PERCENT = re.compile(
-    r"\b(?:what|which|nearest|as an?|find the|determine the|compute the|how many)\b[^.?!]{0,60}\bpercent",
-    re.IGNORECASE,
+    r"(?i)\b(?:what|which|nearest|as an?|find the|determine the|compute the|how many)\b[^.?!]{0,60}\bpercent"
 )
 
 
 class Shape(NamedTuple):
-    """The structure of an answer: its kind and its elements."""
-
     kind: str  # scalar, list, union, matrix, determinant, or the two brackets
     elements: list[str]
     columns: int = 0
@@ -81,7 +78,7 @@ def reference(text: str) -> str:
 
 def same_answers(gold: str, answer: str, is_percent_optional: bool = False) -> bool:
     """Return whether two final answers are the same."""
-    return _same(normalize(gold), normalize(answer), is_percent_optional, 0)
+    return _same(normalize(gold), normalize(answer), 0, is_percent_optional)
 
 
 def text_of(response: str) -> str | None:
@@ -95,7 +92,7 @@ def text_of(response: str) -> str | None:
     return _canonical(normalize(got), 0) or None
 
 
-def _same(gold: str, answer: str, is_percent_optional: bool, depth: int) -> bool:
+def _same(gold: str, answer: str, depth: int, is_percent_optional: bool = False) -> bool:
     if not gold or not answer or depth > MAX_DEPTH:
         return False
     gold_key, key = key_of(gold), key_of(answer)
@@ -103,23 +100,18 @@ def _same(gold: str, answer: str, is_percent_optional: bool, depth: int) -> bool
         return _same_keys(gold, answer, gold_key, key)
     if gold.replace(" ", "") == answer.replace(" ", ""):
         return True
-    if (percents := (gold.endswith(r"\%"), answer.endswith(r"\%"))) != (False, False):
-        return _same_percents(gold, answer, percents, is_percent_optional, depth)
+    if gold.endswith(r"\%") or answer.endswith(r"\%"):
+        return _same_percents(gold, answer, depth, is_percent_optional)
     if set(_SCALE.findall(gold)) != set(_SCALE.findall(answer)):
         return False
     (gold, gold_unit), (answer, unit) = split_unit(gold), split_unit(answer)
     if gold_unit and unit and gold_unit != unit:
         return False
     gold, answer = _unwrap(gold), _unwrap(answer)
-    relations = bool(_RELATION.search(gold)), bool(_RELATION.search(answer))
-    if any(relations):
-        intervals = _as_interval(gold), _as_interval(answer)
-        if all(intervals) and (relations != (True, True) or intervals[0][0] == intervals[1][0]):  # type: ignore[index]
-            gold, answer = intervals[0][1], intervals[1][1]  # type: ignore[index]
-    shapes = _shape(gold), _shape(answer)
-    if {shape.kind for shape in shapes} != {"scalar"}:
-        return _same_shapes(gold, answer, *shapes, depth=depth)
-    return _same_scalars(gold, answer, depth)
+    (variable, interval), (other, other_interval) = _as_interval(gold), _as_interval(answer)
+    if interval and other_interval and (not variable or not other or variable == other):
+        gold, answer = interval, other_interval
+    return _same_shapes(gold, answer, _shape(gold), _shape(answer), depth)
 
 
 def _same_keys(gold: str, answer: str, gold_key: str | None, key: str | None) -> bool:
@@ -127,26 +119,22 @@ def _same_keys(gold: str, answer: str, gold_key: str | None, key: str | None) ->
         is_list = ", " in gold_key, ", " in key
         return gold_key == key or (is_list[0] != is_list[1] and letters_of(gold) == letters_of(answer))
     known, other = (gold_key, answer) if gold_key is not None else (key, gold)
-    assert known is not None
-    if " in base " in known:
-        return False
     # A letter may be written like a variable, and a time without spaces.
     return known == letters_of(other) and "\\" not in TEXT.sub("", other)
 
 
-def _same_percents(gold: str, answer: str, percents: tuple[bool, bool], is_percent_optional: bool, depth: int) -> bool:
+def _same_percents(gold: str, answer: str, depth: int, is_percent_optional: bool) -> bool:
     wanted, got = (text.removesuffix(r"\%").strip() for text in (gold, answer))
-    if all(percents):
-        return _same(wanted, got, False, depth + 1)
-    if is_percent_optional and _same(wanted, got, False, depth + 1):
+    is_percent = wanted != gold.strip(), got != answer.strip()
+    if all(is_percent):
+        return _same(wanted, got, depth + 1)
+    if is_percent_optional and _same(wanted, got, depth + 1):
         return True
-    scaled = [
-        rf"\frac{{{value}}}{{100}}" if is_percent else value for value, is_percent in zip((wanted, got), percents)
-    ]
     sides = [side.strip() for side in re.split(r"=|\\approx", gold)]
     if len(sides) > 1:
-        return any(_same(normalize(side), answer, is_percent_optional, depth + 1) for side in sides)
-    return _is_equal(scaled[0], scaled[1])
+        return any(_same(normalize(side), answer, depth + 1, is_percent_optional) for side in sides)
+    wanted, got = (rf"\frac{{{value}}}{{100}}" if is_one else value for value, is_one in zip((wanted, got), is_percent))
+    return _is_equal(wanted, got)
 
 
 def _unwrap(text: str) -> str:
@@ -156,70 +144,63 @@ def _unwrap(text: str) -> str:
     return _MEMBER.sub("", text, count=1) if _MEMBER.match(text) else text
 
 
-def _as_interval(text: str) -> tuple[str, str] | None:
-    """Return the variable and the interval or union of an inequality, or None. Other texts stay unchanged."""
+def _as_interval(text: str) -> tuple[str, str]:
+    """Return the variable and the interval or union of an inequality. Both are empty if it cannot be written as one.
+    A text without an inequality has no variable and stays unchanged."""
     if not _RELATION.search(text):
         return "", text
-    parts = []
-    variables = set()
     pieces = _split(text)
-    for piece in pieces:
-        if piece == r"\cup" or _JOINTS.fullmatch(piece):
-            continue
-        sides = [side.strip() for side in _RELATION.split(piece)]
-        found = _one_interval(sides)
-        if found is None:
-            return None
-        variables.add(found[0])
-        parts.append(found[1])
-    if len(variables) != 1:
-        return None
-    if any("and" in piece for piece in pieces if _JOINTS.fullmatch(piece)):  # the intersection of two half-lines
-        if len(parts) != 2:
-            return None
-        upper, lower = sorted(parts, key=lambda part: not part.startswith(r"(-\infty,"))
-        if not upper.startswith(r"(-\infty,") or not lower.endswith(r",\infty)"):
-            return None
-        parts = [lower.removesuffix(r"\infty)") + upper.removeprefix(r"(-\infty,")]
-    return variables.pop(), r" \cup ".join(parts)
+    joints = {piece for piece in pieces if piece == r"\cup" or _JOINTS.fullmatch(piece)}
+    found = [_one_interval(piece) for piece in pieces if piece not in joints]
+    variable, parts = found[0][0], [part for _, part in found]
+    if not variable or any(other != variable for other, _ in found):
+        return "", ""
+    if any("and" in joint for joint in joints):  # the intersection of two half-lines
+        parts.sort(key=lambda part: not part.startswith(r"(-\infty,"))
+        match = re.fullmatch(r"\(-\\infty,(.*)\n(.*),\\infty\)", "\n".join(parts))
+        if match is None:
+            return "", ""
+        parts = [f"{match[2]},{match[1]}"]
+    return variable, r" \cup ".join(parts)
 
 
-def _one_interval(sides: list[str]) -> tuple[str, str] | None:
+def _one_interval(inequality: str) -> tuple[str, str]:
+    """Return the variable and the interval of `x < b`, `a > x` or `a < x < b`. Both are empty for anything else."""
     turned = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
+    sides = [side.strip() for side in _RELATION.split(inequality)]
     if len(sides) == 5:
         start, first, variable, second, end = sides
-        if first in (">", r"\ge") and second in (">", r"\ge"):
+        if first in (">", r"\ge"):
             start, first, second, end = end, turned[second], turned[first], start
-        if first not in ("<", r"\le") or second not in ("<", r"\le") or not re.fullmatch(_VARIABLE, variable):
-            return None
-        return variable, f"{'(' if first == '<' else '['}{start},{end}{')' if second == '<' else ']'}"
-    if len(sides) != 3:
-        return None
-    variable, relation, bound = sides
-    if not re.fullmatch(_VARIABLE, variable) or variable in (r"\infty", r"\pi"):
-        variable, relation, bound = bound, turned[relation], variable
-    if not re.fullmatch(_VARIABLE, variable) or not bound:
-        return None
-    return variable, {
-        "<": rf"(-\infty,{bound})",
-        ">": rf"({bound},\infty)",
-        r"\le": rf"(-\infty,{bound}]",
-        r"\ge": rf"[{bound},\infty)",
-        r"\ne": rf"(-\infty,{bound}) \cup ({bound},\infty)",
-    }[relation]
+        if {first, second} <= {"<", r"\le"} and re.fullmatch(_VARIABLE, variable):
+            return variable, f"{'(' if first == '<' else '['}{start},{end}{')' if second == '<' else ']'}"
+    if len(sides) == 3:
+        variable, relation, bound = sides
+        if not re.fullmatch(_VARIABLE, variable) or variable in (r"\infty", r"\pi"):
+            variable, relation, bound = bound, turned[relation], variable
+        if re.fullmatch(_VARIABLE, variable) and bound:
+            below, above = rf"(-\infty,{bound}", rf"{bound},\infty)"
+            return variable, {
+                **{"<": f"{below})", ">": f"({above}", r"\le": f"{below}]", r"\ge": f"[{above}"},
+                r"\ne": rf"{below}) \cup ({above}",
+            }[relation]
+    return "", ""
+
+
+def _tokens(text: str) -> Iterator[tuple[re.Match[str], int]]:
+    """Yield the brackets and words of a text, each with the number of brackets that are open after it."""
+    depth = 0
+    for match in _TOKEN.finditer(text):
+        depth += (match[0] in _OPENING) - (match[0] in _CLOSING)
+        yield match, depth
 
 
 def _split(text: str) -> list[str]:
     """Split at separators outside of all brackets. Return the pieces with the separators between them."""
-    pieces, depth, start = [], 0, 0
-    for match in _TOKEN.finditer(text):
-        token = match[0]
-        if token in ("(", "[", "{", r"\{", r"\begin"):
-            depth += 1
-        elif token in (")", "]", "}", r"\}", r"\end"):
-            depth -= 1
-        elif depth == 0 and (token == r"\cup" or _JOINTS.fullmatch(token)):
-            pieces += [text[start : match.start()].strip(), token]
+    pieces, start = [], 0
+    for match, depth in _tokens(text):
+        if depth == 0 and (match[0] == r"\cup" or _JOINTS.fullmatch(match[0])):
+            pieces += [text[start : match.start()].strip(), match[0]]
             start = match.end()
     pieces.append(text[start:].strip())
     return [piece for piece in pieces if piece]
@@ -229,37 +210,22 @@ def _shape(text: str) -> Shape:
     if match := _MATRIX.fullmatch(text):
         rows = [row.split("&") for row in match[2].strip().removesuffix(r"\\").split(r"\\")]
         if len({len(row) for row in rows}) == 1:
-            return Shape(
-                "determinant" if match[1] in ("vmatrix", "Vmatrix") else "matrix",
-                [entry.strip() for row in rows for entry in row],
-                len(rows[0]),
-            )
+            kind = "determinant" if match[1] in ("vmatrix", "Vmatrix") else "matrix"
+            return Shape(kind, [entry.strip() for row in rows for entry in row], len(rows[0]))
     pieces = _split(text)
     if r"\cup" in pieces:
         return Shape("union", [piece for piece in pieces if piece != r"\cup"])
     elements = [piece for piece in pieces if not _JOINTS.fullmatch(piece)]
     if len(elements) > 1:
         return Shape("list", [each for element in elements for each in _plus_and_minus(element)])
-    for first in _OPENED:
-        for last in _OPENED.values():
-            is_pair = _OPENED[first] == last or r"\}" not in (last, _OPENED[first])
-            if is_pair and text.startswith(first) and text.endswith(last):
-                inside = [piece for piece in _split(text[len(first) : -len(last)]) if not _JOINTS.fullmatch(piece)]
-                if _is_enclosed(text) and (len(inside) > 1 or first == r"\{"):
-                    return Shape(first + last, [each for one in inside for each in _plus_and_minus(one)])
+    # A pair of brackets encloses all of the text if no bracket before the last one closes the first one.
+    if (match := _BRACKETS.fullmatch(text)) and all(depth for token, depth in _tokens(text) if token.end() < len(text)):
+        first, inside, last = (group for group in match.groups() if group is not None)
+        elements = [piece for piece in _split(inside) if not _JOINTS.fullmatch(piece)]
+        if len(elements) > 1 or first == r"\{":
+            return Shape(first + last, [each for element in elements for each in _plus_and_minus(element)])
     both = _plus_and_minus(text)
     return Shape("list", both) if len(both) > 1 else Shape("scalar", [text])
-
-
-def _is_enclosed(text: str) -> bool:
-    """Return whether the first bracket is closed at the end of the text."""
-    depth = 0
-    matches = [match for match in _TOKEN.finditer(text) if match[0] in ("(", "[", r"\{", ")", "]", r"\}")]
-    for match in matches:
-        depth += 1 if match[0] in ("(", "[", r"\{") else -1
-        if depth == 0:
-            return match.end() == len(text)
-    return False
 
 
 def _plus_and_minus(text: str) -> list[str]:
@@ -268,26 +234,17 @@ def _plus_and_minus(text: str) -> list[str]:
 
 
 def _same_shapes(gold: str, answer: str, wanted: Shape, got: Shape, depth: int) -> bool:
-    kinds = (wanted.kind, got.kind)
-    unordered = {"list", r"\{\}"}
-    if set(kinds) <= unordered:
+    kinds = {wanted.kind, got.kind}
+    if kinds == {"scalar"}:
+        return _same_scalars(gold, answer, depth)
+    if kinds <= {"list", r"\{\}"}:
         return _same_in_any_order(wanted.elements, got.elements, depth)
-    if kinds == ("union", "union"):
+    if kinds == {"union"}:
         return _same_in_any_order(wanted.elements, got.elements, depth) or _is_equal(gold, answer)
-    if kinds[0] == kinds[1] or set(kinds) == {"list", "()"}:
-        is_ordered = (len(wanted.elements), wanted.columns) == (len(got.elements), got.columns)
-        return is_ordered and all(
-            _same(each, other, False, depth + 1) for each, other in zip(wanted.elements, got.elements)
-        )
-    if "scalar" in kinds:
-        several = got if kinds[0] == "scalar" else wanted
-        if several.kind in unordered:
-            return len(several.elements) == 1 and _same(wanted.elements[0], got.elements[0], False, depth + 1)
-    if "determinant" in kinds:
-        return False
-    if "matrix" in kinds or "union" in kinds or "scalar" in kinds:
-        return _is_equal(gold, answer)
-    return False
+    if len(kinds) == 1 or kinds in ({"list", "()"}, {"list", "scalar"}, {r"\{\}", "scalar"}):
+        has_same_size = (len(wanted.elements), wanted.columns) == (len(got.elements), got.columns)
+        return has_same_size and all(_same(*pair, depth + 1) for pair in zip(wanted.elements, got.elements))
+    return "determinant" not in kinds and bool(kinds & {"matrix", "union", "scalar"}) and _is_equal(gold, answer)
 
 
 def _same_in_any_order(wanted: list[str], got: list[str], depth: int) -> bool:
@@ -295,7 +252,7 @@ def _same_in_any_order(wanted: list[str], got: list[str], depth: int) -> bool:
         return False
     left = list(got)
     for element in wanted:
-        match = next((other for other in left if _same(element, other, False, depth + 1)), None)
+        match = next((other for other in left if _same(element, other, depth + 1)), None)
         if match is None:
             return False
         left.remove(match)
@@ -308,14 +265,14 @@ def _same_scalars(gold: str, answer: str, depth: int) -> bool:
         wanted, got = ([side.strip() for side in text.split(r"\approx") if side.strip()] for text in (gold, answer))
         if len(got) > 2 or (len(got) == 2 and not _is_about(*got)):
             return False  # a list of guesses
-        return any(_same(normalize(one), normalize(two), False, depth + 1) for one in wanted for two in got)
+        return any(_same(normalize(one), normalize(two), depth + 1) for one in wanted for two in got)
     assigned = _ASSIGNED.fullmatch(gold)
     if "=" in answer and "=" not in gold:
-        return _same(gold, answer.rpartition("=")[2].strip(), False, depth + 1)
+        return _same(gold, answer.rpartition("=")[2].strip(), depth + 1)
     if assigned and "=" not in answer:
-        return _same(assigned[2].rpartition("=")[2].strip(), answer, False, depth + 1)
+        return _same(assigned[2].rpartition("=")[2].strip(), answer, depth + 1)
     if "=" in gold and "=" not in answer and not re.search("[a-zA-Z]", gold.replace(r"\frac", "")):
-        return any(_same(side.strip(), answer, False, depth + 1) for side in gold.split("="))
+        return any(_same(side.strip(), answer, depth + 1) for side in gold.split("="))
     return _is_equal(gold, answer)
 
 
@@ -347,8 +304,6 @@ def _simple(text: str) -> Fraction | None:
 
 def _is_equal(gold: str, answer: str) -> bool:
     """Compare with math-verify, but plain numbers here: its rounding to six decimals is too coarse for small ones."""
-    from math_verify import verify
-
     if _simple(gold) is not None and (match := _SHORT_UNIT.fullmatch(answer)):
         answer = match[1]  # after a number, `m` is a unit if the reference is a number, and else a variable
     numbers = _simple(gold), _simple(answer)
@@ -358,8 +313,13 @@ def _is_equal(gold: str, answer: str) -> bool:
         is_exact = "." not in gold + answer
         if is_exact or abs(numbers[0] - numbers[1]) > abs(numbers[0]) / 10_000:
             return False
-    wanted, got = _parse(gold), _parse(answer)
-    return bool(verify(list(wanted), list(got), timeout_seconds=None))
+    return _verify(_parse(gold), _parse(answer))
+
+
+def _verify(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
+    from math_verify import verify
+
+    return bool(verify(list(gold), list(answer), timeout_seconds=None))
 
 
 @lru_cache(maxsize=256)
@@ -368,7 +328,6 @@ def _parse(latex: str) -> tuple:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its time limit is off
     # Units are already removed, and math-verify would take the `c` of `a + b + c` for one.
     writing = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
     config = [LatexExtractionConfig(normalization_config=writing)]
@@ -380,15 +339,12 @@ def _parse(latex: str) -> tuple:
 def _parse_response(response: str) -> list:
     from math_verify import parse
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
     text = response[-PARSED:]
     return [] if is_too_hard(text) else parse(text.replace(r"\$", "$"), parsing_timeout=None)  # type: ignore[arg-type]
 
 
 def _is_same_unmarked(gold: str, response: str) -> bool:
     """Grade a response without a marked answer: its last line is the answer, or math-verify finds one."""
-    from math_verify import verify
-
     last = response.strip().rpartition("\n")[2][-MAX_ANSWER:].strip("* ")
     if is_too_hard(last):
         return False
@@ -397,7 +353,7 @@ def _is_same_unmarked(gold: str, response: str) -> bool:
     wanted = normalize(gold)
     if key_of(wanted) is not None or wanted.endswith(r"\%") or last.rstrip(" .").endswith("%"):
         return False
-    return bool(verify(list(_parse(split_unit(wanted)[0])), _parse_response(response), timeout_seconds=None))
+    return _verify(_parse(split_unit(wanted)[0]), _parse_response(response))
 
 
 def _canonical(text: str, depth: int) -> str:
@@ -408,8 +364,7 @@ def _canonical(text: str, depth: int) -> str:
     if text.endswith(r"\%"):
         return _canonical(text.removesuffix(r"\%").strip(), depth + 1) + "%"
     text = _unwrap(split_unit(text)[0])
-    if _RELATION.search(text) and (found := _as_interval(text)):
-        text = found[1]
+    text = _as_interval(text)[1] or text
     shape = _shape(text)
     if shape.kind != "scalar":
         elements = [_canonical(element, depth + 1) for element in shape.elements]

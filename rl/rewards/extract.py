@@ -13,8 +13,7 @@ WINDOW = 10_000  # characters at the end of a response that are searched for an 
 _BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(r"[\s$.,;]*(?:,|;|\band\b|\bor\b|\\text\s*\{\s*(?:and|or)\s*\})[\s$]*")
 _MATHEMATICS = re.compile(
-    r"(?<!\\)\$\$((?:\\.|[^$\\])+)\$\$|(?<!\\)\$((?:\\.|[^$\\])+)\$|\\\((.{1,2000}?)\\\)|\\\[(.{1,2000}?)\\\]",
-    re.DOTALL,
+    r"(?s)(?<!\\)\$\$((?:\\.|[^$\\])+)\$\$|(?<!\\)\$((?:\\.|[^$\\])+)\$|\\\((.{1,2000}?)\\\)|\\\[(.{1,2000}?)\\\]"
 )
 _BETWEEN_MATHEMATICS = re.compile(r"\s*(?:,?\s*and|,?\s*or|,)\s*")
 _ANNOUNCED = re.compile(r"(?i)\banswers?(?:\s+(?:is|are)\b\s*:?|\s*:)(?:\s*\*\*)?")
@@ -91,19 +90,17 @@ def final_answer(response: str) -> str | None:
     text = part[-WINDOW:]
     if marked := _LAST_LINE.search(text):
         return marked[1].strip()
-    announced = list(_ANNOUNCED.finditer(text))
-    if announced:
+    if announced := list(_ANNOUNCED.finditer(text)):
         tail = text[announced[-1].end() :]
         sentence = _END_OF_SENTENCE.split(tail, maxsplit=1)[0].strip()
-        run = _first_run(tail)
+        run = next(_runs(tail), None)
         if run is not None and tail.find(run[0]) <= 50:
             return ", ".join(run)
         if _SPOKEN.match(sentence):
             return None  # the answer is somewhere in this sentence
         if sentence and len(sentence) <= 200:
             return sentence
-    runs = list(_runs(text))
-    if runs:
+    if runs := list(_runs(text)):
         return ", ".join(runs[-1])
     return part.strip() if part != response and 0 < len(part.strip()) <= 200 else None
 
@@ -114,10 +111,6 @@ def answer_part(response: str) -> str:
     after = after if after.strip() else response
     tagged = _TAGGED.findall(after) if "<answer>" in after else []
     return tagged[-1] if tagged else after
-
-
-def _first_run(text: str) -> list[str] | None:
-    return next(_runs(text), None)
 
 
 def _runs(text: str) -> Iterator[list[str]]:

@@ -6,9 +6,8 @@ import math
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl.config.schema import ConfigError, RewardConfig, resolve_path
 from rl.rewards.functions import FUNCTIONS
@@ -17,8 +16,7 @@ from rl.rewards.worker import RewardFunction
 TAKEN = ("mean", "timeouts", "errors", "overlong", "certainty", "kl")  # reward/NAME is already a metric
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """One reward function of the weighted sum: its name, weight and options in the config."""
 
     spec: str  # a name, or file.py:function
@@ -82,7 +80,7 @@ def load(rule: dict[str, Any]) -> RewardFunction:
 def check_rewards(config: RewardConfig) -> None:
     """Raise ConfigError if a reward function cannot be imported or called."""
     for rule in read_rules(config):
-        load(asdict(rule))
+        load(rule._asdict())
 
 
 def _check_name(spec: str) -> str:
@@ -113,7 +111,9 @@ def _import(rule: Rule) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"reward.function: {path} cannot be imported: {_describe(error, path)}") from None
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        reason = f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
+        raise ConfigError(f"reward.function: {path} cannot be imported: {reason}") from None
     call = getattr(module, rule.name, None)
     if call is None or not callable(call):
         own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
@@ -121,11 +121,6 @@ def _import(rule: Rule) -> Callable[..., Any]:
             f"reward.function: {path} has no function {rule.name!r}; it has {', '.join(own) or 'none at all'}"
         )
     return call
-
-
-def _describe(error: BaseException, path: Path) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
 
 
 def _check_signature(rule: Rule, call: Callable[..., Any]) -> None:

@@ -52,10 +52,7 @@ def math(prompt: str, response: str, row: dict[str, Any]) -> float:
 
 
 def regex(prompt: str, response: str, row: dict[str, Any], pattern: str = "", whole: bool = False) -> float:
-    """Return 1 if the response contains the pattern, or with `whole` matches it fully.
-
-    The default pattern is the row's answer.
-    """
+    """Return 1 if the response contains the pattern (by default the answer), or with `whole` matches it fully."""
     search = re.fullmatch if whole else re.search
     return float(search(pattern or row["answer"], response.strip(), re.DOTALL) is not None)
 
@@ -64,9 +61,7 @@ def format(
     prompt: str, response: str, row: dict[str, Any], tags: Sequence[str] = ("think", "answer")
 ) -> dict[str, float]:
     """Return 1 if the response consists of one non-empty pair of each tag, in this order, and nothing else.
-
-    The chat template may have opened the first tag. The parts say which tags appear exactly once.
-    """
+    The chat template may have opened the first tag. The parts say which tags appear exactly once."""
     if isinstance(tags, str) or not tags or not all(isinstance(tag, str) and tag for tag in tags):
         raise ValueError(f"tags: got {tags!r}; it must be a list of names, such as [think, answer]")
     opened = f"<{tags[0]}>"

@@ -6,16 +6,15 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 END_S = 5.0  # maximum wait for the server to end
 PROGRAM = "import sys; sys.path.insert(0, sys.argv[3]); import rl.rewards.server as s; s.main(*map(int, sys.argv[1:3]))"
 
 
-@dataclass(frozen=True)
-class RewardServerProcess:
+class RewardServerProcess(NamedTuple):
     """The process of a reward server, and the rank's end of the connection to it."""
 
     process: subprocess.Popen[bytes]
@@ -29,7 +28,6 @@ class RewardServerProcess:
 
 
 def launch() -> RewardServerProcess:
-    """Start a server for this process."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(os.getpid()), str(ROOT)]
     with theirs:

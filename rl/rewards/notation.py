@@ -31,6 +31,7 @@ for _ in range(5):
     _INSIDE = rf"(?:\\.|[^{{}}\\]|\{{{_INSIDE}\}})*"
 _GROUP = re.compile(rf"\{{({_INSIDE})\}}")
 _MATH_FONT = re.compile(rf"\\(?:mathbf|boldsymbol|bold|bm|underline|emph|texttt)\s*\{{({_INSIDE})\}}")
+_PMATRIX = r"\\begin{pmatrix}\1\\end{pmatrix}"
 _REWRITES = [
     (re.compile(pattern), new)
     for pattern, new in (
@@ -42,10 +43,7 @@ _REWRITES = [
         (r"(?<!\\)\\[,;:> ]|~|\\phantom\s*(?:\{[^{}]*\}|[^\\{])", " "),
         (r"\\text\s*\{\s*(-?(?:\\?\$)?[\d.,]+)\s*\}", r"\1"),
         (r"\\text\s*\{\s*(-?(?:\\?\$)?[\d.,/]+)\s+([a-zA-Z][^{}]*)\}", r"\1 \\text{ \2}"),
-        (
-            r"[(\[]\s*\\begin\s*\{(?:array\}\s*\{[lcr|]*|matrix)\}(.*)\\end\s*\{(?:array|matrix)\}\s*[)\]]",
-            r"\\begin{pmatrix}\1\\end{pmatrix}",
-        ),
+        (r"[(\[]\s*\\begin\s*\{(?:array\}\s*\{[lcr|]*|matrix)\}(.*)\\end\s*\{(?:array|matrix)\}\s*[)\]]", _PMATRIX),
         (r"^\( ?[a-zA-Z](?: ?, ?[a-zA-Z])+ ?\) ?= ?(?=\()", ""),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 from rl.common.framing import Channel, pack
@@ -36,11 +35,8 @@ class RewardPool:
         fail: Callable[[BaseException], None],
     ):
         """`deliver` gets the key of a call and its result. `fail` gets the reason why no more results will come. Both
-        are called in a thread.
-
-        A result has a `status` (ok, error, timeout or crash), a `score`, its `parts` by name, the final `answer` of the
-        response, and a `text` that describes a failure.
-        """
+        are called in a thread. A result has a `status` (ok, error, timeout or crash), a `score`, its `parts` by name,
+        the final `answer` of the response, and a `text` that describes a failure."""
         self._deliver, self._fail = deliver, fail
         self._limit_s = config.timeout_s + SILENCE_S
         self._lock = threading.Lock()
@@ -50,7 +46,7 @@ class RewardPool:
         self._is_loaded: Future[bool] = Future()
         self._is_closing = False
         self._reported: set[str] = set()
-        rules = [asdict(rule) for rule in read_rules(config)]
+        rules = [rule._asdict() for rule in read_rules(config)]
         self._server = server
         self._send(b"", {"rules": rules, "timeout_s": config.timeout_s, "num_workers": num_workers})
         self._thread = threading.Thread(target=self._read, name="rewards", daemon=True)
@@ -66,10 +62,8 @@ class RewardPool:
             ) from None
 
     def submit(self, key: Hashable, prompt: str, response: str, row: dict[str, Any], answer_of: str = "") -> None:
-        """Start to score a response, and return at once. `deliver` gets the result.
-
-        `answer_of` names the function that also extracts the final answer of the response.
-        """
+        """Start to score a response, and return at once. `answer_of` names the function that also extracts its final
+        answer."""
         call = {"prompt": prompt, "response": response, "row": row, "answer_of": answer_of}
         with self._lock:
             self._num_calls += 1

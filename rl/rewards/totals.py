@@ -7,10 +7,7 @@ Totals = dict[str, list[float]]  # by metric: sum and count; a count of 0 marks 
 
 
 def total(samples: Iterable[Mapping[str, Any]]) -> Totals:
-    """Sum up results of the pool.
-
-    Calls that hung or crashed count as timeouts. Calls that raised or did not return numbers count as errors.
-    """
+    """Sum up results of the pool. Calls that hung or crashed count as timeouts, and those that raised as errors."""
     sums: Totals = {"reward/timeouts": [0.0, 0.0], "reward/errors": [0.0, 0.0]}
     for sample in samples:
         sums = add([sums, {f"reward/{name}": [value, 1.0] for name, value in sample["parts"].items()}])
@@ -31,5 +28,4 @@ def add(parts: Iterable[Totals]) -> Totals:
 
 
 def metrics_of(sums: Totals) -> dict[str, float]:
-    """Return the mean or sum of each metric."""
     return {name: value / count if count else value for name, (value, count) in sums.items()}

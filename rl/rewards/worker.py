@@ -12,8 +12,7 @@ import threading
 import traceback
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl.common.framing import FrameReader, pack
 from rl.rewards.process_tree import adopt_orphans
@@ -28,8 +27,7 @@ MAX_SCORE = 1e30  # a weighted sum of larger scores may not fit float32
 MAX_PARTS, MAX_NAME, MAX_TEXT, MAX_ANSWER = 64, 100, 500, 10_000
 
 
-@dataclass(frozen=True)
-class RewardFunction:
+class RewardFunction(NamedTuple):
     name: str
     weight: float
     call: Callable[..., Any]
@@ -126,7 +124,6 @@ def score(
 
 
 def failed(status: str, names: list[str], text: str) -> dict[str, Any]:
-    """Return the result of a call that failed."""
     return {"status": status, "score": 0.0, "parts": dict.fromkeys(names, 0.0), "answer": None, "text": text}
 
 

@@ -47,7 +47,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def loaded(function: Any, **options: Any) -> list:
-    return [load(vars(rule)) for rule in read_rules(RewardConfig(function=function, options=options))]
+    return [load(rule._asdict()) for rule in read_rules(RewardConfig(function=function, options=options))]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
