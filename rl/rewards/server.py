@@ -235,9 +235,9 @@ class Server:
         """End processes that removed workers left behind. They are children of this process now."""
         orphans = set(children_of(os.getpid())) - {worker.pid for worker in self._workers}
         for orphan in orphans:
-            end_tree(orphan)
             with suppress(ChildProcessError):
-                os.waitpid(orphan, os.WNOHANG)
+                if not os.waitpid(orphan, os.WNOHANG)[0]:
+                    end_tree(orphan)
         self._has_orphans = bool(orphans)
 
 
