@@ -7,14 +7,14 @@ python tools/config_reference.py --check    exit with 1 if the page is out of da
 import argparse
 import dataclasses
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rl.config.keys import default_of, keys_of  # noqa: E402
-from rl.config.schema import Config  # noqa: E402
+from rl.config.schema import Config, keys_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -39,11 +39,9 @@ def render() -> str:
         if dataclasses.is_dataclass(section.type):
             lines += ["| key | default | allowed | meaning |", "| --- | --- | --- | --- |"]
             for name, entry in keys_of(section.type, f"{section.name}."):
-                lines.append(
-                    f"| `{name}` | `{_yaml(default_of(entry))}` | {_allowed(entry)} | {entry.metadata['doc']} |"
-                )
+                lines.append(f"| `{name}` | `{_default(name)}` | {_allowed(entry)} | {entry.metadata['doc']} |")
         else:
-            lines.append(f"{section.metadata['doc']} Default: `{_yaml(default_of(section))}`.")
+            lines.append(f"{section.metadata['doc']} Default: `{_default(section.name)}`.")
         lines.append("")
     return "\n".join(lines)
 
@@ -51,14 +49,12 @@ def render() -> str:
 def _allowed(entry: dataclasses.Field[Any]) -> str:
     if entry.metadata["allowed"]:
         return entry.metadata["allowed"].text
-    choices = get_args(entry.type) if get_origin(entry.type) is Literal else ()
-    return ", ".join(f"`{choice}`" for choice in choices)
+    return ", ".join(f"`{choice}`" for choice in get_args(entry.type)) if get_origin(entry.type) is Literal else ""
 
 
-def _yaml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "''" if value == "" else str(value)
+def _default(name: str) -> str:
+    value = attrgetter(name)(Config())
+    return str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,11 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if not args.check:
         PAGE.write_text(render())
-        return 0
-    if PAGE.is_file() and PAGE.read_text() == render():
-        return 0
-    print(f"{PAGE.relative_to(ROOT)} does not match rl/config/schema.py; run python tools/config_reference.py")
-    return 1
+    elif not PAGE.is_file() or PAGE.read_text() != render():
+        print(f"{PAGE.relative_to(ROOT)} does not match rl/config/schema.py; run python tools/config_reference.py")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -4,22 +4,18 @@ Each key has a default, its documentation and, if needed, the values that it acc
 devices.
 """
 
-import dataclasses
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
-
-from rl.config.keys import BETWEEN_0_AND_1, NOT_NEGATIVE, POSITIVE, UP_TO_1, Allowed, key, matching
+from typing import Any, Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
 PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 PLACEMENT_SIZES = ("num_nodes", "num_gpus_per_node")
 DAY_S = 86_400.0
-
-BETA = Allowed("at least 0 and less than 1", lambda value: 0 <= value < 1)
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
 Correction = Literal["none", "token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided"]
@@ -30,13 +26,46 @@ class ConfigError(ValueError):
     """A mistake in the user's settings. The message says what was wrong, what is allowed and what to change."""
 
 
+class Allowed(NamedTuple):
+    """The values that a key accepts, as a text for people and as a predicate."""
+
+    text: str
+    accepts: Callable[[Any], object]
+
+
+POSITIVE = Allowed("greater than 0", lambda value: 0 < value < math.inf)
+POSITIVE_OR_INF = Allowed("greater than 0", lambda value: value > 0)
+NOT_NEGATIVE = Allowed("at least 0", lambda value: 0 <= value < math.inf)
+UP_TO_1 = Allowed("greater than 0 and at most 1", lambda value: 0 < value <= 1)
+BETWEEN_0_AND_1 = Allowed("greater than 0 and less than 1", lambda value: 0 < value < 1)
+BETA = Allowed("at least 0 and less than 1", lambda value: 0 <= value < 1)
+HUB_NAME = Allowed("ORG/NAME, NAME or empty", re.compile(r"([\w.-]+(/[\w.-]+)?)?", re.ASCII).fullmatch)
+
+
+def key(default: Any, doc: str, allowed: Allowed | None = None) -> Any:
+    """Return a dataclass field for a config key. A dict is copied into each instance."""
+    metadata = {"doc": doc, "allowed": allowed}
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def keys_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
+    """Yield the dotted name and the field of every key of a config class."""
+    for entry in fields(schema):
+        if is_dataclass(entry.type):
+            yield from keys_of(entry.type, f"{prefix}{entry.name}.")
+        else:
+            yield prefix + entry.name, entry
+
+
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = key("runs", "Directory that holds the run directories.")
     name: str = key(
         "",
         "Name of the run directory. Empty: the config file's name and the launch time.",
-        matching("[^/]*", "a directory name without '/' (run.dir is the path)"),
+        Allowed("a directory name without '/' (run.dir is the path)", lambda name: "/" not in name),
     )
     seed: int = key(0, "Seed of the prompt order and of every sample.")
 
@@ -125,9 +154,7 @@ class AlgoConfig:
         "Average over all tokens, average over sequences with equal weight, or divide by max_new_tokens (Dr.GRPO).",
     )
     clip_low: float = key(0.2, "Lower bound of the ratio: 1 - clip_low.", BETWEEN_0_AND_1)
-    clip_high: float = key(
-        0.2, "Upper bound of the ratio: 1 + clip_high.", Allowed("greater than 0", lambda value: value > 0)
-    )
+    clip_high: float = key(0.2, "Upper bound of the ratio: 1 + clip_high.", POSITIVE_OR_INF)
     dual_clip: float = key(
         0.0,
         "Upper bound of the ratio of tokens with a negative advantage, such as 3; 0: none.",
@@ -274,12 +301,10 @@ class CheckpointConfig:
     resume: str = key(
         "auto",
         "auto: resume from the run's newest checkpoint; never: set its checkpoints aside; PATH: fork another run.",
-        matching("(?s).+", "auto, never or a path"),
+        Allowed("auto, never or a path", bool),
     )
     hub_name: str = key(
-        "",
-        "Repository on the Hugging Face hub to which tools/merge_checkpoint.py --upload sends the model.",
-        matching(r"([\w.-]+(/[\w.-]+)?)?", "ORG/NAME, NAME or empty"),
+        "", "Repository on the Hugging Face hub to which tools/merge_checkpoint.py --upload sends the model.", HUB_NAME
     )
 
 
@@ -373,5 +398,5 @@ def with_debugger_timeouts(config: Config) -> Config:
     """Return the config with timeouts of a day if a debugger may stop a rank."""
     if not (config.debug.breakpoints or config.debug.post_mortem):
         return config
-    world = dataclasses.replace(config.world, transfer_timeout_s=DAY_S)
-    return dataclasses.replace(config, world=world, sync=dataclasses.replace(config.sync, join_timeout_s=DAY_S))
+    world = replace(config.world, transfer_timeout_s=DAY_S)
+    return replace(config, world=world, sync=replace(config.sync, join_timeout_s=DAY_S))

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.config.keys import keys_of
 from rl.config.load import load_config
-from rl.config.schema import DEFAULT_CONFIG, ROOT, Config, ConfigError, DataConfig
+from rl.config.schema import DEFAULT_CONFIG, ROOT, Config, ConfigError, DataConfig, keys_of
 
 Write = Callable[[str], Path]
 
