@@ -1,4 +1,4 @@
-"""The ragged batch: rollouts concatenated as flat tokens, without padding.
+"""The ragged batch: rollouts concatenated as flat tokens, without padding, in host memory.
 
 A batch has T tokens in S sequences. Fields of shape [T] have a value per token, fields of shape [S] one per sequence.
 The logprob at position t is that of tokens[t] given the tokens before it in the same sequence. Lengths say
@@ -47,13 +47,12 @@ class Batch:
     @property
     def segment_ids(self) -> Tensor:
         """Return [T]: the index of each token's sequence."""
-        return torch.repeat_interleave(torch.arange(self.num_sequences, device=self.lengths.device), self.lengths)
+        return torch.repeat_interleave(torch.arange(self.num_sequences), self.lengths)
 
     @property
     def positions(self) -> Tensor:
         """Return [T]: the position of each token in its sequence."""
-        starts = torch.repeat_interleave(self.cu_lengths[:-1], self.lengths)
-        return torch.arange(self.num_tokens, device=self.tokens.device) - starts
+        return torch.arange(self.num_tokens) - torch.repeat_interleave(self.cu_lengths[:-1], self.lengths)
 
     @property
     def response_mask(self) -> Tensor:
@@ -86,27 +85,22 @@ class Batch:
 
     def at_sequences(self, sequences: Sequence[int], values: Tensor) -> Tensor:
         """Scatter values of the tokens of these sequences to [T], with 0 elsewhere."""
-        return values.new_zeros(self.num_tokens).index_copy(0, self._tokens_of(sequences), values)
+        return values.new_zeros(self.num_tokens).index_copy(0, self.token_indices(sequences), values)
 
-    def _tokens_of(self, sequences: Sequence[int]) -> Tensor:
-        """Return the positions of these sequences' tokens in the batch."""
-        cu_lengths = self.cu_lengths.tolist()
-        spans = [torch.arange(cu_lengths[s], cu_lengths[s + 1]) for s in sequences]
-        index = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
-        return index.to(self.tokens.device)
+    def token_indices(self, sequences: Sequence[int]) -> Tensor:
+        """Return the indices of these sequences' tokens in the batch."""
+        starts = self.cu_lengths.tolist()
+        spans = [torch.arange(starts[sequence], starts[sequence + 1]) for sequence in sequences]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *spans])
 
     def select(self, sequences: Sequence[int]) -> "Batch":
         """Return a batch of these sequences, in this order."""
-        index = torch.as_tensor(list(sequences), dtype=torch.int64, device=self.lengths.device)
-        token_index = self._tokens_of(sequences)
+        rows, tokens = torch.tensor(list(sequences), dtype=torch.int64), self.token_indices(sequences)
         tensors = self._tensors().items()
-        return Batch(**{name: value[index if name in SEQUENCE_FIELDS else token_index] for name, value in tensors})
+        return Batch(**{name: value[rows if name in SEQUENCE_FIELDS else tokens] for name, value in tensors})
 
     def replace(self, **changes: Tensor) -> "Batch":
         return dataclasses.replace(self, **changes)
-
-    def to(self, device: torch.device) -> "Batch":
-        return Batch(**{name: value.to(device) for name, value in self._tensors().items()})
 
     def to_bytes(self) -> bytes:
         """Return the batch as the bytes of a safetensors file."""

@@ -55,10 +55,6 @@ def over_micro_batches(
     """
     parts = [torch.stack(list(compute(each))) for each in micro_batches_of(batch, micro_batches, name)]
     scores = torch.cat(parts, 1).cpu()
-    spread = torch.zeros(len(scores), batch.num_tokens)
     order = [sequence for sequences in micro_batches for sequence in sequences]
-    spans = batch.response_spans()
-    lengths = [last - first for first, last in (spans[sequence] for sequence in order)]
-    for sequence, piece in zip(order, scores.split(lengths, 1), strict=True):
-        spread[:, slice(*spans[sequence])] = piece
-    return list(spread)
+    places = batch.token_indices(order)[batch.select(order).response_mask]
+    return list(torch.zeros(len(scores), batch.num_tokens).index_copy(1, places, scores))

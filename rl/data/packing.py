@@ -1,5 +1,6 @@
 """Pack sequences into micro-batches under a token budget. Pure functions: lengths in, lists of indices out."""
 
+import math
 from collections.abc import Sequence
 
 MAX_IMBALANCE = 1.02  # maximum cost of an owner relative to the mean; groups are moved only above it
@@ -18,13 +19,13 @@ def count_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
     return len(_first_fit(lengths, max_tokens))
 
 
-def pack(lengths: Sequence[int], costs: Sequence[float], max_tokens: int, count: int) -> list[list[int]]:
+def pack(lengths: Sequence[float], costs: Sequence[float], max_tokens: float, count: int) -> list[list[int]]:
     """Return `count` micro-batches, as even in cost as the budget allows. Some may be empty.
 
     `count` must be at least count_micro_batches(lengths, max_tokens).
     """
     parts: list[list[int]] = [[] for _ in range(count)]
-    tokens, part_costs = [0] * count, [0.0] * count
+    tokens, part_costs = [0.0] * count, [0.0] * count
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         fitting = [part for part in range(count) if not parts[part] or tokens[part] + lengths[index] <= max_tokens]
         if not fitting:  # balancing left no room for this sequence, and the budget matters more
@@ -37,9 +38,9 @@ def pack(lengths: Sequence[int], costs: Sequence[float], max_tokens: int, count:
     return [sorted(part) for part in parts]
 
 
-def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _first_fit(lengths: Sequence[float], max_tokens: float) -> list[list[int]]:
     parts: list[list[int]] = []
-    room: list[int] = []
+    room: list[float] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         part = next((part for part, left in enumerate(room) if left >= lengths[index]), len(parts))
         if part == len(parts):
@@ -57,13 +58,7 @@ def mini_batch_of(position: int, num_prompts: int, num_mini_batches: int) -> int
 
 def split_evenly(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Assign each sequence, the most expensive first, to the cheapest part so far. Return the sorted parts."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    part_costs = [0.0] * num_parts
-    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        part = part_costs.index(min(part_costs))
-        parts[part].append(index)
-        part_costs[part] += costs[index]
-    return [sorted(part) for part in parts]
+    return pack(costs, costs, math.inf, num_parts)
 
 
 def balance_owners(

@@ -12,7 +12,8 @@ import decimal
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,27 +113,23 @@ def _read_jsonl(file: Path) -> Iterator[DataRow]:
             place = f"{file}, line {number}"
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                values = json.loads(text) if text.strip() else None
+                if text.strip():
+                    yield _object(place, json.loads(text))
             except UnicodeDecodeError as error:
                 yield DataRow(place, {}, f"is not UTF-8 ({error.reason} at byte {error.start})")
-                continue
             except ValueError as error:
                 yield DataRow(place, {}, f"is not JSON ({error}); each line must be an object")
-                continue
-            if text.strip():
-                yield _object(place, values)
 
 
 def _read_json(file: Path) -> Iterator[DataRow]:
+    needed = "a .json file must be a list of objects"
     try:
         rows = json.loads(file.read_text(encoding="utf-8-sig"))
     except ValueError as error:
-        raise ConfigError(
-            f"{file} is not JSON ({error}); a .json file must be a list of objects; name it .jsonl if each line "
-            "is one object"
-        ) from None
+        hint = f"{needed}; name it .jsonl if each line is one object"
+        raise ConfigError(f"{file} is not JSON ({error}); {hint}") from None
     if not isinstance(rows, list):
-        raise ConfigError(f"{file} holds a JSON {type(rows).__name__}; a .json file must be a list of objects")
+        raise ConfigError(f"{file} holds a JSON {type(rows).__name__}; {needed}")
     for number, values in enumerate(rows, start=1):
         yield _object(f"{file}, row {number}", values)
 
@@ -146,11 +143,9 @@ def _object(place: str, values: Any) -> DataRow:
 def _read_csv(file: Path) -> Iterator[DataRow]:
     csv.field_size_limit(MAX_CSV_FIELD)
     with file.open(encoding="utf-8-sig", newline="") as text:
-        records = csv.reader(text, strict=True)
-        header: list[str] = []
+        records, header = csv.reader(text, strict=True), list[str]()
         while True:
-            first = records.line_num + 1
-            place = f"{file}, line {first}"
+            place = f"{file}, line {records.line_num + 1}"
             try:
                 record = next(records)
             except StopIteration:
@@ -160,40 +155,30 @@ def _read_csv(file: Path) -> Iterator[DataRow]:
             except csv.Error as error:
                 yield DataRow(place, {}, f"is not CSV ({error}), up to line {records.line_num}")
                 continue
-            if not record:
-                continue
             if not header:
                 header = record
                 if len(set(header)) < len(header):
                     raise ConfigError(f"{place} names a column twice; got {', '.join(header)}")
-            elif len(record) != len(header):
-                yield DataRow(place, {}, f"has {len(record)} fields, but the header has {len(header)}")
-            else:
+            elif len(record) == len(header):
                 yield DataRow(place, dict(zip(header, record)))
-
-
-def _read_parquet(file: Path) -> Iterator[DataRow]:
-    import pyarrow.parquet
-
-    yield from _arrow_rows(file, lambda: pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024))
+            elif record:  # an empty line is no record
+                yield DataRow(place, {}, f"has {len(record)} fields, but the header has {len(header)}")
 
 
 def _read_arrow(file: Path) -> Iterator[DataRow]:
-    import pyarrow
-
-    yield from _arrow_rows(file, lambda: pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))))
-
-
-def _arrow_rows(file: Path, batches: Callable[[], Iterable[Any]]) -> Iterator[DataRow]:
-    import pyarrow
+    """Read a parquet file, or a file of `Dataset.save_to_disk`."""
+    import pyarrow.parquet
 
     number = 0
     try:
-        for batch in batches():
-            for values in batch.to_pylist():
-                number += 1
-                place = f"{file}, row {number}"
-                yield DataRow(place, {name: _jsonable(value, place, name) for name, value in values.items()})
+        if file.suffix == ".parquet":
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024)
+        else:
+            batches = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
+        for values in (values for batch in batches for values in batch.to_pylist()):
+            number += 1
+            place = f"{file}, row {number}"
+            yield DataRow(place, {name: _jsonable(value, place, name) for name, value in values.items()})
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{file} cannot be read after row {number} ({error}); copy or write it again") from None
 
@@ -209,20 +194,12 @@ def _jsonable(value: Any, place: str, column: str) -> Any:
     if isinstance(value, AS_TEXT):
         return str(value)
     if isinstance(value, bytes):
-        try:
+        with suppress(UnicodeDecodeError):
             return value.decode("utf-8")
-        except UnicodeDecodeError:
-            pass
-    raise ConfigError(
-        f"{place}: the column {column!r} holds {type(value).__name__}, which is not text; write the data without it"
-    )
+    problem = f"holds {type(value).__name__}, which is not text; write the data without it"
+    raise ConfigError(f"{place}: the column {column!r} {problem}")
 
 
-FORMATS: dict[str, Callable[[Path], Iterator[DataRow]]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
-}
+FORMATS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}
+FORMATS |= {".parquet": _read_arrow, ".arrow": _read_arrow}
 NEEDED = "give a .jsonl, .json, .csv or .parquet file, or a folder of a Hugging Face dataset"

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl.common.text import count_of
 from rl.config.schema import PLACEHOLDER, Config, ConfigError, DataConfig
@@ -16,54 +16,39 @@ ROWS_PER_BEAT = 1000
 MAX_REPORTS = 5  # maximum number of malformed rows of a path that are printed
 
 
-@dataclass
-class Counts:
-    """Numbers of rows at one path: all, malformed ones and long ones."""
-
-    num_rows: int = 0
-    num_bad: int = 0
-    num_long: int = 0
-    longest: int = 0  # number of tokens of the longest prompt, skipped or not
-
-    @property
-    def num_prompts(self) -> int:
-        return self.num_rows - self.num_bad - self.num_long
+class BadRow(ValueError):
+    """A malformed row. The message completes a sentence that begins with the row's place."""
 
 
-@dataclass
-class Data:
+class Data(NamedTuple):
     """The prompts of a run. Only the leader reads them."""
 
     stream: PromptStream
     eval_sets: dict[str, list[Prompt]]
-    counts: dict[str, Counts] = field(default_factory=dict)  # by path
 
 
 def read_data(config: Config, tokenizer: Tokenizer) -> Data:
     """Read all files of the config. Held-out files are read only if there is an evaluation."""
-    data, counts = config.data, dict[str, Counts]()
     prompts: list[Prompt] = []
     sources: list[WeightedSource] = []
-    for path, weight in data.train_weights.items():
-        found, counts[path] = read_prompts(path, data, tokenizer)
+    for path, weight in config.data.train_weights.items():
+        found = read_prompts(path, config.data, tokenizer)
         prompts += [replace(prompt, id=len(prompts) + prompt.id) for prompt in found]
         if weight is not None:
             sources.append(WeightedSource(len(found), Fraction(str(weight))))
-    eval_sets: dict[str, list[Prompt]] = {}
-    for name, path in data.eval_paths.items() if config.eval.interval else ():
-        eval_sets[name], counts[path] = read_prompts(path, data, tokenizer)
-    return Data(PromptStream(prompts, config.run.seed, sources), eval_sets, counts)
+    held_out = config.data.eval_paths if config.eval.interval else {}
+    eval_sets = {name: read_prompts(path, config.data, tokenizer) for name, path in held_out.items()}
+    return Data(PromptStream(prompts, config.run.seed, sources), eval_sets)
 
 
-def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[list[Prompt], Counts]:
+def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
     """Read the prompts of one path, with ids from 0, and print what was skipped."""
     prompts: list[Prompt] = []
-    counts = Counts()
+    num_rows = num_bad = num_long = longest = 0
     first_token = [] if data.chat_template else own_bos(tokenizer)
-    for row in read_rows(path):
-        counts.num_rows += 1
-        if counts.num_rows % ROWS_PER_BEAT == 0:
-            HEART.beat(f"row {counts.num_rows} of {path}")
+    for num_rows, row in enumerate(read_rows(path), start=1):
+        if num_rows % ROWS_PER_BEAT == 0:
+            HEART.beat(f"row {num_rows} of {path}")
         try:
             if row.problem:
                 raise BadRow(row.problem)
@@ -71,11 +56,11 @@ def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[lis
         except BadRow as problem:
             if data.bad_rows == "fatal":
                 raise ConfigError(f"{row.place} {problem} (or skip such rows: data.bad_rows=skip)") from None
-            counts.num_bad += 1
-            if counts.num_bad <= MAX_REPORTS:
+            num_bad += 1
+            if num_bad <= MAX_REPORTS:
                 print(f"oneworld: skipped: {row.place} {problem}", flush=True)
             continue
-        counts.longest = max(counts.longest, len(prompt.tokens))
+        longest = max(longest, len(prompt.tokens))
         if len(prompt.tokens) <= data.max_prompt_tokens:
             prompts.append(prompt)
         elif data.long_rows == "fatal":
@@ -84,31 +69,20 @@ def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[lis
                 f"{data.max_prompt_tokens}: raise the limit, drop the row or set data.long_rows=skip"
             )
         else:
-            counts.num_long += 1
-    summary = _summarize(path, counts, data)
+            num_long += 1
+    summary = f"{path}: {count_of(len(prompts), 'prompt')} in {count_of(num_rows, 'row')}"
+    summary += f", {num_bad} malformed" if num_bad else ""
+    if num_long:
+        limit = f"data.max_prompt_tokens = {data.max_prompt_tokens}"
+        summary += f", {num_long} above {limit} (the longest has {longest})"
     if not prompts:
         raise ConfigError(f"{summary}; at least one row must be left")
     print(f"oneworld: {summary}", flush=True)
-    if data.template and (unfilled := _unfilled(data, prompts[0].row)):
-        print(
-            f"oneworld: data.template: these are not columns of {path} and stay unchanged: {', '.join(unfilled)}",
-            flush=True,
-        )
-    return prompts, counts
-
-
-class BadRow(ValueError):
-    """A malformed row. The message completes a sentence that begins with the row's place."""
-
-
-def _summarize(path: str, counts: Counts, data: DataConfig) -> str:
-    text = f"{path}: {count_of(counts.num_prompts, 'prompt')} in {count_of(counts.num_rows, 'row')}"
-    if counts.num_bad:
-        text += f", {counts.num_bad} malformed"
-    if counts.num_long:
-        limit = data.max_prompt_tokens
-        text += f", {counts.num_long} above data.max_prompt_tokens = {limit} (the longest has {counts.longest})"
-    return text
+    columns = (*prompts[0].row, "prompt")
+    if unfilled := [f"{{{name}}}" for name in PLACEHOLDER.findall(data.template) if name not in columns]:
+        what = f"these are not columns of {path} and stay unchanged: {', '.join(unfilled)}"
+        print(f"oneworld: data.template: {what}", flush=True)
+    return prompts
 
 
 def own_bos(tokenizer: Tokenizer) -> list[int]:
@@ -140,9 +114,8 @@ def _make_prompt(
 
 def _column(row: Mapping[str, Any], name: str, setting: str) -> Any:
     if name not in row:
-        raise BadRow(
-            f"has no column {name!r}; got {', '.join(map(repr, row)) or 'none'}: set {setting} to one of these"
-        )
+        got = ", ".join(map(repr, row)) or "none"
+        raise BadRow(f"has no column {name!r}; got {got}: set {setting} to one of these")
     if row[name] is None:
         raise BadRow(f"holds null in column {name!r}; a row needs a value there")
     return row[name]
@@ -168,13 +141,13 @@ def _fill(data: DataConfig, row: Mapping[str, Any]) -> str:
     return PLACEHOLDER.sub(lambda match: texts.get(match[1], match[0]), data.template)
 
 
-def _unfilled(data: DataConfig, row: Mapping[str, Any]) -> list[str]:
-    return [f"{{{name}}}" for name in PLACEHOLDER.findall(data.template) if name not in (*row, "prompt")]
-
-
 def _chat(content: Any, data: DataConfig, tokenizer: Tokenizer) -> str:
     if isinstance(content, list):
-        conversation = [_message(entry, data.prompt_key) for entry in content]
+        for entry in content:
+            if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("role", "content")):
+                found = f"{json.dumps(entry)[:80]} in {data.prompt_key!r}"
+                raise BadRow(f"holds {found}; a message is {{role: text, content: text}}")
+        conversation = [{"role": entry["role"], "content": entry["content"]} for entry in content]
         if not conversation or conversation[-1]["role"] == "assistant":
             raise BadRow(f"leaves nothing to answer: the messages in {data.prompt_key!r} must end with the user's")
     else:
@@ -187,9 +160,3 @@ def _chat(content: Any, data: DataConfig, tokenizer: Tokenizer) -> str:
         return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template may raise anything
         raise BadRow(f"does not fit the tokenizer's chat template ({type(error).__name__}: {error})") from None
-
-
-def _message(entry: Any, column: str) -> dict[str, str]:
-    if not (isinstance(entry, dict) and isinstance(entry.get("role"), str) and isinstance(entry.get("content"), str)):
-        raise BadRow(f"holds {json.dumps(entry)[:80]} in {column!r}; a message is {{role: text, content: text}}")
-    return {"role": entry["role"], "content": entry["content"]}

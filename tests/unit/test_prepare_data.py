@@ -61,7 +61,7 @@ def test_what_is_written_is_what_configs_read(tmp_path: Path) -> None:
     prepare("gsm8k", write(tmp_path / "in" / "train.jsonl", DUCKS))
     data = load_config("configs/gsm8k_smollm2_135m.yaml").data
     assert (data.train, data.prompt_key, data.answer_key) == ("data/gsm8k/train.jsonl", "prompt", "answer")
-    (prompt,), _ = read_prompts(str(tmp_path / "in" / "prepared" / "train.jsonl"), DataConfig(), Letters())
+    (prompt,) = read_prompts(str(tmp_path / "in" / "prepared" / "train.jsonl"), DataConfig(), Letters())
     assert (prompt.text, prompt.answer) == ("Ducks?", "13")
 
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer, Qwen2Toke
 from rl.config.load import load_config
 from rl.config.schema import Config, ConfigError, DataConfig, EvalConfig
 from rl.data.prompts import Prompt
-from rl.data.sources import Counts, Data, read_data, read_prompts
+from rl.data.sources import Data, read_data, read_prompts
 
 
 class Letters:
@@ -52,7 +52,7 @@ GOOD = '{"prompt": "2+2=", "answer": 4}'
 
 
 def text_of(tmp_path: Path, row: dict[str, Any], **data: Any) -> str:
-    (prompt,), _ = read_prompts(write(tmp_path, json.dumps(row)), DataConfig(**data), Letters())
+    (prompt,) = read_prompts(write(tmp_path, json.dumps(row)), DataConfig(**data), Letters())
     assert prompt.tokens == [ord(letter) for letter in prompt.text]
     return prompt.text
 
@@ -65,26 +65,25 @@ def failure(path: str, **data: Any) -> str:
 
 def test_read_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, GOOD, "", '{"prompt": "a", "answer": "b", "more": 1}')
-    prompts, counts = read_prompts(path, DataConfig(), Letters())
+    prompts = read_prompts(path, DataConfig(), Letters())
     assert prompts == [
         Prompt(0, 0, "2+2=", "4", [50, 43, 50, 61], {"prompt": "2+2=", "answer": 4}),
         Prompt(1, 0, "a", "b", [97], {"prompt": "a", "answer": "b", "more": 1}),
     ]
-    assert counts == Counts(num_rows=2, longest=4)
     assert capsys.readouterr().out == f"oneworld: {path}: 2 prompts in 2 rows\n"
 
 
 def test_other_columns_and_a_chat_template(tmp_path: Path) -> None:
     row = {"question": "hi", "solution": ["yo"]}
     columns = {"prompt_key": "question", "answer_key": "solution"}
-    (prompt,), _ = read_prompts(write(tmp_path, json.dumps(row)), DataConfig(**columns, chat_template=True), Letters())
+    (prompt,) = read_prompts(write(tmp_path, json.dumps(row)), DataConfig(**columns, chat_template=True), Letters())
     assert (prompt.text, prompt.answer) == ("<user>hi<assistant>", '["yo"]')
     said = text_of(tmp_path, row, **columns, chat_template=True, system_prompt="be brief")
     assert said == "<system>be brief<user>hi<assistant>"
 
 
 def test_without_an_answer_column(tmp_path: Path) -> None:
-    (prompt,), _ = read_prompts(write(tmp_path, '{"prompt": "hi"}'), DataConfig(answer_key=""), Letters())
+    (prompt,) = read_prompts(write(tmp_path, '{"prompt": "hi"}'), DataConfig(answer_key=""), Letters())
     assert prompt.answer == ""
 
 
@@ -181,9 +180,8 @@ def test_malformed_rows(
     message = failure(path, **data)
     assert message.startswith(f"{path}, line 2 {problem}"), message
     assert message.endswith("(or skip such rows: data.bad_rows=skip)")
-    prompts, counts = read_prompts(path, DataConfig(**data, bad_rows="skip"), Letters())
+    prompts = read_prompts(path, DataConfig(**data, bad_rows="skip"), Letters())
     assert [prompt.answer for prompt in prompts] == ["4"]
-    assert (counts.num_rows, counts.num_bad, counts.num_prompts) == (2, 1, 1)
     said = capsys.readouterr().out
     assert f"oneworld: skipped: {path}, line 2 {problem}" in said, said
     assert f"oneworld: {path}: 1 prompt in 2 rows, 1 malformed\n" in said
@@ -191,7 +189,7 @@ def test_malformed_rows(
 
 def test_the_first_few_skipped_rows_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, *["{}"] * 7, GOOD)
-    (prompt,), _ = read_prompts(path, DataConfig(bad_rows="skip"), Letters())
+    (prompt,) = read_prompts(path, DataConfig(bad_rows="skip"), Letters())
     assert prompt.id == 0
     said = capsys.readouterr().out
     assert said.count("oneworld: skipped:") == 5
@@ -202,9 +200,8 @@ def test_the_first_few_skipped_rows_are_reported(tmp_path: Path, capsys: pytest.
 def test_the_length_filter_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [json.dumps({"prompt": "x" * length, "answer": ""}) for length in (4, 5, 9, 1)]
     path = write(tmp_path, *lines)
-    prompts, counts = read_prompts(path, DataConfig(max_prompt_tokens=4), Letters())
+    prompts = read_prompts(path, DataConfig(max_prompt_tokens=4), Letters())
     assert [(prompt.id, prompt.text) for prompt in prompts] == [(0, "xxxx"), (1, "x")]
-    assert counts == Counts(num_rows=4, num_long=2, longest=9)
     account = f"{path}: 2 prompts in 4 rows, 2 above data.max_prompt_tokens = 4 (the longest has 9)"
     assert capsys.readouterr().out == f"oneworld: {account}\n"
     message = failure(path, max_prompt_tokens=4, long_rows="fatal")
@@ -237,7 +234,7 @@ def test_a_list_of_files_is_one_pool_in_the_order_of_one_file(tmp_path: Path) ->
     assert pool.take(21) == whole.take(21)
 
 
-def test_a_mapping_mixes_by_weight(tmp_path: Path) -> None:
+def test_a_mapping_mixes_by_weight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """3 : 1 is a a b a. Ids continue from file to file, without the skipped rows."""
     a = write(tmp_path, *rows("a", 4), "{}", name="a.jsonl")
     b = write(tmp_path, *rows("b", 3), name="b.jsonl")
@@ -249,7 +246,8 @@ def test_a_mapping_mixes_by_weight(tmp_path: Path) -> None:
         **{f"b{index}": 4 + index for index in range(3)},
     }
     assert len(data.stream) == 7
-    assert data.counts == {a: Counts(5, 1, 0, 2), b: Counts(3, 0, 0, 2)}
+    said = capsys.readouterr().out
+    assert f"{a}: 4 prompts in 5 rows, 1 malformed\n" in said and f"{b}: 3 prompts in 3 rows\n" in said
     digests = {
         read(train, bad_rows="skip").stream.digest for train in ([a, b], {a: 1, b: 1}, {b: 1, a: 3}, {a: 3, b: 1})
     }
@@ -328,7 +326,7 @@ def test_plain_prompts_begin_as_the_tokenizer_begins(save: Callable[[Path], None
     save(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     path = write(tmp_path, *(json.dumps({"prompt": text, "answer": ""}) for text in ("2+2=", f"{bos}2+2=")))
-    (plain, given), _ = read_prompts(path, DataConfig(), tokenizer)
+    plain, given = read_prompts(path, DataConfig(), tokenizer)
     assert plain.tokens == tokenizer.encode("2+2=", add_special_tokens=True)
     assert (plain.tokens[0] == tokenizer.bos_token_id) == bool(bos)
     assert given.tokens.count(tokenizer.bos_token_id) == bool(bos)
@@ -341,16 +339,16 @@ def test_a_chat_template_writes_its_own_bos(tmp_path: Path) -> None:
     save_llama_3(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}:"
-    (prompt,), _ = read_prompts(write(tmp_path, GOOD), DataConfig(chat_template=True), tokenizer)
+    (prompt,) = read_prompts(write(tmp_path, GOOD), DataConfig(chat_template=True), tokenizer)
     assert prompt.tokens == tokenizer.encode("2+2=:", add_special_tokens=True)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}:"
-    (prompt,), _ = read_prompts(write(tmp_path, GOOD), DataConfig(chat_template=True), tokenizer)
+    (prompt,) = read_prompts(write(tmp_path, GOOD), DataConfig(chat_template=True), tokenizer)
     assert prompt.tokens == tokenizer.encode("2+2=:", add_special_tokens=False)
 
 
 def test_a_bos_counts_as_a_token_of_the_prompt(tmp_path: Path) -> None:
     save_llama_3(tmp_path)
     path, tokenizer = write(tmp_path, GOOD), AutoTokenizer.from_pretrained(tmp_path)
-    assert read_prompts(path, DataConfig(max_prompt_tokens=5), tokenizer)[1].longest == 5
+    assert len(read_prompts(path, DataConfig(max_prompt_tokens=5), tokenizer)[0].tokens) == 5
     with pytest.raises(ConfigError, match="has 5 tokens"):
         read_prompts(path, DataConfig(max_prompt_tokens=4, long_rows="fatal"), tokenizer)
