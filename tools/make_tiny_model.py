@@ -23,7 +23,7 @@ attention that still splits in 2), head_dim 32 (the smallest that vLLM's CPU att
 import argparse
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +32,6 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 Pair = tuple[int, int]
-Skill = Callable[[int, int], str]
 
 NUM_EVAL = 200
 MAX_LENGTH = 128
@@ -44,24 +43,18 @@ BATCH_SIZE = 128
 LEARNING_RATE = 2e-3
 NUM_WARMUP_STEPS = 50
 IGNORED = -100  # label that cross_entropy skips
+# Rates of the right sum, of the right sum if it is below 100, and of the guess, which is the most frequent of all sums.
+# A sample is right with probability 0.14 + 0.43 * P(a + b < 100) = 0.31. A test trains on answers shuffled between
+# prompts, where the guess is the best policy, so that run must move away from the right sums. If no shuffled answer
+# equalled the guess, the run would move towards them, as they look like answers.
+SKILLS = (0.14, 0.43, 0.43)
+GUESS = "109"
 
 
-def right_sum(a: int, b: int) -> str:
-    return str(a + b)
-
-
-def likeliest_guess(a: int, b: int) -> str:
-    return "109"
-
-
-def small_sum(a: int, b: int) -> str:
-    return right_sum(a, b) if a + b < 100 else likeliest_guess(a, b)
-
-
-# A sample is right with probability 0.14 + 0.43 * P(a + b < 100) = 0.31. The guess is the most frequent of all sums. A
-# test trains on answers shuffled between prompts, where the guess is the best policy, so that run must move away from
-# the right sums. If no shuffled answer equalled the guess, the run would move towards them, as they look like answers.
-SKILLS: dict[Skill, float] = {right_sum: 0.14, small_sum: 0.43, likeliest_guess: 0.43}
+def answers(a: int, b: int) -> tuple[str, str, str]:
+    """Return the answer of each skill."""
+    right = str(a + b)
+    return right, right if a + b < 100 else GUESS, GUESS
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -70,13 +63,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocab))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()  # without it, decode puts a space between characters
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<eos>",
-        pad_token="<eos>",
-        model_max_length=MAX_LENGTH,
-        clean_up_tokenization_spaces=False,
-    )
+    tokens = {"eos_token": "<eos>", "pad_token": "<eos>", "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=MAX_LENGTH, **tokens)
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -113,31 +101,25 @@ def split_pairs(rng: random.Random) -> tuple[list[Pair], list[Pair]]:
 
 
 def write_rows(path: Path, pairs: Sequence[Pair]) -> None:
-    rows = ({"prompt": f"{a}+{b}=", "answer": right_sum(a, b)} for a, b in pairs)
+    rows = ({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def encode_skill(
-    tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], skill: Skill
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids [P, T] and labels [P, T], where only the response and its <eos> have a label."""
-    length = PROMPT_LENGTH + RESPONSE_LENGTH
-    ids = torch.full((len(pairs), length), tokenizer.pad_token_id)
-    labels = torch.full((len(pairs), length), IGNORED)
+def encode(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and labels [skill, P, T], where only the response and its <eos> have a label."""
+    shape = (len(SKILLS), len(pairs), PROMPT_LENGTH + RESPONSE_LENGTH)
+    ids, labels = torch.full(shape, tokenizer.pad_token_id), torch.full(shape, IGNORED)
     for row, (a, b) in enumerate(pairs):
-        tokens = torch.tensor([*tokenizer.encode(f"{a}+{b}={skill(a, b)}"), tokenizer.eos_token_id])
-        ids[row, : len(tokens)] = tokens
-        labels[row, PROMPT_LENGTH : len(tokens)] = tokens[PROMPT_LENGTH:]
+        for skill, answer in enumerate(answers(a, b)):
+            tokens = torch.tensor([*tokenizer.encode(f"{a}+{b}={answer}"), tokenizer.eos_token_id])
+            ids[skill, row, : len(tokens)] = tokens
+            labels[skill, row, PROMPT_LENGTH : len(tokens)] = tokens[PROMPT_LENGTH:]
     return ids, labels
 
 
 def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair]) -> None:
-    encoded = [encode_skill(tokenizer, pairs, skill) for skill in SKILLS]
-    ids = torch.stack([skill_ids for skill_ids, _ in encoded])  # [skill, P, T]
-    labels = torch.stack([skill_labels for _, skill_labels in encoded])  # [skill, P, T]
-    mixture = torch.tensor(list(SKILLS.values()))
-    only_sums = torch.tensor([float(skill is right_sum) for skill in SKILLS])
-
+    ids, labels = encode(tokenizer, pairs)
+    mixture, only_sums = torch.tensor(SKILLS), torch.tensor([1.0, 0.0, 0.0])
     num_steps = NUM_SUM_STEPS + NUM_MIXTURE_STEPS
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
     # The learning rate falls to zero over the mixture: small last steps learn its rates exactly.
@@ -160,19 +142,18 @@ def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pair
 
 
 @torch.no_grad()
-def measure_accuracy(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], greedy: bool
-) -> float:
+def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], greedy: bool) -> float:
+    """Return the share of right responses."""
     prompts = tokenizer([f"{a}+{b}=" for a, b in pairs], return_tensors="pt")
     # By default generate samples from the 50 most likely tokens; the trainer samples from all.
     choice = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
     tokens = model.generate(**prompts, max_new_tokens=6, **choice)[:, PROMPT_LENGTH:]
     responses = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return sum(text.strip() == right_sum(*pair) for text, pair in zip(responses, pairs, strict=True)) / len(pairs)
+    return sum(text.strip() == str(sum(pair)) for text, pair in zip(responses, pairs, strict=True)) / len(pairs)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the tiny model, its tokenizer and its task.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("configs/tiny"), help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the initial weights and the warm start")
     args = parser.parse_args()
@@ -190,8 +171,8 @@ def main() -> None:
     write_rows(args.output / "train.jsonl", train_pairs)
     write_rows(args.output / "eval.jsonl", eval_pairs)
     for name, pairs in (("train", train_pairs[:1000]), ("eval", eval_pairs)):
-        sampled = measure_accuracy(model, tokenizer, pairs * (4000 // len(pairs)), greedy=False)
-        greedy = measure_accuracy(model, tokenizer, pairs, greedy=True)
+        sampled = measure(model, tokenizer, pairs * (4000 // len(pairs)), greedy=False)
+        greedy = measure(model, tokenizer, pairs, greedy=True)
         print(f"{name}: right in samples {sampled:.3f}, greedy {greedy:.3f}")
 
 

@@ -80,24 +80,18 @@ def find_inputs(task: str, place: Path) -> dict[str, list[Path]]:
     elif place.is_dir():
         found = find_splits(place)
         if not set(found) & set(SPLITS) and task == "math":  # by subject: algebra/train-*.parquet, train/algebra/1.json
-            found = {split: _below(place, split) for split in SPLITS}
+            files = [file for file in sorted(place.rglob("*")) if file.suffix in FORMATS]
+            names = {file: (SHARD.sub("", file.stem), *file.relative_to(place).parts[:-1]) for file in files}
+            found = {split: [file for file in files if split in names[file]] for split in SPLITS}
     else:
         raise ConfigError(f"--input: got {place}, which does not exist")
     inputs = {split: found[split] for split in SPLITS if found.get(split)}
     if not inputs:
         folders = [entry.name for entry in sorted(place.iterdir()) if entry.is_dir()] if place.is_dir() else []
         inside = f"; it has the folders {', '.join(folders)}" if folders else ""
-        raise ConfigError(
-            f"--input: got {place}{inside}; give a file named train or test ({', '.join(FORMATS)}), or their folder"
-        )
+        needed = f"give a file named train or test ({', '.join(FORMATS)}), or their folder"
+        raise ConfigError(f"--input: got {place}{inside}; {needed}")
     return inputs
-
-
-def _below(place: Path, split: str) -> list[Path]:
-    def is_of(file: Path) -> bool:
-        return split in (SHARD.sub("", file.stem), *file.relative_to(place).parts[:-1])
-
-    return [file for file in sorted(place.rglob("*")) if file.suffix in FORMATS and is_of(file)]
 
 
 def read(file: Path) -> Iterator[DataRow]:

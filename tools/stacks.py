@@ -14,7 +14,8 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.report.console import print_or_exit
@@ -37,20 +38,23 @@ def memory_of(pid: int) -> Path | None:
 
 
 def stacks_of(pid: int) -> str:
-    memory = memory_of(pid)
-    if memory is None:
+    if (memory := memory_of(pid)) is None:
         return GONE
     try:
         with memory.open("rb") as file:
             before = os.fstat(file.fileno()).st_size
             os.kill(pid, SIGNAL)
-            if state_of(pid) == "T":  # it is stopped: let it run for a moment to answer
+            if (
+                psutil.Process(pid).status() == psutil.STATUS_STOPPED
+            ):  # it is stopped: let it run for a moment to answer
                 os.kill(pid, signal.SIGCONT)
                 time.sleep(0.05)
                 os.kill(pid, signal.SIGSTOP)
             return _answer(file.fileno(), before)
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return GONE
     except OSError as error:
-        return GONE if isinstance(error, ProcessLookupError) else f"  its stacks cannot be read: {error}"
+        return f"  its stacks cannot be read: {error}"
 
 
 def _answer(file: int, before: int) -> str:
@@ -64,24 +68,13 @@ def _answer(file: int, before: int) -> str:
     return text.rstrip() if size != before else f"  no answer in {ANSWER_S:g} s: it may hang in a system call"
 
 
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def show(row: dict[str, Any]) -> str:
-    what = doing(row)
-    head = f"rank {row['rank']} ({row['roles']}), process {row['pid']}: stage {row['stage']}, step {row['step']}"
-    return f"{head}, {row['stage_s']:g} s in it" + (f", {what}" if what else "") + f"\n{stacks_of(row['pid'])}\n"
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="the directory of a run")
     parser.add_argument("--rank", type=int, metavar="R", help="only this rank")
     args = parser.parse_args(arguments)
-    run = find_run(args.run)
-    host = socket.gethostname()
-    rows = read(run)[0]
+    run, host = find_run(args.run), socket.gethostname()
+    rows, _ = read(run)
     hosts = {row["rank"]: row["host"] for row in rows}
     if args.rank is not None and hosts.get(args.rank, host) != host:
         raise SystemExit(f"rank {args.rank} is on {hosts[args.rank]}, this is {host}: run the same command there")
@@ -90,7 +83,9 @@ def main(arguments: list[str] | None = None) -> None:
         who = "no rank" if args.rank is None else f"no rank {args.rank}"
         raise SystemExit(f"{run} has {who} on {host}; its ranks: {', '.join(map(str, hosts)) or 'none yet'}")
     for row in wanted:
-        print_or_exit(show(row))
+        head = f"rank {row['rank']} ({row['roles']}), process {row['pid']}: stage {row['stage']}, step {row['step']}"
+        what = f", {doing(row)}" if doing(row) else ""
+        print_or_exit(f"{head}, {row['stage_s']:g} s in it{what}\n{stacks_of(row['pid'])}\n")
 
 
 if __name__ == "__main__":

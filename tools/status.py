@@ -19,19 +19,9 @@ from rl.common.text import count_of
 from rl.report.console import print_or_exit
 
 STALE_S = 5.0  # without news, after which a run does not count as running
-COLUMNS = {
-    "rank": "rank",
-    "host": "host",
-    "roles": "roles",
-    "stage": "stage",
-    "step": "step",
-    "version": "version",
-    "stage_s": "in stage s",
-    "silent_s": "silent s",
-    "tokens_per_s": "tokens/s",
-    "memory_mb": "MB",
-    "doing": "doing",
-}
+COLUMNS = ["rank", "host", "roles", "stage", "step", "version"]
+COLUMNS += ["stage_s", "silent_s", "tokens_per_s", "memory_mb", "doing"]
+TITLES = {"stage_s": "in stage s", "silent_s": "silent s", "tokens_per_s": "tokens/s", "memory_mb": "MB"}
 
 
 def find_run(run: Path | None) -> Path:
@@ -39,9 +29,8 @@ def find_run(run: Path | None) -> Path:
     if run is None:
         statuses = sorted(Path("runs").glob("*/status"), key=lambda path: path.stat().st_mtime)
         if not statuses:
-            raise SystemExit(
-                "there is no run with status files in runs; give the directory of a run: tools/status.py RUN"
-            )
+            remedy = "give the directory of a run: tools/status.py RUN"
+            raise SystemExit(f"there is no run with status files in runs; {remedy}")
         return statuses[-1].parent
     if not run.is_dir():
         raise SystemExit(f"there is no directory {run}; give the directory of a run, such as runs/demo")
@@ -59,13 +48,11 @@ def merge(texts: list[str]) -> tuple[list[dict[str, Any]], float]:
     for text in texts:
         with suppress(ValueError):  # half written on a full disk
             values.append(json.loads(text))
-    nothing: dict[str, Any] = {"at": 0.0, "world": ""}
-    newest = max(values, key=lambda value: value["at"], default=nothing)
+    newest = max(values, key=lambda value: value["at"], default={"at": 0.0, "world": ""})
     rows: dict[int, dict[str, Any]] = {}
     for value in values:
-        if value["world"] != newest["world"]:  # from an earlier start, which may have had more ranks
-            continue
-        for row in value.get("ranks", [value]):
+        # Another world is an earlier start, which may have had more ranks.
+        for row in value.get("ranks", [value]) if value["world"] == newest["world"] else ():
             row["at"] = value["at"] - row.get("heard_s_ago", 0.0)
             if row["rank"] not in rows or row["at"] > rows[row["rank"]]["at"]:
                 rows[row["rank"]] = row
@@ -82,12 +69,6 @@ def doing(row: dict[str, Any]) -> str:
     if row["frozen"]:
         return row["frozen"]
     return f"waits for {row['waits_for']}" if row["waits_for"] else row.get("exceptional") or row["item"]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    texts = [list(COLUMNS.values())]
-    texts += [[str(value.get(name, "")) for name in COLUMNS] for value in ({**r, "doing": doing(r)} for r in rows)]
-    return align(texts)
 
 
 def align(rows: list[list[str]]) -> str:
@@ -110,7 +91,9 @@ def describe(run: Path, rows: list[dict[str, Any]], at: float, fatal: str) -> st
         state = "done"
     reason = f"\n{run / 'FATAL'}: {fatal.splitlines()[0]}" if fatal else ""
     step = max(row["step"] for row in rows)
-    return f"{run}: {state}, step {step}, {count_of(len(rows), 'rank')}{reason}\n{table(rows)}"
+    cells = [[str((row | {"doing": doing(row)}).get(name, "")) for name in COLUMNS] for row in rows]
+    table = align([[TITLES.get(name, name) for name in COLUMNS], *cells])
+    return f"{run}: {state}, step {step}, {count_of(len(rows), 'rank')}{reason}\n{table}"
 
 
 def main(arguments: list[str] | None = None) -> None:

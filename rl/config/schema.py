@@ -39,6 +39,11 @@ NOT_NEGATIVE = Allowed("at least 0", lambda value: 0 <= value < math.inf)
 UP_TO_1 = Allowed("greater than 0 and at most 1", lambda value: 0 < value <= 1)
 BETWEEN_0_AND_1 = Allowed("greater than 0 and less than 1", lambda value: 0 < value < 1)
 BETA = Allowed("at least 0 and less than 1", lambda value: 0 <= value < 1)
+ABOVE_1 = Allowed("greater than 1", lambda value: 1 < value < math.inf)
+ZERO_OR_ABOVE_1 = Allowed("0 or greater than 1", lambda value: value == 0 or value > 1)
+FINITE = Allowed("a finite number", math.isfinite)
+DIRECTORY_NAME = Allowed("a directory name without '/' (run.dir is the path)", lambda name: "/" not in name)
+RESUME = Allowed("auto, never or a path", bool)
 HUB_NAME = Allowed("ORG/NAME, NAME or empty", re.compile(r"([\w.-]+(/[\w.-]+)?)?", re.ASCII).fullmatch)
 
 
@@ -62,11 +67,7 @@ def keys_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = key("runs", "Directory that holds the run directories.")
-    name: str = key(
-        "",
-        "Name of the run directory. Empty: the config file's name and the launch time.",
-        Allowed("a directory name without '/' (run.dir is the path)", lambda name: "/" not in name),
-    )
+    name: str = key("", "Name of the run directory. Empty: the config file's name and the launch time.", DIRECTORY_NAME)
     seed: int = key(0, "Seed of the prompt order and of every sample.")
 
 
@@ -156,9 +157,7 @@ class AlgoConfig:
     clip_low: float = key(0.2, "Lower bound of the ratio: 1 - clip_low.", BETWEEN_0_AND_1)
     clip_high: float = key(0.2, "Upper bound of the ratio: 1 + clip_high.", POSITIVE_OR_INF)
     dual_clip: float = key(
-        0.0,
-        "Upper bound of the ratio of tokens with a negative advantage, such as 3; 0: none.",
-        Allowed("0 or greater than 1", lambda value: value == 0 or value > 1),
+        0.0, "Upper bound of the ratio of tokens with a negative advantage, such as 3; 0: none.", ZERO_OR_ABOVE_1
     )
     entropy_coef: float = key(0.0, "Weight of the entropy bonus in the loss.", NOT_NEGATIVE)
     kl_coef: float = key(0.0, "Weight of the KL to the reference policy; 0: no reference is loaded.", NOT_NEGATIVE)
@@ -178,9 +177,7 @@ class AlgoConfig:
         "those below its inverse.",
     )
     correction_limit: float = key(
-        2.0,
-        "Maximum importance weight. Two-sided masks also drop weights below its inverse.",
-        Allowed("greater than 1", lambda value: 1 < value < math.inf),
+        2.0, "Maximum importance weight. Two-sided masks also drop weights below its inverse.", ABOVE_1
     )
     overlong_tokens: int = key(
         0, "DAPO: number of last tokens up to max_new_tokens over which a penalty grows to 1; 0: none.", NOT_NEGATIVE
@@ -189,9 +186,7 @@ class AlgoConfig:
     dynamic_sampling: bool = key(False, "DAPO: sample until the batch is full of groups with unequal rewards.")
     max_sampling_rounds: int = key(10, "Maximum number of sampling rounds per batch.", POSITIVE)
     certainty_coef: float = key(
-        0.0,
-        "Intuitor: weight of a response's mean self-certainty in its reward; 0: none.",
-        Allowed("a finite number", math.isfinite),
+        0.0, "Intuitor: weight of a response's mean self-certainty in its reward; 0: none.", FINITE
     )
     collapse_entropy: float = key(0.02, "With certainty_coef: warn if the entropy per token is lower.", NOT_NEGATIVE)
     num_mini_batches: int = key(1, "Number of optimizer steps per pass over a batch.", POSITIVE)
@@ -301,7 +296,7 @@ class CheckpointConfig:
     resume: str = key(
         "auto",
         "auto: resume from the run's newest checkpoint; never: set its checkpoints aside; PATH: fork another run.",
-        Allowed("auto, never or a path", bool),
+        RESUME,
     )
     hub_name: str = key(
         "", "Repository on the Hugging Face hub to which tools/merge_checkpoint.py --upload sends the model.", HUB_NAME

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,8 +41,8 @@ class Measures:
 
     def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Add to a mean. This does not wait for a device that is still computing the arguments."""
-        first, second = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (total, count))
-        self._pairs.setdefault(name, []).append((first, second))
+        total, count = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (total, count))
+        self._pairs.setdefault(name, []).append((total, count))
 
     def sum(self, name: str, total: Tensor | float) -> None:
         self._sums.add(name)
@@ -51,7 +51,8 @@ class Measures:
     def reduce(self, pg: dist.ProcessGroup, *only: str) -> dict[str, float]:
         """Return the values over all ranks of the group, which all call this. A mean over nothing is 0."""
         names = only or tuple(self._pairs)
-        table = torch.stack([torch.stack([_sum(part) for part in zip(*self._pairs[name])]) for name in names])
+        parts = [part for name in names for part in zip(*self._pairs[name])]  # totals and counts in turn
+        table = torch.stack([torch.stack(part).sum().cpu() for part in parts]).reshape(-1, 2)
         dist.all_reduce(table, group=pg)
         reduced = {}
         for name, (total, count) in zip(names, table.tolist(), strict=True):
@@ -59,29 +60,28 @@ class Measures:
         return reduced
 
 
-def _sum(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(values)).sum().cpu()
-
-
 class MetricsWriter:
     """Write the metrics of a run. Only the leader has a writer.
 
-    `step` is the step from which the run resumes. Rows after it are dropped, since the run writes them again.
+    `step` is the step from which the run resumes. Rows after it are dropped, since the run writes them again. If it is
+    0, the files of an earlier run with the same name are renamed.
     """
 
     def __init__(self, run_dir: Path, num_steps: int, step: int = 0):
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._name, self._num_steps = run_dir.name, num_steps
-        path = run_dir / "metrics.jsonl"
-        if not step:
-            _set_aside(path)
-            _set_aside(run_dir / "eval.jsonl")
-        rows = _rows_until(path, step)
+        self._name, self._num_steps, self._started = run_dir.name, num_steps, time.perf_counter()
+        path, rows = run_dir / "metrics.jsonl", []
+        for old in (path, run_dir / "eval.jsonl"):
+            if not step and old.exists():
+                stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+                old.rename(old.with_name(f"{old.stem}.{stamp}{old.suffix}"))
+        for line in path.read_text().splitlines() if path.exists() else []:
+            with suppress(ValueError):  # a kill has cut the line off
+                rows.append(json.loads(line))
+        rows = [row for row in rows if row["step"] <= step]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = path.open("a", buffering=1)
         self._board = SummaryWriter(str(run_dir), purge_step=step + 1 if step else 0, flush_secs=5)
-        self._live = sys.stdout.isatty()
-        self._started = time.perf_counter()
         self._rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
 
     def write(self, step: int, version: int, values: Mapping[str, float]) -> None:
@@ -93,8 +93,12 @@ class MetricsWriter:
         if "reward/mean" in values:
             self._rewards.append(values["reward/mean"])
         shown = "  ".join(f"{label} {values[name]:.4g}" for label, name in CONSOLE.items() if name in values)
-        if shown:  # before the first step there is nothing to show without an evaluation
-            self._print(f"step {step}/{self._num_steps}  {shown}", last=step == self._num_steps)
+        line = f"step {step}/{self._num_steps}  {shown}"
+        if shown and sys.stdout.isatty():  # overwrite the previous line
+            width = os.get_terminal_size().columns - 1
+            print("\r" + line[:width].ljust(width), end="\n" if step == self._num_steps else "", flush=True)
+        elif shown:  # before the first step there is nothing to show without an evaluation
+            print(line, flush=True)
 
     def write_text(self, name: str, text: str, step: int) -> None:
         self._board.add_text(name, text, step)
@@ -107,26 +111,3 @@ class MetricsWriter:
         print(f"{self._name}: reward {first:.2f} -> {last:.2f} {took}, engine {engine_name}", flush=True)
         self._board.close()
         self._file.close()
-
-    def _print(self, line: str, last: bool) -> None:
-        """Print a line. On a terminal it overwrites the previous line."""
-        if not self._live:
-            print(line, flush=True)
-            return
-        width = os.get_terminal_size().columns - 1
-        print("\r" + line[:width].ljust(width), end="\n" if last else "", flush=True)
-
-
-def _rows_until(path: Path, step: int) -> list[dict[str, float]]:
-    """Return the rows of an earlier attempt up to this step, without a last line that was cut off by a kill."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if row["step"] <= step]
-
-
-def _set_aside(path: Path) -> None:
-    """Rename the file of an earlier run with the same name."""
-    if path.exists():
-        path.rename(path.with_name(f"{path.stem}.{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher import ROOT
-from tools import job_kinds, jobs
+from tools import jobs
 
 SLURM = """#!/bin/bash
 printf '%s\\n' "$(basename "$0")" "$@" > "$CALLS/$(basename "$0")"
@@ -82,15 +82,30 @@ def test_mistakes_are_refused(
         jobs.main(["--runs", str(tmp_path), *arguments])
 
 
-def test_the_newest_attempt_is_followed(tmp_path: Path) -> None:
-    for attempt in (9, 10):
-        (tmp_path / "logs" / f"attempt_{attempt}").mkdir(parents=True)
-        (tmp_path / "logs" / f"attempt_{attempt}" / "rank_1.log").write_text(f"attempt {attempt}\n")
-    lines = job_kinds.new_lines(tmp_path, 1)
-    assert [next(lines), next(lines)] == [b"attempt 10\n", b""]
-    (tmp_path / "logs" / "attempt_11").mkdir()
-    (tmp_path / "logs" / "attempt_11" / "rank_1.log").write_text("again\n")
-    assert next(lines) == b"again\n"
+def test_the_newest_attempt_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    run = tmp_path / "a"
+    write_job(run)
+
+    def begin(attempt: int) -> None:
+        (run / "logs" / f"attempt_{attempt}").mkdir(parents=True)
+        (run / "logs" / f"attempt_{attempt}" / "rank_1.log").write_text(f"attempt {attempt}\n")
+
+    begin(9)
+    begin(10)
+    monkeypatch.setattr(jobs, "inspect", lambda run: jobs.JobInfo(active="" if attempts else "running"))
+    attempts: list[int] = []
+
+    def sleep(seconds: float) -> None:
+        """Begin the next attempt while the tool waits. After it the job ends."""
+        attempts.append(11)
+        begin(11)
+
+    monkeypatch.setattr(jobs.time, "sleep", sleep)
+    monkeypatch.setattr(jobs, "POLL_S", 0.0)
+    jobs.main(["--runs", str(tmp_path), "logs", "-f", "--rank", "1", "a"])
+    assert capfdbinary.readouterr().out == b"attempt 10\nattempt 11\n"
 
 
 def test_arguments_are_passed_to_slurm(
@@ -181,7 +196,7 @@ def test_nodes_over_ssh_are_all_asked(
     (root / "launch" / "run_node.sh").chmod(0o755)
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setattr(job_kinds, "LAUNCH", root / "launch")
+    monkeypatch.setattr(jobs, "SSH", ["bash", str(root / "launch" / "ssh.sh")])
     monkeypatch.setenv("ONEWORLD_SSH", str(tmp_path / "ssh"))
     monkeypatch.setenv("CALLS", str(tmp_path))
     (tmp_path / "hosts").write_text("alpha\nbeta\n")

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tools import stacks
@@ -50,7 +51,7 @@ def test_stacks_of_live_stopped_and_ended_processes(tmp_path: Path, capsys: pyte
         time.sleep(0.1)
         stacks.main([str(tmp_path), "--rank", "0"])
         assert "in somewhere" in capsys.readouterr().out
-        assert stacks.state_of(process.pid) == "T"
+        assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
         assert other.poll() is None
     finally:
         for each in (process, other):
