@@ -47,9 +47,8 @@ def render() -> str:
 
 
 def _allowed(entry: dataclasses.Field[Any]) -> str:
-    if entry.metadata["allowed"]:
-        return entry.metadata["allowed"].text
-    return ", ".join(f"`{choice}`" for choice in get_args(entry.type)) if get_origin(entry.type) is Literal else ""
+    choices = get_args(entry.type) if get_origin(entry.type) is Literal else ()
+    return entry.metadata["allowed"].text if entry.metadata["allowed"] else ", ".join(f"`{each}`" for each in choices)
 
 
 def _default(name: str) -> str:

@@ -3,12 +3,8 @@
     python tools/make_tiny_model.py --output configs/tiny --seed 0
 
 With this model every path of the trainer runs, and visibly learns, without a download or an accelerator. The output is
-an ordinary Hugging Face folder.
-
-    printable ASCII ──> tokenizer.json            one character per token; <eos> is id 0 and also the pad token
-    pairs (a, b)    ──> train.jsonl, eval.jsonl   {"prompt": "37+45=", "answer": "82"}; if 37+45 is in eval, neither
-        │                                         37+45 nor 45+37 is in train
-        └─ train pairs ──> warm start ──> model.safetensors, config.json
+an ordinary Hugging Face folder. Its tokenizer has one character per token; <eos> is id 0 and also the pad token. The
+rows of train.jsonl and eval.jsonl are {"prompt": "37+45=", "answer": "82"}.
 
 The warm start teaches several skills and leaves the choice between them to reinforcement learning. It is supervised
 training in two phases: first on right sums, then on the mixture `SKILLS`, where most answers are wrong. (On the mixture
@@ -68,23 +64,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    return LlamaForCausalLM(config)
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    tokens = {"vocab_size": len(tokenizer), "bos_token_id": None}
+    tokens |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    limits = {"max_position_embeddings": MAX_LENGTH, "initializer_range": 0.05, "dtype": "float32"}
+    return LlamaForCausalLM(LlamaConfig(**shape, **heads, **tokens, **limits))
 
 
 def split_pairs(rng: random.Random) -> tuple[list[Pair], list[Pair]]:

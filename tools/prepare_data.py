@@ -20,6 +20,7 @@ from rl.common.files import write_atomically
 from rl.common.text import count_of
 from rl.config.schema import ConfigError
 from rl.data.read import FORMATS, SHARD, DataRow, find_splits
+from rl.rewards.extract import boxes
 
 SPLITS = ("train", "test")
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
@@ -48,16 +49,11 @@ def last_boxed(solution: str) -> str:
     found = list(BOXED.finditer(solution))
     if not found:
         raise ValueError(f"has no \\boxed in column 'solution', which ends in {solution[-40:]!r}")
-    start = found[-1].end()
     if found[-1][1] != "{":
         return found[-1][1]
-    depth = 1
-    for end in range(start, len(solution)):
-        is_escaped = solution[end - 1] == "\\" and solution[end - 2] != "\\"
-        depth += 0 if is_escaped else {"{": 1, "}": -1}.get(solution[end], 0)
-        if not depth:
-            return solution[start:end]
-    raise ValueError(f"has a \\boxed in column 'solution' that is not closed: {solution[start : start + 40]!r}")
+    if closed := boxes(solution[found[-1].start() :]):
+        return closed[0][2]
+    raise ValueError(f"has a \\boxed in column 'solution' that is not closed: {solution[found[-1].end() :][:40]!r}")
 
 
 def _text(row: dict[str, Any], column: str) -> str:

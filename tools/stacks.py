@@ -44,9 +44,7 @@ def stacks_of(pid: int) -> str:
         with memory.open("rb") as file:
             before = os.fstat(file.fileno()).st_size
             os.kill(pid, SIGNAL)
-            if (
-                psutil.Process(pid).status() == psutil.STATUS_STOPPED
-            ):  # it is stopped: let it run for a moment to answer
+            if psutil.Process(pid).status() == psutil.STATUS_STOPPED:  # let it run for a moment to answer
                 os.kill(pid, signal.SIGCONT)
                 time.sleep(0.05)
                 os.kill(pid, signal.SIGSTOP)

@@ -26,10 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] | None = ()) -> Config:
-    """Return the checked settings: the defaults, then those of the file, then the overrides.
-
-    The file is configs/default.yaml if `path` is None.
-    """
+    """Return the checked settings: the defaults, then the file (or configs/default.yaml), then the overrides."""
     file, overrides = resolve_path(str(path)) if path else DEFAULT_CONFIG, overrides or ()
     if not file.is_file():
         raise ConfigError(

@@ -30,10 +30,8 @@ def _training_problems(config: Config) -> Iterator[str]:
     algo, rollout, prompts = config.algo, config.rollout, config.train.num_prompts_per_step
     samples = f"rollout.num_samples_per_prompt: got {rollout.num_samples_per_prompt}"
     if algo.num_mini_batches > prompts:
-        yield (
-            f"algo.num_mini_batches: got {algo.num_mini_batches}; a mini-batch holds whole groups, so it must not "
-            f"exceed train.num_prompts_per_step = {prompts}"
-        )
+        limit = f"it must not exceed train.num_prompts_per_step = {prompts}"
+        yield f"algo.num_mini_batches: got {algo.num_mini_batches}; a mini-batch holds whole groups, so {limit}"
     if algo.compares_rollouts and rollout.num_samples_per_prompt < 2:
         yield f"{samples}; algo.advantage={algo.advantage} compares at least 2 rollouts of a prompt"
     if algo.overlong_tokens > rollout.max_new_tokens:
@@ -51,17 +49,13 @@ def _training_problems(config: Config) -> Iterator[str]:
     if algo.kl_target and not algo.kl_coef:
         yield "algo.kl_target is set, but algo.kl_coef=0 leaves nothing to adapt; give a coefficient to start with"
     if algo.kl_estimator == "full" and algo.has_kl_in_reward:
-        yield (
-            "algo.kl_estimator=full needs the distributions of policy and reference at once, which only the update "
-            "has; set algo.kl_place=loss, or choose k1, k2 or k3"
-        )
+        need = "the distributions of policy and reference at once, which only the update has"
+        yield f"algo.kl_estimator=full needs {need}; set algo.kl_place=loss, or choose k1, k2 or k3"
     if algo.dynamic_sampling and rollout.num_samples_per_prompt < 2:
         yield f"{samples}; algo.dynamic_sampling keeps only groups with different rewards, so set it to 2 or more"
     if algo.dynamic_sampling and config.train.num_epochs:
-        yield (
-            "train.num_epochs cannot be turned into steps with algo.dynamic_sampling, because the number of prompts "
-            "per step is not known in advance; set train.num_steps"
-        )
+        reason = "because the number of prompts per step is not known in advance; set train.num_steps"
+        yield f"train.num_epochs cannot be turned into steps with algo.dynamic_sampling, {reason}"
 
 
 def _data_problems(config: Config) -> Iterator[str]:
@@ -80,26 +74,20 @@ def _data_problems(config: Config) -> Iterator[str]:
         yield f"data.eval: got {sets!r}; two of these have the same name, so give a mapping name -> path"
     if data.system_prompt and not data.chat_template:
         yield "data.system_prompt is set, but only a chat template uses it; set data.chat_template=true"
-    placeholders = PLACEHOLDER.findall(data.template)
+    template, placeholders = f"data.template: got {data.template!r}", PLACEHOLDER.findall(data.template)
     if data.template and not placeholders:
-        yield (
-            f"data.template: got {data.template!r}, which has no {{column}}, so all prompts would be the same; add "
-            "one, such as {prompt} for the column data.prompt_key"
-        )
+        remedy = "add one, such as {prompt} for the column data.prompt_key"
+        yield f"{template}, which has no {{column}}, so all prompts would be the same; {remedy}"
     if data.answer_key in placeholders and data.answer_key != data.prompt_key:
-        yield (
-            f"data.template: got {data.template!r}; the placeholder {{{data.answer_key}}} would put the reference "
-            "answer into the prompt. Remove it. If the braces are literal text, write another word in them"
-        )
+        problem = f"the placeholder {{{data.answer_key}}} would put the reference answer into the prompt"
+        yield f"{template}; {problem}. Remove it. If the braces are literal text, write another word in them"
 
 
 def _evaluation_problems(config: Config) -> Iterator[str]:
     settings, function, metric = config.eval, config.reward.function, config.checkpoint.best_metric
     if settings.num_samples > 1 and not settings.temperature:
-        yield (
-            f"eval.num_samples: got {settings.num_samples}, but with eval.temperature=0 all responses to a prompt "
-            "are the same; set eval.temperature, for example 0.6"
-        )
+        reason = "with eval.temperature=0 all responses to a prompt are the same"
+        yield f"eval.num_samples: got {settings.num_samples}, but {reason}; set eval.temperature, for example 0.6"
     names = [str(each).rpartition(":")[2] for each in (function if isinstance(function, dict) else [function])]
     if settings.function not in ("", *names):
         yield f"eval.function: got {settings.function!r}; it must be one of reward.function: {', '.join(names)}"

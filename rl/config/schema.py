@@ -43,6 +43,7 @@ ABOVE_1 = Allowed("greater than 1", lambda value: 1 < value < math.inf)
 ZERO_OR_ABOVE_1 = Allowed("0 or greater than 1", lambda value: value == 0 or value > 1)
 FINITE = Allowed("a finite number", math.isfinite)
 DIRECTORY_NAME = Allowed("a directory name without '/' (run.dir is the path)", lambda name: "/" not in name)
+ONE_OR_TWO = Allowed("1 or 2", lambda value: value in (1, 2))
 RESUME = Allowed("auto, never or a path", bool)
 HUB_NAME = Allowed("ORG/NAME, NAME or empty", re.compile(r"([\w.-]+(/[\w.-]+)?)?", re.ASCII).fullmatch)
 
@@ -197,7 +198,6 @@ class AlgoConfig:
 
     @property
     def compares_rollouts(self) -> bool:
-        """Return whether advantages compare the rollouts of one prompt."""
         return self.advantage not in ("reinforce_pp", "gae")
 
     @property
@@ -289,9 +289,7 @@ class CheckpointConfig:
     best_metric: str = key("", "Metric whose best step is also saved and kept, such as eval/accuracy. Empty: none.")
     best_is_lowest: bool = key(False, "The lowest value of best_metric is the best, not the highest.")
     copies: int = key(
-        1,
-        "2: each file also goes to the next node's disk, so that a lost node loses nothing.",
-        Allowed("1 or 2", lambda value: value in (1, 2)),
+        1, "2: each file also goes to the next node's disk, so that a lost node loses nothing.", ONE_OR_TWO
     )
     resume: str = key(
         "auto",

@@ -124,7 +124,5 @@ SEQUENCE_FIELDS = ("lengths", "prompt_lengths", "rewards", "group_ids", "truncat
 
 
 def empty_batch() -> Batch:
-    dtypes = dict.fromkeys(("tokens", "lengths", "prompt_lengths", "group_ids"), torch.int64)
-    dtypes |= {"versions": torch.int32, "truncated": torch.bool}
-    dtypes |= dict.fromkeys(("rollout_logprobs", "rewards"), torch.float32)
-    return Batch(**{name: torch.empty(0, dtype=dtype) for name, dtype in dtypes.items()})
+    integers, floats = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    return Batch(integers, integers, integers, integers.int(), floats, floats, integers, integers.bool())

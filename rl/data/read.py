@@ -85,9 +85,8 @@ def _saved_files(folder: Path) -> list[Path]:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         files = [folder / entry["filename"] for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{folder}/state.json cannot be read ({error!r}); save the dataset again with Dataset.save_to_disk"
-        ) from None
+        remedy = "save the dataset again with Dataset.save_to_disk"
+        raise ConfigError(f"{folder}/state.json cannot be read ({error!r}); {remedy}") from None
     if missing := [file.name for file in files if not file.is_file()]:
         raise ConfigError(f"{folder} lacks {', '.join(missing[:3])}, which its state.json lists; copy the whole folder")
     return files
@@ -102,9 +101,8 @@ def _check_whole(folder: Path, split: str, files: list[Path]) -> None:
             f"their names say {max(totals)}; copy the missing files, or remove those that do not belong to the split"
         )
     if not shards and len({file.suffix for file in files}) > 1:
-        raise ConfigError(
-            f"{folder} holds the split {split!r} as {' and as '.join(file.name for file in files)}; give a file's path"
-        )
+        names = " and as ".join(file.name for file in files)
+        raise ConfigError(f"{folder} holds the split {split!r} as {names}; give a file's path")
 
 
 def _read_jsonl(file: Path) -> Iterator[DataRow]:
@@ -126,8 +124,9 @@ def _read_json(file: Path) -> Iterator[DataRow]:
     try:
         rows = json.loads(file.read_text(encoding="utf-8-sig"))
     except ValueError as error:
-        hint = f"{needed}; name it .jsonl if each line is one object"
-        raise ConfigError(f"{file} is not JSON ({error}); {hint}") from None
+        raise ConfigError(
+            f"{file} is not JSON ({error}); {needed}; name it .jsonl if each line is one object"
+        ) from None
     if not isinstance(rows, list):
         raise ConfigError(f"{file} holds a JSON {type(rows).__name__}; {needed}")
     for number, values in enumerate(rows, start=1):

@@ -45,14 +45,18 @@ def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> list[Prom
     """Read the prompts of one path, with ids from 0, and print what was skipped."""
     prompts: list[Prompt] = []
     num_rows = num_bad = num_long = longest = 0
-    first_token = [] if data.chat_template else own_bos(tokenizer)
+    limit = f"data.max_prompt_tokens = {data.max_prompt_tokens}"
+    # Llama's tokenizer adds its BOS token to a text. Others, such as SmolLM's, have one but do not add it. A chat
+    # template contains it if needed.
+    bos = [] if data.chat_template else tokenizer.encode("", add_special_tokens=True)[:1]
+    bos = bos if bos == [tokenizer.bos_token_id] else []
     for num_rows, row in enumerate(read_rows(path), start=1):
         if num_rows % ROWS_PER_BEAT == 0:
             HEART.beat(f"row {num_rows} of {path}")
         try:
             if row.problem:
                 raise BadRow(row.problem)
-            prompt = _make_prompt(row.values, len(prompts), data, tokenizer, first_token)
+            prompt = _make_prompt(row.values, len(prompts), data, tokenizer, bos)
         except BadRow as problem:
             if data.bad_rows == "fatal":
                 raise ConfigError(f"{row.place} {problem} (or skip such rows: data.bad_rows=skip)") from None
@@ -64,17 +68,13 @@ def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> list[Prom
         if len(prompt.tokens) <= data.max_prompt_tokens:
             prompts.append(prompt)
         elif data.long_rows == "fatal":
-            raise ConfigError(
-                f"{row.place} has {len(prompt.tokens)} tokens; a prompt has at most data.max_prompt_tokens = "
-                f"{data.max_prompt_tokens}: raise the limit, drop the row or set data.long_rows=skip"
-            )
+            remedy = "raise the limit, drop the row or set data.long_rows=skip"
+            raise ConfigError(f"{row.place} has {len(prompt.tokens)} tokens; a prompt has at most {limit}: {remedy}")
         else:
             num_long += 1
     summary = f"{path}: {count_of(len(prompts), 'prompt')} in {count_of(num_rows, 'row')}"
     summary += f", {num_bad} malformed" if num_bad else ""
-    if num_long:
-        limit = f"data.max_prompt_tokens = {data.max_prompt_tokens}"
-        summary += f", {num_long} above {limit} (the longest has {longest})"
+    summary += f", {num_long} above {limit} (the longest has {longest})" if num_long else ""
     if not prompts:
         raise ConfigError(f"{summary}; at least one row must be left")
     print(f"oneworld: {summary}", flush=True)
@@ -85,18 +85,7 @@ def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> list[Prom
     return prompts
 
 
-def own_bos(tokenizer: Tokenizer) -> list[int]:
-    """Return [BOS] if the tokenizer adds that token to a text, as Llama's does, and [] otherwise.
-
-    Some tokenizers, such as SmolLM's, have a BOS token but do not add it. Chat templates contain it if needed.
-    """
-    first = tokenizer.encode("", add_special_tokens=True)[:1]
-    return first if first == [tokenizer.bos_token_id] else []
-
-
-def _make_prompt(
-    row: dict[str, Any], row_id: int, data: DataConfig, tokenizer: Tokenizer, first_token: list[int]
-) -> Prompt:
+def _make_prompt(row: dict[str, Any], row_id: int, data: DataConfig, tokenizer: Tokenizer, bos: list[int]) -> Prompt:
     content = _fill(data, row) if data.template else _column(row, data.prompt_key, "data.prompt_key")
     answer = _column(row, data.answer_key, "data.answer_key") if data.answer_key else ""
     text = _chat(content, data, tokenizer) if data.chat_template else _text(content, data.prompt_key)
@@ -106,8 +95,8 @@ def _make_prompt(
         raise BadRow(f"has text that the tokenizer does not know: {text[:40]!r} ({error})") from None
     if not tokens:
         raise BadRow("has 0 tokens; a prompt has at least 1")
-    if tokens[:1] != first_token:  # unless the text itself begins with it
-        tokens = first_token + tokens
+    if tokens[:1] != bos:  # unless the text itself begins with it
+        tokens = bos + tokens
     answer = json.dumps(answer) if isinstance(answer, list | dict) else str(answer)
     return Prompt(row_id, 0, text, answer, tokens, row)
 
@@ -123,10 +112,8 @@ def _column(row: Mapping[str, Any], name: str, setting: str) -> Any:
 
 def _text(value: Any, column: str) -> str:
     if isinstance(value, list | dict):
-        raise BadRow(
-            f"holds a {type(value).__name__} in column {column!r}, not text; messages with role and content need "
-            "data.chat_template=true and no data.template"
-        )
+        remedy = "messages with role and content need data.chat_template=true and no data.template"
+        raise BadRow(f"holds a {type(value).__name__} in column {column!r}, not text; {remedy}")
     return str(value)
 
 
