@@ -11,10 +11,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from rl.config.schema import Config, keys_of  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
+from rl.config.schema import ROOT, Config, keys_of
 
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration

@@ -52,10 +52,8 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     args = parser.parse_args()
     if sys.version_info < MINIMUM_PYTHON:
-        sys.exit(
-            f"got Python {sys.version.split()[0]} at {sys.executable}; oneworld needs "
-            f"{'.'.join(map(str, MINIMUM_PYTHON))} or newer: make setup PYTHON=/path/to/python3.12"
-        )
+        needed = f"{'.'.join(map(str, MINIMUM_PYTHON))} or newer: make setup PYTHON=/path/to/python3.12"
+        sys.exit(f"got Python {sys.version.split()[0]} at {sys.executable}; oneworld needs {needed}")
     device = args.device if args.device != "auto" else "cuda" if shutil.which("nvidia-smi") else "cpu"
     inputs = [ROOT / "requirements.txt", ROOT / "constraints.txt", Path(__file__)]
     fingerprint = hashlib.sha256(device.encode() + b"".join(path.read_bytes() for path in inputs)).hexdigest()

@@ -56,8 +56,6 @@ if [ -s metrics.jsonl ]; then printf 'metrics\\t%s\\n' "$(tail -n 1 metrics.json
 
 @dataclass
 class JobInfo:
-    """The state of a job."""
-
     active: str = ""  # a description while the job runs, empty after its end
     codes: list[str] = field(default_factory=list)  # exit codes of its launchers
     statuses: list[str] = field(default_factory=list)  # contents of the run's status files
@@ -75,21 +73,10 @@ def call_slurm(*command: str) -> str:
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=environment()).stdout
     except FileNotFoundError:
-        raise SystemExit(
-            f"there is no {command[0]} on this machine; submit without --slurm, or on a login node"
-        ) from None
+        remedy = "submit without --slurm, or on a login node"
+        raise SystemExit(f"there is no {command[0]} on this machine; {remedy}") from None
     except subprocess.CalledProcessError as error:
         raise SystemExit(f"{shlex.join(command[:3])} ...: {(error.stderr or error.stdout).strip()}") from None
-
-
-def add_files(run: Path, info: JobInfo) -> JobInfo:
-    """Read the run's directory, which must be visible from this machine."""
-    info.statuses = [path.read_text() for path in sorted(run.glob("status/*.json"))]
-    with suppress(OSError):
-        info.fatal = (run / "FATAL").read_text()
-    with suppress(OSError, ValueError, IndexError):
-        info.metrics = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    return info
 
 
 class LocalJob:
@@ -99,14 +86,10 @@ class LocalJob:
         command += [f"run.dir={run.parent.resolve()}", f"run.name={run.name}"]
         (run / "exit_code").unlink(missing_ok=True)
         with (run / "console.log").open("ab") as console:
-            process = subprocess.Popen(
-                ["bash", "-c", LOCAL_SHELL, "oneworld", *command],
-                env=environment(EXIT_FILE=str((run / "exit_code").resolve())),
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            shell = ["bash", "-c", LOCAL_SHELL, "oneworld", *command]
+            env = environment(EXIT_FILE=str((run / "exit_code").resolve()))
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": console, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(shell, env=env, start_new_session=True, **streams)
         return {"pid": process.pid, "started_at": psutil.Process(process.pid).create_time(), "command": command}
 
     def inspect(self, run: Path, job: dict[str, Any]) -> JobInfo:
@@ -118,7 +101,7 @@ class LocalJob:
                 info.active = "running"
         with suppress(OSError):
             info.codes = (run / "exit_code").read_text().split()
-        return add_files(run, info)
+        return info
 
     def stop(self, job: dict[str, Any], now: bool) -> None:
         """Tell the job to end: after saving, or with `now` at once."""
@@ -140,7 +123,7 @@ class SlurmJob:
             state = call_slurm("squeue", "-h", "-o", "%T", "-j", job["slurm_id"]).strip().lower()
         except SystemExit as error:
             state = "" if "Invalid job id" in str(error) else f"unknown ({error})"
-        return add_files(run, JobInfo(active="" if ENDED.fullmatch(state) else state))
+        return JobInfo(active="" if ENDED.fullmatch(state) else state)
 
     def stop(self, job: dict[str, Any], now: bool) -> None:
         if now:  # kill the batch script too, so that it asks for no requeue
@@ -281,8 +264,15 @@ def inspect(run: Path) -> JobInfo:
     if "ended" in job:
         return JobInfo(**job["ended"])
     info = kind_of(job).inspect(run, job)
-    if "cluster" in job and not info.active:
-        write(run, job | {"ended": vars(info)})
+    if "cluster" in job:
+        if not info.active:
+            write(run, job | {"ended": vars(info)})
+        return info
+    info.statuses = [path.read_text() for path in sorted(run.glob("status/*.json"))]
+    with suppress(OSError):
+        info.fatal = (run / "FATAL").read_text()
+    with suppress(OSError, ValueError, IndexError):
+        info.metrics = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     return info
 
 

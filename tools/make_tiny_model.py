@@ -85,11 +85,6 @@ def split_pairs(rng: random.Random) -> tuple[list[Pair], list[Pair]]:
     return [pair for pair in pairs if pair not in held_out], eval_pairs
 
 
-def write_rows(path: Path, pairs: Sequence[Pair]) -> None:
-    rows = ({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def encode(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and labels [skill, P, T], where only the response and its <eos> have a label."""
     shape = (len(SKILLS), len(pairs), PROMPT_LENGTH + RESPONSE_LENGTH)
@@ -153,9 +148,10 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
-    write_rows(args.output / "train.jsonl", train_pairs)
-    write_rows(args.output / "eval.jsonl", eval_pairs)
-    for name, pairs in (("train", train_pairs[:1000]), ("eval", eval_pairs)):
+    for name, pairs in (("train", train_pairs), ("eval", eval_pairs)):
+        rows = ({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs)
+        (args.output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pairs = pairs[:1000]
         sampled = measure(model, tokenizer, pairs * (4000 // len(pairs)), greedy=False)
         greedy = measure(model, tokenizer, pairs, greedy=True)
         print(f"{name}: right in samples {sampled:.3f}, greedy {greedy:.3f}")

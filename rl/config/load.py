@@ -29,9 +29,8 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | None 
     """Return the checked settings: the defaults, then the file (or configs/default.yaml), then the overrides."""
     file, overrides = resolve_path(str(path)) if path else DEFAULT_CONFIG, overrides or ()
     if not file.is_file():
-        raise ConfigError(
-            f"no config file at {path}; give --config the path of a YAML file, such as configs/default.yaml"
-        )
+        remedy = "give --config the path of a YAML file, such as configs/default.yaml"
+        raise ConfigError(f"no config file at {path}; {remedy}")
     try:
         values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except Exception as error:  # the YAML parser's own errors have no common base class

@@ -19,6 +19,8 @@ DAY_S = 86_400.0
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
 Correction = Literal["none", "token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided"]
+Schedule = Literal["constant", "linear", "cosine"]
+Recompute = Literal["none", "selective", "full"]
 Verify = Literal["full", "transport", "off"]
 
 
@@ -96,9 +98,8 @@ class DataConfig:
     @property
     def train_weights(self) -> dict[str, float | None]:
         """Return mixing weights by path. None: the rows of all files form one pool."""
-        if isinstance(self.train, dict):
-            return dict(self.train)
-        return dict.fromkeys([self.train] if isinstance(self.train, str) else self.train)
+        paths = [self.train] if isinstance(self.train, str) else self.train
+        return dict(paths) if isinstance(paths, dict) else dict.fromkeys(paths)
 
     @property
     def eval_paths(self) -> dict[str, str]:
@@ -202,13 +203,10 @@ class AlgoConfig:
 
     @property
     def has_old_pass(self) -> bool:
-        """Return whether old logprobs need a separate pass. A single update per batch can use its own logprobs."""
-        return self.old_logprobs == "always" or self.num_mini_batches * self.num_epochs > 1 or self.scores_before_update
-
-    @property
-    def scores_before_update(self) -> bool:
-        """Return whether rewards depend on the policy's own logprobs."""
-        return bool(self.certainty_coef) or self.has_kl_in_reward
+        """Return whether old logprobs need a separate pass. A single update per batch can use its own logprobs, unless
+        rewards depend on them."""
+        updates = self.num_mini_batches * self.num_epochs
+        return self.old_logprobs == "always" or updates > 1 or self.certainty_coef != 0 or self.has_kl_in_reward
 
     @property
     def has_kl_in_reward(self) -> bool:
@@ -236,9 +234,7 @@ class CriticConfig:
 @dataclass(frozen=True)
 class ActorConfig:
     lr: float = key(1e-6, "Peak learning rate.", NOT_NEGATIVE)
-    lr_schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant", "Schedule of the learning rate after the warm-up, over train.num_steps."
-    )
+    lr_schedule: Schedule = key("constant", "Schedule of the learning rate after the warm-up, over train.num_steps.")
     warmup_steps: int = key(0, "Number of optimizer steps of linear warm-up.", NOT_NEGATIVE)
     weight_decay: float = key(0.0, "AdamW weight decay.", NOT_NEGATIVE)
     beta1: float = key(0.9, "AdamW beta1.", BETA)
@@ -247,7 +243,7 @@ class ActorConfig:
     max_grad_norm: float = key(1.0, "Maximum global gradient norm; larger gradients are scaled down.", POSITIVE)
     max_tokens_per_micro_batch: int = key(8192, "Maximum tokens per pass. A longer sequence runs alone.", POSITIVE)
     compile: bool = key(True, "Compile the layers on GPUs. The first steps take some tens of seconds longer.")
-    recompute: Literal["none", "selective", "full"] = key(
+    recompute: Recompute = key(
         "none", "Activation checkpointing: of no layer, of every second layer, or of all layers."
     )
     offload: Literal["none", "rollout", "moments", "always"] = key(

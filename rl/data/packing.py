@@ -1,8 +1,19 @@
-"""Pack sequences into micro-batches under a token budget. Pure functions: lengths in, lists of indices out."""
+"""Pack sequences into micro-batches under a token budget, and balance groups of sequences over their owners.
+
+A forward pass of a sharded model is a collective, so all ranks of its mesh must run the same number of micro-batches.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl.data.batch import Batch
+from rl.watch.heart import HEART, size_class
+
+MIN_TOKENS = 256  # heartbeats report all smaller micro-batches as one shape
 MAX_IMBALANCE = 1.02  # maximum cost of an owner relative to the mean; groups are moved only above it
 
 
@@ -51,6 +62,50 @@ def _first_fit(lengths: Sequence[float], max_tokens: float) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
+def cut(batch: Batch, max_tokens: int, hidden_size: int, count: int) -> list[list[int]]:
+    """Return `count` micro-batches as lists of sequence indices, as even in cost as the token budget allows.
+
+    The one with most tokens comes first, so that all others can reuse the memory that torch has cached for it.
+    """
+    lengths = batch.lengths.tolist()
+    micro_batches = pack(lengths, estimate_costs(lengths, hidden_size), max_tokens, count)
+    return sorted(micro_batches, key=lambda sequences: -sum(lengths[sequence] for sequence in sequences))
+
+
+def cut_together(batch: Batch, max_tokens: int, hidden_size: int, pg: dist.ProcessGroup) -> list[list[int]]:
+    """Cut each rank's batch into the same number of micro-batches. All ranks of the group call it.
+
+    The number is the largest that a rank needs, and at least 1, so that metrics and a probe are never left out.
+    """
+    count = torch.tensor([count_micro_batches(batch.lengths.tolist(), max_tokens)])
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=pg)
+    return cut(batch, max_tokens, hidden_size, max(1, int(count)))
+
+
+def micro_batches_of(batch: Batch, micro_batches: list[list[int]], user: str) -> Iterator[Batch]:
+    """Yield each micro-batch after a heartbeat that names its size and the `user` that computes with it."""
+    for number, sequences in enumerate(micro_batches):
+        micro_batch = batch.select(sequences)
+        shape = f"{user}, up to {size_class(micro_batch.num_tokens, MIN_TOKENS)} tokens"
+        HEART.beat(f"micro-batch {number + 1} of {len(micro_batches)}", shape=shape)
+        yield micro_batch
+
+
+def over_micro_batches(
+    batch: Batch, micro_batches: list[list[int]], compute: Callable[[Batch], Sequence[Tensor]], name: str
+) -> list[Tensor]:
+    """Call `compute` on each micro-batch. Return a [T] tensor, with 0 in prompts, for each quantity that it computes.
+
+    `compute` returns values of the response tokens only. The host waits for the device once, at the end. Heartbeats
+    contain `name`.
+    """
+    parts = [torch.stack(list(compute(each))) for each in micro_batches_of(batch, micro_batches, name)]
+    scores = torch.cat(parts, 1).cpu()
+    order = [sequence for sequences in micro_batches for sequence in sequences]
+    places = batch.token_indices(order)[batch.select(order).response_mask]
+    return list(torch.zeros(len(scores), batch.num_tokens).index_copy(1, places, scores))
+
+
 def mini_batch_of(position: int, num_prompts: int, num_mini_batches: int) -> int:
     """Return the index of a prompt's mini-batch. Mini-batches are consecutive prompts, in nearly equal numbers."""
     return position * num_mini_batches // num_prompts
@@ -70,7 +125,7 @@ def balance_owners(
     first, to the owner with the lowest cost so far. In a tie the present owner is preferred. A mini-batch is left
     unchanged if it is balanced well enough, or if the new owners would not improve it.
     """
-    new_owners = list(owners)
+    new_owners = dict(enumerate(owners))
     for mini_batch in sorted(set(mini_batches)):
         groups = [group for group, other in enumerate(mini_batches) if other == mini_batch]
         before, after = [0.0] * num_owners, [0.0] * num_owners
@@ -84,6 +139,5 @@ def balance_owners(
             assigned[group] = present if after[present] == least else after.index(least)
             after[assigned[group]] += costs[group]
         if max(after) < max(before):
-            for group, owner in assigned.items():
-                new_owners[group] = owner
-    return new_owners
+            new_owners |= assigned
+    return list(new_owners.values())

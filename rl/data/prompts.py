@@ -23,9 +23,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str: ...
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: bool) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -45,10 +43,8 @@ def sample_seed(run_seed: int, epoch: int, prompt_id: int, sample_index: int) ->
 
 
 class WeightedSource(NamedTuple):
-    """A run of consecutive rows, and the weight of its share of the stream."""
-
-    num_rows: int
-    weight: Fraction
+    num_rows: int  # consecutive rows of one file or folder
+    weight: Fraction  # of their share of the stream
 
 
 class PromptStream:

@@ -74,8 +74,15 @@ def find_splits(folder: Path) -> dict[str, list[Path]]:
         if file.suffix in FORMATS and file.is_file() and file.name[0] != "." and file.name not in HUB_NOTES:
             name = folder.name if file.stem.isdigit() else SHARD.sub("", file.stem)
             found.setdefault(name, []).append(file)
-    for name, files in found.items():
-        _check_whole(folder, name, files)
+    for split, files in found.items():
+        totals = [int(match[2]) for file in files if (match := SHARD.search(file.stem))]
+        if totals and totals != [len(files)] * len(files):
+            names = f"{len(files)} files of the split {split!r}, from {files[0].name} to {files[-1].name}"
+            remedy = "copy the missing files, or remove those that do not belong to the split"
+            raise ConfigError(f"{folder}: got {names}, but their names say {max(totals)}; {remedy}")
+        if not totals and len({file.suffix for file in files}) > 1:
+            names = " and as ".join(file.name for file in files)
+            raise ConfigError(f"{folder} holds the split {split!r} as {names}; give a file's path")
     return found or (find_splits(folder / "data") if (folder / "data").is_dir() else {})
 
 
@@ -90,19 +97,6 @@ def _saved_files(folder: Path) -> list[Path]:
     if missing := [file.name for file in files if not file.is_file()]:
         raise ConfigError(f"{folder} lacks {', '.join(missing[:3])}, which its state.json lists; copy the whole folder")
     return files
-
-
-def _check_whole(folder: Path, split: str, files: list[Path]) -> None:
-    shards = [match for file in files if (match := SHARD.search(file.stem))]
-    totals = {int(shard[2]) for shard in shards}
-    if shards and (len(shards) < len(files) or totals != {len(files)}):
-        raise ConfigError(
-            f"{folder}: got {len(files)} files of the split {split!r}, from {files[0].name} to {files[-1].name}, but "
-            f"their names say {max(totals)}; copy the missing files, or remove those that do not belong to the split"
-        )
-    if not shards and len({file.suffix for file in files}) > 1:
-        names = " and as ".join(file.name for file in files)
-        raise ConfigError(f"{folder} holds the split {split!r} as {names}; give a file's path")
 
 
 def _read_jsonl(file: Path) -> Iterator[DataRow]:

@@ -6,7 +6,7 @@ from torch import Tensor
 from rl.algo.losses import value_loss
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.data.micro_batches import cut_together, over_micro_batches
+from rl.data.packing import cut_together, over_micro_batches
 from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer
 from rl.model.logprobs import hidden_size_of, value_responses
 from rl.model.shards import reshard

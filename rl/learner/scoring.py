@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from rl.config.schema import AlgoConfig
 from rl.data.batch import Batch
-from rl.data.micro_batches import cut, cut_together, over_micro_batches
-from rl.data.packing import count_micro_batches, estimate_costs, split_evenly
+from rl.data.packing import count_micro_batches, cut, cut_together, estimate_costs, over_micro_batches, split_evenly
 from rl.learner.offload import Offloader
 from rl.model.logprobs import certainty_of_responses, hidden_size_of, score_responses
 from rl.model.shards import TensorInfo, local_slices, reshard

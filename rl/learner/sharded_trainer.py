@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.data.micro_batches import cut_together, micro_batches_of
-from rl.data.packing import mini_batch_of
+from rl.data.packing import cut_together, micro_batches_of, mini_batch_of
 from rl.learner.offload import Offloader
 from rl.model.host_memory import to_device
 from rl.model.logprobs import hidden_size_of

@@ -21,15 +21,9 @@ from torch.utils.tensorboard import SummaryWriter
 from rl.common.files import write_atomically
 from rl.common.text import count_of
 
-CONSOLE = {
-    "reward": "reward/mean",
-    "eval": "eval/accuracy",
-    "loss": "loss/policy",
-    "mismatch": "policy/mismatch_kl",
-    "length": "rollout/length_mean",
-    "tokens/s": "perf/tokens_per_s",
-    "seconds": "time/step",
-}
+# Labels and metrics of the line that a step prints.
+CONSOLE = {"reward": "reward/mean", "eval": "eval/accuracy", "loss": "loss/policy", "mismatch": "policy/mismatch_kl"}
+CONSOLE |= {"length": "rollout/length_mean", "tokens/s": "perf/tokens_per_s", "seconds": "time/step"}
 
 
 class Measures:

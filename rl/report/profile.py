@@ -5,7 +5,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def table(events: list[dict[str, Any]]) -> str:
     kinds = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ("cpu_op",)
     work = [event for event in spans if event.get("cat") in kinds]
     lines = []
-    for stage in sorted(stages, key=itemgetter("ts")):
+    for stage in sorted(stages, key=lambda stage: stage["ts"]):
         seconds: dict[str, float] = defaultdict(float)
         counts: dict[str, int] = defaultdict(int)
         for event in work:

@@ -12,7 +12,7 @@ import torch
 
 from rl.config.schema import ROOT
 from rl.data.batch import Batch
-from rl.data.micro_batches import over_micro_batches
+from rl.data.packing import over_micro_batches
 from rl.rollout import fake_engine
 from rl.rollout.engine import Completion, build_engine
 from rl.rollout.fake_engine import FakeEngine

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl.data.micro_batches import cut
-from rl.data.packing import balance_owners, count_micro_batches, estimate_costs, mini_batch_of, pack, split_evenly
+from rl.data.packing import balance_owners, count_micro_batches, cut, estimate_costs, mini_batch_of, pack, split_evenly
 
 
 def test_costs_grow_faster_than_lengths() -> None:
