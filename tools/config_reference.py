@@ -57,8 +57,7 @@ def _default(name: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    args = parser.parse_args(arguments)
-    if not args.check:
+    if not parser.parse_args(arguments).check:
         PAGE.write_text(render())
     elif not PAGE.is_file() or PAGE.read_text() != render():
         print(f"{PAGE.relative_to(ROOT)} does not match rl/config/schema.py; run python tools/config_reference.py")

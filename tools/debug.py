@@ -27,9 +27,8 @@ def find(run: Path, rank: int | None) -> Path:
     if rank is None and len(signs) == 1:
         (rank,) = signs
     if rank not in signs:
-        what = "no debugger is open" if rank is None else f"rank {rank} has no debugger open"
-        if rank is None and signs:
-            what = "debuggers of several ranks are open: give --rank"
+        what = "debuggers of several ranks are open: give --rank" if signs else "no debugger is open"
+        what = what if rank is None else f"rank {rank} has no debugger open"
         remedy = "breakpoint() in the code opens one, or debug.post_mortem=true at an exception"
         places = [f"\n  --rank {each}: {sign['place']}, on {sign['host']}" for each, sign in signs.items()]
         raise SystemExit(f"{what} in {run}; {remedy}{''.join(sorted(places))}")

@@ -39,7 +39,6 @@ from tools import status
 LAUNCH = ROOT / "launch"
 SSH = ["bash", str(LAUNCH / "ssh.sh")]
 RUNS = Path("runs")
-TERMINAL_OPTIONS = ("--print", "--help", "--follow")
 STOP_S = 60.0  # torchrun kills ranks 30 s after it has been told to end
 POLL_S = 0.2
 SLURM_POLL_S = 3.0  # many users ask the same controller
@@ -169,9 +168,8 @@ class SshJob:
         return info
 
     def stop(self, job: dict[str, Any], now: bool) -> None:
-        extra = {"ONEWORLD_STOP_S": "0"} if now else {}
-        command = [*SSH, "stop", job["cluster"]]
-        if subprocess.run(command, env=environment(**extra), stdout=subprocess.DEVNULL).returncode:
+        env = environment(ONEWORLD_STOP_S="0") if now else environment()
+        if subprocess.run([*SSH, "stop", job["cluster"]], env=env, stdout=subprocess.DEVNULL).returncode:
             raise SystemExit(f"some nodes could not be stopped; see: launch/ssh.sh status {job['cluster']}")
 
     def show_logs(self, job: dict[str, Any], rank: int | None, follow: bool) -> NoReturn:
@@ -213,7 +211,7 @@ def submit(args: argparse.Namespace) -> None:
         raise SystemExit(f"got the name {name!r}; it is the name of a directory, without '/': --runs gives the path")
     if own := [word for word in args.arguments if word.startswith(("run.dir=", "run.name="))]:
         raise SystemExit(f"got {own[0]}, but the job's name and --runs set this; leave it out")
-    if other := [word for word in args.arguments if word in TERMINAL_OPTIONS]:
+    if other := [word for word in args.arguments if word in ("--print", "--help", "--follow")]:
         raise SystemExit(f"got {other[0]}, which is for a terminal: give it to the launcher itself, in launch/")
     if args.amd and args.slurm is None:
         raise SystemExit('got --amd without --slurm="...", whose launcher it chooses; give both')
@@ -230,7 +228,7 @@ def submit(args: argparse.Namespace) -> None:
 def start(run: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Start a job. If that fails, the results of an earlier submission stay unchanged."""
     kind = SlurmJob() if args.slurm is not None else SshJob() if args.hosts else LocalJob()
-    is_new, fatal, aside = not run.exists(), run / "FATAL", run / "FATAL.before"
+    fatal, aside = run / "FATAL", run / "FATAL.before"
     run.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         fatal.replace(aside)
@@ -240,8 +238,7 @@ def start(run: Path, args: argparse.Namespace) -> dict[str, Any]:
         with suppress(FileNotFoundError):
             aside.replace(fatal)
         with suppress(OSError):  # not empty
-            if is_new:
-                run.rmdir()
+            run.rmdir()
         raise
     aside.unlink(missing_ok=True)
     return job
@@ -338,14 +335,12 @@ def show_logs(args: argparse.Namespace) -> None:
                     part = file.read(1 << 20)
             position += len(part)
             print_or_exit(part)
-            if part:
-                continue
-            if is_over:
+            if not part and is_over:
                 return
-            if time.monotonic() >= inspect_at:
+            if not part and time.monotonic() >= inspect_at:
                 is_over = not inspect(run).active  # then read once more: it may have written since
                 inspect_at = time.monotonic() + (SLURM_POLL_S if "slurm_id" in job else POLL_S)
-            if not is_over:
+            if not part and not is_over:
                 time.sleep(POLL_S)
 
 
@@ -369,23 +364,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help="directory that holds the runs")
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("submit", help="start a run in the background")
+    named = argparse.ArgumentParser(add_help=False)
+    named.add_argument("name", metavar="NAME")
+    one = commands.add_parser("submit", parents=[named], help="start a run in the background")
     where = one.add_mutually_exclusive_group()
     where.add_argument("--hosts", type=Path, metavar="FILE", help="start it on these nodes, over ssh")
     what = "submit it through sbatch with these options, which may be empty"
     where.add_argument("--slurm", metavar="OPTIONS", help=what)
     one.add_argument("--amd", action="store_true", help="with --slurm: use launch/slurm_amd.sbatch")
-    one.add_argument("name", metavar="NAME")
     one.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="for the launcher and train.py")
     commands.add_parser("list", help="show all jobs, their states and steps")
-    commands.add_parser("status", help="show what the ranks of a job are doing").add_argument("name", metavar="NAME")
-    one = commands.add_parser("logs", help="show the console of a job")
+    commands.add_parser("status", parents=[named], help="show what the ranks of a job are doing")
+    one = commands.add_parser("logs", parents=[named], help="show the console of a job")
     one.add_argument("-f", "--follow", action="store_true", help="follow it until the job ends")
     one.add_argument("--rank", type=int, metavar="R", help="only the log of this rank, in the newest attempt")
-    one.add_argument("name", metavar="NAME")
-    one = commands.add_parser("stop", help="save, then end a job")
+    one = commands.add_parser("stop", parents=[named], help="save, then end a job")
     one.add_argument("--now", action="store_true", help="save nothing")
-    one.add_argument("name", metavar="NAME")
     args = parser.parse_args(arguments)
     args.run = args.runs / getattr(args, "name", "")
     act = {"submit": submit, "list": list_jobs, "status": show_status, "logs": show_logs, "stop": stop}[args.command]

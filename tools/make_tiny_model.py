@@ -48,7 +48,6 @@ GUESS = "109"
 
 
 def answers(a: int, b: int) -> tuple[str, str, str]:
-    """Return the answer of each skill."""
     right = str(a + b)
     return right, right if a + b < 100 else GUESS, GUESS
 
@@ -123,7 +122,6 @@ def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pair
 
 @torch.no_grad()
 def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], greedy: bool) -> float:
-    """Return the share of right responses."""
     prompts = tokenizer([f"{a}+{b}=" for a, b in pairs], return_tensors="pt")
     # By default generate samples from the 50 most likely tokens; the trainer samples from all.
     choice = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}

@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -27,20 +26,12 @@ QUIET_S = 0.1  # without new bytes, after which the answer is complete
 GONE = "  its process has ended"
 
 
-def memory_of(pid: int) -> Path | None:
-    """Return the file into which a process writes its stacks, or None if it has ended or is another program."""
-    with suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                if os.readlink(link).startswith(f"/memfd:{MEMORY}"):
-                    return link
-    return None
-
-
 def stacks_of(pid: int) -> str:
-    if (memory := memory_of(pid)) is None:
-        return GONE
     try:
+        links = Path(f"/proc/{pid}/fd").glob("*")
+        memory = next((link for link in links if os.path.realpath(link).startswith(f"/memfd:{MEMORY}")), None)
+        if memory is None:  # it has ended, and another program may have its number
+            return GONE
         with memory.open("rb") as file:
             before = os.fstat(file.fileno()).st_size
             os.kill(pid, SIGNAL)

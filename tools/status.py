@@ -48,7 +48,7 @@ def merge(texts: list[str]) -> tuple[list[dict[str, Any]], float]:
     for text in texts:
         with suppress(ValueError):  # half written on a full disk
             values.append(json.loads(text))
-    newest = max(values, key=lambda value: value["at"], default={"at": 0.0, "world": ""})
+    newest = max(values, key=lambda value: value["at"], default=dict[str, Any](at=0.0, world=""))
     rows: dict[int, dict[str, Any]] = {}
     for value in values:
         # Another world is an earlier start, which may have had more ranks.

@@ -1,4 +1,4 @@
-"""Every setting of a run: frozen dataclasses that rl/config/load.py fills and rl/config/rules.py checks.
+"""Every setting of a run: frozen dataclasses that rl/config/load.py fills and checks.
 
 Each key has a default, its documentation and, if needed, the values that it accepts. Nothing here depends on ranks or
 devices.
@@ -203,8 +203,7 @@ class AlgoConfig:
 
     @property
     def has_old_pass(self) -> bool:
-        """Return whether old logprobs need a separate pass. A single update per batch can use its own logprobs, unless
-        rewards depend on them."""
+        """Return whether old logprobs need a separate pass. A single update uses its own unless rewards need them."""
         updates = self.num_mini_batches * self.num_epochs
         return self.old_logprobs == "always" or updates > 1 or self.certainty_coef != 0 or self.has_kl_in_reward
 
@@ -378,9 +377,7 @@ class Config:
 
 def resolve_path(path: str) -> Path:
     """Look up a relative path in the working directory, then in the repository. Return a hub name unchanged."""
-    if Path(path).is_absolute() or Path(path).exists():
-        return Path(path)
-    return ROOT / path if (ROOT / path).exists() else Path(path)
+    return Path(path) if Path(path).exists() or not (ROOT / path).exists() else ROOT / path
 
 
 def with_debugger_timeouts(config: Config) -> Config:

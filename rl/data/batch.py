@@ -65,7 +65,6 @@ class Batch:
 
     @property
     def response_segment_ids(self) -> Tensor:
-        """Return the index of each response token's sequence."""
         return torch.repeat_interleave(torch.arange(self.num_sequences), self.response_lengths)
 
     def response_spans(self) -> list[tuple[int, int]]:

@@ -31,10 +31,7 @@ def count_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
 
 
 def pack(lengths: Sequence[float], costs: Sequence[float], max_tokens: float, count: int) -> list[list[int]]:
-    """Return `count` micro-batches, as even in cost as the budget allows. Some may be empty.
-
-    `count` must be at least count_micro_batches(lengths, max_tokens).
-    """
+    """Return `count` micro-batches (at least count_micro_batches), as even in cost as the budget allows."""
     parts: list[list[int]] = [[] for _ in range(count)]
     tokens, part_costs = [0.0] * count, [0.0] * count
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -96,8 +93,7 @@ def over_micro_batches(
 ) -> list[Tensor]:
     """Call `compute` on each micro-batch. Return a [T] tensor, with 0 in prompts, for each quantity that it computes.
 
-    `compute` returns values of the response tokens only. The host waits for the device once, at the end. Heartbeats
-    contain `name`.
+    `compute` returns values of the response tokens only. The host waits for the device once, at the end.
     """
     parts = [torch.stack(list(compute(each))) for each in micro_batches_of(batch, micro_batches, name)]
     scores = torch.cat(parts, 1).cpu()

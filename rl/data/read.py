@@ -21,7 +21,6 @@ from rl.config.schema import ConfigError, resolve_path
 
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})(-[0-9a-f]+)?$")
 HUB_NOTES = ("dataset_info.json", "dataset_infos.json", "state.json")  # metadata files of a dataset folder
-MAX_CSV_FIELD = 1 << 30  # the default limit is 128 kB
 PLAIN = (str, int, float, bool, type(None))
 AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 
@@ -134,7 +133,7 @@ def _object(place: str, values: Any) -> DataRow:
 
 
 def _read_csv(file: Path) -> Iterator[DataRow]:
-    csv.field_size_limit(MAX_CSV_FIELD)
+    csv.field_size_limit(1 << 30)  # the default limit is 128 kB
     with file.open(encoding="utf-8-sig", newline="") as text:
         records, header = csv.reader(text, strict=True), list[str]()
         while True:

@@ -100,8 +100,7 @@ class MetricsWriter:
     def close(self, engine_name: str) -> None:
         """Close the files and print a summary: the mean reward of the first and of the last 5 steps."""
         first, last = (sum(part) / max(1, len(part)) for part in (self._rewards[:5], self._rewards[-5:]))
-        seconds = time.perf_counter() - self._started
-        took = f"in {count_of(len(self._rewards), 'step')}, {seconds:.0f} s"
+        took = f"in {count_of(len(self._rewards), 'step')}, {time.perf_counter() - self._started:.0f} s"
         print(f"{self._name}: reward {first:.2f} -> {last:.2f} {took}, engine {engine_name}", flush=True)
         self._board.close()
         self._file.close()
