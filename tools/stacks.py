@@ -40,7 +40,7 @@ def stacks_of(pid: int) -> str:
                 time.sleep(0.05)
                 os.kill(pid, signal.SIGSTOP)
             return _answer(file.fileno(), before)
-    except (ProcessLookupError, psutil.NoSuchProcess):
+    except (ProcessLookupError, FileNotFoundError, psutil.NoSuchProcess):
         return GONE
     except OSError as error:
         return f"  its stacks cannot be read: {error}"
