@@ -80,8 +80,8 @@ def write_checkpoint(
         file = write_small_file(places[0] / "hf" / name, data)
         files.append(replace(file, name=f"hf/{name}", hosts=("node0",)))
     settings = {"model": {"path": "base", "dtype": "float32"}, "checkpoint": {"hub_name": ""}, **(config or {})}
-    placement = {"hosts": [f"node{node}" for node in range(len(folders))]}
-    placement |= {"folders": {f"node{node}": str(folder / "checkpoints") for node, folder in enumerate(folders)}}
+    places_by_host = {f"node{node}": str(folder / "checkpoints") for node, folder in enumerate(folders)}
+    placement = {"hosts": [*places_by_host], "folders": places_by_host}
     state = {"version": step + 1, "num_updates": step}
     saved_at = 1.7e9 + step
     ordered = tuple(sorted(files, key=lambda file: file.name))

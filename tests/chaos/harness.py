@@ -82,8 +82,8 @@ class Cluster:
     def status(self) -> dict[int, dict[str, Any]]:
         """Return the status file of each rank of the newest world, from all nodes."""
         rows = [json.loads(path.read_text()) for path in self.folder.glob("node*/x/status/rank_*.json")]
-        newest = max(rows, key=lambda row: row["at"], default={})
-        return {row["rank"]: row for row in rows if row["world"] == newest["world"] and not row["ended"]}
+        newest = max((row["at"], row["world"]) for row in rows)[1] if rows else ""
+        return {row["rank"]: row for row in rows if row["world"] == newest and not row["ended"]}
 
     def rank_of(self, role: str, besides: tuple[int, ...] = (0,)) -> int:
         return next(rank for rank, row in sorted(self.status().items()) if role in row["roles"] and rank not in besides)
