@@ -138,7 +138,7 @@ class Merger:
         while done < part.num_bytes:
             if self._stop.is_set():
                 raise CancelledError
-            source, place = part.begin + done, begin + done // width * written_width
+            source, place = part.begin + done, begin + done * written_width // width  # the kernel may split an element
             is_plain = not self._verify and dtype == part.dtype
             count = self._copy_in_kernel(file, source, target, place, part.num_bytes - done) if is_plain else 0
             if not count:
@@ -148,7 +148,7 @@ class Merger:
                     hasher.update(chunk.data)
                 _write_at(target, (chunk if dtype == part.dtype else convert(chunk, part.dtype, dtype)).data, place)
                 count = chunk.size
-            self._progress(count // width * written_width)
+            self._progress(count * written_width // width)
             done += count
         if self._verify and hasher.hexdigest() != part.digest:
             raise CorruptFile(file.name, f"the bytes of {part.name} differ from those that were saved")

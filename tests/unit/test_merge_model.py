@@ -1,5 +1,6 @@
 """Merge checkpoints with tools/merge_checkpoint.py: the content of the merged model."""
 
+import itertools
 import json
 import os
 import shutil
@@ -40,6 +41,17 @@ def test_shards_of_four_nodes_become_one_model(made: Made, verify: tuple[str, ..
     assert list(result(made).parent.iterdir()) == [result(made)], "nothing is left of the work"
     shutil.rmtree(result(made).parent)
     assert [files_of(folder) for folder in made.folders] == before, "the run's own files are never touched"
+
+
+def test_the_kernel_may_copy_a_part_of_an_element(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, sizes = os.copy_file_range, itertools.cycle([3, 5, 1, 7])
+
+    def copy_little(source: int, target: int, count: int, begin: int, place: int) -> int:
+        return copy(source, target, min(count, next(sizes)), begin, place)
+
+    monkeypatch.setattr(os, "copy_file_range", copy_little)
+    merge(*nodes(made), "--no-verify")
+    assert_equal(result(made), TENSORS)
 
 
 def test_the_default_is_the_newest_committed_step_of_the_newest_run(tmp_path: Path) -> None:
