@@ -65,7 +65,8 @@ def merge_checkpoint(options: MergeOptions) -> None:
         if options.upload is None or not record or options.step not in (None, record["step"]):
             raise
         print(f"step {record['step']} no longer exists; {finished} is complete", flush=True)
-        hub = _open_hub(options, "")
+        hub = _name_hub(options, "")
+        _open_hub(hub, options.dry_run)
         if not options.dry_run:
             _upload(hub, finished, record["run"], record["step"])
         return
@@ -76,26 +77,29 @@ def merge_checkpoint(options: MergeOptions) -> None:
     size = format_bytes(sum(file.num_bytes for file in shards))
     print(f"{title}: {len(shards)} shards of the model, {size}", flush=True)
     merge = CheckpointMerge(checkpoint, run, output or results / step_folder(manifest.step), options)
+    hub = _name_hub(options, manifest.config.get("checkpoint", {}).get("hub_name", ""))  # fails before any slow work
     merge.prepare()
-    # before the merge, so that a wrong name fails at once
-    hub = _open_hub(options, manifest.config.get("checkpoint", {}).get("hub_name", ""))
+    _open_hub(hub, options.dry_run)
     if not options.dry_run:
         merge.run(hub)
 
 
-def _open_hub(options: MergeOptions, default_name: str) -> HubRepository | None:
-    """Create the repository of the upload, if there is to be one, and return it. A dry run only checks it."""
+def _name_hub(options: MergeOptions, default_name: str) -> HubRepository | None:
+    """Return the repository of the upload, if there is to be one. This does not contact the hub."""
     if options.upload is None:
         return None
     name = options.upload or default_name
     if not name:
         raise MergeError("the run's config has no checkpoint.hub_name; give the name: --upload ORG/NAME")
-    hub = HubRepository(name, options.revision, options.public)
-    if options.dry_run:
+    return HubRepository(name, options.revision, options.public)
+
+
+def _open_hub(hub: HubRepository | None, dry_run: bool) -> None:
+    """Create the repository before the merge, so that a refused login fails at once. A dry run only checks it."""
+    if hub is not None and dry_run:
         print(f"would upload to {hub.check()}")
-    else:
+    elif hub is not None:
         hub.create()
-    return hub
 
 
 def _upload(hub: HubRepository | None, folder: Path, run_name: str, step: int) -> None:

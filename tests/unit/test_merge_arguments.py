@@ -62,8 +62,10 @@ def test_a_folder_after_upload_is_refused(
 
 
 def test_upload_needs_a_name(made: Made) -> None:
+    made.shard(3).unlink()  # the name is reported first: to look for a file on other nodes may take minutes
     text = failure(*nodes(made), "--upload")
     assert "the run's config has no checkpoint.hub_name; give the name: --upload ORG/NAME" in text
+    assert "--upload: got 'a/b/c'; expected ORG/NAME or NAME" in failure(*nodes(made), "--upload", "a/b/c")
 
 
 def test_impossible_outputs_are_refused(made: Made, tmp_path: Path) -> None:
