@@ -20,13 +20,15 @@ def compare_logits(folder: Path, probe: bytes, trained_in: str, merged_in: str) 
     try:
         stored = safetensors.torch.load(probe)
         model, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        unexpected = [f"{what} {sorted(names)}" for what, names in report.items() if names and what.endswith("_keys")]
+        if unexpected:
+            raise MergeError(f"the weights in {folder} do not match its config.json: {', '.join(unexpected)}")
         with torch.no_grad():
             logits = model.to(device).eval()(stored["tokens"].to(device).unsqueeze(0)).logits[0].float().cpu()
+    except MergeError:
+        raise
     except Exception as error:  # transformers raises many types
         raise MergeError(f"{folder} could not be loaded and run: {type(error).__name__}: {error}") from error
-    unexpected = [f"{what} {sorted(names)}" for what, names in report.items() if names and what.endswith("_keys")]
-    if unexpected:
-        raise MergeError(f"the weights in {folder} do not match its config.json: {', '.join(unexpected)}")
     expected = stored["logits"].float()
     if logits.shape != expected.shape:
         raise MergeError(f"{folder} gives logits of shape {list(logits.shape)}, the policy gave {list(expected.shape)}")

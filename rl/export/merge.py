@@ -112,8 +112,7 @@ class CheckpointMerge:
         manifest = checkpoint.manifest
         self._checkpoint, self._run_folder, self._options = checkpoint, run_folder, options
         self._outputs = lay_out(read_tensors(manifest, DTYPES.get(options.dtype or "")), options.max_shard_bytes)
-        self._trained_in = manifest.config["model"]["dtype"]
-        self._dtype = options.dtype or self._trained_in
+        self._dtype = options.dtype or manifest.config["model"]["dtype"]
         record = {
             "run_id": manifest.run_id,
             "run": manifest.run_name,
@@ -242,7 +241,7 @@ class CheckpointMerge:
                 f"no reachable place holds {PROBE} of step {checkpoint.manifest.step}, so no logits to compare "
                 f"with. It is written one update after the step, on the node of the first actor. {output} is complete"
             )
-        difference = compare_logits(output, data, self._trained_in, self._dtype)
+        difference = compare_logits(output, data, checkpoint.manifest.config["model"]["dtype"], self._dtype)
         print(f"logits equal those of the policy at the save: relative difference {difference:.2g}", flush=True)
 
 
