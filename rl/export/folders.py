@@ -166,10 +166,12 @@ class RemoteFolder:
                 ssh.stdin.write((self._enter + script).encode())
             greeting: bytes | None = b""  # output before BEGIN; None after it
             silent_s = 0.0
+            output = select.poll()  # unlike select.select, it takes descriptors beyond 1024: every shard stays open
+            output.register(ssh.stdout, select.POLLIN)
             while True:
                 if stop.is_set():
                     raise MergeError(f"{self.name}: interrupted")
-                if not select.select([ssh.stdout], [], [], POLL_S)[0]:
+                if not output.poll(POLL_S * 1000):
                     silent_s += POLL_S
                     if silent_s > silence_s:
                         raise NodeUnreachable(f"{self.name}: no data for {silence_s:.0f} s; {UNREACHABLE}")

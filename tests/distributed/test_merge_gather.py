@@ -1,7 +1,9 @@
 """Gather shards from other nodes through a real sshd with tools/merge_checkpoint.py."""
 
+import resource
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +172,21 @@ def test_output_of_a_login_shell_is_ignored(made: Made, server: SshServer, tmp_p
     script.chmod(0o755)
     options = ["--ssh", str(script), "--identity", str(server.identity), "--ssh-user", "root"]
     main([*options, str(made.folders[0])])
+    check(made, made.folders[0] / "merged/step_40")
+
+
+def test_more_than_1024_files_may_be_open(made: Made, tmp_path: Path) -> None:
+    """Every shard on this machine stays open meanwhile."""
+    script = tmp_path / "local-ssh"
+    script.write_text("#!/bin/sh\nexec sh -s\n")
+    script.chmod(0o755)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, limits[1]))
+        for _ in range(1100):
+            stack.enter_context(Path("/dev/null").open())
+        main(["--ssh", str(script), str(made.folders[0])])
     check(made, made.folders[0] / "merged/step_40")
 
 
