@@ -69,7 +69,8 @@ class NewFile(AbstractContextManager["NewFile"]):
         self.path, self.num_bytes, self.digest = path, 0, ""
         self._num_unsynced, self._hasher = 0, xxhash.xxh3_64()
         with writing(path):
-            self._file = path.open("xb", buffering=0)
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # only the owner may change it
+            self._file = os.fdopen(handle, "wb", buffering=0)
 
     def write(self, chunk: memoryview) -> None:
         self._hasher.update(chunk)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import stat
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -174,6 +175,16 @@ def test_a_new_file_refuses_one_that_exists(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="File exists"):
         write_small_file(path, b"other")
     assert path.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0, 0o644), (0o077, 0o600)])
+def test_only_the_owner_may_change_a_file(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_small_file(tmp_path / "a", b"weights")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == mode
 
 
 def failing(call: Callable, times: int, code: int) -> Callable:
