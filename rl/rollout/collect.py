@@ -155,20 +155,19 @@ class Rollouts(Service):
         """
         if self._gate is not None:
             self._gate.open()
-        me = self._actors.index(self._mail.rank)
-
-        def has_all() -> bool:
-            return batch in self._owners and len(self._arrived[batch]) == self._owners[batch].count(me)
-
-        serve(self._world, self._services, until=has_all)
-        owners, arrived = self._owners.pop(batch), self._arrived.pop(batch)
+        serve(self._world, self._services, until=lambda: batch in self._owners)
+        owners = self._owners.pop(batch)
+        num_own = owners.count(self._actors.index(self._mail.rank))  # counted once: an engine's loop asks at every step
+        serve(self._world, self._services, until=lambda: len(self._arrived[batch]) == num_own)
+        arrived = self._arrived.pop(batch)
         groups = {position: rollouts for position, (_, rollouts) in arrived.items()}
         scores = {position: arrived[position][0].scores for position in sorted(arrived)}
         totals = total(score for group in scores.values() for score in group)
         num_preemptions = sum(group.num_preemptions for group, _ in arrived.values())
         totals["rollout/preemptions"] = [float(num_preemptions), 0.0]
         self._mail.send(self._leader, Collected(batch, totals))
-        serve(self._world, self._services, until=lambda: batch in self._orders.totals)
+        # Without `self`, which has all groups now: reports show which actors still wait for some.
+        serve(self._world, self._services[1:], until=lambda: batch in self._orders.totals)
         return Gathered(groups, owners, scores, self._orders.totals.pop(batch))
 
     def handle(self, letter: Letter[Any]) -> None:
