@@ -81,5 +81,5 @@ class Sampler:
 
 
 def next_count(wanted: int, sampled: int, found: int) -> int:
-    """Return how many prompts to draw, at most `wanted`, to fill the batch if as many of them are informative."""
+    """Return how many prompts fill the batch, at most `wanted`, if the fraction of informative ones stays the same."""
     return min(wanted, -(-(wanted - found) * sampled // max(found, 1))) if sampled else wanted

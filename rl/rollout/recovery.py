@@ -60,7 +60,7 @@ class EngineHost:
             self.sync.add_receiver(self.engine)
 
     def follow(self, step: Callable[[], object], stage: str) -> None:
-        """Make a step on a follower. If it fails, tell the lead. If that does not react, the error ends the world."""
+        """Make a step on a follower. If it fails, tell the lead, and if the lead does not react, end the world."""
         if self._failure is not None:  # the lead's step did not fail
             raise self._failure
         try:
