@@ -81,7 +81,7 @@ class ShardedTrainer:
             if offloader.is_offloaded:
                 host = offloader.host_copy
                 parts = [(of, LocalSlice(part.info, host(part.data)) if of == kind else part) for of, part in parts]
-            else:
+            elif with_moments:  # a weight sync runs while moments are copied to host memory
                 offloader.wait()
         return parts
 

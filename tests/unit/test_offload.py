@@ -1,10 +1,13 @@
 """Tensors that are offloaded and reloaded are the same objects with the same views and values."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import nn
 
 from rl.learner.offload import Offloader
+from rl.learner.sharded_trainer import ShardedTrainer
 from rl.model import host_memory
 
 
@@ -59,3 +62,11 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened() -> None:
         return [value for parameter in layer.parameters() for value in parameter.flatten().tolist()]
 
     assert train(offloads=True) == train(offloads=False)
+
+
+def test_a_weight_sync_does_not_wait_for_moments_on_their_way_to_host_memory() -> None:
+    trainer = ShardedTrainer.__new__(ShardedTrainer)
+    moments = Mock(is_offloaded=False)  # `start_offload` has started the copy
+    trainer.model, trainer._offloaders = nn.Linear(2, 1), {"exp_avg": moments}
+    assert [part.info.name for part in trainer.weight_slices()] == ["weight", "bias"]
+    assert not moments.wait.called
