@@ -77,11 +77,19 @@ def in_memory_order(x: Tensor) -> Tensor:
     return x.squeeze(0).transpose(0, 1)
 
 
-# Both functions get queries as [1, heads, T, head_dim], and keys and values as [1, kv_heads, T, head_dim].
+# Both get queries as [1, heads, T, head_dim], and keys and values as [1, kv_heads, T, head_dim]. Some models of
+# transformers pass `attention_mask` by its name.
 
 
 def varlen_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, cu_lengths: Tensor, longest: int, **others: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    cu_lengths: Tensor,
+    longest: int,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend with torch's kernel. `cu_lengths` is [sequences + 1] int32, and `longest` an upper bound of lengths."""
     _check_supported(others)
@@ -100,7 +108,7 @@ def varlen_attention(
 
 @torch.compiler.disable  # the graph depends on the number of blocks, which varies
 def ragged_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, blocks: Sequence[_Block], **others: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, blocks: list[_Block], **others: Any
 ) -> tuple[Tensor, None]:
     _check_supported(others)
     sliding_window = others.get("sliding_window")

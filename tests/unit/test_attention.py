@@ -21,7 +21,7 @@ WHERE: dict[Any, dict[str, Any]] = {
 def test_sinks_and_caps(attend: Any, other: dict[str, Any]) -> None:
     query = torch.zeros(1, 2, 3, 8)
     with pytest.raises(ConfigError, match=f"{next(iter(other))}.*give model.path a family"):
-        attend(torch.nn.Identity(), query, query, query, None, **WHERE[attend], **other)
+        attend(torch.nn.Identity(), query, query, query, attention_mask=None, **WHERE[attend], **other)
 
 
 def test_the_name_that_transformers_has_for_it() -> None:
