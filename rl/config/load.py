@@ -98,10 +98,10 @@ def _typed(values: dict) -> Config:
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values)))
     except ConfigKeyError as error:
         known = [entry.name for entry in fields(error.object_type or Config)]
-        prefix = str(error.full_key).removesuffix(str(error.key))
+        prefix = next((f"{entry.name}." for entry in fields(Config) if entry.type is error.object_type), "")
         near = difflib.get_close_matches(str(error.key), known, n=1)
         hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(prefix + k for k in known)}"
-        raise ConfigError(f"unknown config key {error.full_key}; {hint}") from None
+        raise ConfigError(f"unknown config key {prefix}{error.key}; {hint}") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from None
     roles = {} if placement.keys() - PLACEMENT_SIZES else config.placement  # sizes alone keep the default roles

@@ -111,6 +111,7 @@ def test_a_role_on_the_command_line_replaces_the_files_role_map(
             "train.zzz=1",
             ["unknown config key train.zzz", "train.num_steps, train.num_epochs, train.num_prompts_per_step"],
         ),
+        ("actor..lr=1", ["unknown config key actor.;", "known keys: actor.lr, "]),
         ("zzz=1", ["unknown config key zzz", "known keys: placement, run, model"]),
         ("actor.lr=fast", ["actor.lr", "'fast'", "Float"]),
         ("train.num_steps=1.5", ["train.num_steps", "'1.5'", "Integer"]),
