@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,10 +27,16 @@ QUIET_S = 0.1  # without new bytes, after which the answer is complete
 GONE = "  its process has ended"
 
 
+def _is_memory(link: Path) -> bool:
+    with suppress(OSError):  # the rank has closed it
+        return os.readlink(link).startswith(f"/memfd:{MEMORY}")  # look up no file: its file system may hang
+    return False
+
+
 def stacks_of(pid: int) -> str:
     try:
         links = Path(f"/proc/{pid}/fd").glob("*")
-        memory = next((link for link in links if os.path.realpath(link).startswith(f"/memfd:{MEMORY}")), None)
+        memory = next(filter(_is_memory, links), None)
         if memory is None:  # it has ended, and another program may have its number
             return GONE
         with memory.open("rb") as file:
