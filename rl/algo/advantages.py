@@ -18,7 +18,7 @@ def group_relative(rewards: Tensor, group_ids: Tensor, normalize_std: bool, eps:
 
     Without `normalize_std` this is Dr.GRPO (arXiv 2503.20783). It is also the first half of REINFORCE++-baseline (arXiv
     2501.03262), whose second half is `standardize` over all tokens of the batch. A group of equal rewards has advantage
-    0: rewards [S], group_ids [S] -> [S].
+    0. Shapes: rewards [S], group_ids [S] -> [S].
     """
     _, group, count = torch.unique(group_ids, return_inverse=True, return_counts=True)
     centred = rewards.double() - (_group_sums(rewards, group, count) / count)[group]
@@ -30,7 +30,7 @@ def group_relative(rewards: Tensor, group_ids: Tensor, normalize_std: bool, eps:
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Return RLOO's advantage (arXiv 2402.14740): reward minus the mean reward of the group's other sequences.
-    The advantage of a group of one is its reward: rewards [S], group_ids [S] -> [S]."""
+    The advantage of a group of one is its reward. Shapes: rewards [S], group_ids [S] -> [S]."""
     _, group, count = torch.unique(group_ids, return_inverse=True, return_counts=True)
     others = _group_sums(rewards, group, count)[group] - rewards.double()
     return (rewards.double() - others / (count - 1).clamp(min=1)[group]).to(rewards.dtype)
@@ -90,7 +90,7 @@ def moments(values: Tensor) -> Tensor:
 
 
 def standardize(values: Tensor, moments: Tensor, eps: float = 1e-8) -> Tensor:
-    """Subtract the mean and divide by the std (n - 1) of `moments`. Equal values become 0: values [N] -> [N]."""
+    """Subtract the mean and divide by the std (n - 1) of `moments`. Equal values become 0. values [N] -> [N]."""
     count, total, squares = moments.unbind()
     mean = total / count.clamp(min=1)
     variance = ((squares - total * mean) / (count - 1).clamp(min=1)).clamp(min=0)

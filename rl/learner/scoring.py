@@ -192,7 +192,7 @@ class LogprobService(Service):
         self.version = version
 
     def probe(self, tokens: list[int]) -> list[float]:
-        """Run a collective of the inference ranks."""
+        """Return the copy's logprobs of these tokens. This is a collective of the inference ranks."""
         return learner_logprobs(self._policy, tokens, self._models.device)
 
     def handle(self, letter: Letter[Any]) -> None:
