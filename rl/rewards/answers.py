@@ -27,7 +27,7 @@ _TOKEN = re.compile(
     r"\\begin|\\end|\\cup|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\\[{}]|\\[a-zA-Z]+|\\.|[()\[\]{},;]|\b(?:and|or)\b"
 )
 _JOINTS = re.compile(r",|;|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|and|or")
-_OPENING, _CLOSING = ("(", "[", "{", r"\{", r"\begin"), (")", "]", "}", r"\}", r"\end")
+_OPENING, _CLOSING = ("(", "[", r"\{", "{", r"\begin"), (")", "]", r"\}", "}", r"\end")
 _BRACKETS = re.compile(r"([(\[])(.*)([)\]])|(\\\{)(.*)(\\\})", re.DOTALL)
 _VARIABLE = r"(?:[a-zA-Z]|\\[a-z]+)(?: ?\( ?[a-zA-Z] ?\))?"
 _MEMBER = re.compile(rf"{_VARIABLE} ?\\in ?(?![a-zA-Z])")
@@ -187,11 +187,12 @@ def _one_interval(inequality: str) -> tuple[str, str]:
     return "", ""
 
 
-def _tokens(text: str) -> Iterator[tuple[re.Match[str], int]]:
-    """Yield the brackets and words of a text, each with the number of brackets that are open after it."""
-    depth = 0
+def _tokens(text: str, num_kinds: int = len(_OPENING)) -> Iterator[tuple[re.Match[str], int]]:
+    """Yield the brackets and words of a text, each with the number of brackets that are open after it. Only the first
+    `num_kinds` kinds of brackets count."""
+    opening, closing, depth = _OPENING[:num_kinds], _CLOSING[:num_kinds], 0
     for match in _TOKEN.finditer(text):
-        depth += (match[0] in _OPENING) - (match[0] in _CLOSING)
+        depth += (match[0] in opening) - (match[0] in closing)
         yield match, depth
 
 
@@ -218,8 +219,8 @@ def _shape(text: str) -> Shape:
     elements = [piece for piece in pieces if not _JOINTS.fullmatch(piece)]
     if len(elements) > 1:
         return Shape("list", [each for element in elements for each in _plus_and_minus(element)])
-    # A pair of brackets encloses all of the text if no bracket before the last one closes the first one.
-    if (match := _BRACKETS.fullmatch(text)) and all(depth for token, depth in _tokens(text) if token.end() < len(text)):
+    end = next((token.end() for token, depth in _tokens(text, 3) if depth == 0), 0)  # of the first pair of brackets
+    if end == len(text) and (match := _BRACKETS.fullmatch(text)):
         first, inside, last = (group for group in match.groups() if group is not None)
         elements = [piece for piece in _split(inside) if not _JOINTS.fullmatch(piece)]
         if len(elements) > 1 or first == r"\{":

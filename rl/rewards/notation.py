@@ -17,46 +17,45 @@ _HARD = re.compile(
 _SIGNS = {
     **{"\u2212": "-", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "×": r"\times ", "·": r"\cdot "},  # noqa: RUF001
     **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "θ": r"\theta ", "∈": r"\in "},  # noqa: RUF001
-    **{"\u00a0": " ", "\u2009": " ", "\u202f": " ", "<=": r"\le ", ">=": r"\ge ", "!=": r"\ne "},
-}
-_COMMANDS = {
-    **{"leq": r"\le ", "leqq": r"\le ", "leqslant": r"\le ", "geq": r"\ge ", "geqq": r"\ge ", "geqslant": r"\ge "},
-    **{"lt": "<", "gt": ">", "neq": r"\ne ", "lbrace": r"\{", "rbrace": r"\}", "quad": " ", "qquad": " "},
-    **{"dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "degree": r"^\circ ", "degrees": r"^\circ "},
+    **{"\u00a0": " ", "\u2009": " ", "\u202f": " "},
 }
 _FONT = r"text(?:normal|rm|bf|it|sf)|math(?:rm|bf|it|sf)|mbox|hbox|operatorname|boldsymbol|bold"
-_NO_MEANING = r"left|right|[bB]igg?[lr]?|displaystyle|textstyle|bf|rm|large|Large|LARGE|huge"
-_INSIDE = r"[^{}]*"  # of braces, with up to five levels of braces
-for _ in range(5):
-    _INSIDE = rf"(?:\\.|[^{{}}\\]|\{{{_INSIDE}\}})*"
-_GROUP = re.compile(rf"\{{({_INSIDE})\}}")
-_MATH_FONT = re.compile(rf"\\(?:mathbf|boldsymbol|bold|bm|underline|emph|texttt)\s*\{{({_INSIDE})\}}")
+_MATH_FONT = re.compile(r"\\(?:mathbf|boldsymbol|bold|bm|underline|emph|texttt)\s*\{")
+_BRACE = re.compile(r"(?<!\\)[{}]")
 _PMATRIX = r"\\begin{pmatrix}\1\\end{pmatrix}"
 _REWRITES = [
     (re.compile(pattern), new)
     for pattern, new in (
         (r"(?<=\d)(?:\{,\}|,\\!\s*|\\,)(?=\d{3}(?!\d))", ""),  # thousands
-        (rf"\\!|\\(?:{_NO_MEANING})(?![a-zA-Z])", ""),
+        (r"\\!|\\(?:bf|rm|large|Large|LARGE|huge)(?![a-zA-Z])", ""),
         (r"\{,\}", ","),
-        (r"\\([a-zA-Z]+)", lambda match: _COMMANDS.get(match[1], match[0])),
+        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle)(?![a-zA-Z])", ""),
+        (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])|\\phantom\s*(?:\{[^{}]*\}|[^\\{])", " "),
         (rf"\\(?:{_FONT})\s*\{{", r"\\text{"),
-        (r"(?<!\\)\\[,;:> ]|~|\\phantom\s*(?:\{[^{}]*\}|[^\\{])", " "),
         (r"\\text\s*\{\s*(-?(?:\\?\$)?[\d.,]+)\s*\}", r"\1"),
         (r"\\text\s*\{\s*(-?(?:\\?\$)?[\d.,/]+)\s+([a-zA-Z][^{}]*)\}", r"\1 \\text{ \2}"),
         (r"[(\[]\s*\\begin\s*\{(?:array\}\s*\{[lcr|]*|matrix)\}(.*)\\end\s*\{(?:array|matrix)\}\s*[)\]]", _PMATRIX),
         (r"^\( ?[a-zA-Z](?: ?, ?[a-zA-Z])+ ?\) ?= ?(?=\()", ""),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
         (r"\\frac\s*(\{[^{}]*\})\s*(\w)", r"\\frac\1{\2}"),
         (r"\\frac\s*(\\[a-z]+)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
-        (r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
+        (r"\\degrees?(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
         (r"\\text\{\s*(?:per\s?cent|pct|\\?%)\s*\}|\s*\bpercent\b|\\?%", r"\\%"),
+        (r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])|<=", r"\\le "),
+        (r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])|>=", r"\\ge "),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
         (r"\\text\{\s*infinity\s*\}|\binfinity\b", r"\\infty "),
         (r"\+\s*\\infty", r"\\infty"),
         (r"√ ?\(([^()]*)\)|√ ?(\d+)", r"\\sqrt{\1\2}"),
         (r"\\overline\s*\{([A-Z]{2})\}", r"\1"),
         (r"^\\text\s*\{(?:(?!\bnot\b|n't)[^{}]){0,40}\b(?:is|are|[aA]nswer ?:) ?:? *\}", ""),
+        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
         (r"\\mathbb\s*\{?R\}?|\\text\{\s*all real numbers\s*\}", r"(-\\infty,\\infty)"),
         (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d])", lambda match: match[0].replace(" ", "")),
         (r"(?<![\d\w.])\.(?=\d)", "0."),
@@ -64,7 +63,7 @@ _REWRITES = [
     )
 ]
 _OPENING, _CLOSING = ("(", "[", r"\{"), (")", "]", r"\}")
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_BRACKET_OR_THOUSANDS = re.compile(r"\\?[()\[\]{}]|(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BASE = re.compile(r"\(?(-?[0-9A-Z]+)\)? ?(?:_|\(?(?:in )?base) ?\{? ?\(?(\d+|[a-z]+)\)? ?\}?\)?")
 _NAMES = [
@@ -97,14 +96,13 @@ def normalize(text: str) -> str:
         text = text.strip("$")
     for sign, command in _SIGNS.items():
         text = text.replace(sign, command)
-    for _ in range(MAX_FONTS):
-        text = _MATH_FONT.sub(_without_font, text, count=1)
+    text = _unwrap_fonts(text)
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
     text = _join_thousands(text.strip(" ."))
     text = re.sub(r"^\(?(-?\d+)\)? ?_ ?(?:10|\{ ?10 ?\})$", r"\1", text)  # base 10 is the default
-    while group := _GROUP.fullmatch(text):
-        text = group[1].strip()
+    while text.startswith("{") and text.endswith("}") and _closing_brace(text, 1) == len(text) - 1:
+        text = text[1:-1].strip()
     text = text.strip().rstrip(".,;: ").strip()
     name = TEXT.sub(r"\1", text).strip().lower()
     return str(_NAMES.index(name)) if name in _NAMES else text
@@ -120,21 +118,38 @@ def is_too_hard(text: str) -> bool:
     return deepest > MAX_NESTING or any(text.count(sign) > MAX_SIGNS for sign in "/:|^!-") or bool(_HARD.search(text))
 
 
-def _without_font(match: re.Match[str]) -> str:
-    r"""Remove a bold font around mathematics: `\mathbf{\frac{1}{2}}` is a fraction. Words become `\text{...}`."""
-    return rf"\text{{{match[1]}}}" if re.fullmatch(r"[A-Za-z (),.]*", match[1]) else match[1]
+def _unwrap_fonts(text: str) -> str:
+    r"""Remove bold fonts around mathematics: `\mathbf{\frac{1}{2}}` is a fraction. Words become `\text{...}`."""
+    for _ in range(MAX_FONTS):
+        match = _MATH_FONT.search(text)
+        if match is None or (end := _closing_brace(text, match.end())) is None:
+            break
+        inside = text[match.end() : end]
+        is_words = re.fullmatch(r"[A-Za-z (),.]*", inside) is not None
+        text = text[: match.start()] + (rf"\text{{{inside}}}" if is_words else inside) + text[end + 1 :]
+    return text
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    """Return the index of the brace that closes the one before `start`."""
+    depth = 1
+    for brace in _BRACE.finditer(text, start):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return brace.start()
+    return None
 
 
 def _join_thousands(text: str) -> str:
     """Drop the commas of `1,234`, but not in brackets, where they separate elements. A plain brace only groups."""
+    depth = 0
 
     def join(match: re.Match[str]) -> str:
-        depth = 0
-        for bracket in re.findall(r"\\?[()\[\]{}]", text[: match.start()]):
-            depth += (bracket in _OPENING) - (bracket in _CLOSING and depth > 0)
+        nonlocal depth
+        depth += (match[0] in _OPENING) - (match[0] in _CLOSING and depth > 0)
         return match[0] if depth else match[0].replace(",", "")
 
-    return _THOUSANDS.sub(join, text)
+    return _BRACKET_OR_THOUSANDS.sub(join, text)
 
 
 def key_of(text: str) -> str | None:
