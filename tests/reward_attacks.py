@@ -81,6 +81,10 @@ def kills_itself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def ends_by_a_signal_without_a_name() -> None:
+    os.kill(os.getpid(), signal.SIGRTMIN + 6)
+
+
 def raises() -> None:
     raise RuntimeError("x" * 50_000_000)
 

@@ -29,8 +29,9 @@ MAX_RESULT = 1 << 18  # bytes
 MAX_PROCESSES = 64  # below a worker
 COUNT_S = 0.1  # between two counts of these processes
 START_S = 30.0  # time limit of a worker's start
-FORK_AGAIN_S = 0.2  # pause after a failed start of a worker, for example when memory or process ids are short
-MAX_FAILED_STARTS = 100  # in a row
+MAX_FAILED_STARTS = 5  # consecutive workers that end before they are ready
+FORK_AGAIN_S = 0.2  # pause after a failed fork, when memory or process ids are short
+MAX_FAILED_FORKS = 100  # in a row
 SWEEP_S = 0.01  # between two searches for processes to end
 EXIT_CODE_S = 0.1  # maximum wait for the exit code of a process that has closed its connection
 END_S = 5  # time limit for ending all processes below the server
@@ -57,7 +58,7 @@ class Server:
         self._workers: list[_Worker] = []
         self._idle: deque[_Worker] = deque()
         self._calls: deque[tuple[bytes, Buffer]] = deque()  # calls that wait for a worker
-        self._num_failed_starts = 0
+        self._num_failed_starts = self._num_failed_forks = 0
         self._fork_at = self._count_at = 0.0
         self._has_orphans = False
 
@@ -126,17 +127,15 @@ class Server:
     # Workers
 
     def _start_workers(self) -> None:
-        try:
-            while len(self._workers) < self._num_workers and time.monotonic() >= self._fork_at:
+        while len(self._workers) < self._num_workers and time.monotonic() >= self._fork_at:
+            try:
                 self._fork()
-        except OSError as error:
-            self._count_failed_start(str(error))
-
-    def _count_failed_start(self, reason: str) -> None:
-        self._num_failed_starts += 1
-        if self._num_failed_starts >= MAX_FAILED_STARTS:
-            raise RuntimeError(f"{MAX_FAILED_STARTS} workers in a row did not start: {reason}")
-        self._fork_at = time.monotonic() + FORK_AGAIN_S
+                self._num_failed_forks = 0
+            except OSError:
+                self._num_failed_forks += 1
+                if self._num_failed_forks > MAX_FAILED_FORKS:
+                    raise
+                self._fork_at = time.monotonic() + FORK_AGAIN_S
 
     def _fork(self) -> None:
         ours, theirs = socket.socketpair()
@@ -189,11 +188,14 @@ class Server:
         """Remove a worker and report its call as failed."""
         code = self._remove(worker)
         if code is not None and os.WIFSIGNALED(code):
-            text += f"; it was ended by {signal.Signals(os.WTERMSIG(code)).name}"
+            names = {int(number): number.name for number in signal.Signals}  # most real-time signals have no name
+            text += f"; it was ended by {names.get(os.WTERMSIG(code), f'signal {os.WTERMSIG(code)}')}"
         if worker.call_id:
             self._send_to_rank(worker.call_id, failed(status, [function.name for function in self._functions], text))
         elif worker.call_id is not None:
-            self._count_failed_start("they ended before they were ready")
+            self._num_failed_starts += 1
+            if self._num_failed_starts >= MAX_FAILED_STARTS:
+                raise RuntimeError(f"{MAX_FAILED_STARTS} workers in a row ended before they were ready")
 
     def _remove(self, worker: _Worker) -> int | None:
         """End a worker and all processes below it. Return its exit status if it had already ended."""

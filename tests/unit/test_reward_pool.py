@@ -67,6 +67,7 @@ ATTACKS = {
     "exits_well": "crash",
     "segfaults": "crash",
     "kills_itself": "crash",
+    "ends_by_a_signal_without_a_name": "crash",
     "closes_everything": "crash",
     "writes_without_end": "crash",
     "writes_nonsense": "crash",
@@ -110,6 +111,7 @@ def test_every_attack_costs_its_own_sample_only(mark: str) -> None:
     assert results.by_key[0, "writes_a_file"]["score"] == 1.0
     assert results.by_key[0, "loops"]["text"] == "it took longer than reward.timeout_s = 2 s"
     assert results.by_key[0, "segfaults"]["text"].endswith("by SIGSEGV")
+    assert results.by_key[0, "ends_by_a_signal_without_a_name"]["text"].endswith(f"by signal {signal.SIGRTMIN + 6}")
     assert results.by_key[0, "fills_memory"]["text"].startswith("attack: MemoryError")
     assert results.by_key[0, "bombs"]["text"] == "it had more than 64 processes"
     deadline = time.monotonic() + 3
@@ -210,6 +212,18 @@ def test_signals_meant_for_the_rank_do_not_end_the_server() -> None:
         server.process.send_signal(number)
     pool.submit("a", "", "1", {"answer": "1"})
     results.wait(1)
+    pool.close()
+
+
+@pytest.mark.usefixtures("mark")
+def test_workers_that_cannot_start_are_an_error_soon(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file.py"
+    file.write_text(
+        "import os\nos.register_at_fork(after_in_child=lambda: os._exit(7))\ndef f(prompt, response, row): ..."
+    )
+    pool, results = make_pool(f"{file}:f")
+    assert "has ended with exit code 1" in str(results.wait_failure(timeout_s=10))
+    assert "5 workers in a row ended before they were ready" in capfd.readouterr().err
     pool.close()
 
 
