@@ -19,7 +19,7 @@ from rl.rewards.worker import MAX_CALL_ID
 
 READY_S = 120.0  # time limit of the functions' import
 SILENCE_S = 30.0  # after the time limit of a call; then the server counts as hung
-CLOSE_S = 6.0  # time limit for the thread or the server to end
+CLOSE_S = 6.0  # time limit for the thread and the server to end
 MAX_RESULT = 1 << 20  # bytes
 
 
@@ -77,7 +77,8 @@ class RewardPool:
         with suppress(OSError):
             self._server.connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(CLOSE_S)
-        self._server.stop()
+        self._server.connection.close()
+        self._server.process.wait(CLOSE_S)
 
     def _send(self, call_id: bytes, values: dict[str, Any]) -> None:
         body = json.dumps(values).encode()
