@@ -88,7 +88,7 @@ class FrameReader:
         if self._missing:
             return None
         if self._large is not None:
-            frame, self._large = self._large, None
+            frame, self._large, self._missing = self._large, None, memoryview(b"")  # let go of the payload
             return frame
         if len(unread) < begin:
             return None

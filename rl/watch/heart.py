@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 SIZE = 16_384  # bytes; holds four texts of MAX_ITEM characters, each of which JSON may write in 12 bytes
-# The memory begins with a sequence number, which is odd while a heartbeat is written, and the length of its text. Four
-# times follow that any thread may write (the last fields of Heartbeat), and then the text.
-TIMES_OFFSET, TEXT_OFFSET = 16, 48
+# The memory begins with a sequence number, which is odd while a heartbeat is written, and the length of its text. The
+# times follow (the last fields of Heartbeat; any thread may write all but the first two), and then the text.
+TIMES_OFFSET, TEXT_OFFSET = 16, 64
 MAX_ITEM = 200  # characters
 MAX_SHAPES = 64  # maximum number of shapes in a stage whose first use is allowed more time
 OWN = "its "  # prefix of `waits_for` if the rank waits for its own threads
@@ -157,37 +157,37 @@ class Heart:
             self._write()
 
     def touch_io(self) -> None:
-        self._times[0] = time.monotonic()
-
-    def touch_background(self) -> None:
-        self._times[1] = time.monotonic()
-
-    def open_debugger(self) -> None:
         self._times[2] = time.monotonic()
 
-    def close_debugger(self) -> None:
+    def touch_background(self) -> None:
         self._times[3] = time.monotonic()
+
+    def open_debugger(self) -> None:
+        self._times[4] = time.monotonic()
+
+    def close_debugger(self) -> None:
+        self._times[5] = time.monotonic()
 
     def _write(self) -> None:
         self._count += 1
         self._activity.exceptional = self._exceptional[-1] if self._exceptional else ""
         novelty = self._entry not in self._left, self._shape, self._is_first_use
-        rest = self._count, self._tokens, *novelty, time.monotonic(), self._stage_at
-        text = json.dumps([[*vars(self._activity).values()], *rest]).encode()
-        self._numbers[0] += 1
+        text = json.dumps([[*vars(self._activity).values()], self._count, self._tokens, *novelty]).encode()
+        self._numbers[0] = 2 * self._count - 1  # not `+= 1`: a KeyboardInterrupt in here would leave it odd for good
         self._numbers[1] = len(text)
+        self._times[0], self._times[1] = time.monotonic(), self._stage_at
         self._memory[TEXT_OFFSET : TEXT_OFFSET + len(text)] = text
-        self._numbers[0] += 1
+        self._numbers[0] = 2 * self._count
 
     def read(self) -> Heartbeat | None:
         """Return the newest heartbeat, or None if the rank is writing one or froze while it did."""
         for _ in range(MAX_TRIES):
             sequence, size = self._numbers
-            text = bytes(self._memory[TEXT_OFFSET : TEXT_OFFSET + size])
+            text, times = self._memory[TEXT_OFFSET : TEXT_OFFSET + size], self._times.tolist()
             if sequence % 2 == 0 and self._numbers[0] == sequence:
                 with suppress(ValueError):  # the text may be torn nevertheless
                     activity, *values = json.loads(text)
-                    return Heartbeat(Activity(*activity), *values, *self._times)
+                    return Heartbeat(Activity(*activity), *values, *times)
         return None
 
 

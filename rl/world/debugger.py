@@ -124,15 +124,15 @@ class Terminal(io.TextIOBase):
     def open(self, folder: Path | None, rank: int, place: str) -> str:
         """Listen, and return the command that attaches to this terminal."""
         own_folder = None if folder is None else folder.resolve() / "debug"
-        self._listener = _listen(own_folder, f"rank_{rank}.sock")
-        path = Path(self._listener.getsockname())
+        listener = _listen(own_folder, f"rank_{rank}.sock")
+        path = Path(listener.getsockname())
         self._files = [path] if path.parent == own_folder else [path, path.parent]
-        if own_folder is None:
-            return f"python tools/debug.py {path}"
-        sign = {"host": socket.gethostname(), "pid": os.getpid(), "socket": str(path), "place": place}
-        self._files.append(own_folder / f"rank_{rank}.json")
-        write_atomically(self._files[-1], json.dumps(sign))
-        return f"python tools/debug.py {folder} --rank {rank}"
+        if own_folder is not None:
+            sign = {"host": socket.gethostname(), "pid": os.getpid(), "socket": str(path), "place": place}
+            self._files.append(own_folder / f"rank_{rank}.json")
+            write_atomically(self._files[-1], json.dumps(sign))
+        self._listener = listener  # only now: nobody would find a terminal without its file
+        return f"python tools/debug.py {path if folder is None else f'{folder} --rank {rank}'}"
 
     def write(self, text: str) -> int:
         self._unseen = (self._unseen + text)[-MAX_UNSEEN:]
@@ -164,10 +164,9 @@ class Terminal(io.TextIOBase):
             self._hang_up()
 
     def _hang_up(self) -> None:
-        if self._connection is not None:
-            self._lines.close()
-            self._connection.close()
-        self._connection, self._lines = None, io.BytesIO()
+        connection, self._connection, self._lines = self._connection, None, io.BytesIO()
+        if connection is not None:
+            connection.close()  # not `_lines`: its `close` would wait for another thread that reads from it
 
     def shut(self) -> None:
         self._hang_up()

@@ -3,7 +3,9 @@
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from rl.watch.heart import HEART
 from rl.world.debugger import Debugger
+from tests.launcher import until
 from tools import debug
 
 
@@ -89,6 +92,36 @@ def test_the_socket_can_be_given_before_a_run_has_a_directory(people: list[str])
         debug.main([said[-1].rpartition(" ")[2]])
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_thread_continues_while_another_one_reads_from_its_terminal(tmp_path: Path) -> None:
+    opened = threading.Event()
+    debugger = Debugger(0, lambda text: opened.set())
+    debugger.begin_run(tmp_path, None)
+    first = in_thread(debugger._break)
+
+    def read() -> None:
+        with suppress(OSError):
+            debugger.terminal.readline()
+
+    assert opened.wait(10)
+    with socket.socket(socket.AF_UNIX) as person:
+        person.connect(str(tmp_path / "debug" / "rank_0.sock"))
+        until(lambda: debugger.terminal._connection is not None, "the first thread's reading")
+        other = in_thread(read)
+        time.sleep(0.3)  # until it waits too
+        person.sendall(b"c\n")
+        first.join(10)
+        assert not first.is_alive() and other.is_alive()
+
+
+def test_a_terminal_that_nobody_can_find_is_not_open(tmp_path: Path) -> None:
+    (tmp_path / "debug" / "rank_0.json").mkdir(parents=True)
+    debugger = Debugger(0, lambda text: None)
+    debugger.begin_run(tmp_path, None)
+    for _ in range(2):
+        with pytest.raises(IsADirectoryError):
+            debugger.open("train.py:1")
 
 
 def test_a_failed_attachment_says_why(tmp_path: Path) -> None:

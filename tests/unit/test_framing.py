@@ -65,6 +65,15 @@ def test_a_frame_is_not_seen_before_its_last_byte(pair: Pair) -> None:
     assert list(reader.frames()) == [(b"head", b"payload")]
 
 
+def test_a_reader_does_not_hold_a_payload_that_it_has_returned(pair: Pair) -> None:
+    ours, theirs = pair
+    threading.Thread(target=ours.sendall, args=[pack(b"", len(LARGE)) + LARGE], daemon=True).start()
+    reader = FrameReader(theirs, 10, 1 << 20)
+    payload = reader.wait_for_frame().payload
+    assert isinstance(payload, bytearray)
+    payload.clear()  # a BufferError if the reader still had a view of it, and so kept it in memory
+
+
 def test_a_blocking_reader_waits_for_one_frame_at_a_time(pair: Pair) -> None:
     ours, theirs = pair
     reader = FrameReader(theirs, 10, 1 << 20)

@@ -63,6 +63,14 @@ def test_exceptional_work_makes_a_heartbeat_when_it_begins_and_ends() -> None:
         assert seen()[0] == "\N{GRINNING FACE}" * 200, "long texts are cut so that they fit"
 
 
+def test_heartbeats_can_be_read_after_one_that_was_interrupted() -> None:
+    heart = Heart()
+    heart._numbers[0] += 1  # as a KeyboardInterrupt in the middle of `_write` leaves it
+    assert heart.read() is None
+    heart.beat("next")
+    assert newest(heart).activity.item == "next"
+
+
 def test_size_classes_are_powers_of_two() -> None:
     assert [size_class(count) for count in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [0, 1, 2, 4, 4, 8, 1024, 2048]
     assert [size_class(count, least=256) for count in (0, 1, 256, 257)] == [0, 256, 256, 512]
