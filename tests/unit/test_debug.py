@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,24 +94,23 @@ def test_the_socket_can_be_given_before_a_run_has_a_directory(people: list[str])
 
 
 def test_a_thread_continues_while_another_one_reads_from_its_terminal(tmp_path: Path) -> None:
-    opened = threading.Event()
+    opened, lines = threading.Event(), list[str]()
     debugger = Debugger(0, lambda text: opened.set())
     debugger.begin_run(tmp_path, None)
     first = in_thread(debugger._break)
-
-    def read() -> None:
-        with suppress(OSError):
-            debugger.terminal.readline()
-
     assert opened.wait(10)
+    terminal = debugger.terminal
     with socket.socket(socket.AF_UNIX) as person:
         person.connect(str(tmp_path / "debug" / "rank_0.sock"))
-        until(lambda: debugger.terminal._connection is not None, "the first thread's reading")
-        other = in_thread(read)
+        until(lambda: terminal._connection is not None, "the first thread's reading")
+        other = in_thread(lambda: lines.append(terminal.readline()))
         time.sleep(0.3)  # until it waits too
         person.sendall(b"c\n")
         first.join(10)
-        assert not first.is_alive() and other.is_alive()
+        assert not first.is_alive()
+        person.sendall(b"next\n")
+        other.join(10)
+    assert lines == ["next\n"]
 
 
 def test_a_terminal_that_nobody_can_find_is_not_open(tmp_path: Path) -> None:
