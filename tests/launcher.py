@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,13 @@ def members(launcher: int) -> list[psutil.Process]:
         except (ProcessLookupError, psutil.Error):
             continue
     return alive
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Return the command of a process, or an empty list if it has ended meanwhile."""
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
 def until(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:

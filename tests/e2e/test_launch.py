@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launcher import ROOT, activated_environment, finish, members, spawn
+from tests.launcher import ROOT, activated_environment, command_of, finish, members, spawn
 
 pytestmark = pytest.mark.timeout(150)
 NUM_STEPS = 8
@@ -35,9 +35,9 @@ def test_a_killed_process_is_restarted_and_the_run_continues(victim: str, tmp_pa
         assert process.poll() is None and time.monotonic() < deadline, "the run did not get to step 1"
         time.sleep(0.02)
     before = len(steps(tmp_path))
-    agents = [one for one in members(process.pid) if any(part.endswith("torchrun") for part in one.cmdline())]
+    agents = [one for one in members(process.pid) if any(part.endswith("torchrun") for part in command_of(one))]
     (agent,) = [one for one in agents if one.ppid() == process.pid]
-    ranks = [one for one in psutil.Process(agent.pid).children() if "train.py" in one.cmdline()]
+    ranks = [one for one in psutil.Process(agent.pid).children() if "train.py" in command_of(one)]
     assert before < NUM_STEPS and len(ranks) == 1
     (agent if victim == "agent" else ranks[0]).send_signal(signal.SIGKILL)
     output = finish(process, 100)
@@ -80,7 +80,7 @@ def wait_for(file: Path, process: subprocess.Popen[str]) -> None:
 def test_a_worker_meets_a_restarted_head(tmp_path: Path) -> None:
     head, worker = start_two_nodes(tmp_path)
     wait_for(tmp_path / "x" / "checkpoints" / "step_1", head)
-    agents = [one for one in members(head.pid) if any(part.endswith("torchrun") for part in one.cmdline())]
+    agents = [one for one in members(head.pid) if any(part.endswith("torchrun") for part in command_of(one))]
     (agent,) = [one for one in agents if one.ppid() == head.pid]
     agent.send_signal(signal.SIGKILL)
     outputs = [finish(process, 120) for process in (head, worker)]

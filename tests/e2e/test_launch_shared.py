@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.cluster import cluster, end
-from tests.launcher import until
+from tests.launcher import command_of, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 SETTINGS = "rollout.engine=fake train.num_steps=3 train.num_prompts_per_step=6 eval.interval=0 run.name=x"
@@ -16,7 +16,7 @@ SETTINGS = "rollout.engine=fake train.num_steps=3 train.num_prompts_per_step=6 e
 
 def has_torchrun(launcher: subprocess.Popen[bytes]) -> bool:
     children = psutil.Process(launcher.pid).children(recursive=True)
-    return any("--rdzv-id" in child.cmdline() for child in children)
+    return any("--rdzv-id" in command_of(child) for child in children)
 
 
 def test_an_early_and_a_late_worker_next_to_the_file_of_an_older_run(tmp_path: Path) -> None:
