@@ -74,7 +74,7 @@ class Heartbeat:
 
 
 class Heart:
-    """Write a rank's heartbeats. Threads call the `touch_` methods, and begin or end compilations in autograd."""
+    """Write a rank's heartbeats. Other threads call the `touch_` methods, and may begin or end compilations."""
 
     def __init__(self) -> None:
         self._activity = Activity()

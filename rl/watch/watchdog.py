@@ -63,7 +63,7 @@ def start_watchdog() -> JsonChannel:
 
 
 class Watchdog:
-    """`pid` and `connection` belong to the rank. `agent` is torchrun's process id, or 0 without torchrun."""
+    """The main loop of a watchdog process. `pid` and `connection` belong to the rank, `agent` is torchrun's id or 0."""
 
     def __init__(self, pid: int, agent: int, connection: socket.socket, heart: Heart, stacks: Stacks):
         self._process, self._launcher = RankProcess(pid, leads_group=bool(agent)), Launcher(agent)
