@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,23 @@ def keep_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def world(*handlers: Handlers) -> Iterator[tuple[Coordinator, list[socket.socket]]]:
     """A coordinator, and a rank with each of these handlers."""
     with listen(0) as server:
-        connections = []
+        connections, threads = [], []
         for rank, own in enumerate(handlers):
             connection = connect("127.0.0.1", server.getsockname()[1], 5)
             connections.append(connection)
             responder = Responder(rank, connection)
-            threading.Thread(target=responder.serve, args=[own], daemon=True).start()
+            threads.append(threading.Thread(target=responder.serve, args=[own], daemon=True))
+            threads[-1].start()
         coordinator = Coordinator(server, len(handlers))
         coordinator.wait_for_ranks(5)
-        yield coordinator, connections
-        for connection in connections:
-            connection.close()
+        try:
+            yield coordinator, connections
+        finally:
+            for connection, thread in zip(connections, threads):
+                with connection, suppress(OSError):  # it may be shut already
+                    connection.shutdown(socket.SHUT_RDWR)
+                thread.join(5)  # a rank that lost rank 0 after `keep_process` would end the process of all tests
+                assert not thread.is_alive()
 
 
 def test_all_ranks_answer() -> None:
