@@ -38,7 +38,9 @@ def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("num_ranks", "placement"), [(1, COLLOCATED), (3, DISAGGREGATED[:-1])])
+@pytest.mark.parametrize(
+    ("num_ranks", "placement"), [pytest.param(1, COLLOCATED, marks=pytest.mark.slow), (3, DISAGGREGATED[:-1])]
+)
 def test_clean_end(num_ranks: int, placement: list[str], tmp_path: Path) -> None:
     result = train(tmp_path / "run", num_ranks, *SETTINGS, *placement)
     assert [row["step"] for row in result.metrics] == [1, 2, 3]
@@ -53,7 +55,7 @@ def test_clean_end(num_ranks: int, placement: list[str], tmp_path: Path) -> None
         ("update", 2, DISAGGREGATED, "rank 2 (actor)"),
         pytest.param("update", 0, COLLOCATED, "rank 0 (rollout,actor)", marks=pytest.mark.slow),
         pytest.param("rollout", 0, DISAGGREGATED, "rank 0 (rollout)", marks=pytest.mark.slow),
-        ("update, others hang", 1, COLLOCATED, "rank 1 (rollout,actor)"),
+        pytest.param("update, others hang", 1, COLLOCATED, "rank 1 (rollout,actor)", marks=pytest.mark.slow),
     ],
 )
 def test_exception_ends_every_rank(what: str, rank: int, placement: list[str], place: str, tmp_path: Path) -> None:
@@ -184,6 +186,7 @@ def test_repeated_exception_is_fatal_with_restarts_on(what: str, error: str, tmp
     assert f"{error}: " in fatal
 
 
+@pytest.mark.slow
 def test_an_exception_that_does_not_come_back_is_survived(tmp_path: Path) -> None:
     process = launch(tmp_path, 2, "update, once", 1, restarts=True)
     output = finish(process, 100)
@@ -230,6 +233,7 @@ def test_config_error_is_fatal_and_printed_once(restarts: bool, tmp_path: Path) 
     assert "rank 2 of 3 ranks has no role" in (tmp_path / "run" / "FATAL").read_text()
 
 
+@pytest.mark.slow
 def test_run_folder_that_cannot_be_made_is_fatal(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     process = launch(tmp_path / "file", 2, "nothing", 0, restarts=True)

@@ -320,6 +320,7 @@ def test_a_run_that_is_done_says_so(two_steps: Path, tmp_path: Path) -> None:
     assert snapshot(folder / "checkpoints") == before
 
 
+@pytest.mark.slow
 def test_other_prompts_need_a_new_run(two_steps: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(two_steps, folder)
