@@ -60,7 +60,7 @@ ELSEWHERE = {
     "make test": (".github/workflows/test.yml", "run: make test"),
     "make test-quick": ("Makefile", "test-quick:"),
     "make setup": ("Makefile", "lint: setup"),
-    "make lint": ("Makefile", "test: lint test-quick"),
+    "make lint": ("Makefile", "test: lint"),
     ". .venv/bin/activate": ("Makefile", "demo: setup\n\t@$(ACTIVATE) &&"),
     "pkill -USR1 -P TORCHRUN": ("tests/e2e/test_resume.py", "def test_sigusr1_saves_now_and_training_goes_on"),
     "kill -TERM TORCHRUN": ("tests/e2e/test_resume.py", "def test_sigterm_saves_and_stops"),
