@@ -18,10 +18,9 @@ demo: setup
 test-quick: setup
 	@$(ACTIVATE) && pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/unit $(ARGS)
 
-# Runs of train.py use both cores by themselves, and some are timed, so these tests run one at a time.
 test: lint
-	@$(ACTIVATE) && pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/unit tests/distributed $(ARGS)
-	@$(ACTIVATE) && pytest -m "not slow and not gpu" tests/e2e tests/chaos $(ARGS)
+	@$(ACTIVATE) && pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not slow and not gpu" $(ARGS)
+	@$(ACTIVATE) && pytest -m "alone and not slow and not gpu" tests/e2e $(ARGS)
 
 test-all: setup lint
 	@$(ACTIVATE) && pytest -m "not gpu" $(ARGS)

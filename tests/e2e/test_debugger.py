@@ -15,7 +15,7 @@ from tests.launcher import ROOT, finish
 from tests.terminal import CTRL_C, CTRL_D, leave, tool
 from tools.debug import find
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
 TWO = ["train.num_steps=2", "placement.actor,rollout=all"]
 PROMPT = "(Pdb) "
 

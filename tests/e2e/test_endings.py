@@ -14,7 +14,7 @@ import pytest
 
 from tests.launcher import finish, start, train
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(150)]
 SETTINGS = ["rollout.engine=fake", "train.num_steps=3", "train.num_prompts_per_step=6", "eval.num_prompts=6"]
 COLLOCATED = ["placement.actor,rollout=all"]
 DISAGGREGATED = ["placement.rollout=0", "placement.inference=1", "placement.actor=2", "algo.old_logprobs=always"]

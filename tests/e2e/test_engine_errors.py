@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.test_proven_weights import make_qwen3
 from tests.launcher import Result, finish, start, train
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
 SETTINGS = [
     "train.num_steps=2",
     "train.num_prompts_per_step=6",

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launcher import ROOT, activated_environment, command_of, finish, members, spawn
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(150)]
 NUM_STEPS = 8
 SETTINGS = ["rollout.engine=fake", f"train.num_steps={NUM_STEPS}", "train.num_prompts_per_step=4", "eval.interval=0"]
 # With "never" a launch begins anew, and its later attempts go on.

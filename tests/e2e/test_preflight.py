@@ -12,7 +12,7 @@ import pytest
 from tests.cluster import SUBNET, Node, cluster, end
 from tests.launcher import finish, start
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(150)]
 SETTINGS = ["rollout.engine=fake", "train.num_steps=1", "run.name=x"]
 CHECKS = ["nodes", "versions", "GPUs", "inside nodes", "run folder", "host memory", "placement"]
 BETWEEN = ["clocks", "reach", "between nodes"]

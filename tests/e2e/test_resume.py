@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from rl.checkpoint.manifest import COMMITTED, MANIFEST
 from tests.launcher import Result, finish, start, train
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
 SETTINGS = ["rollout.engine=fake", "train.num_prompts_per_step=6", "eval.interval=0", "checkpoint.save_interval=1"]
 REAL = ["train.num_prompts_per_step=8", "eval.interval=0", "checkpoint.save_interval=2", "debug.save_rollouts=true"]
 COMPARED = ["reward/mean", "loss/policy", "optim/grad_norm", "optim/lr", "rollout/tokens"]

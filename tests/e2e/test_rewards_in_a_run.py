@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.reward_functions import sometimes_hanging
 from tests.launcher import Result, finish, start, train
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
 FILE = "tests/e2e/reward_functions.py"
 SETTINGS = [
     *("rollout.engine=fake", "train.num_steps=2", "train.num_prompts_per_step=7", "eval.interval=0"),

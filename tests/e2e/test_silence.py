@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.test_endings import launch, wait_for_step
 from tests.launcher import ROOT, finish, until
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(150)]
 FLOOR_S = 4.0
 MAX_NAMED_S = 5.0  # from the floor to the report
 
