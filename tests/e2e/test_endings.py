@@ -107,6 +107,7 @@ def test_killed_rank_is_named(rank: int, tmp_path: Path) -> None:
     assert time.monotonic() - started < MAX_END_S
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
     process = launch(tmp_path, 2, "killed with shared memory", 1)
     output = finish(process, 60)
@@ -242,6 +243,7 @@ def test_run_folder_that_cannot_be_made_is_fatal(tmp_path: Path) -> None:
     assert output.count("oneworld: run.dir: cannot make ") == 1, output
 
 
+@pytest.mark.slow
 def test_bad_data_is_fatal_and_leaves_the_reason_in_the_run_folder(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n{"question": "1+2="}\n')

@@ -300,6 +300,7 @@ def test_a_fork_goes_on_in_its_own_folder(two_steps: Path, tmp_path: Path) -> No
     assert [row["step"] for row in again.metrics] == [3, 4]
 
 
+@pytest.mark.slow
 def test_never_starts_over_and_keeps_the_old_ones(two_steps: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(two_steps, folder)
