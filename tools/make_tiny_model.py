@@ -2,18 +2,18 @@
 
     python tools/make_tiny_model.py --output configs/tiny --seed 0
 
-With this model every path of the trainer runs, and visibly learns, without a download or an accelerator. The output is
-an ordinary Hugging Face folder. Its tokenizer has one character per token; <eos> is id 0 and also the pad token. The
-rows of train.jsonl and eval.jsonl are {"prompt": "37+45=", "answer": "82"}.
+With this model you can run every part of the trainer and see it learn, without a download or a GPU. The output is a
+Hugging Face folder. Each character is one token; <eos> has id 0 and is also the pad token. The rows of train.jsonl and
+eval.jsonl look like {"prompt": "37+45=", "answer": "82"}.
 
-The warm start teaches several skills and leaves the choice between them to reinforcement learning. It is supervised
-training in two phases: first on right sums, then on the mixture `SKILLS`, where most answers are wrong. (On the mixture
-alone the sums are not learned well.) So a sample at temperature 1 is right about a third of the time. Greedy decoding
-is right only for sums below 100, 40% of the pairs. A policy that always picks the right sum scores near 1.
+The warm start teaches three ways to answer, and reinforcement learning must find the best one. The warm start is
+supervised, in two phases: first on right sums, then on the mixture `SKILLS`, in which most answers are wrong. Without
+the first phase, the model learns sums badly. Samples at temperature 1 are right about a third of the time. Greedy
+decoding is right only for sums below 100, 40% of the pairs. A policy that always gives the right sum scores near 1.
 
-The shape is chosen for test coverage: tied embeddings (one parameter under two names), 2 key/value heads (grouped
-attention that still splits in 2), head_dim 32 (the smallest that vLLM's CPU attention supports), and a vocabulary of 96
-(a multiple of 32 in which the tokenizer can decode every id).
+The shape is chosen for test coverage: tied embeddings (one parameter with two names), 2 key/value heads (grouped-query
+attention that tensor parallelism can split in 2), head_dim 32 (the smallest that vLLM's CPU attention supports), and 96
+tokens (a multiple of 32; the tokenizer can decode every id).
 """
 
 import argparse
@@ -39,10 +39,10 @@ BATCH_SIZE = 128
 LEARNING_RATE = 2e-3
 NUM_WARMUP_STEPS = 50
 IGNORED = -100  # label that cross_entropy skips
-# Rates of the right sum, of the right sum if it is below 100, and of the guess, which is the most frequent of all sums.
-# A sample is right with probability 0.14 + 0.43 * P(a + b < 100) = 0.31. A test trains on answers shuffled between
-# prompts, where the guess is the best policy, so that run must move away from the right sums. If no shuffled answer
-# equalled the guess, the run would move towards them, as they look like answers.
+# Rates of three ways to answer: the right sum; the right sum if it is below 100, otherwise GUESS; always GUESS.
+# A sample is right with probability 0.14 + 0.43 * P(a + b < 100) = 0.31. One test trains on answers that are shuffled
+# between prompts, and checks that accuracy does not rise. GUESS is the most frequent sum, so there it gets the highest
+# reward. If GUESS were never a sum, right sums would get more reward than GUESS, and accuracy would rise.
 SKILLS = (0.14, 0.43, 0.43)
 GUESS = "109"
 
@@ -54,7 +54,7 @@ def answers(a: int, b: int) -> tuple[str, str, str]:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     vocab = {"<eos>": 0} | {chr(code): code - 31 for code in range(32, 127)}
-    # There is no unknown token, so a character outside the vocabulary is an error and not silently lost.
+    # There is no unknown token, so a character outside the vocabulary raises an error instead of being lost.
     tokenizer = Tokenizer(models.WordLevel(vocab))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()  # without it, decode puts a space between characters
@@ -85,7 +85,7 @@ def split_pairs(rng: random.Random) -> tuple[list[Pair], list[Pair]]:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels [skill, P, T], where only the response and its <eos> have a label."""
+    """Return token ids and labels [skill, pair, token]. Only the response and its <eos> have labels."""
     shape = (len(SKILLS), len(pairs), PROMPT_LENGTH + RESPONSE_LENGTH)
     ids, labels = torch.full(shape, tokenizer.pad_token_id), torch.full(shape, IGNORED)
     for row, (a, b) in enumerate(pairs):
@@ -101,7 +101,7 @@ def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pair
     mixture, only_sums = torch.tensor(SKILLS), torch.tensor([1.0, 0.0, 0.0])
     num_steps = NUM_SUM_STEPS + NUM_MIXTURE_STEPS
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
-    # The learning rate falls to zero over the mixture: small last steps learn its rates exactly.
+    # The learning rate falls to zero in the second phase, so that the model learns the rates exactly.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / NUM_WARMUP_STEPS, (num_steps - step) / NUM_MIXTURE_STEPS)
     )
@@ -123,7 +123,7 @@ def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pair
 @torch.no_grad()
 def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], greedy: bool) -> float:
     prompts = tokenizer([f"{a}+{b}=" for a, b in pairs], return_tensors="pt")
-    # By default generate samples from the 50 most likely tokens; the trainer samples from all.
+    # Without top_k=0, generate() samples only from the 50 most likely tokens. The trainer samples from all tokens.
     choice = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
     tokens = model.generate(**prompts, max_new_tokens=6, **choice)[:, PROMPT_LENGTH:]
     responses = tokenizer.batch_decode(tokens, skip_special_tokens=True)
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("configs/tiny"), help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the initial weights and the warm start")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # more threads sum in another order and give other weights
+    torch.set_num_threads(1)  # more threads add in another order, which changes the weights
     torch.manual_seed(args.seed)
     train_pairs, eval_pairs = split_pairs(random.Random(args.seed))
     tokenizer = make_tokenizer()
@@ -152,7 +152,7 @@ def main() -> None:
         pairs = pairs[:1000]
         sampled = measure(model, tokenizer, pairs * (4000 // len(pairs)), greedy=False)
         greedy = measure(model, tokenizer, pairs, greedy=True)
-        print(f"{name}: right in samples {sampled:.3f}, greedy {greedy:.3f}")
+        print(f"{name}: accuracy {sampled:.3f} sampled, {greedy:.3f} greedy")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 r"""Decide whether two answers in LaTeX are the same. This module handles notation; math-verify compares mathematics.
 
     text --normalize--> text --+-- words, times, numbers in a base      compared as text
-                               +-- percent signs and units              compared, then taken off
+                               +-- percent signs and units              compared, then removed
                                +-- sets, tuples, intervals, matrices    compared element by element
                                +-- everything else                      compared by math-verify
 
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from rl.rewards.extract import boxed_answer, final_answer
 from rl.rewards.notation import TEXT, is_too_hard, key_of, letters_of, normalize, split_unit
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its time limits are off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # without this it warns that its time limits are off
 MAX_ANSWER = 2000  # characters; reference answers are far shorter
-PARSED = 1000  # characters that are parsed at the end of a response without a marked answer
-MAX_DEPTH = 4  # of nested answers, such as a list of tuples
+PARSED_TAIL = 1000  # without a marked answer, this many characters at the end of a response are parsed
+MAX_DEPTH = 4  # maximum nesting of an answer, such as a list of tuples
 _SCALE = re.compile(r"\b(?:thousand|million|billion|hundred|dozen|squared|cubed|factorial)\b")
 _TOKEN = re.compile(
     r"\\begin|\\end|\\cup|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\\[{}]|\\[a-zA-Z]+|\\.|[()\[\]{},;]|\b(?:and|or)\b"
@@ -48,13 +48,13 @@ _ASKS_FOR_PERCENT = re.compile(
 
 
 class Shape(NamedTuple):
-    kind: str  # scalar, list, union, matrix, determinant, or the two brackets
+    kind: str  # scalar, list, union, matrix, determinant, or the two brackets, such as "()"
     elements: list[str]
     columns: int = 0
 
 
 def is_same(gold: str, response: str, prompt: str = "") -> bool:
-    """Grade a response against a reference answer. The prompt says whether a percent sign may be left out."""
+    """Return whether a response is right. If the prompt asks for a percentage, the percent sign is optional."""
     wanted = reference(gold)
     got = final_answer(response)
     if got is None:
@@ -72,7 +72,7 @@ def reference(text: str) -> str:
     elif len(re.findall(r"(?<!\\)\$", text)) > 1:
         text = final_answer(text) or text
     if not text.strip():
-        raise ValueError("the reference answer is empty; it must be a number, mathematics or a text")
+        raise ValueError("the reference answer is empty; give a number, mathematics or text")
     return text
 
 
@@ -82,7 +82,7 @@ def same_answers(gold: str, answer: str, is_percent_optional: bool = False) -> b
 
 
 def text_of(response: str) -> str | None:
-    """Return the final answer of a response in a canonical form. Equal answers mostly have the same form."""
+    """Return the final answer of a response in a canonical form, which is the same for most equal answers."""
     got = final_answer(response)
     if got is None:
         parsed = _parse_response(response)
@@ -119,7 +119,7 @@ def _same_keys(gold: str, answer: str, gold_key: str | None, key: str | None) ->
         is_list = ", " in gold_key, ", " in key
         return gold_key == key or (is_list[0] != is_list[1] and letters_of(gold) == letters_of(answer))
     known, other = (gold_key, answer) if gold_key is not None else (key, gold)
-    # A letter may be written like a variable, and a time without spaces.
+    # The choice `(B)` may be written as the variable `b`, and a time without spaces.
     return known == letters_of(other) and "\\" not in TEXT.sub("", other)
 
 
@@ -138,15 +138,15 @@ def _same_percents(gold: str, answer: str, depth: int, is_percent_optional: bool
 
 
 def _unwrap(text: str) -> str:
-    r"""Return the set S of `x \in S`, and the condition of `\{x : ...\}`."""
+    r"""Turn `x \in S` into `S`, and `\{x : condition\}` into the condition. Return other texts unchanged."""
     if match := _BUILDER.fullmatch(text):
         return match[2].strip()
     return _MEMBER.sub("", text, count=1) if _MEMBER.match(text) else text
 
 
 def _as_interval(text: str) -> tuple[str, str]:
-    """Return the variable and the interval or union of an inequality. Both are empty if it cannot be written as one.
-    A text without an inequality has no variable and stays unchanged."""
+    """Turn an inequality into its variable and an interval or union. Return two empty texts if that is impossible.
+    Return other texts unchanged, with an empty variable."""
     if not _RELATION.search(text):
         return "", text
     pieces = _split(text)
@@ -165,7 +165,7 @@ def _as_interval(text: str) -> tuple[str, str]:
 
 
 def _one_interval(inequality: str) -> tuple[str, str]:
-    """Return the variable and the interval of `x < b`, `a > x` or `a < x < b`. Both are empty for anything else."""
+    """Turn `x < b`, `a > x` or `a < x < b` into its variable and interval. Return two empty texts for all else."""
     turned = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
     sides = [side.strip() for side in _RELATION.split(inequality)]
     if len(sides) == 5:
@@ -188,8 +188,8 @@ def _one_interval(inequality: str) -> tuple[str, str]:
 
 
 def _tokens(text: str, num_kinds: int = len(_OPENING)) -> Iterator[tuple[re.Match[str], int]]:
-    """Yield the brackets and words of a text, each with the number of brackets that are open after it. Only the first
-    `num_kinds` kinds of brackets count."""
+    """Yield brackets, separators and LaTeX commands, each with the number of brackets that are open after it. Only the
+    first `num_kinds` kinds of brackets are counted."""
     opening, closing, depth = _OPENING[:num_kinds], _CLOSING[:num_kinds], 0
     for match in _TOKEN.finditer(text):
         depth += (match[0] in opening) - (match[0] in closing)
@@ -219,7 +219,7 @@ def _shape(text: str) -> Shape:
     elements = [piece for piece in pieces if not _JOINTS.fullmatch(piece)]
     if len(elements) > 1:
         return Shape("list", [each for element in elements for each in _plus_and_minus(element)])
-    end = next((token.end() for token, depth in _tokens(text, 3) if depth == 0), 0)  # of the first pair of brackets
+    end = next((token.end() for token, depth in _tokens(text, 3) if depth == 0), 0)  # of the first bracket pair
     if end == len(text) and (match := _BRACKETS.fullmatch(text)):
         first, inside, last = (group for group in match.groups() if group is not None)
         elements = [piece for piece in _split(inside) if not _JOINTS.fullmatch(piece)]
@@ -261,11 +261,11 @@ def _same_in_any_order(wanted: list[str], got: list[str], depth: int) -> bool:
 
 
 def _same_scalars(gold: str, answer: str, depth: int) -> bool:
-    """Compare numbers, expressions and equations, which are neither lists nor sets."""
+    """Compare two numbers, expressions or equations."""
     if r"\approx" in gold + answer:
         wanted, got = ([side.strip() for side in text.split(r"\approx") if side.strip()] for text in (gold, answer))
         if len(got) > 2 or (len(got) == 2 and not _is_about(*got)):
-            return False  # a list of guesses
+            return False  # several guesses
         return any(_same(normalize(one), normalize(two), depth + 1) for one in wanted for two in got)
     assigned = _ASSIGNED.fullmatch(gold)
     if "=" in answer and "=" not in gold:
@@ -287,7 +287,7 @@ def _is_about(one: str, other: str) -> bool:
 
 
 def _simple(text: str) -> Fraction | None:
-    """Return the value of a whole number, a decimal, a fraction or a mixed number."""
+    """Return the value of an integer, a decimal, a fraction or a mixed number. Return None for anything else."""
     match = _SIMPLE.fullmatch(text)
     if match is None or len(text) > 100:
         return None
@@ -304,9 +304,9 @@ def _simple(text: str) -> Fraction | None:
 
 
 def _is_equal(gold: str, answer: str) -> bool:
-    """Compare with math-verify, but plain numbers here: its rounding to six decimals is too coarse for small ones."""
+    """Compare with math-verify. Compare plain numbers first, because math-verify rounds them to six decimals."""
     if _simple(gold) is not None and (match := _SHORT_UNIT.fullmatch(answer)):
-        answer = match[1]  # after a number, `m` is a unit if the reference is a number, and else a variable
+        answer = match[1]  # `5 m` has a unit if the reference is a plain number; otherwise `m` is a variable
     numbers = _simple(gold), _simple(answer)
     if numbers[0] is not None and numbers[1] is not None:
         if numbers[0] == numbers[1]:
@@ -325,14 +325,14 @@ def _verify(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
 
 @lru_cache(maxsize=256)
 def _parse(latex: str) -> tuple:
-    """Parse mathematics. The pool limits the time, so math-verify's own limit, an alarm signal, is off."""
+    """Parse LaTeX. math-verify's own time limit, an alarm signal, is off, because the reward server limits the time."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
-    # Units are already removed, and math-verify would take the `c` of `a + b + c` for one.
+    # Units are already removed. With units=True, math-verify would remove the `c` of `a + b + c`.
     writing = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
     config = [LatexExtractionConfig(normalization_config=writing)]
-    if _TRIGONOMETRY.search(latex):  # math-verify reads degrees as plain numbers
+    if _TRIGONOMETRY.search(latex):  # math-verify would read degrees as radians
         latex = re.sub(r"(\d+(?:\.\d+)?) ?\^\\circ ?", r"(\\frac{\1 \\pi}{180})", latex)
     return tuple(parse(f"${latex}$", config, parsing_timeout=None))  # type: ignore[arg-type]
 
@@ -340,12 +340,12 @@ def _parse(latex: str) -> tuple:
 def _parse_response(response: str) -> list:
     from math_verify import parse
 
-    text = response[-PARSED:]
+    text = response[-PARSED_TAIL:]
     return [] if is_too_hard(text) else parse(text.replace(r"\$", "$"), parsing_timeout=None)  # type: ignore[arg-type]
 
 
 def _is_same_unmarked(gold: str, response: str) -> bool:
-    """Grade a response without a marked answer: its last line is the answer, or math-verify finds one."""
+    """Grade a response without a marked answer. First try its last line, then what math-verify finds near its end."""
     last = response.strip().rpartition("\n")[2][-MAX_ANSWER:].strip("* ")
     if is_too_hard(last):
         return False
@@ -375,7 +375,7 @@ def _canonical(text: str, depth: int) -> str:
     if match := _ASSIGNED.fullmatch(text):
         return _canonical(match[2].rpartition("=")[2].strip(), depth + 1)
     if "=" in text and not re.search("[a-zA-Z]", re.sub(r"\\[a-z]+", "", text.rpartition("=")[0])):
-        return _canonical(text.rpartition("=")[2].strip(), depth + 1)  # a computation
+        return _canonical(text.rpartition("=")[2].strip(), depth + 1)  # such as 2 + 3 = 5
     if (number := _simple(text)) is not None:
         return str(number)
     parsed = _parse(text)

@@ -1,4 +1,4 @@
-"""A process that runs the reward functions, one call after the other. Its server may kill it at any moment."""
+"""A worker process that runs the reward functions, one call at a time. The reward server may kill it at any moment."""
 
 import gc
 import json
@@ -19,12 +19,12 @@ from rl.rewards.process_tree import adopt_orphans
 from rl.watch.parent import die_with_parent
 
 MAX_CALL_ID, MAX_CALL = 20, (1 << 32) - 1  # maximum bytes of a frame's id and body
-MAX_CALLS = 2000  # after which the process is replaced, with whatever the functions left in it
-MAX_GROWTH = 256 << 20  # bytes of memory growth after which the process is replaced
-MAX_MEMORY = 2 << 30  # bytes of memory beyond what the process inherits from the server
-MAX_FILE = 1 << 30  # maximum bytes of a file that a function writes
+MAX_CALLS = 2000  # calls after which the process is replaced, because functions may leave things behind
+MAX_GROWTH = 256 << 20  # growth of resident memory, in bytes, after which the process is replaced
+MAX_MEMORY = 2 << 30  # bytes of memory that the process may map beyond what it inherits from the server
+MAX_FILE = 1 << 30  # maximum size in bytes of a file that a function writes
 MAX_SCORE = 1e30  # a weighted sum of larger scores may not fit float32
-MAX_PARTS, MAX_NAME, MAX_TEXT, MAX_ANSWER = 64, 100, 500, 10_000
+MAX_PARTS, MAX_NAME, MAX_TEXT, MAX_ANSWER = 64, 100, 500, 10_000  # parts per function; the others in characters
 
 
 class RewardFunction(NamedTuple):
@@ -35,7 +35,7 @@ class RewardFunction(NamedTuple):
 
 
 def run_worker(connection: socket.socket, functions: list[RewardFunction], server: int) -> None:
-    """Serve calls in the forked process. This does not return: the process exits."""
+    """Serve calls in the forked process, then exit the process. `server` is the process id of the reward server."""
     code = 1
     try:
         _isolate(server)
@@ -74,7 +74,7 @@ def _serve(connection: socket.socket, functions: list[RewardFunction]) -> None:
     connection.sendall(pack(b""))
     while True:
         call_id, body = reader.wait_for_frame()
-        random.seed(zlib.crc32(body))  # so that random functions give the same score on every worker
+        random.seed(zlib.crc32(body))  # so that functions that use random give the same score on every worker
         if (sympy := sys.modules.get("sympy.core.random")) is not None:
             sympy.seed(zlib.crc32(body))
         result = score(functions, **json.loads(body))
@@ -93,7 +93,7 @@ def _pages(field: int) -> int:
 
 
 def _has_children() -> bool:
-    """Return whether there are living children. Reap dead ones."""
+    """Return whether this process has living children. Reap the dead ones."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -105,7 +105,7 @@ def _has_children() -> bool:
 def score(
     functions: list[RewardFunction], prompt: str, response: str, row: dict[str, Any], answer_of: str = ""
 ) -> dict[str, Any]:
-    """Return the weighted sum of all functions, and their parts. If one function fails, the whole call fails."""
+    """Return the weighted sum and the parts of all functions. If one function fails, the whole call fails."""
     total, parts, answer = 0.0, {}, None
     for function in functions:
         try:
@@ -113,7 +113,7 @@ def score(
             if function.name == answer_of and (extract := getattr(function.call, "answer", None)) is not None:
                 answer = extract(response)
                 if not isinstance(answer, str | None):
-                    raise TypeError(f"its answer is a {type(answer).__name__}; it must be text or None")
+                    raise TypeError(f"its attribute answer returned {type(answer).__name__}; return text or None")
         except BaseException as error:  # SystemExit too
             return failed("error", [function.name for function in functions], _describe(function.name, error))
         total += function.weight * value
@@ -128,28 +128,28 @@ def failed(status: str, names: list[str], text: str) -> dict[str, Any]:
 
 
 def read_value(value: Any) -> tuple[float, dict[str, float]]:
-    """Return the score and the parts of a function's result. Raise if it is neither a number nor a dict of numbers."""
+    """Return the score and the parts in a function's result. Raise unless it is a number or a dict of numbers."""
     if not isinstance(value, dict):
         return _number(value, "the score"), {}
     if not 0 < len(value) <= MAX_PARTS:
-        raise ValueError(f"got {len(value)} parts; a function that returns parts returns 1 to {MAX_PARTS}")
+        raise ValueError(f"got {len(value)} parts; return a dict of 1 to {MAX_PARTS} parts, or a number")
     parts = {}
     for name, part in value.items():
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-            raise TypeError(f"the name of a part is text of 1 to {MAX_NAME} characters; got {repr(name)[:MAX_NAME]}")
+            raise TypeError(f"got a part named {repr(name)[:MAX_NAME]}; a name is text of 1 to {MAX_NAME} characters")
         parts[name] = _number(part, f"part {name!r}")
     total = parts.pop("score", None)
     return (sum(parts.values()) if total is None else total), parts
 
 
 def _number(value: Any, what: str) -> float:
-    if hasattr(value, "item"):  # numpy and torch
+    if hasattr(value, "item"):  # a scalar of numpy or torch
         value = value.item()
     if not isinstance(value, bool | int | float):
-        raise TypeError(f"{what} is a {type(value).__name__}; it must be a number, or a dict of numbers by name")
+        raise TypeError(f"{what} is a {type(value).__name__}; return a number, or a dict from names to numbers")
     number = float(value)
     if not abs(number) <= MAX_SCORE:
-        raise ValueError(f"{what} is {number}; it must be from -{MAX_SCORE:g} to {MAX_SCORE:g}")
+        raise ValueError(f"{what} is {number}; return a number from -{MAX_SCORE:g} to {MAX_SCORE:g}")
     return number
 
 

@@ -1,4 +1,4 @@
-"""An engine without a model, for tests with many ranks or little time. Tokens and logprobs depend only on the seed."""
+"""An engine without a model, for fast tests. The seed of a request determines its tokens and logprobs."""
 
 import random
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ class FakeEngine:
     name, notice = "fake", ""
 
     def __init__(self, max_num_seqs: int, stop_token_id: int | None, device: torch.device | None = None):
-        """Build an engine. Without a stop token, all responses reach max_new_tokens."""
+        """Build an engine. Without a stop token, every response has max_new_tokens tokens."""
         self.version = 0
-        self.memory: dict[str, Tensor] = {}  # the received weights, which are not used
+        self.memory: dict[str, Tensor] = {}  # the weights that the sync writes; sampling ignores them
         self._max_num_seqs, self._stop_token_id, self._device = max_num_seqs, stop_token_id, device
         self._vocabulary = [*range(1, 10), *([] if stop_token_id is None else [stop_token_id])]
         self._running: list[tuple[Request, random.Random, Completion]] = []
@@ -27,7 +27,7 @@ class FakeEngine:
         return len(self._running)
 
     def add(self, requests: Sequence[Request]) -> None:
-        assert self.version > 0, "sampling before the first weight sync"
+        assert self.version > 0, "got requests before the first weight sync; sync weights first"
         self._running += [(one, random.Random(one.seed), Completion(one.id, [], [], False)) for one in requests]
 
     def step(self) -> list[Completion]:

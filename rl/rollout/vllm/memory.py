@@ -1,4 +1,4 @@
-"""Device memory of an engine: sleep while the learner of the same rank computes, and free it after a failure."""
+"""Free an engine's device memory: while the learner of the same rank computes, and after a failure."""
 
 import ctypes
 import gc
@@ -9,11 +9,11 @@ import vllm
 from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
-LONG_COLLECTION_S = 0.02
+LONG_COLLECTION_S = 0.02  # seconds; objects are frozen after a garbage collection that takes longer
 
 
 def free_weights(llm: vllm.LLM) -> None:
-    """Free only the weights. vLLM 0.26 always frees both, and would free the sleeping KV cache a second time."""
+    """Free the weights while the KV cache is asleep. The sleep of vLLM 0.26 would free the cache a second time."""
     pointers = CuMemAllocator.get_instance().pointer_to_data
     asleep = {address: data for address, data in pointers.items() if data.is_asleep}
     for address in asleep:
@@ -28,23 +28,23 @@ def free_weights(llm: vllm.LLM) -> None:
 def free_abandoned_memory() -> None:
     """Free the weights and the KV cache of an engine that was deleted.
 
-    They are in vLLM's own memory pools, which keep their memory after the tensors are deleted. Destroying a pool fails
-    if vLLM has already freed part of it. So we free the memory as for a sleep. The pools then hold only addresses, and
-    are kept until the process ends."""
+    They are in vLLM's memory pools, which keep their memory after the tensors are deleted. Destroying a pool fails if
+    vLLM has already freed part of it. So we put the memory to sleep instead. We keep the pools, which now hold only
+    addresses, until the process ends."""
     torch.cuda.synchronize()  # the last forward pass may still run
     allocator = CuMemAllocator.get_instance()
     for address in [address for address, data in allocator.pointer_to_data.items() if data.is_asleep]:
         del allocator.pointer_to_data[address]
     allocator.sleep(offload_tags=())
-    allocator.pointer_to_data.clear()  # otherwise the next engine's sleep would free them a second time
+    allocator.pointer_to_data.clear()  # otherwise the next engine's sleep would free the memory a second time
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(allocator.allocator_and_pools.values())))
     allocator.allocator_and_pools.clear()
-    _ROPE_DICT.clear()  # its tables were in the freed memory, and the next engine would use them
+    _ROPE_DICT.clear()  # its tables are in the freed memory; without this the next engine would use them
 
 
 def collect_garbage() -> None:
     """Collect garbage. If that took long, freeze the remaining objects, so that later collections skip them. vLLM
-    collects at every sleep, and would spend 0.1 s on the learner's compiled code, which is never freed."""
+    collects at every sleep. It would spend 0.1 s each time on the learner's compiled code, which is never freed."""
     start = time.perf_counter()
     gc.collect()
     if time.perf_counter() - start > LONG_COLLECTION_S:
