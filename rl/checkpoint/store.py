@@ -1,4 +1,4 @@
-"""Call methods of the checkpoint directories of other nodes. Each rank serves its own directory in a thread.
+"""Call methods of the checkpoint directories of other nodes. Each rank has a thread that executes such calls.
 
 call(rank, CheckpointDirectory.read, ...) --> that rank's store thread, on its disk --> Future of the result
 """
@@ -17,7 +17,7 @@ from rl.checkpoint.manifest import CheckpointError
 from rl.world.messages import Letter, Mailbox, Message, waiting
 
 POLL_S = 0.2
-MESSAGE_BYTES = 4 << 20  # maximum size of a piece of a file, so that other messages do not wait long behind it
+MESSAGE_BYTES = 4 << 20  # maximum part of a file in one message; a larger message would delay others
 P = ParamSpec("P")
 R = TypeVar("R")
 Method = Callable[Concatenate[CheckpointDirectory, P], R]
@@ -25,7 +25,7 @@ Method = Callable[Concatenate[CheckpointDirectory, P], R]
 
 @dataclass(frozen=True)
 class StoreCall(Message):
-    """Call a method of another rank's directory. The payload, if there is one, is its argument `payload`."""
+    """Call a method of another rank's directory. A payload becomes the method's argument `payload`."""
 
     number: int
     method: str
@@ -35,7 +35,7 @@ class StoreCall(Message):
 
 @dataclass(frozen=True)
 class StoreAnswer(Message):
-    """The result of a call. If it is bytes, it is the payload."""
+    """Return the result of a call. A result of type bytes is sent as the payload."""
 
     number: int
     result: StepsListed | bool | None
@@ -43,13 +43,13 @@ class StoreAnswer(Message):
 
 
 class CheckpointStore:
-    """One rank's access to the checkpoint directories of all nodes. `node_leads`, a rank per node, answer for them."""
+    """One rank's access to the checkpoint directories of all nodes. `node_leads` has one rank of each node."""
 
     def __init__(self, mail: Mailbox, root: Path, source: Path | None, node_leads: Sequence[int]):
         self.mail, self.root, self.node_leads = mail, root, node_leads
         self.run_id = ""  # known after create_roots on the leader, and agree_on_resume on the other ranks
         self.hosts: list[str] = []  # by node; known to the leader
-        self.folders: dict[str, str] = {}  # by host: this run's checkpoint directory there
+        self.folders: dict[str, str] = {}  # host -> this run's checkpoint directory there
         self._directory = CheckpointDirectory(root, source, mail.rank)
         self._numbers = itertools.count()
         self._futures: dict[int, Future[Any]] = {}
@@ -72,8 +72,8 @@ class CheckpointStore:
         return [self.wait(future) for future in futures]
 
     def create_roots(self, run_id: str) -> None:
-        """Create the checkpoint directory on all nodes. If it is missing later, a disk is gone. A run that was killed
-        before its first checkpoint keeps the id in its directories, instead of `run_id`."""
+        """Create the checkpoint directory on all nodes. If it is missing later, a disk is gone. If the directories have
+        an id already, as after a kill before the first checkpoint, use that id instead of `run_id`."""
         listings = self.call_all(CheckpointDirectory.list_steps, "root")
         self.run_id = next((listing.run_id for listing in listings if listing.run_id), run_id)
         self.hosts = [listing.host for listing in listings]
@@ -112,6 +112,6 @@ class CheckpointStore:
                 self.mail.send(letter.source, StoreAnswer(call.number, result, error), payload=data)
             except ConnectionError:
                 return  # the caller is lost, which ends this world
-            except Exception as problem:  # the caller waits for an answer: end the world instead
+            except Exception as problem:  # without an answer, the caller would wait forever
                 self.mail.fail(problem)
                 return

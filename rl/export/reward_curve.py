@@ -11,7 +11,7 @@ MIN_POINTS_TO_SMOOTH = 60
 
 def draw_curve(title: str, rewards: Points, accuracies: Points) -> bytes:
     """Return a PNG that shows rewards as a line over the steps and held-out accuracies as dots."""
-    # Imported here because the import takes half a second. pyplot would keep global state and look for a display.
+    # Imported here because it takes half a second. Not pyplot: it keeps global state and looks for a display.
     import matplotlib.style
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -40,8 +40,8 @@ def draw_curve(title: str, rewards: Points, accuracies: Points) -> bytes:
 
 
 def moving_mean(points: Points) -> Points:
-    """Return the moving mean over a twentieth of the points. Windows at both ends are shorter."""
-    reach = max(2, len(points) // 40)
+    """Smooth the values by a moving mean. A window has about 5 % of the points, and fewer at both ends."""
+    half = max(2, len(points) // 40)
     values = [value for _, value in points]
-    windows = [values[max(0, at - reach) : at + reach + 1] for at in range(len(values))]
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [(step, sum(window) / len(window)) for (step, _), window in zip(points, windows)]

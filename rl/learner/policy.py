@@ -28,19 +28,19 @@ class PolicyTrainer(ShardedTrainer):
         probe_tokens: Sequence[int] = (),
         reference: Callable[[], nn.Module] | None = None,
     ):
-        """`num_optimizer_steps` are those of the whole run, for the learning rate. `reference` returns the reference
-        model. It is needed only for a KL over the whole vocabulary. The first call is in the first update, so that the
-        model is loaded after an engine on the same device has been built.
+        """`num_optimizer_steps` is the total of the run, which the learning rate schedule needs. `reference` returns
+        the reference model, which only a KL over the whole vocabulary needs. It is first called in the first update.
+        So an engine on the same device is built before the reference model is loaded.
 
-        The probe tokens are part of the first forward pass of every update. So a checkpoint needs no extra forward
-        pass, and saving one does not change how anything is rounded.
+        A checkpoint holds its policy's logits of the probe tokens. They come from the first forward pass of the next
+        update. Every update includes the probe tokens, so saving a checkpoint does not change the numerics of training.
         """
         schedule = lr_schedule(config.actor.lr_schedule, config.actor.warmup_steps, num_optimizer_steps)
         super().__init__(sharded, config, config.actor.lr, schedule)
         self._rollout, self._reference = config.rollout, reference
         self.kl_coef = config.algo.kl_coef  # adapted during the run if algo.kl_target is set
         self.probe_tokens = probe_tokens
-        self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, of the policy before the last update
+        self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, from before the last update
         self._is_probe_due = False
 
     def run_probe(self) -> None:
@@ -61,8 +61,8 @@ class PolicyTrainer(ShardedTrainer):
             self.kl_coef = adapt_kl_coef(self.kl_coef, kl, self._algo.kl_target, num_sequences)
 
     def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
-        """Update the policy. A batch without old logprobs gets a single optimizer step, whose forward pass computes
-        them: the weights have not changed since the batch was sampled."""
+        """Update the policy. A batch without old logprobs gets a single optimizer step. Its forward pass computes
+        them, with the same weights that sampled the batch."""
         assert batch.old_logprobs is not None or self._algo.num_mini_batches * self._algo.num_epochs == 1
         self._is_probe_due = True
         super().update(batch, num_prompts, measures)
@@ -104,11 +104,11 @@ class PolicyTrainer(ShardedTrainer):
         if algo.correction != "none":
             limit = algo.correction_limit
             correction = importance_weights(old_logprobs, rollout_logprobs, segments, lengths, algo.correction, limit)
-            # Every loss is linear in the advantage for factors >= 0. So these weights scale the loss, and a token of
+            # Every loss scales with its advantage, for factors >= 0. So these weights scale the loss, and a token of
             # weight 0 has a loss of 0, however large its ratio is.
             advantages = advantages * correction.weights
             measures.mean("policy/correction_mean", correction.weights.sum(), count)  # near 1 if the logprobs agree
-            measures.mean("policy/correction_cut", correction.cut.sum(), count)  # then near 0
+            measures.mean("policy/correction_cut", correction.cut.sum(), count)  # near 0 if they agree
         policy = self._policy_loss(scores.logprobs, old_logprobs, advantages, segments, lengths)
         loss = policy.loss
         weights = self._move(weights)
@@ -127,7 +127,7 @@ class PolicyTrainer(ShardedTrainer):
     def _policy_loss(
         self, new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, segment_ids: Tensor, lengths: Tensor
     ) -> PolicyLoss:
-        """Return the loss of each token. docs/algorithms.md says how to add one."""
+        """Return the loss of each token. docs/algorithms.md says how to add a loss."""
         algo, tokens = self._algo, (new_logprobs, old_logprobs, advantages)
         bounds = algo.clip_low, algo.clip_high
         if algo.loss == "gspo":

@@ -1,7 +1,7 @@
-"""Rotary position embeddings as most model families compute them, with one kernel for each direction.
+"""A faster rotary position embedding for most model families. One kernel serves the forward and the backward pass.
 
-A family's own function gets queries and keys as [1, heads, T, head_dim]. In memory they are [T, heads, head_dim], as
-attention needs them. So even when compiled, that function reaches only a fifth of the memory bandwidth
+The function in transformers gets queries and keys as [1, heads, T, head_dim], but in memory they are
+[T, heads, head_dim], as attention needs them. So even when compiled, it reaches only a fifth of the memory bandwidth
 (benchmarks/RESULTS.md).
 """
 
@@ -17,7 +17,7 @@ from rl.config.schema import ConfigError
 from rl.model.attention import in_memory_order
 
 NAME = "apply_rotary_pos_emb"
-OURS: set[Callable] = set()  # our functions; `__wrapped__` of each is the function that it replaces
+OURS: set[Callable] = set()  # our functions; each replaces the function in its `__wrapped__`
 
 
 def load_kernels() -> None:
@@ -26,7 +26,7 @@ def load_kernels() -> None:
 
 
 def replace(model: nn.Module) -> None:
-    """Replace the rotary function in the module that defines the model, if it computes the usual rotation."""
+    """Replace the rotary function of the module that defines the model, if it is the usual one (`_is_usual`)."""
     family = sys.modules[type(model).__module__]
     rotate: Any = getattr(family, NAME, None)
     if rotate is not None and rotate not in OURS and _is_usual(rotate):
@@ -48,7 +48,7 @@ def _ours_for(theirs: Callable) -> Callable:
 
 
 def _is_row(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether these are one row of tokens with angles for whole heads, of one dtype, and untrained angles."""
+    """Return whether `rotate_heads` supports these: one row, one dtype, angles for whole heads and without gradient."""
     is_one = len(q) == len(k) == 1 and q.shape[2:] == k.shape[2:] and cos.shape == sin.shape == (1, *q.shape[2:])
     return is_one and q.dtype == k.dtype == cos.dtype == sin.dtype and not (cos.requires_grad or sin.requires_grad)
 
@@ -64,7 +64,7 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of each head against each other."""
+    """Rotate the elements i and i + head_dim / 2 of each head as a pair."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
@@ -87,9 +87,9 @@ rotate_heads.register_autograd(_turn_back, setup_context=_save)
 
 
 def _is_usual(rotate: Callable) -> bool:
-    """Return whether a family's function rotates the two halves of a head against each other, in the dtype of its
-    inputs. The check runs on the CPU, where its results must equal ours bit for bit. The GPU kernel rounds only once,
-    at the end, as the family's compiled function does."""
+    """Return whether a family's function rotates as `_turn` does, in the dtype of its inputs. The check runs on the
+    CPU, where both results must be equal bit for bit. The GPU kernel rounds only once, at the end, as the family's
+    function does when it is compiled."""
     query = torch.arange(48.0).sin().view(1, 2, 3, 8)
     angles = torch.arange(24.0).view(1, 3, 8)
     for dtype in (torch.float32, torch.bfloat16):
@@ -105,12 +105,12 @@ def _is_usual(rotate: Callable) -> bool:
 
 
 def freeze_frequencies(model: Any, max_tokens: int) -> None:
-    """Fix rotary frequencies, so that they do not depend on the sequences that a token is packed with.
+    """Fix the rotary frequencies, so that a token's logprob depends only on its own sequence and equals the engine's.
 
     For `dynamic` and `longrope` scaling, transformers chooses the frequencies in every forward pass, by the longest
-    sequence of the row. vLLM chooses them once: for `longrope` by the longest sequence that it allows (max_model_len),
-    for `dynamic` as in training. The learner does the same, so a token's logprob depends only on its own sequence and
-    equals the engine's. `max_tokens` is the longest sequence that the run allows.
+    sequence in the row. vLLM chooses them once. For `longrope`, it goes by the longest sequence that it allows
+    (max_model_len). For `dynamic`, it keeps the frequencies that the model was trained with. This function does the
+    same. `max_tokens` is the length of the longest sequence that the run allows.
     """
     for module in model.modules():
         for layer_type, rope_type in _scalings(module).items():
@@ -127,14 +127,14 @@ def freeze_frequencies(model: Any, max_tokens: int) -> None:
                 parameters = ropes if is_single else ropes[layer_type]
                 trained = parameters.get("original_max_position_embeddings", module.config.max_position_embeddings)
                 raise ConfigError(
-                    f"{type(model).__name__}: its rotary frequencies ({rope_type}) depend on the longest sequence that "
-                    "a token is packed with, and so would its logprob. Keep data.max_prompt_tokens plus "
-                    f"rollout.max_new_tokens (and eval.max_new_tokens) at most {trained}, or give another model.path"
+                    f"{type(model).__name__}: its rotary frequencies ({rope_type}) depend on the longest sequence in "
+                    "a packed row, so its logprobs would too. Keep data.max_prompt_tokens plus "
+                    f"rollout.max_new_tokens (and eval.max_new_tokens) at most {trained}, or set another model.path"
                 )
 
 
 def _scalings(module: Any) -> dict[str | None, str]:
-    """Return the kinds of scaling of a rotary module by layer type. The key is None if it has only one kind."""
+    """Return the rope type of each layer type of a rotary module. The key is None if all layers have the same."""
     rope_type = getattr(module, "rope_type", None)
     if isinstance(rope_type, dict):
         return dict(rope_type)

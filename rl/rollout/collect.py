@@ -1,7 +1,7 @@
 """The rollout stage: hand prompts to the engines, and collect this actor's share of the finished groups.
 
-`start` hands a batch to the engines, `gather` waits for it, and `settle` balances it. Dynamic sampling calls `start`
-and `gather` several times for one batch, and `settle` once.
+`start` hands prompts to the engines, `gather` waits for their groups, and `settle` balances the groups between the
+actors. With dynamic sampling, a training batch takes several rounds of `start` and `gather`, then one `settle`.
 """
 
 from collections import defaultdict
@@ -25,13 +25,13 @@ from rl.world.orders import Action
 from rl.world.service import Service, serve
 from rl.world.world import World
 
-Groups = dict[int, Batch]  # of one actor, by position in the batch
+Groups = dict[int, Batch]  # the groups of one actor, by position in the batch
 Results = list[dict[str, Any]]  # results of the reward functions, by sample
 
 
 @dataclass(frozen=True)
 class BatchStarted(Message):
-    """Tell an actor the owner of each group of a batch, as an index into the actors."""
+    """Tell an actor which actor owns each group of a batch. Owners are indices into the list of actors."""
 
     batch: int
     owners: list[int]
@@ -48,10 +48,10 @@ class MovedGroup(Message):
 
 
 class Balancer:
-    """Balance groups between actors, since all of them wait for the one with the longest rollouts.
+    """Balance groups between actors, since all actors wait for the one with the most work.
 
-    Only whole groups move, so the advantages do not depend on which actor trains on a group. An owner is an index into
-    `actors`, the ranks of `pg`.
+    Only whole groups move, so the advantages do not depend on which actor trains on a group. `actors` are the ranks of
+    `pg`, and an owner is an index into them.
     """
 
     def __init__(self, mail: Mailbox, pg: dist.ProcessGroup, actors: Sequence[int], hidden_size: int):
@@ -61,14 +61,14 @@ class Balancer:
     def balance(self, batch: int, groups: Groups, owners: Sequence[int], mini_batches: Sequence[int]) -> Groups:
         """Move groups between the actors, and return this rank's groups by position.
 
-        A collective, which no order may interrupt. `owners` and `mini_batches` are those of all groups of the batch.
+        This is a collective, and no order may interrupt it. `owners` and `mini_batches` cover all groups of the batch.
         """
         if len(self._actors) == 1 or not owners:
             return groups
         costs = torch.zeros(len(owners), dtype=torch.float64)
         for position, group in groups.items():
             costs[position] = sum(estimate_costs(group.lengths.tolist(), self._hidden_size))
-        dist.all_reduce(costs, group=self._pg)  # each cost is added to zeros, so all ranks get the same bits
+        dist.all_reduce(costs, group=self._pg)  # only the owner of a group adds a cost, so the sum is exact
         new_owners = balance_owners(costs.tolist(), owners, len(self._actors), mini_batches)
         return self.exchange(batch, groups, owners, new_owners)
 
@@ -89,16 +89,16 @@ class Balancer:
 
 @dataclass(frozen=True)
 class Gathered:
-    """A sampled batch: the groups of this actor, and what it knows about the others."""
+    """A sampled batch: the groups of this actor, the owners of all groups, and the totals over all groups."""
 
-    groups: Groups  # of this actor
-    owners: list[int]  # of all groups, as indices into the actors
+    groups: Groups
+    owners: list[int]  # indices into the actors
     scores: dict[int, Results]  # of this actor's groups, by position
-    totals: Totals  # over all actors
+    totals: Totals
 
 
 class Rollouts(Service):
-    """Start and collect batches on an actor. Its own engine, if it has one, samples while it waits for groups."""
+    """Start and collect batches on an actor. While it waits for groups, its own engine samples, if it has one."""
 
     name = "rollout"
     kinds = (BatchStarted, ScoredGroup)
@@ -132,7 +132,7 @@ class Rollouts(Service):
     def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int, is_dealt: bool = True) -> int:
         """Start a batch and return its number. All actors call this in the same order; only the leader has prompts.
 
-        With `is_dealt` False, the leader gets all groups.
+        The groups are dealt to all actors. If `is_dealt` is False, the leader gets all of them.
         """
         self._num_started += 1
         batch = self._num_started
@@ -151,13 +151,13 @@ class Rollouts(Service):
     def gather(self, batch: int) -> Gathered:
         """Wait until every actor has all of its groups of this batch. Meanwhile, this rank's engine samples, if any.
 
-        No order arrives after that, so none can interrupt the collectives that follow.
+        No order arrives between this call and the next one, so none can interrupt the collectives in between.
         """
         if self._gate is not None:
             self._gate.open()
         serve(self._world, self._services, until=lambda: batch in self._owners)
         owners = self._owners.pop(batch)
-        num_own = owners.count(self._actors.index(self._mail.rank))  # counted once: an engine's loop asks at every step
+        num_own = owners.count(self._actors.index(self._mail.rank))  # not in `until`, which runs at every engine step
         serve(self._world, self._services, until=lambda: len(self._arrived[batch]) == num_own)
         arrived = self._arrived.pop(batch)
         groups = {position: rollouts for position, (_, rollouts) in arrived.items()}
@@ -166,7 +166,7 @@ class Rollouts(Service):
         num_preemptions = sum(group.num_preemptions for group, _ in arrived.values())
         totals["rollout/preemptions"] = [float(num_preemptions), 0.0]
         self._mail.send(self._leader, Collected(batch, totals))
-        # Without `self`, which has all groups now: reports show which actors still wait for some.
+        # Leave out `self`, which has all of its groups: then reports show only the actors that still wait for groups.
         serve(self._world, self._services[1:], until=lambda: batch in self._orders.totals)
         return Gathered(groups, owners, scores, self._orders.totals.pop(batch))
 
@@ -179,7 +179,7 @@ class Rollouts(Service):
                 self._arrived[group.batch][group.position] = (group, Batch.from_bytes(letter.payload))
 
     def settle(self, batch: int, groups: Groups, owners: Sequence[int]) -> Batch:
-        """Balance the groups between the actors. Return this rank's in stream order. A collective, after `gather`."""
+        """Balance the groups between actors. Return this rank's groups, in stream order. This is a collective."""
         groups = self._balancer.balance(batch, groups, owners, self._mini_batches(len(owners)))
         return Batch.concat([groups[position] for position in sorted(groups)])
 
@@ -187,7 +187,7 @@ class Rollouts(Service):
         return [mini_batch_of(position, num_prompts, self._num_mini_batches) for position in range(num_prompts)]
 
     def _deal(self, num_prompts: int) -> list[int]:
-        """Return the owner of each group. Each mini-batch is dealt to all actors, so that all of them train on it."""
+        """Return the owner of each group. Each mini-batch is dealt to the actors in turn, so that all train on it."""
         mini_batches = self._mini_batches(num_prompts)
         firsts = [-(-mini_batch * num_prompts // self._num_mini_batches) for mini_batch in mini_batches]
         return [(position - first) % len(self._actors) for position, first in enumerate(firsts)]

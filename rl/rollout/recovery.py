@@ -1,8 +1,8 @@
-"""Recovery of a failed engine: if a step raises on all ranks of an engine, they replace the engine.
+"""Replace an engine after a step that failed on all of its ranks.
 
-A follower tells the lead that its step failed. If all ranks failed, the lead has them rebuild the engine together.
-Otherwise some rank is inside a step that cannot end, and the error ends the world. It also ends the world if it comes
-from a device or a process group, because that rank cannot continue.
+A follower tells the lead that its step failed. If the step failed on all ranks, they rebuild the engine together.
+If it failed on only some, the others are stuck in the step, and the error ends the world. An error of a device or a
+process group also ends the world, because that rank cannot continue.
 """
 
 import threading
@@ -20,7 +20,7 @@ from rl.watch.heart import HEART
 from rl.world.messages import Message
 from rl.world.world import World
 
-AGREE_S = 10.0  # timeout for all followers to report that they failed
+AGREE_S = 10.0  # time limit for all ranks of an engine to report the failure
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class EngineHost:
 
     def __init__(self, world: World, ranks: tuple[int, ...], engine: Engine, rebuild: Callable[[Engine], Engine]):
         self.engine = engine
-        self.sync: WeightSync | None = None  # set once it is built; it holds memory of the engine
+        self.sync: WeightSync | None = None  # set once it is built; it refers to the engine's memory
         self.is_lead = world.rank == ranks[0]
         self.followers = ranks[1:] if self.is_lead else ()
         self._world, self._lead, self._rebuild = world, ranks[0], rebuild
-        self._failure: Exception | None = None  # of the last step, on a follower
+        self._failure: Exception | None = None  # of the last step; only on followers
 
     def require_recoverable(self, error: Exception) -> None:
-        """Raise the error again unless all ranks of the engine can continue. Called on the lead."""
+        """Raise the error again unless the step failed on all ranks and all can continue. Called on the lead."""
         if breaks_rank(error):
             raise error
         deadline = time.monotonic() + AGREE_S
@@ -50,7 +50,7 @@ class EngineHost:
         clear_frames(error)
 
     def replace(self) -> None:
-        """Replace the failed engine by a new one. All ranks of the engine do this together."""
+        """Replace the failed engine. All of its ranks call this together."""
         self._failure = None
         if self.sync is not None:
             self.sync.remove_receiver(self.engine)
@@ -60,8 +60,8 @@ class EngineHost:
             self.sync.add_receiver(self.engine)
 
     def follow(self, step: Callable[[], object], stage: str) -> None:
-        """Make a step on a follower. If it fails, tell the lead, and if the lead does not react, end the world."""
-        if self._failure is not None:  # the lead's step did not fail
+        """Run a step on a follower. If it fails, tell the lead. If the lead does not react, end the world."""
+        if self._failure is not None:  # the lead continues, so its own step did not fail
             raise self._failure
         try:
             step()
@@ -76,13 +76,13 @@ class EngineHost:
             timer.start()
 
     def _give_up(self, error: Exception, stage: str, step: int) -> None:
-        """End the world unless the engine was replaced: the lead is in a step that cannot end without this rank."""
+        """End the world unless the engine was replaced. The lead is stuck in a step that needs this rank."""
         if self._failure is error:
             self._world.faults.fail_in_background(error, stage, step)
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Drop the local variables in the traceback of an error and of its causes. They keep the engine's memory alive."""
+    """Drop the local variables in the tracebacks of an error and its causes. They would keep the engine in memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -93,6 +93,6 @@ def breaks_rank(error: BaseException | None) -> bool:
     if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
         return False
     words = ("cuda", "cudnn", "cublas", "triton error", "nccl", "gloo", "connection closed by peer")
-    is_device = isinstance(error, torch.AcceleratorError | dist.DistError)
-    is_told = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
-    return is_device or is_told or breaks_rank(error.__cause__)
+    is_fatal_type = isinstance(error, torch.AcceleratorError | dist.DistError)
+    has_fatal_word = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    return is_fatal_type or has_fatal_word or breaks_rank(error.__cause__)

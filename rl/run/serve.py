@@ -1,5 +1,5 @@
-"""Build the services of a rank: its engine, its rollout service and its weight sync. Ranks that only sample or compute
-logprobs run them until the run ends."""
+"""Build the services of a rank: its engine, its rollout service and its weight sync. Ranks that are not actors run
+these services until the run ends."""
 
 import torch
 
@@ -20,7 +20,7 @@ from rl.world.service import EndRun, EndService, Service, serve
 
 
 def build_rollout_service(run: Run) -> RolloutService | None:
-    """Build this rank's part of its engine, and the service that samples on it. Return None without an engine."""
+    """Build this rank's part of an engine, and its rollout service. Return None if the rank hosts no engine."""
     config, world, index = run.config, run.world, run.placement.engine_of(run.world.rank)
     if index is None:
         return None
@@ -42,11 +42,11 @@ def build_rollout_service(run: Run) -> RolloutService | None:
     engine = build()
     if engine.notice and index == seat.tp_rank == 0:
         print(f"oneworld: {engine.notice}", flush=True)
-    torch.manual_seed(sample_seed(config.run.seed, 0, index, 0))  # another seed for each engine
+    torch.manual_seed(sample_seed(config.run.seed, 0, index, 0))  # each engine has its own seed
     host = EngineHost(world, ranks, engine, build)
     world.at_end(lambda: host.engine.close())
     max_num_groups = max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt)
-    # Without seeds, the ranks of an engine could sample different tokens, since other code uses their generators too.
+    # Requests without seeds use each rank's generator. Other code uses it too, so ranks could sample different tokens.
     run_seed = config.run.seed if config.rollout.deterministic or seat.tp_size > 1 else None
     leader = run.placement.leader
     return RolloutService(world, host, run.rewards, run.tokenizer, max_num_groups, run_seed, leader)
@@ -59,7 +59,7 @@ def build_sync(
     logprobs: Receiver | None = None,
     learner: PolicyTrainer | None = None,
 ) -> WeightSync:
-    """Build the weight sync of a rank. Its engine and its logprob service receive weights, and its learner sends."""
+    """Build the weight sync of a rank. Its learner sends weights; its engine and its logprob service receive them."""
     config, placement, device = run.config, run.placement, run.world.device
     plan, probe = make_plan(tensors, placement, config.sync.bucket_mb, device), probe_of_run(config, run.model_folder)
     settings = SyncSettings(placement, plan, run.groups.sync_pgs, config.sync, device, probe)
@@ -91,7 +91,7 @@ def serve_run(run: Run) -> None:
 
 
 def end_run(run: Run) -> None:
-    """Tell the ranks that only serve that the run is over. Every actor calls this; only the leader sends."""
+    """Tell all ranks that are not actors that the run is over. Every actor calls this; only the leader sends."""
     if run.world.rank == run.placement.leader:
         for rank in range(run.placement.world_size):
             if rank not in run.placement.actors:
