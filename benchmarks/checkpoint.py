@@ -109,7 +109,7 @@ class Bench:
             self.placement,
             self.groups,
             folder=self.folder,
-            model_folder=self.folder / "model",
+            models={"model.path": self.folder / "model"},
             store=self.store,
             resume=None,
         )

@@ -94,7 +94,7 @@ class Bench:
             name=f"bench-{self.world.id}-{index}",
             tp_rank=0,
             tp_size=1,
-            store=self.world.store,
+            store=self.world.store.unsealed,
             device=self.world.device,
             shares_device=False,
             stop_token_ids=[0],

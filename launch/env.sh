@@ -20,6 +20,23 @@ export PET_RDZV_CONF="${PET_RDZV_CONF:-last_call_timeout=3,keep_alive_interval=1
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # One thread per rank. torchrun would set the same, but with a warning.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Compiled layers survive a restart, even if every job empties /tmp. vLLM keeps its own cache under ~/.cache.
-export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/oneworld/inductor}"
+# Compiled layers survive a restart, even if every job empties /tmp. vLLM and Triton keep their own caches under HOME.
+# Code in these caches is executed. So if HOME is missing, or a folder on the way belongs to others (HOME may be /tmp),
+# all of them go to a temporary folder that only this user can write to.
+oneworld_cache="${XDG_CACHE_HOME:-${HOME:-}/.cache}"
+if [ -z "${XDG_CACHE_HOME:-}" ] && { [ ! -O "${HOME:-}" ] || [ -k "$HOME" ]; }; then oneworld_cache=; fi
+for oneworld_folder in "$oneworld_cache" "$oneworld_cache/oneworld" "$oneworld_cache/oneworld/inductor"; do
+  if [ -e "$oneworld_folder" ] && [ ! -O "$oneworld_folder" ]; then oneworld_cache=; fi
+done
+if [ -z "$oneworld_cache" ]; then
+  oneworld_cache="${TMPDIR:-/tmp}/oneworld-$(id -u)" # a restart finds it again
+  mkdir -m 700 "$oneworld_cache" 2>/dev/null || true
+  if [ ! -d "$oneworld_cache" ] || [ ! -O "$oneworld_cache" ] || [ -L "$oneworld_cache" ]; then
+    oneworld_cache=$(mktemp -d "${TMPDIR:-/tmp}/oneworld-XXXXXXXX")
+  fi
+  export VLLM_CACHE_ROOT="${VLLM_CACHE_ROOT:-$oneworld_cache/vllm}"
+  export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$oneworld_cache/triton}"
+fi
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$oneworld_cache/oneworld/inductor}"
+unset oneworld_cache oneworld_folder
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"

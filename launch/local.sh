@@ -5,7 +5,8 @@
 #   launch/local.sh --master --nnodes N --shared FOLDER [options] [--config F] [key=value ...]     on the first node
 #   launch/local.sh --worker R --shared FOLDER [options] [--config F] [key=value ...]              on the others, with R from 1
 #
-#   --shared FOLDER   a directory that all nodes see, one for each cluster; workers find the head's address there
+#   --shared FOLDER   a directory that all nodes see, one for each cluster; workers find the head's address there, and the
+#                     run's secret, in a file that only your user can read
 #   --wait S          seconds that a worker waits for the head (default: 600)
 #   --address A       address of the head, if it has several and the workers can use only one of them
 #
@@ -22,6 +23,8 @@ fail() {
 
 # shellcheck source=launch/check_numbers.sh
 . "$here/check_numbers.sh"
+# shellcheck source=launch/secret.sh
+. "$here/secret.sh"
 rank='' shared='' wait=600 address='' nnodes=1 port=29500 print='' options=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -47,6 +50,7 @@ while [ $# -gt 0 ]; do
 done
 check_nodes "$nnodes"
 check_port "$port"
+check_secret
 if [ -z "$rank" ]; then
   [ "$nnodes" = 1 ] || fail "--nnodes $nnodes needs --master on one node and --worker R on the others"
   exec "$here/run_node.sh" ${options[@]+"${options[@]}"} -- "$@"
@@ -62,13 +66,16 @@ if [ "$rank" = 0 ]; then
   launch=$(date +%Y%m%d-%H%M%S)-$$
   if [ -z "$print" ]; then
     exec 3< <(exec python "$here/find_head.py" serve "$shared" "$launch" "$nnodes" "$port" "$address")
-    read -r _ <&3 || exit 2 # from now on the server answers, until this process ends
+    read -r ONEWORLD_SECRET <&3 || exit 2 # from now on the server answers, until this process ends
+    export ONEWORLD_SECRET
     exec 3<&-
   fi
   address=${address:-$(python "$here/find_head.py" address)}
 else
   found=$(python "$here/find_head.py" find "$shared" "$wait")
-  { read -r launch && read -r nnodes && read -r address && read -r port; } <<<"$found"
+  mapfile -t found < <(printf '%s\n' "$found") # bash may write a here-string into a file
+  launch=${found[0]} nnodes=${found[1]} address=${found[2]} port=${found[3]}
+  export ONEWORLD_SECRET="${found[4]}"
 fi
 exec "$here/run_node.sh" --nnodes "$nnodes" --head "$address" --port "$port" --node-rank "$rank" --launch "$launch" \
   ${options[@]+"${options[@]}"} -- "$@"

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.checks import gpus
 from launch.checks.answers import Answers, is_head
+from launch.checks.facts import ANSWER_TYPES
 from launch.checks.results import FAILED, format_table, format_verdict
 from launch.checks.rpc import Coordinator, NoAnswer, Responder, connect, end_process
 from launch.checks.sockets import listen
@@ -43,19 +44,20 @@ def meeting_point(rank: int) -> tuple[str, int, socket.socket | None]:
     if is_taken:  # by torchrun's own store: rank 0 publishes another port there
         from torch.distributed import TCPStore
 
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_S))
+        from rl.world.sealed_store import SealedStore
+
+        store = SealedStore(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=JOIN_S)), "preflight")
         if server:
-            store.set("preflight", str(own_port))
-        own_port = int(store.get("preflight"))
+            store.set("preflight", own_port)
+        own_port = store.get("preflight")
     return "127.0.0.1" if server else host, own_port, server
 
 
-def coordinate(server: socket.socket, args: argparse.Namespace, began: float, limit_s: float) -> None:
+def coordinate(coordinator: Coordinator, args: argparse.Namespace, began: float, limit_s: float) -> None:
     """Run the checks on rank 0, have the result printed, and end every rank."""
     from launch.checks.cluster import ClusterCheck  # imports torch, for the placement
 
-    num_ranks, num_local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    coordinator = Coordinator(server, num_ranks)
+    num_ranks, num_local = coordinator.num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     code, all_alive = 1, True
     try:
         coordinator.wait_for_ranks(JOIN_S)
@@ -91,17 +93,19 @@ def main() -> None:
     timeout.start()
     if gpus.has_gpu():
         import torch  # noqa: F401  takes seconds, so do it before rank 0 waits for an answer
-    host, port, server = meeting_point(rank)
     try:
+        host, port, server = meeting_point(rank)
+        # It must answer before this rank connects to it.
+        coordinator = Coordinator(server, int(os.environ.get("WORLD_SIZE", 1)), ANSWER_TYPES) if server else None
         connection = connect(host, port, JOIN_S)
-    except NoAnswer as error:
+    except (ConfigError, NoAnswer) as error:
         end_process(1, f"preflight: 1 problem: {error}", all_alive=False)
         return
     responder = Responder(rank, connection, prints=local_rank == 0 and is_head())
     answers = Answers(rank, local_rank, lambda: load_config(args.config, args.overrides), responder.note)
-    if server:
+    if coordinator:
         threading.Thread(target=responder.serve, args=[answers.handlers()], daemon=True).start()
-        coordinate(server, args, began, limit_s)
+        coordinate(coordinator, args, began, limit_s)
     else:
         responder.serve(answers.handlers())
 

@@ -30,6 +30,9 @@
 #   ONEWORLD_PREFLIGHT_WAIT_S  seconds for all nodes to come (300)
 #   ONEWORLD_PREFLIGHT_S       seconds for the checks, once all ranks have met (30)
 #   ONEWORLD_NODES             names of the nodes in the order of their ranks, set by launchers that know them
+#
+#   ONEWORLD_SECRET  the same random text on every node; only nodes that know it take part. One node makes its own. With
+#                    several nodes and none, everybody on the network is trusted.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -57,6 +60,9 @@ done
 . "$root/launch/check_numbers.sh"
 check_nodes "$nnodes"
 check_port "$port"
+# shellcheck source=launch/secret.sh
+. "$root/launch/secret.sh"
+if [ "$nnodes" = 1 ]; then make_secret; else check_secret; fi
 [ -z "$nproc" ] || check_ranks "$nproc"
 [ -z "$node_rank" ] || check_number --node-rank "$node_rank" 0 999999
 

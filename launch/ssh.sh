@@ -18,8 +18,8 @@
 #   --print        show the torchrun command and exit
 #
 # The nodes continue without this machine; their output is in runs/.clusters/NAME. Variables such as HF_TOKEN, HF_HOME and
-# NCCL_* are passed on (launch/forward.sh). ONEWORLD_SSH is the ssh command, such as "ssh -i KEY". Restarts:
-# launch/run_node.sh --help
+# NCCL_* are passed on through ssh's standard input (launch/forward.sh). So is the run's secret, which each start makes
+# unless ONEWORLD_SECRET is set. ONEWORLD_SSH is the ssh command, such as "ssh -i KEY". Restarts: launch/run_node.sh --help
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -138,6 +138,9 @@ esac
 
 # shellcheck source=launch/check_numbers.sh
 . "$root/launch/check_numbers.sh"
+# shellcheck source=launch/secret.sh
+. "$root/launch/secret.sh"
+make_secret
 file='' dir=$root head='' port='' print='' follow='' options=()
 while [ $# -gt 0 ]; do
   case $1 in

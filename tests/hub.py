@@ -5,9 +5,9 @@
         subprocess.run(command, env=fake.environment(tmp_path))
         fake.repos["ada/model"].files()["config.json"]
 
-It implements what uploading needs, and resolving a file: LFS in one piece or in parts, and Xet. Files that end in
-.safetensors are large files; all others travel in the commit. A commit that names a large file which is not stored is
-refused.
+It implements what uploading and downloading need: LFS in one piece or in parts, and uploads through Xet. Files that end
+in .safetensors are large files; all others travel in the commit. A commit that names a large file which is not stored
+is refused.
 """
 
 import base64
@@ -92,10 +92,10 @@ class Fault:
     path: str  # a part of it
     status: int  # 0: no answer, the connection is cut
     times: int
-    cut_at: int | None  # bytes of the body after which the connection is cut
+    cut_at: int | None  # bytes after which the connection is cut: of the request's body, or of the answer to a GET
     is_lost: bool  # the request is carried out, but the connection is cut instead of an answer
     is_hung: bool  # there is no answer as long as the hub runs
-    code: str  # error code in a header, as in the hub's own errors
+    headers: dict[str, str]  # of the answer
 
 
 class Refusal(Exception):
@@ -120,6 +120,7 @@ class FakeHub:
         self.objects: dict[str, bytes] = {}  # large files by SHA-256, also those of no commit
         self.received: Counter[str] = Counter()  # bytes received by object or as "xorbs", also in broken attempts
         self.requests: list[str] = []  # "GET /api/whoami-v2"
+        self.seen: list[str] = []  # the same with headers and body, but without the Authorization header
         self.part_bytes = 0  # size of the parts of a large file; 0: one part
         self.closed = threading.Event()
         self._faults: list[Fault] = []
@@ -136,10 +137,11 @@ class FakeHub:
         cut_at: int | None = None,
         is_lost: bool = False,
         is_hung: bool = False,
-        code: str = "",
+        headers: dict[str, str] | None = None,
     ) -> None:
-        """Let the next `times` requests of this kind fail. Without a status the connection is cut."""
-        self._faults.append(Fault(method, path, status, times, cut_at, is_lost, is_hung, code))
+        """Let the next `times` requests of this kind fail. Without a status the connection is cut. With the status 200,
+        the answer ends after `cut_at` bytes as if it were complete."""
+        self._faults.append(Fault(method, path, status, times, cut_at, is_lost, is_hung, headers or {}))
 
     def recover(self) -> None:
         self._faults.clear()
@@ -159,6 +161,13 @@ class FakeHub:
         repo = self.repos[name] = Repo(private)
         repo.branches["main"] = [_commit("initial commit", {".gitattributes": Blob(b"", False)} | blobs, [])]
         return repo
+
+    def push(self, name: str, files: dict[str, bytes]) -> None:
+        """Commit changed files to the main branch, as somebody else may at any time."""
+        blobs = {path: Blob(content, _is_large(path)) for path, content in files.items()}
+        with self._lock:
+            commits = self.repos[name].branches["main"]
+            commits.append(_commit("a later commit", commits[-1].files | blobs, commits))
 
     def count(self, request: str) -> int:
         return sum(request in line for line in self.requests)
@@ -443,18 +452,25 @@ class Handler(BaseHTTPRequestHandler):
         fault = self.hub.fault_for(self.command, self.path)
         if fault and fault.is_hung:
             self.hub.closed.wait()
-        body = b"".join(self._body(fault.cut_at if fault else None))
-        if fault and not fault.status and not fault.is_lost:
+        is_cut_answer = fault is not None and self.command == "GET" and fault.cut_at is not None
+        body = b"".join(self._body(fault.cut_at if fault and not is_cut_answer else None))
+        headers = "\n".join(
+            f"{name}: {value}" for name, value in self.headers.items() if name.lower() != "authorization"
+        )
+        self.hub.seen.append(f"{self.command} {self.path}\n{headers}\n{body.decode(errors='replace')}")
+        if fault and not fault.status and not fault.is_lost and not is_cut_answer:
             return self._cut()
-        if fault and fault.status:
+        if fault and fault.status and not is_cut_answer:
             # A careless proxy may repeat in its message what it was sent.
             error = {"error": f"a fault on demand; got {token or 'no token'}"}
-            return self._send(fault.status, error, {"X-Error-Code": fault.code} if fault.code else {})
+            return self._send(fault.status, error, fault.headers)
         try:
             answer = self.hub.answer(self.command, self.path, token, body)
         except Refusal as refusal:
             headers = {"X-Error-Message": str(refusal)} | ({"X-Error-Code": refusal.code} if refusal.code else {})
             answer = refusal.status, {"error": str(refusal)}, headers
+        if is_cut_answer:
+            return self._send_part(*answer, fault)
         if fault:
             return self._cut()
         self._send(*answer)
@@ -488,6 +504,15 @@ class Handler(BaseHTTPRequestHandler):
     def _cut(self) -> None:
         self.close_connection = True
         self.connection.shutdown(socket.SHUT_RDWR)
+
+    def _send_part(self, status: int, content: bytes | Any, headers: dict[str, str], fault: Fault) -> None:
+        """Send the beginning of a file. With a status it looks complete, otherwise the connection is cut."""
+        assert isinstance(content, bytes)
+        part = content[: fault.cut_at]
+        if fault.status:
+            return self._send(status, part, headers)
+        self._send(status, part, headers | {"Content-Length": str(len(content))})
+        self._cut()
 
     def _send(self, status: int, content: bytes | dict[str, Any] | list[Any], headers: dict[str, str]) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()

@@ -1,5 +1,6 @@
 """Mailboxes, worlds and checkpoint stores of several ranks, all in this process, over real sockets."""
 
+import queue
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,19 +11,34 @@ from typing import Any
 import torch.distributed as dist
 
 from rl.checkpoint.store import CheckpointStore
+from rl.common.handshake import Listener, Refusals
 from rl.common.json_channel import JsonChannel
 from rl.world.messages import Letter, Mailbox, Message
+from rl.world.sealed_store import SealedStore
 from rl.world.world import World
 
 HOST = "127.0.0.1"
+KEY = b"a key of these tests"
 WAIT_S = 10.0  # limit on waits for messages that must come
 
 
 @contextmanager
+def listening(key: bytes = KEY) -> Iterator[tuple[tuple[str, int], queue.SimpleQueue[socket.socket]]]:
+    """Accept authenticated connections. Yield the address, and a queue of the connections."""
+    accepted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+    server = socket.create_server((HOST, 0))
+    listener = Listener(server, key, lambda connection, host: accepted.put(connection), Refusals(lambda text: None))
+    try:
+        yield server.getsockname(), accepted
+    finally:
+        listener.close()
+
+
+@contextmanager
 def connected(count: int) -> Iterator[list[Mailbox]]:
-    mails = [Mailbox(rank, HOST, "token") for rank in range(count)]
+    mails = [Mailbox(rank, HOST, KEY) for rank in range(count)]
     for mail in mails:
-        mail.learn({other.rank: other.address for other in mails})
+        mail.learn({other.rank: other.contact for other in mails})
     try:
         yield mails
     finally:
@@ -35,7 +51,7 @@ def connected_worlds(count: int) -> Iterator[list[World]]:
     """Worlds of ranks on one node, each with a mailbox; nobody reads what they tell their watchdogs."""
     with connected(count) as mails:
         lines = [socket.socketpair() for _ in mails]
-        store = dist.HashStore()
+        store = SealedStore(dist.HashStore(), "0123456789")
         yield [
             World(mail, mail.rank, count, count, store, JsonChannel(ours))
             for mail, (ours, _) in zip(mails, lines, strict=True)

@@ -8,13 +8,14 @@ continues, `q` ends the run. Ctrl-D detaches: the rank keeps waiting, and you ma
 
 import argparse
 import json
+import os
 import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
-from rl.world.debugger import ASKS
+from rl.world.debugger import ASKS, user_of
 from tools.status import find_run
 
 
@@ -22,8 +23,7 @@ def find(run: Path, rank: int | None) -> Path:
     """Return the socket of the rank's debugger. Without a rank, return that of the only open debugger."""
     if run.is_socket():
         return run
-    files = find_run(run).glob("debug/rank_*.json")
-    signs = {int(path.stem.removeprefix("rank_")): json.loads(path.read_text()) for path in files}
+    signs = read_signs(find_run(run))
     if rank is None and len(signs) == 1:
         (rank,) = signs
     if rank not in signs:
@@ -36,6 +36,17 @@ def find(run: Path, rank: int | None) -> Path:
     if sign["host"] != host:
         raise SystemExit(f"rank {rank} is on {sign['host']}, this is {host}: run the same command there")
     return Path(sign["socket"])
+
+
+def read_signs(run: Path) -> dict[int, dict[str, str]]:
+    """Return the host, socket and place of each open debugger, by rank. Skip files that vanish or are damaged."""
+    signs: dict[int, dict[str, str]] = {}
+    for path in run.glob("debug/rank_*.json"):
+        with suppress(OSError, ValueError, RecursionError):
+            sign = json.loads(path.read_text())
+            if isinstance(sign, dict) and all(isinstance(sign.get(name), str) for name in ("host", "socket", "place")):
+                signs[int(path.stem.removeprefix("rank_"))] = sign
+    return signs
 
 
 def talk(connection: socket.socket) -> str:
@@ -84,6 +95,8 @@ def main(arguments: list[str] | None = None) -> None:
             connection.connect(str(path))
         except OSError as error:
             raise SystemExit(f"no debugger listens at {path} ({error.strerror}): its process has ended") from None
+        if os.geteuid() not in (0, user_of(connection)) and user_of(connection) != 0:
+            raise SystemExit(f"a process of another user listens at {path}: ask that user, or root, to attach")
         print(talk(connection), file=sys.stderr)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, in any Python environment
 from rl.checkpoint.manifest import CheckpointError
+from rl.common.files import UnsafeName
 from rl.common.text import parse_bytes
 from rl.export.errors import MergeError, warn
 from rl.export.find import parse_nodes
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))  # every shard stays open
     try:
         merge_checkpoint(options_of(args))
-    except (MergeError, CheckpointError) as error:
+    except (MergeError, CheckpointError, UnsafeName) as error:
         sys.exit(f"merge_checkpoint: {error}")
     except OSError as error:
         sys.exit(f"merge_checkpoint: {error.filename or 'a file'}: {error.strerror}; fix that and start again")

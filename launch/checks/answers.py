@@ -5,13 +5,13 @@ import hashlib
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch.checks import gpus, host
-from launch.checks.bandwidth import find_unreachable, measure_rate, receive_all
+from launch.checks.bandwidth import accept_all, find_unreachable, measure_rate, receive_all
+from launch.checks.facts import GpuFacts, NodeFacts, RankFacts
 from launch.checks.sockets import is_own_address, listen
 from rl.config.schema import Config, ConfigError
 from rl.rewards.find import own_files
@@ -22,36 +22,40 @@ class Answers:
 
     def __init__(self, rank: int, local_rank: int, load: Callable[[], Config], note: Callable[[str], None]):
         self._rank, self._local_rank, self._load, self._note = rank, local_rank, load, note
-        self._sink = listen(0)
-        threading.Thread(target=receive_all, args=[self._sink], daemon=True).start()
-        self._gpu: dict[str, Any] = {}
-        self._held: socket.socket | None = None
+        sink = listen(0)
+        self._sink_port: int = sink.getsockname()[1]
+        self._listeners = [receive_all(sink)]
+        self._gpu: GpuFacts = {}
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
         found: list[Callable[..., Any]] = [self.describe, self.hold_port, self.measure_gpus]
         found += [find_unreachable, measure_rate, host.write_marker, host.find_markers, host.remove_marker]
         return {"read_clock": time.time} | {handler.__name__: handler for handler in found}
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> RankFacts:
         """Return facts about this rank, and on the first rank of a node also about the node."""
+        found: RankFacts = {"host": socket.gethostname(), "config_error": "", "gpu": {}, "sink": self._sink_port}
         try:
             config = self._load()
             rewards = own_files(config.reward)
         except ConfigError as error:
-            return {"config_error": str(error), "host": socket.gethostname()}
+            return found | {"config_error": str(error)}
         self._gpu = gpus.describe(self._local_rank, config.debug.share_gpu)
-        found = {"gpu": self._gpu, "host": socket.gethostname(), "sink": self._sink.getsockname()[1]}
-        if self._local_rank:
-            return found
+        found["gpu"] = self._gpu
+        if not self._local_rank:
+            found["node"] = self._describe_node(config, host.code_digest(rewards))
+        return found
+
+    def _describe_node(self, config: Config, code: str) -> NodeFacts:
         versions = host.read_versions() | {key: self._gpu[key] for key in ("nccl", "hip") if key in self._gpu}
         number = os.environ.get("ONEWORLD_NODE_RANK", "")
-        return found | {
+        return {
             "number": int(number) if number else None,
             "is_head": is_head(),
             "head": os.environ.get("ONEWORLD_HEAD", ""),
             "port": int(os.environ.get("ONEWORLD_PORT") or 0),
             "folder": config.run.dir,
-            "versions": versions | {"code": host.code_digest(rewards), "settings": settings_digest(config)},
+            "versions": versions | {"code": code, "settings": settings_digest(config)},
             "commit": host.read_commit(),
             "memory": host.read_memory(),
             "shared_memory": host.read_shared_memory(),
@@ -61,7 +65,7 @@ class Answers:
     def hold_port(self, port: int) -> str:
         """Listen on a port until this process ends. Return who holds it already, or an empty string."""
         try:
-            self._held = listen(port)
+            self._listeners.append(accept_all(listen(port)))
         except OSError as error:
             return host.port_holder(port, error)
         return ""

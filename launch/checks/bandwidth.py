@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from launch.checks.sockets import CONNECT_S, reason
+from launch.checks.sockets import CONNECT_S, reason, say_refused
+from rl.common.handshake import Listener, Refusals, connect, derive_key
 
 Link = tuple[int, int]  # from, to
+PURPOSE = "bandwidth"
+MAX_S = 10.0  # of a transfer
 SLOW = 0.5  # fraction of the usual rate
 BLOCK = bytes(1 << 18)
 DOUBLE = struct.Struct("d")
@@ -68,10 +71,18 @@ def format_rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 5e7 else f"{bytes_per_s / 1e6:.2g} MB/s"
 
 
-def receive_all(server: socket.socket) -> None:
-    """Receive bytes from other ranks for as long as they ask for, and tell them the rate."""
-    while True:
-        threading.Thread(target=_receive, args=[server.accept()[0]], daemon=True).start()
+def receive_all(server: socket.socket) -> Listener:
+    """Receive bytes from other ranks for as long as they ask for, and tell them the rate. Do so in other threads."""
+
+    def start(connection: socket.socket, host: str) -> None:
+        threading.Thread(target=_receive, args=[connection], daemon=True).start()
+
+    return Listener(server, derive_key(PURPOSE), start, Refusals(say_refused))
+
+
+def accept_all(server: socket.socket) -> Listener:
+    """Let `find_unreachable` of other ranks find this place."""
+    return Listener(server, derive_key(PURPOSE), lambda connection, host: connection.close(), Refusals(say_refused))
 
 
 def _receive(connection: socket.socket) -> None:
@@ -79,6 +90,8 @@ def _receive(connection: socket.socket) -> None:
     with connection, suppress(OSError, struct.error):
         connection.settimeout(CONNECT_S)
         seconds = DOUBLE.unpack(connection.recv(8, socket.MSG_WAITALL))[0]
+        if not 0 < seconds <= MAX_S:
+            return
         connection.sendall(DOUBLE.pack(_transfer(connection, seconds, lambda: connection.recv_into(buffer))))
         while connection.recv_into(buffer):  # close only after the sender has read the answer
             pass
@@ -97,7 +110,7 @@ def _transfer(connection: socket.socket, seconds: float, move: Callable[[], int]
 
 def measure_rate(address: str, port: int, seconds: float) -> float:
     """Return the rate in bytes per second at which `receive_all` of another rank receives, 0.0 without a connection."""
-    with suppress(OSError, struct.error), socket.create_connection((address, port), timeout=CONNECT_S) as connection:
+    with suppress(OSError, struct.error), connect((address, port), derive_key(PURPOSE), CONNECT_S) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         connection.sendall(DOUBLE.pack(seconds))
         _transfer(connection, seconds, lambda: connection.send(BLOCK))
@@ -106,11 +119,11 @@ def measure_rate(address: str, port: int, seconds: float) -> float:
 
 
 def find_unreachable(places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
-    """Connect to all places at once. Return the reason for each one that cannot be reached."""
+    """Connect to ranks at these places, all at once. Return the reason for each one that cannot be reached."""
 
     def trouble(place: tuple[str, int]) -> str:
         try:
-            socket.create_connection((place[0], place[1]), timeout=CONNECT_S).close()  # JSON made it a list
+            connect((place[0], place[1]), derive_key(PURPOSE), CONNECT_S).close()  # JSON made it a list
         except OSError as error:
             return reason(error)
         return ""

@@ -37,21 +37,22 @@ class ClusterCheck:
     def run(self) -> list[CheckResult]:
         facts = self._ask("describe", {rank: {} for rank in self._ranks}, DESCRIBE_S)
         for fact in facts.values():
-            if "config_error" in fact:
+            if fact["config_error"]:
                 raise ConfigError(f"{fact['host']}: {fact['config_error']}")
-        if [rank for rank, fact in sorted(facts.items()) if "versions" in fact] != [*self._firsts]:
+        if [rank for rank, fact in sorted(facts.items()) if "node" in fact] != [*self._firsts]:
             text = f"got {count_of(len(facts), 'rank')}, {self._num_local} of them on the node of rank 0"
             raise ConfigError(f"{text}; all nodes need equally many: give the same --nproc-per-node on each")
-        self._nodes = [facts[first] for first in self._firsts]
+        self._nodes = [facts[first]["node"] for first in self._firsts]
         numbers = [node["number"] for node in self._nodes]
         if None in numbers or len({*numbers}) < len(numbers):
             numbers = [*range(self._num_nodes)]
-        self._names = [f"node {number} ({node['host']})" for number, node in zip(numbers, self._nodes)]
+        hosts = [facts[first]["host"] for first in self._firsts]
+        self._names = [f"node {number} ({host})" for number, host in zip(numbers, hosts)]
         self._rank_names = [f"rank {rank} ({facts[rank]['host']})" for rank in self._ranks]
         self._sinks = {rank: facts[rank]["sink"] for rank in self._ranks}
         gpus = [facts[rank]["gpu"] for rank in self._ranks]
         has_gpus, share_gpu = all("total" in gpu for gpu in gpus), self._config.debug.share_gpu
-        placement, host, disk = check_placement(self._config, self._num_nodes, self._num_local, gpus, self._trains)
+        placement, memory, disk = check_placement(self._config, self._num_nodes, self._num_local, gpus, self._trains)
         size = f"{count_of(self._num_nodes, 'node')} with {count_of(self._num_local, 'rank')} each"
         results = [CheckResult("nodes", OK, size), rules.check_versions(self._nodes, self._names)]
         users = [node["gpu_users"] for node in self._nodes]
@@ -60,7 +61,7 @@ class ClusterCheck:
         results += self._check_port()
         results += [self._check_loopback()] if self._num_local > 1 else []
         results.append(self._check_folder(disk if self._saves else []))
-        results += [rules.check_memory(self._nodes, host, has_gpus, self._names), placement]
+        results += [rules.check_memory(self._nodes, memory, has_gpus, self._names), placement]
         if has_gpus and not share_gpu and len(gpus) > 1:
             results += self._check_nccl()  # last, because a rank that hangs in it answers no more questions
         return results
@@ -70,7 +71,8 @@ class ClusterCheck:
         places = {str(first): (addresses[first], self._sinks[first]) for first in self._firsts}
         questions = {a: {"places": {b: place for b, place in places.items() if b != str(a)}} for a in self._firsts}
         answers = self._ask("find_unreachable", questions)
-        errors = {(a // local, int(b) // local): why for a, found in answers.items() for b, why in found.items()}
+        failed = [(a, b, found[b]) for a, found in answers.items() for b in places if b in found]
+        errors = {(a // local, int(b) // local): why for a, b, why in failed}
         results = [rules.check_clocks(self._clock_offsets(), self._names), rules.check_reach(errors, self._names)]
         schedule = []
         for pairs in pair_rounds(self._num_nodes):
@@ -125,7 +127,7 @@ class ClusterCheck:
         held_by = self._ask("hold_port", {first: {"port": port}})[first]
         others = [other for other in self._firsts if other != first and not held_by]
         answers = self._ask("find_unreachable", {other: {"places": {"head": (address, port)}} for other in others})
-        errors = {other // self._num_local: found["head"] for other, found in answers.items() if found}
+        errors = {other // self._num_local: found["head"] for other, found in answers.items() if "head" in found}
         return [rules.check_port(port, held_by, errors, self._names[head], self._names)]
 
     def _check_nccl(self) -> list[CheckResult]:
@@ -168,7 +170,8 @@ class ClusterCheck:
             for rank, place in own.items():  # one by one: a rank that hangs or is gone must not stop the others
                 with suppress(NoAnswer):
                     self._ask("remove_marker", {rank: place}, REMOVE_S)
-        groups = rules.group_by_disk([[markers.index(marker) for marker in seen[rank]] for rank in self._firsts])
+        visible = [[node for node, marker in enumerate(markers) if marker in seen[rank]] for rank in self._firsts]
+        groups = rules.group_by_disk(visible)
         folders = [written[rank] | {"path": path} for rank, path in paths.items()]
         copies = self._config.checkpoint.copies if len(groups) > 1 else 1
         sizes = [copies * size for size in checkpoint]

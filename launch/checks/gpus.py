@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 
+from launch.checks.facts import GpuFacts
+
 DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 BUFFER_BYTES = 64 << 20
 NUM_REPEATS = 4
@@ -22,7 +24,7 @@ def has_gpu() -> bool:
     return any(Path(path).exists() for path in DEVICES)
 
 
-def describe(local_rank: int, share_gpu: bool) -> dict[str, Any]:
+def describe(local_rank: int, share_gpu: bool) -> GpuFacts:
     """Describe this rank's GPU. At this point our process holds only a CUDA context in its memory."""
     if not has_gpu():
         return {}
@@ -34,7 +36,9 @@ def describe(local_rank: int, share_gpu: bool) -> dict[str, Any]:
         return {"count": 0, "unusable_because": reason}
     count, index = torch.cuda.device_count(), 0 if share_gpu else local_rank
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    found: dict[str, Any] = {"count": count, "nccl": nccl} | ({"hip": torch.version.hip} if torch.version.hip else {})
+    found: GpuFacts = {"count": count, "nccl": nccl}
+    if torch.version.hip:
+        found["hip"] = torch.version.hip
     if index < count:
         try:
             torch.cuda.set_device(index)

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from launch.checks.facts import DiskFacts, MemoryFacts
 from launch.checks.sockets import reason
 from rl.config.schema import ROOT
 
@@ -69,7 +69,7 @@ def read_commit(root: Path = ROOT) -> str:
     return ""
 
 
-def read_memory() -> dict[str, int]:
+def read_memory() -> MemoryFacts:
     """Return total and available bytes: those of the host, or of the tightest control group of this process."""
     host = psutil.virtual_memory()
     total, available = host.total, host.available
@@ -86,7 +86,7 @@ def read_memory() -> dict[str, int]:
     return {"total": total, "available": available}
 
 
-def read_shared_memory() -> dict[str, Any]:
+def read_shared_memory() -> DiskFacts:
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError as error:
@@ -95,9 +95,10 @@ def read_shared_memory() -> dict[str, Any]:
     return {"total": usage.total, "free": usage.free, "error": trouble}
 
 
-def write_marker(folder: str, marker: str) -> dict[str, Any]:
+def write_marker(folder: str, marker: str) -> DiskFacts:
     """Create an empty file in the directory of the runs. Return the `free` bytes, or an `error`; both if it is full."""
-    path, found = Path(folder), {"error": ""}
+    path = Path(folder)
+    found: DiskFacts = {"error": ""}
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / marker).touch()
@@ -106,7 +107,8 @@ def write_marker(folder: str, marker: str) -> dict[str, Any]:
         if error.errno != errno.ENOSPC:
             return found
     existing = next(each for each in (path, *path.parents) if each.exists())
-    return found | {"free": shutil.disk_usage(existing).free}
+    found["free"] = shutil.disk_usage(existing).free
+    return found
 
 
 def find_markers(folder: str, markers: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Advantages from rewards, as pure tensor functions.
 
-There are S sequences with T response tokens, concatenated. `segment_ids` [T] is the index of each token's sequence.
+S sequences have T response tokens in total, concatenated. `segment_ids` [T] is the index of each token's sequence.
 `lengths` [S] is the number of tokens of each sequence, which may be 0. Sequences with equal `group_ids` [S] form a
 group. Functions that return [S] give all tokens of a sequence the same advantage. Sums are float64: in float32 the mean
 of equal rewards may differ from that reward, and the division by the standard deviation would turn the rounding error

@@ -1,21 +1,26 @@
 """The manifest of a checkpoint: the list of its files. Does not import torch, because the merge tool reads it too.
 
 docs/checkpoints.md shows the files of a step. If disks are private, each node holds the files of its own ranks, and
-every node has manifest.json and COMMITTED.
+every node has manifest.json and COMMITTED. A manifest may come from a hostile node, and its names become paths. So
+names and sizes are checked whenever a `File` or `Manifest` is made, from JSON or otherwise.
 The fields of `Manifest`, `File` and `Slice` are a file format: changing them needs a new FORMAT.
 """
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
+from rl.common.files import UnsafeName, check_name
+
 FORMAT = 1
 KIND = "oneworld checkpoint"
 MANIFEST, COMMITTED, PROBE = "manifest.json", "COMMITTED", "probe.safetensors"
-STEP_FOLDER = re.compile(r"step_(\d+)")
+STEP_FOLDER = re.compile(r"step_([0-9]{1,18})")
+ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # of a run or a save
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 TORCH_NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 TORCH_DTYPES = dict(zip(ITEM_BYTES, TORCH_NAMES, strict=True))  # torch's name of each dtype in safetensors files
@@ -48,6 +53,18 @@ class Slice(NamedTuple):
         return self.name if self.kind == "model" else f"{self.kind}/{self.name}"
 
 
+def _check_slice(part: Slice, file: "File") -> None:
+    """Raise ValueError unless a slice lies in its file and has as many bytes as its size says."""
+    check_name(part.key)
+    lengths = {len(part.shape), len(part.offsets), len(part.size)}
+    numbers = (*part.shape, *part.offsets, *part.size, part.begin, part.num_bytes)
+    is_inside = min(numbers) >= 0 and part.begin + part.num_bytes <= file.num_bytes
+    if part.dtype not in ITEM_BYTES or part.key == "__metadata__" or len(lengths) > 1 or not is_inside:
+        raise ValueError(f"{part.key} is no part of {file.name}")
+    if part.num_bytes != math.prod(part.size) * ITEM_BYTES[part.dtype]:
+        raise ValueError(f"{part.key} has {part.num_bytes} bytes in {file.name}, but its size is {list(part.size)}")
+
+
 @dataclass(frozen=True)
 class File:
     name: str  # in the step's folder
@@ -55,6 +72,13 @@ class File:
     digest: str  # XXH3 of the whole file
     hosts: tuple[str, ...]  # hosts that hold it
     slices: tuple[Slice, ...]
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if self.num_bytes < 0 or not all(host.isprintable() for host in self.hosts):
+            raise ValueError(f"{self.name} has {self.num_bytes} bytes on {self.hosts!a}")
+        for part in self.slices:
+            _check_slice(part, self)
 
 
 @dataclass(frozen=True)
@@ -68,6 +92,16 @@ class Manifest:
     config: dict[str, Any]
     placement: dict[str, Any]  # roles and host of every rank, and the checkpoint directory on each host
     files: tuple[File, ...]
+
+    def __post_init__(self) -> None:
+        for text in (self.run_id, self.save_id):
+            if not ID.fullmatch(text):
+                raise UnsafeName(f"{text!a} is not the id of a run or a save")
+        if self.step < 0 or not self.run_name.isprintable():
+            raise ValueError(f"step {self.step} of a run named {self.run_name!a}")
+        if not all(isinstance(section, dict) for section in self.config.values()):
+            raise ValueError("its config has entries outside of sections")
+        msgspec.convert(self.placement.get("folders", {}), dict[str, str])
 
     def slices(self, kind: str) -> dict[str, list[tuple[File, Slice]]]:
         """Return the slices of a kind, by tensor."""
@@ -94,7 +128,7 @@ class Manifest:
                     "of oneworld that wrote it, or a newer one"
                 )
             return msgspec.convert(body, Manifest)
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, RecursionError) as error:
             raise CheckpointError(
                 f"{where} is damaged: {type(error).__name__}: {error}. Nothing was changed. Restore it from another "
                 "node or a backup, or resume from an older step with checkpoint.resume=PATH"

@@ -23,6 +23,7 @@ from rl.checkpoint.manifest import MANIFEST, PROBE, TORCH_DTYPES, CheckpointErro
 from rl.checkpoint.shard_file import digest, read_bytes
 from rl.checkpoint.snapshot import set_rng_states
 from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
+from rl.common.files import UnsafeName
 from rl.config.schema import Config, ConfigError
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
@@ -239,7 +240,7 @@ class SliceReader:
                 data = self._fetch(rank, folder, file, part)
             except ConnectionError:
                 raise  # a lost node ends this world, so another copy does not help
-            except (CheckpointError, OSError) as error:
+            except (CheckpointError, OSError, UnsafeName) as error:
                 problems.append(str(error))
                 are_all_corrupt = False
                 continue
@@ -255,7 +256,7 @@ class SliceReader:
 
     def _fetch(self, rank: int, folder: str, file: File, part: Slice) -> bytearray:
         if rank == self._own_lead:
-            return read_bytes(Path(folder) / file.name, part.begin, part.num_bytes)
+            return read_bytes(self._store.local_path(folder, file.name), part.begin, part.num_bytes)
         data = bytearray()
         while len(data) < part.num_bytes:
             count = min(MESSAGE_BYTES, part.num_bytes - len(data))

@@ -12,7 +12,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from rl.checkpoint.write import CheckpointWriter, RunDescription, StoredFile
 from rl.placement.roles import Placement
 from rl.watch.heart import OWN
 from rl.world.faults import Stopped
-from rl.world.messages import Message, waiting
+from rl.world.messages import Letter, Mailbox, Message, waiting
 from rl.world.world import World
 
 # What a main thread may report to wait for. The watchdog blames only ranks that wait for OWN work, such as a hung disk.
@@ -47,6 +47,27 @@ class FilesWritten(Message):
 @dataclass(frozen=True)
 class StepCommitted(Message):
     """Tell an actor that the step is committed on all nodes."""
+
+
+def receive_files(
+    mail: Mailbox, actors: Sequence[int], step: int, num_nodes: int
+) -> Iterator[tuple[Letter[FilesWritten], list[StoredFile]]]:
+    """Yield one report of every actor. Raise for any other report: a step must not be committed without its files."""
+    missing = set(actors)
+    while missing:
+        letter = mail.receive(FilesWritten)
+        try:
+            written = msgspec.msgpack.decode(letter.payload, type=list[StoredFile])
+            if letter.source not in missing or letter.message.step != step:
+                raise ValueError(f"step {step} is being saved, and ranks {sorted(missing)} have not reported yet")
+            if any(node not in range(num_nodes) for _, nodes in written for node in nodes):
+                raise ValueError(f"there are {num_nodes} nodes")
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"rank {letter.source} sent an invalid report of its files of step {letter.message.step}: {error}"
+            ) from None
+        missing.remove(letter.source)
+        yield letter, written
 
 
 class Saver:
@@ -141,11 +162,9 @@ class Saver:
         files: list[File] = []
         ranks: dict[str, Any] = {}
         expected: list[dict[str, int]] = [{} for _ in store.node_leads]  # by node
-        for _ in self._placement.actors:
-            letter = self._mail.receive(FilesWritten)
-            assert letter.message.step == step, letter.message
+        for letter, written in receive_files(self._mail, self._placement.actors, step, len(expected)):
             ranks[str(self._placement.actors.index(letter.source))] = letter.message.rank_state
-            for file, nodes in msgspec.msgpack.decode(letter.payload, type=list[StoredFile]):
+            for file, nodes in written:
                 files.append(replace(file, hosts=tuple(store.hosts[node] for node in nodes)))
                 for node in nodes:
                     expected[node][file.name] = file.num_bytes

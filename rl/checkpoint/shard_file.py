@@ -134,13 +134,14 @@ def write_small_file(path: Path, data: bytes) -> File:
 
 def read_bytes(path: Path, begin: int, num_bytes: int) -> bytearray:
     """Return these bytes of a file. Raise if the file is shorter."""
-    data = bytearray(num_bytes)
     with path.open("rb") as file:
-        file.seek(begin)
-        if file.readinto(data) < num_bytes:
-            size = os.fstat(file.fileno()).st_size
-            raise CheckpointError(f"{path} has {size} bytes; {num_bytes} from byte {begin} were asked for")
-    return data
+        size = os.fstat(file.fileno()).st_size
+        if begin + num_bytes <= size:  # else do not even allocate the memory
+            data = bytearray(num_bytes)
+            file.seek(begin)
+            if file.readinto(data) == num_bytes:
+                return data
+    raise CheckpointError(f"{path} has {size} bytes; {num_bytes} from byte {begin} were asked for")
 
 
 def pieces_of(path: Path, num_bytes: int) -> Iterator[memoryview]:
@@ -194,7 +195,7 @@ def check_shard(file: File, read: Callable[[int, int], bytes | bytearray], about
         own = json.loads(header.pop("__metadata__")["oneworld"])
         found = {name: [data + offset for offset in entry["data_offsets"]] for name, entry in header.items()}
         other = [f"{name} {own[name]}, not {value}" for name, value in about.items() if own[name] != value]
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise CheckpointError(f"it is not a shard of a checkpoint: {type(error).__name__}: {error}") from None
     if other:
         raise CheckpointError(f"it is a shard of another checkpoint: {', '.join(other)}")

@@ -18,6 +18,7 @@ from typing import NamedTuple
 PREFIX = struct.Struct("!4sIQ")  # magic, bytes of the head, bytes of the payload
 MAGIC = b"1wld"
 READ_BYTES = 1 << 16
+GROWTH = 64 << 20  # bytes; the memory of a payload is at most this, or twice what has arrived if that is more
 MAX_READS = 16  # per call of `frames`, so that a fast sender does not starve other connections
 
 Buffer = bytes | bytearray | memoryview
@@ -40,8 +41,8 @@ class FrameReader:
         self.connection = connection
         self.max_head_bytes, self.max_payload_bytes = max_head_bytes, max_payload_bytes
         self._unread, self._begin = bytearray(), 0  # bytes before `_begin` were returned as frames
-        self._large: Frame | None = None  # its payload is incomplete; `_missing` is the unfilled part
-        self._missing = memoryview(b"")
+        self._large: Frame | None = None  # its payload is incomplete; `_missing` is the unfilled part of its memory
+        self._missing, self._num_unallocated = memoryview(b""), 0
 
     def frames(self) -> Iterator[Frame]:
         """Yield the frames that have arrived. Never block, unless the socket has a timeout.
@@ -70,6 +71,8 @@ class FrameReader:
         if self._missing:
             count = self.connection.recv_into(self._missing, 0, flags)
             self._missing = self._missing[count:]
+            if not self._missing and self._num_unallocated:
+                self._grow()
             has_more = True
         else:
             data = self.connection.recv(READ_BYTES, flags)
@@ -104,15 +107,28 @@ class FrameReader:
             self._begin = end
             return Frame(unread[begin:middle], unread[middle:end])
         if middle <= len(unread) and payload_length > READ_BYTES:  # receive the rest without a copy
-            self._large, self._begin = Frame(unread[begin:middle], bytearray(payload_length)), len(unread)
-            self._missing = memoryview(self._large.payload)
+            allocated = min(payload_length, GROWTH)
+            self._large, self._begin = Frame(unread[begin:middle], bytearray(allocated)), len(unread)
+            self._missing, self._num_unallocated = memoryview(self._large.payload), payload_length - allocated
             self._missing[: len(unread) - middle] = unread[middle:]
             self._missing = self._missing[len(unread) - middle :]
         return None
 
+    def _grow(self) -> None:
+        """Double the memory of a large payload. Its announced length may be wrong, so it is not allocated at once."""
+        assert self._large is not None
+        payload, self._missing = self._large.payload, memoryview(b"")  # memory in a view cannot grow
+        filled = len(payload)
+        payload += bytes(min(filled, self._num_unallocated))
+        self._num_unallocated -= len(payload) - filled
+        self._missing = memoryview(payload)[filled:]
+
 
 class Channel(FrameReader):
-    """Send and receive without blocking. Instead of an error, `is_open` turns False if the peer is gone or invalid."""
+    """Send and receive without blocking.
+
+    If the peer is gone or sends an invalid frame, nothing is raised, but `is_open` turns False.
+    """
 
     def __init__(
         self, connection: socket.socket, max_head_bytes: int, max_payload_bytes: int = 0, max_unsent_bytes: float = inf

@@ -24,7 +24,7 @@ class JsonChannel(Channel):
     def receive(self) -> list[dict[str, Any]]:
         try:
             messages = [json.loads(frame.head) for frame in self.receive_frames()]
-        except ValueError:
+        except (ValueError, RecursionError):
             messages = [None]
         if not all(isinstance(message, dict) and "kind" in message for message in messages):
             self.is_open = False  # the peer is not one of our processes

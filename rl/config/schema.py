@@ -11,6 +11,8 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from rl.common.files import is_plain
+
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
 PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
@@ -44,16 +46,19 @@ BETA = Allowed("at least 0 and less than 1", lambda value: 0 <= value < 1)
 ABOVE_1 = Allowed("greater than 1", lambda value: 1 < value < math.inf)
 ZERO_OR_ABOVE_1 = Allowed("0 or greater than 1", lambda value: value == 0 or value > 1)
 FINITE = Allowed("a finite number", math.isfinite)
-DIRECTORY_NAME = Allowed("a directory name without '/' (run.dir is the path)", lambda name: "/" not in name)
+DIRECTORY_NAME = Allowed(
+    "a printable directory name without '/', other than '.' and '..' (run.dir is the path)",
+    lambda name: not name or ("/" not in name and is_plain(name)),
+)
 ONE_OR_TWO = Allowed("1 or 2", lambda value: value in (1, 2))
 RESUME = Allowed("auto, never or a path", bool)
 HUB_NAME = Allowed("ORG/NAME, NAME or empty", re.compile(r"([\w.-]+(/[\w.-]+)?)?", re.ASCII).fullmatch)
 
 
 def key(default: Any, doc: str, allowed: Allowed | None = None) -> Any:
-    """Return a dataclass field for a config key. A dict is copied into each instance."""
+    """Return a dataclass field for a config key. A dict or list is copied into each instance."""
     metadata = {"doc": doc, "allowed": allowed}
-    if isinstance(default, dict):
+    if isinstance(default, dict | list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -140,6 +145,9 @@ class RewardConfig:
         10.0, "Time limit per response in seconds. After it the score is 0, and reward/timeouts counts it.", POSITIVE
     )
     num_workers: int = key(0, "Scoring processes per engine; 0: its share of the cores, at most 8.", NOT_NEGATIVE)
+    credentials: list[str] = key(
+        [], "Names of credentials in the environment that functions may read, such as [OPENAI_API_KEY]."
+    )
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,10 @@ def count_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
 
 
 def pack(lengths: Sequence[float], costs: Sequence[float], max_tokens: float, count: int) -> list[list[int]]:
-    """Return `count` micro-batches (at least count_micro_batches), as even in cost as the budget allows."""
+    """Return `count` micro-batches, as even in cost as the budget allows.
+
+    `count` must be at least what `count_micro_batches` returns.
+    """
     parts: list[list[int]] = [[] for _ in range(count)]
     tokens, part_costs = [0.0] * count, [0.0] * count
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -72,7 +75,8 @@ def cut(batch: Batch, max_tokens: int, hidden_size: int, count: int) -> list[lis
 def cut_together(batch: Batch, max_tokens: int, hidden_size: int, pg: dist.ProcessGroup) -> list[list[int]]:
     """Cut each rank's batch into the same number of micro-batches. All ranks of the group call it.
 
-    The number is the largest that a rank needs, and at least 1, so that metrics and a probe are never left out.
+    The number is the largest that a rank needs. It is at least 1, so that there are metrics and probe logits even if
+    no rank has a sequence.
     """
     count = torch.tensor([count_micro_batches(batch.lengths.tolist(), max_tokens)])
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=pg)

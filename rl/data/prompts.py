@@ -44,7 +44,7 @@ def sample_seed(run_seed: int, epoch: int, prompt_id: int, sample_index: int) ->
 
 class WeightedSource(NamedTuple):
     num_rows: int  # consecutive rows of one file or folder
-    weight: Fraction  # of their share of the stream
+    weight: Fraction  # share of the stream, relative to the weights of the other sources
 
 
 class PromptStream:
@@ -94,8 +94,9 @@ def source_at(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
     """Return the index of the source at this position, and how many of its prompts come before.
 
     The k-th prompt of a source with weight w is due at (k + 1/2) / w, and the stream is ordered by these times. So
-    every interval holds the sources in proportion, up to a prompt or two. No history is needed: just before the time
-    position / total weight, all but a few of the prompts before the position are due. The loop adds these few.
+    every interval holds the sources in proportion, up to a prompt or two. No history is needed. With n sources, at the
+    time (position - n/2) / total weight, at most `position` prompts are due and fewer than n of them are missing.
+    The loop adds the missing ones, and then the prompt at the position.
     """
     time = max(Fraction(0), (position - Fraction(len(weights), 2)) / sum(weights))
     taken = [floor(time * weight + Fraction(1, 2)) for weight in weights]

@@ -1,6 +1,7 @@
 """Find the checkpoint that the user asked for, and the places that hold each of its files."""
 
 import os
+import re
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from rl.export.errors import MergeError
 from rl.export.folders import CHECKPOINTS, Inventory, LocalFolder, Place, RemoteFolder, StepListing
 
 MAX_LINES = 20
+HOST = re.compile(r"[\w.:%][\w.:%-]*", re.ASCII)  # becomes an argument of ssh, and perhaps of the user's ProxyCommand
 
 
 class CheckpointNotFound(MergeError):
@@ -140,7 +142,12 @@ class Checkpoint:
         if self.ssh is None:
             return
         folders = self.manifest.placement.get("folders", {})
-        others = sorted({*hosts} - {socket.gethostname()})
+        named = {*hosts} - {socket.gethostname()}
+        for host in sorted(host for host in named if not HOST.fullmatch(host)):
+            self.inventory.failures[host] = MergeError(
+                f"{host!r} is not the name of a host; give --nodes HOST:FOLDER,..."
+            )
+        others = sorted(filter(HOST.fullmatch, named))
         recorded = [RemoteFolder(host, folders.get(host, str(self.root)), self.ssh) for host in others]
         asked = {place.name for place in self.inventory.places}
         self.inventory.add([place for place in recorded if place.name not in asked])

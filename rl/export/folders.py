@@ -19,6 +19,7 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 
 from rl.checkpoint.manifest import COMMITTED, MANIFEST, STEP_FOLDER, step_folder
+from rl.common.files import join_inside
 from rl.export.errors import MergeError
 
 CHECKPOINTS = "checkpoints"
@@ -26,7 +27,9 @@ ANSWER_S, SILENCE_S, POLL_S = 300.0, 60.0, 0.5  # longest silence of a short ans
 PIECE_BYTES = 1 << 20
 NUM_LISTED_AT_ONCE = 16
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
-LINE = re.compile(r"([0-9a-f]+) +\*?(step_\d+)/(.+)")
+DIGEST_LINE = re.compile(rf"([0-9a-f]{{64}}) +\*?({STEP_FOLDER.pattern})/{re.escape(MANIFEST)}")
+SIZE_LINE = re.compile(rf"([0-9]{{1,18}}) ({STEP_FOLDER.pattern})/(?P<file>.+)")
+MAX_ANSWER_BYTES = 1 << 30  # of a listing, a manifest or the metrics, from a node that may be hostile
 BEGIN, END = b"oneworld begin\n", b"oneworld end\n"  # a login shell may print other text before
 ENTER = f"""
 cd -- {{root}} || exit 3
@@ -94,7 +97,7 @@ class LocalFolder:
         return listings
 
     def read(self, file: str) -> bytes | None:
-        """Return the content of a small file, or None if it cannot be read. Its path is relative to this place."""
+        """Return the content of a small file, or None if it cannot be read. The path is ours, not a node's."""
         try:
             return (self.root / file).read_bytes()
         except OSError:
@@ -104,7 +107,8 @@ class LocalFolder:
         return (self.read("run_id") or b"").decode(errors="replace")
 
     def path(self, step: int, file: str) -> Path:
-        return self.root / step_folder(step) / file
+        """Return the path of a step's file. Raise UnsafeName if it leads out of the step's folder."""
+        return join_inside(self.root / step_folder(step), file)
 
 
 def ssh_command(program: str, user: str, identity: str) -> list[str]:
@@ -129,9 +133,9 @@ class RemoteFolder:
         digests, _, sizes = text.partition("sizes\n")
         steps: dict[str, dict[str, int]] = {}
         for line in sizes.splitlines():
-            if found := LINE.fullmatch(line):
-                steps.setdefault(found[2], {})[found[3]] = int(found[1])
-        manifests = {found[2]: found[1] for line in digests.splitlines() if (found := LINE.fullmatch(line))}
+            if found := SIZE_LINE.fullmatch(line):
+                steps.setdefault(found[2], {})[found["file"]] = int(found[1])
+        manifests = {found[2]: found[1] for line in digests.splitlines() if (found := DIGEST_LINE.fullmatch(line))}
         run_id = head[len("run_id ") :]
         return [
             StepListing(self, int(folder.removeprefix("step_")), files, manifests.get(folder, ""), run_id)
@@ -150,10 +154,16 @@ class RemoteFolder:
 
     def _answer(self, script: str) -> bytes:
         """Return the output of a script. It must end with END: ssh may exit with 0 after a broken connection."""
-        answer = b"".join(self._run(script, ANSWER_S, threading.Event()))
+        answer = bytearray()
+        for piece in self._run(script, ANSWER_S, threading.Event()):
+            answer += piece
+            if len(answer) > MAX_ANSWER_BYTES:
+                raise MergeError(
+                    f"{self.name}: its answer has more than {MAX_ANSWER_BYTES} bytes; is it the right folder?"
+                )
         if not answer.endswith(END):
             raise NodeUnreachable(f"{self.name}: its answer broke off; {UNREACHABLE}")
-        return answer.removesuffix(END)
+        return bytes(answer.removesuffix(END))
 
     def _run(self, script: str, silence_s: float, stop: threading.Event) -> Generator[bytes, None, None]:
         """Yield the output of a script. Raise if `stop` is set, or after `silence_s` without data."""

@@ -73,8 +73,8 @@ class Gatherer:
         return f"{file.name}: {'; '.join(problems)}"
 
     def _fetch_from(self, place: RemoteFolder, file: File) -> None:
-        path = self._target.path(self._checkpoint.manifest.step, file.name)
-        part = partial_path(path)
+        step = self._checkpoint.manifest.step
+        path, part = (self._target.path(step, name) for name in (file.name, str(partial_path(Path(file.name)))))
         part.parent.mkdir(parents=True, exist_ok=True)
         was_there = part.exists()
         if self._complete(place, file, part) == file.digest:

@@ -8,7 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from rl.export.errors import MergeError
 
-LIMITS = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # largest relative difference that rounding explains
+# The largest relative difference that rounding explains. Two bfloat16 passes of SmolLM2-135M differ by up to 0.05, a
+# wrong config or tensor by about 1.
+LIMITS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 
 
 def compare_logits(folder: Path, probe: bytes, trained_in: str, merged_in: str) -> float:
@@ -19,7 +21,9 @@ def compare_logits(folder: Path, probe: bytes, trained_in: str, merged_in: str) 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         stored = safetensors.torch.load(probe)
-        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", output_loading_info=True, trust_remote_code=False
+        )
         unexpected = [f"{what} {sorted(names)}" for what, names in report.items() if names and what.endswith("_keys")]
         if unexpected:
             raise MergeError(f"the weights in {folder} do not match its config.json: {', '.join(unexpected)}")

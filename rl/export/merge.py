@@ -25,7 +25,7 @@ from rl.export.folders import LocalFolder, Place
 from rl.export.gather import Gatherer
 from rl.export.plan import index_of, lay_out, read_tensors
 from rl.export.upload import HubRepository
-from rl.export.work_folder import WorkFolder, find_gathered, read_record
+from rl.export.work_folder import RECORD, WorkFolder, find_gathered, read_record
 from rl.export.write import CorruptFile, Merger, OpenFiles, Progress
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -200,6 +200,9 @@ class CheckpointMerge:
                 files[file.name.removeprefix("hf/")] = data = opened.read(file.name, 0, file.num_bytes)
                 if digest(data) != file.digest:
                     raise CorruptFile(file.name, "its bytes differ from those that were saved")
+        own = {RECORD, *(output.name for output in self._outputs)} & files.keys()
+        if own:
+            raise MergeError(f"the manifest lists hf/{min(own)}, which is not a config or tokenizer file of a model")
         if "config.json" not in files:
             raise MergeError(f"step {self._checkpoint.manifest.step} has no hf/config.json, which every model needs")
         if dtype := self._options.dtype:
@@ -221,7 +224,7 @@ class CheckpointMerge:
                 continue
             rows = []
             for line in data.splitlines():
-                with suppress(ValueError):
+                with suppress(ValueError, RecursionError):
                     rows.append(json.loads(line))
             if rows:
                 return [row for row in rows if isinstance(row, dict)]

@@ -5,23 +5,22 @@ splits a large folder into several commits. Large files that reached the hub in 
 The hub client finds the token itself. Our messages never contain it.
 """
 
-import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rl.common.credentials import hide_credentials
+from rl.common.files import UnsafeName, join_inside
 from rl.common.text import count_of
 from rl.export.errors import MergeError, warn
+from rl.model.hub import client_with_timeouts, describe, http_status, is_temporary
 
 WAITS_S = (2.0, 8.0)  # pause before each retry; the hub client itself also retries most requests
-TIMEOUTS_S = {"connect": 20.0, "read": 300.0, "write": 300.0, "pool": 300.0}
-RETRY_STATUS = (408, 409, 412, 429, 500, 502, 503, 504)  # 409 and 412: another commit came in between
 WEIGHTS = (".safetensors", ".safetensors.index.json")
 BRANCH = re.compile(r"(?!refs/)\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
-XET_STATUS = re.compile(r"HTTP status \w+ error \((\d+)")
 T = TypeVar("T")
 
 
@@ -60,7 +59,11 @@ class HubRepository:
     def upload(self, folder: Path, message: str) -> str:
         """Upload all files, delete weights of an earlier upload, and return the commit's URL."""
         self._remains = f"The merged model stays in {folder}; run the same command again to continue"
-        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+        try:
+            files = {name: join_inside(folder, name) for name in names}
+        except UnsafeName as error:  # the upload would publish another file
+            raise MergeError(f"{error}. {self._remains}") from None
         if not files:
             raise MergeError(f"{folder} holds no files to upload; merge a checkpoint into it first")
         self._exists()  # check the visibility again: hours may have passed since `create`
@@ -70,7 +73,7 @@ class HubRepository:
     def _api(self) -> Any:
         from huggingface_hub import HfApi, set_client_factory
 
-        set_client_factory(_client_with_timeouts)
+        set_client_factory(client_with_timeouts)
         return HfApi(token=True)  # the client looks the token up at each request, so an expiring one is renewed
 
     @cached_property
@@ -88,7 +91,7 @@ class HubRepository:
         if token.get("role") == "read":
             raise MergeError(
                 f"logged in as {user} with a read-only token; an upload needs one with write access: create it at "
-                f"{self._api.endpoint}/settings/tokens and run `hf auth login` or export HF_TOKEN"
+                f"{hide_credentials(self._api.endpoint)}/settings/tokens and run `hf auth login` or export HF_TOKEN"
             )
         writable = [user, *(org["name"] for org in self._account.get("orgs") or [] if may_write(org))]
         for owner in writable:
@@ -163,19 +166,10 @@ class HubRepository:
             time.sleep(waits_s.pop(0))
 
     def _text(self, error: Exception) -> str:
-        """Return the messages of an error and its causes in one line, without the token."""
-        texts: list[str] = []
-        for link in _chain(error):
-            text = " ".join(str(link).split()).rstrip(".") or type(link).__name__
-            if not any(text in other for other in texts):
-                texts.append(text)
-            if getattr(link, "response", None) is not None:
-                break
-        text = ": ".join(texts)
-        return (text.replace(self._token, "***") if self._token else text)[:600]
+        return describe(error, self._token)
 
     def _explain(self, error: Exception) -> str:
-        status, text, hub = http_status(error), self._text(error), self._api.endpoint
+        status, text, hub = http_status(error), self._text(error), hide_credentials(self._api.endpoint)
         if status in (401, 403) and not self._account:
             return f"{hub} does not accept this login: {text}. Run `hf auth login` or export a valid HF_TOKEN"
         if status in (401, 403):
@@ -183,7 +177,7 @@ class HubRepository:
                 f"{hub} does not let {self._account['name']} write to {self._name}: {text}. Ask an administrator of "
                 "the namespace for the role 'write', or use a token with write access"
             )
-        if status in RETRY_STATUS:
+        if status and is_temporary(error):
             return f"{hub} failed {len(WAITS_S) + 1} times: {text}. Try again later"
         if status:
             return f"{hub} refused: {text}"
@@ -194,26 +188,15 @@ class HubRepository:
         return f"the upload failed: {text}"
 
 
-def _client_with_timeouts() -> Any:
-    """Return the hub client's HTTP client with timeouts. Without them it would wait for an answer forever."""
-    from huggingface_hub.utils._http import default_client_factory
-
-    def limit(request: Any) -> None:
-        given = request.extensions.get("timeout") or {}
-        request.extensions["timeout"] = {name: given.get(name) or limit_s for name, limit_s in TIMEOUTS_S.items()}
-
-    client = default_client_factory()
-    client.event_hooks["request"].append(limit)
-    return client
-
-
 def _read_token() -> str:
     from huggingface_hub import get_token
 
     try:
         token = get_token()
     except Exception as error:  # renewing an expired login may fail in many ways
-        raise MergeError(f"the login to the hub failed: {error}. Run `hf auth login` or export HF_TOKEN") from None
+        raise MergeError(
+            f"the login to the hub failed: {hide_credentials(str(error))}. Run `hf auth login` or export HF_TOKEN"
+        ) from None
     if not token:
         raise MergeError("not logged in to the hub: run `hf auth login`, or export an HF_TOKEN with write access")
     if not re.fullmatch(r"[!-~]+", token):
@@ -230,33 +213,3 @@ def may_write(org: Mapping[str, Any]) -> bool:
 def is_model_weights(name: str) -> bool:
     """Return whether a file holds weights of the repository's model. Files in folders belong to the user."""
     return "/" not in name and name.endswith(WEIGHTS)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
-def http_status(error: BaseException) -> int:
-    """Return the HTTP status behind an error, or 0. The Xet uploader reports it only in its text."""
-    for link in _chain(error):
-        if (response := getattr(link, "response", None)) is not None:
-            return int(response.status_code)
-        if match := XET_STATUS.search(str(link)):
-            return int(match[1])
-        if isinstance(link, PermissionError) and link.filename is None:
-            return 403
-    return 0
-
-
-def is_temporary(error: BaseException) -> bool:
-    """Return whether a retry may succeed, because the hub or the network failed and not the request."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if status := http_status(error):
-        return status in RETRY_STATUS
-    http_error = HfHubHTTPError.__bases__[0]  # belongs to the HTTP library that this version of the client uses
-    # An answer that is not JSON came from a proxy, not from the hub.
-    temporary = (http_error, ConnectionError, TimeoutError, json.JSONDecodeError)
-    return any(isinstance(link, temporary) for link in _chain(error))

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl.checkpoint.manifest import COMMITTED, MANIFEST, File
+from rl.checkpoint.manifest import COMMITTED, MANIFEST, File, step_folder
 from rl.checkpoint.shard_file import rename_durably, sync_folder
-from rl.common.files import write_atomically
+from rl.common.files import join_inside, write_atomically
 from rl.common.text import format_bytes
 from rl.export.errors import MergeError, cannot_write, free_bytes, partial_path
 from rl.export.find import Checkpoint
@@ -69,7 +69,10 @@ class WorkFolder:
     @contextmanager
     def locked(self, checkpoint: Checkpoint) -> Iterator[None]:
         """Lock the folder, and store the manifest in it: the run may delete the step. Explain any OSError."""
-        shards = self.shards.path(self._record["step"], "")
+        inside = [SHARDS, f"{SHARDS}/{step_folder(self._record['step'])}", self.model.name]
+        for name in inside:  # somebody who planted a symlink could have other files overwritten
+            join_inside(self.output.parent, f"{self.folder.name}/{name}")
+        shards = self.folder / inside[1]
         try:
             shards.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.folder, os.O_RDONLY)
@@ -77,7 +80,7 @@ class WorkFolder:
                 _lock(handle, self.folder)
                 write_atomically(shards / MANIFEST, checkpoint.text, fsync=True)
                 if checkpoint.is_committed:
-                    (shards / COMMITTED).touch()
+                    join_inside(shards, COMMITTED).touch()
                 yield
             finally:
                 os.close(handle)
@@ -93,7 +96,7 @@ class WorkFolder:
             self.write(RECORD, json.dumps(self._record, indent=2).encode())
 
     def write(self, name: str, data: bytes) -> None:
-        path = self.model / name
+        path = join_inside(self.model, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, data, fsync=True)
 
@@ -131,7 +134,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """Return what a result was made from, or {} if the folder is not a result of this tool."""
     try:
         record = json.loads((folder / RECORD).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 

@@ -16,6 +16,7 @@ import xxhash
 
 from rl.checkpoint.manifest import ITEM_BYTES, CheckpointError, File, Manifest, Slice
 from rl.checkpoint.shard_file import check_shard, rename_durably
+from rl.common.files import join_inside
 from rl.export.convert import Bytes, OutOfRange, convert
 from rl.export.errors import MergeError, partial_path
 from rl.export.plan import MergedTensor, OutputFile
@@ -92,7 +93,7 @@ class Merger:
         with ThreadPoolExecutor(NUM_WORKERS) as pool, ThreadPoolExecutor(1) as finisher:
             finishing: list[Future[None]] = []
             for output in outputs:
-                path = self._folder / output.name
+                path = join_inside(self._folder, output.name)
                 if path.exists():
                     self._progress(output.num_bytes)
                 else:
@@ -102,7 +103,8 @@ class Merger:
 
     def _fill(self, output: OutputFile, path: Path, pool: ThreadPoolExecutor) -> int:
         """Write a file's content and return its open handle, which the caller must sync."""
-        handle = os.open(partial_path(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        part = join_inside(self._folder, partial_path(path).name)
+        handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
         futures: list[Future[None]] = []  # each ends soon after `_stop` is set
         try:
             os.truncate(handle, output.num_bytes)

@@ -90,7 +90,7 @@ class ScorePart(Message):
 
 @dataclass(frozen=True)
 class PartScores(Message):
-    """Returns the scores of some sequences of an actor's batch in the payload."""
+    """Returns the scores of some sequences of an actor's batch. The scores are in the payload."""
 
     sequences: list[int]
 
@@ -122,7 +122,7 @@ class LocalScorer(Scorer):
         self._offloader = Offloader(part.data for part in parts)
 
     def offload(self) -> None:
-        self._reshard_reference()  # a KL over the whole vocabulary gathers it in the update
+        self._reshard_reference()  # an update with kl_estimator=full has gathered its parameters
         self._offloader.offload()
 
     def reload(self) -> None:

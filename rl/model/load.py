@@ -11,36 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from rl.config.schema import ConfigError, resolve_path
+from rl.config.schema import ConfigError
 from rl.model import attention, rotary
 from rl.model.logprobs import hidden_size_of, patch_forward, patch_forward_to_score
 from rl.model.shape import tensor_files
 from rl.model.shards import local_slices
 from rl.watch.compilation import mark_compilation
-
-MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-
-
-def find_model(path: str) -> Path:
-    """Return the local folder of a model. The model of a hub name is downloaded into the hub's cache."""
-    folder = resolve_path(path)
-    if not folder.exists():
-        try:
-            folder = Path(snapshot_download(path, allow_patterns=MODEL_FILES))
-        except Exception as error:  # the client raises many unrelated types, for example when offline
-            raise ConfigError(
-                f"model.path: {path!r} is not a local folder, and it could not be downloaded from the hub: {error}"
-            ) from None
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: {folder} has no config.json; give the folder of a Hugging Face model")
-    return folder
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from rl.common.files import is_plain
 from rl.config.schema import Config, ConfigError, resolve_path
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -34,7 +35,12 @@ def tensor_files(folder: Path) -> dict[str, str]:
     if not has_weights(folder):
         raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors can be read by slices")
     if (folder / INDEX).is_file():
-        return json.loads((folder / INDEX).read_text())["weight_map"]
+        files = json.loads((folder / INDEX).read_text())["weight_map"]
+        # The files may be symlinks, as in the hub's cache, but their names must not lead elsewhere.
+        wrong = [file for file in files.values() if not isinstance(file, str) or not is_plain(file)]
+        if wrong:
+            raise ConfigError(f"{folder / INDEX} names {wrong[0]!a}, which is not a file of this folder")
+        return files
     with safe_open(folder / SINGLE, framework="numpy") as handle:
         return dict.fromkeys(handle.keys(), SINGLE)
 

@@ -1,4 +1,4 @@
-r"""Find the final answer in a response: its boxes, its marked mathematics, and its numbers.
+r"""Find the final answer in a response: its boxes, its formulas in TeX delimiters, and its numbers.
 
 Everything here is linear in the length of the text, or works on a window of fixed size, because a policy may learn to
 write responses that are slow to grade.
@@ -82,8 +82,11 @@ def boxed_answer(text: str) -> str | None:
 
 
 def final_answer(response: str) -> str | None:
-    """Return the final answer as it is written, from the first of these that the response has: a box, `####` in the
-    last line, an announcement such as "the answer is", mathematics (the last counts), a short text in answer tags."""
+    """Return the text of the final answer, or None if it cannot be isolated.
+
+    These are tried in order: the last box, `####` in the last line, an announcement such as "the answer is", the last
+    formula in TeX delimiters, and a short text in answer tags or after the thinking.
+    """
     part = answer_part(response)
     if (boxed := boxed_answer(part)) is not None:
         return boxed
@@ -97,7 +100,7 @@ def final_answer(response: str) -> str | None:
         if run is not None and tail.find(run[0]) <= 50:
             return ", ".join(run)
         if _SPOKEN.match(sentence):
-            return None  # the answer is somewhere in this sentence
+            return None  # the answer is inside a longer sentence, so the caller must parse it
         if sentence and len(sentence) <= 200:
             return sentence
     if runs := list(_runs(text)):
@@ -114,7 +117,7 @@ def answer_part(response: str) -> str:
 
 
 def _runs(text: str) -> Iterator[list[str]]:
-    """Yield lists of pieces of marked mathematics. Pieces joined by a comma, `and` or `or` are in one list."""
+    """Yield lists of formulas in TeX delimiters. Formulas joined by a comma, `and` or `or` are in one list."""
     run: list[str] = []
     end = 0
     for match in _MATHEMATICS.finditer(text):
@@ -128,14 +131,14 @@ def _runs(text: str) -> Iterator[list[str]]:
 
 
 def last_number_of(text: str) -> str | None:
-    """Return the last number of the text. Equal numbers are equal texts."""
+    """Return the last number of the text in a canonical form: equal numbers give equal strings."""
     numbers = list(_NUMBER.finditer(_plain(text)))
     return _value(numbers[-1]) if numbers else None
 
 
 def marked_number_of(text: str) -> str | None:
-    """Return the number that is marked as the answer: after the last `####` with a number, or in a later box. Without
-    a mark, return the number that is announced as the answer, or else the last number."""
+    """Return the number in the last box, or after the last `####` that a number follows, whichever comes later.
+    Without either, return the number that is announced as the answer, or else the last number."""
     text = answer_part(text)
     found = [box for box in boxes(text) if box[2].strip()]
     mark = next(iter([*_MARKED_LINE.finditer(text)][-1:]), None)
@@ -153,7 +156,10 @@ def marked_number_of(text: str) -> str | None:
 
 
 def _only_number(box: str) -> str | None:
-    """Return the number in a box that holds exactly one and nothing to compute, in the last side of an equation."""
+    """Return the only number in a box. Return None if it has no number, several numbers, or anything to compute.
+
+    In an equation, only the text after the last `=` counts.
+    """
     text = _plain(box).rpartition("=")[2]
     numbers = [*_NUMBER.finditer(text)]
     if len(numbers) != 1:

@@ -1,5 +1,5 @@
 """Start the reward server in a fresh interpreter, so that neither it nor its workers contain torch, CUDA or their
-threads."""
+threads. It does not inherit credentials, because it runs users' code on text that a model wrote."""
 
 import os
 import socket
@@ -8,6 +8,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from rl.common.credentials import without_credentials
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 END_S = 5.0  # maximum wait for the server to end
@@ -31,5 +33,6 @@ def launch() -> RewardServerProcess:
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(os.getpid()), str(ROOT)]
     with theirs:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        environment = without_credentials(os.environ)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
     return RewardServerProcess(process, ours)

@@ -1,6 +1,7 @@
 """Send calls to the reward server, and receive results in a thread."""
 
 import json
+import os
 import select
 import socket
 import sys
@@ -11,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from rl.common.credentials import hide_credentials
 from rl.common.framing import Channel, pack
 from rl.config.schema import ConfigError, RewardConfig
 from rl.rewards.find import read_rules
@@ -48,7 +50,8 @@ class RewardPool:
         self._reported: set[str] = set()
         rules = [rule._asdict() for rule in read_rules(config)]
         self._server = server
-        self._send(b"", {"rules": rules, "timeout_s": config.timeout_s, "num_workers": num_workers})
+        about = {"credentials": _read_credentials(config.credentials)}
+        self._send(b"", {"rules": rules, "timeout_s": config.timeout_s, "num_workers": num_workers, **about})
         self._thread = threading.Thread(target=self._read, name="rewards", daemon=True)
         self._thread.start()
 
@@ -131,5 +134,15 @@ class RewardPool:
             return
         self._reported.add(status)
         metric = "reward/errors" if status == "error" else "reward/timeouts"
-        text = f"a call of the reward functions failed, and its sample scores 0: {result['text']}"
+        text = f"a call of the reward functions failed, and its sample scores 0: {hide_credentials(result['text'])}"
         print(f"oneworld: {text}; from now on such calls are only counted, in {metric}", file=sys.stderr, flush=True)
+
+
+def _read_credentials(names: list[str]) -> dict[str, str]:
+    """Return these environment variables. The reward server has not inherited them (rl/rewards/launch.py)."""
+    if missing := [name for name in names if name not in os.environ]:
+        raise ConfigError(
+            f"reward.credentials: {', '.join(missing)} is not set in the environment of an engine's rank; export it on "
+            "every node, or remove it from the list"
+        )
+    return {name: os.environ[name] for name in names}

@@ -94,9 +94,12 @@ class Server:
     def _end(self) -> None:
         self._is_over = True
 
-    def _load(self, rules: list[dict[str, Any]], timeout_s: float, num_workers: int) -> None:
+    def _load(
+        self, rules: list[dict[str, Any]], timeout_s: float, num_workers: int, credentials: dict[str, str]
+    ) -> None:
         """Import the reward functions. Send the rank an error message, which is empty if all is well."""
         die_with_parent(signal.SIGKILL)  # an import may hang, and there are no workers to clean up yet
+        os.environ.update(credentials)
         try:
             from rl.rewards.find import load
 

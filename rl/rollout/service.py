@@ -25,7 +25,7 @@ from rl.world.orders import Order
 from rl.world.service import Service
 from rl.world.world import World
 
-MIN_SEQUENCES, MIN_PROMPT_TOKENS = 8, 256  # smaller steps all count as the same shape
+MIN_SEQUENCES, MIN_PROMPT_TOKENS = 8, 256  # heartbeats treat smaller steps as steps of this size
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Group:
     """The responses of one prompt and their scores so far, each by the number of the sample."""
 
     task: Task
-    attempt: int = 0  # engines that failed while sampling this group; scores of earlier attempts are dropped
+    attempt: int = 0  # number of engines that failed while sampling it; scores of earlier attempts are dropped
     completions: dict[int, Completion] = field(default_factory=dict)
     scores: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -190,7 +190,7 @@ class RolloutService(Service):
 
     def _start(self, tasks: list[Task]) -> None:
         self._groups |= {(task.batch, task.position): Group(task) for task in tasks}
-        if self._to_restart and not self.engine.version:  # requested before the engine failed; start with the others
+        if self._to_restart and not self.engine.version:  # pulled before the failure; they wait for the new weights too
             self._to_restart += tasks
             return
         for task in tasks:

@@ -9,7 +9,7 @@ from rl.learner import scoring
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 from rl.learner.sharded_trainer import ShardedModel
-from rl.model.load import Compute, fill_with_noise, find_model, load_model
+from rl.model.load import Compute, fill_with_noise, load_model
 from rl.model.rotary import freeze_frequencies
 from rl.model.shape import has_weights
 from rl.run.open import Run
@@ -34,7 +34,7 @@ def build_critic(run: Run) -> CriticTrainer | None:
     config = run.config
     if not config.algo.has_critic:
         return None
-    folder = find_model(config.critic.path) if config.critic.path else run.model_folder
+    folder = run.models.get("critic.path", run.model_folder)
     is_saved = run.resume is not None and run.resume.has_critic
     model = load(run, trainable=True, filled=not is_saved, folder=folder, as_critic=True)
     return CriticTrainer(ShardedModel(model, run.groups.actor_pg, run.world.device), config)

@@ -17,12 +17,13 @@ from rl.data.prompts import Tokenizer
 from rl.data.sources import Data, read_data
 from rl.evaluation.evaluation import check_best_metric
 from rl.learner.scoring import fields_to_score
-from rl.model.load import find_model
 from rl.model.shape import check_model
 from rl.placement.groups import Groups, make_groups
 from rl.placement.roles import Placement, plan
 from rl.rewards.pool import RewardPool
 from rl.rollout.service import Scored
+from rl.run.find_models import find_models
+from rl.run.lease import take_lease
 from rl.world.bootstrap import reward_server
 from rl.world.messages import Message
 from rl.world.restarts import launcher_process
@@ -47,7 +48,7 @@ class Run:
     placement: Placement
     groups: Groups
     folder: Path
-    model_folder: Path
+    models: dict[str, Path]  # folders of model.path and, if it is set, critic.path
     store: CheckpointStore
     resume: Resume | None  # the checkpoint to resume from
     data: Data | None = None  # on the leader
@@ -56,6 +57,10 @@ class Run:
     @property
     def roles(self) -> tuple[str, ...]:
         return self.placement.roles[self.world.rank]
+
+    @property
+    def model_folder(self) -> Path:
+        return self.models["model.path"]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -66,6 +71,7 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     """Check everything that can be checked without loading a model, then connect the process groups."""
     config = with_debugger_timeouts(config)
     folder = Path(config.run.dir) / _run_name(world, config, config_name)
+    lease = take_lease(world, folder)  # before anything is written to the folder
     world.begin_run(folder, config)
     placement = _place(world, config)
     is_leader = world.rank == placement.leader
@@ -75,21 +81,22 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     if is_leader:
         print(f"{folder}: {placement.summary()}; loading", flush=True)
     _check_inference(world, config, placement)
-    model_folder = find_model(config.model.path)
-    check_model(config, model_folder)
+    with world.stage("find models"):
+        models = find_models(world.mail, placement, config, folder)
+    check_model(config, models["model.path"])
     if rewards is not None:
         rewards.wait_ready()
     world.meet("model found")  # a download may take long, and the calls below have a timeout
     world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
     groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
     with world.stage("read data"):
-        data = read_data(config, AutoTokenizer.from_pretrained(model_folder)) if is_leader else None
+        data = read_data(config, AutoTokenizer.from_pretrained(models["model.path"])) if is_leader else None
         config = agree_on_steps(world, placement, config, data)
     source = None if config.checkpoint.resume in ("auto", "never") else Path(config.checkpoint.resume)
-    store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads)
+    store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads, lease)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, store, config)
-    return Run(world, config, placement, groups, folder, model_folder, store, resume, data, rewards)
+    return Run(world, config, placement, groups, folder, models, store, resume, data, rewards)
 
 
 def agree_on_steps(world: World, placement: Placement, config: Config, data: Data | None) -> Config:
@@ -157,4 +164,4 @@ def _run_name(world: World, config: Config, config_name: str) -> str:
         launcher = launcher_process()
         started = time.strftime("%Y%m%d-%H%M%S", time.localtime(launcher.create_time()))
         world.store.set("run/name", f"{config_name}-{started}-{launcher.pid}")
-    return world.store.get("run/name").decode()
+    return world.store.get("run/name")

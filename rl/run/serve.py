@@ -29,7 +29,7 @@ def build_rollout_service(run: Run) -> RolloutService | None:
         name=f"oneworld-{world.id}-engine{index}",
         tp_rank=ranks.index(world.rank),
         tp_size=len(ranks),
-        store=world.store,
+        store=world.store.unsealed,
         device=world.device,
         shares_device="actor" in run.roles,
         stop_token_ids=[] if config.debug.ignore_stop_tokens else stop_token_ids(run.model_folder),

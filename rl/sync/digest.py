@@ -1,9 +1,9 @@
 """Digests of tensors. A digest depends on every bit and its position, and the digests of parts add up.
 
-A digest is two numbers modulo 2^32. So the digests of what several owners sent can be compared with what a receiver
-received, and with the contents of an engine's fused or tensor-parallel parameters. Both sides must cut the tensor into
-the same parts. On a CPU, the digest of a part is XXH3 of its bytes, seeded with its position. On a GPU it is a weighted
-sum that one kernel computes for any number of parts (digest_gpu.py).
+A digest is two numbers modulo 2^32. The sum of the digests of what several owners sent can be compared with the digest
+of what a receiver got, and with that of an engine's fused or tensor-parallel parameters. Both sides must cut the
+tensor into the same parts. On a CPU, the digest of a part is XXH3 of its bytes, seeded with its position. On a GPU it
+is a weighted sum that one kernel computes for any number of parts (digest_gpu.py).
 """
 
 from collections.abc import Sequence

@@ -4,8 +4,9 @@
     receiver              receive k+1 ...        into separate memory, while bucket k is used
 
 A bucket in which each shard's part is contiguous is received in place, and two such buckets may be in flight. Others
-arrive packed, and are unpacked when the memory of the previous bucket is free again. So a rank holds at most two
-buckets, and the size of a tensor that is larger than a bucket. On a GPU, transfers run on a separate stream.
+arrive packed, and are unpacked when the memory of the previous bucket is free again. So a receiver holds at most
+two buckets. If the largest tensor exceeds the bucket size, the limit is two bucket sizes plus this tensor. On a GPU,
+transfers run on a separate stream.
 """
 
 import itertools
@@ -46,7 +47,7 @@ class BucketTransfer:
         whole = [bucket.num_bytes for bucket in regular if self._receives]
         self._pool = BufferPool(device, max(packed + whole, default=0), reuse)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.is_in_step = True  # False while this rank has transfers left to run
+        self.is_in_step = True  # False in a sync until all transfers of this rank have run
 
     def buckets(self, sources: dict[int, Tensor]) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
         """Yield each bucket with its whole tensors by index. Ranks that only send get no tensors. `sources` are this
@@ -54,7 +55,7 @@ class BucketTransfer:
         self._sources = sources
         if not self._plan.needs_transfer:
             for bucket in self._plan.buckets:
-                own = bucket.tensors if self._receives else ()  # else a rank of another replica is the only receiver
+                own = bucket.tensors if self._receives else ()  # the only receiver may be in another replica
                 yield bucket, {i: sources[i].to(self._device).view(self._plan.tensors[i].shape) for i in own}
             return
         self.is_in_step = False
@@ -98,7 +99,8 @@ class BucketTransfer:
         is_in_place = self._receives and bucket.has_contiguous_parts
         shards = self._shards(bucket)
         *starts, num_packed_bytes = itertools.accumulate(map(bucket.packed_bytes, shards), initial=0)
-        # The allocator must know the stream that uses a block: the current one uses only what is received in place.
+        # The allocator binds a block to the stream that is current now. The caller's stream uses blocks that are
+        # received in place. Packed blocks are used only on the transfer stream.
         block = self._pool.take(bucket.num_bytes) if is_in_place else None
         with self._on_stream():
             block = self._pool.take(num_packed_bytes) if block is None else block

@@ -8,6 +8,7 @@
     board_link.py   connections to the board: the server in the watchdog of rank 0, the clients in all others
     culprit.py      which silent rank the others wait for
     reports.py      why a world ended, and what the next attempt must know about that
+    lease.py        the lease on a run folder, which keeps a second launch out
     process.py      the rank's process and torchrun's agent, seen from outside
     tee.py          copies a rank's console output to its log
     parent.py       end a process together with its parent, or let it outlive its rank

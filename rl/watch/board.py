@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from rl.common.files import run_within_wait
 from rl.common.text import format_ranks
 from rl.watch.culprit import RankState, describe_others, describe_silence, find_culprit
-from rl.watch.reports import CAUSES, AttemptHistory, Report
+from rl.watch.reports import CAUSES, TOLD_TO_END, AttemptHistory, Cause, Report
 
 COLLECT_S = 0.7  # to collect further reports after the first
 MAX_COLLECT_S = 3.0  # the same while only consequences are reported, such as broken connections
@@ -56,26 +58,26 @@ class Board:
         kind, now = message.pop("kind"), time.monotonic()
         entry = self.entries.get(rank)
         if kind == "beat":
-            state = RankState(**message["state"])
+            state, about = _read_state(rank, message), msgspec.convert(message["about"], dict[str, int])
             if entry is None:
                 entry = self.entries[rank] = Entry(state, now)
                 if self.verdict is not None:  # the rank joined after the verdict was sent
                     self._tell(rank, "abort", **self.verdict)
-            entry.heard_at, entry.about = now, message["about"]
+            entry.heard_at, entry.about = now, about
             if not (self._is_diagnosing and entry.is_diagnosed):  # a diagnosis says more
                 entry.state = state
         elif entry is None:
             return
         elif kind == "report":
-            self.report(Report(**message["report"]))
+            self.report(msgspec.convert(message["report"], Report))
         elif kind == "interrupting":
-            self._interrupt = Report(**message["report"])
+            self._interrupt = msgspec.convert(message["report"], Report)
         elif kind == "died":
             self.lose(rank, "its process ended without a word")
         elif kind == "silent":
             self._start_diagnosis(rank)
         elif kind == "diagnosis":
-            entry.state, entry.is_diagnosed, entry.heard_at = RankState(**message["state"]), True, now
+            entry.state, entry.is_diagnosed, entry.heard_at = _read_state(rank, message), True, now
         elif kind == "done":
             entry.is_done = True
 
@@ -154,7 +156,7 @@ class Board:
         if not stop and self.history is not None:
             stop = run_within_wait(partial(self.history.is_repeated, report), False)
         fatal = report.text() if stop and report.cause != "interrupt" else ""
-        self.verdict = {"stop": stop, "fatal": fatal}
+        self.verdict = {"stop": stop, "fatal": fatal, "is_told": report.cause in TOLD_TO_END}
         for rank in self.entries:
             self._tell(rank, "abort", **self.verdict)
         self._say(report.text())
@@ -194,5 +196,12 @@ class Board:
         return replace(report, trace="\n".join(lines))
 
 
-def _report(state: RankState, cause: str, error: str, trace: str = "") -> Report:
+def _read_state(rank: int, message: dict[str, Any]) -> RankState:
+    state = msgspec.convert(message["state"], RankState)
+    if state.rank != rank:
+        raise ValueError(f"the state of rank {state.rank}")
+    return state
+
+
+def _report(state: RankState, cause: Cause, error: str, trace: str = "") -> Report:
     return Report(state.rank, state.roles, state.host, state.stage, state.step, error, trace, cause)

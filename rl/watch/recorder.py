@@ -1,10 +1,14 @@
 """NCCL's flight recorder: a rank's last collectives on GPUs. Its watchdog requests them when ranks are silent.
 
-A thread of torch answers. `torchfrtrace` reads the files of all ranks and shows in which collective they differ.
+A thread of torch answers with a file. It is a pickle, and other users may be able to write to its folder, or to plant
+a file under the pipe's name. So only plain containers are loaded, and only pipes are written to.
+`torchfrtrace` reads the files of all ranks and shows in which collective they differ.
 """
 
+import io
 import os
 import pickle
+import stat
 import threading
 import time
 from contextlib import suppress
@@ -13,6 +17,7 @@ from typing import Any
 
 PIPES = Path("/dev/shm")  # a run folder's file system may have no pipes; `remove_segments` cleans up here
 READ_S = 2.0  # torch reads its pipe once a second
+MAX_FILE_BYTES = 256 << 20
 
 
 def keep_collectives(folder: Path, world: str, count: int) -> str:
@@ -58,10 +63,23 @@ class Recording(threading.Thread):
         self.path = str(path)
         deadline = time.monotonic() + READ_S
         while time.monotonic() < deadline:
-            with suppress(OSError, EOFError, pickle.UnpicklingError):  # not written yet, or only in part
-                self.is_pending = has_pending(pickle.loads(path.read_bytes()))
+            with suppress(Exception):  # not written yet, or only in part; damaged pickles raise many types
+                self.is_pending = has_pending(_load(path))
                 return
             time.sleep(0.1)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Load dicts, lists, texts and numbers. A pickle that names a class or function could execute anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} in a file of the flight recorder")
+
+
+def _load(path: Path) -> Any:
+    with path.open("rb") as file:
+        data = file.read(MAX_FILE_BYTES)
+    return _PlainUnpickler(io.BytesIO(data)).load()
 
 
 def has_pending(trace: dict[str, Any]) -> bool:
@@ -73,9 +91,9 @@ def has_pending(trace: dict[str, Any]) -> bool:
 def ask_for_collectives(world: str, rank: int) -> bool:
     """Request the file and return whether a recorder listens. Torch writes the file within about two seconds."""
     with suppress(OSError):
-        pipe = os.open(_pipe(world, f"{rank}.pipe"), os.O_WRONLY | os.O_NONBLOCK)
+        pipe = os.open(_pipe(world, f"{rank}.pipe"), os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
-            return os.write(pipe, b"1") == 1
+            return stat.S_ISFIFO(os.fstat(pipe).st_mode) and os.write(pipe, b"1") == 1
         finally:
             os.close(pipe)
     return False

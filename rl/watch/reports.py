@@ -5,11 +5,18 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from rl.common.files import write_atomically
 
 # Causes of a world's end, the best explanation first. For example, a lost rank breaks connections of other ranks.
-CAUSES = ("interrupt", "fatal", "error", "lost", "stopped", "silent", "terminated", "connection")
+Cause = Literal["interrupt", "fatal", "error", "unavailable", "lost", "stopped", "silent", "terminated", "connection"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+TOLD_TO_END: tuple[Cause, ...] = ("interrupt", "stopped", "terminated")  # by a signal; the launcher ends or restarts
+
+
+class ServiceUnavailable(RuntimeError):
+    """A service outside the world, such as the hub, failed for now. A restart may help, also the second time."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,7 @@ class Report:
     step: int
     error: str
     trace: str
-    cause: str  # one of CAUSES
+    cause: Cause
 
     @property
     def order(self) -> int:

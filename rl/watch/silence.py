@@ -14,9 +14,9 @@ class SilenceDetector:
     """Decide from heartbeats whether a rank has been silent for too long."""
 
     def __init__(self, floor_s: float = 60.0, cap_s: float = 1800.0):
-        self.floor_s, self.cap_s = floor_s, cap_s  # bounds of the limit; those of the config, once it is known
+        self.floor_s, self.cap_s = floor_s, cap_s  # bounds of the limit; the watchdog sets them again from the config
         self._longest: dict[str, float] = {}  # by stage; only visits that have ended count
-        self._in_visit = 0.0  # longest silence of the current visit
+        self._in_visit = 0.0  # longest silence of the current visit, which began when the stage was entered
         self._first_uses: dict[tuple[str, str], float] = {}  # by stage and shape, until the second use
         self._last: Heartbeat | None = None
         self._pauses: deque[tuple[float, float]] = deque(maxlen=1000)  # (end, seconds)
@@ -29,7 +29,7 @@ class SilenceDetector:
         stage = last.activity.stage
         if not last.activity.waits_for and not last.activity.exceptional:
             self._learn(last, beat.at - max(last.at, beat.debugger_closed_at))
-        if beat.activity.stage != stage:
+        if beat.stage_at != last.stage_at:  # compare times, not names: all other stages may pass between two looks
             self._longest[stage] = max(self._longest.get(stage, 0.0), self._in_visit)
             self._in_visit = 0.0
 

@@ -26,10 +26,11 @@ from rl.common.json_channel import JsonChannel
 from rl.watch.board import BEAT_S
 from rl.watch.board_link import BoardClient, BoardServer
 from rl.watch.heart import HEART, Heart
+from rl.watch.lease import RENEW_S, Lease, LeaseKeeper, LeaseOwner, ProcessIdentity
 from rl.watch.monitor import RankMonitor
 from rl.watch.parent import leave_rank
 from rl.watch.process import Launcher, RankProcess, remove_segments
-from rl.watch.reports import AttemptHistory
+from rl.watch.reports import AttemptHistory, Cause, Report
 from rl.watch.stacks import Stacks
 
 TICK_S = 0.1
@@ -78,7 +79,9 @@ class Watchdog:
         self._round_at = time.monotonic()
         self._sent_at, self._sent_tokens = 0.0, 0  # of the last heartbeat that was sent
         self._about: dict[str, int] = {}  # about the process, for status files
-        self._has_raised = self._is_done = self._is_aborted = False
+        self._has_raised = self._is_done = self._is_aborted = self._is_final = self._is_told = False
+        self._lease: LeaseKeeper | None = None  # only in the watchdog of a node's first rank
+        self._renewed_at = 0.0
         self._quiet_until = 0.0
         self._kill_at = math.inf
         self._writers: dict[str, threading.Thread] = {}
@@ -96,8 +99,11 @@ class Watchdog:
             self._round_at = now
             self._tick()
         self._write_status()
-        for writer in self._writers.values():
-            writer.join(WAIT_S)
+        self._join_writers()
+        is_final = self._is_done or self._is_final
+        if self._lease is not None and (is_final or not self._is_told):
+            self._write("lease", self._lease.end, is_final)
+            self._join_writers()
 
     def _is_over(self) -> bool:
         if self._end_at is None or self._process.has_children_left:
@@ -120,22 +126,23 @@ class Watchdog:
         if not self._rank_channel.is_open:
             self._selector.unregister(self._rank_channel.connection)
 
-    def _on_host(self, address: str, token: str) -> None:
+    def _on_host(self, address: str, key: str, size: int) -> None:
         """Open the board. Only rank 0 asks for this."""
-        self._board = self._server = BoardServer(address, token, self._selector, self._handle_board_message, say)
-        self._rank_channel.send("hosted", port=self._server.port)
+        board = BoardServer(address, bytes.fromhex(key), size, self._selector, self._handle_board_message, say)
+        self._board = self._server = board
+        self._rank_channel.send("hosted", port=board.port)
 
-    def _on_join(self, rank: int, local_rank: int, token: str, board: list[Any]) -> None:
+    def _on_join(self, rank: int, local_rank: int, world: str, key: str, board: list[Any]) -> None:
         self._local_rank = local_rank
-        self._monitor.rank, self._monitor.world = rank, token[:8]
+        self._monitor.rank, self._monitor.world = rank, world
         if self._server is None:
             handlers = self._handle_board_message, self._on_lost_board
             try:
-                self._board = BoardClient((board[0], board[1]), self._selector, *handlers)
+                self._board = BoardClient((board[0], board[1]), bytes.fromhex(key), self._selector, *handlers)
             except OSError as error:
                 self._on_lost_board(f"cannot be reached at {board[0]}:{board[1]}: {error}")
                 return
-            self._send("hello", token=token, rank=rank)
+            self._send("hello", rank=rank)
         self._send_beat()
 
     def _on_run(self, folder: str, floor_s: float, cap_s: float, collectives: str) -> None:
@@ -146,12 +153,21 @@ class Watchdog:
         if self._server is not None:
             self._server.board.history = AttemptHistory(Path(folder))
 
+    def _on_lease(self, folder: str, number: int, owner: dict[str, Any], token: str, renews: bool) -> None:
+        """Renew the lease on the run folder from now on."""
+        launchers = [ProcessIdentity(**launcher) for launcher in owner.pop("launchers")]
+        lease = Lease(Path(folder), number, LeaseOwner(launchers=launchers, **owner), token)
+        self._lease = LeaseKeeper(lease, renews)
+
     def _on_done(self) -> None:
         self._is_done = True
         self._kill_at = time.monotonic() + CLOSE_S
         self._monitor.update()
         self._send_beat()  # so that status files show the final state
         self._send("done")
+
+    def _on_unfit(self) -> None:
+        self._launcher.stop()  # the rank could not join because of a setting, so a restart cannot help
 
     def _on_raised(self) -> None:
         self._has_raised = True  # before it joined, for example because an import failed
@@ -184,7 +200,7 @@ class Watchdog:
         if self._local_rank == 0:  # one line per node, because no board prints one for all
             rank, host, stage = self._monitor.rank, self._monitor.host, self._monitor.beat.activity.stage
             say(f"oneworld: rank 0 {text} (seen by rank {rank} on {host}, stage {stage})")
-        self._handle_board_message({"kind": "abort", "stop": False, "fatal": ""})
+        self._handle_board_message({"kind": "abort", "stop": False, "fatal": "", "is_told": False})
 
     def _handle_board_message(self, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
@@ -196,7 +212,8 @@ class Watchdog:
             self._is_aborted = True
             self._abort(**message)
 
-    def _abort(self, stop: bool, fatal: str) -> None:
+    def _abort(self, stop: bool, fatal: str, is_told: bool) -> None:
+        self._is_final, self._is_told = stop, is_told
         if stop and self._local_rank == 0:
             self._launcher.stop()  # before it sees a dead worker and restarts it
         self._rank_channel.send("abort", stop=stop)
@@ -205,6 +222,10 @@ class Watchdog:
             self._write("history", self._note_end, self._monitor.folder, self._monitor.beat.activity.step, fatal)
 
     def _note_end(self, folder: Path, step: int, fatal: str) -> None:
+        if self._lease is not None:
+            self._lease.check()
+            if self._lease.lost:
+                return
         history = AttemptHistory(folder)
         if fatal:
             history.write_fatal(fatal)
@@ -219,6 +240,8 @@ class Watchdog:
         if now - self._sent_at >= BEAT_S and self._monitor.rank >= 0 and not is_ended:
             self._send_beat()
             self._write_status()
+        if self._lease is not None and not is_ended and not self._is_aborted:
+            self._keep_lease(self._lease, now)
         if self._board is not None and (self._server is not None or not is_ended):
             self._board.tick()
         if (state := self._monitor.finished_diagnosis()) is not None:
@@ -229,6 +252,17 @@ class Watchdog:
         self._process.tick()
         if now >= self._quiet_until and not (self._is_settled or is_ended) and self._monitor.state().is_silent:
             self._report_silence()
+
+    def _keep_lease(self, lease: LeaseKeeper, now: float) -> None:
+        if lease.lost is not None and self._renewed_at < math.inf:
+            self._renewed_at = math.inf  # report once
+            state = self._monitor.state()
+            cause: Cause = "lost" if lease.lost.is_restart else "fatal"
+            place = state.rank, state.roles, state.host, state.stage, state.step
+            self._send("report", report=asdict(Report(*place, str(lease.lost), "", cause)))
+        elif now - self._renewed_at >= RENEW_S:
+            self._renewed_at = now
+            self._write("lease", lease.renew)
 
     def _report_silence(self) -> None:
         self._quiet_until = math.inf  # report once, until the board orders to wait longer
@@ -249,7 +283,7 @@ class Watchdog:
 
     def _write_status(self) -> None:
         monitor = self._monitor
-        if monitor.folder is None:
+        if monitor.folder is None or (self._lease is not None and self._lease.lost):
             return
         stamp = {"world": monitor.world, "at": time.time()}
         ends = {"ended": self._end_at is not None, "done": self._is_done}
@@ -257,6 +291,10 @@ class Watchdog:
         if self._server is not None:
             files["board"] = stamp | {"ranks": self._server.board.table()}
         self._write("status", write_status, monitor.folder / "status", files)
+
+    def _join_writers(self) -> None:
+        for writer in self._writers.values():
+            writer.join(WAIT_S)
 
     def _write(self, name: str, work: Callable[..., None], *args: Any) -> None:
         """Write files in a thread, because the file system may hang. Skip this while the last such work runs."""

@@ -2,6 +2,9 @@
 
 Ranks have no terminal of their own. All ranks of a node share torchrun's, which may be on another host. While a
 debugger is open, the heartbeat says so. Then this rank, and ranks that wait for it, are not reported as hung.
+
+A person who attaches can run any code. So the socket lies in a folder that only the owner of the process can access,
+and connections of users other than the owner and root are refused.
 """
 
 import io
@@ -9,6 +12,8 @@ import json
 import os
 import pdb
 import socket
+import stat
+import struct
 import sys
 import tempfile
 import threading
@@ -24,6 +29,9 @@ from rl.watch.heart import HEART
 
 MAX_PATH = 100  # bytes; the kernel's limit for the path of a socket is 107
 MAX_UNSEEN = 1 << 16  # characters of earlier output that are shown to a person who attaches
+MAX_LINE = 1 << 16  # bytes that a person can type before a newline
+CREDENTIALS = struct.Struct("iII")  # process, user and group of a peer
+REFUSAL = b"refused: only the owner of this process and root can attach\n"
 ASKS = "\x05"  # sent before a line is read; the text before it is the prompt
 
 
@@ -123,7 +131,7 @@ class Terminal(io.TextIOBase):
 
     def open(self, folder: Path | None, rank: int, place: str) -> str:
         """Listen, and return the command that attaches to this terminal."""
-        own_folder = None if folder is None else folder.resolve() / "debug"
+        own_folder = None if folder is None else _make_private(folder.resolve() / "debug")
         listener = _listen(own_folder, f"rank_{rank}.sock")
         path = Path(listener.getsockname())
         self._files = [path] if path.parent == own_folder else [path, path.parent]
@@ -132,7 +140,7 @@ class Terminal(io.TextIOBase):
             self._files.append(own_folder / f"rank_{rank}.json")
             write_atomically(self._files[-1], json.dumps(sign))
         self._listener = listener  # only now: nobody would find a terminal without its file
-        return f"python tools/debug.py {path if folder is None else f'{folder} --rank {rank}'}"
+        return f"python tools/debug.py {path if own_folder is None else f'{folder} --rank {rank}'}"
 
     def write(self, text: str) -> int:
         self._unseen = (self._unseen + text)[-MAX_UNSEEN:]
@@ -141,20 +149,29 @@ class Terminal(io.TextIOBase):
 
     def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
         """Return the next line that a person types. Wait until somebody attaches."""
-        assert self._listener is not None
         while True:
             if self._connection is None:
-                self._connection, _ = self._listener.accept()
+                self._connection = self._accept()
                 self._lines = self._connection.makefile("rb")
                 self._send(self._unseen)
             self._send(ASKS)
             line = b""
             with suppress(OSError):
-                line = self._lines.readline()
+                line = self._lines.readline(MAX_LINE)
             if line.endswith(b"\n"):
                 self._unseen = ""
                 return line.decode(errors="replace")
-            self._hang_up()  # the person has detached
+            self._hang_up()  # the person has detached, or typed a line that is too long
+
+    def _accept(self) -> socket.socket:
+        """Return the next connection of somebody who may attach. Refuse the others at once, so that nobody waits."""
+        assert self._listener is not None
+        while True:
+            connection, _ = self._listener.accept()
+            if user_of(connection) in (0, os.geteuid()):
+                return connection
+            with connection, suppress(OSError):
+                connection.send(REFUSAL, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def _send(self, text: str) -> None:
         try:
@@ -177,17 +194,28 @@ class Terminal(io.TextIOBase):
                 path.rmdir() if path.is_dir() else path.unlink()
 
 
-def _listen(folder: Path | None, name: str) -> socket.socket:
-    """Listen in the run's folder, or in a temporary one if its path is too long or its file system has no sockets.
+def user_of(connection: socket.socket) -> int:
+    """Return the user id of the process at the other end of a Unix socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return int(CREDENTIALS.unpack(credentials)[1])
 
-    Only the owner can access either folder, because a person who attaches can run any code.
-    """
-    if folder is not None:
+
+def _make_private(folder: Path) -> Path | None:
+    """Return the folder after only its owner can access it, or None if it belongs to somebody else."""
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)
-        if len(os.fsencode(folder / name)) <= MAX_PATH:
-            with suppress(OSError):
-                return _bind(folder / name)
+        about = folder.lstat()
+        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid():  # not a symlink, either
+            folder.chmod(0o700)
+            return folder
+    return None
+
+
+def _listen(folder: Path | None, name: str) -> socket.socket:
+    """Listen in the run's folder, or in a temporary one if its path is too long or its file system has no sockets."""
+    if folder is not None and len(os.fsencode(folder / name)) <= MAX_PATH:
+        with suppress(OSError):
+            return _bind(folder / name)
     return _bind(Path(tempfile.mkdtemp(prefix="oneworld-")) / name)
 
 

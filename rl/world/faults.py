@@ -22,9 +22,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rl.common.credentials import hide_credentials
 from rl.common.json_channel import JsonChannel
 from rl.config.schema import ConfigError
-from rl.watch.reports import Report
+from rl.watch.reports import Cause, Report, ServiceUnavailable
 from rl.world.debugger import Debugger
 from rl.world.messages import Mailbox, PeerLost
 from rl.world.progress import Progress
@@ -79,7 +80,7 @@ class FaultReporter:
         if not isinstance(error, Aborted):
             self._report(replace(self._describe(error), stage=stage, step=step))
 
-    def end_world(self, cause: str, text: str) -> None:
+    def end_world(self, cause: Cause, text: str) -> None:
         """End the world for a reason other than an exception. `cause` is one of CAUSES in rl/watch/reports.py."""
         self._report(self._progress.report(cause, text))
 
@@ -92,9 +93,9 @@ class FaultReporter:
             self._watchdog.send(kind, **values)
             self._watchdog.flush_within(1.0)
 
-    def host_board(self, address: str, token: str) -> int:
+    def host_board(self, address: str, key: str, size: int) -> int:
         """Let this rank's watchdog open the board. Return the board's port."""
-        self.tell_watchdog("host", address=address, token=token)
+        self.tell_watchdog("host", address=address, key=key, size=size)
         while select.select([self._watchdog.connection], [], [], WATCHDOG_TIMEOUT_S)[0]:
             for message in self._watchdog.receive():
                 assert message["kind"] == "hosted", message
@@ -108,17 +109,20 @@ class FaultReporter:
 
     def _describe(self, error: BaseException) -> Report:
         text, trace = str(error), ""
+        cause: Cause
         if isinstance(error, INTERRUPTS):
             cause = "interrupt"
         elif isinstance(error, Stopped):
             cause = "stopped"
         elif isinstance(error, ConfigError):
             cause = "fatal"
+        elif isinstance(error, ServiceUnavailable):
+            cause = "unavailable"
         else:
             cause = "connection" if _is_connection_error(error) else "error"
             text = f"{type(error).__name__}: {error}"
-            trace = "".join(traceback.format_exception(error))[-MAX_TEXT:]
-        return self._progress.report(cause, text[:MAX_TEXT], trace, failed=True)
+            trace = hide_credentials("".join(traceback.format_exception(error)))[-MAX_TEXT:]
+        return self._progress.report(cause, hide_credentials(text)[:MAX_TEXT], trace, failed=True)
 
     def _report(self, report: Report) -> None:
         if not self._verdict.is_set():

@@ -2,53 +2,73 @@
 
     sender's thread --send--> socket --> receiver's I/O thread --> handler, or the inbox --receive--> main thread
 
-c10d is not used, because a gloo send blocks until the other side enters the matching receive, and it cannot be polled.
-Here the I/O thread always reads, so a sender waits only for the kernel. When a process ends, its peers notice.
+c10d is not used, because a gloo send blocks until the other side enters the matching receive, and cannot be polled.
+Here the I/O thread always reads, so a sender waits only for the network. When a process ends, its peers notice.
 
-A frame holds the name of the message class, its fields in msgpack, and raw bytes. The first frame of a connection holds
-the run's token, which ranks get from the rendezvous store. Connections without it are dropped.
+A frame holds the name of the message class, its fields in msgpack, and raw bytes. Only those who know the run's secret
+can connect (rl/common/handshake.py). The first frame of a connection has the sender's rank and the password of that
+rank. All ranks know the digest of each password, so nobody else can send messages as that rank. If a later frame cannot
+be read, the world ends with an error that names the sender.
 """
 
+import hashlib
+import hmac
 import json
 import re
+import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
 from rl.common.framing import Frame, FrameReader, pack
+from rl.common.handshake import Listener, Refusals, connect
 from rl.watch.heart import HEART
 
 MAX_HELLO_BYTES = 1 << 10
-MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES = 64 << 20, 1 << 62
-MSGPACK_BYTES = (0xC4, 0xC5, 0xC6)  # the first byte of bytes in msgpack
-CONNECT_TIMEOUT_S = 10.0
-SEND_TIMEOUT_S = 60.0
+MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES = 64 << 20, 1 << 40
+MSGPACK_BYTES = (0xC4, 0xC5, 0xC6)  # the first byte of a byte string in msgpack
+UNREADABLE = (ValueError, msgspec.MsgspecError, RecursionError)  # errors of decoding a frame that is no message
+SEND_TIMEOUT_S = 60.0  # limit for a send or a connect; a busy peer may take long
 FOREVER_S = 1e9  # threading accepts no infinity
-SILENCE_S = 16  # after which the kernel closes a connection to a host that does not answer
+SILENCE_S = 16  # the kernel closes a connection after its host has not answered for this time
 
 
 class Message:
     """Base class of all messages. Subclasses are frozen dataclasses. The name of the class is the message's kind."""
 
     awaited: ClassVar[str] = ""  # how reports name what a receiver waits for; default: the class name in words
+    kinds: ClassVar[set[str]] = set()  # names of all subclasses
+
+    def __init_subclass__(cls) -> None:
+        Message.kinds.add(cls.__name__)
 
 
 M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True)
+class Contact:
+    """Where a rank receives messages, and the digest of the password with which it proves who it is."""
+
+    host: str
+    port: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Hello(Message):
     """Identify the sender in the first frame of a connection."""
 
-    token: str
     rank: int
+    password: str
 
 
 @dataclass(frozen=True)
@@ -78,7 +98,7 @@ class _Arrival:
                 message = msgspec.convert(json.loads(msgspec.msgpack.decode(self.fields, type=bytes)), kind)
             else:
                 message = msgspec.msgpack.decode(self.fields, type=kind)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"rank {self.source} sent a {self.kind} that cannot be read: {error}") from error
         return Letter(self.source, message, self.payload)
 
@@ -90,25 +110,27 @@ class PeerLost(ConnectionError):
 class Mailbox:
     """One rank's mailbox. Its I/O thread calls the handlers set by `on`. Other messages wait for `receive`."""
 
-    def __init__(self, rank: int, host: str, token: str):
+    def __init__(self, rank: int, host: str, key: bytes):
+        """`key` is the same for all ranks of this world, and secret."""
         self.rank = rank
-        self.token = token
         self._inbox: list[_Arrival] = []
         self._arrived = threading.Condition(threading.RLock())
         self._failure: BaseException | None = None
         self._handlers: dict[str, Callable[[_Arrival], None]] = {}
-        self._addresses: dict[int, tuple[str, int]] = {}
+        self._key, self._password = key, secrets.token_hex(16)
+        self._contacts: dict[int, Contact] = {}
+        self._early: list[tuple[socket.socket, str]] = []  # accepted before the contacts were known
         self._outgoing: dict[int, socket.socket] = {}
         self._gone: set[int] = set()
         self._send_locks: dict[int, threading.Lock] = {}
         self._on_lost: Callable[[int], None] = lambda rank: None
         self._closing = False
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
-        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
-        self._addresses[rank] = self.address
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server = socket.create_server((host, 0), family=family, backlog=1024)
+        self._refusals = Refusals(lambda text: print(text, file=sys.stderr, flush=True))
+        self._listener = Listener(server, key, self._admit, self._refusals)
+        self.contact = Contact(host, server.getsockname()[1], _digest(self._password))
         self._thread = threading.Thread(target=self._serve, name="mail", daemon=True)
         self._thread.start()
 
@@ -130,11 +152,15 @@ class Mailbox:
         """Call `handler` in the I/O thread whenever this socket is readable."""
         self._selector.register(source, selectors.EVENT_READ, lambda: handler(source))
 
-    def learn(self, addresses: dict[int, tuple[str, int]]) -> None:
-        self._addresses.update(addresses)
+    def learn(self, contacts: dict[int, Contact]) -> None:
+        """Learn how to reach and to recognize all ranks. Until then, messages from other ranks are not read."""
+        with self._arrived:
+            self._contacts, early = contacts, self._early
+        for connection, host in early:
+            self._admit(connection, host)
 
     def send(self, rank: int, message: Message, payload: bytes | bytearray | memoryview = b"") -> None:
-        """Send a message, in order. Raise PeerLost if the other side does not accept it in time."""
+        """Send a message. Messages to one rank arrive in order. Raise PeerLost if it does not accept one in time."""
         kind = type(message).__name__
         if rank == self.rank:
             self._deliver(_Arrival(rank, kind, message, bytes(payload)))
@@ -145,13 +171,13 @@ class Mailbox:
                 raise PeerLost(f"could not send {kind!r} to rank {rank}: its connection has ended")
             try:
                 connection = self._outgoing.get(rank) or self._connect(rank)
-                connection.sendall(pack(head, len(payload)))
+                _send_all(connection, pack(head, len(payload)), rank)
                 if payload:
-                    connection.sendall(payload)
+                    _send_all(connection, payload, rank)
             except OSError as error:
                 self._gone.add(rank)  # never retry, because half a frame may have been sent
-                address = self._addresses.get(rank)
-                raise PeerLost(f"could not send {kind!r} to rank {rank} at {address}: {error}") from error
+                to = self._contacts[rank]
+                raise PeerLost(f"could not send {kind!r} to rank {rank} at {to.host}:{to.port}: {error}") from error
 
     def receive(self, *kinds: type[M]) -> Letter[M]:
         """Wait for a message of these kinds and return the oldest. Raise the error that ends the world, if one does."""
@@ -193,11 +219,12 @@ class Mailbox:
         self._listener.close()
 
     def _connect(self, rank: int) -> socket.socket:
-        connection = socket.create_connection(self._addresses[rank], timeout=CONNECT_TIMEOUT_S)
+        contact = self._contacts[rank]
+        with waiting(f"rank {rank} to accept a connection"):
+            connection = connect((contact.host, contact.port), self._key, SEND_TIMEOUT_S)
         _notice_silence(connection)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(SEND_TIMEOUT_S)
-        connection.sendall(pack(_encode(Hello.__name__, Hello(self.token, self.rank))))
+        connection.sendall(pack(_encode(Hello.__name__, Hello(self.rank, self._password))))
         self._outgoing[rank] = connection
         # The peer never sends on this connection, so it becomes readable only when the peer is gone.
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._drop(connection, rank))
@@ -223,24 +250,31 @@ class Mailbox:
                 except Exception as error:  # pass it to the main thread, and keep this thread alive
                     self.fail(error)
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # the peer closed the connection first
-            return
+    def _admit(self, connection: socket.socket, host: str) -> None:
+        """Start to read messages from a peer that knows the secret. Called in the listener's thread."""
+        with self._arrived:
+            if not self._contacts:
+                self._early.append((connection, host))
+                return
         _notice_silence(connection)
-        peer = _Peer(connection, MAX_HELLO_BYTES)
+        peer = _Peer(connection, host)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(peer))
 
     def _read(self, peer: "_Peer") -> None:
         try:
             for frame in peer.frames():
-                if (arrived := peer.open_frame(frame, self.token)) is not None:
+                if (arrived := peer.open_frame(frame, self._contacts)) is not None:
                     try:
                         self._deliver(arrived)
-                    except Exception as error:  # of a handler; the following frames must still be delivered
+                    except Exception as error:  # from a handler; the following frames must still be delivered
                         self.fail(error)
-        except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
+        except OSError:
+            self._drop(peer.connection, peer.rank)
+        except UNREADABLE as error:
+            if peer.rank is None:
+                self._refusals.add(peer.host, "it knows the run's secret, but does not prove which rank it is")
+            else:
+                self.fail(ValueError(f"rank {peer.rank} sent bytes that are no message: {error}"))
             self._drop(peer.connection, peer.rank)
 
     def _drop(self, connection: socket.socket, rank: int | None) -> None:
@@ -260,6 +294,16 @@ def waiting(what: str) -> Iterator[None]:
         yield
     finally:
         announce("")
+
+
+def _send_all(connection: socket.socket, data: bytes | bytearray | memoryview, rank: int) -> None:
+    """Send to a rank. If it does not read at once, because it is frozen or cut off, announce that we wait for it."""
+    view, sent = memoryview(data), 0
+    with suppress(BlockingIOError):
+        sent = connection.send(view, socket.MSG_DONTWAIT)
+    if sent < len(view):
+        with waiting(f"rank {rank} to read a message"):
+            connection.sendall(view[sent:])
 
 
 def _notice_silence(connection: socket.socket) -> None:
@@ -285,18 +329,28 @@ def _encode(kind: str, message: Message) -> bytes:
 
 
 class _Peer(FrameReader):
-    """The receiving end of a connection. `rank` is None until the peer has sent the run's token."""
+    """The receiving end of a connection. `rank` is None until the peer has proved which rank it is."""
 
-    rank: int | None = None
+    def __init__(self, connection: socket.socket, host: str):
+        super().__init__(connection, MAX_HELLO_BYTES)
+        self.host = host
+        self.rank: int | None = None
 
-    def open_frame(self, frame: Frame, token: str) -> _Arrival | None:
+    def open_frame(self, frame: Frame, contacts: dict[int, Contact]) -> _Arrival | None:
         """Return the message in a frame, or None for the first frame of a connection."""
         kind, fields = msgspec.msgpack.decode(frame.head, type=tuple[str, msgspec.Raw])
         if self.rank is not None:
+            if kind not in Message.kinds:
+                raise ValueError(f"unknown kind {kind[:100]!r}")
             return _Arrival(self.rank, kind, fields, frame.payload)
         hello = msgspec.msgpack.decode(fields, type=Hello)
-        if kind != Hello.__name__ or hello.token != token:
-            raise ValueError("a connection without the run's token")
+        contact = contacts.get(hello.rank)
+        if contact is None or not hmac.compare_digest(_digest(hello.password), contact.digest):
+            raise ValueError(f"wrong password of rank {hello.rank}")
         self.rank = hello.rank
         self.max_head_bytes, self.max_payload_bytes = MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES
         return None
+
+
+def _digest(password: str) -> str:
+    return hashlib.sha256(password.encode()).hexdigest()

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from torch.profiler import record_function
 
 from rl.watch.heart import HEART
-from rl.watch.reports import Report
+from rl.watch.reports import Cause, Report
 from rl.world.restarts import Restarts
 
 
@@ -56,7 +56,7 @@ class Progress:
         taken, self.seconds = self.seconds, {}
         return taken
 
-    def report(self, cause: str, error: str, trace: str = "", failed: bool = False) -> Report:
+    def report(self, cause: Cause, error: str, trace: str = "", failed: bool = False) -> Report:
         """Build a report of this rank. `failed` means that it names the stage which an exception left first."""
         stage = self._failed_stage if failed and self._failed_stage else self._stage
         return Report(self.rank, self.roles, socket.gethostname(), stage, self.step, error, trace, cause)

@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 import psutil
-import torch.distributed as dist
 
 from rl.config.schema import ConfigError
 from rl.watch.reports import AttemptHistory
 from rl.watch.tee import next_attempt
 from rl.world.bootstrap import log_to
 from rl.world.messages import waiting
+from rl.world.sealed_store import SealedStore
 
 MAX_BACK_OFF_S = 60.0
 
@@ -40,11 +40,11 @@ class Restarts:
         self._history = AttemptHistory(folder)
         self._history.forget_before(launcher_process().create_time())
 
-    def open_log(self, logs: Path, store: dist.Store) -> None:
+    def open_log(self, logs: Path, store: SealedStore) -> None:
         """Write this rank's output to a log. Rank 0 chooses the number of the attempt for all nodes."""
         if self._rank == 0:
-            store.set("attempt", str(next_attempt(logs)))
-        number = int(store.get("attempt"))
+            store.set("attempt", next_attempt(logs))
+        number = store.get("attempt")
         try:
             log_to(logs / f"attempt_{number}" / f"rank_{self._rank}.log")
         except OSError as error:

@@ -1,15 +1,16 @@
 """The world of all ranks: join it, wait for each other, connect process groups, and leave together."""
 
-import json
+import ipaddress
 import os
 import secrets
 import socket
+import sys
 import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,16 +18,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from rl.common.handshake import SECRET, check_secret, derive_key
 from rl.common.json_channel import JsonChannel
 from rl.config.schema import Config, ConfigError
 from rl.watch.recorder import keep_collectives
 from rl.world.address import own_address
 from rl.world.bootstrap import watchdog_channel
 from rl.world.debugger import Debugger
-from rl.world.faults import EXIT_CLEAN, FaultReporter, exit_now
-from rl.world.messages import Letter, Mailbox, Message, waiting
+from rl.world.faults import EXIT_CLEAN, EXIT_FAILED, FaultReporter, exit_now
+from rl.world.messages import Contact, Letter, Mailbox, Message, waiting
 from rl.world.progress import Progress
 from rl.world.restarts import Restarts
+from rl.world.sealed_store import SealedStore
 from rl.world.signals import Signals
 
 HUB = 0  # the rank that counts arrivals at a meeting
@@ -51,11 +54,11 @@ class World:
     """This rank's place in the world. `join` creates it, and `connect` adds torch.distributed later."""
 
     def __init__(
-        self, mail: Mailbox, local_rank: int, size: int, local_size: int, store: dist.Store, watchdog: JsonChannel
+        self, mail: Mailbox, local_rank: int, size: int, local_size: int, store: SealedStore, watchdog: JsonChannel
     ):
         self.rank, self.local_rank, self.size, self.num_ranks_per_node = mail.rank, local_rank, size, local_size
         self.store, self.mail = store, mail
-        self.id = mail.token[:8]  # unique to this start of the world
+        self.id = store.world[:8]  # unique to this start of the world
         self.device = torch.device("cpu")
         self._restarts = Restarts(self.rank, local_rank)
         self.progress = Progress(self.rank, self._restarts)
@@ -81,16 +84,17 @@ class World:
     def enter(self) -> None:
         """Find the board and the other ranks, and start to listen for messages and signals."""
         self._debugger.install()
+        board_key = derive_key("board", self.store.world).hex()
         if self.rank == HUB:
-            port = self.faults.host_board(self.mail.address[0], self.mail.token)
-            self.store.set("board", json.dumps([self.mail.address[0], port]))
-        place = {"rank": self.rank, "local_rank": self.local_rank, "board": json.loads(self.store.get("board"))}
-        self.faults.tell_watchdog("join", token=self.mail.token, **place)
+            host = self.mail.contact.host
+            self.store.set("board", [host, self.faults.host_board(host, board_key, self.size)])
+        place = {"rank": self.rank, "local_rank": self.local_rank, "board": self.store.get("board")}
+        self.faults.tell_watchdog("join", world=self.id, key=board_key, **place)
         self.faults.listen()
         self._signals.listen()
-        self.store.set(f"mail/{self.rank}", json.dumps(self.mail.address))
-        addresses = self.store.multi_get([f"mail/{peer}" for peer in range(self.size)])
-        self.mail.learn({peer: tuple(json.loads(address)) for peer, address in enumerate(addresses)})
+        self.store.set(f"mail/{self.rank}", asdict(self.mail.contact))
+        contacts = self.store.get_all([f"mail/{peer}" for peer in range(self.size)])
+        self.mail.learn({peer: Contact(**contact) for peer, contact in enumerate(contacts)})
 
     def begin_run(self, folder: Path, config: Config) -> None:
         """Use the run's folder for restarts, logs, the watchdog and debuggers from now on."""
@@ -132,7 +136,7 @@ class World:
                 os.environ["NCCL_HOSTID"] = f"oneworld-{self.rank}"  # NCCL refuses two ranks of a host on one GPU
             torch.cuda.set_device(self.device)
         timeout = timedelta(seconds=timeout_s)
-        store = dist.PrefixStore("c10d", self.store)
+        store = dist.PrefixStore("c10d", self.store.unsealed)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
 
     def close(self) -> None:
@@ -152,8 +156,15 @@ class World:
         meeting = letter.message.meeting
         self._num_arrived[meeting] += 1
         if self._num_arrived[meeting] == self.size:
+            threading.Thread(target=self._end_meeting, args=[meeting], daemon=True).start()
+
+    def _end_meeting(self, meeting: str) -> None:
+        """Tell all ranks. Not in the I/O thread, because a frozen rank may block it."""
+        try:
             for rank in reversed(range(self.size)):  # the hub last, because it may exit at once
                 self.mail.send(rank, Proceed(meeting))
+        except Exception as error:
+            self.mail.fail(error)
 
     def _is_met(self, meeting: str) -> threading.Event:
         return self._meetings.setdefault(meeting, threading.Event())
@@ -165,7 +176,13 @@ class World:
 @contextmanager
 def join() -> Iterator[World]:
     """Join the world that torchrun started, or a world of one rank without torchrun. An error in the body ends all."""
-    world = _join()
+    try:
+        world = _join()
+    except ConfigError as error:  # every rank of this node has it
+        if os.environ["LOCAL_RANK"] == "0":
+            print(f"oneworld: {error}", file=sys.stderr, flush=True)
+            watchdog_channel().send("unfit")
+        exit_now(EXIT_FAILED)
     try:
         yield world
         world.close()
@@ -178,11 +195,17 @@ def _join() -> World:
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    if problem := check_secret():
+        raise ConfigError(problem)
     store, _, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_TIMEOUT_S)))
+    start = SealedStore(store, "")
     if rank == HUB:
-        store.set("mail/token", secrets.token_hex(16))
-    address, token = own_address(store), store.get("mail/token").decode()
-    mail, local_size = Mailbox(rank, address, token), int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    world = World(mail, local_rank, size, local_size, store, watchdog_channel())
+        start.set("world", secrets.token_hex(16))
+    sealed = SealedStore(store, start.get("world"))
+    host = own_address(sealed)
+    if rank == HUB and not os.environ.get(SECRET) and not ipaddress.ip_address(host).is_loopback:
+        print(f"oneworld: {SECRET} is not set, so everybody on this network is trusted (docs/security.md)", flush=True)
+    mail, local_size = Mailbox(rank, host, derive_key("mail", sealed.world)), os.environ.get("LOCAL_WORLD_SIZE", size)
+    world = World(mail, local_rank, size, int(local_size), sealed, watchdog_channel())
     world.enter()
     return world

@@ -100,7 +100,7 @@ def open_run(world: World, job: Job) -> Run:
     store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, store, config)
-    return Run(world, config, placement, groups, folder, Path(job.model), store, resume)
+    return Run(world, config, placement, groups, folder, {"model.path": Path(job.model)}, store, resume)
 
 
 def train(run: Run, job: Job) -> None:

@@ -119,6 +119,7 @@ def test_n_steps_equal_k_steps_a_resume_and_the_rest(models: Path, tmp_path: Pat
         assert slices[0] == slices[1]
 
 
+@pytest.mark.slow
 def test_a_step_is_saved_while_the_learner_lies_in_host_memory(models: Path, tmp_path: Path) -> None:
     """Away and back changes nothing, and what is saved meanwhile is what was trained."""
     kept = Job(str(models / "qwen3"), disks(tmp_path, "a", "a"), 3, str(tmp_path / "kept"))

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from rl.config.schema import ROOT
-from rl.export.upload import http_status, is_model_weights, is_temporary, may_write
+from rl.export.upload import is_model_weights, may_write
+from rl.model.hub import http_status, is_temporary
 from tests.checkpoint_files import read_model, write_checkpoint
 from tests.hub import READ_TOKEN, TOKEN, FakeHub, hub, impatient
 
@@ -26,6 +27,7 @@ import json, sys
 from pathlib import Path
 from rl.export import upload
 from rl.export.errors import MergeError
+from rl.model import hub as client
 
 def step(hub, spec, name):
     if name == "upload":
@@ -36,7 +38,7 @@ def step(hub, spec, name):
     return getattr(hub, name)()
 
 for spec in map(json.loads, sys.argv[1:]):
-    upload.TIMEOUTS_S |= spec.get("timeouts_s", {})
+    client.TIMEOUTS_S |= spec.get("timeouts_s", {})
     done, error = [], ""
     try:
         hub = upload.HubRepository(spec["name"], spec.get("revision", ""), spec.get("public", False))
@@ -177,7 +179,7 @@ def test_visibility_of_what_is_there_never_changes(client: Client) -> None:
 
 def test_a_public_repository_that_somebody_else_makes_meanwhile_gets_no_weights(client: Client) -> None:
     client.fake.add_repo("ada/model", private=False)
-    client.fake.fail("GET", "/api/models/ada/model", status=404, code="RepoNotFound")
+    client.fake.fail("GET", "/api/models/ada/model", status=404, headers={"X-Error-Code": "RepoNotFound"})
     outcome = client.upload(steps=["create", "upload"])
     assert client.fake.count("POST /api/repos/create") == 1
     assert "ada/model exists and is public" in outcome.error

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.config.schema import ActorConfig, AlgoConfig, Config, CriticConfig, InferenceConfig, RolloutConfig
 from rl.data.batch import Batch
+from rl.learner import sharded_trainer
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import LocalScorer, ScoringModels
 from rl.learner.sharded_trainer import MOMENTS, ShardedModel, ShardedTrainer
 from rl.model.load import Compute, load_model
-from rl.model.shards import local_slices
+from rl.model.shards import LocalSlice, local_slices
 from rl.report.metrics import Measures
 
 if not torch.cuda.is_available():
@@ -54,7 +56,8 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     reference = load_model(folder / "reference", mesh, device, job["dtype"], trainable=False)
     load_reference = (lambda: reference) if algo.kl_estimator == "full" else None
     learner = PolicyTrainer(ShardedModel(model, pg, device), config, 4, [1, 2, 3], load_reference)
-    check_reduction(learner)
+    reduces_once = actor.offload != "always" and (mesh.ndim == 2 or mesh.size() == 1)
+    watched = WatchedUpdate(learner, reduces_once, checks_operators=not actor.compile)
     measures = Measures()
     share = batch.select(owned_by(rank, size, batch, job))
     if job["old_logprobs"] != "given":
@@ -75,16 +78,16 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         learner.offload()
         assert set(on_device(model)) == {actor.offload == "moments"}, "actor.offload=moments offloads only moments"
         learner.reload()
-        offload_before_steps(learner)
     try:
-        learner.update(share, num_prompts=job["num_prompts"], measures=measures)
+        with watched:
+            learner.update(share, num_prompts=job["num_prompts"], measures=measures)
     except FloatingPointError as error:
         (folder / f"{job['name']}.{rank}.error").write_text(str(error))
         return
     assert learner.probe_logits is not None, "the probe was not computed"
     if learner.offloads:
         learner.offload()
-        assert num_moments_offloaded(learner) > 0
+        assert watched.num_offloaded() > 0
         learner.reload()
     report(pg, folder, job, model, measures)
 
@@ -114,56 +117,63 @@ class CheckedOperators(TorchDispatchMode):
         assert self.has_rotated or error[0], "the family's own rotary function was used"
 
 
-def check_reduction(trainer: ShardedTrainer) -> None:
-    """Check that a rank with the whole model, and replicas, reduce gradients only after the last micro-batch."""
-    step, accumulate = trainer._optimizer_step, trainer._accumulate
-    mesh, has_gradients = trainer._mesh, []
-    waits = trainer._actor.offload != "always" and (mesh.ndim == 2 or mesh.size() == 1)
+class WatchedUpdate:
+    """Check the optimizer steps of an update, where the trainer cuts a mini-batch and where it takes micro-batches.
 
-    def optimizer_step(*args: Any) -> None:
-        has_gradients.clear()
-        step(*args)
-        *early, last = has_gradients or [True]  # none where a mini-batch is empty
-        assert early == [not waits] * len(early) and last, (has_gradients, mesh)
+    Moments are offloaded before each step. They stay so until the last backward pass has freed the activations of their
+    layer, and moments that belong to no layer until the end. A rank with the whole model, and replicas, reduce
+    gradients only after the last micro-batch.
+    """
 
-    def micro_batch(*args: Any) -> None:
-        is_checked = not trainer._actor.compile and not has_gradients  # the others of a step run the same code
-        with CheckedOperators() if is_checked else nullcontext():
-            accumulate(*args)
-        has_gradients.append(any(parameter.grad is not None for parameter in trainer.model.parameters()))
+    def __init__(self, trainer: ShardedTrainer, reduces_once: bool, checks_operators: bool):
+        self._trainer, self._reduces_once, self._checks_operators = trainer, reduces_once, checks_operators
+        self._moments: list[LocalSlice] = []  # known after the first step, which makes them
+        self._num_offloaded = 0  # before the step
+        self._after: list[tuple[bool, int]] = []  # each micro-batch: has it left gradients, and moments offloaded?
 
-    trainer._optimizer_step, trainer._accumulate = optimizer_step, micro_batch  # type: ignore[method-assign]
+    def __enter__(self) -> None:
+        self._seams = (sharded_trainer.cut_together, sharded_trainer.micro_batches_of)
+        sharded_trainer.cut_together, sharded_trainer.micro_batches_of = self._begin_step, self._watch_micro_batches
 
+    def __exit__(self, *error: Any) -> None:
+        sharded_trainer.cut_together, sharded_trainer.micro_batches_of = self._seams
+        if error[0] is None:
+            self._end_step()
 
-def offload_before_steps(trainer: ShardedTrainer) -> None:
-    """Offload before every optimizer step. Check that moments stay offloaded until the last backward pass has freed the
-    activations of their layer, and moments that belong to no layer until the end."""
-    step, accumulate = trainer._optimizer_step, trainer._accumulate
-    offloaded: list[int] = []  # moments after each micro-batch
+    def num_offloaded(self) -> int:
+        return sum(each.data.numel() > 0 and not each.data.untyped_storage().nbytes() for each in self._moments)
 
-    def optimizer_step(*args: Any) -> None:
-        trainer.offload()
-        trainer.reload()
-        before = num_moments_offloaded(trainer)
-        offloaded.clear()
-        step(*args)
-        assert num_moments_offloaded(trainer) == 0
-        if before:
-            of_layers = [parameter for _, parameters in trainer._layers for parameter in parameters]
-            others = before - sum(parameter.to_local().numel() > 0 for parameter in of_layers) * len(MOMENTS)
+    def _begin_step(self, *args: Any) -> list[list[int]]:
+        self._end_step()
+        if self._trainer.offloads:
+            self._trainer.offload()
+            self._trainer.reload()
+        self._num_offloaded = self.num_offloaded()
+        return self._seams[0](*args)
+
+    def _watch_micro_batches(self, *args: Any) -> Iterator[Batch]:
+        for number, micro_batch in enumerate(self._seams[1](*args)):
+            # The other micro-batches of a step run the same code.
+            with CheckedOperators() if self._checks_operators and number == 0 else nullcontext():
+                yield micro_batch
+            has_gradients = any(parameter.grad is not None for parameter in self._trainer.model.parameters())
+            self._after.append((has_gradients, self.num_offloaded()))
+
+    def _end_step(self) -> None:
+        if not self._after:
+            return
+        *early, last = [has_gradients for has_gradients, _ in self._after]
+        assert early == [not self._reduces_once] * len(early) and last, self._after
+        assert self.num_offloaded() == 0
+        if (before := self._num_offloaded) > 0:
+            of_layers = [each for each in self._moments if ".layers." in each.info.name and each.data.numel()]
+            others = before - len(of_layers)
             assert others < before, (others, before)
-            assert offloaded == [before] * (len(offloaded) - 1) + [others], (offloaded, before, others)
-
-    def micro_batch(*args: Any) -> None:
-        accumulate(*args)
-        offloaded.append(num_moments_offloaded(trainer))
-
-    trainer._optimizer_step, trainer._accumulate = optimizer_step, micro_batch  # type: ignore[method-assign]
-
-
-def num_moments_offloaded(trainer: ShardedTrainer) -> int:
-    moments = [state[of].to_local() for state in trainer._optimizer.state.values() for of in MOMENTS]
-    return sum(moment.numel() > 0 and not moment.untyped_storage().nbytes() for moment in moments)
+            counts = [count for _, count in self._after]
+            assert counts == [before] * len(early) + [others], (counts, before, others)
+        self._after = []
+        if self._trainer.num_updates:
+            self._moments = [part for kind, part in self._trainer.state_slices() if kind.endswith(MOMENTS)]
 
 
 def owned_by(rank: int, size: int, batch: Batch, job: dict) -> list[int]:
@@ -195,9 +205,9 @@ def update_critic(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     share, measures = batch.select(owned), Measures()
     found = {"before": critic.add_values(share).values}
     offload_and_reload(critic)
-    if critic.offloads:
-        offload_before_steps(critic)
-    critic.update(share, job["num_prompts"], measures)
+    reduces_once = actor.offload != "always" and mesh.size() == 1
+    with WatchedUpdate(critic, reduces_once, checks_operators=False):
+        critic.update(share, job["num_prompts"], measures)
     offload_and_reload(critic)
     found["after"] = critic.add_values(share).values
     policy = load_model(place, mesh, device, job["dtype"], trainable=False)

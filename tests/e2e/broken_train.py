@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 import train
 from rl.world import signals
+from rl.learner import policy
 from rl.learner.policy import PolicyTrainer
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.service import RolloutService
@@ -50,6 +51,14 @@ def from_version_2(fill: Callable, action: Callable[[], None]) -> Callable:
         nonlocal version
         version += 0 in whole
         fill(layout, whole) if version < 2 else action()
+
+    return replaced
+
+
+def failing_after_one(buckets: Callable) -> Callable:
+    def replaced(*args: Any) -> Iterator[Any]:
+        yield next(buckets(*args))
+        fail()
 
     return replaced
 
@@ -150,16 +159,16 @@ def compile_and_sleep() -> None:
 
     compiled = torch.compile(lambda x: x + 1, backend=compile_graph)
     compiled(torch.zeros(2))  # compiled once before the first update
-    accumulate = PolicyTrainer._accumulate
+    score_responses = policy.score_responses
 
-    def replaced(*args: Any) -> None:
+    def replaced(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         compiled(torch.zeros(2, dtype=torch.int32 if calls == LATE_CALL else torch.float32))
         time.sleep(LONG_S if calls == LATE_CALL + 1 else 0)
-        accumulate(*args)
+        return score_responses(*args)
 
-    PolicyTrainer._accumulate = replaced
+    policy.score_responses = replaced  # called once per micro-batch
 
 
 def break_(what: str, culprit: int) -> None:
@@ -182,7 +191,7 @@ def break_(what: str, culprit: int) -> None:
     elif what == "update, details" and is_culprit:
         PolicyTrainer.update = broken(PolicyTrainer.update, fail_with_details)
     elif what == "exchange" and is_culprit:
-        BucketTransfer._finish = broken(BucketTransfer._finish, fail)
+        BucketTransfer.buckets = failing_after_one(BucketTransfer.buckets)
     elif what == "first two killed" and int(os.environ["RANK"]) < 2:
         PolicyTrainer.update = broken(PolicyTrainer.update, kill)
     elif what in ("slow engine", "slow engines") and (is_culprit or what == "slow engines"):
@@ -203,7 +212,7 @@ def break_(what: str, culprit: int) -> None:
         vllm.__version__ = "99.0"
     elif what in ("sleeping", "stopped", "frozen") and is_culprit:
         fault = {"sleeping": sleep, "stopped": stop, "frozen": freeze}[what]
-        PolicyTrainer._accumulate = broken(PolicyTrainer._accumulate, fault)
+        policy.score_responses = broken(policy.score_responses, fault)  # called once per micro-batch
     elif what == "compiles late, then sleeps" and is_culprit:
         compile_and_sleep()
     elif what == "disk hangs" and is_culprit:

@@ -33,7 +33,7 @@ def test_one_step_without_weights_saves_nothing(tmp_path: Path) -> None:
     assert re.search(r"^  rank 1 \(actor\): at most \d+\.\d\d [MG]B of host memory each$", output, re.M), output
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints"]
     left = [path for path in (run.parent / "x.dry-run").rglob("*") if path.is_file()]
-    assert {path.parent.name for path in left} == {"attempt_1", "status", "checkpoints"}, left
+    assert {path.parent.name for path in left} == {"attempt_1", "status", "checkpoints", "lease"}, left
     assert {path.name for path in left if path.parent.name == "checkpoints"} == {"run_id"}
 
 

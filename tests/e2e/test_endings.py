@@ -38,9 +38,8 @@ def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "placement"), [pytest.param(1, COLLOCATED, marks=pytest.mark.slow), (3, DISAGGREGATED[:-1])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "placement"), [(1, COLLOCATED), (3, DISAGGREGATED[:-1])])
 def test_clean_end(num_ranks: int, placement: list[str], tmp_path: Path) -> None:
     result = train(tmp_path / "run", num_ranks, *SETTINGS, *placement)
     assert [row["step"] for row in result.metrics] == [1, 2, 3]

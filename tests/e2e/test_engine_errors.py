@@ -57,6 +57,7 @@ def test_an_engine_is_rebuilt(num_ranks: int, rank: int, overrides: list[str], t
     assert_same(result, train(tmp_path / "whole", num_ranks, *SETTINGS, *overrides))
 
 
+@pytest.mark.slow
 def test_a_second_exception_in_a_row_ends_the_rank(tmp_path: Path) -> None:
     code, result = broken(tmp_path / "run", 2, "engine, twice", 1, FAKE)
     assert code != 0

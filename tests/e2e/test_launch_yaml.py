@@ -81,7 +81,7 @@ def test_skypilot_accepts_the_file(tmp_path: Path) -> None:
         "nodes": 2,
         "workdir": ".",
         "env": ["ARGS", "HF_HOME"],
-        "secrets": ["HF_TOKEN"],
+        "secrets": ["HF_TOKEN", "ONEWORLD_SECRET"],
         "gpus": {"H100": 8},
         "setup": "make setup DEVICE=cuda",
         "run": written["run"],
@@ -93,7 +93,7 @@ def test_dstack_accepts_the_file(tmp_path: Path) -> None:
     assert task == {
         "kind": "TaskConfiguration",
         "nodes": 2,
-        "env": ["ARGS", "HF_HOME", "HF_TOKEN"],
+        "env": ["ARGS", "HF_HOME", "HF_TOKEN", "ONEWORLD_SECRET"],
         "commands": yaml.safe_load((LAUNCH / "dstack.yml").read_text())["commands"],
         "gpus": [8, 8],
         "gpu_memory": [80, None],  # 80 GB or more

@@ -111,6 +111,17 @@ def test_an_unreachable_head_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_node_with_another_secret_is_named(tmp_path: Path) -> None:
+    with cluster(3) as nodes:
+        before = "export ONEWORLD_SECRET=a-secret-of-one-node"
+        output = launch(nodes, tmp_path, before=before, planted=2, ONEWORLD_PREFLIGHT_WAIT_S="8")
+        assert f"oneworld: refused 1 connection from {SUBNET}.3: no proof that it knows the run's secret" in output
+        assert "on 1 of 3 nodes: node 2 (node2)" in output
+        assert "set the same ONEWORLD_SECRET on every node; it retries for" in nodes[2].output
+        assert "a-secret-of-one-node" not in "".join(node.output for node in nodes)
+
+
+@pytest.mark.slow
 def test_another_version_is_named(tmp_path: Path) -> None:
     package = tmp_path / "planted" / "transformers-1.2.3.dist-info"
     package.mkdir(parents=True)
@@ -231,7 +242,7 @@ def test_fewer_nodes_may_begin_and_a_late_one_joins_them(tmp_path: Path) -> None
             while not any("step 2/" in node.output for node in nodes):
                 time.sleep(0.1)
             begin(2)
-            wait_for("head:29500 answers: joins the others without preflight", nodes[2])
+            wait_for("head:29500 answers: it joins the others without preflight", nodes[2])
             while not any("3 ranks on 3 nodes" in node.output for node in nodes):
                 time.sleep(0.1)
         finally:

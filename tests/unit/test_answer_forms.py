@@ -43,7 +43,7 @@ def check(tables: dict[str, list[Row]]) -> None:
 
 
 def test_the_graders_on_a_sample_of_every_form() -> None:
-    tables = grade(most=6, timeout_s=110)
+    tables = grade(most=3, timeout_s=110)
     check(tables)
     assert {row.form for row in tables["MATH"]} == EQUIVALENT.keys() | WRONG.keys(), "a form applies to no answer"
     assert {row.form for row in tables["GSM8K"]} == GSM8K_EQUIVALENT.keys() | GSM8K_WRONG.keys()

@@ -2,7 +2,6 @@
 
 import select
 import selectors
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from rl.common.handshake import connect
 from rl.common.json_channel import JsonChannel
 from rl.watch import board as board_module
 from rl.watch.board import CUT_S, DEADLOCK_S, Board
 from rl.watch.board_link import BoardServer
 from rl.watch.culprit import RankState, find_culprit
 from rl.watch.reports import AttemptHistory, Report
+from tests.mails import KEY
 
 
 def state(rank: int, **values: Any) -> RankState:
@@ -316,10 +317,10 @@ def test_an_interrupt_explains_whatever_ends_the_world_after_it(cause: str, said
     assert aborted(world) == [(rank, True) for rank in range(4)]
 
 
-def test_a_server_accepts_peers_with_the_token_and_stays_until_they_have_gone() -> None:
+def test_a_server_accepts_a_watchdog_for_each_rank_and_stays_until_they_have_gone() -> None:
     orders: list[dict[str, Any]] = []
     with selectors.DefaultSelector() as selector:
-        server = BoardServer("127.0.0.1", "token", selector, orders.append, lambda text: None)
+        server = BoardServer("127.0.0.1", KEY, 3, selector, orders.append, lambda text: None)
 
         def read(is_so: Callable[[], bool]) -> None:
             deadline = time.monotonic() + 10
@@ -328,12 +329,13 @@ def test_a_server_accepts_peers_with_the_token_and_stays_until_they_have_gone() 
                 for key, _ in selector.select(0.1):
                     key.data()
 
-        friend, stranger = (JsonChannel(socket.create_connection(("127.0.0.1", server.port))) for _ in range(2))
-        for line, rank, token in ((stranger, 2, "other"), (friend, 1, "token")):
-            line.send("hello", token=token, rank=rank)
+        friend, second, third = (JsonChannel(connect(("127.0.0.1", server.port), KEY, 10)) for _ in range(3))
+        for line, rank in ((friend, 1), (second, 1), (third, 3)):  # one that is there already, and one that is not
+            line.send("hello", rank=rank)
             line.send("beat", state=asdict(state(rank)), about={})
-        read(lambda: not stranger.receive() and not stranger.is_open)
-        read(lambda: set(server.board.entries) == {1})
+            read(lambda: set(server.board.entries) == {1})
+        read(lambda: not second.receive() and not second.is_open)
+        read(lambda: not third.receive() and not third.is_open)
         server.send("beat", state=asdict(state(0)), about={})
         server.send("silent")
         assert orders == [{"kind": "diagnose"}]

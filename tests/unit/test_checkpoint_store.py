@@ -203,7 +203,8 @@ def test_bytes_of_another_nodes_file(tmp_path: Path) -> None:
     with stores_on([tmp_path / "a", tmp_path / "b"]) as (store, _):
         assert answer(store, 1, Directory.read, str(folder), "model") == b"0123456789"
         assert answer(store, 1, Directory.read, str(folder), "model", 3, 4) == b"3456"
-        assert answer(store, 0, Directory.read, str(folder), "model", 9, 1) == b"9"  # it sees that disk too
+        with pytest.raises(CheckpointError, match="is not a step of this run"):  # although it sees that disk too
+            answer(store, 0, Directory.read, str(folder), "model", 9, 1)
 
 
 def test_an_error_reaches_the_caller_and_the_store_still_answers(tmp_path: Path) -> None:
@@ -219,12 +220,13 @@ def test_an_error_reaches_the_caller_and_the_store_still_answers(tmp_path: Path)
 
 def test_every_failure_is_answered(tmp_path: Path) -> None:
     """Without an answer the caller would wait forever, and so would the next one if the thread died."""
-    tmp_path.joinpath("step_4").mkdir()
+    tmp_path.joinpath("step_4", "hf").mkdir(parents=True)
+    step = str(tmp_path / "step_4")
     failing: list[tuple[str, list[Any], str]] = [
         ("list_steps", ["source"], "list_steps: AssertionError: "),
-        ("read", [str(tmp_path), "step_4", 0, 1], "read: IsADirectoryError: "),
-        ("read", [str(tmp_path), "a\0", 0, 1], "read: ValueError: "),
-        ("prepare", [4, "w1-4", "step_4.tmp-w1-4", []], "prepare: TypeError: "),
+        ("read", [step, "hf", 0, 1], "read: IsADirectoryError: "),
+        ("read", [step, "a\0", 0, 1], r"rank \d called read of the checkpoint store wrongly: "),
+        ("prepare", [4, "w1-4", "step_4.tmp-w1-4", []], r"rank \d called prepare of the checkpoint store wrongly: "),
     ]
     with stores_on([tmp_path, tmp_path]) as stores:
         for method, arguments, text in failing:

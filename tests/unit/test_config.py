@@ -320,7 +320,14 @@ BETWEEN_0_AND_1 = "it must be greater than 0 and less than 1"
             r"data.template: got '{prompt} \\boxed{answer}'; the placeholder {answer} would put the reference answer "
             "into the prompt. Remove it. If the braces are literal text, write another word in them",
         ),
-        (["run.name=a/b"], "run.name: got 'a/b'; it must be a directory name without '/' (run.dir is the path)"),
+        *(
+            (
+                [f"run.name={name}"],
+                f"run.name: got '{name}'; it must be a printable directory name without '/', other than '.' and '..' "
+                "(run.dir is the path)",
+            )
+            for name in ("a/b", "..")
+        ),
     ],
 )
 def test_validation(write: Write, overrides: list[str], message: str) -> None:

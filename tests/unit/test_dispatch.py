@@ -21,9 +21,9 @@ class Hall:
     """The dispatcher on the leader, and two engines' leads."""
 
     def __init__(self) -> None:
-        self.mails = [Mailbox(rank, "127.0.0.1", "token") for rank in range(3)]
+        self.mails = [Mailbox(rank, "127.0.0.1", b"key") for rank in range(3)]
         for mail in self.mails:
-            mail.learn({other.rank: other.address for other in self.mails})
+            mail.learn({other.rank: other.contact for other in self.mails})
         self.dispatcher = Dispatcher(self.mails[LEADER], num_engines=2)
 
     def pull(self, engine: int, held: int = 0, room: int = 100) -> None:

@@ -190,7 +190,7 @@ def test_nodes_over_ssh_are_all_asked(
     """Their answers are combined. When all nodes have ended, the result is kept and no node is asked again."""
     root, runs = tmp_path / "repository", tmp_path / "runs"
     (root / "launch").mkdir(parents=True)
-    for name in ("ssh.sh", "forward.sh", "check_numbers.sh"):
+    for name in ("ssh.sh", "forward.sh", "check_numbers.sh", "secret.sh"):
         (root / "launch" / name).write_bytes((ROOT / "launch" / name).read_bytes())
     (root / "launch" / "run_node.sh").write_text('#!/bin/bash\nsleep 20 & trap "kill $!; exit 143" TERM; wait\n')
     (root / "launch" / "run_node.sh").chmod(0o755)

@@ -81,13 +81,13 @@ def test_a_head_without_ipv6_is_found(tmp_path: Path) -> None:
     head = str(ROOT / "launch" / "find_head.py")
     command = [sys.executable, "-c", WITHOUT_IPV6, head, "serve", str(tmp_path), "7", "2", "0", "127.0.0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None and server.stdout.readline() == "ready\n"
+        assert server.stdout is not None and (secret := server.stdout.readline().strip())
         find = [sys.executable, "-X", "importtime", head, "find", str(tmp_path), "5"]
         try:
             found = subprocess.run(find, capture_output=True, text=True, timeout=10)
         finally:
             server.terminate()
-    assert found.stdout.split() == ["7", "2", "127.0.0.1", "0"]
+    assert found.stdout.split() == ["7", "2", "127.0.0.1", "0", secret]
     assert "rl.world.address" in found.stderr and "torch" not in found.stderr
 
 

@@ -306,8 +306,8 @@ def test_workers_wait_for_the_head_and_ignore_a_stale_file(machine: Machine) -> 
     """The worker starts first, next to the file of an older run."""
     shared = machine.folder / "shared"
     shared.mkdir()
-    stale = {"launch": "old", "nnodes": "2", "addresses": ["127.0.0.1"], "port": 1, "answer_port": 1, "word": "x"}
-    (shared / "head.json").write_text(json.dumps(stale))
+    (shared / "head.json").touch(mode=0o600)
+    (shared / "head.json").write_text(json.dumps({"addresses": ["127.0.0.1"], "answer_port": 1, "secret": "x" * 64}))
     machine.script(f"until [ -e {machine.folder}/end ]; do sleep 0.05; done", f"touch {machine.folder}/end")
     worker = machine.start("local.sh", "--worker", "1", "--shared", str(shared), "--nproc", "1", "--wait", "10")
     assert worker.stdout is not None and "ignoring" in worker.stdout.readline()

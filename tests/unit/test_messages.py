@@ -1,22 +1,18 @@
 """Mailboxes that talk over real sockets, all in this process."""
 
-import contextlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import pytest
 
-from rl.common.framing import MAGIC, PREFIX
-from rl.world.messages import Letter, Mailbox, Message, PeerLost
-from tests.mails import Mark, take
+from rl.watch.heart import HEART
+from rl.world.messages import Contact, Letter, Mailbox, Message, PeerLost
+from tests.mails import HOST, KEY, Mark, listening, take
 
-HOST = "127.0.0.1"
 WAIT_S = 10.0  # for what must happen; what must not is waited for less long
 Connect = Callable[[int], list[Mailbox]]
 
@@ -51,9 +47,9 @@ def connect() -> Iterator[Connect]:
     made: list[Mailbox] = []
 
     def connect(count: int) -> list[Mailbox]:
-        mails = [Mailbox(rank, HOST, "token") for rank in range(count)]
+        mails = [Mailbox(rank, HOST, KEY) for rank in range(count)]
         for mail in mails:
-            mail.learn({other.rank: other.address for other in mails})
+            mail.learn({other.rank: other.contact for other in mails})
         made.extend(mails)
         return mails
 
@@ -192,72 +188,6 @@ def test_fail_reaches_a_waiting_receive_and_the_first_error_stays(connect: Conne
             wait()
 
 
-def test_a_wrong_token_is_dropped_with_its_messages(connect: Connect) -> None:
-    mail, friend = connect(2)
-    stranger = Mailbox(1, HOST, "another token")
-    stranger.learn({0: mail.address})
-    _, dropped = lost_by(stranger)
-    ranks, _ = lost_by(mail)
-    with contextlib.suppress(PeerLost):  # it may be dropped before it has said all
-        stranger.send(0, Note(13))
-    assert dropped.wait(WAIT_S)
-    friend.send(0, Note(7))
-    assert take(mail, Note).message == Note(7)
-    assert mail.receive_within(0.1, Note) is None
-    assert ranks == []  # the stranger called itself rank 1, which is not lost
-    stranger.close()
-
-
-def frame(header: object, payload: bytes = b"") -> bytes:
-    text = header if isinstance(header, bytes) else msgspec.msgpack.encode(header)
-    return PREFIX.pack(MAGIC, len(text), len(payload)) + text + payload
-
-
-HELLO = frame(["Hello", {"token": "token", "rank": 1}])
-NOTE = frame(["Note", {}])
-GARBAGE = {
-    "another protocol": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "another magic": b"1wle" + HELLO[4:] + NOTE,
-    "too long a header": PREFIX.pack(MAGIC, 1 << 31, 0),
-    "an empty header": PREFIX.pack(MAGIC, 0, 0),
-    "a payload before the token": PREFIX.pack(MAGIC, 10, 1 << 40),
-    "not msgpack": frame(b"\xc1\xfe{]"),
-    "no pair": frame(5),
-    "three values": frame(["Hello", {}, 3]),
-    "a deep header": frame(b"\x91" * 200_000 + b"\x90"),
-    "a deep field": frame(b"\x92\xa5Hello" + b"\x91" * 200_000 + b"\x90"),
-    "no hello": NOTE,
-    "a hello without a token": frame(["Hello", {}]) + NOTE,
-    "a hello that is no mapping": frame(["Hello", 5]) + NOTE,
-    "a hello with a wrong token": frame(["Hello", {"token": "x", "rank": 1}]) + NOTE,
-}
-
-
-@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_is_dropped_and_harms_nobody(connect: Connect, garbage: bytes) -> None:
-    mail, friend = connect(2)
-    with socket.create_connection(mail.address, timeout=2) as stranger:
-        stranger.sendall(garbage)
-        try:
-            assert stranger.recv(1) == b"", "nobody answers a stranger"
-        except ConnectionResetError:
-            pass  # closed with unread bytes
-        except TimeoutError:
-            pytest.fail("the connection was not dropped")
-    friend.send(0, Note(7))
-    assert take(mail, Note).message == Note(7)
-    assert mail.receive_within(0, Note) is None
-
-
-def test_a_stranger_that_says_nothing_holds_nobody_up(connect: Connect) -> None:
-    mail, friend = connect(2)
-    with socket.create_connection(mail.address) as silent, socket.create_connection(mail.address) as slow:
-        slow.sendall(HELLO[:9])
-        friend.send(0, Note())
-        assert take(mail, Note).source == 1
-        assert silent.fileno() > 0
-
-
 @pytest.mark.parametrize("writer", [0, 1])
 def test_a_closed_peer_is_reported(connect: Connect, writer: int) -> None:
     """To the one that it wrote to, and with a process that ends also to the one that wrote to it."""
@@ -269,10 +199,10 @@ def test_a_closed_peer_is_reported(connect: Connect, writer: int) -> None:
         take(staying, Note)
         leaving.close()
     else:
-        with socket.create_server((HOST, 0)) as server:
-            staying.learn({1: server.getsockname()})
+        with listening() as (address, accepted):
+            staying.learn({1: Contact(*address, "")})
             staying.send(1, Note())
-            server.accept()[0].close()
+            accepted.get().close()
     assert reported.wait(WAIT_S)
     assert set(ranks) == {1}
 
@@ -280,17 +210,17 @@ def test_a_closed_peer_is_reported(connect: Connect, writer: int) -> None:
 def test_sending_to_a_peer_that_never_listened_raises(connect: Connect) -> None:
     mail, gone = connect(2)
     gone.close()
-    with pytest.raises(PeerLost, match=r"could not send 'Note' to rank 1 at \('127\.0\.0\.1', \d+\)"):
+    with pytest.raises(PeerLost, match=r"could not send 'Note' to rank 1 at 127\.0\.0\.1:\d+"):
         mail.send(1, Note())
 
 
 def test_sending_to_a_peer_that_left_raises_every_time(connect: Connect) -> None:
     (mail,) = connect(1)
     _, reported = lost_by(mail)
-    with socket.create_server((HOST, 0)) as server:
-        mail.learn({1: server.getsockname()})
+    with listening() as (address, accepted):
+        mail.learn({1: Contact(*address, "")})
         mail.send(1, Note())
-        server.accept()[0].close()
+        accepted.get().close()
         assert reported.wait(WAIT_S)
         for _ in range(2):
             with pytest.raises(PeerLost, match="'Note' to rank 1"):
@@ -348,3 +278,23 @@ def test_a_handler_also_gets_what_came_before_it(connect: Connect) -> None:
     assert handled == [1]
     assert mail.receive_within(0, Note) is None
     take(mail, Other)
+
+
+def test_a_rank_that_does_not_read_is_waited_for(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the watchdog blames that rank, not the sender."""
+    waits: list[str] = []
+    monkeypatch.setattr(HEART, "wait", waits.append)
+    sender, frozen = connect(2)
+    blocked, released = threading.Event(), threading.Event()
+
+    def handle(letter: Letter[Note]) -> None:
+        blocked.set()
+        released.wait(WAIT_S)
+
+    frozen.on(Note, handle)
+    sender.send(1, Note())
+    assert blocked.wait(WAIT_S)
+    threading.Timer(0.3, released.set).start()
+    sender.send(1, Other(), payload=bytes(32 << 20))
+    assert waits == ["rank 1 to accept a connection", "", "rank 1 to read a message", ""]
+    assert len(take(frozen, Other).payload) == 32 << 20

@@ -41,11 +41,19 @@ class FakeCoordinator:
         node, local = divmod(rank, NUM_LOCAL)
         gpu = {"count": NUM_LOCAL, "name": "H100", "total": 80 * GB, "free": 79 * GB, "index": local}
         memory = {"total": 900 * GB, "available": 800 * GB}
-        about = {"gpu": gpu, "host": HOSTS[node], "sink": 1000 + rank, "number": 2 - node, "is_head": node == 2}
-        about |= {"head": "c", "port": 29500, "folder": "runs", "commit": "abc"}
+        found: dict[str, Any] = {"config_error": "", "gpu": gpu, "host": HOSTS[node], "sink": 1000 + rank}
+        about = {
+            "number": 2 - node,
+            "is_head": node == 2,
+            "head": "c",
+            "port": 29500,
+            "folder": "runs",
+            "commit": "abc",
+        }
         about |= {"memory": memory, "gpu_users": []}
         about |= {"shared_memory": {"total": 60 * GB, "free": 60 * GB, "error": ""}}
-        return about | ({} if local else {"versions": {"torch": "2.13", "code": "c0de", "settings": "5e7"}})
+        about |= {"versions": {"torch": "2.13", "code": "c0de", "settings": "5e7"}}
+        return found | ({} if local else {"node": about})
 
     def read_clock(self, rank: int) -> float:
         return time.time()

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -16,6 +17,7 @@ from launch import roll_call
 from launch.checks.sockets import is_own_address, listen
 from launch.roll_call import NOT_READY, READY, UNDER_WAY, Node, RollCall, answer, describe_missing, refusal
 from rl.common.framing import pack
+from rl.common.handshake import connect, derive_key
 
 HELLO = pack(b'{"kind": "hello", "run": "x", "node": 1, "name": "b"}')
 HEAD = Node(0, "head")
@@ -92,33 +94,46 @@ def test_nodes_beyond_the_minimum_have_a_little_time(
 def test_nodes_of_another_run_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     code, codes = call("2", 1.0, Node(1, "b"), run="y")
     assert (code, codes) == (NOT_READY, [NOT_READY])
-    assert "got b of the run y, but this is the roll call of x; give one another --port" in capsys.readouterr().err
+    said = "got b of the run y, but this is the roll call of x; give one of the runs another --port"
+    assert said in capsys.readouterr().err
 
 
-def test_nodes_that_leave_and_strangers_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+def register(place: tuple[str, int]) -> socket.socket:
+    """Connect as node 1 does."""
+    connection = connect(place, derive_key(roll_call.PURPOSE), 5)
+    connection.sendall(HELLO)
+    return connection
+
+
+def test_nodes_that_leave_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
     with listen(0) as server:
-        place = ("127.0.0.1", server.getsockname()[1])
-        for data in (HELLO, pack(b"{}"), pack(b'{"kind": "hello"}'), b"GET / HTTP/1.1\r\n\r\n"):
-            with socket.create_connection(place) as connection:
-                connection.sendall(data)
-        assert RollCall(server, HEAD, "x", "3").call(0.5) == NOT_READY
+        caller, place = RollCall(server, HEAD, "x", "3"), ("127.0.0.1", server.getsockname()[1])
+        with register(place):
+            step_until(caller, {HEAD, Node(1, "b")})
+        assert caller.call(0.5) == NOT_READY
     assert "on 2 of 3 nodes: node 1, node 2" in capsys.readouterr().err
+
+
+def step_until(caller: RollCall, present: set[Node]) -> None:
+    deadline = time.monotonic() + 10
+    while caller.present != present:
+        assert time.monotonic() < deadline
+        caller.step(timeout_s=0.1)
 
 
 def test_a_node_that_reconnects_before_its_old_connection_ends_stays() -> None:
     with listen(0) as server:
         caller, place = RollCall(server, HEAD, "x", "2"), ("127.0.0.1", server.getsockname()[1])
-        with socket.create_connection(place) as old, socket.create_connection(place) as new:
-            for connection in (old, new):
-                connection.sendall(HELLO)
-                caller.step(timeout_s=5)  # the connection
-                caller.step(timeout_s=5)  # its message
-            assert caller.present == {HEAD, Node(1, "b")}
+        old = register(place)
+        step_until(caller, {HEAD, Node(1, "b")})
+        with register(place):
+            for _ in range(2):  # its connection, and its message
+                caller.step(timeout_s=1)
             old.close()
             caller.step(timeout_s=5)
             assert caller.present == {HEAD, Node(1, "b")}
-        caller.step(timeout_s=5)
-        assert caller.present == {HEAD}
+        step_until(caller, {HEAD})
+        caller.close()
 
 
 @pytest.mark.timeout(120)  # torch is imported three times at once
@@ -148,7 +163,7 @@ def test_a_late_node_joins_its_own_run_and_no_other(
         assert asks.wait(timeout=100) == -signal.SIGALRM
     assert codes == {"x": UNDER_WAY, "y": NOT_READY}
     said = capsys.readouterr().err
-    assert f"but the rendezvous of x at 127.0.0.1:{store.port} answers: joins the others without preflight" in said
+    assert f"but the rendezvous of x at 127.0.0.1:{store.port} answers: it joins the others without preflight" in said
     assert f"node 1 (b): the listener at 127.0.0.1:{store.port} is not the rendezvous of y" in said
 
 
@@ -160,7 +175,7 @@ def test_a_busy_port_ends_the_head_and_not_a_node_that_shares_its_address() -> N
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
         assert (done.returncode, done.stdout) == (NOT_READY, "")
         assert f"port {port} of the head is held by process {os.getpid()} (" in done.stderr
-        assert "or give another --port than 1, which is one less" in done.stderr
+        assert "or give another --port: the roll call uses --port + 1, and --port is 1" in done.stderr
     command[-3] = ""
     one, two = (subprocess.Popen(command, env=os.environ | {"ONEWORLD_PREFLIGHT_WAIT_S": "15"}) for _ in range(2))
     assert (one.wait(timeout=20), two.wait(timeout=20)) == (READY, READY)

@@ -1,5 +1,6 @@
 """Tests of rl/watch/silence.py: when a rank has been silent for too long."""
 
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ def beat(
 ) -> Heartbeat:
     activity = Activity("actor", stage, 1, 1, "", waits_for, exceptional)
     novelty: Any = {"is_new": False, "shape": "", "is_first_use": False}
-    return Heartbeat(activity, count, 0, at=at, **novelty, **({"stage_at": at, "io_at": at} | times))
+    entered_at = float(zlib.crc32(stage.encode()))  # each visit of a stage has a time of its own
+    return Heartbeat(activity, count, 0, at=at, **novelty, **({"stage_at": entered_at, "io_at": at} | times))
 
 
 def is_silent(detector: SilenceDetector, beat: Heartbeat, now: float, letter: str = "") -> bool:
@@ -180,3 +182,12 @@ def test_a_pause_of_the_machine_is_not_blamed_on_its_rank() -> None:
     assert is_frozen(detector, before, now=514.1)
     after = beat(21, at=506.0)
     assert is_silent(detector, after, now=516.1)
+
+
+def test_a_visit_ends_even_if_no_look_shows_another_stage() -> None:
+    """All other stages of a step may pass between two looks of the watchdog."""
+    detector = SilenceDetector(floor_s=1.0)
+    detector.see(beat(1, at=1.0, stage_at=1.0))
+    second = beat(9, at=5.0, stage_at=5.0)
+    detector.see(second)
+    assert detector.limit_s(second) == 4.0 * STRETCH

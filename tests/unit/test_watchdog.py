@@ -26,6 +26,7 @@ from rl.watch.silence import SilenceDetector
 from rl.watch.stacks import Stacks, stands_in_collective
 from rl.watch.watchdog import Watchdog
 from tests.launcher import until
+from tests.mails import KEY, listening
 from tests.unit.test_board import report
 
 
@@ -49,8 +50,8 @@ def watched(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], JsonChannel
     ours, theirs = socket.socketpair()
     rank = JsonChannel(ours)
     with running(theirs) as (process, heart):
-        rank.send("host", address="127.0.0.1", token="token")
-        rank.send("join", rank=0, local_rank=0, token="token", board=[])
+        rank.send("host", address="127.0.0.1", key="00", size=1)
+        rank.send("join", rank=0, local_rank=0, world="token", key="00", board=[])
         rank.send("run", folder=str(folder), floor_s=60.0, cap_s=60.0, collectives="")
         yield process, rank, heart
 
@@ -75,9 +76,9 @@ def test_a_pause_of_the_machine_is_not_blamed_on_the_rank(tmp_path: Path, monkey
 def test_the_last_heartbeat_of_a_rank_that_is_done_has_its_last_step() -> None:
     ours, theirs = socket.socketpair()
     rank = JsonChannel(ours)
-    with socket.create_server(("127.0.0.1", 0)) as listener, running(theirs) as (process, heart):
-        rank.send("join", rank=1, local_rank=1, token="token", board=listener.getsockname())
-        board = JsonChannel(listener.accept()[0])
+    with listening() as (address, accepted), running(theirs) as (process, heart):
+        rank.send("join", rank=1, local_rank=1, world="world", key=KEY.hex(), board=address)
+        board = JsonChannel(accepted.get())
         messages: list[dict[str, Any]] = []
         until(lambda: messages.extend(board.receive()) or len(messages) >= 2, "the first beat")
         heart.describe(step=7)

@@ -2,9 +2,9 @@
 
 vLLM builds its groups over the whole default group of torch.distributed, which hangs if only some ranks host engines.
 So each engine gets a private default group that contains only its tensor-parallel ranks. It is swapped in for every
-call of vLLM. The trainer's default group is in place at all other times, and also while vLLM consumes a weight iterator
-that runs collectives. The counter that names new groups is swapped too. Otherwise later groups of the trainer would
-have different names on different ranks.
+call of vLLM. At all other times, the trainer's default group is in place. If vLLM reads weights from an iterator that
+runs the trainer's collectives, the trainer's group is swapped back in for each item. The counter that names new groups
+is swapped too. Otherwise later groups of the trainer would have different names on different ranks.
 """
 
 import os
@@ -24,7 +24,7 @@ class PrivateDefaultGroup:
 
     def __init__(self, seat: EngineSeat):
         self._group: c10d.ProcessGroup | None = None
-        self._count = 1_000_000  # names new groups; far from the names of the trainer's groups
+        self._count = 1_000_000  # the counter for names of new groups; far above the trainer's counter
         numbers = {"RANK": seat.tp_rank, "WORLD_SIZE": seat.tp_size, "LOCAL_RANK": seat.device.index or 0}
         self._environment = {name: str(number) for name, number in numbers.items()}
         backend = "cpu:gloo,cuda:nccl" if seat.device.type == "cuda" else "gloo"
@@ -42,7 +42,7 @@ class PrivateDefaultGroup:
         finally:
             self._swap()
 
-    left = entered  # the same swap, from inside
+    left = entered  # inside `entered`, a second swap restores the trainer's group
 
     def _swap(self) -> None:
         world = c10d._world
