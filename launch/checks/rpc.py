@@ -25,11 +25,11 @@ from launch.checks.sockets import (
     check,
     read_messages,
     send_message,
-    wait_until_readable,
 )
 from rl.common import handshake
 from rl.common.json_channel import JsonChannel
 from rl.common.text import format_ranks
+from rl.common.waiting import wait_until_readable
 
 ANSWER_S = 8.0  # default limit for the answers to a question
 UNTRUSTED_S = 5.0  # a rank gives up after rank 0 has refused its secret for this long

@@ -6,7 +6,6 @@ fields of a `msgspec.Struct`, whose tag is their kind.
 
 import json
 import os
-import select
 import socket
 import sys
 import time
@@ -20,6 +19,7 @@ import msgspec
 from rl.common.framing import FrameReader, pack
 from rl.common.handshake import HANDSHAKE_S, Listener, Refusals
 from rl.common.json_channel import MAX_MESSAGE, JsonChannel
+from rl.common.waiting import wait_until_readable
 
 CONNECT_S = 3.0  # limit for a connect, and for the first answer
 POLL_S = 1.0  # interval at which connections without a hello are checked
@@ -77,14 +77,6 @@ def read_messages(connection: socket.socket, kinds: Any) -> Iterator[Any]:
         except RecursionError:
             raise ValueError("got JSON that is nested too deeply") from None
         yield check(message, kinds)
-
-
-def wait_until_readable(connections: Iterable[socket.socket], timeout_s: float) -> None:
-    """Wait until there is something to read. Unlike select.select, this works with more than 1024 open files."""
-    poll = select.poll()
-    for connection in connections:
-        poll.register(connection, select.POLLIN)
-    poll.poll(1000 * timeout_s)
 
 
 class Acceptor(Generic[M]):

@@ -6,7 +6,6 @@
 either. A sender that may block calls `sendall` with `pack(...)` and then with the payload.
 """
 
-import select
 import socket
 import struct
 import time
@@ -14,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from math import inf
 from typing import NamedTuple
+
+from rl.common.waiting import wait_until_writable
 
 PREFIX = struct.Struct("!4sIQ")  # magic, bytes of the head, bytes of the payload
 MAGIC = b"1wld"
@@ -165,7 +166,7 @@ class Channel(FrameReader):
         """Send the queue. Wait up to `timeout_s` seconds for a slow peer."""
         deadline = time.monotonic() + timeout_s
         while self.has_unsent and (left := deadline - time.monotonic()) > 0:
-            select.select([], [self.connection], [], left)
+            wait_until_writable(self.connection, left)
             self.flush()
 
     def receive_frames(self) -> list[Frame]:

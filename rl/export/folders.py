@@ -7,7 +7,6 @@ script on the standard input of `sh -s`, so the quoting rules of the login shell
 import hashlib
 import os
 import re
-import select
 import shlex
 import tempfile
 import threading
@@ -20,6 +19,7 @@ from subprocess import PIPE, Popen
 
 from rl.checkpoint.manifest import COMMITTED, MANIFEST, STEP_FOLDER, step_folder
 from rl.common.files import join_inside
+from rl.common.waiting import wait_until_readable
 from rl.export.errors import MergeError
 
 CHECKPOINTS = "checkpoints"
@@ -176,12 +176,10 @@ class RemoteFolder:
                 ssh.stdin.write((self._enter + script).encode())
             greeting: bytes | None = b""  # output before BEGIN; None after it
             silent_s = 0.0
-            output = select.poll()  # unlike select.select, it takes descriptors beyond 1024: every shard stays open
-            output.register(ssh.stdout, select.POLLIN)
             while True:
                 if stop.is_set():
                     raise MergeError(f"{self.name}: interrupted")
-                if not output.poll(POLL_S * 1000):
+                if not wait_until_readable([ssh.stdout], POLL_S):
                     silent_s += POLL_S
                     if silent_s > silence_s:
                         raise NodeUnreachable(f"{self.name}: no data for {silence_s:.0f} s; {UNREACHABLE}")

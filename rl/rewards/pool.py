@@ -2,7 +2,6 @@
 
 import json
 import os
-import select
 import socket
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 from rl.common.credentials import hide_credentials
 from rl.common.framing import Channel, pack
+from rl.common.waiting import wait_until_readable
 from rl.config.schema import ConfigError, RewardConfig
 from rl.rewards.find import read_rules
 from rl.rewards.launch import RewardServerProcess
@@ -107,9 +107,7 @@ class RewardPool:
 
     def _wait(self) -> None:
         """Wait for data. Raise RuntimeError if calls are under way and none ends within the time limit."""
-        poll = select.poll()
-        poll.register(self._server.connection, select.POLLIN)
-        while not poll.poll(self._limit_s * 1000):
+        while not wait_until_readable([self._server.connection], self._limit_s):
             if self._keys and time.monotonic() - self._changed_at > self._limit_s:
                 raise RuntimeError(
                     f"the reward server of this rank (process {self._server.process.pid}) has said nothing for "

@@ -9,7 +9,6 @@ import gc
 import json
 import math
 import os
-import select
 import selectors
 import signal
 import socket
@@ -21,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from rl.common.framing import Buffer, Channel
+from rl.common.waiting import wait_until_readable
 from rl.rewards.process_tree import adopt_orphans, children_of, descendants_of, end_tree
 from rl.rewards.worker import MAX_CALL, MAX_CALL_ID, RewardFunction, failed, run_worker
 from rl.watch.parent import die_with_parent
@@ -184,7 +184,7 @@ class Server:
             self._idle.append(worker)
         self._flush(worker.channel)
         if has_ended or not worker.channel.is_open:
-            select.select([worker.exit_fd], [], [], EXIT_CODE_S)
+            wait_until_readable([worker.exit_fd], EXIT_CODE_S)
             self._fail(worker, "crash", "its process ended, closed its connection or sent too large a result")
 
     def _fail(self, worker: _Worker, status: str, text: str) -> None:

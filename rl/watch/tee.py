@@ -7,7 +7,6 @@ terminal, the rank gets a pseudo-terminal instead of a pipe, so progress bars ke
 import fcntl
 import os
 import queue
-import select
 import socket
 import sys
 import termios
@@ -17,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from rl.common.waiting import wait_until_readable, wait_until_writable
 from rl.watch.parent import leave_rank
 
 MAX_EARLY = 4 << 20  # bytes kept until the run's folder is known
@@ -100,12 +100,11 @@ class _Tee:
 
     def run(self) -> None:
         while self._streams:
-            sources: list[int | socket.socket] = [*self._streams, *self._connections]
-            for source in select.select(sources, [], [], TICK_S)[0]:
-                if isinstance(source, socket.socket):
-                    self._take_log(source)
-                else:
-                    self._pass_on(self._streams[source])
+            ready = wait_until_readable([*self._streams, *self._connections], TICK_S)
+            for connection in [each for each in self._connections if each.fileno() in ready]:
+                self._take_log(connection)
+            for stream in [stream for reader, stream in self._streams.items() if reader in ready]:
+                self._pass_on(stream)
             for stream in self._streams.values():
                 _copy_size(stream)
         if self._log is not None:
@@ -171,7 +170,7 @@ def _write(file: int, part: bytes) -> bool:
         try:
             part = part[os.write(file, part) :]
         except BlockingIOError:  # another program made the console non-blocking
-            select.select([], [file], [])
+            wait_until_writable(file)
         except OSError:
             return False
     return True

@@ -10,7 +10,6 @@ fatal error (bad settings, Ctrl-C, the same error at the same step twice). `FATA
 
 import bdb
 import os
-import select
 import socket
 import sys
 import threading
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from rl.common.credentials import hide_credentials
 from rl.common.json_channel import JsonChannel
+from rl.common.waiting import wait_until_readable
 from rl.config.schema import ConfigError
 from rl.watch.reports import Cause, Report, ServiceUnavailable
 from rl.world.debugger import Debugger
@@ -96,7 +96,7 @@ class FaultReporter:
     def host_board(self, address: str, key: str, size: int) -> int:
         """Let this rank's watchdog open the board. Return the board's port."""
         self.tell_watchdog("host", address=address, key=key, size=size)
-        while select.select([self._watchdog.connection], [], [], WATCHDOG_TIMEOUT_S)[0]:
+        while wait_until_readable([self._watchdog.connection], WATCHDOG_TIMEOUT_S):
             for message in self._watchdog.receive():
                 assert message["kind"] == "hosted", message
                 return message["port"]

@@ -106,8 +106,9 @@ def files(run: Path) -> list[str]:
 
 
 CONTEND = """
-import select, sys
+import sys
 from pathlib import Path
+from rl.common.waiting import wait_until_readable
 from rl.watch import lease
 from rl.watch.lease import LeaseContender, LeaseOwner, LeaseRefused, ProcessIdentity
 lease.EXPIRE_S, lease.POLL_S = 2.0, 0.01
@@ -120,7 +121,7 @@ for line in sys.stdin:
         print("refused", flush=True)
         continue
     print("won", flush=True)
-    while not select.select([sys.stdin], [], [], 0.02)[0]:
+    while not wait_until_readable([sys.stdin], 0.02):
         taken.renew()
 """
 

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import select
 import shutil
 import stat
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rl.common.waiting import wait_until_readable
 from rl.config.schema import ROOT
 from rl.watch import recorder
 from tests.unit.test_recorder import trace
@@ -43,7 +43,7 @@ def read_dump(folder: Path, listener: int, data: bytes) -> recorder.Recording:
     """Let a recording read this answer of the flight recorder."""
     recording = recorder.Recording("0123", 7, str(folder / "nccl_rank_"))
     recording.start()
-    assert select.select([listener], [], [], 5)[0]
+    assert wait_until_readable([listener], 5)
     (folder / "nccl_rank_7.new").write_bytes(data)
     (folder / "nccl_rank_7.new").rename(folder / "nccl_rank_7")
     recording.join(10)
@@ -76,7 +76,7 @@ def test_damaged_dumps_are_ignored(tmp_path: Path, listener: int, monkeypatch: p
 def test_a_dump_without_end_is_not_read(tmp_path: Path, listener: int) -> None:
     recording = recorder.Recording("0123", 7, str(tmp_path / "nccl_rank_"))
     recording.start()
-    assert select.select([listener], [], [], 5)[0]
+    assert wait_until_readable([listener], 5)
     (tmp_path / "nccl_rank_7").symlink_to("/dev/zero")
     recording.join(10)
     assert not recording.is_alive() and not recording.is_pending

@@ -1,6 +1,5 @@
 """Tests of rl/watch/board.py, culprit.py and board_link.py: who is to blame, and what is printed about it."""
 
-import select
 import selectors
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import pytest
 
 from rl.common.handshake import connect
 from rl.common.json_channel import JsonChannel
+from rl.common.waiting import wait_until_readable
 from rl.watch import board as board_module
 from rl.watch.board import CUT_S, DEADLOCK_S, Board
 from rl.watch.board_link import BoardServer
@@ -339,7 +339,7 @@ def test_a_server_accepts_a_watchdog_for_each_rank_and_stays_until_they_have_gon
         server.send("beat", state=asdict(state(0)), about={})
         server.send("silent")
         assert orders == [{"kind": "diagnose"}]
-        select.select([friend.connection], [], [], 10)
+        wait_until_readable([friend.connection], 10)
         assert friend.receive() == [{"kind": "diagnose"}]
         assert not server.may_end(is_settled=True)
         friend.send("done")

@@ -1,5 +1,7 @@
 """Tests of rl/common/framing.py: frames arrive whole, in order, within limits, and nobody blocks."""
 
+import fcntl
+import resource
 import socket
 import threading
 import time
@@ -15,8 +17,11 @@ LARGE = bytes(range(256)) * (READ_BYTES // 64)  # four times what is read at onc
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
+    """Return connected sockets. One has a high descriptor, as sockets of rank 0 in a large run have."""
+    low, theirs = socket.socketpair()
+    number = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, min(2000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1))
+    low.close()
+    with socket.socket(fileno=number) as ours, theirs:
         yield ours, theirs
 
 

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import select
 import threading
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rl.common.waiting import wait_until_readable
 from rl.watch import recorder
 from rl.watch.board import DIAGNOSIS_S
 from rl.watch.culprit import RankState
@@ -69,7 +69,7 @@ def test_the_files_show_whether_a_device_has_unfinished_collectives(
     file.write_bytes(pickle.dumps(trace(4, 4 - (not is_pending))))  # of an earlier silence: the opposite
     recording = recorder.Recording("0123", 7, str(tmp_path / "nccl_rank_"))
     recording.start()
-    assert select.select([listener], [], [], 5)[0] and os.read(listener, 10) == b"1"
+    assert wait_until_readable([listener], 5) and os.read(listener, 10) == b"1"
     assert not file.exists()
     data = pickle.dumps(trace(6, 6 - is_pending))
     file.write_bytes(data[:-20])  # torch is writing
@@ -108,7 +108,7 @@ def test_a_diagnosis_has_the_collectives(is_pending: bool, tmp_path: Path, monke
     listener = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 
     def record() -> None:
-        select.select([listener], [], [], 5)
+        wait_until_readable([listener], 5)
         (tmp_path / "nccl_rank_7").write_bytes(pickle.dumps(trace(6, 6 - is_pending)))
 
     threading.Thread(target=record, daemon=True).start()

@@ -188,6 +188,15 @@ def test_rl_knows_nothing_of_the_programs_around_it() -> None:
         assert outside == set(), file
 
 
+def test_waits_take_any_number_of_open_files() -> None:
+    """Rank 0 has a connection to every rank, and select.select refuses descriptors above 1023."""
+    waiting = "rl/common/waiting.py"
+    for file, source in ALL_SOURCES.items():
+        assert file == waiting or "select" not in {module for module, _ in imports(file, source)}, (
+            f"{file}: use {waiting}"
+        )
+
+
 @pytest.mark.parametrize(
     ("package", "seams"),
     [

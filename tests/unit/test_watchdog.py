@@ -2,7 +2,6 @@
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from rl.common.json_channel import JsonChannel
+from rl.common.waiting import wait_until_readable
 from rl.config.schema import ROOT
 from rl.watch.heart import Heart
 from rl.watch.monitor import RankMonitor
@@ -156,7 +156,7 @@ def test_a_crash_is_told_from_other_ends(code: str, has_crashed: bool) -> None:
     child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(0.5); {code}"])
     process = RankProcess(child.pid, leads_group=False)
     assert not process.has_crashed
-    assert select.select([process.exit_fd], [], [], 10)[0]
+    assert wait_until_readable([process.exit_fd], 10)
     assert process.has_crashed == has_crashed
     child.wait()
     assert not process.has_crashed, "the process is reaped, so nothing is known"
