@@ -71,7 +71,10 @@ def stores_on(roots: Sequence[Path], sources: Sequence[Path] | None = None) -> I
     """Yield a store for each root, as if each were on its own node. Equal roots are a disk that nodes share."""
     places = sources or [None] * len(roots)
     with connected(len(roots)) as mails:
-        yield [CheckpointStore(mail, root, place, range(len(roots))) for mail, root, place in zip(mails, roots, places)]
+        stores = [CheckpointStore(mail, root, at, range(len(roots))) for mail, root, at in zip(mails, roots, places)]
+        yield stores
+        for store in stores:
+            store.close()
 
 
 def take(mail: Mailbox, *kinds: Any) -> Letter[Any]:

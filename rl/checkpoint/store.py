@@ -77,10 +77,14 @@ class CheckpointStore:
         self._directory = CheckpointDirectory(root, source, mail.rank, lease)
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
-        self._calls: queue.SimpleQueue[Letter[StoreCall]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Letter[StoreCall] | None] = queue.SimpleQueue()
         mail.on(StoreCall, self._calls.put)
         mail.on(StoreAnswer, self._on_answer)
         threading.Thread(target=self._serve, name="checkpoint store", daemon=True).start()
+
+    def close(self) -> None:
+        """Serve no more calls."""
+        self._calls.put(None)
 
     def call(self, rank: int, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call a method of a rank's directory. The future raises CheckpointError if the method failed there."""
@@ -137,8 +141,7 @@ class CheckpointStore:
             call.future.set_exception(CheckpointError(text))
 
     def _serve(self) -> None:
-        while True:
-            letter = self._calls.get()
+        while (letter := self._calls.get()) is not None:
             call, result, error = letter.message, None, ""
             try:
                 result = self._execute(call, letter.payload)

@@ -94,6 +94,7 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
         config = agree_on_steps(world, placement, config, data)
     source = None if config.checkpoint.resume in ("auto", "never") else Path(config.checkpoint.resume)
     store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads, lease)
+    world.at_end(store.close)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, store, config)
     return Run(world, config, placement, groups, folder, models, store, resume, data, rewards)

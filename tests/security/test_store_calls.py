@@ -27,11 +27,13 @@ def mails() -> Iterator[list[Mailbox]]:
 
 
 @pytest.fixture
-def stores(mails: list[Mailbox], tmp_path: Path) -> list[CheckpointStore]:
+def stores(mails: list[Mailbox], tmp_path: Path) -> Iterator[list[CheckpointStore]]:
     """Stores of ranks 0 and 1. Rank 2 has none, and sends what a test wants."""
     stores = [CheckpointStore(mail, tmp_path / str(mail.rank), None, [0, 1]) for mail in mails[:2]]
     stores[0].create_roots("r1")
-    return stores
+    yield stores
+    for store in stores:
+        store.close()
 
 
 def method_named(name: str) -> Any:
