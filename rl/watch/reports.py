@@ -47,9 +47,7 @@ class Report:
 
     def describe_repetition(self) -> str:
         kind = self.error.partition(":")[0]
-        return (
-            f"rank {self.rank} failed again in stage {self.stage} of step {self.step}, as in the attempt before: {kind}"
-        )
+        return f"rank {self.rank} failed again in stage {self.stage} of step {self.step}: {kind}"
 
     def signature(self) -> dict[str, object]:
         """Return what identifies an error. Its message is left out, because addresses and sizes in it may differ."""

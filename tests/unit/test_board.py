@@ -296,7 +296,7 @@ def test_the_same_error_again_stops_the_launcher(world: FakeWorld, tmp_path: Pat
     world.send(3, "report", report=report(3, "error"))
     world.wait(1)
     assert world.said[0].startswith("oneworld: rank 3 (actor) on node0, stage update, step 7: ValueError: no\n")
-    last = "oneworld: fatal, will not be restarted: rank 3 failed again in stage update of step 7, as in the attempt before: "
+    last = "oneworld: fatal, will not be restarted: rank 3 failed again in stage update of step 7: "
     assert world.said[0].splitlines()[-1] == last + "ValueError"
     assert aborted(world) == [(rank, True) for rank in range(4)]
     assert {values["line"] for _, kind, values in world.told if kind == "abort"} == {last + "ValueError"}
