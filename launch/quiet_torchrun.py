@@ -19,6 +19,7 @@ from types import TracebackType
 VARIABLE = "ONEWORLD_TOLD_FILE"
 TORCHRUN = "torch.distributed"  # modules of torchrun, with its loggers and its exceptions
 VERDICT_S = 6.0  # limit for the watchdogs to say what failed after the ranks have ended
+END_S = 60.0  # limit for torchrun to end after that; later errors have another cause, such as a node that never returns
 
 
 class Console:
@@ -32,7 +33,8 @@ class Console:
     @property
     def is_told(self) -> bool:
         with suppress(OSError):
-            return os.path.getsize(self._file) > 0
+            file = os.stat(self._file)
+            return file.st_size > 0 and time.time() - file.st_mtime < END_S
         return False
 
     def wait_until_told(self) -> bool:

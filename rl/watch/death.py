@@ -71,7 +71,7 @@ def describe_end(exit_code: int | None, is_out_of_memory: bool, is_launcher_gone
     text = f"its process was killed by signal {number} ({name})"
     if number == signal.SIGKILL:
         return text + (
-            ": the kernel ran out of memory for it (dmesg has the details); use less memory, or raise its limit"
+            " because the machine or its memory limit was exhausted; use less memory, or raise the limit of the cgroup"
             if is_out_of_memory
             else ", perhaps because the machine ran out of memory (look at dmesg)"
         )

@@ -169,7 +169,7 @@ def test_the_end_of_a_process_is_known(code: str, exit_code: int) -> None:
     ("exit_code", "is_out_of_memory", "text"),
     [
         (-9, False, "its process was killed by signal 9 (SIGKILL), perhaps because the machine ran out of memory"),
-        (-9, True, "its process was killed by signal 9 (SIGKILL): the kernel ran out of memory for it"),
+        (-9, True, "its process was killed by signal 9 (SIGKILL) because the machine or its memory limit was "),
         (-7, True, "its process was killed by signal 7 (SIGBUS): memory could not be provided, for example because "),
         (-11, False, "its process was killed by signal 11 (SIGSEGV): native code accessed memory that is not its own"),
         (-6, False, "its process was killed by signal 6 (SIGABRT): native code gave up, with a message in the rank's"),
@@ -209,9 +209,42 @@ def test_kills_for_lack_of_memory_are_noticed(
     assert not kills.is_recent
 
 
-def test_the_kernels_counters_are_found() -> None:
-    assert not OutOfMemoryKills().is_recent
-    assert "oom_kill " in OutOfMemoryKills()._file.read_text()
+EXHAUSTS_ITS_LIMIT = """
+import os, subprocess, sys
+from pathlib import Path
+from rl.common.waiting import wait_until_readable
+from rl.watch.death import OutOfMemoryKills, describe_end
+from rl.watch.process import RankProcess
+
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+kills = OutOfMemoryKills()
+child = subprocess.Popen([sys.executable, "-c", "x = []\\nwhile True: x.append(bytearray(1 << 20))"])
+process = RankProcess(child.pid, leads_group=False)
+wait_until_readable([process.exit_fd], 30)
+print(describe_end(process.exit_code, kills.is_recent, is_launcher_gone=False))
+"""
+
+
+def test_a_process_that_exhausts_the_limit_of_its_cgroup_is_told_as_such() -> None:
+    """Needs root, and a cgroup (version 1 or 2) that may limit the memory of another one."""
+    counters = OutOfMemoryKills()._file
+    assert "oom_kill " in counters.read_text()
+    group = counters.parent / f"oneworld-test-{os.getpid()}"
+    name = "memory.max" if counters.name == "memory.events" else "memory.limit_in_bytes"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made: {error}")
+    try:
+        if not (group / name).exists():
+            pytest.skip(f"{group} has no {name}")
+        (group / name).write_text(str(200 << 20))
+        command = [sys.executable, "-c", EXHAUSTS_ITS_LIMIT, str(group)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        told = "its process was killed by signal 9 (SIGKILL) because the machine or its memory limit was exhausted"
+        assert done.stdout.startswith(told), done
+    finally:
+        group.rmdir()
 
 
 def test_early_ends_are_counted_once_per_start_until_the_ranks_have_met(
@@ -320,7 +353,7 @@ def test_only_torchrun_is_made_quiet(tmp_path: Path) -> None:
 
     assert run("-c", "import sys; print('launch.quiet_torchrun' in sys.modules)", "torch").stdout == "False\n"
     torchrun = str(tmp_path / "torchrun")
-    for words in (["before the watchdog lives"], ["lives"], ["told", "OSError"]):
+    for words in (["before the watchdog lives"], ["lives"], ["told", "OSError"], ["told long ago"]):
         done = run(torchrun, *words)
         assert done.returncode == 1 and done.stdout == "", done
         assert "a warning" in done.stderr or "told" in words, done
@@ -335,9 +368,11 @@ import launch.quiet_torchrun as quiet
 quiet.VERDICT_S = 0.2
 class ChildFailedError(Exception):
     __module__ = "torch.distributed.elastic.multiprocessing.errors"
-if sys.argv[1] in ("lives", "told"):
+if sys.argv[1] != "before the watchdog lives":
     with open(os.environ["ONEWORLD_TOLD_FILE"], "w") as file:
-        file.write("told" if sys.argv[1] == "told" else "")
+        file.write("told" if "told" in sys.argv[1] else "")
+    if sys.argv[1] == "told long ago":
+        os.utime(file.name, (0, 0))
 logging.getLogger("torch.distributed.elastic.agent").warning("a warning")
 raise OSError("no") if "OSError" in sys.argv else ChildFailedError("no")
 """
