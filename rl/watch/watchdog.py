@@ -195,6 +195,7 @@ class Watchdog:
         if self._monitor.rank < 0:
             self._end_before_join(exit_code)
         elif not self._is_settled:
+            self._monitor.update()  # what it did last, which may be newer than the last look
             self._send_beat()
             self._send("died", how=self._describe_end(exit_code))
 
