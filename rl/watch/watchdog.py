@@ -204,6 +204,7 @@ class Watchdog:
         if exit_code in (-signal.SIGINT, -signal.SIGTERM):
             # The agent sends SIGTERM to the other ranks too after one has ended, which is reported already.
             if self._local_rank == 0 and not self._launcher.has_early_death and not self._launcher.is_gone:
+                self._is_told = True
                 how = "interrupted" if exit_code == -signal.SIGINT else "stopped by SIGTERM"
                 self._say_last(f"oneworld: {how} {BEFORE_JOIN}")
         elif (self._has_raised or exit_code) and not self._is_unfit and (count := self._launcher.count_early_death()):
@@ -242,19 +243,21 @@ class Watchdog:
             self._abort(**message)
 
     def _abort(self, stop: bool, fatal: str, is_told: bool, line: str) -> None:
-        """End the rank. `line` says why, and stands last on the console of every node."""
+        """End the rank. `line` says why: the board prints it on its own node, and one watchdog on each other node."""
         self._is_final, self._is_told = stop, is_told
-        if line and self._local_rank == 0:
-            if self._server is not None:  # the board prints more on this node
-                self._launcher.keep_last(line)
-            else:
-                self._say_last(f"oneworld: the ranks on {self._monitor.host} end: {line.removeprefix('oneworld: ')}")
-        if stop and self._local_rank == 0:
+        is_first, has_board = self._local_rank == 0, self._server is not None
+        if line and not has_board:
+            line = f"oneworld: the ranks on {self._monitor.host} end: {line.removeprefix('oneworld: ')}"
+        if line and is_first:
+            self._launcher.keep_last(line)
+        if stop and is_first:
             self._launcher.stop()  # before it sees a dead worker and restarts it
         self._rank_channel.send("abort", stop=stop)
         self._kill_at = time.monotonic() + (0.0 if self._monitor.state().frozen else GRACE_S)
-        if self._local_rank == 0 and self._monitor.folder is not None:
+        if is_first and self._monitor.folder is not None:
             self._write("history", self._note_end, self._monitor.folder, self._monitor.beat.activity.step, fatal)
+        if line and is_first and not has_board:
+            say(line)  # at the end, because the console may hang
 
     def _note_end(self, folder: Path, step: int, fatal: str) -> None:
         if self._lease is not None:
