@@ -208,14 +208,17 @@ def test_repeated_exception_is_fatal_with_restarts_on(what: str, error: str, tmp
 
 @pytest.mark.slow
 def test_an_exception_that_does_not_come_back_is_survived(tmp_path: Path) -> None:
+    """The checkpoint is that of step 1, and step 3 fails once."""
+    train(tmp_path / "run", 2, *SETTINGS, "train.num_steps=1")
     process = launch(tmp_path, 2, "update, once", 1, restarts=True)
     output = finish(process, 100)
     assert process.returncode == 0, output
     assert output.count("ZeroDivisionError: planted") == 2
+    assert output.count("oneworld: step 2 is done again, because the last checkpoint is that of step 1") == 1, output
     assert "in 3 steps" in output
     assert not (tmp_path / "run" / "FATAL").exists()
     assert not (tmp_path / "run" / "last_error.json").exists()
-    logs = [tmp_path / "run" / "logs" / f"attempt_{attempt}" / "rank_0.log" for attempt in (1, 2)]
+    logs = [tmp_path / "run" / "logs" / f"attempt_{attempt}" / "rank_0.log" for attempt in (2, 3)]
     assert ["ZeroDivisionError: planted" in log.read_text() for log in logs] == [True, False]
     assert "in 3 steps" in logs[1].read_text()
 
