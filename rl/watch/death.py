@@ -8,6 +8,7 @@ from pathlib import Path
 
 RECENT_S = 30.0  # a large process takes seconds to end after the kernel has killed it
 MEANINGS = {
+    signal.SIGHUP: "its terminal was closed; tools/jobs.py runs a job without one",
     signal.SIGSEGV: "native code accessed memory that is not its own",
     signal.SIGBUS: "memory could not be provided, for example because /dev/shm or a disk is full",
     signal.SIGABRT: "native code gave up, with a message in the rank's log",

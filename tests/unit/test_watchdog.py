@@ -173,6 +173,7 @@ def test_the_end_of_a_process_is_known(code: str, exit_code: int) -> None:
         (-7, True, "its process was killed by signal 7 (SIGBUS): memory could not be provided, for example because "),
         (-11, False, "its process was killed by signal 11 (SIGSEGV): native code accessed memory that is not its own"),
         (-6, False, "its process was killed by signal 6 (SIGABRT): native code gave up, with a message in the rank's"),
+        (-1, False, "its process was killed by signal 1 (SIGHUP): its terminal was closed; tools/jobs.py runs a job "),
         (-40, False, "its process was killed by signal 40 (Real-time signal 6)"),
         (3, True, "its process exited with code 3 and reported no error"),
         (None, True, "its process ended without a word"),
