@@ -55,7 +55,7 @@ def test_ranks_that_refuse_their_settings_are_not_restarted(tmp_path: Path) -> N
     output = finish(process, 60)
     assert process.returncode == 1
     last = output.rstrip().splitlines()[-1]
-    assert last.startswith("oneworld: placement.actor,rollout: "), output[-4000:]
+    assert last.startswith("oneworld: placement.rollout,actor: got rank 1 in a world of 1 rank"), output[-4000:]
     assert last in (tmp_path / "x" / "FATAL").read_text()
 
 
