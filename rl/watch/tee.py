@@ -22,6 +22,7 @@ from rl.watch.parent import leave_rank
 MAX_EARLY = 4 << 20  # bytes kept until the run's folder is known
 MAX_BEHIND = 16 << 20  # bytes waiting for a slow disk; further output is not logged
 HANG_S = 5.0  # without progress of the disk, after which the rest of the log is given up
+MESSAGE = b"oneworld: "  # begins our messages
 TICK_S = 1.0  # between two checks of the terminal's size
 STDOUT, STDERR = 1, 2
 
@@ -97,6 +98,7 @@ class _Tee:
         self._log: _Log | None = None
         self._early: bytes | None = b""  # output before the log is known; None afterwards
         self._broken: set[int] = set()  # consoles that are gone
+        self._unfinished: set[int] = set()  # terminals whose last line has no end yet, such as a line of progress
 
     def run(self) -> None:
         while self._streams:
@@ -128,12 +130,22 @@ class _Tee:
         if not part:
             del self._streams[stream.reader]
             return
+        part = self._end_line(stream.console, part)
         if self._early is not None:
             self._early = (self._early + part)[-MAX_EARLY:]
         if self._log is not None:
             self._log.write(part)
         if stream.console not in self._broken and not _write(stream.console, part):
             self._broken.add(stream.console)  # keep writing the log
+
+    def _end_line(self, console: int, part: bytes) -> bytes:
+        """Return the output with a line of its own for a message that follows an unfinished line."""
+        if console in self._unfinished and part.startswith(MESSAGE):
+            part = b"\n" + part
+        self._unfinished.discard(console)
+        if os.isatty(console) and not part.endswith(b"\n"):
+            self._unfinished.add(console)
+        return part
 
 
 class _Log(threading.Thread):

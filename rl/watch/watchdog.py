@@ -25,11 +25,13 @@ from rl.common.files import WAIT_S, write_atomically
 from rl.common.json_channel import JsonChannel
 from rl.watch.board import BEAT_S
 from rl.watch.board_link import BoardClient, BoardServer
+from rl.watch.death import OutOfMemoryKills, describe_end
 from rl.watch.heart import HEART, Heart
+from rl.watch.launcher import Launcher
 from rl.watch.lease import RENEW_S, Lease, LeaseKeeper, LeaseOwner, ProcessIdentity
 from rl.watch.monitor import RankMonitor
 from rl.watch.parent import leave_rank
-from rl.watch.process import Launcher, RankProcess, remove_segments
+from rl.watch.process import RankProcess, remove_segments
 from rl.watch.reports import AttemptHistory, Cause, Report
 from rl.watch.stacks import Stacks
 
@@ -39,6 +41,7 @@ CLOSE_S = 60.0  # limit for a finished rank to close its engines
 MAX_LATE_S = 1.0  # a longer delay of a tick counts as a pause of the machine
 VERDICT_S = 6.0  # limit for the board's verdict after the rank has exited
 MAX_EARLY_DEATHS = 3
+BEFORE_JOIN = "before the ranks had met"
 
 
 def start_watchdog() -> JsonChannel:
@@ -73,13 +76,14 @@ class Watchdog:
         self._rank_channel = JsonChannel(connection)
         self._selector.register(connection, selectors.EVENT_READ, self._read_rank)
         self._selector.register(self._process.exit_fd, selectors.EVENT_READ, self._rank_ended)
-        self._local_rank = 0
+        self._local_rank = int(os.environ.get("LOCAL_RANK", 0)) if agent else 0
+        self._out_of_memory_kills = OutOfMemoryKills()
         self._server: BoardServer | None = None  # only in the watchdog of rank 0
         self._board: BoardServer | BoardClient | None = None  # once the rank has joined
         self._round_at = time.monotonic()
         self._sent_at, self._sent_tokens = 0.0, 0  # of the last heartbeat that was sent
         self._about: dict[str, int] = {}  # about the process, for status files
-        self._has_raised = self._is_done = self._is_aborted = self._is_final = self._is_told = False
+        self._has_raised = self._is_unfit = self._is_done = self._is_aborted = self._is_final = self._is_told = False
         self._lease: LeaseKeeper | None = None  # only in the watchdog of a node's first rank
         self._renewed_at = 0.0
         self._quiet_until = 0.0
@@ -88,6 +92,8 @@ class Watchdog:
         self._end_at: float | None = None  # when this process ends at the latest; None while the rank lives
 
     def run(self) -> None:
+        if self._local_rank == 0:
+            self._launcher.begin()
         while not self._is_over():
             for key, _ in self._selector.select(TICK_S):
                 key.data()
@@ -104,6 +110,8 @@ class Watchdog:
         if self._lease is not None and (is_final or not self._is_told):
             self._write("lease", self._lease.end, is_final)
             self._join_writers()
+        if line := self._launcher.wait_to_repeat(is_end=self._is_final or self._is_told):
+            say(line)
 
     def _is_over(self) -> bool:
         if self._end_at is None or self._process.has_children_left:
@@ -166,27 +174,49 @@ class Watchdog:
         self._send_beat()  # so that status files show the final state
         self._send("done")
 
-    def _on_unfit(self) -> None:
-        self._launcher.stop()  # the rank could not join because of a setting, so a restart cannot help
+    def _on_unfit(self, line: str) -> None:
+        """Stop torchrun, because a setting keeps this node's ranks from joining. The first of them has printed why."""
+        self._is_unfit = True
+        if line:
+            self._launcher.keep_last(line)
+            self._launcher.stop()
 
     def _on_raised(self) -> None:
         self._has_raised = True  # before it joined, for example because an import failed
 
     def _rank_ended(self) -> None:
+        exit_code = self._process.exit_code  # first, because the agent is about to collect it
         self._selector.unregister(self._process.exit_fd)
         self._end_at = time.monotonic() + VERDICT_S
         self._process.end_children()
         remove_segments(self._monitor.world)
         if self._rank_channel.is_open:
             self._read_rank()  # messages from before the exit
-        if self._monitor.rank < 0:  # it has not joined
-            is_own_end = self._has_raised or self._process.has_crashed
-            if is_own_end and (count := self._launcher.count_early_death()) >= MAX_EARLY_DEATHS:
-                say(f"oneworld: {count} starts in a row ended before the ranks had met; torchrun is told to stop")
-                self._launcher.stop()
+        if self._monitor.rank < 0:
+            self._end_before_join(exit_code)
         elif not self._is_settled:
+            self._monitor.update()  # what it did last, which may be newer than the last look
             self._send_beat()
-            self._send("died")
+            self._send("died", how=self._describe_end(exit_code))
+
+    def _end_before_join(self, exit_code: int | None) -> None:
+        """Say why the rank ended before it joined the others, once per node."""
+        if exit_code in (-signal.SIGINT, -signal.SIGTERM):
+            # The agent sends SIGTERM to the other ranks too after one has ended, which is reported already.
+            if self._local_rank == 0 and not self._launcher.has_early_death and not self._launcher.is_gone:
+                self._is_told = True
+                how = "interrupted" if exit_code == -signal.SIGINT else "stopped by SIGTERM"
+                self._say_last(f"oneworld: {how} {BEFORE_JOIN}")
+        elif (self._has_raised or exit_code) and not self._is_unfit and (count := self._launcher.count_early_death()):
+            if count >= MAX_EARLY_DEATHS:
+                self._say_last(f"oneworld: {count} starts in a row ended {BEFORE_JOIN}; torchrun is told to stop")
+                self._launcher.stop()
+            else:
+                how = "its error is above" if self._has_raised else self._describe_end(exit_code)
+                self._say_last(f"oneworld: a rank on {self._monitor.host} ended {BEFORE_JOIN}: {how}")
+
+    def _describe_end(self, exit_code: int | None) -> str:
+        return describe_end(exit_code, self._out_of_memory_kills.is_recent, self._launcher.is_gone)
 
     # The board
 
@@ -199,8 +229,8 @@ class Watchdog:
             return
         if self._local_rank == 0:  # one line per node, because no board prints one for all
             rank, host, stage = self._monitor.rank, self._monitor.host, self._monitor.beat.activity.stage
-            say(f"oneworld: rank 0 {text} (seen by rank {rank} on {host}, stage {stage})")
-        self._handle_board_message({"kind": "abort", "stop": False, "fatal": "", "is_told": False})
+            self._say_last(f"oneworld: rank 0 {text} (seen by rank {rank} on {host}, stage {stage})")
+        self._handle_board_message({"kind": "abort", "stop": False, "fatal": "", "is_told": False, "line": ""})
 
     def _handle_board_message(self, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
@@ -212,14 +242,22 @@ class Watchdog:
             self._is_aborted = True
             self._abort(**message)
 
-    def _abort(self, stop: bool, fatal: str, is_told: bool) -> None:
+    def _abort(self, stop: bool, fatal: str, is_told: bool, line: str) -> None:
+        """End the rank. `line` says why: the board prints it on its own node, and one watchdog on each other node."""
         self._is_final, self._is_told = stop, is_told
-        if stop and self._local_rank == 0:
+        is_first, has_board = self._local_rank == 0, self._server is not None
+        if line and not has_board:
+            line = f"oneworld: the ranks on {self._monitor.host} end: {line.removeprefix('oneworld: ')}"
+        if line and is_first:
+            self._launcher.keep_last(line)
+        if stop and is_first:
             self._launcher.stop()  # before it sees a dead worker and restarts it
         self._rank_channel.send("abort", stop=stop)
         self._kill_at = time.monotonic() + (0.0 if self._monitor.state().frozen else GRACE_S)
-        if self._local_rank == 0 and self._monitor.folder is not None:
+        if is_first and self._monitor.folder is not None:
             self._write("history", self._note_end, self._monitor.folder, self._monitor.beat.activity.step, fatal)
+        if line and is_first and not has_board:
+            say(line)  # at the end, because the console may hang
 
     def _note_end(self, folder: Path, step: int, fatal: str) -> None:
         if self._lease is not None:
@@ -268,16 +306,21 @@ class Watchdog:
         self._quiet_until = math.inf  # report once, until the board orders to wait longer
         if self._board is None:  # the rank has not joined yet
             silent_s = time.monotonic() - self._monitor.beat.at
-            say(f"oneworld: a rank on {self._monitor.host} was silent for {silent_s:.0f} s before it joined")
+            self._say_last(f"oneworld: a rank on {self._monitor.host} was silent for {silent_s:.0f} s before it joined")
             self._process.kill()
         else:
             self._send_beat()
             self._send("silent")
 
+    def _say_last(self, line: str) -> None:
+        self._launcher.keep_last(line)
+        say(line)
+
     def _send_beat(self) -> None:
         now, tokens, process = time.monotonic(), self._monitor.beat.tokens, self._process
         rate = (tokens - self._sent_tokens) / max(now - self._sent_at, 0.1)
         self._sent_at, self._sent_tokens = now, tokens
+        self._out_of_memory_kills.look()
         self._about = {"pid": process.pid, "tokens_per_s": round(rate), "memory_mb": process.memory_mb}
         self._send("beat", state=asdict(self._monitor.state()), about=self._about)
 

@@ -30,6 +30,7 @@ if "RANK" in os.environ and MARK not in os.environ:
     os.environ[MARK] = str(os.getpid())  # children that import this module are not ranks
     gc.disable()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # ignored until there is something to save
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the rank joins: its watchdog says more than a traceback
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # rank 0 and its watchdog have a connection to every rank
     _tee = start_tee()  # before the watchdog, whose output belongs in the log too

@@ -179,9 +179,10 @@ def join() -> Iterator[World]:
     try:
         world = _join()
     except ConfigError as error:  # every rank of this node has it
-        if os.environ["LOCAL_RANK"] == "0":
-            print(f"oneworld: {error}", file=sys.stderr, flush=True)
-            watchdog_channel().send("unfit")
+        line = f"oneworld: {error}" if os.environ["LOCAL_RANK"] == "0" else ""
+        if line:
+            print(line, file=sys.stderr, flush=True)
+        watchdog_channel().send("unfit", line=line)
         exit_now(EXIT_FAILED)
     try:
         yield world

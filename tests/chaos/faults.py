@@ -44,7 +44,7 @@ def kill(role: str) -> Fault:
         rank = 0 if role == "rank 0" else world.rank_of(role)
         place = _place(world, rank)
         world.signal(rank, signal.SIGKILL)
-        return [(None, f"{place}its process ended without a word")]
+        return [(None, rf"{place}its process was killed by signal 9 \(SIGKILL\)")]
 
     return Fault(f"killed {role}", do)
 
@@ -64,7 +64,7 @@ def kill_agent(node: int) -> Fault:
     def do(world: Cluster) -> list[Report]:
         place = _place(world, *world.ranks_on(node))
         world.kill_agent(node)
-        return [(None, f"{place}its process ended without a word{ALSO_GONE}")]
+        return [(None, f"{place}its process ended with torchrun on its node{ALSO_GONE}")]
 
     return Fault("killed agent", do, needs_loop=True)
 

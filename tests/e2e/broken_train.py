@@ -223,6 +223,9 @@ def break_(what: str, culprit: int) -> None:
         PolicyTrainer.update = broken(PolicyTrainer.update, share_memory_and_kill)
     elif what == "killed at once" and is_culprit:
         PolicyTrainer.update = lambda *args: kill()
+    elif what == "slow start":
+        print("starts slowly", flush=True)
+        time.sleep(60)
     elif what == "short notice":
         signals.STOP_S = 1.0
     elif what == "not importable" and is_culprit:

@@ -1,24 +1,35 @@
 """Every way to end a run: cleanly, an exception, Ctrl-C, a lost process, a fatal error; with restarts off and on.
 
-Each world is real torchrun with the fake engine. `finish` fails on orphans.
+Each world is real torchrun with the fake engine. `finish` fails on orphans. The last tests look at the terminals of one
+and of two nodes, which must end with our line.
 """
 
 import json
 import os
+import re
+import shlex
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
 
+import pexpect
+import psutil
 import pytest
 
+from launch.environment import ROOT, TORCHRUN, activated_environment
 from tests.launcher import finish, start, train
+from tests.terminal import CTRL_C, terminal
+from tools.install import PATH_FILE
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(150)]
 SETTINGS = ["rollout.engine=fake", "train.num_steps=3", "train.num_prompts_per_step=6", "eval.num_prompts=6"]
 COLLOCATED = ["placement.actor,rollout=all"]
 DISAGGREGATED = ["placement.rollout=0", "placement.inference=1", "placement.actor=2", "algo.old_logprobs=always"]
 MAX_END_S = 10.0
+LAST_REPORT = re.compile(r"^(oneworld: .*(?:\n  .*)*)\s*\Z", re.MULTILINE)  # at the end of a console
+KILLED = r"its process was killed by signal 9 \(SIGKILL\), perhaps because the machine ran out of memory"
 
 
 def launch(
@@ -27,6 +38,13 @@ def launch(
     script = ["tests/e2e/broken_train.py", what, str(rank)]
     run = [f"run.dir={folder}", "run.name=run", *SETTINGS, *overrides]
     return start(f"--nproc-per-node={num_ranks}", *script, *run, restarts=restarts)
+
+
+def last_report(console: str) -> str:
+    """Return our report, with its details, if nothing follows it on a console."""
+    found = LAST_REPORT.search(console)
+    assert found, f"something else stands last:\n{console[-3000:]}"
+    return found[1]
 
 
 def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
@@ -101,8 +119,7 @@ def test_killed_rank_is_named(rank: int, tmp_path: Path) -> None:
     started = time.monotonic()
     output = finish(process, 60)
     assert process.returncode != 0
-    assert f"oneworld: rank {rank} (" in output, output
-    assert "its process ended without a word" in output
+    assert re.match(rf"oneworld: rank {rank} \(.*, stage update, step 2: {KILLED}", last_report(output))
     assert time.monotonic() - started < MAX_END_S
 
 
@@ -110,7 +127,7 @@ def test_killed_rank_is_named(rank: int, tmp_path: Path) -> None:
 def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
     process = launch(tmp_path, 2, "killed with shared memory", 1)
     output = finish(process, 60)
-    assert "its process ended without a word" in output
+    assert re.search(KILLED, output), output
     assert not Path(f"/dev/shm/test-{process.pid}").exists()
 
 
@@ -136,6 +153,7 @@ def test_ctrl_c(what: str, restarts: bool, tmp_path: Path) -> None:
     assert process.returncode != 0
     assert time.monotonic() - started < MAX_END_S
     assert output.count("oneworld: interrupted at step ") == 1, output
+    assert last_report(output).startswith("oneworld: interrupted at step ")
     assert (" is saved (run.name=run)" in output) == (what == "nothing"), output
     assert "ZeroDivisionError" not in output
     assert not (tmp_path / "run" / "FATAL").exists()
@@ -181,6 +199,8 @@ def test_repeated_exception_is_fatal_with_restarts_on(what: str, error: str, tmp
     assert process.returncode != 0
     assert output.count(f"{error}: ") == 4, output  # two attempts, no third
     assert output.count("oneworld: fatal, will not be restarted") == 1
+    assert last_report(output).startswith("oneworld: fatal, will not be restarted: rank 1 failed again in stage update")
+    assert output.count("oneworld: step 1 is done again, because no checkpoint was saved") == 1, output
     fatal = (tmp_path / "run" / "FATAL").read_text()
     assert "rank 1 (rollout,actor)" in fatal
     assert f"{error}: " in fatal
@@ -188,14 +208,17 @@ def test_repeated_exception_is_fatal_with_restarts_on(what: str, error: str, tmp
 
 @pytest.mark.slow
 def test_an_exception_that_does_not_come_back_is_survived(tmp_path: Path) -> None:
+    """The checkpoint is that of step 1, and step 3 fails once."""
+    train(tmp_path / "run", 2, *SETTINGS, "train.num_steps=1")
     process = launch(tmp_path, 2, "update, once", 1, restarts=True)
     output = finish(process, 100)
     assert process.returncode == 0, output
     assert output.count("ZeroDivisionError: planted") == 2
+    assert output.count("oneworld: step 2 is done again, because the last checkpoint is that of step 1") == 1, output
     assert "in 3 steps" in output
     assert not (tmp_path / "run" / "FATAL").exists()
     assert not (tmp_path / "run" / "last_error.json").exists()
-    logs = [tmp_path / "run" / "logs" / f"attempt_{attempt}" / "rank_0.log" for attempt in (1, 2)]
+    logs = [tmp_path / "run" / "logs" / f"attempt_{attempt}" / "rank_0.log" for attempt in (2, 3)]
     assert ["ZeroDivisionError: planted" in log.read_text() for log in logs] == [True, False]
     assert "in 3 steps" in logs[1].read_text()
 
@@ -206,7 +229,7 @@ def test_a_crash_loop_slows_down_and_ends(tmp_path: Path) -> None:
     process = launch(tmp_path, 2, "killed at once", 1, "world.max_fruitless_attempts=3", restarts=True)
     output = finish(process, 120)
     assert process.returncode != 0
-    assert output.count("its process ended without a word") == 3, output
+    assert len(re.findall(KILLED, output)) == 3, output
     assert output.count("2 attempts in a row got no further than those before; the next in 1 s") == 1
     assert output.count("3 attempts in a row got no further than those before (world.max_fruitless_attempts)") == 1
     assert "3 attempts in a row" in (tmp_path / "run" / "FATAL").read_text()
@@ -229,7 +252,8 @@ def test_config_error_is_fatal_and_printed_once(restarts: bool, tmp_path: Path) 
     assert process.returncode != 0
     assert output.count("rank 2 of 3 ranks has no role") == 1, output
     assert output.count("oneworld: fatal, will not be restarted") == 1
-    assert "Traceback" not in output.split("oneworld: fatal")[0]
+    assert last_report(output).startswith("oneworld: placement: rank 2 of 3 ranks has no role")
+    assert "Traceback" not in output
     assert "rank 2 of 3 ranks has no role" in (tmp_path / "run" / "FATAL").read_text()
 
 
@@ -266,3 +290,118 @@ def test_two_runs_side_by_side_never_meet(tmp_path: Path) -> None:
     for folder in folders:
         rows = (folder / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == [0, 1, 2, 3]
+
+
+class Terminals:
+    """One terminal per node of a run, all on this machine. A shell outlives torchrun in each, as a user's does."""
+
+    def __init__(
+        self, folder: Path, num_nodes: int, is_quiet: bool, what: str, *overrides: str, restarts: bool = False
+    ):
+        """With `is_quiet`, Python reads the path file of our .venv. Otherwise torchrun is that of any environment."""
+        site = folder / "site"
+        site.mkdir()
+        (site / "oneworld.pth").write_text(PATH_FILE)
+        (site / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(site)!r})\n")
+        environment = activated_environment(PYTHONPATH=f"{site}:{ROOT}" if is_quiet else str(ROOT))
+        environment |= {"ONEWORLD_QUIET_TORCHRUN": "1" if is_quiet else "0", "TMPDIR": str(folder)}
+        environment |= {} if restarts else {"PET_MAX_RESTARTS": "0"}
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+        nodes = ["--nnodes=2", f"--rdzv-endpoint=localhost:{port}"] if num_nodes > 1 else []
+        words = [*TORCHRUN, *nodes, f"--nproc-per-node={2 // num_nodes}", "tests/e2e/broken_train.py", what, "1"]
+        words += [f"run.dir={folder}", "run.name=run", *SETTINGS, "eval.interval=0", *overrides]
+        script = f"{shlex.join(words)}; code=$?; sleep 2; exit $code"
+        self.folder = folder
+        self.shells = [terminal(["bash", "-c", script], 100, **environment) for _ in range(num_nodes)]
+        self._shown = [""] * num_nodes
+
+    def expect(self, pattern: str) -> None:
+        """Wait until one of the terminals shows the pattern."""
+        deadline = time.monotonic() + 100
+        while not any(re.search(pattern, shown) for shown in self._shown):
+            assert time.monotonic() < deadline, self._shown
+            for index, shell in enumerate(self.shells):
+                try:
+                    self._shown[index] += shell.read_nonblocking(1 << 16, 0.1)
+                except pexpect.TIMEOUT:
+                    continue
+                except pexpect.EOF:
+                    pytest.fail(f"ended early:\n{self._shown[index]}{shell.before}")
+
+    def terminate(self) -> None:
+        """Send SIGTERM to torchrun on the first node."""
+        (torchrun,) = psutil.Process(self.shells[0].pid).children()
+        torchrun.terminate()
+
+    def finish(self) -> list[str]:
+        """Return what the terminals show in the end, that of rank 0's node first. All torchruns exit with 1."""
+        for index, shell in enumerate(self.shells):
+            shell.expect(pexpect.EOF)
+            self._shown[index] = (self._shown[index] + shell.before).replace("\r\n", "\n")
+            shell.close()
+        assert [shell.exitstatus for shell in self.shells] == [1] * len(self.shells), self._shown
+        assert not list(self.folder.glob("oneworld-told-*")), "torchrun removes its file"
+        return sorted(self._shown, key=lambda shown: "oneworld: the ranks on " in shown)
+
+
+def assert_ends_with(pattern: str, consoles: list[str], is_quiet: bool) -> None:
+    """Check that every node's console ends with our line, which tells another node's apart."""
+    first, *others = consoles
+    assert re.match(f"oneworld: {pattern}", last_report(first)), first
+    for console in others:
+        last = last_report(console)
+        assert re.match(rf"oneworld: the ranks on \S+ end: {pattern}", last), console
+        assert console.count(last) == (1 if is_quiet else 2), console
+    for console in consoles:
+        assert ("torch.distributed.elastic" in console) == (not is_quiet), console
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_quiet", [True, False])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+class TestTheLastLine:
+    """What stands last on the terminal of every node. Without our .venv, the line is repeated after torchrun's."""
+
+    def test_bad_settings(self, num_nodes: int, is_quiet: bool, tmp_path: Path) -> None:
+        terminals = Terminals(tmp_path, num_nodes, is_quiet, "nothing", "actor.lrr=1", restarts=True)
+        assert_ends_with(r".*did you mean actor\.lr\?", terminals.finish(), is_quiet)
+
+    def test_the_same_error_twice(self, num_nodes: int, is_quiet: bool, tmp_path: Path) -> None:
+        terminals = Terminals(tmp_path, num_nodes, is_quiet, "update, details", restarts=True)
+        pattern = "fatal, will not be restarted: rank 1 failed again in stage update of step 2: MemoryError$"
+        consoles = terminals.finish()
+        assert_ends_with(pattern, consoles, is_quiet)
+        assert "".join(consoles).count("oneworld: step 1 is done again, because no checkpoint was saved") == 1
+
+    def test_ctrl_c(self, num_nodes: int, is_quiet: bool, tmp_path: Path) -> None:
+        terminals = Terminals(tmp_path, num_nodes, is_quiet, "nothing", "train.num_steps=100000")
+        terminals.expect("step 2/")
+        terminals.shells[0].send(CTRL_C)
+        pattern = r"interrupted at step \d+, stage \w+: step \d+ is saved \(run\.name=run\)$"
+        assert_ends_with(pattern, terminals.finish(), is_quiet)
+
+    def test_sigterm(self, num_nodes: int, is_quiet: bool, tmp_path: Path) -> None:
+        terminals = Terminals(tmp_path, num_nodes, is_quiet, "nothing", "train.num_steps=100000")
+        terminals.expect("step 2/")
+        terminals.terminate()
+        pattern = r"stopped at step \d+, stage \w+: step \d+ is saved \(run\.name=run\)$"
+        assert_ends_with(pattern, terminals.finish(), is_quiet)
+
+    def test_a_killed_rank(self, num_nodes: int, is_quiet: bool, tmp_path: Path) -> None:
+        terminals = Terminals(tmp_path, num_nodes, is_quiet, "killed")
+        assert_ends_with(rf"rank 1 \(.*, stage update, step 2: {KILLED}", terminals.finish(), is_quiet)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["interrupted", "stopped by SIGTERM"])
+def test_a_signal_before_the_ranks_have_met(way: str, tmp_path: Path) -> None:
+    terminals = Terminals(tmp_path, 1, True, "slow start")
+    terminals.expect("starts slowly(.|\n)*starts slowly")
+    if way == "interrupted":
+        terminals.shells[0].send(CTRL_C)
+    else:
+        terminals.terminate()
+    (console,) = terminals.finish()
+    assert last_report(console) == f"oneworld: {way} before the ranks had met"
+    assert "Traceback" not in console

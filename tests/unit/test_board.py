@@ -82,7 +82,7 @@ def aborted(world: FakeWorld) -> list[tuple[int, bool]]:
 
 def test_an_exception_explains_the_broken_connections_and_is_printed_once(world: FakeWorld) -> None:
     world.send(1, "report", report=report(1, "connection", "broken"))
-    world.send(2, "died")
+    world.send(2, "died", how="its process was killed")
     world.send(3, "report", report=report(3, "error"))
     assert not world.said
     world.wait(1)
@@ -96,10 +96,10 @@ def test_an_exception_explains_the_broken_connections_and_is_printed_once(world:
 
 def test_a_death_names_its_stage_and_who_waited(world: FakeWorld) -> None:
     world.beat(0, roles="rollout", stage="rollout", waits_for="work")
-    world.send(2, "died")
+    world.send(2, "died", how="its process was killed")
     world.wait(1)
     assert world.said[0].splitlines() == [
-        "oneworld: rank 2 (actor) on node1, stage update, step 7: its process ended without a word",
+        "oneworld: rank 2 (actor) on node1, stage update, step 7: its process was killed",
         "  12 s after that stage began",
         "  rank 0 (rollout): stage rollout, waiting for work, silent for up to 10 s",
         "  ranks 1,3 (actor): stage update, working, or in a collective, silent for up to 10 s",
@@ -194,7 +194,7 @@ def test_broken_connections_are_explained_by_a_later_report(world: FakeWorld) ->
     world.send(1, "report", report=report(1, "connection", "broken"))
     world.wait(1)
     assert not world.said
-    world.send(2, "died")
+    world.send(2, "died", how="its process was killed")
     world.wait(0.5)
     assert world.said[0].startswith("oneworld: rank 2 ")
 
@@ -295,8 +295,20 @@ def test_the_same_error_again_stops_the_launcher(world: FakeWorld, tmp_path: Pat
     AttemptHistory(tmp_path).is_repeated(Report(**report(3, "error", "ValueError: other details")))
     world.send(3, "report", report=report(3, "error"))
     world.wait(1)
-    assert world.said[1] == "oneworld: fatal, will not be restarted"
+    assert world.said[0].startswith("oneworld: rank 3 (actor) on node0, stage update, step 7: ValueError: no\n")
+    last = "oneworld: fatal, will not be restarted: rank 3 failed again in stage update of step 7: "
+    assert world.said[0].splitlines()[-1] == last + "ValueError"
     assert aborted(world) == [(rank, True) for rank in range(4)]
+    assert {values["line"] for _, kind, values in world.told if kind == "abort"} == {last + "ValueError"}
+
+
+def test_bad_settings_stand_last(world: FakeWorld) -> None:
+    world.send(1, "report", report=report(1, "fatal", "placement: no role\nfor rank 2"))
+    world.wait(1)
+    assert world.said == ["oneworld: fatal, will not be restarted\noneworld: placement: no role\nfor rank 2"]
+    verdicts = [values for _, kind, values in world.told if kind == "abort"]
+    assert [verdict["line"] for verdict in verdicts] == ["oneworld: placement: no role"] * 4
+    assert [verdict["fatal"] for verdict in verdicts] == ["oneworld: placement: no role\nfor rank 2"] * 4
 
 
 def test_an_interrupt_stops_the_launcher_and_is_not_fatal(world: FakeWorld) -> None:

@@ -177,6 +177,34 @@ def test_ranks_that_stop_torchrun_end_the_loop(machine: Machine) -> None:
     assert machine.num_calls == 1
 
 
+@pytest.mark.parametrize(
+    ("told", "last"),
+    [
+        ('echo "oneworld: bad data" > "$ONEWORLD_LAST_LINE_FILE"', "oneworld: bad data"),
+        (': > "$ONEWORLD_LAST_LINE_FILE"', "torchrun's"),  # which left out its traceback
+        ('test ! -e "$ONEWORLD_LAST_LINE_FILE"', "oneworld: not restarted: the ranks told torchrun to stop"),
+    ],
+)
+def test_what_the_ranks_said_stands_last(told: str, last: str, machine: Machine) -> None:
+    """What an earlier attempt said does not count."""
+    earlier = 'echo "oneworld: the first attempt" > "$ONEWORLD_LAST_LINE_FILE"; exit 1'
+    machine.script(earlier, f'{told} && echo "torchrun\'s"; touch "$ONEWORLD_STOP_FILE"; exit 1')
+    assert machine.run("local.sh", code=1).rstrip().splitlines()[-1] == last
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_the_ranks_said_stands_last_after_a_signal(is_told: bool, machine: Machine) -> None:
+    tell = 'echo "oneworld: stopped at step 7" > "$ONEWORLD_LAST_LINE_FILE"; ' if is_told else ""
+    machine.script(f"trap '{tell}echo Traceback; exit 1' TERM; while :; do sleep 0.1; done")
+    process = machine.start("local.sh")
+    until(lambda: machine.num_calls == 1)
+    time.sleep(0.3)  # for the trap
+    process.terminate()
+    output = process.communicate(timeout=20)[0]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert output.rstrip().splitlines()[-1] == ("oneworld: stopped at step 7" if is_told else "Traceback")
+
+
 def test_short_attempts_are_limited(machine: Machine) -> None:
     machine.script(*["exit 7"] * 9)
     output = machine.run("local.sh", code=1, ONEWORLD_MAX_ATTEMPTS="4")

@@ -1,11 +1,15 @@
 """metrics.jsonl of a run that resumes, and of one that starts over."""
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rl.report.metrics import MetricsWriter
+from rl.run.build import _announce_repetition
 
 
 def rows(path: Path) -> list[dict[str, float]]:
@@ -81,3 +85,27 @@ def test_lines_are_json_even_if_a_value_is_not_finite(tmp_path: Path) -> None:
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert row == {"step": 1, "version": 2, "reward/mean": 1.0, "loss/policy": None, "loss/kl": None}
+
+
+@pytest.mark.parametrize(
+    ("step", "num_steps", "steps"),
+    [
+        (4, 10, "steps 5 to 7 are done again, because the last checkpoint is that of step 4"),
+        (6, 10, "step 7 is done again, because the last checkpoint is that of step 6"),
+        (4, 5, "step 5 is done again, because the last checkpoint is that of step 4"),
+        (7, 10, ""),
+        (0, 10, "steps 1 to 7 are done again, because no checkpoint was saved"),
+    ],
+)
+def test_steps_that_are_done_again_are_named(
+    step: int, num_steps: int, steps: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write(tmp_path, range(1, 8), 0, 0.0)
+    capsys.readouterr()
+    config = SimpleNamespace(train=SimpleNamespace(num_steps=num_steps))
+    run: Any = SimpleNamespace(folder=tmp_path, config=config)
+    _announce_repetition(run, step)
+    assert capsys.readouterr().out == (f"oneworld: {steps}\n" if steps else "")
+    os.utime(tmp_path / "metrics.jsonl", (0, 0))
+    _announce_repetition(run, step)
+    assert bool(capsys.readouterr().out) == (bool(steps) and step > 0), "a new run that replaces an older one"

@@ -6,7 +6,10 @@ import signal
 import subprocess
 import sys
 import termios
+from contextlib import suppress
 from pathlib import Path
+
+import pytest
 
 from rl.watch.tee import next_attempt
 
@@ -64,6 +67,28 @@ def test_a_terminal_stays_one(tmp_path: Path) -> None:
     said = b"early True\n" + LINES + b"\rstep 1 77\rstep 2" + LAST
     assert log.read_bytes() == said
     assert shown == said.replace(b"\n", b"\r\n"), "which the terminal itself makes of it, once"
+
+
+@pytest.mark.parametrize("before", ["\\rstep 1", "done\\n"])
+def test_our_messages_begin_on_a_line_of_their_own(before: str) -> None:
+    """A terminal shows progress in a line that has no end yet."""
+    program = f"""
+import os, sys, time
+from rl.watch.tee import start_tee
+start_tee()
+os.write(1, b"{before}")
+time.sleep(0.5)
+os.write(2, b"oneworld: stopped\\n")
+"""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # the end of a pseudo-terminal
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    assert process.wait(10) == 0
+    assert shown == (b"\rstep 1\r\noneworld: stopped\r\n" if "step" in before else b"done\r\noneworld: stopped\r\n")
 
 
 def test_the_log_goes_on_when_the_console_is_gone(tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ import pytest
 from rl.common.json_channel import JsonChannel
 from rl.common.waiting import wait_until_readable
 from rl.config.schema import ROOT
+from rl.watch.death import RECENT_S, OutOfMemoryKills, describe_end
 from rl.watch.heart import Heart
+from rl.watch.launcher import Launcher
 from rl.watch.monitor import RankMonitor
-from rl.watch.process import Launcher, RankProcess
+from rl.watch.process import RankProcess
 from rl.watch.reports import AttemptHistory
 from rl.watch.silence import SilenceDetector
 from rl.watch.stacks import Stacks, stands_in_collective
@@ -28,6 +30,7 @@ from rl.watch.watchdog import Watchdog
 from tests.launcher import until
 from tests.mails import KEY, listening
 from tests.unit.test_board import report
+from tools.install import PATH_FILE
 
 
 @contextmanager
@@ -143,23 +146,106 @@ def test_a_state_names_exceptional_work_and_its_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "has_crashed"),
+    ("code", "exit_code"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", True),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", True),
-        ("import os; os._exit(1)", True),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", False),
-        ("", False),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+        ("import os; os._exit(3)", 3),
+        ("", 0),
     ],
 )
-def test_a_crash_is_told_from_other_ends(code: str, has_crashed: bool) -> None:
+def test_the_end_of_a_process_is_known(code: str, exit_code: int) -> None:
     child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(0.5); {code}"])
     process = RankProcess(child.pid, leads_group=False)
-    assert not process.has_crashed
+    assert process.exit_code is None
     assert wait_until_readable([process.exit_fd], 10)
-    assert process.has_crashed == has_crashed
+    assert process.exit_code == exit_code
     child.wait()
-    assert not process.has_crashed, "the process is reaped, so nothing is known"
+    is_new = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15)
+    assert process.exit_code == (exit_code if is_new else None), "after the agent has collected it"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "is_out_of_memory", "text"),
+    [
+        (-9, False, "its process was killed by signal 9 (SIGKILL), perhaps because the machine ran out of memory"),
+        (-9, True, "its process was killed by signal 9 (SIGKILL) because the machine or its memory limit was "),
+        (-7, True, "its process was killed by signal 7 (SIGBUS): memory could not be provided, for example because "),
+        (-11, False, "its process was killed by signal 11 (SIGSEGV): native code accessed memory that is not its own"),
+        (-6, False, "its process was killed by signal 6 (SIGABRT): native code gave up, with a message in the rank's"),
+        (-1, False, "its process was killed by signal 1 (SIGHUP): its terminal was closed; tools/jobs.py runs a job "),
+        (-40, False, "its process was killed by signal 40 (Real-time signal 6)"),
+        (3, True, "its process exited with code 3 and reported no error"),
+        (None, True, "its process ended without a word"),
+    ],
+)
+def test_the_end_of_a_process_in_words(exit_code: int | None, is_out_of_memory: bool, text: str) -> None:
+    assert describe_end(exit_code, is_out_of_memory, is_launcher_gone=False).startswith(text)
+    assert describe_end(exit_code, is_out_of_memory, is_launcher_gone=True).startswith(
+        "its process ended with torchrun"
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "file"),
+    [
+        ("0::/job", "sys/fs/cgroup/job/memory.events"),
+        ("0::/../other", "sys/fs/cgroup/memory.events"),  # in a container, which sees its own group as the root
+        ("1:cpu:/\n4:hugetlb,memory:/job\n0::/", "sys/fs/cgroup/memory/job/memory.oom_control"),
+        ("0::/", "proc/vmstat"),
+    ],
+)
+def test_kills_for_lack_of_memory_are_noticed(
+    groups: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path, text in (("proc/self/cgroup", groups), (file, "oom 7\noom_kill 2\n")):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    kills = OutOfMemoryKills(tmp_path)
+    assert not kills.is_recent, "kills before the start do not count"
+    (tmp_path / file).write_text("oom 8\noom_kill 3\n")
+    assert kills.is_recent
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + RECENT_S)
+    assert not kills.is_recent
+
+
+EXHAUSTS_ITS_LIMIT = """
+import os, subprocess, sys
+from pathlib import Path
+from rl.common.waiting import wait_until_readable
+from rl.watch.death import OutOfMemoryKills, describe_end
+from rl.watch.process import RankProcess
+
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+kills = OutOfMemoryKills()
+child = subprocess.Popen([sys.executable, "-c", "x = []\\nwhile True: x.append(bytearray(1 << 20))"])
+process = RankProcess(child.pid, leads_group=False)
+wait_until_readable([process.exit_fd], 30)
+print(describe_end(process.exit_code, kills.is_recent, is_launcher_gone=False))
+"""
+
+
+def test_a_process_that_exhausts_the_limit_of_its_cgroup_is_told_as_such() -> None:
+    """Needs root, and a cgroup (version 1 or 2) that may limit the memory of another one."""
+    counters = OutOfMemoryKills()._file
+    assert "oom_kill " in counters.read_text()
+    group = counters.parent / f"oneworld-test-{os.getpid()}"
+    name = "memory.max" if counters.name == "memory.events" else "memory.limit_in_bytes"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made: {error}")
+    try:
+        if not (group / name).exists():
+            pytest.skip(f"{group} has no {name}")
+        (group / name).write_text(str(200 << 20))
+        command = [sys.executable, "-c", EXHAUSTS_ITS_LIMIT, str(group)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        told = "its process was killed by signal 9 (SIGKILL) because the machine or its memory limit was exhausted"
+        assert done.stdout.startswith(told), done
+    finally:
+        group.rmdir()
 
 
 def test_early_ends_are_counted_once_per_start_until_the_ranks_have_met(
@@ -213,3 +299,81 @@ somewhere()
 def test_stacks_are_read_however_many_were_written_before() -> None:
     """Use a process of its own, which has one thread."""
     subprocess.run([sys.executable, "-c", ASKS_AGAIN], cwd=ROOT, check=True, timeout=30)
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_one_line_per_node_says_why_the_ranks_end(
+    local_rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """The board of another node sends the line."""
+    file = tmp_path / "last_line"
+    monkeypatch.setenv("ONEWORLD_LAST_LINE_FILE", str(file))
+    ours, theirs = socket.socketpair()
+    rank = JsonChannel(ours)
+    with listening() as (address, accepted), running(theirs):
+        rank.send("join", rank=2, local_rank=local_rank, world="world", key=KEY.hex(), board=address)
+        board = JsonChannel(accepted.get())
+        board.send("abort", stop=False, fatal="", is_told=True, line="oneworld: stopped at step 7")
+        until(lambda: "abort" in [message["kind"] for message in rank.receive()], "the verdict")
+    line = f"oneworld: the ranks on {socket.gethostname()} end: stopped at step 7\n"
+    assert capfd.readouterr().err == (line if local_rank == 0 else "")
+    assert (file.read_text() if file.exists() else None) == (line if local_rank == 0 else None)
+
+
+def test_the_last_line_is_repeated_when_torchrun_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure that torchrun restarts is no end, nor need a line be repeated if torchrun prints nothing after it."""
+
+    def repeated(is_end: bool, count: str = "0") -> str:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+        torchrun = subprocess.Popen(["sleep", "0.3"])
+        launcher = Launcher(torchrun.pid)
+        launcher.keep_last("our line")
+        line = launcher.wait_to_repeat(is_end)
+        assert launcher.is_gone == bool(line)
+        torchrun.wait()
+        return line
+
+    assert repeated(is_end=True) == "our line"
+    assert repeated(is_end=False) == ""
+    assert repeated(is_end=False, count="3") == "our line", "no restart is left"
+    monkeypatch.setenv("ONEWORLD_TOLD_FILE", "/dev/null")
+    assert repeated(is_end=True) == ""
+
+
+def test_only_torchrun_is_made_quiet(tmp_path: Path) -> None:
+    """Other programs in our .venv do not import the module, and torchrun keeps its messages until ranks say more."""
+    (tmp_path / "oneworld.pth").write_text(PATH_FILE)
+    (tmp_path / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(tmp_path)!r})\n")
+    (tmp_path / "torchrun").write_text(TORCHRUN)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "ONEWORLD_QUIET_TORCHRUN": "1"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+
+    assert run("-c", "import sys; print('launch.quiet_torchrun' in sys.modules)", "torch").stdout == "False\n"
+    torchrun = str(tmp_path / "torchrun")
+    for words in (["before the watchdog lives"], ["lives"], ["told", "OSError"], ["told long ago"]):
+        done = run(torchrun, *words)
+        assert done.returncode == 1 and done.stdout == "", done
+        assert "a warning" in done.stderr or "told" in words, done
+        assert "Error: no\n" in done.stderr, done
+    told = run(torchrun, "told")
+    assert (told.returncode, told.stdout, told.stderr) == (1, "", "")
+
+
+TORCHRUN = """
+import logging, os, sys
+import launch.quiet_torchrun as quiet
+quiet.VERDICT_S = 0.2
+class ChildFailedError(Exception):
+    __module__ = "torch.distributed.elastic.multiprocessing.errors"
+if sys.argv[1] != "before the watchdog lives":
+    with open(os.environ["ONEWORLD_TOLD_FILE"], "w") as file:
+        file.write("told" if "told" in sys.argv[1] else "")
+    if sys.argv[1] == "told long ago":
+        os.utime(file.name, (0, 0))
+logging.getLogger("torch.distributed.elastic.agent").warning("a warning")
+raise OSError("no") if "OSError" in sys.argv else ChildFailedError("no")
+"""
