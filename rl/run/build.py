@@ -9,6 +9,7 @@ import functools
 
 from transformers import AutoConfig
 
+from rl.algo.choose import own_advantage
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.resume import Resume, restore
 from rl.checkpoint.save import Saver
@@ -78,6 +79,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         _build_reporter(run, rollouts, start_step, trains),
         start_step,
         is_evaluated=resume is not None and resume.manifest.state["is_evaluated"],
+        own_advantage=own_advantage(config.algo),
     )
     enable_garbage_collection()
     return actor
