@@ -38,6 +38,7 @@ class NumSteps(Message):
     """Tell a rank the number of steps, which the leader computes from the size of the data."""
 
     num_steps: int
+    awaited = "the number of steps from the leader"
 
 
 @dataclass(frozen=True)
