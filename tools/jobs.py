@@ -281,8 +281,8 @@ def state(run: Path, info: JobInfo | None = None) -> str:
         return "fatal"
     if set(info.codes) == {"0"}:
         return "done"
-    rows, at = status.merge(info.statuses)
-    if not info.codes and at > job["submitted_at"] and all(row["done"] for row in rows):
+    found = status.merge(info.statuses)
+    if not info.codes and found.at > job["submitted_at"] and all(row["done"] for row in found.rows):
         return "done"
     if "stopped_at" in job:
         return "stopped"
@@ -302,7 +302,7 @@ def list_jobs(args: argparse.Namespace) -> None:
 
 def show_status(args: argparse.Namespace) -> None:
     run, job, info = args.run, read(args.run), inspect(args.run)
-    shown = status.describe(run, *status.merge(info.statuses), info.fatal)
+    shown = status.describe(run, status.merge(info.statuses), info.fatal)
     print_or_exit(f"{run.name}: {state(run, info)}\n{shlex.join(job['command'])}\n{shown}")
 
 

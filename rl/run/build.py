@@ -30,6 +30,7 @@ from rl.run.open import Run
 from rl.run.reporter import Reporter
 from rl.run.serve import build_rollout_service, build_sync
 from rl.sync.weights import share_tensors
+from rl.watch.heart import HEART
 from rl.world.bootstrap import enable_garbage_collection
 from rl.world.orders import Action
 
@@ -37,6 +38,7 @@ from rl.world.orders import Action
 def build_actor(run: Run, trains: bool = True) -> Actor:
     """Build an actor. With `trains` False, it only evaluates, and writes no metrics of the run."""
     config, mail, resume = run.config, run.world.mail, run.resume
+    HEART.describe(num_steps=config.train.num_steps if trains else 0)
     # Load the reference after the engine, which measures the free device memory while it is built.
     load_reference = functools.cache(lambda: load(run, trainable=False))
     learner = build_learner(run, load_reference)

@@ -157,6 +157,7 @@ class Board:
             stop = run_within_wait(partial(self.history.is_repeated, report), False)
         fatal = report.text() if stop and report.cause != "interrupt" else ""
         self.verdict = {"stop": stop, "fatal": fatal, "is_told": report.cause in TOLD_TO_END}
+        self.verdict["end"] = report.describe_end(is_final=stop)
         for rank in self.entries:
             self._tell(rank, "abort", **self.verdict)
         self._say(report.text())

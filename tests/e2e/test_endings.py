@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher import finish, start, train
+from tests.launcher import finish, start, status_line, train
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(150)]
 SETTINGS = ["rollout.engine=fake", "train.num_steps=3", "train.num_prompts_per_step=6", "eval.num_prompts=6"]
@@ -104,6 +104,7 @@ def test_killed_rank_is_named(rank: int, tmp_path: Path) -> None:
     assert f"oneworld: rank {rank} (" in output, output
     assert "its process ended without a word" in output
     assert time.monotonic() - started < MAX_END_S
+    assert status_line(tmp_path / "run").startswith(f"rank {rank} was lost at step 2: its process ")
 
 
 @pytest.mark.slow
@@ -139,6 +140,7 @@ def test_ctrl_c(what: str, restarts: bool, tmp_path: Path) -> None:
     assert (" is saved (run.name=run)" in output) == (what == "nothing"), output
     assert "ZeroDivisionError" not in output
     assert not (tmp_path / "run" / "FATAL").exists()
+    assert status_line(tmp_path / "run").startswith("ended by Ctrl-C at step ")
 
 
 @pytest.mark.slow
