@@ -60,13 +60,13 @@ class Loss:
 
     def __call__(self, **tensors: Tensor) -> PolicyLoss:
         """Return the loss of each token. `tensors` are LOSS_INPUTS: `lengths` is [S], all others are [T]."""
+        if not self.is_own:
+            return self._function(tensors)
         new_logprobs = tensors["new_logprobs"]
         none_clipped = torch.zeros_like(new_logprobs, dtype=torch.bool)
-        if self.is_own and not new_logprobs.numel():  # all ranks run equally many passes; do not trouble users with it
+        if not new_logprobs.numel():  # all ranks run equally many passes, so some have no tokens
             return PolicyLoss(new_logprobs * 0, none_clipped)
         result = self._function(tensors)
-        if not self.is_own:
-            return result
         loss, clipped = (result.loss, result.clipped) if isinstance(result, PolicyLoss) else (result, none_clipped)
         rule = f"it must return one loss per token, [{len(new_logprobs)}], or a PolicyLoss of two such tensors"
         for tensor in (loss, clipped):
