@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import rl.world.bootstrap  # noqa: F401  before torch
+from rl.algo.choose import check_functions
 from rl.config.load import add_arguments, load_config
 from rl.config.schema import DEFAULT_CONFIG, Config, ConfigError, resolve_path
 from rl.evaluation.evaluation import check_best_metric, for_evaluation, show_evaluation
@@ -106,6 +107,7 @@ def print_plan(args: argparse.Namespace) -> int:
         sizes = (num_nodes, num_ranks, config.rollout.tensor_parallel_size, config.actor.num_replicas)
         placement = plan(config.placement, *sizes)
         check_rewards(config.reward)
+        check_functions(config.algo)
         check_best_metric(config)
         model_folder = resolve_path(config.model.path)
         if (model_folder / "config.json").is_file():

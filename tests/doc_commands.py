@@ -235,6 +235,6 @@ def shorter(text: str) -> str:
 
 
 def tutorial() -> dict[str, str]:
-    """Return the files that docs/first_run.md asks its reader to write, by path."""
-    page = (ROOT / "docs" / "first_run.md").read_text()
-    return dict(re.findall(r"^`(my/[\w.]+)`[^\n]*\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    """Return the files that docs/first_run.md and docs/algorithms.md ask their reader to write, by path."""
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("first_run.md", "algorithms.md"))
+    return dict(re.findall(r"^`(my/[\w.]+)`[^\n]*\n\n```\w+\n(.*?)^```", pages, re.MULTILINE | re.DOTALL))

@@ -5,6 +5,7 @@ import os
 import secrets
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -114,3 +115,10 @@ def train(folder: Path, num_ranks: int, *overrides: str, timeout_s: float = 200)
     output = finish(process, timeout_s)
     assert process.returncode == 0, output[-6000:]
     return Result(output, folder)
+
+
+def status_line(folder: Path) -> str:
+    """Return what tools/status.py says about a run, without its name and the table of its ranks."""
+    command = [sys.executable, "tools/status.py", str(folder)]
+    shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return shown.splitlines()[0].removeprefix(f"{folder}: ")

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.config.schema import ROOT, Config, keys_of
+from rl.report.console import print_and_go_on
 
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -60,7 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not parser.parse_args(arguments).check:
         PAGE.write_text(render())
     elif not PAGE.is_file() or PAGE.read_text() != render():
-        print(f"{PAGE.relative_to(ROOT)} does not match rl/config/schema.py; run python tools/config_reference.py")
+        remedy = "run python tools/config_reference.py"
+        print_and_go_on(f"{PAGE.relative_to(ROOT)} does not match rl/config/schema.py; {remedy}")
         return 1
     return 0
 

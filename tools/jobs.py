@@ -33,7 +33,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.common.files import write_atomically
 from rl.config.schema import ROOT
-from rl.report.console import print_or_exit
+from rl.report.console import print_and_go_on, print_or_exit
 from tools import status
 
 LAUNCH = ROOT / "launch"
@@ -222,7 +222,7 @@ def submit(args: argparse.Namespace) -> None:
         remedy = f"stop it first, or give another name: {command(args.runs, 'stop', name)}"
         raise SystemExit(f"{run} is {active}; {remedy}{ended}")
     write(run, start(run, args) | {"submitted_at": time.time()})
-    print(f"{run}: submitted; follow it with: {command(args.runs, 'logs', '-f', name)}")
+    print_and_go_on(f"{run}: submitted; follow it with: {command(args.runs, 'logs', '-f', name)}")
 
 
 def start(run: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -281,8 +281,8 @@ def state(run: Path, info: JobInfo | None = None) -> str:
         return "fatal"
     if set(info.codes) == {"0"}:
         return "done"
-    rows, at = status.merge(info.statuses)
-    if not info.codes and at > job["submitted_at"] and all(row["done"] for row in rows):
+    found = status.merge(info.statuses)
+    if not info.codes and found.at > job["submitted_at"] and all(row["done"] for row in found.rows):
         return "done"
     if "stopped_at" in job:
         return "stopped"
@@ -302,7 +302,7 @@ def list_jobs(args: argparse.Namespace) -> None:
 
 def show_status(args: argparse.Namespace) -> None:
     run, job, info = args.run, read(args.run), inspect(args.run)
-    shown = status.describe(run, *status.merge(info.statuses), info.fatal)
+    shown = status.describe(run, status.merge(info.statuses), info.fatal)
     print_or_exit(f"{run.name}: {state(run, info)}\n{shlex.join(job['command'])}\n{shown}")
 
 
@@ -347,7 +347,7 @@ def show_logs(args: argparse.Namespace) -> None:
 def stop(args: argparse.Namespace) -> None:
     run, job = args.run, read(args.run)
     if not inspect(run).active:
-        print(f"{run.name}: {state(run)} already")
+        print_and_go_on(f"{run.name}: {state(run)} already")
         return
     write(run, job | {"stopped_at": time.time()})
     kind_of(job).stop(job, args.now)
@@ -357,7 +357,7 @@ def stop(args: argparse.Namespace) -> None:
             kill = command(args.runs, "stop", "--now", run.name)
             raise SystemExit(f"{run.name} has not ended in {STOP_S:g} s; {kill} kills it")
         time.sleep(POLL_S)
-    print(f"{run.name}: {state(run)}")
+    print_and_go_on(f"{run.name}: {state(run)}")
 
 
 def main(arguments: list[str] | None = None) -> None:

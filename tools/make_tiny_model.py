@@ -19,6 +19,7 @@ tokens (a multiple of 32; the tokenizer can decode every id).
 import argparse
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +27,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
+from rl.report.console import print_and_go_on
 
 Pair = tuple[int, int]
 
@@ -117,7 +121,7 @@ def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pair
         optimizer.step()
         schedule.step()
         if (step + 1) % 100 == 0:
-            print(f"step {step + 1}/{num_steps} loss {loss.item():.4f}", flush=True)
+            print_and_go_on(f"step {step + 1}/{num_steps} loss {loss.item():.4f}")
 
 
 @torch.no_grad()
@@ -152,7 +156,7 @@ def main() -> None:
         pairs = pairs[:1000]
         sampled = measure(model, tokenizer, pairs * (4000 // len(pairs)), greedy=False)
         greedy = measure(model, tokenizer, pairs, greedy=True)
-        print(f"{name}: accuracy {sampled:.3f} sampled, {greedy:.3f} greedy")
+        print_and_go_on(f"{name}: accuracy {sampled:.3f} sampled, {greedy:.3f} greedy")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from rl.common.files import write_atomically
 from rl.common.text import count_of
 from rl.config.schema import ConfigError
 from rl.data.read import FORMATS, SHARD, DataRow, find_splits
+from rl.report.console import print_and_go_on
 from rl.rewards.extract import boxes
 
 SPLITS = ("train", "test")
@@ -138,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for split, (rows, num_bad) in prepared.items():
             target, lines = args.output / f"{split}.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows)
             write_atomically(target, "".join(line + "\n" for line in lines), fsync=True)
-            print(f"{target}: {count_of(len(rows), 'row')}" + f", {num_bad} malformed ones skipped" * bool(num_bad))
+            skipped = f", {num_bad} malformed ones skipped" * bool(num_bad)
+            print_and_go_on(f"{target}: {count_of(len(rows), 'row')}{skipped}")
     except (ConfigError, OSError) as error:
         sys.exit(f"prepare_data: {error}")
 

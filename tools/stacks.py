@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, metavar="R", help="only this rank")
     args = parser.parse_args(arguments)
     run, host = find_run(args.run), socket.gethostname()
-    rows, _ = read(run)
+    rows = read(run).rows
     hosts = {row["rank"]: row["host"] for row in rows}
     if args.rank is not None and hosts.get(args.rank, host) != host:
         raise SystemExit(f"rank {args.rank} is on {hosts[args.rank]}, this is {host}: run the same command there")

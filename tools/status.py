@@ -12,7 +12,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.common.text import count_of
@@ -37,12 +37,19 @@ def find_run(run: Path | None) -> Path:
     return run
 
 
-def read(run: Path) -> tuple[list[dict[str, Any]], float]:
-    """Return a row for each rank, and the time of the newest file."""
+class Status(NamedTuple):
+    """What the status files of a run say."""
+
+    rows: list[dict[str, Any]]  # of each rank
+    at: float  # time of the newest file
+    end: str  # how the world ended; empty while it runs, after a normal end, or if nobody could write it
+
+
+def read(run: Path) -> Status:
     return merge([path.read_text() for path in sorted(run.glob("status/*.json"))])
 
 
-def merge(texts: list[str]) -> tuple[list[dict[str, Any]], float]:
+def merge(texts: list[str]) -> Status:
     """Do the same as `read` with the contents of status files, which may come from several nodes."""
     values: list[dict[str, Any]] = []
     for text in texts:
@@ -50,13 +57,15 @@ def merge(texts: list[str]) -> tuple[list[dict[str, Any]], float]:
             values.append(json.loads(text))
     newest = max(values, key=lambda value: value["at"], default=dict[str, Any](at=0.0, world=""))
     rows: dict[int, dict[str, Any]] = {}
+    end = ""
     for value in values:
+        end = end or (value.get("end", "") if value["world"] == newest["world"] else "")
         # Another world is an earlier start, which may have had more ranks.
         for row in value.get("ranks", [value]) if value["world"] == newest["world"] else ():
             row["at"] = value["at"] - row.get("heard_s_ago", 0.0)
             if row["rank"] not in rows or row["at"] > rows[row["rank"]]["at"]:
                 rows[row["rank"]] = row
-    return [rows[rank] for rank in sorted(rows)], newest["at"]
+    return Status([rows[rank] for rank in sorted(rows)], newest["at"], end)
 
 
 def doing(row: dict[str, Any]) -> str:
@@ -79,21 +88,33 @@ def align(rows: list[list[str]]) -> str:
 
 def show(run: Path) -> str:
     fatal = run / "FATAL"
-    return describe(run, *read(run), fatal.read_text() if fatal.exists() else "")
+    return describe(run, read(run), fatal.read_text() if fatal.exists() else "")
 
 
-def describe(run: Path, rows: list[dict[str, Any]], at: float, fatal: str) -> str:
+def describe(run: Path, status: Status, fatal: str) -> str:
+    """Return how the run stands or how it ended, and a table of its ranks. `fatal` is the content of its file FATAL."""
+    rows, at, end = status
     if not rows:
         return f"{run}: no rank has written a status yet"
-    age = time.time() - at
-    state = "running" if age < STALE_S else f"last heard of {age:.0f} s ago"
-    if all(row["done"] for row in rows):
-        state = "done"
-    reason = f"\n{run / 'FATAL'}: {fatal.splitlines()[0]}" if fatal else ""
-    step = max(row["step"] for row in rows)
+    reason = ""
+    if fatal:  # its first line says what `end` says
+        reason = f"\nthe whole report: {run / 'FATAL'}" if end else f"\n{run / 'FATAL'}: {fatal.splitlines()[0]}"
     cells = [[str((row | {"doing": doing(row)}).get(name, "")) for name in COLUMNS] for row in rows]
     table = align([[TITLES.get(name, name) for name in COLUMNS], *cells])
-    return f"{run}: {state}, step {step}, {count_of(len(rows), 'rank')}{reason}\n{table}"
+    return f"{run}: {describe_state(rows, time.time() - at, end)}{reason}\n{table}"
+
+
+def describe_state(rows: list[dict[str, Any]], age_s: float, end: str) -> str:
+    """Return how the run stands or how it ended. The newest status is `age_s` seconds old."""
+    step, num_steps = max(row["step"] for row in rows), max(row.get("num_steps", 0) for row in rows)
+    if all(row["done"] for row in rows):
+        return f"done after {num_steps} of {count_of(num_steps, 'step')}" if num_steps else "done"
+    if end:
+        return end
+    reached = f"step {step} of {num_steps}" if num_steps else f"step {step}"
+    if age_s < STALE_S:
+        return f"running, {reached}, {count_of(len(rows), 'rank')}"
+    return f"no word for {age_s:.0f} s, at {reached}, {count_of(len(rows), 'rank')}; it was killed, or its node is gone"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -13,6 +13,7 @@ from launch.checks import gpus, host
 from launch.checks.bandwidth import accept_all, find_unreachable, measure_rate, receive_all
 from launch.checks.facts import GpuFacts, NodeFacts, RankFacts
 from launch.checks.sockets import is_own_address, listen
+from rl.config.functions import files_of
 from rl.config.schema import Config, ConfigError
 from rl.rewards.find import own_files
 
@@ -37,13 +38,14 @@ class Answers:
         found: RankFacts = {"host": socket.gethostname(), "config_error": "", "gpu": {}, "sink": self._sink_port}
         try:
             config = self._load()
-            rewards = own_files(config.reward)
+            own = own_files(config.reward) | files_of("algo.loss", config.algo.loss)
+            own |= files_of("algo.advantage", config.algo.advantage)
         except ConfigError as error:
             return found | {"config_error": str(error)}
         self._gpu = gpus.describe(self._local_rank, config.debug.share_gpu)
         found["gpu"] = self._gpu
         if not self._local_rank:
-            found["node"] = self._describe_node(config, host.code_digest(rewards))
+            found["node"] = self._describe_node(config, host.code_digest(own))
         return found
 
     def _describe_node(self, config: Config, code: str) -> NodeFacts:

@@ -1,10 +1,12 @@
 """Losses per token. The caller multiplies them by `token_weights`, and divides their sum by the denominator, which is
-summed over all ranks.
+summed over all ranks. rl/algo/choose.py calls the function that algo.loss names, and fills its parameters by their
+names.
 
 A micro-batch has S sequences with T response tokens, concatenated. `segment_ids` [T] is the index of each token's
 sequence. `lengths` [S] is the number of tokens of each sequence, which may be 0.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +61,13 @@ def clipped_weight(
     ratio = torch.exp(new_logprobs.detach() - old_logprobs)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return PolicyLoss(loss=-weight * advantages * new_logprobs, clipped=weight != ratio)
+
+
+LOSSES: dict[str, Callable[..., PolicyLoss]] = {  # by their names in algo.loss
+    "clip": clipped_ratio,
+    "gspo": sequence_ratio,
+    "cispo": clipped_weight,
+}
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:

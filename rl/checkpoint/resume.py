@@ -40,7 +40,7 @@ Listings = Sequence[StepsListed]  # by node
 class ResumeFrom(Message):
     """Tell a rank which checkpoint the run resumes from. The payload is a `Resume`, and empty for a new run."""
 
-    awaited: ClassVar[str] = "resume"
+    awaited: ClassVar[str] = "the choice of a checkpoint"
 
     run_id: str
 

@@ -42,6 +42,7 @@ class FilesWritten(Message):
 
     step: int
     rank_state: dict[str, Any]
+    awaited = "the other ranks' files of the checkpoint"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from rl.config.functions import is_own
 from rl.config.schema import DEFAULT_CONFIG, PLACEHOLDER, PLACEMENT_SIZES, Config, ConfigError, keys_of, resolve_path
 
 
@@ -130,7 +131,7 @@ def _training_problems(config: Config) -> Iterator[str]:
     if algo.overlong_tokens > rollout.max_new_tokens:
         limit = f"rollout.max_new_tokens = {rollout.max_new_tokens}"
         yield f"algo.overlong_tokens: got {algo.overlong_tokens}; it must not exceed {limit}"
-    if algo.dual_clip and algo.loss != "clip":
+    if algo.dual_clip and algo.loss != "clip" and not is_own(algo.loss):
         yield f"algo.dual_clip: got {algo.dual_clip}, but algo.loss={algo.loss} has no such bound; set it to 0"
     if (rollout.top_p < 1 or rollout.top_k) and algo.correction == "none":
         yield (

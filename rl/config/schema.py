@@ -19,7 +19,8 @@ PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 PLACEMENT_SIZES = ("num_nodes", "num_gpus_per_node")
 DAY_S = 86_400.0
 
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae")
+LOSSES = ("clip", "gspo", "cispo")
 Correction = Literal["none", "token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided"]
 Schedule = Literal["constant", "linear", "cosine"]
 Recompute = Literal["none", "selective", "full"]
@@ -52,6 +53,10 @@ DIRECTORY_NAME = Allowed(
 )
 ONE_OR_TWO = Allowed("1 or 2", lambda value: value in (1, 2))
 RESUME = Allowed("auto, never or a path", bool)
+ADVANTAGE_OR_FILE = Allowed(
+    f"{', '.join(ADVANTAGES)} or file.py:function", lambda spec: spec in ADVANTAGES or ":" in spec
+)
+LOSS_OR_FILE = Allowed(f"{', '.join(LOSSES)} or file.py:function", lambda spec: spec in LOSSES or ":" in spec)
 HUB_NAME = Allowed("ORG/NAME, NAME or empty", re.compile(r"([\w.-]+(/[\w.-]+)?)?", re.ASCII).fullmatch)
 
 
@@ -154,11 +159,21 @@ class RewardConfig:
 class AlgoConfig:
     """docs/algorithms.md has the formulas and the papers."""
 
-    advantage: Advantage = key("grpo", "Advantage estimator. gae trains a critic (PPO).")
+    advantage: str = key(
+        "grpo",
+        "Advantage estimator. gae trains a critic (PPO). file.py:function is one of your own.",
+        ADVANTAGE_OR_FILE,
+    )
     gamma: float = key(1.0, "Discount per token, for reinforce_pp and gae.", UP_TO_1)
     lam: float = key(1.0, "Lambda of gae.", UP_TO_1)
-    loss: Literal["clip", "gspo", "cispo"] = key(
-        "clip", "Policy loss: clip (PPO), gspo (ratios of whole sequences), or cispo (clipped weights)."
+    loss: str = key(
+        "clip",
+        "Policy loss: clip (PPO), gspo (ratios of whole sequences), cispo (clipped weights), or file.py:function, one "
+        "of your own.",
+        LOSS_OR_FILE,
+    )
+    options: dict[str, Any] = key(
+        {}, "Keyword arguments of your own loss and advantage by function name, such as {my_loss: {delta: 0.1}}."
     )
     loss_norm: Literal["token", "sequence", "constant"] = key(
         "token",
@@ -177,7 +192,7 @@ class AlgoConfig:
     kl_place: Literal["loss", "reward"] = key(
         "loss",
         "Add the KL to the loss, or subtract it from the reward: per response for grpo, dr_grpo and rloo, per token "
-        "for the others.",
+        "for the others. A function of your own gets the reward that it asks for, less the KL.",
     )
     kl_target: float = key(0.0, "KL per token that an adaptive kl_coef aims at; 0: kl_coef is fixed.", NOT_NEGATIVE)
     correction: Correction = key(
@@ -207,7 +222,8 @@ class AlgoConfig:
 
     @property
     def compares_rollouts(self) -> bool:
-        return self.advantage not in ("reinforce_pp", "gae")
+        """Return whether a built-in advantage needs several rollouts of a prompt. Your own may do without."""
+        return self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
     @property
     def has_old_pass(self) -> bool:

@@ -27,6 +27,7 @@ from rl.export.plan import index_of, lay_out, read_tensors
 from rl.export.upload import HubRepository
 from rl.export.work_folder import RECORD, WorkFolder, find_gathered, read_record
 from rl.export.write import CorruptFile, Merger, OpenFiles, Progress
+from rl.report.console import print_and_go_on
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 LOG_INTERVAL_S = 10.0  # between lines of progress in a log file
@@ -64,7 +65,7 @@ def merge_checkpoint(options: MergeOptions) -> None:
         record = read_record(finished)
         if options.upload is None or not record or options.step not in (None, record["step"]):
             raise
-        print(f"step {record['step']} no longer exists; {finished} is complete", flush=True)
+        print_and_go_on(f"step {record['step']} no longer exists; {finished} is complete")
         hub = _name_hub(options, "")
         _open_hub(hub, options.dry_run)
         if not options.dry_run:
@@ -75,7 +76,7 @@ def merge_checkpoint(options: MergeOptions) -> None:
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
     title = f"step {manifest.step} of {manifest.run_name}, saved {saved}"
     size = format_bytes(sum(file.num_bytes for file in shards))
-    print(f"{title}: {len(shards)} shards of the model, {size}", flush=True)
+    print_and_go_on(f"{title}: {len(shards)} shards of the model, {size}")
     merge = CheckpointMerge(checkpoint, run, output or results / step_folder(manifest.step), options)
     hub = _name_hub(options, manifest.config.get("checkpoint", {}).get("hub_name", ""))  # fails before any slow work
     merge.prepare()
@@ -97,14 +98,14 @@ def _name_hub(options: MergeOptions, default_name: str) -> HubRepository | None:
 def _open_hub(hub: HubRepository | None, dry_run: bool) -> None:
     """Create the repository before the merge, so that a refused login fails at once. A dry run only checks it."""
     if hub is not None and dry_run:
-        print(f"would upload to {hub.check()}")
+        print_and_go_on(f"would upload to {hub.check()}")
     elif hub is not None:
         hub.create()
 
 
 def _upload(hub: HubRepository | None, folder: Path, run_name: str, step: int) -> None:
     if hub is not None:
-        print(f"uploaded to {hub.upload(folder, f'{run_name}, step {step}')}", flush=True)
+        print_and_go_on(f"uploaded to {hub.upload(folder, f'{run_name}, step {step}')}")
 
 
 class CheckpointMerge:
@@ -128,7 +129,7 @@ class CheckpointMerge:
         """Check that all files can be reached and that the result fits on the disk. A dry run prints what it found."""
         checkpoint, output = self._checkpoint, self._work.output
         if self._work.is_merged():
-            print(f"{output} is complete already", flush=True)
+            print_and_go_on(f"{output} is complete already")
             return
         checkpoint.check_complete()
         for error in checkpoint.inventory.failures.values():
@@ -138,10 +139,10 @@ class CheckpointMerge:
         if remote and self._options.dry_run:
             hosts = sorted({checkpoint.holders(file.name)[0].name for file in remote})
             size = format_bytes(sum(file.num_bytes for file in remote))
-            print(f"would gather {count_of(len(remote), 'file')}, {size}, from {', '.join(hosts)}")
+            print_and_go_on(f"would gather {count_of(len(remote), 'file')}, {size}, from {', '.join(hosts)}")
         if self._options.dry_run:
             files = count_of(len(self._outputs), "file")
-            print(f"would merge into {output}: {files}, {format_bytes(needed)} to write in all")
+            print_and_go_on(f"would merge into {output}: {files}, {format_bytes(needed)} to write in all")
         self._work.check_space(needed)
 
     def run(self, hub: HubRepository | None) -> None:
@@ -184,7 +185,7 @@ class CheckpointMerge:
         self._work.publish()
         size = format_bytes(sum(output.num_bytes for output in self._outputs))
         proof = "the digest of every slice was checked" if options.verify_digests else "digests were not checked"
-        print(f"{self._work.output}: {count_of(len(self._outputs), 'file')}, {size}; {proof}", flush=True)
+        print_and_go_on(f"{self._work.output}: {count_of(len(self._outputs), 'file')}, {size}; {proof}")
 
     def _open_local(self, opened: OpenFiles) -> None:
         remote = {file.name for file in self._checkpoint.remote_files()}
@@ -245,7 +246,7 @@ class CheckpointMerge:
                 f"with. It is written one update after the step, on the node of the first actor. {output} is complete"
             )
         difference = compare_logits(output, data, checkpoint.manifest.config["model"]["dtype"], self._dtype)
-        print(f"logits equal those of the policy at the save: relative difference {difference:.2g}", flush=True)
+        print_and_go_on(f"logits equal those of the policy at the save: relative difference {difference:.2g}")
 
 
 @contextmanager

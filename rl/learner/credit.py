@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.algo import advantages as rules
+from rl.algo.choose import OwnAdvantage
 from rl.algo.kl import kl_penalty
 from rl.algo.segments import sequence_sums
 from rl.config.schema import AlgoConfig
@@ -13,10 +14,17 @@ from rl.report.metrics import Measures
 
 
 def assign_credit(
-    whole: Batch, algo: AlgoConfig, max_new_tokens: int, kl_coef: float, pg: dist.ProcessGroup, measures: Measures
+    whole: Batch,
+    algo: AlgoConfig,
+    max_new_tokens: int,
+    kl_coef: float,
+    pg: dist.ProcessGroup,
+    measures: Measures,
+    own: OwnAdvantage | None = None,
 ) -> Batch:
     """Return the batch with advantages, and with returns if there is a critic. This is a collective: batch statistics
-    cover all ranks of the process group. A rank's batch must hold whole groups.
+    cover all ranks of the process group. A rank's batch must hold whole groups. `own` is the user's function, if
+    algo.advantage names one.
 
     Responses that algo.mask_truncated masks count neither in the mean of their group nor in the batch statistics.
     """
@@ -25,14 +33,23 @@ def assign_credit(
     segments, lengths = batch.response_segment_ids, batch.response_lengths
     rewards = _shaped_rewards(batch, algo, max_new_tokens, measures)
     kl = _kl(batch, algo, measures)
-    if algo.advantage in ("grpo", "dr_grpo", "rloo"):
-        if kl is not None:
-            rewards = rewards - kl_coef * sequence_sums(kl, segments, lengths).float()
-        if algo.advantage == "rloo":
-            credit = rules.leave_one_out(rewards, batch.group_ids)[segments]
-        else:
-            credit = rules.group_relative(rewards, batch.group_ids, normalize_std=algo.advantage == "grpo")[segments]
+    is_standardized = False
+    if own is not None:
+        is_standardized = own.is_standardized
+        credit = own(
+            rewards=_with_kl(rewards, kl, kl_coef, batch),
+            token_rewards=rules.token_rewards(rewards, kl, kl_coef, segments, lengths),
+            group_ids=batch.group_ids,
+            segment_ids=segments,
+            lengths=lengths,
+        )
+    elif algo.advantage == "rloo":
+        credit = rules.leave_one_out(_with_kl(rewards, kl, kl_coef, batch), batch.group_ids)[segments]
+    elif algo.advantage in ("grpo", "dr_grpo"):
+        rewards, normalize_std = _with_kl(rewards, kl, kl_coef, batch), algo.advantage == "grpo"
+        credit = rules.group_relative(rewards, batch.group_ids, normalize_std)[segments]
     else:
+        is_standardized = True
         if algo.advantage == "reinforce_pp_baseline":
             rewards = rules.group_relative(rewards, batch.group_ids, normalize_std=False)
         token_rewards = rules.token_rewards(rewards, kl, kl_coef, segments, lengths)
@@ -45,11 +62,19 @@ def assign_credit(
         else:
             gamma = algo.gamma if algo.advantage == "reinforce_pp" else 1.0
             credit = rules.returns_to_go(token_rewards, segments, gamma)
+    if is_standardized:
         moments = rules.moments(credit)
         dist.all_reduce(moments, group=pg)
         credit = rules.standardize(credit, moments)
     fields["advantages"] = batch.at_responses(credit)
     return whole.replace(**{name: whole.at_sequences(kept, field) for name, field in fields.items()})
+
+
+def _with_kl(rewards: Tensor, kl: Tensor | None, kl_coef: float, batch: Batch) -> Tensor:
+    """Subtract the KL of each response from its reward, [S]."""
+    if kl is None:
+        return rewards
+    return rewards - kl_coef * sequence_sums(kl, batch.response_segment_ids, batch.response_lengths).float()
 
 
 def _shaped_rewards(batch: Batch, algo: AlgoConfig, max_new_tokens: int, measures: Measures) -> Tensor:

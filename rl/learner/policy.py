@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from rl.algo.choose import Loss
 from rl.algo.correction import importance_weights
 from rl.algo.kl import adapt_kl_coef, kl_penalty
-from rl.algo.losses import PolicyLoss, clipped_ratio, clipped_weight, sequence_ratio, token_weights
+from rl.algo.losses import token_weights
 from rl.algo.mismatch import check_mismatch, mismatch_kl
 from rl.config.schema import Config
 from rl.data.batch import Batch, empty_batch
@@ -42,6 +43,8 @@ class PolicyTrainer(ShardedTrainer):
         self.probe_tokens = probe_tokens
         self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, from before the last update
         self._is_probe_due = False
+        self._loss = Loss(config.algo)
+        self._num_nan_losses = torch.zeros((), dtype=torch.int64, device=self._device)  # read once per optimizer step
 
     def run_probe(self) -> None:
         """Run a forward pass for the probe alone, in a step without an update. This is a collective."""
@@ -86,6 +89,12 @@ class PolicyTrainer(ShardedTrainer):
         if mini_batch.old_logprobs is None:
             mismatch = measures.reduce(self._pg, "policy/mismatch_kl")
             check_mismatch(mismatch["policy/mismatch_kl"], self._rollout.max_mismatch_kl)
+        if self._loss.is_own and (num_bad := int(self._num_nan_losses)):
+            raise FloatingPointError(
+                f"algo.loss: {self._loss.spec} returned NaN for {num_bad} of {int(mini_batch.response_mask.sum())} "
+                "tokens; every loss must be a number. Check divisions, logarithms and 0 x infinity: exp(89) is "
+                "infinite in float32"
+            )
 
     def _accumulate(self, micro_batch: Batch, scale: float, measures: Measures) -> None:
         assert micro_batch.advantages is not None
@@ -104,13 +113,22 @@ class PolicyTrainer(ShardedTrainer):
         if algo.correction != "none":
             limit = algo.correction_limit
             correction = importance_weights(old_logprobs, rollout_logprobs, segments, lengths, algo.correction, limit)
-            # Every loss scales with its advantage, for factors >= 0. So these weights scale the loss, and a token of
-            # weight 0 has a loss of 0, however large its ratio is.
+            # Every built-in loss scales with its advantage, for factors >= 0. So these weights scale the loss, and a
+            # token of weight 0 has a loss of 0, however large its ratio is.
             advantages = advantages * correction.weights
             measures.mean("policy/correction_mean", correction.weights.sum(), count)  # near 1 if the logprobs agree
             measures.mean("policy/correction_cut", correction.cut.sum(), count)  # near 0 if they agree
-        policy = self._policy_loss(scores.logprobs, old_logprobs, advantages, segments, lengths)
+        policy = self._loss(
+            new_logprobs=scores.logprobs,
+            old_logprobs=old_logprobs,
+            rollout_logprobs=rollout_logprobs,
+            advantages=advantages,
+            segment_ids=segments,
+            lengths=lengths,
+        )
         loss = policy.loss
+        if self._loss.is_own:  # not of a token whose logprob is infinite, which `_count_bad` counts
+            self._num_nan_losses += (torch.isnan(loss) & torch.isfinite(scores.logprobs)).sum()
         weights = self._move(weights)
         measures.mean("loss/policy", (loss * weights).sum(), denominator)
         if algo.has_kl_in_loss:
@@ -123,18 +141,6 @@ class PolicyTrainer(ShardedTrainer):
         measures.sum("policy/tokens", count)
         measures.mean("policy/clip_fraction", policy.clipped.sum(), count)
         measures.mean("policy/entropy", scores.entropy.sum(), count)
-
-    def _policy_loss(
-        self, new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, segment_ids: Tensor, lengths: Tensor
-    ) -> PolicyLoss:
-        """Return the loss of each token. docs/algorithms.md says how to add a loss."""
-        algo, tokens = self._algo, (new_logprobs, old_logprobs, advantages)
-        bounds = algo.clip_low, algo.clip_high
-        if algo.loss == "gspo":
-            return sequence_ratio(*tokens, segment_ids, lengths, *bounds)
-        if algo.loss == "cispo":
-            return clipped_weight(*tokens, *bounds)
-        return clipped_ratio(*tokens, *bounds, algo.dual_clip)
 
     def _reference_of(self, micro_batch: Batch) -> Reference | None:
         if self._reference is None:

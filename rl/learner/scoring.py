@@ -93,6 +93,7 @@ class PartScores(Message):
     """Returns the scores of some sequences of an actor's batch. The scores are in the payload."""
 
     sequences: list[int]
+    awaited = "logprobs from the inference ranks"
 
 
 class Scorer:
@@ -170,6 +171,10 @@ class LogprobService(Service):
         self.version = 0
         self._mail, self._scorers, self._models = mail, scorers, models
         self._policy = models.by_field["old_logprobs"]
+
+    @property
+    def awaited(self) -> str:
+        return "work from the actors"
 
     def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout:
         index = self._scorers.index(self._mail.rank)

@@ -76,6 +76,7 @@ class MetricsWriter:
         self._file = path.open("a", buffering=1)
         self._board = SummaryWriter(str(run_dir), purge_step=step + 1 if step else 0, flush_secs=5)
         self._rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+        self._num_before = len(self._rewards)  # steps of earlier starts
 
     def write(self, step: int, version: int, values: Mapping[str, float]) -> None:
         """Write a step's metrics. `version` is the newest published version, from which the next step samples."""
@@ -97,10 +98,16 @@ class MetricsWriter:
         self._board.add_text(name, text, step)
 
     def close(self, engine_name: str) -> None:
-        """Close the files and print a summary: the mean reward of the first and of the last 5 steps."""
+        """Close the files and print a summary: the mean reward of the first and of the last 5 steps of the run, and the
+        seconds of this start. After a resume, the summary says how many of the steps these seconds are for."""
         first, last = (sum(part) / max(1, len(part)) for part in (self._rewards[:5], self._rewards[-5:]))
-        took = f"in {count_of(len(self._rewards), 'step')}, {time.perf_counter() - self._started:.0f} s"
-        print(f"{self._name}: reward {first:.2f} -> {last:.2f} {took}, engine {engine_name}", flush=True)
+        took, num_now = f"{time.perf_counter() - self._started:.0f} s", len(self._rewards) - self._num_before
+        if self._num_before:
+            took = (
+                f"the last {num_now} of them in {took} after a resume" if num_now else "none of them after the resume"
+            )
+        steps = count_of(len(self._rewards), "step")
+        print(f"{self._name}: reward {first:.2f} -> {last:.2f} in {steps}, {took}, engine {engine_name}", flush=True)
         self._board.close()
         self._file.close()
 

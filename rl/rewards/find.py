@@ -1,15 +1,12 @@
 """Load the reward functions that reward.function names, and check them and reward.options."""
 
-import importlib.util
-import inspect
 import math
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl.config.schema import ConfigError, RewardConfig, resolve_path
+from rl.config.functions import check_spec, files_of, import_function, signature_of
+from rl.config.schema import ConfigError, RewardConfig
 from rl.rewards.functions import FUNCTIONS
 from rl.rewards.worker import RewardFunction
 
@@ -40,7 +37,7 @@ def read_rules(config: RewardConfig) -> list[Rule]:
     for spec, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise ConfigError(f"reward.function: got {weight!r} as the weight of {spec}; it must be a finite number")
-        name = _check_name(spec)
+        name = check_spec("reward.function", spec, FUNCTIONS)
         if name in TAKEN:
             raise ConfigError(f"reward.function: got {name!r}, but reward/{name} is another metric; rename it")
         if name in rules:
@@ -58,14 +55,13 @@ def read_rules(config: RewardConfig) -> list[Rule]:
 
 def own_files(config: RewardConfig) -> dict[str, Path]:
     """Return the files of functions that are not built in, by their paths in the config."""
-    names = [rule.spec.rpartition(":")[0] for rule in read_rules(config)]
-    return {name: resolve_path(name) for name in names if name}
+    return files_of("reward.function", *[rule.spec for rule in read_rules(config)])
 
 
 def load(rule: dict[str, Any]) -> RewardFunction:
     """Import a function and check that it can be called with its options."""
     read = Rule(**rule)
-    call = FUNCTIONS.get(read.spec) or _import(read)
+    call = FUNCTIONS.get(read.spec) or import_function("reward.function", read.spec)
     _check_signature(read, call)
     if read.spec in FUNCTIONS:  # these accept any text, so a failure is due to the options
         try:
@@ -83,50 +79,9 @@ def check_rewards(config: RewardConfig) -> None:
         load(rule._asdict())
 
 
-def _check_name(spec: str) -> str:
-    """Return the name of the function, which must be built in or in a file that exists."""
-    file, colon, name = spec.rpartition(":")
-    if not colon and name not in FUNCTIONS:
-        raise ConfigError(
-            f"reward.function: got {spec!r}; choose one of {', '.join(FUNCTIONS)}, or give file.py:function"
-        )
-    if colon and not (name.isidentifier() and resolve_path(file).is_file()):
-        what = f"no file at {file}" if name.isidentifier() else f"{name!r} is not the name of a function"
-        raise ConfigError(
-            f"reward.function: got {spec!r}, but {what}; give the path of a file and a function: file.py:function"
-        )
-    return name
-
-
-def _import(rule: Rule) -> Callable[..., Any]:
-    path = resolve_path(rule.spec.rpartition(":")[0]).resolve()
-    module_name = f"oneworld_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"reward.function: got {rule.spec!r}; the file's name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look the module up there
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        reason = f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
-        raise ConfigError(f"reward.function: {path} cannot be imported: {reason}") from None
-    call = getattr(module, rule.name, None)
-    if call is None or not callable(call):
-        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-        raise ConfigError(
-            f"reward.function: {path} has no function {rule.name!r}; it has {', '.join(own) or 'none at all'}"
-        )
-    return call
-
-
 def _check_signature(rule: Rule, call: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(call)
-    except (TypeError, ValueError):  # a callable written in C has no signature
+    signature = signature_of(call)
+    if signature is None:
         return
     try:
         signature.bind_partial("", "", {})

@@ -35,7 +35,6 @@ class BatchStarted(Message):
 
     batch: int
     owners: list[int]
-    awaited = "a batch"
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class MovedGroup(Message):
 
     batch: int
     position: int
-    awaited = "moved groups"
+    awaited = "groups from the other actors"
 
 
 class Balancer:
@@ -124,6 +123,7 @@ class Rollouts(Service):
             followers_of_any = {rank for ranks in placement.engines for rank in ranks[1:]}
             heads = [rank for rank in placement.actors if rank not in followers_of_any]
             self._gate = OrderGate(world.mail, len(placement.actors), heads)
+        self._awaited = ""
         self.engine_name = "no engine yet"
         self._num_started = 0
         self._owners: dict[int, list[int]] = {}  # by batch
@@ -155,9 +155,11 @@ class Rollouts(Service):
         """
         if self._gate is not None:
             self._gate.open()
+        self._awaited = f"rank {self._leader} to start a batch"
         serve(self._world, self._services, until=lambda: batch in self._owners)
         owners = self._owners.pop(batch)
         num_own = owners.count(self._actors.index(self._mail.rank))  # not in `until`, which runs at every engine step
+        self._awaited = "groups from the engines"
         serve(self._world, self._services, until=lambda: len(self._arrived[batch]) == num_own)
         arrived = self._arrived.pop(batch)
         groups = {position: rollouts for position, (_, rollouts) in arrived.items()}
@@ -169,6 +171,12 @@ class Rollouts(Service):
         # Leave out `self`, which has all of its groups: then reports show only the actors that still wait for groups.
         serve(self._world, self._services[1:], until=lambda: batch in self._orders.totals)
         return Gathered(groups, owners, scores, self._orders.totals.pop(batch))
+
+    @property
+    def awaited(self) -> str:
+        if self.service is not None and self.service.is_scoring:
+            return self.service.awaited
+        return self._awaited
 
     def handle(self, letter: Letter[Any]) -> None:
         match letter.message:

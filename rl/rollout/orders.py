@@ -24,7 +24,6 @@ class Execute(Message):
     """Tell an actor to execute an order now."""
 
     action: Action
-    awaited = "orders"
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class BatchComplete(Message):
 
     batch: int
     totals: Totals
-    awaited = "the other actors' groups"
 
 
 class OrderGate:
@@ -97,6 +95,10 @@ class OrderService(Service):
     def __init__(self, mail: Mailbox, followers: Sequence[int], execute: Callable[[Action], None]):
         self.totals: dict[int, Totals] = {}  # of complete batches
         self._mail, self._followers, self._execute = mail, followers, execute
+
+    @property
+    def awaited(self) -> str:
+        return "the other actors' groups"
 
     def handle(self, letter: Letter[Any]) -> None:
         for rank in self._followers:

@@ -27,6 +27,8 @@ AGREE_S = 10.0  # time limit for all ranks of an engine to report the failure
 class EngineFailed(Message):
     """Tell the lead that a follower's engine step failed."""
 
+    awaited = "word of the failed engine's other ranks"
+
 
 class EngineHost:
     """Hold one rank's part of an engine, and rebuild it after a failure. The engine's first rank is its lead."""
@@ -36,7 +38,7 @@ class EngineHost:
         self.sync: WeightSync | None = None  # set once it is built; it refers to the engine's memory
         self.is_lead = world.rank == ranks[0]
         self.followers = ranks[1:] if self.is_lead else ()
-        self._world, self._lead, self._rebuild = world, ranks[0], rebuild
+        self.lead, self._world, self._rebuild = ranks[0], world, rebuild
         self._failure: Exception | None = None  # of the last step; only on followers
 
     def require_recoverable(self, error: Exception) -> None:
@@ -70,7 +72,7 @@ class EngineHost:
                 raise
             clear_frames(error)
             self._failure = error
-            self._world.mail.send(self._lead, EngineFailed())
+            self._world.mail.send(self.lead, EngineFailed())
             timer = threading.Timer(AGREE_S, self._give_up, [error, stage, self._world.step])
             timer.daemon = True
             timer.start()

@@ -44,7 +44,6 @@ class Scored(Message):
 
     key: tuple[int, ...]  # batch, position, sample, attempt
     result: dict[str, Any]
-    awaited = "scores"
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,6 @@ class ScoredGroup(Message):
     engine: str
     scores: list[dict[str, Any]]  # by sample
     num_preemptions: int
-    awaited = "groups"
 
 
 @dataclass
@@ -104,6 +102,19 @@ class RolloutService(Service):
     @property
     def busy(self) -> bool:
         return self.host.is_lead and (self.engine.num_unfinished > 0 or self._can_restart)
+
+    @property
+    def is_scoring(self) -> bool:
+        """Return whether sampled responses wait for their scores."""
+        return any(len(group.completions) > len(group.scores) for group in self._groups.values())
+
+    @property
+    def awaited(self) -> str:
+        if self.is_scoring:
+            return "the scores of its responses"
+        if self._to_restart:
+            return "weights for its new engine"
+        return f"work from rank {self._leader if self.host.is_lead else self.host.lead}"
 
     @property
     def _can_restart(self) -> bool:

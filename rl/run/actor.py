@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rl.algo.choose import OwnAdvantage
 from rl.algo.mismatch import check_mismatch
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.config.schema import Config
@@ -35,6 +36,7 @@ class Actor:
     reporter: Reporter
     start_step: int = 0  # the last finished step when the run starts or resumes
     is_evaluated: bool = False  # the evaluation of start_step is done
+    own_advantage: OwnAdvantage | None = None  # None: algo.advantage is built in
 
     @property
     def trainers(self) -> list[PolicyTrainer | CriticTrainer]:
@@ -55,8 +57,8 @@ class Actor:
 
     def assign_credit(self, batch: Batch, measures: Measures) -> Batch:
         """Compute the advantage of each token from the rewards."""
-        longest = self.config.rollout.max_new_tokens
-        return assign_credit(batch, self.config.algo, longest, self.learner.kl_coef, self.sampler.pg, measures)
+        algo, longest, kl_coef = self.config.algo, self.config.rollout.max_new_tokens, self.learner.kl_coef
+        return assign_credit(batch, algo, longest, kl_coef, self.sampler.pg, measures, self.own_advantage)
 
     def update(self, batch: Batch, step: int, num_prompts: int, measures: Measures) -> None:
         """Train on the batch: first the critic, then the policy unless the critic is still warming up."""

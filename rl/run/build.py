@@ -9,6 +9,7 @@ import functools
 
 from transformers import AutoConfig
 
+from rl.algo.choose import own_advantage
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.resume import Resume, restore
 from rl.checkpoint.save import Saver
@@ -29,6 +30,7 @@ from rl.run.open import Run
 from rl.run.reporter import Reporter
 from rl.run.serve import build_rollout_service, build_sync
 from rl.sync.weights import share_tensors
+from rl.watch.heart import HEART
 from rl.world.bootstrap import enable_garbage_collection
 from rl.world.orders import Action
 from rl.world.restarts import launcher_process
@@ -37,6 +39,7 @@ from rl.world.restarts import launcher_process
 def build_actor(run: Run, trains: bool = True) -> Actor:
     """Build an actor. With `trains` False, it only evaluates, and writes no metrics of the run."""
     config, mail, resume = run.config, run.world.mail, run.resume
+    HEART.describe(num_steps=config.train.num_steps if trains else 0)
     # Load the reference after the engine, which measures the free device memory while it is built.
     load_reference = functools.cache(lambda: load(run, trainable=False))
     learner = build_learner(run, load_reference)
@@ -79,6 +82,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         _build_reporter(run, rollouts, start_step, trains),
         start_step,
         is_evaluated=resume is not None and resume.manifest.state["is_evaluated"],
+        own_advantage=own_advantage(config.algo),
     )
     enable_garbage_collection()
     return actor

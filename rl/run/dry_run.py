@@ -35,6 +35,7 @@ class Footprint(Message):
     gpu_peak: int = 0  # peak of PyTorch's allocator
     gpu_now: int = 0  # in use on the whole GPU, including engines and NCCL
     gpu: int = 0  # size of the GPU's memory
+    awaited = "the other ranks to report their memory"
 
 
 def share_footprints(world: World, leader: int) -> None:

@@ -35,6 +35,7 @@ class NodeFolder(Message):
     local_rank: int
     folder: str
     launcher: ProcessIdentity
+    awaited = "the other ranks to name their folders"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class LeaseOrder(Message):
 
     action: LeaseAction
     owner: LeaseOwner
+    awaited = "the lease on the run folder"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class LeaseAnswer(Message):
     refusal: str = ""
     token: str = ""  # of the lease that was taken; nodes that share a disk have the same
     is_creator: bool = False
+    awaited = "the lease on the run folder of every node"
 
 
 def take_lease(world: World, folder: Path) -> Lease | None:

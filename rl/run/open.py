@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from rl.algo.choose import check_functions
 from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
 from rl.config.schema import Config, ConfigError, with_debugger_timeouts
@@ -37,6 +38,7 @@ class NumSteps(Message):
     """Tell a rank the number of steps, which the leader computes from the size of the data."""
 
     num_steps: int
+    awaited = "the number of steps from the leader"
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     is_leader = world.rank == placement.leader
     world.progress.set_roles(",".join(placement.roles[world.rank]))
     check_best_metric(config)
+    if "actor" in placement.roles[world.rank]:  # the only ranks that need the user's file
+        check_functions(config.algo)
     rewards = _start_rewards(world, config, placement)
     if is_leader:
         print(f"{folder}: {placement.summary()}; loading", flush=True)

@@ -35,6 +35,7 @@ class SyncReport(Message):
     received: bytes = b""  # digests of the whole tensors as they arrived
     learner: list[float] | None = None  # the probe: logprobs of the learner, only from actors
     receivers: list[list[float]] = field(default_factory=list)  # logprobs of each receiver with a model
+    awaited = "the other ranks to report on the weight sync"
 
 
 class VersionDigests:

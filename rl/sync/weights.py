@@ -84,11 +84,13 @@ class SyncVerdict(Message):
     round: int
     error: str
     has_opaque: bool  # whether any rank's receiver cannot be read back
+    awaited = "the verdict on the weight sync"
 
 
 @dataclass(frozen=True)
 class TransferredTensors(Message):
     tensors: list[TensorInfo]
+    awaited = "the actors to load the model"
 
 
 class WeightSync:

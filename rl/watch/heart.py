@@ -35,6 +35,7 @@ class Activity:
     item: str = ""  # what the rank works on
     waits_for: str = ""  # empty while the rank works; begins with OWN if it waits for its own threads
     exceptional: str = ""  # work whose duration cannot be estimated from earlier work; empty if there is none
+    num_steps: int = 0  # steps of the whole run; 0 on ranks that do not train
 
     @property
     def waits_for_itself(self) -> bool:
@@ -145,7 +146,7 @@ class Heart:
             self._write()
 
     def describe(self, **values: Any) -> None:
-        """Set `roles`, `step` or `version`."""
+        """Set `roles`, `step`, `version` or `num_steps`."""
         with self._lock:
             self._activity = replace(self._activity, **values)
             self._write()

@@ -36,6 +36,18 @@ class Report:
     def order(self) -> int:
         return CAUSES.index(self.cause)
 
+    def describe_end(self, is_final: bool) -> str:
+        """Say in one line how the world ended, for tools/status.py. `is_final` means that nothing restarts it."""
+        at, error = f"at step {self.step}", self.error.partition("\n")[0]
+        after = (error and f": {error}") + "; not restarted" * is_final
+        if self.cause == "interrupt":
+            return f"ended by Ctrl-C {at}" + (error and f": {error}")
+        if self.cause in ("stopped", "terminated"):
+            return f"{'stopped' if self.cause == 'stopped' else 'ended'} by a signal {at}{after}"
+        if self.cause == "fatal":
+            return f"ended {at}{after}"
+        return f"rank {self.rank} {'was lost' if self.cause == 'lost' else 'failed'} {at}{after}"
+
     def text(self) -> str:
         if self.cause in ("interrupt", "stopped"):
             how = "interrupted" if self.cause == "interrupt" else "stopped"

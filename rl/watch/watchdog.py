@@ -84,6 +84,7 @@ class Watchdog:
         self._sent_at, self._sent_tokens = 0.0, 0  # of the last heartbeat that was sent
         self._about: dict[str, int] = {}  # about the process, for status files
         self._has_raised = self._is_unfit = self._is_done = self._is_aborted = self._is_final = self._is_told = False
+        self._end = ""  # how the world ended, for status files
         self._lease: LeaseKeeper | None = None  # only in the watchdog of a node's first rank
         self._renewed_at = 0.0
         self._quiet_until = 0.0
@@ -227,6 +228,7 @@ class Watchdog:
     def _on_lost_board(self, text: str) -> None:
         if self._is_settled:
             return
+        self._end = f"rank 0 {text}"
         if self._local_rank == 0:  # one line per node, because no board prints one for all
             rank, host, stage = self._monitor.rank, self._monitor.host, self._monitor.beat.activity.stage
             self._say_last(f"oneworld: rank 0 {text} (seen by rank {rank} on {host}, stage {stage})")
@@ -239,6 +241,7 @@ class Watchdog:
         elif kind == "wait":
             self._quiet_until = time.monotonic() + self._monitor.silence.floor_s
         elif kind == "abort" and not self._is_aborted:
+            self._end = message.pop("end", self._end)
             self._is_aborted = True
             self._abort(**message)
 
@@ -328,7 +331,7 @@ class Watchdog:
         monitor = self._monitor
         if monitor.folder is None or (self._lease is not None and self._lease.lost):
             return
-        stamp = {"world": monitor.world, "at": time.time()}
+        stamp = {"world": monitor.world, "at": time.time(), "end": self._end}
         ends = {"ended": self._end_at is not None, "done": self._is_done}
         files = {f"rank_{monitor.rank}": asdict(monitor.state()) | self._about | stamp | ends}
         if self._server is not None:

@@ -179,13 +179,16 @@ class Mailbox:
                 to = self._contacts[rank]
                 raise PeerLost(f"could not send {kind!r} to rank {rank} at {to.host}:{to.port}: {error}") from error
 
-    def receive(self, *kinds: type[M]) -> Letter[M]:
-        """Wait for a message of these kinds and return the oldest. Raise the error that ends the world, if one does."""
-        letter = self.receive_within(FOREVER_S, *kinds)
+    def receive(self, *kinds: type[M], awaited: str = "") -> Letter[M]:
+        """Wait for a message of these kinds and return the oldest. Raise the error that ends the world, if one does.
+
+        Reports say that the rank waits for `awaited`. By default the kinds say what that is.
+        """
+        letter = self.receive_within(FOREVER_S, *kinds, awaited=awaited)
         assert letter is not None
         return letter
 
-    def receive_within(self, timeout_s: float, *kinds: type[M]) -> Letter[M] | None:
+    def receive_within(self, timeout_s: float, *kinds: type[M], awaited: str = "") -> Letter[M] | None:
         """Do the same as `receive`, but return None after the timeout."""
         deadline = time.monotonic() + timeout_s
         by_name = {kind.__name__: kind for kind in kinds}
@@ -198,7 +201,7 @@ class Mailbox:
                         return arrived.decode(by_name[arrived.kind])
                 if (left := deadline - time.monotonic()) <= 0:
                     return None
-                with waiting(" or ".join(map(_words, kinds))):
+                with waiting(awaited or " or ".join(map(_words, kinds))):
                     self._arrived.wait(left)
 
     def check(self) -> None:

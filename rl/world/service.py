@@ -18,6 +18,11 @@ class Service:
     def busy(self) -> bool:
         return False
 
+    @property
+    def awaited(self) -> str:
+        """Return in words what the service waits for now, for reports. Empty: nothing that a reader must know."""
+        return ""
+
     def handle(self, letter: Letter[Any]) -> None:
         raise NotImplementedError
 
@@ -27,11 +32,18 @@ class Service:
 
 
 def serve(world: World, services: Sequence[Service], until: Callable[[], bool]) -> None:
-    """Run the services until `until` returns True. The rank waits in its mailbox, never inside a c10d call."""
+    """Run the services until `until` returns True. The rank waits in its mailbox, never inside a c10d call.
+
+    Reports show what the first service waits for that waits for something.
+    """
     by_kind = {kind: service for service in services for kind in service.kinds}
     while not until():
         busy = [service for service in services if service.busy]
-        letter = world.mail.receive_within(0, *by_kind) if busy else world.mail.receive(*by_kind)
+        if busy:
+            letter = world.mail.receive_within(0, *by_kind)
+        else:
+            awaited = next(filter(None, (service.awaited for service in services)), "")
+            letter = world.mail.receive(*by_kind, awaited=awaited)
         if letter is not None:
             kind = type(letter.message)
             with world.stage(by_kind[kind].name, kind.__name__):

@@ -16,7 +16,8 @@ from rl.data.batch import Batch
 from rl.data.sources import read_data
 from rl.rollout.dynamic_sampling import next_count
 from tests.independent_merge import assert_same_bytes, load_merged, merge_shards
-from tests.launcher import Result, train
+from tests.launcher import Result, finish, start, train
+from tests.own_functions import write_functions
 from tools.merge_checkpoint import main
 
 pytestmark = pytest.mark.timeout(300)  # the fixtures' runs count for whoever comes first
@@ -33,6 +34,13 @@ PPO = [
     "algo.kl_target=1e-3",
 ]
 DYNAMIC = [*SETTINGS, f"reward.function={FUNCTIONS}:mostly_equal", "algo.dynamic_sampling=true"]
+MISTAKES = """
+def mean(new_logprobs):
+    return new_logprobs.mean()
+
+def nan(new_logprobs):
+    return new_logprobs / 0 * 0
+"""
 APART = ["placement.rollout=0", "placement.actor=1-2"]
 
 
@@ -65,9 +73,10 @@ def killed_after(step: int, result: Result, folder: Path) -> Path:
 
 def test_a_run_with_a_critic_resumes_with_the_same_numbers(ppo: Result, tmp_path: Path) -> None:
     """4 steps equal 2, a resume and 2, to the last bit: policy, critic, both optimizers, and the coefficient of the KL,
-    which has moved."""
-    resumed = train(killed_after(2, ppo, tmp_path / "run"), 2, *PPO, "train.num_steps=4")
-    assert "resumes after step 2" in resumed.output
+    which has moved. The second half uses a copy of the loss in a file of the user."""
+    loss = f"{write_functions(tmp_path / 'own.py')}:clipped_ratio"
+    resumed = train(killed_after(2, ppo, tmp_path / "run"), 2, *PPO, "train.num_steps=4", f"algo.loss={loss}")
+    assert f"resumes after step 2; settings changed since then: algo.loss clip -> {loss}\n" in resumed.output
     assert [row["step"] for row in ppo.metrics] == [1, 2, 3, 4]
     for ours, theirs in zip(resumed.metrics, ppo.metrics, strict=True):
         assert learnt(ours) == learnt(theirs)
@@ -152,6 +161,35 @@ def test_dynamic_sampling_keeps_the_first_informative_groups(dynamic: Result) ->
         # the batch's rewards, and the function's of all that was sampled
         assert row["reward/mean"] == pytest.approx(batch.rewards.mean().item(), abs=1e-6)
         assert row["reward/mostly_equal"] != pytest.approx(row["reward/mean"], abs=1e-6)
+
+
+def test_an_own_copy_of_an_advantage_gives_the_same_on_two_ranks(dynamic: Result, tmp_path: Path) -> None:
+    own = f"{write_functions(tmp_path / 'own.py')}:group_relative"
+    options = ["algo.options={group_relative: {normalize_std: true}}", "train.num_steps=2"]
+    other = train(tmp_path / "run", 2, *DYNAMIC, f"algo.advantage={own}", *options)
+    got, expected = other.rollouts(1), dynamic.rollouts(1)
+    assert got.tokens.tolist() == expected.tokens.tolist()
+    assert got.advantages.any() and got.advantages.equal(expected.advantages)
+    for ours, theirs in zip(other.metrics, dynamic.metrics[:2], strict=True):
+        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mean", "returned a tensor of shape []; it must return one loss per token, ["),
+        pytest.param("nan", "returned NaN for ", marks=pytest.mark.slow),
+    ],
+)
+def test_a_wrong_loss_of_the_user_is_reported_once(name: str, message: str, tmp_path: Path) -> None:
+    loss = f"{write_functions(tmp_path / 'own.py', MISTAKES)}:{name}"
+    run = [f"run.dir={tmp_path}", "run.name=run", *SETTINGS, f"algo.loss={loss}"]
+    process = start("--nproc-per-node=2", "train.py", *run)
+    output = finish(process, 100)
+    assert process.returncode != 0
+    reports = [line for line in output.splitlines() if line.startswith("oneworld: ") and f"{loss} {message}" in line]
+    assert len(reports) == 1, output
+    assert ((tmp_path / "run" / "FATAL").exists()) == (name == "mean"), "a restart cannot help against a wrong shape"
 
 
 @pytest.mark.slow

@@ -82,11 +82,14 @@ def test_first_run(reader: Reader) -> None:
     assert re.search(r"^mine: reward \d\.\d\d -> \d\.\d\d in 2 steps, \d+ s, engine vllm [\d.]+$", said, re.MULTILINE)
     said = reader.type(longer)
     assert "runs/mine/checkpoints: resumes after step 2; settings changed since then: train.num_steps 2 -> 3" in said
+    assert re.search(
+        r" in 3 steps, the last 1 of them in \d+ s after a resume, engine vllm [\d.]+$", said, re.MULTILINE
+    )
     assert steps(run) == [0, 1, 2, 3]
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"reward/closeness", "reward/closeness/is_number", "reward/exact_match"} <= row.keys()
     for text in (status, any_status):
-        assert reader.type(text).startswith("runs/mine: done, step 3, 1 rank")
+        assert reader.type(text).startswith("runs/mine: done after 3 of 3 steps\n")
     assert (run / "logs" / "attempt_1" / "rank_0.log").is_file()
     assert "the digest of every slice was checked" in reader.type(merge)
     assert {"model.safetensors", "config.json"} <= {path.name for path in (run / "merged" / "step_3").iterdir()}

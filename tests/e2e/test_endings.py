@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from launch.environment import ROOT, TORCHRUN, activated_environment
-from tests.launcher import finish, start, train
+from tests.launcher import finish, start, status_line, train
 from tests.terminal import CTRL_C, terminal
 from tools.install import PATH_FILE
 
@@ -121,6 +121,7 @@ def test_killed_rank_is_named(rank: int, tmp_path: Path) -> None:
     assert process.returncode != 0
     assert re.match(rf"oneworld: rank {rank} \(.*, stage update, step 2: {KILLED}", last_report(output))
     assert time.monotonic() - started < MAX_END_S
+    assert status_line(tmp_path / "run").startswith(f"rank {rank} was lost at step 2: its process ")
 
 
 @pytest.mark.slow
@@ -157,6 +158,7 @@ def test_ctrl_c(what: str, restarts: bool, tmp_path: Path) -> None:
     assert (" is saved (run.name=run)" in output) == (what == "nothing"), output
     assert "ZeroDivisionError" not in output
     assert not (tmp_path / "run" / "FATAL").exists()
+    assert status_line(tmp_path / "run").startswith("ended by Ctrl-C at step ")
 
 
 @pytest.mark.slow

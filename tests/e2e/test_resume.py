@@ -5,6 +5,7 @@ Most of them run the fake engine; test_on_real_engines runs vLLM.
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rl.checkpoint.manifest import COMMITTED, MANIFEST
-from tests.launcher import Result, finish, start, train
+from tests.launcher import Result, finish, start, status_line, train
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
 SETTINGS = ["rollout.engine=fake", "train.num_prompts_per_step=6", "eval.interval=0", "checkpoint.save_interval=1"]
@@ -116,7 +117,8 @@ def test_a_crash_is_restarted_from_the_last_step(tmp_path: Path) -> None:
     assert output.count("resumes after step 1") == 1, output
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert "in 4 steps" in output
+    assert re.search(r"in 4 steps, the last 3 of them in \d+ s after a resume, engine fake\n", output)
+    assert status_line(folder) == "done after 4 of 4 steps"
 
 
 def test_sigusr1_saves_now_and_training_goes_on(tmp_path: Path) -> None:
@@ -166,6 +168,7 @@ def test_sigterm_saves_and_stops(target: str, tmp_path: Path) -> None:
     (saved,) = steps_on(folder)
     assert output.count(f"oneworld: stopped at step {saved + 1}, stage ") == 1, output
     assert f"step {saved} is saved" in output
+    assert status_line(folder) == f"stopped by a signal at step {saved + 1}: step {saved} is saved (run.name=run)"
     last = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
     assert saved == last
     result = run(folder, 1, f"train.num_steps={saved + 1}")

@@ -77,7 +77,7 @@ def test_reports_tell_an_actor_that_lacks_groups_from_one_that_waits_for_others(
     thread.start()
     gathered: Gathered = rollouts.gather(batch)
     thread.join()
-    assert seen[1:] == ["a batch or groups or orders or the other actors' groups", "orders or the other actors' groups"]
+    assert seen[1:] == ["groups from the engines", "the other actors' groups"]
     assert done == ["save", "publish again"]
     assert (sorted(gathered.groups), gathered.owners) == ([0, 2], [0, 1, 0, 1])
     assert gathered.totals["rollout/preemptions"] == [4.0, 0.0]

@@ -201,8 +201,6 @@ CHOICES = {
     "sync.verify": ["full", "transport", "off"],
     "algo.kl_estimator": ["k1", "k2", "k3", "full"],
     "algo.kl_place": ["loss", "reward"],
-    "algo.advantage": ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"],
-    "algo.loss": ["clip", "gspo", "cispo"],
     "algo.loss_norm": ["token", "sequence", "constant"],
     "algo.correction": ["none", "token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided"],
     "actor.lr_schedule": ["constant", "linear", "cosine"],

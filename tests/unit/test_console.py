@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from rl.config.schema import ROOT
+from tests.checkpoint_files import write_checkpoint
+from tests.merging import TENSORS
 
 COMMANDS = {
     "status": ["tools/status.py", "{runs}/demo"],
@@ -19,6 +21,10 @@ COMMANDS = {
     "list of jobs": ["tools/jobs.py", "--runs", "{runs}", "list"],
     "status of a job": ["tools/jobs.py", "--runs", "{runs}", "status", "demo"],
     "log of a job": ["tools/jobs.py", "--runs", "{runs}", "logs", "demo"],
+    "stop of a job": ["tools/jobs.py", "--runs", "{runs}", "stop", "demo"],
+    "merge": ["tools/merge_checkpoint.py", "{runs}/saved"],
+    "data": ["tools/prepare_data.py", "gsm8k", "--input", "{runs}/gsm8k", "--output", "{runs}/data"],
+    "help": ["train.py", "--help"],
     "plan": ["train.py", "--plan", "--nnodes", "64", "--nproc-per-node", "8"],
 }
 
@@ -35,6 +41,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = {"pid": 2**22 + 1, "started_at": 1.0, "command": ["x"], "submitted_at": 0.0}
     (folder / "demo" / "job.json").write_text(json.dumps(job))
     (folder / "demo" / "console.log").write_text("a line of the log\n" * 10_000)
+    write_checkpoint([folder / "saved"], TENSORS, 2)
+    (folder / "gsm8k").mkdir()
+    for split in ("train", "test"):
+        (folder / "gsm8k" / f"{split}.jsonl").write_text('{"question": "Ducks?", "answer": "13\\n#### 13"}\n')
     return folder
 
 
@@ -45,4 +55,7 @@ def test_a_closed_pipe_is_no_error(command: list[str], runs: Path) -> None:
     words = [sys.executable, *[word.format(runs=runs) for word in command]]
     done = subprocess.run(words, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    said = [line for line in done.stderr.splitlines() if line and not line.startswith("merge: ")]  # a bar of progress
+    assert (done.returncode, said) == (0, [])
+    if "merge" in words[1] or "data" in words[1]:  # work is done, whoever reads about it
+        assert list(runs.glob("saved/merged/*/model.safetensors" if "merge" in words[1] else "data/test.jsonl"))

@@ -1,6 +1,7 @@
 """Mailboxes that talk over real sockets, all in this process."""
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,9 @@ from typing import Any
 
 import pytest
 
+import rl.run.build
+import rl.run.dry_run  # noqa: F401  these import all messages
+from rl.config.schema import ROOT
 from rl.watch.heart import HEART
 from rl.world.messages import Contact, Letter, Mailbox, Message, PeerLost
 from tests.mails import HOST, KEY, Mark, listening, take
@@ -298,3 +302,13 @@ def test_a_rank_that_does_not_read_is_waited_for(connect: Connect, monkeypatch: 
     sender.send(1, Other(), payload=bytes(32 << 20))
     assert waits == ["rank 1 to accept a connection", "", "rank 1 to read a message", ""]
     assert len(take(frozen, Other).payload) == 32 << 20
+
+
+def test_reports_say_in_words_what_a_rank_waits_for() -> None:
+    """A wait for one kind shows what the kind says. A rank that serves waits for several; its services say for what."""
+    awaited = set()
+    for path in (ROOT / "rl").rglob("*.py"):
+        awaited |= set(re.findall(r"\.receive(?:_within)?\((?:.*, )?([A-Z]\w+)\)", path.read_text()))
+    known = {kind.__name__: kind.awaited for kind in Message.__subclasses__()}
+    assert len(awaited) > 10
+    assert [name for name in sorted(awaited) if not known[name]] == []

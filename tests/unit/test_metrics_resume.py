@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,14 +26,18 @@ def write(folder: Path, steps: range, begin: int, reward: float, engine: str = "
 
 def test_a_resumed_run_keeps_the_rows_up_to_its_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     write(tmp_path, range(1, 8), 0, 0.0)
-    capsys.readouterr()
+    assert re.search(r": reward 3.00 -> 5.00 in 7 steps, \d+ s, engine fake\n$", capsys.readouterr().out)
     write(tmp_path, range(5, 8), 4, 100.0)
     expected = [{"step": step, "version": step + 1, "reward/mean": float(step)} for step in (1, 2, 3, 4)]
     expected += [{"step": step, "version": step + 1, "reward/mean": 100.0 + step} for step in (5, 6, 7)]
     assert rows(tmp_path / "metrics.jsonl") == [row | {"time/step": 0.5} for row in expected]
     assert sorted(path.name for path in tmp_path.glob("metrics*")) == ["metrics.jsonl"]
     # The first 5 are 1, 2, 3, 4 and 105: 23; the last 5 are 3, 4, 105, 106 and 107: 65.
-    assert f"{tmp_path.name}: reward 23.00 -> 65.00 in 7 steps" in capsys.readouterr().out
+    summary = capsys.readouterr().out.splitlines()[-1]
+    assert summary.startswith(f"{tmp_path.name}: reward 23.00 -> 65.00 in 7 steps, the last 3 of them in ")
+    assert summary.endswith(" s after a resume, engine fake")
+    write(tmp_path, range(8, 8), 7, 0.0)
+    assert "in 7 steps, none of them after the resume, engine" in capsys.readouterr().out
 
 
 def test_lines_that_a_kill_cut_off_are_dropped(tmp_path: Path) -> None:

@@ -26,6 +26,9 @@ SHARED = {
     "no such file": ["--plan", "--config", "nowhere.yaml"],
     "no such metric": ["--plan", "checkpoint.best_metric=eval/acuracy"],
     "nothing to evaluate": ["--plan", "--eval-only", "data.eval=''", "eval.interval=0"],
+    "an own loss": ["--plan", "algo.loss=own.py:whole", "model.path=nobody/no-such-model"],
+    "no such loss": ["--plan", "algo.loss=own.py:absent"],
+    "a loss of other names": ["--plan", "algo.loss=own.py:other"],
     "sizes without a plan": ["--nnodes", "4"],
 }
 RUN_SHARED = """
@@ -65,6 +68,7 @@ def hub() -> Iterator[socket.socket]:
 def answers(tmp_path_factory: pytest.TempPathFactory, hub: socket.socket) -> dict[str, Answer]:
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "cluster.yaml").write_text(CLUSTER)
+    (folder / "own.py").write_text("def whole(new_logprobs): ...\ndef other(logprobs): ...\n")
     ours = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(folder), "HF_HUB_OFFLINE": "0"}
     environment = os.environ | ours | {"PYTHONPATH": str(ROOT)}
 
@@ -116,6 +120,10 @@ def test_sizes_from_the_config(answers: dict[str, Answer]) -> None:
     ]
 
 
+def test_a_loss_in_a_file_is_looked_up_in_the_working_directory(answers: dict[str, Answer]) -> None:
+    assert answers["an own loss"].code == 0, answers["an own loss"].stderr
+
+
 def test_a_model_that_is_not_local_is_not_fetched(answers: dict[str, Answer], hub: socket.socket) -> None:
     assert "nobody/no-such-model" in CLUSTER
     assert answers["sizes from config"].code == 0
@@ -133,6 +141,8 @@ def test_a_model_that_is_not_local_is_not_fetched(answers: dict[str, Answer], hu
         ("too long for the model", ["got 129, but", "has 128 positions", "data.max_prompt_tokens=122"]),
         ("no such file", ["no config file at nowhere.yaml", "configs/default.yaml"]),
         ("no such metric", ["got 'eval/acuracy', which no evaluation reports", "eval/accuracy, eval/eval/avg@1"]),
+        ("no such loss", ["own.py has no function 'absent'", "it has whole, other"]),
+        ("a loss of other names", ["other takes (logprobs), but missing a required argument", "must be among new_log"]),
         ("nothing to evaluate", ["--eval-only has nothing to evaluate on", "data.eval is empty"]),
     ],
 )

@@ -145,11 +145,13 @@ def test_a_group_is_delivered_once_when_its_last_score_has_come(bench: Bench) ->
 
 def test_a_slow_score_does_not_keep_the_engine_from_work(bench: Bench) -> None:
     """A group that waits for scores alone takes no room, and a rank with nothing else to do is not busy."""
+    assert bench.service.awaited == f"work from rank {bench.leader.rank}"
     bench.start(0, 1)
     bench.pulls()
     bench.sample()
     assert bench.pulls()[-1] == Pull(4, 0)
     assert not bench.service.busy
+    assert bench.service.awaited == "the scores of its responses"
     bench.start(2)
     assert bench.service.busy
     assert bench.pulls()[-1] == Pull(3, 1)
@@ -183,6 +185,7 @@ def test_scores_of_an_engine_that_failed_are_worth_nothing(bench: Bench) -> None
     bench.service.work()
     assert take(bench.leader, Order).message == Order("publish again")
     assert not bench.service.busy, "until the new engine has weights"
+    assert bench.service.awaited == "the scores of its responses"
     for key in old:
         bench.rewards.say(key, 99.0)
     for sample in range(NUM_SAMPLES):
