@@ -26,6 +26,9 @@ SHARED = {
     "no such file": ["--plan", "--config", "nowhere.yaml"],
     "no such metric": ["--plan", "checkpoint.best_metric=eval/acuracy"],
     "nothing to evaluate": ["--plan", "--eval-only", "data.eval=''", "eval.interval=0"],
+    "good reward": ["--plan", "reward.function=rewards.py:good"],
+    "failing reward": ["--plan", "reward.function=rewards.py:misspelt"],
+    "reward without data": ["--plan", "reward.function=rewards.py:misspelt", "data.train=nowhere.jsonl"],
     "sizes without a plan": ["--nnodes", "4"],
 }
 RUN_SHARED = """
@@ -46,6 +49,13 @@ CLUSTER = """
 placement: {num_nodes: 2, num_gpus_per_node: 3, rollout: 0-3, actor: rest}
 model: {path: nobody/no-such-model}
 """
+REWARDS = """
+def good(prompt, response, row):
+    return {"score": 0.5 * (response == row["answer"]), "length": len(response)}
+
+def misspelt(prompt, response, row):
+    return float(response == row["answre"])
+"""
 
 
 class Answer(NamedTuple):
@@ -65,6 +75,7 @@ def hub() -> Iterator[socket.socket]:
 def answers(tmp_path_factory: pytest.TempPathFactory, hub: socket.socket) -> dict[str, Answer]:
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "cluster.yaml").write_text(CLUSTER)
+    (folder / "rewards.py").write_text(REWARDS)
     ours = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(folder), "HF_HUB_OFFLINE": "0"}
     environment = os.environ | ours | {"PYTHONPATH": str(ROOT)}
 
@@ -134,6 +145,10 @@ def test_a_model_that_is_not_local_is_not_fetched(answers: dict[str, Answer], hu
         ("no such file", ["no config file at nowhere.yaml", "configs/default.yaml"]),
         ("no such metric", ["got 'eval/acuracy', which no evaluation reports", "eval/accuracy, eval/eval/avg@1"]),
         ("nothing to evaluate", ["--eval-only has nothing to evaluate on", "data.eval is empty"]),
+        (
+            "failing reward",
+            ["train.jsonl, line 1", "misspelt failed at", "rewards.py:6: KeyError: 'answre'", "correct"],
+        ),
     ],
 )
 def test_a_mistake_goes_to_stderr_alone(answers: dict[str, Answer], command: str, parts: list[str]) -> None:
@@ -142,6 +157,14 @@ def test_a_mistake_goes_to_stderr_alone(answers: dict[str, Answer], command: str
     assert answer.stderr.splitlines()[-1].startswith("oneworld: ")
     assert "Traceback" not in answer.stderr
     assert [part for part in parts if part not in answer.stderr] == [], answer.stderr
+
+
+def test_the_reward_of_a_row_is_shown(answers: dict[str, Answer]) -> None:
+    answer = answers["good reward"]
+    assert answer.code == 0, answer.stderr
+    assert "train.jsonl, line 1: its answer '88' scores 0.5 (good 0.5, good/length 2); an arbitrary" in answer.stderr
+    assert answers["reward without data"].code == 0
+    assert "the reward functions were not called, because data.train has no" in answers["reward without data"].stderr
 
 
 def test_sizes_are_torchruns_unless_there_is_a_plan(answers: dict[str, Answer]) -> None:
