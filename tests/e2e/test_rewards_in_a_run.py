@@ -130,6 +130,7 @@ def test_a_run_that_may_fail_trains_on(tmp_path: Path) -> None:
     assert result.output.count("misspelt failed at") == 1
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_file_ends_the_run_at_once(tmp_path: Path) -> None:
     run = [f"run.dir={tmp_path}", "run.name=run", *SETTINGS, f"reward.function={FILE}:nothing"]
     process = start("--nproc-per-node=2", "train.py", *run)
