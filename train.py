@@ -10,19 +10,24 @@ rl/config/schema.py documents every key, and configs/ has recipes.
 """
 
 import argparse
+import json
 import sys
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import rl.world.bootstrap  # noqa: F401  before torch
 from rl.algo.choose import check_functions
 from rl.config.load import add_arguments, load_config
-from rl.config.schema import DEFAULT_CONFIG, Config, ConfigError, resolve_path
+from rl.config.schema import DEFAULT_CONFIG, Config, ConfigError, DataConfig, resolve_path
+from rl.data.read import read_rows
 from rl.evaluation.evaluation import check_best_metric, for_evaluation, show_evaluation
 from rl.model.shape import check_model
 from rl.placement.roles import plan
 from rl.report.console import print_or_exit
 from rl.report.metrics import Measures
 from rl.rewards.find import check_rewards
+from rl.rewards.trial import TrialRow, score_one_row
 from rl.run.actor import Actor
 from rl.run.build import build_actor
 from rl.run.dry_run import for_dry_run, share_footprints
@@ -106,7 +111,7 @@ def print_plan(args: argparse.Namespace) -> int:
         num_ranks = args.nproc_per_node or config.placement.get("num_gpus_per_node") or 2
         sizes = (num_nodes, num_ranks, config.rollout.tensor_parallel_size, config.actor.num_replicas)
         placement = plan(config.placement, *sizes)
-        check_rewards(config.reward)
+        scored = try_rewards(config)
         check_functions(config.algo)
         check_best_metric(config)
         model_folder = resolve_path(config.model.path)
@@ -116,7 +121,29 @@ def print_plan(args: argparse.Namespace) -> int:
         print(f"oneworld: {error}", file=sys.stderr)
         return 2
     print_or_exit(placement.table())
+    print(f"oneworld: {scored}", file=sys.stderr)
     return 0
+
+
+def try_rewards(config: Config) -> str:
+    """Score a row of data.train. If the data is not on this machine, only check that the functions can be called."""
+    row = None
+    with suppress(ConfigError):
+        row = first_row(config.data)
+    if row is None:
+        check_rewards(config.reward)
+        return "the reward functions were not called, because data.train has no complete row on this machine"
+    return score_one_row(config.reward, row)
+
+
+def first_row(data: DataConfig) -> TrialRow | None:
+    """Return the first row of data.train that has a prompt and an answer."""
+    for place, values, _ in islice(read_rows(next(iter(data.train_weights))), 100):
+        prompt, answer = values.get(data.prompt_key), values.get(data.answer_key) if data.answer_key else ""
+        if prompt is not None and answer is not None:
+            answer = json.dumps(answer) if isinstance(answer, list | dict) else str(answer)
+            return TrialRow(place, str(prompt), values | {"answer": answer})
+    return None
 
 
 def parse_args() -> argparse.Namespace:

@@ -24,8 +24,10 @@ from rl.common.text import count_of
 
 METRICS = "metrics.jsonl"  # one line per step, in the run's folder
 # Labels and metrics of the line that a step prints.
-CONSOLE = {"reward": "reward/mean", "eval": "eval/accuracy", "loss": "loss/policy", "mismatch": "policy/mismatch_kl"}
-CONSOLE |= {"length": "rollout/length_mean", "tokens/s": "perf/tokens_per_s", "seconds": "time/step"}
+CONSOLE = {"reward": "reward/mean", "errors": "reward/errors", "timeouts": "reward/timeouts", "eval": "eval/accuracy"}
+CONSOLE |= {"loss": "loss/policy", "mismatch": "policy/mismatch_kl", "length": "rollout/length_mean"}
+CONSOLE |= {"tokens/s": "perf/tokens_per_s", "seconds": "time/step"}
+FAILURES = ("errors", "timeouts")  # counts that are shown only if they are not 0
 
 
 class Measures:
@@ -86,7 +88,11 @@ class MetricsWriter:
             self._board.add_scalar(name, value, step)
         if "reward/mean" in values:
             self._rewards.append(values["reward/mean"])
-        shown = "  ".join(f"{label} {values[name]:.4g}" for label, name in CONSOLE.items() if name in values)
+        shown = "  ".join(
+            f"{label} {values[name]:{'.0f' if label in FAILURES else '.4g'}}"
+            for label, name in CONSOLE.items()
+            if name in values and (values[name] or label not in FAILURES)
+        )
         line = f"step {step}/{self._num_steps}  {shown}"
         if shown and sys.stdout.isatty():  # overwrite the previous line
             width = os.get_terminal_size().columns - 1

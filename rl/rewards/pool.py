@@ -3,18 +3,19 @@
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from rl.common.credentials import hide_credentials
 from rl.common.framing import Channel, pack
 from rl.common.waiting import wait_until_readable
 from rl.config.schema import ConfigError, RewardConfig
+from rl.rewards.failure import Failure, read_failure
 from rl.rewards.find import read_rules
 from rl.rewards.launch import RewardServerProcess
 from rl.rewards.worker import MAX_CALL_ID
@@ -38,7 +39,7 @@ class RewardPool:
     ):
         """`deliver` gets the key of a call and its result. `fail` gets the reason why no more results will come. Both
         are called in a thread. A result has a `status` (ok, error, timeout or crash), a `score`, its `parts` by name,
-        the final `answer` of the response, and a `text` that describes a failure."""
+        the final `answer` of the response, and a `failure` if the status is not ok."""
         self._deliver, self._fail = deliver, fail
         self._limit_s = config.timeout_s + SILENCE_S
         self._lock = threading.Lock()
@@ -47,7 +48,6 @@ class RewardPool:
         self._changed_at = time.monotonic()
         self._is_loaded: Future[bool] = Future()
         self._is_closing = False
-        self._reported: set[str] = set()
         rules = [rule._asdict() for rule in read_rules(config)]
         self._server = server
         about = {"credentials": _read_credentials(config.credentials)}
@@ -118,22 +118,17 @@ class RewardPool:
         if call_id:
             self._changed_at = time.monotonic()
             key = self._keys.pop(int(call_id))
-            self._report_failure(result)
-            self._deliver(key, result)
+            self._deliver(key, result | {"failure": _read_failure(result["failure"])})
         elif result["error"]:
             self._is_loaded.set_exception(ConfigError(result["error"]))
         else:
             self._is_loaded.set_result(True)
 
-    def _report_failure(self, result: dict[str, Any]) -> None:
-        """Print the first failure of each kind. Later ones are only counted."""
-        status = result["status"]
-        if status == "ok" or status in self._reported:
-            return
-        self._reported.add(status)
-        metric = "reward/errors" if status == "error" else "reward/timeouts"
-        text = f"a call of the reward functions failed, and its sample scores 0: {hide_credentials(result['text'])}"
-        print(f"oneworld: {text}; from now on such calls are only counted, in {metric}", file=sys.stderr, flush=True)
+
+def _read_failure(values: dict[str, str] | None) -> Failure | None:
+    """Return the failure in a result without credentials of this rank, which its text may quote."""
+    failure = read_failure(values)
+    return None if failure is None else replace(failure, text=hide_credentials(failure.text))
 
 
 def _read_credentials(names: list[str]) -> dict[str, str]:

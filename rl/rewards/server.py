@@ -21,6 +21,7 @@ from typing import Any
 
 from rl.common.framing import Buffer, Channel
 from rl.common.waiting import wait_until_readable
+from rl.rewards.failure import TRACE_SIGNAL, CallTrace, Failure, find_place, read_failure
 from rl.rewards.process_tree import adopt_orphans, children_of, descendants_of, end_tree
 from rl.rewards.worker import MAX_CALL, MAX_CALL_ID, RewardFunction, failed, run_worker
 from rl.watch.parent import die_with_parent
@@ -29,6 +30,7 @@ MAX_RESULT = 1 << 18  # bytes
 MAX_PROCESSES = 64  # below a worker
 COUNT_S = 0.1  # between two counts of these processes
 START_S = 30.0  # time limit of a worker's start
+TRACE_S = 0.05  # time that a call gets after its time limit to write its stack
 MAX_FAILED_STARTS = 5  # consecutive workers that end before they are ready
 FORK_AGAIN_S = 0.2  # pause after a failed fork, when memory or process ids are short
 MAX_FAILED_FORKS = 100  # in a row
@@ -38,11 +40,12 @@ END_S = 5  # time limit for ending all processes below the server
 
 
 class _Worker:
-    def __init__(self, pid: int, connection: socket.socket):
-        self.pid, self.exit_fd = pid, os.pidfd_open(pid)
+    def __init__(self, pid: int, connection: socket.socket, trace: CallTrace):
+        self.pid, self.exit_fd, self.trace = pid, os.pidfd_open(pid), trace
         self.channel = Channel(connection, MAX_CALL_ID, MAX_RESULT)
         self.call_id: bytes | None = b""  # the call that it runs: empty while it starts, None while it is idle
         self.deadline = time.monotonic() + START_S  # of that call
+        self.is_overdue = False  # the call has reached its time limit, and was told to write its stack
 
 
 class Server:
@@ -142,18 +145,20 @@ class Server:
 
     def _fork(self) -> None:
         ours, theirs = socket.socketpair()
-        server, pid = os.getpid(), os.fork()
+        trace, server, pid = CallTrace(), os.getpid(), os.fork()
         if not pid:
             try:
                 ours.close()
                 for key in self._selector.get_map().values():  # those of the rank and of all workers
                     os.close(key.fd)
+                for other in self._workers:
+                    other.trace.close()
                 self._selector.close()
-                run_worker(theirs, self._functions, server)
+                run_worker(theirs, self._functions, server, trace)
             finally:
                 os._exit(1)
         theirs.close()
-        worker = _Worker(pid, ours)
+        worker = _Worker(pid, ours, trace)
         self._workers.append(worker)
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._read_worker(worker))
         self._selector.register(worker.exit_fd, selectors.EVENT_READ, lambda: self._read_worker(worker, has_ended=True))
@@ -162,7 +167,8 @@ class Server:
         while self._calls and self._idle:
             worker = self._idle.popleft()
             worker.call_id, body = self._calls.popleft()
-            worker.deadline = time.monotonic() + self._timeout_s
+            worker.deadline, worker.is_overdue = time.monotonic() + self._timeout_s, False
+            worker.trace.reset()
             worker.channel.send_frame(worker.call_id, body)
             self._flush(worker.channel)
 
@@ -189,12 +195,17 @@ class Server:
 
     def _fail(self, worker: _Worker, status: str, text: str) -> None:
         """Remove a worker and report its call as failed."""
+        if worker.is_overdue:  # however it ends: a function may have reset the signal that makes it write its stack
+            status, text = "timeout", f"it took longer than reward.timeout_s = {self._timeout_s:g} s"
+        index, frames = worker.trace.read()
         code = self._remove(worker)
-        if code is not None and os.WIFSIGNALED(code):
+        if code is not None and os.WIFSIGNALED(code) and status == "crash":
             names = {int(number): number.name for number in signal.Signals}  # most real-time signals have no name
             text += f"; it was ended by {names.get(os.WTERMSIG(code), f'signal {os.WTERMSIG(code)}')}"
         if worker.call_id:
-            self._send_to_rank(worker.call_id, failed(status, [function.name for function in self._functions], text))
+            function = self._functions[min(index, len(self._functions) - 1)]
+            failure = Failure(function.name, status, text, find_place(function.call, frames))
+            self._send_to_rank(worker.call_id, failed(status, self._functions, failure))
         elif worker.call_id is not None:
             self._num_failed_starts += 1
             if self._num_failed_starts >= MAX_FAILED_STARTS:
@@ -208,6 +219,7 @@ class Server:
         self._selector.unregister(worker.channel.connection)
         self._selector.unregister(worker.exit_fd)
         worker.channel.close()
+        worker.trace.close()
         os.close(worker.exit_fd)
         pid, code = os.waitpid(worker.pid, os.WNOHANG)
         if not pid:
@@ -227,8 +239,11 @@ class Server:
         now = time.monotonic()
         is_count_due = now >= self._count_at
         for worker in list(self._workers):
-            if now >= worker.deadline:
-                self._fail(worker, "timeout", f"it took longer than reward.timeout_s = {self._timeout_s:g} s")
+            if now >= worker.deadline and worker.call_id and not worker.is_overdue:
+                worker.is_overdue, worker.deadline = True, now + TRACE_S
+                os.kill(worker.pid, TRACE_SIGNAL)
+            elif now >= worker.deadline:
+                self._fail(worker, "timeout", "")
             elif is_count_due and worker.call_id and len(descendants_of(worker.pid)) > MAX_PROCESSES:
                 self._fail(worker, "crash", f"it had more than {MAX_PROCESSES} processes")
         if is_count_due:
@@ -255,7 +270,8 @@ def read_result(body: bytes | bytearray) -> dict[str, Any] | None:
             result["status"] in ("ok", "error")
             and all(type(number) is float and math.isfinite(number) for number in numbers)
             and isinstance(result["answer"], str | None)
-            and isinstance(result["text"], str)
+            and (result["failure"] is None) == (result["status"] == "ok")
+            and (result["failure"] is None or read_failure(result["failure"]) is not None)
             and isinstance(result["is_last"], bool)
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -29,3 +29,10 @@ def add(parts: Iterable[Totals]) -> Totals:
 
 def metrics_of(sums: Totals) -> dict[str, float]:
     return {name: value / count if count else value for name, (value, count) in sums.items()}
+
+
+def count_samples(sums: Totals) -> tuple[int, int]:
+    """Return the number of samples, and how many of them failed. Every sample has a score of every function."""
+    num_samples = max((count for _, count in sums.values()), default=0.0)
+    num_failed = sum(sums.get(name, (0.0, 0.0))[0] for name in ("reward/timeouts", "reward/errors"))
+    return int(num_samples), int(num_failed)

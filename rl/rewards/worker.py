@@ -9,12 +9,13 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from rl.common.framing import FrameReader, pack
+from rl.rewards.failure import CallTrace, Failure, describe_error
 from rl.rewards.process_tree import adopt_orphans
 from rl.watch.parent import die_with_parent
 
@@ -24,7 +25,7 @@ MAX_GROWTH = 256 << 20  # growth of resident memory, in bytes, after which the p
 MAX_MEMORY = 2 << 30  # bytes of memory that the process may map beyond what it inherits from the server
 MAX_FILE = 1 << 30  # maximum size in bytes of a file that a function writes
 MAX_SCORE = 1e30  # a weighted sum of larger scores may not fit float32
-MAX_PARTS, MAX_NAME, MAX_TEXT, MAX_ANSWER = 64, 100, 500, 10_000  # parts per function; the others in characters
+MAX_PARTS, MAX_NAME, MAX_ANSWER = 64, 100, 10_000  # parts per function; the others in characters
 
 
 class RewardFunction(NamedTuple):
@@ -34,12 +35,13 @@ class RewardFunction(NamedTuple):
     options: dict[str, Any]
 
 
-def run_worker(connection: socket.socket, functions: list[RewardFunction], server: int) -> None:
+def run_worker(connection: socket.socket, functions: list[RewardFunction], server: int, trace: CallTrace) -> None:
     """Serve calls in the forked process, then exit the process. `server` is the process id of the reward server."""
     code = 1
     try:
         _isolate(server)
-        _serve(connection, functions)
+        trace.record()
+        _serve(connection, functions, trace)
         code = 0
     except OSError:
         pass  # the connection is gone: the server ended, or a function closed it
@@ -68,7 +70,7 @@ def _isolate(server: int) -> None:
     gc.enable()
 
 
-def _serve(connection: socket.socket, functions: list[RewardFunction]) -> None:
+def _serve(connection: socket.socket, functions: list[RewardFunction], trace: CallTrace) -> None:
     begin, calls = _pages(1), 0
     reader = FrameReader(connection, MAX_CALL_ID, MAX_CALL)
     connection.sendall(pack(b""))
@@ -77,7 +79,7 @@ def _serve(connection: socket.socket, functions: list[RewardFunction]) -> None:
         random.seed(zlib.crc32(body))  # so that functions that use random give the same score on every worker
         if (sympy := sys.modules.get("sympy.core.random")) is not None:
             sympy.seed(zlib.crc32(body))
-        result = score(functions, **json.loads(body))
+        result = score(functions, **json.loads(body), begin=trace.begin)
         signal.setitimer(signal.ITIMER_REAL, 0)
         calls += 1
         grown = (_pages(1) - begin) * resource.getpagesize()
@@ -103,11 +105,20 @@ def _has_children() -> bool:
 
 
 def score(
-    functions: list[RewardFunction], prompt: str, response: str, row: dict[str, Any], answer_of: str = ""
+    functions: list[RewardFunction],
+    prompt: str,
+    response: str,
+    row: dict[str, Any],
+    answer_of: str = "",
+    begin: Callable[[int], None] = lambda index: None,
 ) -> dict[str, Any]:
-    """Return the weighted sum and the parts of all functions. If one function fails, the whole call fails."""
+    """Return the weighted sum and the parts of all functions. If one function fails, the whole call fails.
+
+    `begin` gets the index of each function before it is called.
+    """
     total, parts, answer = 0.0, {}, None
-    for function in functions:
+    for index, function in enumerate(functions):
+        begin(index)
         try:
             value, own = read_value(function.call(prompt, response, row, **function.options))
             if function.name == answer_of and (extract := getattr(function.call, "answer", None)) is not None:
@@ -115,16 +126,18 @@ def score(
                 if not isinstance(answer, str | None):
                     raise TypeError(f"its attribute answer returned {type(answer).__name__}; return text or None")
         except BaseException as error:  # SystemExit too
-            return failed("error", [function.name for function in functions], _describe(function.name, error))
+            return failed("error", functions, describe_error(function.name, function.call, error))
         total += function.weight * value
         parts[function.name] = value
         parts |= {f"{function.name}/{part}": number for part, number in own.items()}
     answer = answer[:MAX_ANSWER] if answer is not None else None
-    return {"status": "ok", "score": total, "parts": parts, "answer": answer, "text": ""}
+    return {"status": "ok", "score": total, "parts": parts, "answer": answer, "failure": None}
 
 
-def failed(status: str, names: list[str], text: str) -> dict[str, Any]:
-    return {"status": status, "score": 0.0, "parts": dict.fromkeys(names, 0.0), "answer": None, "text": text}
+def failed(status: str, functions: list[RewardFunction], failure: Failure) -> dict[str, Any]:
+    """Return the result of a failed call."""
+    parts = dict.fromkeys((function.name for function in functions), 0.0)
+    return {"status": status, "score": 0.0, "parts": parts, "answer": None, "failure": asdict(failure)}
 
 
 def read_value(value: Any) -> tuple[float, dict[str, float]]:
@@ -151,12 +164,3 @@ def _number(value: Any, what: str) -> float:
     if not abs(number) <= MAX_SCORE:
         raise ValueError(f"{what} is {number}; return a number from -{MAX_SCORE:g} to {MAX_SCORE:g}")
     return number
-
-
-def _describe(name: str, error: BaseException) -> str:
-    try:
-        text = f"{name}: {type(error).__name__}: {error}"[:MAX_TEXT]
-    except Exception:  # raised by the exception's own __str__
-        text = f"{name}: {type(error).__name__}"
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    return text + "".join(f" ({place.filename}, line {place.lineno})" for place in last)

@@ -18,6 +18,7 @@ from rl.data.prompts import Prompt
 from rl.placement.roles import Placement
 from rl.rewards.totals import Totals, total
 from rl.rollout.dispatch import Dispatcher, Sampling, Task
+from rl.rollout.failures import CallsFailed, FailureLog
 from rl.rollout.orders import Collected, OrderGate, OrderService
 from rl.rollout.service import RolloutService, ScoredGroup
 from rl.world.messages import Letter, Mailbox, Message
@@ -110,6 +111,7 @@ class Rollouts(Service):
         service: RolloutService | None,
         execute: Callable[[Action], None],
         balancer: Balancer,
+        stop_if_all_fail: bool = True,  # see reward.stop_if_all_fail
     ):
         self._world, self._mail, self._actors, self.service = world, world.mail, placement.actors, service
         self._num_mini_batches, self._balancer = num_mini_batches, balancer
@@ -118,7 +120,10 @@ class Rollouts(Service):
         self._services = [self, self._orders] if service is None else [self, self._orders, service]
         self._dispatcher: Dispatcher | None = None
         self._gate: OrderGate | None = None
+        self._failures: FailureLog | None = None
         if world.rank == placement.leader:
+            self._failures = FailureLog(world.mail, stop_if_all_fail)
+            world.at_end(self._failures.summarize)
             self._dispatcher = Dispatcher(world.mail, len(placement.engines))
             followers_of_any = {rank for ranks in placement.engines for rank in ranks[1:]}
             heads = [rank for rank in placement.actors if rank not in followers_of_any]
@@ -126,16 +131,20 @@ class Rollouts(Service):
         self._awaited = ""
         self.engine_name = "no engine yet"
         self._num_started = 0
+        self._training: set[int] = set()  # batches to train on; the others evaluate
         self._owners: dict[int, list[int]] = {}  # by batch
         self._arrived: dict[int, dict[int, tuple[ScoredGroup, Batch]]] = defaultdict(dict)  # by batch and position
 
     def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int, is_dealt: bool = True) -> int:
         """Start a batch and return its number. All actors call this in the same order; only the leader has prompts.
 
-        The groups are dealt to all actors. If `is_dealt` is False, the leader gets all of them.
+        The groups are dealt to all actors, which train on them. If `is_dealt` is False, the leader gets all of them,
+        for an evaluation.
         """
         self._num_started += 1
         batch = self._num_started
+        if is_dealt:
+            self._training.add(batch)
         if self._dispatcher is not None:
             assert prompts is not None, "the leader must give the prompts"
             owners = self._deal(len(prompts)) if is_dealt else [0] * len(prompts)  # the leader is the first actor
@@ -151,7 +160,8 @@ class Rollouts(Service):
     def gather(self, batch: int) -> Gathered:
         """Wait until every actor has all of its groups of this batch. Meanwhile, this rank's engine samples, if any.
 
-        No order arrives between this call and the next one, so none can interrupt the collectives in between.
+        No order arrives between this call and the next one, so none can interrupt the collectives in between. The
+        leader raises ConfigError if the first batch shows that the reward functions always fail.
         """
         if self._gate is not None:
             self._gate.open()
@@ -170,7 +180,11 @@ class Rollouts(Service):
         self._mail.send(self._leader, Collected(batch, totals))
         # Leave out `self`, which has all of its groups: then reports show only the actors that still wait for groups.
         serve(self._world, self._services[1:], until=lambda: batch in self._orders.totals)
-        return Gathered(groups, owners, scores, self._orders.totals.pop(batch))
+        totals, is_training = self._orders.totals.pop(batch), batch in self._training
+        self._training.discard(batch)
+        if self._failures is not None:
+            self._failures.check(totals, self._world.step, is_training)
+        return Gathered(groups, owners, scores, totals)
 
     @property
     def awaited(self) -> str:
@@ -184,6 +198,8 @@ class Rollouts(Service):
                 self._owners[batch] = owners
             case ScoredGroup() as group:
                 self.engine_name = group.engine
+                if group.failures:
+                    self._mail.send(self._leader, CallsFailed(group.failures))
                 self._arrived[group.batch][group.position] = (group, Batch.from_bytes(letter.payload))
 
     def settle(self, batch: int, groups: Groups, owners: Sequence[int]) -> Batch:

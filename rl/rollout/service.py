@@ -8,13 +8,14 @@ inside a collective.
 import sys
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from rl.data.batch import Batch
 from rl.data.prompts import Tokenizer, sample_seed
+from rl.rewards.failure import Failure
 from rl.rewards.pool import RewardPool
 from rl.rollout.dispatch import NewTasks, Pull, Task
 from rl.rollout.engine import Completion, Engine, Request
@@ -26,6 +27,7 @@ from rl.world.service import Service
 from rl.world.world import World
 
 MIN_SEQUENCES, MIN_PROMPT_TOKENS = 8, 256  # heartbeats treat smaller steps as steps of this size
+MAX_SHOWN = 60  # characters of a prompt or response in a message
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class ScoredGroup(Message):
     engine: str
     scores: list[dict[str, Any]]  # by sample
     num_preemptions: int
+    failures: list[Failure] = field(default_factory=list)  # of the samples whose reward functions failed
 
 
 @dataclass
@@ -236,8 +239,23 @@ class RolloutService(Service):
         rollouts = pack_group(task, completions, [score["score"] for score in scores])
         kept = [{name: score[name] for name in ("parts", "status", "answer")} for score in scores]
         num_preemptions = sum(completion.num_preemptions for completion in completions)
-        message = ScoredGroup(task.batch, task.position, self.engine.name, kept, num_preemptions)
+        failures = [
+            replace(score["failure"], sample=self._show(task, completion))
+            for score, completion in zip(scores, completions, strict=True)
+            if score["failure"] is not None
+        ]
+        message = ScoredGroup(task.batch, task.position, self.engine.name, kept, num_preemptions, failures)
         self._mail.send(task.owner, message, payload=rollouts.to_bytes())
+
+    def _show(self, task: Task, completion: Completion) -> str:
+        response = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        return f"prompt {task.prompt.id}: {shorten(task.prompt.text)}, response: {shorten(response)}"
+
+
+def shorten(text: str) -> str:
+    """Return the beginning and the end of a text in quotes. The beginning of a chat is often the same in all rows."""
+    half = MAX_SHOWN // 2
+    return repr(text) if len(text) <= MAX_SHOWN else f"{text[:half]!r} ... {text[-half:]!r}"
 
 
 def make_requests(tasks: Iterable[Task], run_seed: int | None) -> list[Request]:

@@ -68,7 +68,8 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         with run.world.stage("sync"):
             sync.publish_again()
 
-    rollouts = Rollouts(run.world, run.placement, config.algo.num_mini_batches, service, execute, balancer)
+    stops, num_mini_batches = config.reward.stop_if_all_fail, config.algo.num_mini_batches
+    rollouts = Rollouts(run.world, run.placement, num_mini_batches, service, execute, balancer, stops)
     start_step = resume.manifest.step if resume is not None else 0
     actor = Actor(
         config,

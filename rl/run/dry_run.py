@@ -22,6 +22,7 @@ def for_dry_run(config: Config, config_name: str) -> Config:
         train=dataclasses.replace(config.train, num_steps=1, num_epochs=0),
         eval=dataclasses.replace(config.eval, interval=0),
         checkpoint=dataclasses.replace(config.checkpoint, save_interval=0, best_metric="", resume="auto"),
+        reward=dataclasses.replace(config.reward, stop_if_all_fail=True),
         debug=dataclasses.replace(config.debug, dry_run=True, save_rollouts=False),
     )
 

@@ -21,6 +21,23 @@ def sometimes_hanging(prompt: str, response: str, row: dict[str, Any]) -> dict[s
     return {"score": lot / 32, "length": len(response)}
 
 
+def misspelt(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Fails for every sample."""
+    return float(response == row["answre"])
+
+
+def sometimes_failing(prompt: str, response: str, row: dict[str, Any]) -> float | str:
+    """Depends on the text alone: raises in two ways, at two lines each, returns no number, or succeeds."""
+    lot = zlib.crc32(f"{prompt}{response}".encode()) % 10
+    if lot == 0:
+        raise ValueError(f"planted for {response!r}")
+    if lot == 1:
+        raise ValueError(f"planted elsewhere for {response!r}")
+    if lot == 2:
+        return row["answre"]
+    return "no number" if lot == 3 else lot / 10
+
+
 def mostly_equal(prompt: str, response: str, row: dict[str, Any]) -> float:
     """Tells responses apart for answers that divide by 3, and for no others."""
     return varied(prompt, response, row) if int(row["answer"]) % 3 == 0 else 0.5

@@ -37,8 +37,28 @@ def test_one_step_without_weights_saves_nothing(tmp_path: Path) -> None:
     assert {path.name for path in left if path.parent.name == "checkpoints"} == {"run_id"}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("function", "code"), [("misspelt", 1), ("sometimes_failing", 0)])
+def test_it_says_that_reward_functions_fail(function: str, code: int, tmp_path: Path) -> None:
+    """It ends with an error if all samples fail, even if the run itself would train on."""
+    file = "tests/e2e/reward_functions.py"
+    settings = [f"run.dir={tmp_path}", "run.name=x", "rollout.engine=fake", "train.num_prompts_per_step=4"]
+    settings += [f"reward.function={file}:{function}", "reward.stop_if_all_fail=false"]
+    process = start("--nproc-per-node=1", "train.py", "--dry-run", *settings)
+    output = finish(process, 180)
+    assert process.returncode == code, output
+    assert f"the reward function {function} failed at {ROOT / file}:" in output
+    assert ("reward.function: none of the 32 samples of step 1 could be scored" in output) == bool(code)
+    assert ("dry run: one step took" in output) == (code == 0)
+    summary = re.search(r"^oneworld: the reward functions failed for \d+ of 32 samples: ", output, re.M)
+    assert (summary is not None) == (code == 0)
+
+
 def test_what_it_changes_and_what_it_says() -> None:
-    config = for_dry_run(load_config(None, ["train.num_epochs=3", "checkpoint.save_interval=1"]), "default")
+    settings = ["train.num_epochs=3", "checkpoint.save_interval=1", "reward.stop_if_all_fail=false"]
+    config = for_dry_run(load_config(None, settings), "default")
+    assert config.reward.stop_if_all_fail
     assert (config.run.name, config.train.num_steps, config.train.num_epochs) == ("default.dry-run", 1, 0)
     assert (config.eval.interval, config.checkpoint.save_interval, config.debug.dry_run) == (0, 0, True)
     footprints = {rank: Footprint("rollout", host=(2 + rank) * 10**9) for rank in (0, 1)}

@@ -1,10 +1,15 @@
-"""A run with reward functions of a file, some of whose calls hang or raise: it trains on, and counts them."""
+"""Runs with reward functions of a file. If some calls hang or raise, the run counts them. If all do, it ends."""
 
+import inspect
+import re
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.reward_functions import sometimes_hanging
+from rl.config.schema import ROOT
+from tests.e2e.reward_functions import misspelt, sometimes_failing, sometimes_hanging
 from tests.launcher import Result, finish, start, train
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
@@ -30,8 +35,20 @@ def assert_scored(result: Result) -> None:
         assert 0 < row["reward/varied"] < 1
     assert sum(row["reward/timeouts"] for row in result.metrics) > 0
     assert sum(row["reward/errors"] for row in result.metrics) > 0
-    assert result.output.count("its sample scores 0: it took longer than reward.timeout_s = 0.5 s") >= 1
-    assert "sometimes_hanging: RuntimeError: planted" in result.output
+    assert result.output.count(": it took longer than reward.timeout_s = 0.5 s (prompt") == 1
+    assert result.output.count(": RuntimeError: planted (prompt") == 1
+    assert_counted(result)
+
+
+def assert_counted(result: Result) -> None:
+    """Each line of a step shows its failures, and the end of the run shows all of them."""
+    for row in result.metrics:
+        (line,) = re.findall(rf"^step {row['step']:g}/2  (.*)$", result.output, re.MULTILINE)
+        for name in ("errors", "timeouts"):
+            shown = re.findall(rf"  {name} (\d+)  ", line)
+            assert shown == ([f"{row[f'reward/{name}']:.0f}"] if row[f"reward/{name}"] else []), line
+    num_failed = sum(row["reward/errors"] + row["reward/timeouts"] for row in result.metrics)
+    assert f"the reward functions failed for {num_failed:.0f} of 112 samples: " in result.output
 
 
 @pytest.mark.slow
@@ -49,6 +66,71 @@ def test_hanging_calls_cost_their_own_samples(tmp_path: Path) -> None:
         assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, abs=1e-9)
 
 
+def line_of(function: Callable, text: str) -> int:
+    lines, first = inspect.getsourcelines(function)
+    (line,) = [first + number for number, line in enumerate(lines) if text in line]
+    return line
+
+
+def test_each_kind_of_failure_is_shown_once(tmp_path: Path) -> None:
+    """Two engines score. The console shows one message per exception type and line, and counts the others."""
+    result = train(tmp_path / "run", 2, *SETTINGS, f"reward.function={FILE}:sometimes_failing")
+    kinds = {
+        f"{line_of(sometimes_failing, 'planted for')}: ValueError: planted for ",
+        f"{line_of(sometimes_failing, 'planted elsewhere')}: ValueError: planted elsewhere for ",
+        f"{line_of(sometimes_failing, 'answre')}: KeyError: 'answre' (prompt ",
+        f"{line_of(sometimes_failing, 'def ')}: TypeError: the score is a str; return a number",
+    }
+    said = re.findall(rf"reward function sometimes_failing failed at {ROOT / FILE}:(.*)", result.output)
+    assert len(said) == len(kinds)
+    assert [kind for kind in kinds if not any(text.startswith(kind) for text in said)] == []
+    assert all(re.search(r"\(prompt \d+: '\d+\+\d+=', response: .*\)\. The sample scores 0\.", text) for text in said)
+    num_failed = [int(row["reward/errors"]) for row in result.metrics]
+    assert min(num_failed) > 4, "there are repeats, which are not shown"
+    assert num_failed == [result.rollouts(step).rewards.tolist().count(0.0) for step in (1, 2)]
+    assert_counted(result)
+
+
+def assert_ended_at_once(process: subprocess.Popen[str], folder: Path, batch: str) -> None:
+    output, line = finish(process, 100), line_of(misspelt, "answre")
+    assert process.returncode != 0, output
+    fatal = (folder / "FATAL").read_text()
+    assert f"reward.function: none of the {batch} could be scored" in fatal
+    assert f"the reward function misspelt failed at {ROOT / FILE}:{line}: KeyError: 'answre' (prompt" in fatal
+    assert "correct the function" in fatal and "reward.stop_if_all_fail=false" in fatal
+    assert output.count(fatal.strip()) == 1, output
+    assert output.count("misspelt failed at") == 2, "one message when it first happened, and one at the end"
+    assert "step 1/2" not in output and "Traceback" not in output.partition("will not be restarted")[0]
+    assert [path.name for path in (folder / "logs").iterdir()] == ["attempt_1"], "torchrun did not restart it"
+
+
+@pytest.mark.parametrize(
+    ("batch", "settings"),
+    [
+        ("56 samples of step 1", []),
+        pytest.param(
+            "5 samples of the evaluation",
+            ["eval.interval=1", "data.eval=configs/tiny/eval.jsonl", "eval.num_prompts=5"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_function_that_always_fails_ends_the_run(batch: str, settings: list[str], tmp_path: Path) -> None:
+    run = [f"run.dir={tmp_path}", "run.name=run", *SETTINGS, f"reward.function={FILE}:misspelt", *settings]
+    process = start("--nproc-per-node=2", "--max-restarts=3", "train.py", *run, restarts=True)
+    assert_ended_at_once(process, tmp_path / "run", batch)
+
+
+@pytest.mark.slow
+def test_a_run_that_may_fail_trains_on(tmp_path: Path) -> None:
+    settings = [*SETTINGS, f"reward.function={FILE}:misspelt", "reward.stop_if_all_fail=false"]
+    result = train(tmp_path / "run", 2, *settings)
+    assert [row["reward/errors"] for row in result.metrics] == [56, 56]
+    assert_counted(result)
+    assert result.output.count("misspelt failed at") == 1
+
+
+@pytest.mark.slow
 def test_a_mistake_in_the_file_ends_the_run_at_once(tmp_path: Path) -> None:
     run = [f"run.dir={tmp_path}", "run.name=run", *SETTINGS, f"reward.function={FILE}:nothing"]
     process = start("--nproc-per-node=2", "train.py", *run)

@@ -29,6 +29,9 @@ SHARED = {
     "an own loss": ["--plan", "algo.loss=own.py:whole", "model.path=nobody/no-such-model"],
     "no such loss": ["--plan", "algo.loss=own.py:absent"],
     "a loss of other names": ["--plan", "algo.loss=own.py:other"],
+    "good reward": ["--plan", "reward.function=rewards.py:good"],
+    "failing reward": ["--plan", "reward.function=rewards.py:misspelt"],
+    "reward without data": ["--plan", "reward.function=rewards.py:misspelt", "data.train=nowhere.jsonl"],
     "sizes without a plan": ["--nnodes", "4"],
 }
 RUN_SHARED = """
@@ -48,6 +51,13 @@ print(json.dumps(answers))
 CLUSTER = """
 placement: {num_nodes: 2, num_gpus_per_node: 3, rollout: 0-3, actor: rest}
 model: {path: nobody/no-such-model}
+"""
+REWARDS = """
+def good(prompt, response, row):
+    return {"score": 0.5 * (response == row["answer"]), "length": len(response)}
+
+def misspelt(prompt, response, row):
+    return float(response == row["answre"])
 """
 
 
@@ -69,6 +79,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, hub: socket.socket) -> dic
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "cluster.yaml").write_text(CLUSTER)
     (folder / "own.py").write_text("def whole(new_logprobs): ...\ndef other(logprobs): ...\n")
+    (folder / "rewards.py").write_text(REWARDS)
     ours = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(folder), "HF_HUB_OFFLINE": "0"}
     environment = os.environ | ours | {"PYTHONPATH": str(ROOT)}
 
@@ -144,6 +155,10 @@ def test_a_model_that_is_not_local_is_not_fetched(answers: dict[str, Answer], hu
         ("no such loss", ["own.py has no function 'absent'", "it has whole, other"]),
         ("a loss of other names", ["other takes (logprobs), but missing a required argument", "must be among new_log"]),
         ("nothing to evaluate", ["--eval-only has nothing to evaluate on", "data.eval is empty"]),
+        (
+            "failing reward",
+            ["train.jsonl, line 1", "misspelt failed at", "rewards.py:6: KeyError: 'answre'", "correct"],
+        ),
     ],
 )
 def test_a_mistake_goes_to_stderr_alone(answers: dict[str, Answer], command: str, parts: list[str]) -> None:
@@ -152,6 +167,14 @@ def test_a_mistake_goes_to_stderr_alone(answers: dict[str, Answer], command: str
     assert answer.stderr.splitlines()[-1].startswith("oneworld: ")
     assert "Traceback" not in answer.stderr
     assert [part for part in parts if part not in answer.stderr] == [], answer.stderr
+
+
+def test_the_reward_of_a_row_is_shown(answers: dict[str, Answer]) -> None:
+    answer = answers["good reward"]
+    assert answer.code == 0, answer.stderr
+    assert "train.jsonl, line 1: its answer '88' scores 0.5 (good 0.5, good/length 2); an arbitrary" in answer.stderr
+    assert answers["reward without data"].code == 0
+    assert "the reward functions were not called, because data.train has no" in answers["reward without data"].stderr
 
 
 def test_sizes_are_torchruns_unless_there_is_a_plan(answers: dict[str, Answer]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from rl.config.schema import ROOT, ConfigError, RewardConfig
 from rl.rewards import pool as pool_module
+from rl.rewards.failure import Failure
 from rl.rewards.launch import RewardServerProcess, launch
 from rl.rewards.pool import RewardPool
 from tests.reward_attacks import SPEC, Results, marked, members, wait_for_none
@@ -51,8 +52,13 @@ def test_ten_thousand_calls() -> None:
     for number in range(10_000):
         length, answer = float(number % 7), float(number % 3)
         parts = {"good": length, "good/row": answer, "bad": 0.0}
-        expected = {"status": "ok", "score": 0.5 * length, "parts": parts, "answer": None, "text": ""}
+        expected = {"status": "ok", "score": 0.5 * length, "parts": parts, "answer": None, "failure": None}
         assert results.by_key["a", number] == expected
+
+
+def source_line(failure: Failure) -> str:
+    file, _, line = failure.place.rpartition(":")
+    return Path(file).read_text().splitlines()[int(line) - 1].strip()
 
 
 ATTACKS = {
@@ -102,23 +108,63 @@ def test_every_attack_costs_its_own_sample_only(mark: str) -> None:
     for key, result in results.by_key.items():
         expected = ATTACKS[key[1]] if len(key) == 2 else "ok"
         assert result["status"] == expected, (key, result)
-        assert len(result["text"]) < 1000
         if len(key) == 3:
             assert (result["score"], result["parts"]) == (key[2], {"attack": key[2]})
         elif expected != "ok":
             assert (result["score"], result["parts"]) == (0.0, {"attack": 0.0})
+            failure: Failure = result["failure"]
+            assert (failure.function, failure.error in ("timeout", "crash")) == ("attack", expected != "error")
+            assert len(str(failure)) < 2000 and str(failure).isprintable()
+            assert failure.place.startswith(f"{FILE}:"), failure
     assert results.by_key[0, "runs_a_program"]["score"] == 0.5
     assert results.by_key[0, "writes_a_file"]["score"] == 1.0
-    assert results.by_key[0, "loops"]["text"] == "it took longer than reward.timeout_s = 2 s"
-    assert results.by_key[0, "segfaults"]["text"].endswith("by SIGSEGV")
-    assert results.by_key[0, "ends_by_a_signal_without_a_name"]["text"].endswith(f"by signal {signal.SIGRTMIN + 6}")
-    assert results.by_key[0, "fills_memory"]["text"].startswith("attack: MemoryError")
-    assert results.by_key[0, "bombs"]["text"] == "it had more than 64 processes"
+    failures = {attack: results.by_key[0, attack]["failure"] for attack, status in ATTACKS.items() if status != "ok"}
+    assert failures["loops"].text == "it took longer than reward.timeout_s = 2 s"
+    assert failures["segfaults"].text.endswith("by SIGSEGV")
+    assert failures["ends_by_a_signal_without_a_name"].text.endswith(f"by signal {signal.SIGRTMIN + 6}")
+    assert failures["fills_memory"].text.startswith("MemoryError")
+    assert failures["raises_what_cannot_be_shown"].text == "Strange"
+    assert failures["bombs"].text == "it had more than 64 processes"
+    # What the attack's code cannot prevent: the line at which it hung or crashed is known.
+    assert source_line(failures["loops"]) in ("while True:", "pass")
+    assert source_line(failures["sleeps"]) == "time.sleep(1000)"
+    assert source_line(failures["loops_in_c"]).startswith("re.match(")
+    assert source_line(failures["segfaults"]) == "ctypes.string_at(0)"
+    assert source_line(failures["raises"]).startswith("raise RuntimeError")
+    assert source_line(failures["returns_nothing"]).startswith("def attack("), "nothing raised in its own code"
+    assert source_line(failures["ignores_signals"]).startswith("def attack("), "it writes no stack"
     deadline = time.monotonic() + 3
     while len(members(mark)) > 4 and time.monotonic() < deadline:  # a child may not be ended yet
         time.sleep(0.02)
     assert len(members(mark)) <= 4, "only the server and its workers are left"
     pool.close()
+
+
+@pytest.mark.usefixtures("mark")
+def test_a_failure_names_the_function_that_was_called(tmp_path: Path) -> None:
+    """Also if its process crashed, among several functions. A stack of an earlier call is not taken for its own."""
+    file = tmp_path / "two.py"
+    file.write_text(
+        "import ctypes, os\n"
+        "def first(prompt, response, row):\n"
+        "    if response == 'child' and not os.fork():\n"
+        "        ctypes.string_at(0)\n"
+        "    if response == 'child':\n"
+        "        os.wait()\n"
+        "    return 1\n"
+        "def second(prompt, response, row):\n"
+        "    if response == 'exit':\n"
+        "        os._exit(0)\n"
+        "    return 2\n"
+    )
+    pool, results = make_pool({f"{file}:first": 1.0, f"{file}:second": 1.0}, num_workers=1)
+    for response in ("child", "exit"):
+        pool.submit(response, "", response, {})
+    results.wait(2)
+    pool.close()
+    assert results.by_key["child"]["score"] == 3.0
+    failure: Failure = results.by_key["exit"]["failure"]
+    assert (failure.function, failure.error, failure.place) == ("second", "crash", f"{file}:8")
 
 
 @pytest.mark.usefixtures("mark")

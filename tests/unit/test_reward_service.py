@@ -2,16 +2,18 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
+from rl.rewards.failure import Failure
 from rl.rollout.dispatch import NewTasks, Pull, Sampling, Task
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.recovery import EngineHost
-from rl.rollout.service import RolloutService, Scored, ScoredGroup
+from rl.rollout.service import RolloutService, Scored, ScoredGroup, shorten
 from rl.world.messages import Letter, Mailbox
 from rl.world.orders import Order
 from rl.world.service import serve
@@ -20,6 +22,7 @@ from tests.mails import Mark, connected_worlds, take
 
 STOP = 0
 NUM_SAMPLES = 3
+FAILURE = Failure("rule", "timeout", "it took too long", "rules.py:7")
 
 
 class Rewards:
@@ -33,7 +36,8 @@ class Rewards:
         self.calls.append((key, prompt, response, row))
 
     def say(self, key: tuple[int, ...], score: float, status: str = "ok") -> None:
-        result = {"status": status, "score": score, "parts": {"rule": score}, "answer": None, "text": ""}
+        failure = None if status == "ok" else FAILURE
+        result = {"status": status, "score": score, "parts": {"rule": score}, "answer": None, "failure": failure}
         self._mail.send(0, Scored(key, result))
 
 
@@ -131,13 +135,16 @@ def test_a_group_is_delivered_once_when_its_last_score_has_come(bench: Bench) ->
     assert (letter.message.position, versions_of(letter)) == (1, {-1, 6})
     assert Batch.from_bytes(letter.payload).rewards.tolist() == [10.0, 11.0, 12.0]
     wanted = [{"parts": {"rule": 10.0 + sample}, "status": "ok", "answer": None} for sample in range(3)]
-    assert letter.message.scores == wanted
+    assert (letter.message.scores, letter.message.failures) == (wanted, [])
     bench.rewards.say((2, 0, 0, 0), 0.0, status="timeout")
     bench.rewards.say((2, 0, 1, 0), 1.0)
     bench.hear()
     (letter,) = bench.delivered()
     assert Batch.from_bytes(letter.payload).rewards.tolist() == [0.0, 1.0, 2.0]
     assert [score["status"] for score in letter.message.scores] == ["timeout", "ok", "ok"]
+    (failure,) = letter.message.failures
+    response = next(response for key, _, response, _ in bench.rewards.calls if key == (2, 0, 0, 0))
+    assert failure == replace(FAILURE, sample=f"prompt 0: 'prompt 0', response: '{response}'")
     bench.rewards.say((2, 0, 1, 0), 1.0)
     bench.hear()
     assert bench.delivered() == []
@@ -220,3 +227,8 @@ def test_work_that_comes_while_there_is_no_engine_is_begun_with_the_rest(bench: 
     bench.sample()
     assert len(bench.rewards.calls) == 2 * NUM_SAMPLES
     assert not bench.service.busy
+
+
+def test_messages_show_both_ends_of_a_long_prompt() -> None:
+    assert shorten("a\n" * 30) == repr("a\n" * 30)
+    assert shorten("a" * 40 + "b" * 40) == f"'{'a' * 30}' ... '{'b' * 30}'"

@@ -1,13 +1,15 @@
 """Tests of the built-in reward functions, and of what is made of their results."""
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rl.rewards.failure import Failure
 from rl.rewards.functions import FUNCTIONS
-from rl.rewards.totals import add, metrics_of, total
+from rl.rewards.totals import add, count_samples, metrics_of, total
 from rl.rewards.worker import RewardFunction, read_value, score
 
 
@@ -215,7 +217,7 @@ def test_the_weighted_sum_and_its_parts() -> None:
     ]
     result = score(functions, "", "42", {"answer": "42"}, answer_of="exact_match")
     parts = {"exact_match": 1.0, "shape": 3.0, "shape/words": 2.0, "gsm8k": 1.0}
-    assert result == {"status": "ok", "score": 2.5, "parts": parts, "answer": "42", "text": ""}
+    assert result == {"status": "ok", "score": 2.5, "parts": parts, "answer": "42", "failure": None}
     assert score(functions, "", "42", {"answer": "42"})["answer"] is None
     assert score(functions, "", "42.0", {"answer": "42"}, answer_of="exact_match")["answer"] == "42.0"
     assert score(functions, "", "42.0", {"answer": "42"}, answer_of="gsm8k")["answer"] == "42"
@@ -229,14 +231,11 @@ def test_a_sample_of_which_one_function_fails_has_none_of_them() -> None:
     exact_match = RewardFunction("exact_match", 1.0, FUNCTIONS["exact_match"], {})
     functions = [exact_match, RewardFunction("broken", 1.0, broken, {})]
     result = score(functions, "", "42", {"answer": "42"})
-    assert result["text"].startswith(f"broken: KeyError: 'missing' ({__file__}, line ")
-    assert result | {"text": ""} == {
-        "status": "error",
-        "score": 0.0,
-        "parts": {"exact_match": 0.0, "broken": 0.0},
-        "answer": None,
-        "text": "",
-    }
+    place = f"{__file__}:{broken.__code__.co_firstlineno + 1}"
+    failure = Failure("broken", "KeyError", "KeyError: 'missing'", place)
+    assert str(failure) == f"the reward function broken failed at {place}: KeyError: 'missing'"
+    parts = {"exact_match": 0.0, "broken": 0.0}
+    assert result == {"status": "error", "score": 0.0, "parts": parts, "answer": None, "failure": asdict(failure)}
 
 
 def test_totals_are_means_over_all_samples_and_counts_of_failures() -> None:
@@ -250,3 +249,4 @@ def test_totals_are_means_over_all_samples_and_counts_of_failures() -> None:
     expected = {"reward/math": 0.25, "reward/math/steps": 4.0, "reward/timeouts": 2.0, "reward/errors": 1.0}
     assert metrics_of(add(sums)) == expected
     assert metrics_of(total([])) == {"reward/timeouts": 0.0, "reward/errors": 0.0}
+    assert (count_samples(add(sums)), count_samples(total([])), count_samples({})) == ((4, 3), (0, 0), (0, 0))
