@@ -12,8 +12,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from rl.config.load import load_config
+from rl.config.modes import for_evaluation
 from rl.config.schema import ROOT, Config
-from rl.evaluation.evaluation import check_best_metric, for_evaluation
+from rl.evaluation.best_metric import check_best_metric
 from rl.model.shape import check_model
 from rl.placement.roles import Placement, plan
 from rl.rewards.find import check_rewards
