@@ -52,7 +52,7 @@ def parse_or_plan(description: str | None) -> argparse.Namespace:
 def print_plan(args: argparse.Namespace) -> int:
     """Print the plan, or the first mistake. Return the exit code."""
     try:
-        text = Plan(args).text()
+        text = RunPlan(args).text()
     except ConfigError as error:
         print(f"oneworld: {error}", file=sys.stderr)
         return 2
@@ -60,7 +60,7 @@ def print_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-class Plan:
+class RunPlan:
     """The settings of a run, what was checked about them, and what could not be checked."""
 
     def __init__(self, args: argparse.Namespace):
@@ -192,13 +192,12 @@ class Plan:
         per_step, samples = config.train.num_prompts_per_step, config.rollout.num_samples_per_prompt
         num_steps, limit = config.train.num_steps, "" if self.has_tokenizer else "at most "
         step = f"{count_of(per_step, 'prompt')} x {count_of(samples, 'sample')} = {per_step * samples:,} rollouts"
-        if config.algo.dynamic_sampling:
-            step += f" in each of at most {count_of(config.algo.max_sampling_rounds, 'round')}"
-        epochs = num_steps * per_step / num_prompts
         of_epochs = limit if config.train.num_epochs else ""
-        return [
-            f"{of_epochs}{count_of(num_steps, 'step')} of {step}; {epochs:.2f} epochs of {limit}{num_prompts:,} prompts"
-        ]
+        epochs = f"{num_steps * per_step / num_prompts:.2f} epochs of {limit}{count_of(num_prompts, 'prompt')}"
+        if config.algo.dynamic_sampling:
+            step += f", in at most {count_of(config.algo.max_sampling_rounds, 'round')} of this size"
+            epochs = f"at least {epochs}"
+        return [f"{of_epochs}{count_of(num_steps, 'step')} of {step}; {epochs}"]
 
     def _tokens(self) -> list[str]:
         """Return the upper bound of the tokens of a step and, if there is a tokenizer, what to expect."""
