@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
+from rl.config.load import load_config
 from rl.config.schema import ROOT
+from rl.data.sources import read_data
+from tests.saved_steps import lose, save
 
 MISSION = ["placement.rollout=0-19", "placement.inference=20-23", "placement.actor=24-31"]
 PLAIN = {"default": ["--plan"], "wrong placement": ["--plan", "placement.rollout=0", "placement.actor=0-1"]}
@@ -39,6 +42,12 @@ SHARED = {
     "nested columns": ["--plan", *NESTED, "data.answer_key=reward_model.ground_truth"],
     "no answers": ["--plan", "data.answer_key="],
     "dry run": ["--plan", "--dry-run", "model.path=shape"],
+    "resumes": ["--plan", "run.dir=saved", "run.name=mine"],
+    "starts over": ["--plan", "run.dir=saved", "run.name=mine", "checkpoint.resume=never"],
+    "forks": ["--plan", "run.dir=saved", "run.name=fork", "checkpoint.resume=saved/mine"],
+    "resumes with other prompts": ["--plan", "run.dir=saved", "run.name=mine", "run.seed=1"],
+    "incomplete": ["--plan", "run.dir=saved", "run.name=torn"],
+    "incomplete on one of two nodes": ["--plan", "--nnodes", "2", "run.dir=saved", "run.name=torn"],
 } | {f"recipe {name}": ["--plan", "--config", f"configs/{name}.yaml"] for name in RECIPES}
 # Ten broken configs and more: the file, and parts of the message.
 BROKEN = {
@@ -151,6 +160,10 @@ def write_files(folder: Path) -> None:
     index = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
     (folder / "torn" / "model.safetensors.index.json").write_text(json.dumps(index))
     shutil.copy2(tiny / "model.safetensors", folder / "mute")
+    state = {"data": read_data(load_config(), None, print).stream.digest, "position": 128}
+    for name in ("mine", "torn"):
+        save([folder / "saved" / name / "checkpoints"], 4, state=state)
+    lose(folder / "saved" / "torn" / "checkpoints", 4)
 
 
 def broken_arguments(name: str) -> list[str]:
@@ -265,6 +278,27 @@ def test_nested_columns_and_empty_texts(answers: dict[str, Answer]) -> None:
     assert "nested.jsonl: 1 prompt in 1 row" in answer.section("note")
     assert "data.eval (not read, because eval.interval=0)" in answer.section("not checked")
     assert answers["no answers"].code == 0, answers["no answers"].stderr
+
+
+def test_the_checkpoint_to_resume_from(answers: dict[str, Answer], commands: Commands) -> None:
+    for command, place in {"resumes": "saved/mine/checkpoints", "forks": "saved/mine"}.items():
+        answer = answers[command]
+        assert answer.code == 0, answer.stderr
+        assert f"{place}: resumes after step 4" in answer.section("note")
+        assert "the checkpoint of step 4" in answer.section("checked")
+    assert answers["starts over"].code == 0 and "resumes" not in answers["starts over"].stdout
+    answer = answers["incomplete on one of two nodes"]
+    assert answer.code == 0, answer.stderr
+    assert "the checkpoint to resume from (other nodes may have it; here: step 4" in answer.section("not checked")
+
+
+def test_a_checkpoint_that_does_not_fit(answers: dict[str, Answer]) -> None:
+    for command, text in {
+        "resumes with other prompts": "data.train, its templates or run.seed differ from those of step 4",
+        "incomplete": "step 4 was committed, but no reachable disk holds 1 of its 4 files",
+    }.items():
+        assert (answers[command].code, answers[command].stdout) == (2, "")
+        assert answers[command].stderr.startswith(f"oneworld: {text}")
 
 
 def test_a_dry_run_needs_no_weights(answers: dict[str, Answer]) -> None:
