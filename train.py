@@ -9,28 +9,19 @@ Actor ranks drive the loop in `train`. The other ranks, with only rollout or inf
 rl/config/schema.py documents every key, and configs/ has recipes.
 """
 
-import argparse
-import json
-import sys
-from contextlib import suppress
-from itertools import islice
-from pathlib import Path
-
 import rl.world.bootstrap  # noqa: F401  before torch
-from rl.algo.choose import check_functions
-from rl.config.load import add_arguments, load_config
-from rl.config.schema import DEFAULT_CONFIG, Config, ConfigError, DataConfig, resolve_path
-from rl.data.read import read_rows
-from rl.evaluation.evaluation import check_best_metric, for_evaluation, show_evaluation
-from rl.model.shape import check_model
-from rl.placement.roles import plan
-from rl.report.console import print_or_exit
+from rl.run.plan import parse_or_plan
+
+if __name__ == "__main__":
+    parse_or_plan(__doc__)  # --plan ends here, because the imports below take seconds
+
+from rl.config.modes import load_settings
+from rl.config.schema import Config
+from rl.evaluation.evaluation import show_evaluation
 from rl.report.metrics import Measures
-from rl.rewards.find import check_rewards
-from rl.rewards.trial import TrialRow, score_one_row
 from rl.run.actor import Actor
 from rl.run.build import build_actor
-from rl.run.dry_run import for_dry_run, share_footprints
+from rl.run.dry_run import share_footprints
 from rl.run.open import Run, open_run
 from rl.run.serve import end_run, serve_run
 from rl.world.world import World, join
@@ -99,74 +90,10 @@ def evaluate_alone(run: Run, actor: Actor) -> None:
         show_evaluation(run.folder, actor.start_step, values)
 
 
-def print_plan(args: argparse.Namespace) -> int:
-    """Print the table of ranks and roles, or the mistake in the config. Return the exit code.
-
-    This needs no torchrun, no GPU and no download.
-    """
-    try:
-        config = load_config(args.config, args.overrides)
-        config = for_evaluation(config) if args.eval_only else config
-        num_nodes = args.nnodes or config.placement.get("num_nodes") or 1
-        num_ranks = args.nproc_per_node or config.placement.get("num_gpus_per_node") or 2
-        sizes = (num_nodes, num_ranks, config.rollout.tensor_parallel_size, config.actor.num_replicas)
-        placement = plan(config.placement, *sizes)
-        scored = try_rewards(config)
-        check_functions(config.algo)
-        check_best_metric(config)
-        model_folder = resolve_path(config.model.path)
-        if (model_folder / "config.json").is_file():
-            check_model(config, model_folder)
-    except ConfigError as error:
-        print(f"oneworld: {error}", file=sys.stderr)
-        return 2
-    print_or_exit(placement.table())
-    print(f"oneworld: {scored}", file=sys.stderr)
-    return 0
-
-
-def try_rewards(config: Config) -> str:
-    """Score a row of data.train. If the data is not on this machine, only check that the functions can be called."""
-    row = None
-    with suppress(ConfigError):
-        row = first_row(config.data)
-    if row is None:
-        check_rewards(config.reward)
-        return "the reward functions were not called, because data.train has no complete row on this machine"
-    return score_one_row(config.reward, row)
-
-
-def first_row(data: DataConfig) -> TrialRow | None:
-    """Return the first row of data.train that has a prompt and an answer."""
-    for place, values, _ in islice(read_rows(next(iter(data.train_weights))), 100):
-        prompt, answer = values.get(data.prompt_key), values.get(data.answer_key) if data.answer_key else ""
-        if prompt is not None and answer is not None:
-            answer = json.dumps(answer) if isinstance(answer, list | dict) else str(answer)
-            return TrialRow(place, str(prompt), values | {"answer": answer})
-    return None
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.add_argument("--plan", action="store_true", help="print the roles of every rank and exit")
-    parser.add_argument("--nnodes", type=int, metavar="N", help="with --plan: number of nodes")
-    parser.add_argument("--nproc-per-node", type=int, metavar="M", help="with --plan: ranks per node")
-    args = parser.parse_intermixed_args()
-    if (args.nnodes or args.nproc_per_node) and not args.plan:
-        parser.error("--nnodes and --nproc-per-node after train.py need --plan; without it, write them before train.py")
-    return args
-
-
 def main() -> None:
-    args = parse_args()
-    if args.plan:
-        sys.exit(print_plan(args))
+    args = parse_or_plan(__doc__)
     with join() as world:
-        config = load_config(args.config, args.overrides)
-        config = for_evaluation(config) if args.eval_only else config
-        name = Path(args.config or DEFAULT_CONFIG).stem
-        config = for_dry_run(config, name) if args.dry_run else config
+        config, name = load_settings(args)
         run = open_run(world, config, name)
         if "actor" in run.roles:
             actor = build_actor(run, trains=not args.eval_only)

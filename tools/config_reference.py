@@ -19,8 +19,9 @@ PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
 
 This page lists every setting with its default. A config file contains only what differs from the defaults.
-`key=value` on the command line overrides the file. Unknown keys and contradictory values are errors that say what to
-change. This command finds them without a GPU:
+`key=value` on the command line overrides the file. `key=` is the empty text; a number or a choice needs a value.
+Unknown keys and contradictory values are errors that say what to change.
+This command finds them without a GPU. It also checks the files that the config names:
 
 ```bash
 python train.py --plan --config configs/dapo.yaml actor.lr=2e-6

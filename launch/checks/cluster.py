@@ -8,11 +8,12 @@ from contextlib import suppress
 
 from launch.checks import rules
 from launch.checks.bandwidth import Link, pair_rounds, slow_links
-from launch.checks.memory import check_placement, num_kept
+from launch.checks.memory import check_placement
 from launch.checks.results import FAILED, OK, WARNING, CheckResult
 from launch.checks.rpc import Coordinator, NoAnswer
 from rl.common.text import count_of
 from rl.config.schema import Config, ConfigError
+from rl.model.memory import num_kept
 
 DESCRIBE_S = 25.0  # ranks with GPUs import torch before they answer
 REMOVE_S = 1.0

@@ -9,10 +9,11 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -25,6 +26,7 @@ from rl.checkpoint.snapshot import set_rng_states
 from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
 from rl.common.files import UnsafeName
 from rl.config.schema import Config, ConfigError
+from rl.data.prompts import PromptStream
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 from rl.model.shards import LocalSlice
@@ -34,6 +36,7 @@ from rl.world.messages import Mailbox, Message
 
 MAX_LINES = 20
 Listings = Sequence[StepsListed]  # by node
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,34 @@ class Resume:
         return json.dumps(msgspec.to_builtins(self)).encode()
 
 
+class Steps(Protocol):
+    """What a search for a checkpoint needs of a CheckpointStore."""
+
+    @property
+    def root(self) -> Path: ...
+    def call(self, rank: int, method: Callable[..., R], *args: Any) -> Future[R]: ...
+    def call_all(self, method: Callable[..., R], *args: Any) -> list[R]: ...
+    def wait(self, future: Future[R]) -> R: ...
+
+
+class LocalSteps:
+    """The steps on this node only, without a world."""
+
+    def __init__(self, root: Path, source: Path | None):
+        self.root, self._directory = root, CheckpointDirectory(root, source, rank=0)
+
+    def call(self, rank: int, method: Callable[..., R], *args: Any) -> Future[R]:
+        future = Future[R]()
+        future.set_result(method(self._directory, *args))
+        return future
+
+    def call_all(self, method: Callable[..., R], *args: Any) -> list[R]:
+        return [method(self._directory, *args)]
+
+    def wait(self, future: Future[R]) -> R:
+        return future.result()
+
+
 def agree_on_resume(mail: Mailbox, placement: Placement, store: CheckpointStore, config: Config) -> Resume | None:
     """Return the checkpoint that the leader chose, or None if the run starts from the model. Called on every rank."""
     if mail.rank == placement.leader:
@@ -84,15 +115,15 @@ def agree_on_resume(mail: Mailbox, placement: Placement, store: CheckpointStore,
         for rank in range(placement.world_size):
             mail.send(rank, ResumeFrom(store.run_id), payload=whole if rank in placement.actors else small)
         if found is not None:
-            print(_announcement(found, store, config), flush=True)
+            print(announcement(found, store.root, config), flush=True)
     letter = mail.receive(ResumeFrom)
     store.run_id = letter.message.run_id
     return msgspec.convert(json.loads(letter.payload), Resume) if letter.payload else None
 
 
-def _announcement(resume: Resume, store: CheckpointStore, config: Config) -> str:
+def announcement(resume: Resume, root: Path, config: Config) -> str:
     step, num_steps = resume.manifest.step, config.train.num_steps
-    text = f"{store.root if resume.is_own else resume.origin}: resumes after step {step}"
+    text = f"{root if resume.is_own else resume.origin}: resumes after step {step}"
     changed = changed_settings(resume.manifest.config, dataclasses.asdict(config))
     if changed:
         text += f"; settings changed since then: {', '.join(changed)}"
@@ -107,14 +138,26 @@ def find_checkpoint(store: CheckpointStore, resume: str) -> Resume | None:
     own: Listings = store.call_all(CheckpointDirectory.list_steps, "root")
     if resume == "never":
         own = _rename_old_roots(store, own)
-    found = _load(store, own, is_own=True)
-    if resume not in ("auto", "never"):
-        found = _fork(store, found, resume)
+    found = choose_checkpoint(store, own, resume)
     if found is not None and found.is_own:
         for step in _steps(own):  # a kill may have left some nodes without COMMITTED
             if step.save_id == found.manifest.save_id and not step.is_committed:
                 store.wait(store.call(step.rank, CheckpointDirectory.confirm, step.folder, step.save_id))
     return found
+
+
+def choose_checkpoint(store: Steps, own: Listings, resume: str) -> Resume | None:
+    """Return the checkpoint that `checkpoint.resume` selects among the run's own steps, or at another path."""
+    found = _load(store, own, is_own=True)
+    return found if resume in ("auto", "never") else _fork(store, found, resume)
+
+
+def preview_resume(root: Path, config: Config) -> Resume | None:
+    """Return the checkpoint that a run would resume from, if all of its files are on this node. Nothing is changed."""
+    resume = config.checkpoint.resume
+    store = LocalSteps(root, None if resume in ("auto", "never") else Path(resume))
+    own = [] if resume == "never" else store.call_all(CheckpointDirectory.list_steps, "root")
+    return choose_checkpoint(store, own, resume)
 
 
 def _rename_old_roots(store: CheckpointStore, own: Listings) -> Listings:
@@ -128,7 +171,7 @@ def _rename_old_roots(store: CheckpointStore, own: Listings) -> Listings:
     return store.call_all(CheckpointDirectory.list_steps, "root")
 
 
-def _fork(store: CheckpointStore, own: Resume | None, path: str) -> Resume:
+def _fork(store: Steps, own: Resume | None, path: str) -> Resume:
     """Return the checkpoint for checkpoint.resume=PATH: the newest of this fork, or else the one at PATH."""
     source = [listing for listing in store.call_all(CheckpointDirectory.list_steps, "source") if listing.exists]
     if not source:
@@ -162,7 +205,7 @@ def _steps(listings: Listings) -> list[StoredStep]:
     return [step for listing in listings for step in listing.steps]
 
 
-def _load(store: CheckpointStore, listings: Listings, is_own: bool) -> Resume | None:
+def _load(store: Steps, listings: Listings, is_own: bool) -> Resume | None:
     """Return the step that was saved last. It is valid without COMMITTED if all of its files can be reached, because no
     node renames a step's folder to its final name before all nodes have written everything."""
     steps = _steps(listings)
@@ -264,6 +307,21 @@ class SliceReader:
             call = self._store.call(rank, CheckpointDirectory.read, folder, file.name, begin, count)
             data += self._store.wait(call)
         return data
+
+
+def restore_position(resume: Resume, stream: PromptStream) -> None:
+    """Continue the prompt stream where the checkpoint was saved. A fork with other prompts starts from the first."""
+    state = resume.manifest.state
+    if state["data"] == stream.digest:
+        stream.position = state["position"]
+    elif resume.is_own:
+        raise ConfigError(
+            f"data.train, its templates or run.seed differ from those of step {resume.manifest.step}; a resumed run "
+            "must use the same prompts. To train on other prompts from here, start a run with another run.name and "
+            "with the path of this one as checkpoint.resume"
+        )
+    else:
+        print("oneworld: the checkpoint has other prompts, so the run starts with the first prompt", flush=True)
 
 
 def restore(

@@ -9,17 +9,20 @@ import argparse
 import difflib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from rl.config.functions import is_own
 from rl.config.schema import DEFAULT_CONFIG, PLACEHOLDER, PLACEMENT_SIZES, Config, ConfigError, keys_of, resolve_path
+
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "a mapping"}
+TYPE_NAMES |= {list: "a list"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +45,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | None 
     try:
         values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except Exception as error:  # the YAML parser's own errors have no common base class
-        raise ConfigError(f"{file} is not valid YAML: {error}") from None
+        raise ConfigError(_explain_yaml(file, error)) from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds a {type(values).__name__}; a config must be a mapping of sections")
     if any(_names_a_role(override) for override in overrides):
@@ -53,6 +56,15 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | None 
     config = _typed(values)
     check(config)
     return config
+
+
+def _explain_yaml(file: Path, error: Exception) -> str:
+    """Return why the file is not valid YAML. A tab is named, because an editor shows it as spaces."""
+    mark: Any = getattr(error, "problem_mark", None)
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    if mark is not None and lines[mark.line : mark.line + 1] and lines[mark.line][mark.column :].startswith("\t"):
+        return f"{file}, line {mark.line + 1}: got a tab; YAML requires spaces: replace the tab with spaces"
+    return f"{file} is not valid YAML: {error}"
 
 
 def _names_a_role(override: str) -> bool:
@@ -95,6 +107,8 @@ def _typed(values: dict) -> Config:
             raise ConfigError(f"{section}: got {content!r}; it must be a section with keys")
     if values.get("sync", {}).get("verify") is False:
         values["sync"]["verify"] = "off"  # YAML reads a bare `off` as a boolean
+    kinds = {name: entry.type for name, entry in keys_of(Config)}
+    _fill_empty(values, kinds)
     try:
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values)))
     except ConfigKeyError as error:
@@ -104,9 +118,34 @@ def _typed(values: dict) -> Config:
         hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(prefix + k for k in known)}"
         raise ConfigError(f"unknown config key {prefix}{error.key}; {hint}") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from None
+        name, problem = error.full_key or "config", str(error).splitlines()[0]
+        if name in kinds and not isinstance(error, InterpolationResolutionError):
+            section, _, leaf = name.rpartition(".")
+            problem = f"got {values[section][leaf]!r}; it must be {_needed(kinds[name])}"
+        raise ConfigError(f"{name}: {problem}") from None
     roles = {} if placement.keys() - PLACEMENT_SIZES else config.placement  # sizes alone keep the default roles
-    return replace(config, placement=roles | {str(name): value for name, value in placement.items()})
+    given = {str(n): value if value is not None or n in PLACEMENT_SIZES else "" for n, value in placement.items()}
+    return replace(config, placement=roles | given)
+
+
+def _fill_empty(values: dict, kinds: Mapping[str, Any]) -> None:
+    """Replace the empty values of text keys, as in `key=`, by empty strings. Other keys must have a value."""
+    for name, kind in kinds.items():
+        section, _, leaf = name.rpartition(".")
+        content = values.get(section, {})
+        if leaf not in content or content[leaf] is not None:
+            continue
+        if kind not in (str, Any):
+            remedy = "give one, or leave the key out for its default"
+            raise ConfigError(f"{name}: got no value; it must be {_needed(kind)}: {remedy}")
+        content[leaf] = ""
+
+
+def _needed(kind: Any) -> str:
+    """Describe the values of a key of this type."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    return TYPE_NAMES.get(get_origin(kind) or kind, "a value")
 
 
 def check(config: Config) -> None:
@@ -172,8 +211,9 @@ def _data_problems(config: Config) -> Iterator[str]:
     if data.template and not placeholders:
         remedy = "add one, such as {prompt} for the column data.prompt_key"
         yield f"{template}, which has no {{column}}, so all prompts would be the same; {remedy}"
-    if data.answer_key in placeholders and data.answer_key != data.prompt_key:
-        problem = f"the placeholder {{{data.answer_key}}} would put the reference answer into the prompt"
+    answers = [name for name in placeholders if data.answer_key and f"{name}.".startswith(f"{data.answer_key}.")]
+    if answers and data.answer_key != data.prompt_key:
+        problem = f"the placeholder {{{answers[0]}}} would put the reference answer into the prompt"
         yield f"{template}; {problem}. Remove it. If the braces are literal text, write another word in them"
 
 

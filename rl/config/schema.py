@@ -47,6 +47,9 @@ BETA = Allowed("at least 0 and less than 1", lambda value: 0 <= value < 1)
 ABOVE_1 = Allowed("greater than 1", lambda value: 1 < value < math.inf)
 ZERO_OR_ABOVE_1 = Allowed("0 or greater than 1", lambda value: value == 0 or value > 1)
 FINITE = Allowed("a finite number", math.isfinite)
+PATH = Allowed("a path", bool)
+COLUMN = Allowed("the name of a column", bool)
+MODEL = Allowed("a directory or a hub name", bool)
 DIRECTORY_NAME = Allowed(
     "a printable directory name without '/', other than '.' and '..' (run.dir is the path)",
     lambda name: not name or ("/" not in name and is_plain(name)),
@@ -79,14 +82,14 @@ def keys_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
 
 @dataclass(frozen=True)
 class RunConfig:
-    dir: str = key("runs", "Directory that holds the run directories.")
+    dir: str = key("runs", "Directory that holds the run directories.", PATH)
     name: str = key("", "Name of the run directory. Empty: the config file's name and the launch time.", DIRECTORY_NAME)
     seed: int = key(0, "Seed of the prompt order and of every sample.")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = key("configs/tiny", "Hugging Face model directory or hub name.")
+    path: str = key("configs/tiny", "Hugging Face model directory or hub name.", MODEL)
     dtype: Literal["float32", "bfloat16"] = key("float32", "Dtype of forward passes and engines. Masters are float32.")
 
 
@@ -94,8 +97,14 @@ class ModelConfig:
 class DataConfig:
     train: Any = key("configs/tiny/train.jsonl", "Training prompts: a path, a list, or a mapping path -> weight.")
     eval: Any = key("", "Held-out prompts: a path, a list, or a mapping name -> path. Empty: no evaluation.")
-    prompt_key: str = key("prompt", "Column with the prompt: a text, or a list of messages with role and content.")
-    answer_key: str = key("answer", "Column with the reference answer. Empty: there is none.")
+    prompt_key: str = key(
+        "prompt",
+        "Column with the prompt: a text, or a list of messages with role and content. a.b is b inside of a.",
+        COLUMN,
+    )
+    answer_key: str = key(
+        "answer", "Column with the reference answer, such as reward_model.ground_truth. Empty: there is none."
+    )
     template: str = key(
         "", "Prompt text with {column} placeholders; {prompt} is the column prompt_key. Empty: only that column."
     )
@@ -246,6 +255,13 @@ class AlgoConfig:
     def has_critic(self) -> bool:
         return self.advantage == "gae"
 
+    @property
+    def fields_to_score(self) -> list[str]:
+        """Return the batch fields that need a separate forward pass."""
+        has_reference = self.kl_coef and self.kl_estimator != "full"
+        wanted = {"old_logprobs": self.has_old_pass, "certainty": self.certainty_coef, "ref_logprobs": has_reference}
+        return [name for name, is_wanted in wanted.items() if is_wanted]
+
 
 @dataclass(frozen=True)
 class CriticConfig:
@@ -329,6 +345,10 @@ class TrainConfig:
     num_epochs: int = key(0, "Number of passes over the prompts, instead of num_steps; 0: use num_steps.", NOT_NEGATIVE)
     num_prompts_per_step: int = key(32, "Number of prompts per iteration.", POSITIVE)
 
+    def count_steps(self, num_prompts: int) -> int:
+        """Return num_steps, or the steps that num_epochs passes over this many prompts take."""
+        return -(-num_prompts * self.num_epochs // self.num_prompts_per_step) if self.num_epochs else self.num_steps
+
 
 @dataclass(frozen=True)
 class EvalConfig:
@@ -395,6 +415,12 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     world: WorldConfig = field(default_factory=WorldConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+    @property
+    def model_paths(self) -> dict[str, str]:
+        """Return the models of the run by the settings that name them."""
+        has_own_critic = self.algo.has_critic and self.critic.path
+        return {"model.path": self.model.path} | ({"critic.path": self.critic.path} if has_own_critic else {})
 
     @property
     def max_sequence_tokens(self) -> int:

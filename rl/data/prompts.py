@@ -20,6 +20,7 @@ import xxhash
 
 class Tokenizer(Protocol):
     bos_token_id: int | None
+    chat_template: Any  # None if the model has none
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
@@ -32,7 +33,7 @@ class Prompt:
     epoch: int
     text: str
     answer: str
-    tokens: list[int]
+    tokens: list[int]  # empty if the prompts were read without a tokenizer
     row: dict[str, Any] = field(default_factory=dict)  # all columns, for rewards
 
 
@@ -52,24 +53,24 @@ class PromptStream:
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, sources: Sequence[WeightedSource] = ()):
         self.position = 0
-        self._prompts, self._seed = prompts, seed
-        self._sources = sources or [WeightedSource(len(prompts), Fraction(1))]
-        *self._starts, end = accumulate((source.num_rows for source in self._sources), initial=0)
+        self.prompts, self._seed = prompts, seed
+        self.sources = sources or [WeightedSource(len(prompts), Fraction(1))]
+        *self._starts, end = accumulate((source.num_rows for source in self.sources), initial=0)
         assert end == len(prompts)
-        self._orders: list[tuple[int, list[int]]] = [(-1, [])] * len(self._sources)  # epoch and order of each source
+        self._orders: list[tuple[int, list[int]]] = [(-1, [])] * len(self.sources)  # epoch and order of each source
 
     def __len__(self) -> int:
         """Return the length of an epoch. With several sources, an epoch may repeat some prompts and omit others."""
-        return len(self._prompts)
+        return len(self.prompts)
 
     @cached_property
     def digest(self) -> str:
         """Return a digest of all rows and weights. A saved position is valid only for the same digest."""
         hasher = xxhash.xxh3_64(str(self._seed).encode())
-        for prompt in self._prompts:
+        for prompt in self.prompts:
             hasher.update(f"\0{prompt.text}\0{prompt.answer}".encode())
-        total = sum(source.weight for source in self._sources)
-        for source in self._sources if len(self._sources) > 1 else ():
+        total = sum(source.weight for source in self.sources)
+        for source in self.sources if len(self.sources) > 1 else ():
             hasher.update(f"\0{source.num_rows}\0{source.weight / total}".encode())
         return hasher.hexdigest()
 
@@ -80,14 +81,14 @@ class PromptStream:
         return taken
 
     def _at(self, position: int) -> Prompt:
-        index, count = source_at(position, [source.weight for source in self._sources])
-        epoch, place = divmod(count, self._sources[index].num_rows)
+        index, count = source_at(position, [source.weight for source in self.sources])
+        epoch, place = divmod(count, self.sources[index].num_rows)
         if epoch != self._orders[index][0]:
-            order = list(range(self._sources[index].num_rows))
-            name = f"{index}/{epoch}" if len(self._sources) > 1 else str(epoch)
+            order = list(range(self.sources[index].num_rows))
+            name = f"{index}/{epoch}" if len(self.sources) > 1 else str(epoch)
             random.Random(f"{self._seed}/{name}").shuffle(order)
             self._orders[index] = (epoch, order)
-        return replace(self._prompts[self._starts[index] + self._orders[index][1][place]], epoch=epoch)
+        return replace(self.prompts[self._starts[index] + self._orders[index][1][place]], epoch=epoch)
 
 
 def source_at(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Read the prompts of a run: select columns, fill templates, drop long rows, and report what was skipped."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -9,11 +10,13 @@ from typing import Any, NamedTuple
 from rl.common.text import count_of
 from rl.config.schema import PLACEHOLDER, Config, ConfigError, DataConfig
 from rl.data.prompts import Prompt, PromptStream, Tokenizer, WeightedSource
-from rl.data.read import read_rows
+from rl.data.read import DataRow, read_rows
 from rl.watch.heart import HEART
 
 ROWS_PER_BEAT = 1000
 MAX_REPORTS = 5  # maximum number of malformed rows of a path that are printed
+MAX_COLUMNS = 30  # maximum number of columns that a message lists
+ABSENT = object()  # a row has no such column; null is another case
 
 
 class BadRow(ValueError):
@@ -27,42 +30,68 @@ class Data(NamedTuple):
     eval_sets: dict[str, list[Prompt]]
 
 
-def read_data(config: Config, tokenizer: Tokenizer) -> Data:
-    """Read all files of the config. Held-out files are read only if there is an evaluation."""
+def say(text: str) -> None:
+    print(f"oneworld: {text}", flush=True)
+
+
+def held_out_paths(config: Config) -> dict[str, str]:
+    """Return the held-out files that a run reads, by the name of their set: none without an evaluation."""
+    return config.data.eval_paths if config.eval.interval else {}
+
+
+def check_files(config: Config) -> None:
+    """Raise ConfigError if a file is missing, or if its first row lacks a column. This needs no tokenizer."""
+    for path in (*config.data.train_weights, *held_out_paths(config).values()):
+        first = next(read_rows(path), None)
+        if first is not None and config.data.bad_rows == "fatal":
+            try:
+                _make_prompt(first, 0, config.data, None, [])
+            except BadRow as problem:
+                raise _fatal(first, problem) from None
+
+
+def read_data(config: Config, tokenizer: Tokenizer | None, report: Callable[[str], None] = say) -> Data:
+    """Read all files of the config, and report what was read and skipped.
+
+    Without a tokenizer, prompts have no tokens, and neither their length nor the chat template is checked.
+    """
+    if config.data.chat_template and tokenizer is not None and tokenizer.chat_template is None:
+        raise ConfigError(
+            f"data.chat_template=true, but the tokenizer of {config.model.path} has no chat template; set "
+            "data.chat_template=false, or give a model that was trained for chats"
+        )
+    check_files(config)
     prompts: list[Prompt] = []
     sources: list[WeightedSource] = []
     for path, weight in config.data.train_weights.items():
-        found = read_prompts(path, config.data, tokenizer)
+        found = read_prompts(path, config.data, tokenizer, report)
         prompts += [replace(prompt, id=len(prompts) + prompt.id) for prompt in found]
         if weight is not None:
             sources.append(WeightedSource(len(found), Fraction(str(weight))))
-    held_out = config.data.eval_paths if config.eval.interval else {}
-    eval_sets = {name: read_prompts(path, config.data, tokenizer) for name, path in held_out.items()}
+    held_out = held_out_paths(config)
+    eval_sets = {name: read_prompts(path, config.data, tokenizer, report) for name, path in held_out.items()}
     return Data(PromptStream(prompts, config.run.seed, sources), eval_sets)
 
 
-def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """Read the prompts of one path, with ids from 0, and print what was skipped."""
+def read_prompts(
+    path: str, data: DataConfig, tokenizer: Tokenizer | None, report: Callable[[str], None] = say
+) -> list[Prompt]:
+    """Read the prompts of one path, with ids from 0, and report what was skipped."""
     prompts: list[Prompt] = []
     num_rows = num_bad = num_long = longest = 0
     limit = f"data.max_prompt_tokens = {data.max_prompt_tokens}"
-    # Llama's tokenizer adds its BOS token to a text. Others, such as SmolLM's, have one but do not add it. A chat
-    # template contains it if needed.
-    bos = [] if data.chat_template else tokenizer.encode("", add_special_tokens=True)[:1]
-    bos = bos if bos == [tokenizer.bos_token_id] else []
+    bos = _bos_tokens(data, tokenizer)
     for num_rows, row in enumerate(read_rows(path), start=1):
         if num_rows % ROWS_PER_BEAT == 0:
             HEART.beat(f"row {num_rows} of {path}")
         try:
-            if row.problem:
-                raise BadRow(row.problem)
-            prompt = _make_prompt(row.values, len(prompts), data, tokenizer, bos)
+            prompt = _make_prompt(row, len(prompts), data, tokenizer, bos)
         except BadRow as problem:
             if data.bad_rows == "fatal":
-                raise ConfigError(f"{row.place} {problem} (or skip such rows: data.bad_rows=skip)") from None
+                raise _fatal(row, problem) from None
             num_bad += 1
             if num_bad <= MAX_REPORTS:
-                print(f"oneworld: skipped: {row.place} {problem}", flush=True)
+                report(f"skipped: {row.place} {problem}")
             continue
         longest = max(longest, len(prompt.tokens))
         if len(prompt.tokens) <= data.max_prompt_tokens:
@@ -77,18 +106,40 @@ def read_prompts(path: str, data: DataConfig, tokenizer: Tokenizer) -> list[Prom
     summary += f", {num_long} above {limit} (the longest has {longest})" if num_long else ""
     if not prompts:
         raise ConfigError(f"{summary}; at least one row must be left")
-    print(f"oneworld: {summary}", flush=True)
-    columns = (*prompts[0].row, "prompt")
-    if unfilled := [f"{{{name}}}" for name in PLACEHOLDER.findall(data.template) if name not in columns]:
-        what = f"these are not columns of {path} and stay unchanged: {', '.join(unfilled)}"
-        print(f"oneworld: data.template: {what}", flush=True)
+    report(summary)
+    names = PLACEHOLDER.findall(data.template)
+    if unfilled := [f"{{{name}}}" for name in names if name != "prompt" and _look_up(prompts[0].row, name) is ABSENT]:
+        report(f"data.template: these are not columns of {path} and stay unchanged: {', '.join(unfilled)}")
     return prompts
 
 
-def _make_prompt(row: dict[str, Any], row_id: int, data: DataConfig, tokenizer: Tokenizer, bos: list[int]) -> Prompt:
+def _fatal(row: DataRow, problem: BadRow) -> ConfigError:
+    return ConfigError(f"{row.place} {problem} (or skip such rows: data.bad_rows=skip)")
+
+
+def _bos_tokens(data: DataConfig, tokenizer: Tokenizer | None) -> list[int]:
+    """Return the BOS token if the tokenizer adds it to a text.
+
+    Llama's tokenizer does. Others, such as SmolLM's, have one but do not add it. A chat template contains it if needed.
+    """
+    if tokenizer is None or data.chat_template:
+        return []
+    first = tokenizer.encode("", add_special_tokens=True)[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def _make_prompt(
+    read: DataRow, row_id: int, data: DataConfig, tokenizer: Tokenizer | None, bos: Sequence[int]
+) -> Prompt:
+    if read.problem:
+        raise BadRow(read.problem)
+    row = read.values
     content = _fill(data, row) if data.template else _column(row, data.prompt_key, "data.prompt_key")
     answer = _column(row, data.answer_key, "data.answer_key") if data.answer_key else ""
+    answer = json.dumps(answer) if isinstance(answer, list | dict) else str(answer)
     text = _chat(content, data, tokenizer) if data.chat_template else _text(content, data.prompt_key)
+    if tokenizer is None:
+        return Prompt(row_id, 0, text, answer, [], row)
     try:
         tokens = tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:  # the tokenizers package raises nothing narrower
@@ -96,23 +147,50 @@ def _make_prompt(row: dict[str, Any], row_id: int, data: DataConfig, tokenizer: 
     if not tokens:
         raise BadRow("has 0 tokens; a prompt has at least 1")
     if tokens[:1] != bos:  # unless the text itself begins with it
-        tokens = bos + tokens
-    answer = json.dumps(answer) if isinstance(answer, list | dict) else str(answer)
+        tokens = [*bos, *tokens]
     return Prompt(row_id, 0, text, answer, tokens, row)
 
 
+def _look_up(row: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a column, or ABSENT. A dot leads into an object, unless a column has that very name."""
+    if name in row:
+        return row[name]
+    for match in re.finditer(r"\.", name):
+        outer = row.get(name[: match.start()], ABSENT)
+        found = _look_up(outer, name[match.end() :]) if isinstance(outer, dict) else ABSENT
+        if outer is None or found is not ABSENT:  # no object, or an object with this column
+            return None if outer is None else found
+    return ABSENT
+
+
+def _column_names(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the names of all columns, each before the columns that are nested in it."""
+    for name, value in row.items():
+        yield prefix + name
+        if isinstance(value, dict):
+            yield from _column_names(value, f"{prefix}{name}.")
+
+
+def _list_columns(row: Mapping[str, Any]) -> str:
+    names = [repr(name) for name in _column_names(row)]
+    more = f" and {len(names) - MAX_COLUMNS} more" if len(names) > MAX_COLUMNS else ""
+    return (", ".join(names[:MAX_COLUMNS]) or "none") + more
+
+
 def _column(row: Mapping[str, Any], name: str, setting: str) -> Any:
-    if name not in row:
-        got = ", ".join(map(repr, row)) or "none"
-        raise BadRow(f"has no column {name!r}; got {got}: set {setting} to one of these")
-    if row[name] is None:
+    value = _look_up(row, name)
+    if value is ABSENT:
+        raise BadRow(f"has no column {name!r}; got {_list_columns(row)}: set {setting} to one of these")
+    if value is None:
         raise BadRow(f"holds null in column {name!r}; a row needs a value there")
-    return row[name]
+    return value
 
 
 def _text(value: Any, column: str) -> str:
     if isinstance(value, list | dict):
         remedy = "messages with role and content need data.chat_template=true and no data.template"
+        if isinstance(value, dict) and value:
+            remedy = f"for a value inside it, write for example {column}.{next(iter(value))}"
         raise BadRow(f"holds a {type(value).__name__} in column {column!r}, not text; {remedy}")
     return str(value)
 
@@ -121,14 +199,15 @@ def _fill(data: DataConfig, row: Mapping[str, Any]) -> str:
     """Fill the template with this row's columns. Braces around other names stay unchanged."""
     if "prompt" in PLACEHOLDER.findall(data.template):
         row = {**row, "prompt": _column(row, data.prompt_key, "data.prompt_key")}
-    wanted = [name for name in PLACEHOLDER.findall(data.template) if name in row]
+    wanted = [name for name in PLACEHOLDER.findall(data.template) if _look_up(row, name) is not ABSENT]
     if not wanted:
-        raise BadRow(f"has no column that data.template names; its columns are {', '.join(map(repr, row))}")
+        raise BadRow(f"has no column that data.template names; its columns are {_list_columns(row)}")
     texts = {name: _text(_column(row, name, "data.template"), name) for name in wanted}
     return PLACEHOLDER.sub(lambda match: texts.get(match[1], match[0]), data.template)
 
 
-def _chat(content: Any, data: DataConfig, tokenizer: Tokenizer) -> str:
+def _chat(content: Any, data: DataConfig, tokenizer: Tokenizer | None) -> str:
+    """Return the conversation as the chat template writes it. Without a tokenizer, only check the messages."""
     if isinstance(content, list):
         for entry in content:
             if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("role", "content")):
@@ -143,6 +222,8 @@ def _chat(content: Any, data: DataConfig, tokenizer: Tokenizer) -> str:
         if conversation[0]["role"] == "system":
             raise BadRow("has a system message of its own; leave data.system_prompt empty, or take it out of the row")
         conversation.insert(0, {"role": "system", "content": data.system_prompt})
+    if tokenizer is None:
+        return ""
     try:
         return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template may raise anything

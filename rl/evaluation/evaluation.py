@@ -4,7 +4,6 @@ The leader writes the responses to RUN/eval/step_N.SET.jsonl, one line per promp
 docs/evaluation.md describes both: eval/SET/avg@K, pass@k and maj@K with their intervals, and eval/accuracy.
 """
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 from torch.utils.tensorboard import SummaryWriter
 
 from rl.common.files import write_atomically
-from rl.config.schema import Config, ConfigError
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, Tokenizer
 from rl.evaluation.estimates import estimate, majority, pass_at, powers_of_two
@@ -107,32 +106,6 @@ class Evaluation:
             text = self._tokenizer.decode(group.tokens[first:end].tolist(), skip_special_tokens=True)
             score = result["parts"].get(self._function, 0.0)  # a function that failed has no score
             yield ScoredResponse(text, score, result["answer"], result["status"], end - first, is_truncated)
-
-
-def for_evaluation(config: Config) -> Config:
-    """Return the settings of a run that only evaluates."""
-    if not config.data.eval:
-        raise ConfigError("--eval-only has nothing to evaluate on: data.eval is empty; give held-out prompts")
-    if config.checkpoint.resume == "never":
-        raise ConfigError(
-            "--eval-only cannot set checkpoints aside, as checkpoint.resume=never asks; to evaluate model.path itself, "
-            "give a run.name without checkpoints"
-        )
-    return dataclasses.replace(config, eval=dataclasses.replace(config.eval, interval=config.eval.interval or 1))
-
-
-def check_best_metric(config: Config) -> None:
-    """Raise ConfigError for a best_metric that no evaluation reports. This needs no model and no data."""
-    metric, k = config.checkpoint.best_metric, config.eval.num_samples
-    sampled = [f"pass@{few}" for few in powers_of_two(k)[1:]] + ([f"maj@{k}"] if k > 1 else [])
-    names = [f"{name}{end}" for name in (f"avg@{k}", *sampled) for end in ("", "_low", "_high")]
-    names += ["length_mean", "truncated", "failed"]
-    known = ["eval/accuracy", *(f"eval/{each}/{name}" for each in config.data.eval_paths for name in names)]
-    if metric.startswith("eval/") and metric not in known:
-        shown = [name for name in known if not name.endswith(("_low", "_high"))]
-        raise ConfigError(
-            f"checkpoint.best_metric: got {metric!r}, which no evaluation reports; choose one of {', '.join(shown)}"
-        )
 
 
 def show_evaluation(folder: Path, step: int, values: Mapping[str, float]) -> None:

@@ -29,13 +29,6 @@ from rl.world.messages import Letter, Mailbox, Message
 from rl.world.service import Service
 
 
-def fields_to_score(algo: AlgoConfig) -> list[str]:
-    """Return the batch fields that need a separate forward pass."""
-    has_reference = algo.kl_coef and algo.kl_estimator != "full"
-    wanted = {"old_logprobs": algo.has_old_pass, "certainty": algo.certainty_coef, "ref_logprobs": has_reference}
-    return [name for name, is_wanted in wanted.items() if is_wanted]
-
-
 def local_models(algo: AlgoConfig, policy: nn.Module, load_reference: Callable[[], nn.Module]) -> dict[str, nn.Module]:
     """Return the models with which actors fill each batch field. The reference model is loaded only for a KL."""
     models = {"old_logprobs": policy} if algo.has_old_pass else {}
@@ -100,7 +93,7 @@ class Scorer:
     """Base class of the scorers that an actor can use. Between `offload` and `reload`, an engine uses the device."""
 
     def score(self, batch: Batch, version: int) -> Batch:
-        """Return the batch with the fields of `fields_to_score`."""
+        """Return the batch with the fields of AlgoConfig.fields_to_score."""
         raise NotImplementedError
 
     def offload(self) -> None:

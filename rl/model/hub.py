@@ -63,6 +63,19 @@ def find_commit(setting: str, name: str) -> str:
     return _retry(setting, name, look)
 
 
+def find_in_cache(setting: str, name: str) -> Path | None:
+    """Return the folder of a model in the hub's cache, without a request. Return None if a run would ask the hub."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=MODEL_FILES, local_files_only=True))
+    except Exception as error:  # as in `_retry`
+        if isinstance(error, LocalEntryNotFoundError) and not constants.HF_HUB_OFFLINE:
+            return None
+        raise ConfigError(f"{setting}: {_explain(name, error, describe(error))}") from None
+
+
 def download(setting: str, name: str, commit: str) -> Path:
     """Download the files of a model that the hub's cache does not have yet. Return the model's folder in the cache.
 

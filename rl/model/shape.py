@@ -26,6 +26,19 @@ def local_folder(path: str) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
+def check_folder(setting: str, folder: Path) -> None:
+    """Raise ConfigError if the folder is not that of a model."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{setting}: {folder} has no config.json; give the folder of a Hugging Face model")
+
+
+def check_weights(folder: Path) -> None:
+    """Raise ConfigError if a file with weights is missing."""
+    missing = sorted(file for file in set(tensor_files(folder).values()) if not (folder / file).is_file())
+    if missing:
+        raise ConfigError(f"{folder} lacks {', '.join(missing[:3])}, which its {INDEX} lists; copy the whole folder")
+
+
 def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (SINGLE, INDEX))
 

@@ -11,11 +11,9 @@ from transformers import AutoConfig
 
 from rl.algo.choose import own_advantage
 from rl.checkpoint.checkpoints import Checkpoints
-from rl.checkpoint.resume import Resume, restore
+from rl.checkpoint.resume import restore, restore_position
 from rl.checkpoint.save import Saver
 from rl.checkpoint.write import RunDescription, read_hf_files
-from rl.config.schema import ConfigError
-from rl.data.prompts import PromptStream
 from rl.evaluation.evaluation import Evaluation
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
@@ -104,25 +102,11 @@ def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
     rollout, num_prompts = run.config.rollout, run.config.train.num_prompts_per_step
     stream = run.data.stream if run.data is not None else None
     if stream is not None and run.resume is not None and trains:
-        _restore_position(run.resume, stream)
+        restore_position(run.resume, stream)
     sampling = Sampling(
         rollout.num_samples_per_prompt, rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k
     )
     return Sampler(rollouts, stream, run.groups.actor_pg, num_prompts, sampling, run.config.algo)
-
-
-def _restore_position(resume: Resume, stream: PromptStream) -> None:
-    state = resume.manifest.state
-    if state["data"] == stream.digest:
-        stream.position = state["position"]
-    elif resume.is_own:
-        raise ConfigError(
-            f"data.train, its templates or run.seed differ from those of step {resume.manifest.step}; a resumed run "
-            "must use the same prompts. To train on other prompts from here, start a run with another run.name and "
-            "with the path of this one as checkpoint.resume"
-        )
-    else:
-        print("oneworld: the checkpoint has other prompts, so the run starts with the first prompt", flush=True)
 
 
 def _build_evaluation(run: Run, rollouts: Rollouts) -> Evaluation | None:

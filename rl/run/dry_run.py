@@ -1,6 +1,5 @@
-"""`--dry-run`: run one step without saving, then print the time of each stage and the memory of each role."""
+"""The end of `--dry-run`: print the time of each stage and the memory of each role."""
 
-import dataclasses
 import resource
 from collections import defaultdict
 from collections.abc import Mapping
@@ -9,22 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from rl.common.text import format_bytes, format_ranks
-from rl.config.schema import Config
 from rl.world.messages import Message
 from rl.world.world import World
-
-
-def for_dry_run(config: Config, config_name: str) -> Config:
-    """Return the config of a dry run. The folder is separate, since the real run's folder may have checkpoints."""
-    return dataclasses.replace(
-        config,
-        run=dataclasses.replace(config.run, name=f"{config.run.name or config_name}.dry-run"),
-        train=dataclasses.replace(config.train, num_steps=1, num_epochs=0),
-        eval=dataclasses.replace(config.eval, interval=0),
-        checkpoint=dataclasses.replace(config.checkpoint, save_interval=0, best_metric="", resume="auto"),
-        reward=dataclasses.replace(config.reward, stop_if_all_fail=True),
-        debug=dataclasses.replace(config.debug, dry_run=True, save_rollouts=False),
-    )
 
 
 @dataclass(frozen=True)

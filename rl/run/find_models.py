@@ -18,6 +18,7 @@ import msgspec
 from rl.common.files import write_atomically
 from rl.config.schema import Config, ConfigError, resolve_path
 from rl.model.hub import download, find_commit
+from rl.model.shape import check_folder
 from rl.placement.roles import Placement
 from rl.world.messages import Mailbox, Message
 
@@ -42,9 +43,7 @@ class ModelFolders(Message):
 
 def find_models(mail: Mailbox, placement: Placement, config: Config, run_folder: Path) -> dict[str, Path]:
     """Return the folder of each model. The keys are the settings that name the models: model.path, critic.path."""
-    settings = {"model.path": config.model.path}
-    if config.algo.has_critic and config.critic.path:
-        settings["critic.path"] = config.critic.path
+    settings = config.model_paths
     if mail.rank == 0:
         commits = HubCommits(_choose_commits(settings, run_folder / RECORD))
         for lead in placement.node_leads:
@@ -90,6 +89,5 @@ def _find(setting: str, path: str, commit: str) -> Path:
             "different models; give a path that means the same on all nodes"
         )
     folder = download(setting, path, commit) if commit else folder
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{setting}: {folder} has no config.json; give the folder of a Hugging Face model")
+    check_folder(setting, folder)
     return folder

@@ -41,7 +41,7 @@ def build_critic(run: Run) -> CriticTrainer | None:
 
 
 def build_scorer(run: Run, learner: PolicyTrainer, load_reference: Callable[[], nn.Module]) -> scoring.Scorer:
-    config, fields = run.config, scoring.fields_to_score(run.config.algo)
+    config, fields = run.config, run.config.algo.fields_to_score
     if run.placement.scorers:
         return scoring.RemoteScorer(run.world.mail, run.placement.scorers, fields)
     models = scoring.local_models(config.algo, learner.model, load_reference)
@@ -50,7 +50,7 @@ def build_scorer(run: Run, learner: PolicyTrainer, load_reference: Callable[[], 
 
 
 def build_logprob_service(run: Run) -> scoring.LogprobService:
-    names = dict.fromkeys(["old_logprobs", *scoring.fields_to_score(run.config.algo)])
+    names = dict.fromkeys(["old_logprobs", *run.config.algo.fields_to_score])
     names.pop("certainty", None)  # computed by the model of old_logprobs
     models = {name: load(run, trainable=False) for name in names}
     return scoring.LogprobService(run.world.mail, run.placement.scorers, _scoring_models(run, models))

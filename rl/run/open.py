@@ -8,21 +8,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from rl.algo.choose import check_functions
 from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
 from rl.config.schema import Config, ConfigError, with_debugger_timeouts
 from rl.data.prompts import Tokenizer
 from rl.data.sources import Data, read_data
-from rl.evaluation.evaluation import check_best_metric
-from rl.learner.scoring import fields_to_score
 from rl.model.shape import check_model
+from rl.model.tokenizer import load_tokenizer
 from rl.placement.groups import Groups, make_groups
 from rl.placement.roles import Placement, plan
 from rl.rewards.pool import RewardPool
 from rl.rollout.service import Scored
+from rl.run.checks import check_settings
 from rl.run.find_models import find_models
 from rl.run.lease import take_lease
 from rl.world.bootstrap import reward_server
@@ -66,7 +64,7 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return AutoTokenizer.from_pretrained(self.model_folder)
+        return load_tokenizer(self.model_folder)
 
 
 def open_run(world: World, config: Config, config_name: str) -> Run:
@@ -78,13 +76,14 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     placement = _place(world, config)
     is_leader = world.rank == placement.leader
     world.progress.set_roles(",".join(placement.roles[world.rank]))
-    check_best_metric(config)
+    warnings = check_settings(config, placement)
     if "actor" in placement.roles[world.rank]:  # the only ranks that need the user's file
         check_functions(config.algo)
     rewards = _start_rewards(world, config, placement)
     if is_leader:
         print(f"{folder}: {placement.summary()}; loading", flush=True)
-    _check_inference(world, config, placement)
+        for warning in warnings:
+            print(f"oneworld: {warning}", flush=True)
     with world.stage("find models"):
         models = find_models(world.mail, placement, config, folder)
     check_model(config, models["model.path"])
@@ -94,7 +93,7 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
     groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
     with world.stage("read data"):
-        data = read_data(config, AutoTokenizer.from_pretrained(models["model.path"])) if is_leader else None
+        data = read_data(config, load_tokenizer(models["model.path"])) if is_leader else None
         config = agree_on_steps(world, placement, config, data)
     source = None if config.checkpoint.resume in ("auto", "never") else Path(config.checkpoint.resume)
     store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads, lease)
@@ -109,7 +108,7 @@ def agree_on_steps(world: World, placement: Placement, config: Config, data: Dat
     if not config.train.num_epochs:
         return config
     if data is not None:
-        num_steps = -(-len(data.stream) * config.train.num_epochs // config.train.num_prompts_per_step)
+        num_steps = config.train.count_steps(len(data.stream))
         print(f"oneworld: train.num_epochs = {config.train.num_epochs}: {num_steps} steps", flush=True)
         for rank in range(placement.world_size):
             world.mail.send(rank, NumSteps(num_steps))
@@ -126,22 +125,6 @@ def _place(world: World, config: Config) -> Placement:
         )
     sizes = (num_nodes, world.num_ranks_per_node, config.rollout.tensor_parallel_size, config.actor.num_replicas)
     return plan(config.placement, *sizes)
-
-
-def _check_inference(world: World, config: Config, placement: Placement) -> None:
-    """Check the settings for inference ranks, and warn if these ranks have nothing to compute."""
-    if placement.scorers and config.algo.kl_coef and config.algo.kl_estimator == "full":
-        raise ConfigError(
-            "algo.kl_estimator=full computes the reference on the actors, together with the policy, so the inference "
-            "ranks cannot do it; give these ranks another role, or choose k1, k2 or k3"
-        )
-    if world.rank == placement.leader and placement.scorers and not fields_to_score(config.algo):
-        print(
-            "oneworld: the inference ranks have nothing to compute. algo.kl_coef=0 needs no reference logprobs, and a "
-            "single update per batch needs no old logprobs. Give these ranks another role, or set "
-            "algo.old_logprobs=always",
-            flush=True,
-        )
 
 
 def _start_rewards(world: World, config: Config, placement: Placement) -> RewardPool | None:

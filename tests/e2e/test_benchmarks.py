@@ -65,6 +65,7 @@ SMOKE = {
         "--sequences 2 --max-tokens 512 --rounds 1",
         "parameters tokens longest seconds speedup speedup_each rounds",
     ),
+    "plan": Smoke("--rounds 1", "wall_s cpu_s rounds"),
     "rewards": Smoke(
         "--calls 100 --timeout 0.5 --attacks 5",
         "attacks calls_per_s functions",

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from rl.config.load import load_config
+from rl.config.modes import for_dry_run
 from rl.config.schema import ROOT
-from rl.run.dry_run import Footprint, describe, for_dry_run
+from rl.run.dry_run import Footprint, describe
 from tests.launcher import finish, start
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from rl.config.load import load_config
 from rl.config.schema import DEFAULT_CONFIG, ROOT, Config, ConfigError, DataConfig, keys_of
+from rl.placement.roles import plan
 
 Write = Callable[[str], Path]
 
@@ -113,10 +114,20 @@ def test_a_role_on_the_command_line_replaces_the_files_role_map(
         ),
         ("actor..lr=1", ["unknown config key actor.;", "known keys: actor.lr, "]),
         ("zzz=1", ["unknown config key zzz", "known keys: placement, run, model"]),
-        ("actor.lr=fast", ["actor.lr", "'fast'", "Float"]),
-        ("train.num_steps=1.5", ["train.num_steps", "'1.5'", "Integer"]),
-        ("data.chat_template=maybe", ["data.chat_template", "'maybe'", "bool"]),
-        ("model.path=null", ["model.path", "'None'", "'str'"]),
+        ("actor.lr=fast", ["actor.lr: got 'fast'; it must be a number"]),
+        ("train.num_steps=1.5", ["train.num_steps: got 1.5; it must be a whole number"]),
+        ("data.chat_template=maybe", ["data.chat_template: got 'maybe'; it must be true or false"]),
+        ("reward.options=3", ["reward.options: got 3; it must be a mapping"]),
+        ("reward.credentials=x", ["reward.credentials: got 'x'; it must be a list"]),
+        ("model.path=null", ["model.path: got ''; it must be a directory or a hub name"]),
+        ("model.path=", ["model.path: got ''; it must be a directory or a hub name"]),
+        ("data.prompt_key=''", ["data.prompt_key: got ''; it must be the name of a column"]),
+        ("run.dir=", ["run.dir: got ''; it must be a path"]),
+        ("actor.lr=", ["actor.lr: got no value; it must be a number: give one, or leave the key out"]),
+        ("train.num_steps=", ["train.num_steps: got no value; it must be a whole number"]),
+        ("data.chat_template=", ["data.chat_template: got no value; it must be true or false"]),
+        ("model.dtype=", ["model.dtype: got no value; it must be one of float32, bfloat16"]),
+        ("reward.options=", ["reward.options: got no value; it must be a mapping"]),
         ("run.name=${nowhere}", ["run.name", "'nowhere' not found"]),
         ("actor=5", ["actor: got 5", "section"]),
         ("actor.lr.peak=5", ["got 'actor.lr.peak=5'", "'lr' is a value, not a section"]),
@@ -132,12 +143,32 @@ def test_bad_overrides(write: Write, override: str, parts: list[str]) -> None:
     assert [part for part in parts if part not in message] == [], message
 
 
+@pytest.mark.parametrize("name", ["data.answer_key", "critic.path", "run.name", "checkpoint.best_metric", "data.eval"])
+@pytest.mark.parametrize("value", ["", "''", '""', "null"])
+def test_an_empty_value_of_a_text_key_is_the_empty_text(write: Write, name: str, value: str) -> None:
+    """A shell turns key='' into key=, and YAML reads that as null."""
+    section, _, leaf = name.partition(".")
+    before = write(f"{section}: {{{leaf}: given}}")
+    assert getattr(getattr(load_config(before), section), leaf) == "given"
+    assert getattr(getattr(load_config(before, [f"{name}={value}"]), section), leaf) == ""
+    assert getattr(getattr(load_config(write(f"{section}:\n  {leaf}: {value}")), section), leaf) == ""
+
+
+def test_an_empty_value_of_a_role_is_no_rank(write: Write) -> None:
+    config = load_config(write(""), ["placement.rollout=", "placement.actor=rest"])
+    with pytest.raises(ConfigError, match=r"placement.rollout: got ''; write ranks as 0-3,8"):
+        plan(config.placement, 1, 2)
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
         ("actor: {lr_shedule: linear}", ["unknown config key actor.lr_shedule", "actor.lr_schedule?"]),
         ("actor: {lr: fast}", ["actor.lr", "'fast'"]),
+        ("actor: {lr: }", ["actor.lr: got no value; it must be a number"]),
         ("actor: [", ["config.yaml is not valid YAML"]),
+        ("actor:\n\tlr: 1", ["config.yaml, line 2: got a tab; YAML requires spaces: replace the tab with spaces"]),
+        ("actor:\n  # é\n  lr: 1\n  \teps: 1\n", ["config.yaml, line 4: got a tab"]),
         ("actor: {lr: 1}\nactor: {lr: 2}", ["config.yaml is not valid YAML", "duplicate"]),
         ("- actor", ["config.yaml holds a list", "mapping of sections"]),
         ("actor: 5", ["actor: got 5", "section"]),
@@ -222,7 +253,7 @@ BETWEEN_0_AND_1 = "it must be greater than 0 and less than 1"
         *(([f"{name}=0"], f"{name}: got {typed(name, 0)}; it must be greater than 0") for name in POSITIVE),
         *(([f"{name}=-1"], f"{name}: got {typed(name, -1)}; it must be at least 0") for name in NOT_NEGATIVE),
         *(
-            ([f"{name}=x"], f"{name}: Invalid value 'x', expected one of {choices}")
+            ([f"{name}=x"], f"{name}: got 'x'; it must be one of {', '.join(choices)}")
             for name, choices in CHOICES.items()
         ),
         (["rollout.temperature=nan"], "rollout.temperature: got nan; it must be greater than 0"),
@@ -318,6 +349,11 @@ BETWEEN_0_AND_1 = "it must be greater than 0 and less than 1"
             r"data.template: got '{prompt} \\boxed{answer}'; the placeholder {answer} would put the reference answer "
             "into the prompt. Remove it. If the braces are literal text, write another word in them",
         ),
+        (
+            ["data.template='{prompt} {a.b}'", "data.answer_key=a"],
+            "data.template: got '{prompt} {a.b}'; the placeholder {a.b} would put the reference answer into the "
+            "prompt. Remove it. If the braces are literal text, write another word in them",
+        ),
         *(
             (
                 [f"run.name={name}"],
@@ -345,6 +381,7 @@ def test_validation(write: Write, overrides: list[str], message: str) -> None:
         ["data.eval={math-500: a/test.jsonl, gsm8k_v1.0: b/test.jsonl}"],
         [r"data.template='{prompt} \boxed{}'", "data.chat_template=true", "data.system_prompt=x"],
         ["data.template='{answer}'", "data.answer_key=''"],
+        ["data.template='{answers.first}'"],
         ["sync.bucket_mb=0", "sync.probe_interval=0", "sync.probe_limit=0"],
         ["actor.lr=0", "algo.kl_coef=0", "rollout.max_mismatch_kl=0"],
         ["algo.clip_low=0.99", "algo.clip_high=3", "rollout.gpu_memory_fraction=0.99"],

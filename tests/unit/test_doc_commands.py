@@ -124,11 +124,13 @@ def runnable(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def answers(repository: Path) -> dict[str, Answer]:
-    """Run all commands. Plans share one process, because imports take nearly all of their time."""
+    """Run all commands. Plans share one process, because imports take nearly all of their time, and need the data."""
     arguments = [shlex.split(text)[2:] for text in PLANS] + [settings(text) for text in PLANNED]
+    data = [text for text in QUICK if text.startswith("python tools/prepare_data.py ")]
+    quick = {text: run(repository, *runnable(text)) for text in data}
     with ThreadPoolExecutor(2) as pool:
         shared = pool.submit(run, repository, sys.executable, "-c", RUN_SHARED, json.dumps(arguments), code=ROOT)
-        quick = {text: run(repository, *runnable(text)) for text in QUICK if text != "make clean"}
+        quick |= {text: run(repository, *runnable(text)) for text in QUICK if text not in (*data, "make clean")}
         assert shared.result().code == 0, shared.result().stderr
     quick["make clean"] = run(repository, "make", "clean")
     rows = [Answer(*row) for row in json.loads(shared.result().stdout)]
@@ -158,7 +160,8 @@ def test_data_is_written(answers: dict[str, Answer], repository: Path) -> None:
 def test_a_plan_prints_what_the_page_shows(answers: dict[str, Answer], command: Command) -> None:
     answer = answers[command.text]
     if command.output is not None:
-        assert answer.stdout + answer.stderr == command.output
+        shown, dots, _ = command.output.partition("\n...\n")  # a page may show only the table of ranks
+        assert (answer.stdout + answer.stderr)[: len(shown) if dots else None] == shown
     else:
         assert answer.code == 0, answer.stderr
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from rl.config.load import load_config
+from rl.config.modes import for_evaluation
 from rl.config.schema import ROOT, ConfigError
 from rl.data.prompts import Prompt
+from rl.evaluation.best_metric import check_best_metric
 from rl.evaluation.evaluation import (
     AnsweredPrompt,
     Evaluated,
     Evaluation,
     ScoredResponse,
-    check_best_metric,
-    for_evaluation,
     save,
     show_evaluation,
     summarize,

@@ -1,20 +1,27 @@
-"""`python train.py --plan`, as a person types it."""
+"""`python train.py --plan`, as a person types it: the plan, ten broken configs, and every shipped recipe."""
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from rl.config.load import load_config
 from rl.config.schema import ROOT
+from rl.data.sources import read_data
+from tests.saved_steps import lose, save
 
 MISSION = ["placement.rollout=0-19", "placement.inference=20-23", "placement.actor=24-31"]
 PLAIN = {"default": ["--plan"], "wrong placement": ["--plan", "placement.rollout=0", "placement.actor=0-1"]}
+RECIPES = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml") if file.stem != "default")
+NESTED = ["data.train=nested.jsonl", "data.prompt_key=ask.text", "eval.interval=0"]
 # These share a process, since nearly all of a command's seconds are imports.
 SHARED = {
     "sizes from flags": ["--plan", "--nnodes", "4", "--nproc-per-node", "8", *MISSION],
@@ -25,28 +32,86 @@ SHARED = {
     "too long for the model": ["--plan", "data.max_prompt_tokens=123"],
     "no such file": ["--plan", "--config", "nowhere.yaml"],
     "no such metric": ["--plan", "checkpoint.best_metric=eval/acuracy"],
-    "nothing to evaluate": ["--plan", "--eval-only", "data.eval=''", "eval.interval=0"],
+    "nothing to evaluate": ["--plan", "--eval-only", "data.eval=", "eval.interval=0"],
     "an own loss": ["--plan", "algo.loss=own.py:whole", "model.path=nobody/no-such-model"],
     "no such loss": ["--plan", "algo.loss=own.py:absent"],
     "a loss of other names": ["--plan", "algo.loss=own.py:other"],
     "good reward": ["--plan", "reward.function=rewards.py:good"],
     "failing reward": ["--plan", "reward.function=rewards.py:misspelt"],
-    "reward without data": ["--plan", "reward.function=rewards.py:misspelt", "data.train=nowhere.jsonl"],
     "sizes without a plan": ["--nnodes", "4"],
+    "no ranks": ["--plan", "--nproc-per-node", "0"],
+    "epochs": ["--plan", "train.num_epochs=2", "train.num_prompts_per_step=100", "rollout.num_samples_per_prompt=4"],
+    "evaluation alone": ["--plan", "--eval-only", "eval.num_prompts=7", "eval.num_samples=2", "eval.temperature=1"],
+    "idle inference": ["--plan", "--nproc-per-node=3", "placement.actor,rollout=0-1", "placement.inference=2"],
+    "skipped rows": ["--plan", "data.train=mixed.jsonl", "data.bad_rows=skip", "data.max_prompt_tokens=8"],
+    "nested columns": ["--plan", *NESTED, "data.answer_key=reward_model.ground_truth"],
+    "no answers": ["--plan", "data.answer_key="],
+    "dry run": ["--plan", "--dry-run", "model.path=shape"],
+    "resumes": ["--plan", "run.dir=saved", "run.name=mine"],
+    "starts over": ["--plan", "run.dir=saved", "run.name=mine", "checkpoint.resume=never"],
+    "forks": ["--plan", "run.dir=saved", "run.name=fork", "checkpoint.resume=saved/mine"],
+    "resumes with other prompts": ["--plan", "run.dir=saved", "run.name=mine", "run.seed=1"],
+    "incomplete": ["--plan", "run.dir=saved", "run.name=torn"],
+    "incomplete on one of two nodes": ["--plan", "--nnodes", "2", "run.dir=saved", "run.name=torn"],
+} | {f"recipe {name}": ["--plan", "--config", f"configs/{name}.yaml"] for name in RECIPES}
+# Ten broken configs and more: the file, and parts of the message.
+BROKEN = {
+    "key": ("actor: {lrr: 1.0e-6}", ["unknown config key actor.lrr", "did you mean actor.lr?"]),
+    "value": ("actor: {lr: fast}", ["actor.lr: got 'fast'", "a number"]),
+    "combination": ("algo: {dual_clip: 3, loss: gspo}", ["algo.dual_clip: got 3.0", "set it to 0"]),
+    "tab": ("actor:\n\tlr: 1.0e-6", ["tab.yaml, line 2: got a tab", "requires spaces"]),
+    "empty number": ("actor: {lr: }", ["actor.lr: got no value; it must be a number"]),
+    "placement": ("placement: {rollout: 0-7, actor: rest}", ["placement.rollout: got rank 7", "2 ranks"]),
+    "reward": ("reward: {function: exact_mach}", ["reward.function: got 'exact_mach'", "exact_match"]),
+    "model": ("model: {path: no/such/model}", ["'no/such/model' is neither a local folder nor a name on the hub"]),
+    "data": ("data: {train: no/such.jsonl}", ["no prompts at no/such.jsonl", ".parquet"]),
+    "column": (
+        "data: {train: nested.jsonl, prompt_key: ask.text, answer_key: reward_model.truth}",
+        [
+            "nested.jsonl, line 1 has no column 'reward_model.truth'",
+            "'reward_model', 'reward_model.ground_truth', 'reward_model.style'",
+            "set data.answer_key",
+        ],
+    ),
+    "held-out data": ("data: {eval: no/held_out.csv}\neval: {interval: 1}", ["no prompts at no/held_out.csv"]),
+    "run.dir": ("run: {dir: nested.jsonl/runs}", ["run.dir: cannot make nested.jsonl/runs", "not a directory"]),
+    "folder without a model": ("model: {path: empty}", ["model.path: empty has no config.json"]),
+    "weights": ("model: {path: shape}", ["shape has neither model.safetensors nor model.safetensors.index.json"]),
+    "shard": ("model: {path: torn}", ["torn lacks b.safetensors", "copy the whole folder"]),
+    "tokenizer": ("model: {path: mute}", ["model.path: the tokenizer in mute cannot be loaded", "tokenizer.json"]),
+    "chat template": ("data: {chat_template: true}", ["configs/tiny has no chat template", "=false"]),
+    "long row": (
+        "data: {train: mixed.jsonl, long_rows: fatal}",
+        ["mixed.jsonl, line 2 has 11 tokens", "data.max_prompt_tokens = 8"],
+    ),
+    "resume": ("checkpoint: {resume: no/such/run}", ["checkpoint.resume: got 'no/such/run'", "not a folder"]),
 }
+QUICK = ["key", "value", "combination", "tab", "placement", "reward", "model", "data", "column", "held-out data"]
 RUN_SHARED = """
 import contextlib, io, json, sys
-import train
+from rl.run.plan import parse_or_plan
 answers = []
 for arguments in json.loads(sys.argv[1]):
     sys.argv, out, err = ["train.py", *arguments], io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            train.main()
+            parse_or_plan("")
         except SystemExit as end:
             code = end.code
     answers.append([code, out.getvalue(), err.getvalue()])
 print(json.dumps(answers))
+"""
+# Run train.py as the interpreter does, and say whether it imported torch before it ended.
+RUN_MAIN = """
+import json, runpy, sys
+program, modules = sys.argv[1], []
+for arguments in json.loads(sys.argv[2]):
+    sys.argv = [program, *arguments]
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        modules.append([end.code, "torch" in sys.modules, "transformers" in sys.modules])
+print(json.dumps(modules))
 """
 CLUSTER = """
 placement: {num_nodes: 2, num_gpus_per_node: 3, rollout: 0-3, actor: rest}
@@ -66,6 +131,14 @@ class Answer(NamedTuple):
     stdout: str
     stderr: str
 
+    def section(self, name: str) -> str:
+        """Return a section of the plan, such as `steps`, in one line."""
+        lines = self.stdout.splitlines()
+        first = next(number for number, line in enumerate(lines) if line.startswith(f"{name}  "))
+        rest = [line for line in lines[first:] if line]
+        end = next((number for number, line in enumerate(rest) if number and line[0] != " "), len(rest))
+        return " ".join(line.removeprefix(name).strip() for line in rest[:end])
+
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[socket.socket]:
@@ -74,13 +147,57 @@ def hub() -> Iterator[socket.socket]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory, hub: socket.socket) -> dict[str, Answer]:
-    folder = tmp_path_factory.mktemp("elsewhere")
+def write_files(folder: Path) -> None:
+    """Write the configs, the data of the recipes, and models that lack a file."""
     (folder / "cluster.yaml").write_text(CLUSTER)
     (folder / "own.py").write_text("def whole(new_logprobs): ...\ndef other(logprobs): ...\n")
     (folder / "rewards.py").write_text(REWARDS)
-    ours = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(folder), "HF_HUB_OFFLINE": "0"}
+    for name, (text, _) in BROKEN.items():
+        (folder / f"{name.replace(' ', '_')}.yaml").write_text(text)
+    nested = {"ask": {"text": "2+2="}, "reward_model": {"ground_truth": 4, "style": "rule"}}
+    (folder / "nested.jsonl").write_text(json.dumps(nested) + "\n")
+    rows = [{"prompt": text, "answer": "1"} for text in ("1+1=", "1+1+1+1+1+=", "2+2=")]
+    (folder / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n{}\n")
+    for task in ("gsm8k", "math"):
+        (folder / "data" / task).mkdir(parents=True)
+        for split in ("train", "test"):
+            row = {"prompt": "1+1=", "answer": "2"}
+            (folder / "data" / task / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    tiny = ROOT / "configs" / "tiny"
+    (folder / "empty").mkdir()
+    for name in ("shape", "torn", "mute"):
+        (folder / name).mkdir()
+        shutil.copy2(tiny / "config.json", folder / name)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy2(tiny / name, folder / "shape")
+    shutil.copy2(tiny / "model.safetensors", folder / "torn" / "a.safetensors")
+    index = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+    (folder / "torn" / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy2(tiny / "model.safetensors", folder / "mute")
+    state = {"data": read_data(load_config(), None, print).stream.digest, "position": 128}
+    for name in ("mine", "torn"):
+        save([folder / "saved" / name / "checkpoints"], 4, state=state)
+    lose(folder / "saved" / "torn" / "checkpoints", 4)
+
+
+def broken_arguments(name: str) -> list[str]:
+    """Return a command whose only mistake is in the file."""
+    fits_the_model = ["data.max_prompt_tokens=8"]
+    return ["--plan", "--config", f"{name.replace(' ', '_')}.yaml", *fits_the_model]
+
+
+class Commands(NamedTuple):
+    answers: dict[str, Answer]
+    imports: list[list[int]]  # of the commands QUICK: exit code, and whether torch and transformers were imported
+    written: set[str]  # files and folders that the commands added
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory, hub: socket.socket) -> Commands:
+    folder = tmp_path_factory.mktemp("elsewhere")
+    write_files(folder)
+    home = tmp_path_factory.mktemp("home")
+    ours = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
     environment = os.environ | ours | {"PYTHONPATH": str(ROOT)}
 
     def run(*arguments: str) -> Answer:
@@ -88,29 +205,128 @@ def answers(tmp_path_factory: pytest.TempPathFactory, hub: socket.socket) -> dic
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         return Answer(done.returncode, done.stdout, done.stderr)
 
+    before = {str(path) for path in folder.rglob("*")}
+    together = SHARED | {name: broken_arguments(name) for name in BROKEN}
     with ThreadPoolExecutor(2) as pool:
-        shared = pool.submit(run, "-c", RUN_SHARED, json.dumps(list(SHARED.values())))
+        shared = pool.submit(run, "-c", RUN_SHARED, json.dumps(list(together.values())))
         plain = pool.map(lambda arguments: run(str(ROOT / "train.py"), *arguments), PLAIN.values())
+        main = run("-c", RUN_MAIN, str(ROOT / "train.py"), json.dumps([broken_arguments(name) for name in QUICK]))
         assert shared.result().code == 0, shared.result().stderr
         rows = [Answer(*row) for row in json.loads(shared.result().stdout)]
-        return dict(zip(PLAIN, plain, strict=True)) | dict(zip(SHARED, rows, strict=True))
+        answers = dict(zip(PLAIN, plain, strict=True)) | dict(zip(together, rows, strict=True))
+    return Commands(answers, json.loads(main.stdout), {str(path) for path in folder.rglob("*")} - before)
+
+
+@pytest.fixture(scope="module")
+def answers(commands: Commands) -> dict[str, Answer]:
+    return commands.answers
+
+
+def table_of(answer: Answer) -> list[str]:
+    return answer.stdout.partition("\n\n")[0].splitlines()
 
 
 def test_one_node_of_two_ranks_is_the_default(answers: dict[str, Answer]) -> None:
     answer = answers["default"]
     assert answer.code == 0, answer.stderr
-    assert answer.stdout.splitlines() == [
+    assert table_of(answer) == [
         "rank  node  roles          engine",
         "0     0     rollout,actor  0",
         "1     0     rollout,actor  1",
     ]
 
 
+def test_memory_steps_and_tokens(answers: dict[str, Answer]) -> None:
+    """307,840 parameters on 2 ranks: 16 bytes / 2 of state, 4 of an engine's weights. The data have 7702 prompts of
+    two-digit sums, such as 12+34=, and 200 held-out ones."""
+    answer = answers["default"]
+    assert answer.section("memory").startswith(
+        "rollout,actor (ranks 0-1): each 2.46 MB learner, 1.23 MB engine's weights, 1.08 GB of host memory"
+    )
+    assert "estimated from 0.31 M parameters" in answer.section("memory")
+    steps = "50 steps of 32 prompts x 8 samples = 256 rollouts; 0.21 epochs of 7702 prompts"
+    assert answer.section("steps") == steps
+    lengths = [len(json.loads(line)["prompt"]) for line in (ROOT / "configs/tiny/train.jsonl").open()]
+    assert {*lengths} == {6}
+    assert answer.section("tokens") == (
+        "a step has at most 256 x (16 + 6) = 5,632 tokens expected: 256 x 6.0 = 1,536 of prompts, and up to 1,536 of "
+        "responses"
+    )
+    assert answer.section("evaluation") == "every 10 steps: eval 200 prompts x 1 sample"
+
+
+def test_it_says_what_was_checked_and_what_was_not(answers: dict[str, Answer]) -> None:
+    answer = answers["default"]
+    assert answer.section("checked") == (
+        "settings; placement; reward: exact_match; run.dir=runs can be written; model.path=configs/tiny; every row of "
+        "data.train and data.eval"
+    )
+    assert answer.section("not checked").startswith("GPUs, other nodes, the network (launch/preflight.py); ")
+    assert max(map(len, answer.stdout.splitlines())) <= 120
+
+
+def test_steps_of_epochs(answers: dict[str, Answer]) -> None:
+    """2 x 7702 prompts in steps of 100: 154.04, rounded up."""
+    assert answers["epochs"].section("steps").startswith("155 steps of 100 prompts x 4 samples = 400 rollouts; 2.01 ep")
+
+
+def test_an_evaluation_alone_has_no_steps(answers: dict[str, Answer]) -> None:
+    answer = answers["evaluation alone"]
+    assert answer.code == 0, answer.stderr
+    assert answer.section("evaluation") == "once: eval 7 prompts x 2 samples"
+    assert "\nsteps " not in answer.stdout and "615.68 kB learner" in answer.section("memory")
+
+
+def test_the_runs_own_warnings_are_notes(answers: dict[str, Answer]) -> None:
+    assert "the inference ranks have nothing to compute" in answers["idle inference"].section("note")
+    answer = answers["skipped rows"]
+    assert answer.code == 0, answer.stderr
+    assert "skipped: mixed.jsonl, line 4 has no column 'prompt'; got none" in answer.section("note")
+    account = "mixed.jsonl: 2 prompts in 4 rows, 1 malformed, 1 above data.max_prompt_tokens = 8 (the longest has 11)"
+    assert account in answer.section("note")
+
+
+def test_nested_columns_and_empty_texts(answers: dict[str, Answer]) -> None:
+    answer = answers["nested columns"]
+    assert answer.code == 0, answer.stderr
+    assert "nested.jsonl: 1 prompt in 1 row" in answer.section("note")
+    assert "data.eval (not read, because eval.interval=0)" in answer.section("not checked")
+    assert answers["no answers"].code == 0, answers["no answers"].stderr
+
+
+def test_the_checkpoint_to_resume_from(answers: dict[str, Answer], commands: Commands) -> None:
+    for command, place in {"resumes": "saved/mine/checkpoints", "forks": "saved/mine"}.items():
+        answer = answers[command]
+        assert answer.code == 0, answer.stderr
+        assert f"{place}: resumes after step 4" in answer.section("note")
+        assert "the checkpoint of step 4" in answer.section("checked")
+    assert answers["starts over"].code == 0 and "resumes" not in answers["starts over"].stdout
+    answer = answers["incomplete on one of two nodes"]
+    assert answer.code == 0, answer.stderr
+    assert "the checkpoint to resume from (other nodes may have it; here: step 4" in answer.section("not checked")
+
+
+def test_a_checkpoint_that_does_not_fit(answers: dict[str, Answer]) -> None:
+    for command, text in {
+        "resumes with other prompts": "data.train, its templates or run.seed differ from those of step 4",
+        "incomplete": "step 4 was committed, but no reachable disk holds 1 of its 4 files",
+    }.items():
+        assert (answers[command].code, answers[command].stdout) == (2, "")
+        assert answers[command].stderr.startswith(f"oneworld: {text}")
+
+
+def test_a_dry_run_needs_no_weights(answers: dict[str, Answer]) -> None:
+    answer = answers["dry run"]
+    assert answer.code == 0, answer.stderr
+    assert answer.section("memory") == "not estimated, because the weights of model.path are not here"
+    assert answer.section("steps").startswith("1 step of ")
+
+
 @pytest.mark.parametrize("command", ["sizes from flags", "flags after overrides"])
 def test_sizes_from_flags(answers: dict[str, Answer], command: str) -> None:
     answer = answers[command]
     assert answer.code == 0, answer.stderr
-    rows = [line.split() for line in answer.stdout.splitlines()]
+    rows = [line.split() for line in table_of(answer)]
     assert rows[0] == ["rank", "node", "roles", "engine"]
     assert rows[1:21] == [[str(rank), str(rank // 8), "rollout", str(rank)] for rank in range(20)]
     assert rows[21:25] == [[str(rank), "2", "inference", "-"] for rank in range(20, 24)]
@@ -120,7 +336,7 @@ def test_sizes_from_flags(answers: dict[str, Answer], command: str) -> None:
 def test_sizes_from_the_config(answers: dict[str, Answer]) -> None:
     answer = answers["sizes from config"]
     assert answer.code == 0, answer.stderr
-    assert answer.stdout.splitlines() == [
+    assert table_of(answer) == [
         "rank  node  roles    engine",
         "0     0     rollout  0",
         "1     0     rollout  1",
@@ -137,10 +353,29 @@ def test_a_loss_in_a_file_is_looked_up_in_the_working_directory(answers: dict[st
 
 def test_a_model_that_is_not_local_is_not_fetched(answers: dict[str, Answer], hub: socket.socket) -> None:
     assert "nobody/no-such-model" in CLUSTER
-    assert answers["sizes from config"].code == 0
+    answer = answers["sizes from config"]
+    assert answer.code == 0
+    unchecked = answer.section("not checked")
+    assert "model.path=nobody/no-such-model (no folder here, and not in the hub's cache: a run would ask" in unchecked
+    assert "length of prompts, chat template (they need the tokenizer)" in unchecked
+    assert "not estimated" in answer.section("memory") and "expected" not in answer.section("tokens")
     hub.setblocking(False)
     with pytest.raises(BlockingIOError):  # nobody knocked
         hub.accept()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_with_its_data(answers: dict[str, Answer], name: str) -> None:
+    """Its model is on the hub, so that is all that cannot be checked here."""
+    answer = answers[f"recipe {name}"]
+    assert answer.code == 0, answer.stderr
+    assert "every row of data.train and data.eval" in answer.section("checked")
+    assert "model.path=" in answer.section("not checked") and "rollouts" in answer.section("steps")
+
+
+def test_the_ranks_of_a_recipe(answers: dict[str, Answer]) -> None:
+    rows = table_of(answers["recipe math_r1_distill_1.5b_disaggregated"])[1:]
+    assert [line.split()[2] for line in rows] == ["rollout"] * 20 + ["inference"] * 4 + ["actor"] * 8
 
 
 @pytest.mark.parametrize(
@@ -159,26 +394,40 @@ def test_a_model_that_is_not_local_is_not_fetched(answers: dict[str, Answer], hu
             "failing reward",
             ["train.jsonl, line 1", "misspelt failed at", "rewards.py:6: KeyError: 'answre'", "correct"],
         ),
+        *((name, parts) for name, (_, parts) in BROKEN.items()),
     ],
 )
 def test_a_mistake_goes_to_stderr_alone(answers: dict[str, Answer], command: str, parts: list[str]) -> None:
     answer = answers[command]
     assert (answer.code, answer.stdout) == (2, "")
-    assert answer.stderr.splitlines()[-1].startswith("oneworld: ")
-    assert "Traceback" not in answer.stderr
+    assert answer.stderr.startswith("oneworld: ") and answer.stderr.count("\n") == 1, answer.stderr
     assert [part for part in parts if part not in answer.stderr] == [], answer.stderr
 
 
 def test_the_reward_of_a_row_is_shown(answers: dict[str, Answer]) -> None:
     answer = answers["good reward"]
     assert answer.code == 0, answer.stderr
-    assert "train.jsonl, line 1: its answer '88' scores 0.5 (good 0.5, good/length 2); an arbitrary" in answer.stderr
-    assert answers["reward without data"].code == 0
-    assert "the reward functions were not called, because data.train has no" in answers["reward without data"].stderr
+    assert "row 1 of data.train: its answer '88' scores 0.5 (good 0.5, good/length 2)" in answer.section("reward")
 
 
-def test_sizes_are_torchruns_unless_there_is_a_plan(answers: dict[str, Answer]) -> None:
+def test_a_mistake_is_found_before_torch_is_imported(commands: Commands) -> None:
+    """Importing torch and transformers takes most of the time of a plan without mistakes."""
+    assert commands.imports == [[2, False, False]] * len(QUICK)
+
+
+def test_a_plan_writes_nothing(commands: Commands) -> None:
+    assert commands.written == set()
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("sizes without a plan", "--nnodes and --nproc-per-node after train.py need --plan"),
+        ("no ranks", "--nnodes and --nproc-per-node: got 0; they must be at least 1"),
+    ],
+)
+def test_sizes_are_torchruns_unless_there_is_a_plan(answers: dict[str, Answer], command: str, text: str) -> None:
     """Otherwise a world of one rank would start, and take no notice of them."""
-    answer = answers["sizes without a plan"]
+    answer = answers[command]
     assert (answer.code, answer.stdout) == (2, "")
-    assert "--nnodes and --nproc-per-node after train.py need --plan" in answer.stderr
+    assert text in answer.stderr

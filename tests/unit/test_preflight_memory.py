@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launch.checks.memory import LIBRARIES, check_placement, checkpoint_bytes, estimate, host_bytes, num_kept
+from launch.checks.memory import check_placement
 from launch.checks.results import FAILED, OK, WARNING
 from rl.config.load import load_config
 from rl.config.schema import ROOT, Config
+from rl.model.memory import LIBRARIES, checkpoint_bytes, estimate, host_bytes, num_kept
 from rl.model.shape import count_parameters, local_folder
 from rl.placement.roles import Placement, plan
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rl.config.schema import AlgoConfig
-from rl.learner.scoring import LocalScorer, ScoringModels, fields_to_score, local_models
+from rl.learner.scoring import LocalScorer, ScoringModels, local_models
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_what_a_scorer_computes(algo: dict[str, Any], fields: list[str], num_ref
         loaded.append(reference)
         return reference
 
-    assert fields_to_score(settings) == fields
+    assert settings.fields_to_score == fields
     models = local_models(settings, policy, load_reference)
     assert len(loaded) == num_references
     assert (models.get("old_logprobs") is policy) == ("old_logprobs" in fields)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import tokenizers
 from tokenizers import models
@@ -23,6 +24,7 @@ class Letters:
     """A tokenizer whose token ids are code points. Its chat template puts tags around the message."""
 
     bos_token_id = None
+    chat_template = "tags"
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if "?!" in text:
@@ -80,6 +82,104 @@ def test_other_columns_and_a_chat_template(tmp_path: Path) -> None:
     assert (prompt.text, prompt.answer) == ("<user>hi<assistant>", '["yo"]')
     said = text_of(tmp_path, row, **columns, chat_template=True, system_prompt="be brief")
     assert said == "<system>be brief<user>hi<assistant>"
+
+
+NESTED = {
+    "extra": {"question": {"text": "2+2="}, "index": 3},
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "plain": "x",
+    "a.b": "dotted",
+    "a": {"b": "nested", "b.c": "inner dot"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reward_model.ground_truth", "4"),
+        ("extra.question.text", "2+2="),
+        ("a.b", "dotted"),
+        ("a.b.c", "inner dot"),
+        ("extra.question", '{"text": "2+2="}'),
+        ("extra.index", "3"),
+    ],
+)
+def test_nested_columns(tmp_path: Path, name: str, value: str) -> None:
+    """A column whose name has the dot wins."""
+    data = DataConfig(prompt_key="plain", answer_key=name)
+    (prompt,) = read_prompts(write(tmp_path, json.dumps(NESTED)), data, Letters())
+    assert prompt.answer == value and prompt.row == NESTED
+    if not value.startswith("{"):
+        assert text_of(tmp_path, NESTED, prompt_key=name, answer_key="") == value
+        assert text_of(tmp_path, NESTED, template=f"<{{{name}}}>", answer_key="") == f"<{value}>"
+
+
+def test_nested_columns_of_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    row = {"prompt": [{"role": "user", "content": "2+2"}], "reward_model": {"ground_truth": "4", "style": "rule"}}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    (prompt,) = read_prompts(
+        str(path), DataConfig(answer_key="reward_model.ground_truth", chat_template=True), Letters()
+    )
+    assert (prompt.text, prompt.answer) == ("<user>2+2<assistant>", "4")
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "problem"),
+    [
+        (
+            {"prompt": "x", "reward_model": {"truth": "4", "more": {"n": 1}}},
+            {"answer_key": "reward_model.ground_truth"},
+            "has no column 'reward_model.ground_truth'; got 'prompt', 'reward_model', 'reward_model.truth', "
+            "'reward_model.more', 'reward_model.more.n': set data.answer_key to one of these",
+        ),
+        (
+            {"prompt": "x", "reward_model": None},
+            {"answer_key": "reward_model.ground_truth"},
+            "holds null in column 'reward_model.ground_truth'; a row needs a value there",
+        ),
+        ({"prompt": "x", "answer": "y"}, {"answer_key": "answer.text"}, "has no column 'answer.text'; got 'prompt'"),
+        (
+            {"prompt": {"text": "x"}, "answer": "y"},
+            {},
+            "holds a dict in column 'prompt', not text; for a value inside it, write for example prompt.text",
+        ),
+        (
+            {"prompt": "x"} | {f"c{number}": 0 for number in range(40)},
+            {},
+            "has no column 'answer'; got 'prompt', 'c0', 'c1', 'c2', 'c3', 'c4', 'c5', 'c6', 'c7', 'c8', 'c9', 'c10', "
+            "'c11', 'c12', 'c13', 'c14', 'c15', 'c16', 'c17', 'c18', 'c19', 'c20', 'c21', 'c22', 'c23', 'c24', 'c25', "
+            "'c26', 'c27', 'c28' and 11 more: set data.answer_key",
+        ),
+    ],
+)
+def test_messages_name_nested_columns(tmp_path: Path, row: dict[str, Any], data: dict[str, Any], problem: str) -> None:
+    path = write(tmp_path, json.dumps(row))
+    assert failure(path, **data).startswith(f"{path}, line 1 {problem}")
+
+
+def test_without_a_tokenizer_columns_are_checked_and_lengths_are_not(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    path = write(tmp_path, json.dumps({"prompt": turns, "answer": "b"}))
+    (prompt,) = read_prompts(path, DataConfig(chat_template=True, max_prompt_tokens=1), None)
+    assert (prompt.tokens, prompt.answer) == ([], "b")
+    with pytest.raises(ConfigError, match="line 2 has no column 'answer'"):
+        read_prompts(write(tmp_path, GOOD, '{"prompt": "x"}'), DataConfig(), None)
+
+
+def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
+    class Plain(Letters):
+        chat_template = None  # type: ignore[assignment]
+
+    config = Config(data=DataConfig(train=write(tmp_path, GOOD), chat_template=True))
+    with pytest.raises(ConfigError, match=r"the tokenizer of configs/tiny has no chat template; set data\.chat"):
+        read_data(config, Plain())
+
+
+def test_a_missing_file_is_found_before_the_others_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"no prompts at nowhere\.jsonl"):
+        read([write(tmp_path, GOOD), "nowhere.jsonl"])
+    assert capsys.readouterr().out == ""
 
 
 def test_without_an_answer_column(tmp_path: Path) -> None:

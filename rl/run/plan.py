@@ -1,0 +1,237 @@
+"""`python train.py --plan`: check a run without torchrun, GPU and network, and print what it would do.
+
+The checks are those that a run makes at its start. The cheap ones come first, and torch is imported only after them,
+so a mistake in the settings is reported in about a second.
+"""
+
+import argparse
+import os
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from rl.common.text import count_of, format_bytes
+from rl.config.load import add_arguments
+from rl.config.modes import load_settings
+from rl.config.schema import ConfigError, resolve_path
+from rl.data.prompts import PromptStream
+from rl.data.sources import Data, check_files, read_data
+from rl.model.hub import find_in_cache
+from rl.model.memory import estimate
+from rl.model.shape import check_folder, check_model, check_weights, count_parameters
+from rl.model.tokenizer import load_tokenizer
+from rl.placement.roles import Placement, plan
+from rl.report.console import print_or_exit
+from rl.rewards.find import check_rewards
+from rl.rewards.trial import TrialRow, score_one_row
+from rl.run.checks import check_settings
+
+LINE_LENGTH = 120
+MAX_SAMPLE = 1000  # number of prompts from which the mean length is computed
+
+
+def parse_or_plan(description: str | None) -> argparse.Namespace:
+    """Return the arguments of train.py. With --plan, print the plan and exit."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--plan", action="store_true", help="check the run, print what it would do, and exit")
+    parser.add_argument("--nnodes", type=int, metavar="N", help="with --plan: number of nodes")
+    parser.add_argument("--nproc-per-node", type=int, metavar="M", help="with --plan: ranks per node")
+    args = parser.parse_intermixed_args()
+    sizes = [size for size in (args.nnodes, args.nproc_per_node) if size is not None]
+    if sizes and not args.plan:
+        parser.error("--nnodes and --nproc-per-node after train.py need --plan; without it, write them before train.py")
+    if sizes and min(sizes) < 1:
+        parser.error(f"--nnodes and --nproc-per-node: got {min(sizes)}; they must be at least 1")
+    if args.plan:
+        sys.exit(print_plan(args))
+    return args
+
+
+def print_plan(args: argparse.Namespace) -> int:
+    """Print the plan, or the first mistake. Return the exit code."""
+    try:
+        text = RunPlan(args).text()
+    except ConfigError as error:
+        print(f"oneworld: {error}", file=sys.stderr)
+        return 2
+    print_or_exit(text)
+    return 0
+
+
+class RunPlan:
+    """The settings of a run, what was checked about them, and what could not be checked."""
+
+    def __init__(self, args: argparse.Namespace):
+        """Make all checks. Raise ConfigError for the first mistake."""
+        self.checked, self.unchecked, self.notes = ["settings", "placement"], list[str](), list[str]()
+        self.trains = not args.eval_only
+        self.config, _ = load_settings(args)
+        self.placement = self._place(args)
+        self.notes += check_settings(self.config, self.placement)
+        check_rewards(self.config.reward)
+        self._check_run_folder()
+        self.models = {setting: self._find_model(setting, path) for setting, path in self.config.model_paths.items()}
+        check_files(self.config)
+        # What follows may import torch, which takes seconds.
+        self.data = self._read_data()
+        self.reward = self._try_rewards()
+        self._check_functions()
+        num_steps = self.config.train.count_steps(len(self.data.stream))
+        self.config = replace(self.config, train=replace(self.config.train, num_steps=num_steps))
+        self._check_resume()
+        self.unchecked.append("GPUs, other nodes, the network (launch/preflight.py)")
+        self.unchecked.append("whether learner and engine support the model (--dry-run)")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model is here. Otherwise neither tokens nor prompts that are too long are known."""
+        return self.models["model.path"] is not None
+
+    def _place(self, args: argparse.Namespace) -> Placement:
+        config = self.config
+        num_nodes = args.nnodes or config.placement.get("num_nodes") or 1
+        num_ranks = args.nproc_per_node or config.placement.get("num_gpus_per_node") or 2
+        sizes = (num_nodes, num_ranks, config.rollout.tensor_parallel_size, config.actor.num_replicas)
+        return plan(config.placement, *sizes)
+
+    def _check_run_folder(self) -> None:
+        folder = Path(self.config.run.dir)
+        existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            problem = "cannot be written to" if existing.is_dir() else "is not a directory"
+            raise ConfigError(f"run.dir: cannot make {folder}: {existing} {problem}; give a folder that can be written")
+        self.checked.append(f"run.dir={folder} can be written")
+
+    def _find_model(self, setting: str, path: str) -> Path | None:
+        """Return a model's folder, after a check of its files, or None if a run would ask the hub for it."""
+        folder = resolve_path(path)
+        found = folder if folder.exists() else find_in_cache(setting, path)
+        if found is None:
+            why = "no folder here, and not in the hub's cache: a run would ask the hub"
+            self.unchecked.append(f"{setting}={path} ({why})")
+            return None
+        check_folder(setting, found)
+        if setting == "model.path":
+            check_model(self.config, found)
+        if not self.config.debug.dry_run:
+            check_weights(found)
+        self.checked.append(f"{setting}={path}")
+        return found
+
+    def _read_data(self) -> Data:
+        folder = self.models["model.path"]
+        if folder is None:
+            self.unchecked.append("length of prompts, chat template (they need the tokenizer)")
+        data = read_data(self.config, None if folder is None else load_tokenizer(folder), self.notes.append)
+        self.checked.append("every row of data.train" + (" and data.eval" if data.eval_sets else ""))
+        if self.config.data.eval and not data.eval_sets:
+            self.unchecked.append("data.eval (not read, because eval.interval=0)")
+        return data
+
+    def _try_rewards(self) -> str:
+        """Return what the reward functions give for a row of the data."""
+        prompt = self.data.stream.prompts[0]
+        place = f"row {prompt.id + 1} of data.train"
+        text = score_one_row(self.config.reward, TrialRow(place, prompt.text, prompt.row | {"answer": prompt.answer}))
+        self.checked.append("reward functions")
+        return text
+
+    def _check_functions(self) -> None:
+        from rl.algo.choose import check_functions  # imports torch
+
+        check_functions(self.config.algo)
+        self.checked.append("loss and advantage")
+
+    def _check_resume(self) -> None:
+        """Find the checkpoint that the run would resume from, and compare its prompts with the data."""
+        config = self.config
+        root, resume = Path(config.run.dir) / config.run.name / "checkpoints", config.checkpoint.resume
+        if resume in ("auto", "never") and not (config.run.name and root.is_dir()):
+            return
+        from rl.checkpoint.resume import announcement, preview_resume, restore_position
+
+        try:
+            found = preview_resume(root, config)
+        except ConfigError as error:
+            if self.placement.num_nodes == 1:
+                raise
+            self.unchecked.append(f"the checkpoint to resume from (other nodes may have it; here: {error})")
+            return
+        if found is None:
+            return
+        if self.trains and self.has_tokenizer:
+            restore_position(found, self.data.stream)
+        self.notes.append(announcement(found, root, config))
+        self.checked.append(f"the checkpoint of step {found.manifest.step}")
+
+    def text(self) -> str:
+        """Return the table of ranks, then numbers and what was checked, in lines that fit a wide terminal."""
+        sections = {
+            "memory": self._memory(),
+            "steps": self._steps() if self.trains else [],
+            "tokens": self._tokens() if self.trains else [],
+            "evaluation": self._evaluation(),
+            "reward": [self.reward],
+            "note": self.notes,
+            "checked": ["; ".join(self.checked)],
+            "not checked": ["; ".join(self.unchecked)],
+        }
+        width = max(map(len, sections)) + 2
+        wrapper = textwrap.TextWrapper(LINE_LENGTH - width, break_long_words=False, break_on_hyphens=False)
+        lines = []
+        for name, entries in sections.items():
+            wrapped = [line for entry in entries for line in wrapper.wrap(entry)]
+            lines += [f"{'' if index else name:<{width}}{line}" for index, line in enumerate(wrapped)]
+        return "\n".join([self.placement.table(), "", *lines])
+
+    def _memory(self) -> list[str]:
+        """Return a line for each set of roles, or why there is no estimate."""
+        counts = {setting: count_parameters(folder) if folder else None for setting, folder in self.models.items()}
+        if missing := [setting for setting, count in counts.items() if count is None]:
+            return [f"not estimated, because the weights of {missing[0]} are not here"]
+        policy = counts["model.path"] or 0
+        critic = (counts.get("critic.path") or policy) if self.config.algo.has_critic else 0
+        lines = []
+        for role in estimate(self.config, self.placement, policy, critic, self.trains):
+            offloaded = f" ({format_bytes(role.offloaded)} offloaded during rollouts)" if role.offloaded else ""
+            host = f"{format_bytes(role.host)} of host memory ({format_bytes(role.host_on_cpu)} without a GPU)"
+            lines.append(f"{role.who}: each {role.parts}{offloaded}, {host}")
+        return [*lines, f"estimated from {policy / 1e6:.2f} M parameters, without activations and KV cache"]
+
+    def _steps(self) -> list[str]:
+        config, num_prompts = self.config, len(self.data.stream)
+        per_step, samples = config.train.num_prompts_per_step, config.rollout.num_samples_per_prompt
+        num_steps, limit = config.train.num_steps, "" if self.has_tokenizer else "at most "
+        step = f"{count_of(per_step, 'prompt')} x {count_of(samples, 'sample')} = {per_step * samples:,} rollouts"
+        of_epochs = limit if config.train.num_epochs else ""
+        epochs = f"{num_steps * per_step / num_prompts:.2f} epochs of {limit}{count_of(num_prompts, 'prompt')}"
+        if config.algo.dynamic_sampling:
+            step += f", in at most {count_of(config.algo.max_sampling_rounds, 'round')} of this size"
+            epochs = f"at least {epochs}"
+        return [f"{of_epochs}{count_of(num_steps, 'step')} of {step}; {epochs}"]
+
+    def _tokens(self) -> list[str]:
+        """Return the upper bound of the tokens of a step and, if there is a tokenizer, what to expect."""
+        config, stream = self.config, self.data.stream
+        num_rollouts = config.train.num_prompts_per_step * config.rollout.num_samples_per_prompt
+        prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+        most = num_rollouts * (prompt + response)
+        lines = [f"a step has at most {num_rollouts:,} x ({prompt} + {response}) = {most:,} tokens"]
+        if self.has_tokenizer:
+            first = PromptStream(stream.prompts, config.run.seed, stream.sources)
+            mean = fmean(len(each.tokens) for each in first.take(min(len(stream), MAX_SAMPLE)))
+            expected = f"{num_rollouts:,} x {mean:.1f} = {num_rollouts * mean:,.0f} of prompts"
+            lines.append(f"expected: {expected}, and up to {num_rollouts * response:,} of responses")
+        return lines
+
+    def _evaluation(self) -> list[str]:
+        config = self.config.eval
+        if not config.interval:
+            return []
+        sizes = {name: len(prompts[: config.num_prompts or None]) for name, prompts in self.data.eval_sets.items()}
+        sets = ", ".join(f"{name} {count_of(size, 'prompt')}" for name, size in sizes.items())
+        when = f"every {count_of(config.interval, 'step')}" if self.trains else "once"
+        return [f"{when}: {sets} x {count_of(config.num_samples, 'sample')}"]
