@@ -214,7 +214,8 @@ def commands(tmp_path_factory: pytest.TempPathFactory, hub: socket.socket) -> Co
         assert shared.result().code == 0, shared.result().stderr
         rows = [Answer(*row) for row in json.loads(shared.result().stdout)]
         answers = dict(zip(PLAIN, plain, strict=True)) | dict(zip(together, rows, strict=True))
-    return Commands(answers, json.loads(main.stdout), {str(path) for path in folder.rglob("*")} - before)
+    imports = json.loads(main.stdout.splitlines()[-1])
+    return Commands(answers, imports, {str(path) for path in folder.rglob("*")} - before)
 
 
 @pytest.fixture(scope="module")
