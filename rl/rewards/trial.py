@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.config.schema import ConfigError, RewardConfig
-from rl.rewards.failure import Failure, one_line
+from rl.rewards.failure import RewardFailure, one_line
 from rl.rewards.find import read_rules
 from rl.rewards.launch import launch
 from rl.rewards.pool import SILENCE_S, RewardPool
@@ -39,7 +39,7 @@ def score_one_row(config: RewardConfig, row: TrialRow) -> str:
     responses = {"its answer": row.values["answer"], "an arbitrary text": ARBITRARY_RESPONSE}
     responses = {name: text for name, text in responses.items() if text}  # there may be no answer
     results = _score(config, row, responses)
-    failures: list[Failure] = [result["failure"] for result in results.values() if result["failure"] is not None]
+    failures: list[RewardFailure] = [result["failure"] for result in results.values() if result["failure"] is not None]
     if len(failures) == len(results):
         failure, response = failures[0], next(iter(responses.values()))
         raise ConfigError(
