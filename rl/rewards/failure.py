@@ -30,7 +30,7 @@ Frame = tuple[str, int]  # file and line
 
 
 @dataclass(frozen=True)
-class Failure:
+class RewardFailure:
     """A failed call. All fields are texts of one line."""
 
     function: str
@@ -56,17 +56,17 @@ class Failure:
         return f"the reward function {self.function} failed{place}: {self.text}{sample}"
 
 
-def read_failure(values: Any) -> Failure | None:
+def read_failure(values: Any) -> RewardFailure | None:
     """Return a failure that another process sent, or None if it is invalid. Long texts are cut."""
-    names = [entry.name for entry in fields(Failure)]
+    names = [entry.name for entry in fields(RewardFailure)]
     if not isinstance(values, dict) or sorted(values) != sorted(names):
         return None
     if not all(isinstance(value, str) for value in values.values()):
         return None
-    return Failure(**{name: one_line(value, 2 * MAX_TEXT) for name, value in values.items()})
+    return RewardFailure(**{name: one_line(value, 2 * MAX_TEXT) for name, value in values.items()})
 
 
-def describe_error(name: str, call: Callable[..., Any], error: BaseException) -> Failure:
+def describe_error(name: str, call: Callable[..., Any], error: BaseException) -> RewardFailure:
     """Describe an exception of a reward function, in the process that called it."""
     kind, trace, frames = type(error).__name__, error.__traceback__, list[Frame]()
     try:
@@ -76,7 +76,7 @@ def describe_error(name: str, call: Callable[..., Any], error: BaseException) ->
     while trace is not None:
         frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
-    return Failure(name, one_line(kind), one_line(text), find_place(call, reversed(frames)))
+    return RewardFailure(name, one_line(kind), one_line(text), find_place(call, reversed(frames)))
 
 
 def find_place(call: Callable[..., Any], frames: Iterable[Frame]) -> str:

@@ -15,7 +15,7 @@ from rl.common.credentials import hide_credentials
 from rl.common.framing import Channel, pack
 from rl.common.waiting import wait_until_readable
 from rl.config.schema import ConfigError, RewardConfig
-from rl.rewards.failure import Failure, read_failure
+from rl.rewards.failure import RewardFailure, read_failure
 from rl.rewards.find import read_rules
 from rl.rewards.launch import RewardServerProcess
 from rl.rewards.worker import MAX_CALL_ID
@@ -125,7 +125,7 @@ class RewardPool:
             self._is_loaded.set_result(True)
 
 
-def _read_failure(values: dict[str, str] | None) -> Failure | None:
+def _read_failure(values: dict[str, str] | None) -> RewardFailure | None:
     """Return the failure in a result without credentials of this rank, which its text may quote."""
     failure = read_failure(values)
     return None if failure is None else replace(failure, text=hide_credentials(failure.text))

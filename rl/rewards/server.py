@@ -21,7 +21,7 @@ from typing import Any
 
 from rl.common.framing import Buffer, Channel
 from rl.common.waiting import wait_until_readable
-from rl.rewards.failure import TRACE_SIGNAL, CallTrace, Failure, find_place, read_failure
+from rl.rewards.failure import TRACE_SIGNAL, CallTrace, RewardFailure, find_place, read_failure
 from rl.rewards.process_tree import adopt_orphans, children_of, descendants_of, end_tree
 from rl.rewards.worker import MAX_CALL, MAX_CALL_ID, RewardFunction, failed, run_worker
 from rl.watch.parent import die_with_parent
@@ -204,7 +204,7 @@ class Server:
             text += f"; it was ended by {names.get(os.WTERMSIG(code), f'signal {os.WTERMSIG(code)}')}"
         if worker.call_id:
             function = self._functions[min(index, len(self._functions) - 1)]
-            failure = Failure(function.name, status, text, find_place(function.call, frames))
+            failure = RewardFailure(function.name, status, text, find_place(function.call, frames))
             self._send_to_rank(worker.call_id, failed(status, self._functions, failure))
         elif worker.call_id is not None:
             self._num_failed_starts += 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.config.schema import ConfigError, RewardConfig
-from rl.rewards.failure import Failure, one_line
+from rl.rewards.failure import RewardFailure, one_line
 from rl.rewards.find import read_rules
 from rl.rewards.launch import launch
 from rl.rewards.pool import SILENCE_S, RewardPool
@@ -17,7 +17,7 @@ MAX_SHOWN = 60  # characters of a response in the text
 
 @dataclass(frozen=True)
 class TrialRow:
-    """A row of the data as a reward function sees it, except that the chat template may be missing."""
+    """A row of the data as a reward function sees it, except that the chat template is missing if there is no tokenizer."""
 
     place: str  # file and line
     prompt: str
@@ -39,7 +39,7 @@ def score_one_row(config: RewardConfig, row: TrialRow) -> str:
     responses = {"its answer": row.values["answer"], "an arbitrary text": ARBITRARY_RESPONSE}
     responses = {name: text for name, text in responses.items() if text}  # there may be no answer
     results = _score(config, row, responses)
-    failures: list[Failure] = [result["failure"] for result in results.values() if result["failure"] is not None]
+    failures: list[RewardFailure] = [result["failure"] for result in results.values() if result["failure"] is not None]
     if len(failures) == len(results):
         failure, response = failures[0], next(iter(responses.values()))
         raise ConfigError(
@@ -51,7 +51,7 @@ def score_one_row(config: RewardConfig, row: TrialRow) -> str:
         failure = results[name]["failure"]
         outcome = _show_score(results[name]) if failure is None else f"has no score, because {failure}"
         texts.append(f"{name} {_quote(response)} {outcome}")
-    return f"reward of responses to {row.place}: {'; '.join(texts)}"
+    return f"{row.place}: {'; '.join(texts)}"
 
 
 def _score(config: RewardConfig, row: TrialRow, responses: dict[str, str]) -> dict[str, dict[str, Any]]:

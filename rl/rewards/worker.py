@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from rl.common.framing import FrameReader, pack
-from rl.rewards.failure import CallTrace, Failure, describe_error
+from rl.rewards.failure import CallTrace, RewardFailure, describe_error
 from rl.rewards.process_tree import adopt_orphans
 from rl.watch.parent import die_with_parent
 
@@ -134,7 +134,7 @@ def score(
     return {"status": "ok", "score": total, "parts": parts, "answer": answer, "failure": None}
 
 
-def failed(status: str, functions: list[RewardFunction], failure: Failure) -> dict[str, Any]:
+def failed(status: str, functions: list[RewardFunction], failure: RewardFailure) -> dict[str, Any]:
     """Return the result of a failed call."""
     parts = dict.fromkeys((function.name for function in functions), 0.0)
     return {"status": status, "score": 0.0, "parts": parts, "answer": None, "failure": asdict(failure)}

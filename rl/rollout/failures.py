@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rl.common.text import count_of
 from rl.config.schema import ConfigError
-from rl.rewards.failure import Failure
+from rl.rewards.failure import RewardFailure
 from rl.rewards.totals import Totals, count_samples
 from rl.world.messages import Letter, Mailbox, Message
 
@@ -23,7 +23,7 @@ MAX_KINDS = 20  # messages per attempt
 class CallsFailed(Message):
     """Tell the leader which calls of the reward functions failed, one entry per sample of a group."""
 
-    failures: list[Failure]
+    failures: list[RewardFailure]
 
 
 class FailureLog:
@@ -32,7 +32,7 @@ class FailureLog:
     def __init__(self, mail: Mailbox, stops_run: bool):
         self._stops_run = stops_run
         self._lock = threading.Lock()
-        self._first: dict[tuple[str, str, str], Failure] = {}
+        self._first: dict[tuple[str, str, str], RewardFailure] = {}
         self._counts = Counter[tuple[str, str, str]]()
         self._num_samples = self._num_failed = 0
         self._unchecked = {"evaluation", "step"}  # kinds of batches that may still end the run
@@ -65,7 +65,7 @@ class FailureLog:
                     self._first[failure.kind] = failure
                     self._show(failure)
 
-    def _show(self, failure: Failure) -> None:
+    def _show(self, failure: RewardFailure) -> None:
         if len(self._first) > MAX_KINDS:
             return
         metric = "reward/timeouts" if failure.error in ("timeout", "crash") else "reward/errors"

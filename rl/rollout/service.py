@@ -15,7 +15,7 @@ import torch
 
 from rl.data.batch import Batch
 from rl.data.prompts import Tokenizer, sample_seed
-from rl.rewards.failure import Failure
+from rl.rewards.failure import RewardFailure
 from rl.rewards.pool import RewardPool
 from rl.rollout.dispatch import NewTasks, Pull, Task
 from rl.rollout.engine import Completion, Engine, Request
@@ -57,7 +57,7 @@ class ScoredGroup(Message):
     engine: str
     scores: list[dict[str, Any]]  # by sample
     num_preemptions: int
-    failures: list[Failure] = field(default_factory=list)  # of the samples whose reward functions failed
+    failures: list[RewardFailure] = field(default_factory=list)  # of the samples whose reward functions failed
 
 
 @dataclass

@@ -21,7 +21,6 @@ from rl.evaluation.evaluation import (
     summarize,
 )
 from rl.placement.roles import plan
-from rl.rewards.worker import failed
 from rl.rollout.collect import Gathered
 from rl.rollout.dispatch import Sampling, Task
 from rl.rollout.engine import Completion
@@ -130,7 +129,8 @@ class Sampled:
             task = Task(1, position, 0, prompt, self.sampling, self.version)
             groups[position] = pack_group(task, [completion] * 2, [0.0] * 2)
             ok = {"parts": {"format": 0.5, "math": 1.0}, "status": "ok", "answer": "7"}
-            scores[position] = [ok, failed("timeout", ["math", "format"], "")] if position == 2 else [ok, ok]
+            hung = {"parts": {"format": 0.0, "math": 0.0}, "status": "timeout", "answer": None}
+            scores[position] = [ok, hung] if position == 2 else [ok, ok]
         return Gathered(dict(reversed(groups.items())), [0] * len(groups), scores, {})
 
 

@@ -259,8 +259,8 @@ def test_memory_steps_and_tokens(answers: dict[str, Answer]) -> None:
 def test_it_says_what_was_checked_and_what_was_not(answers: dict[str, Answer]) -> None:
     answer = answers["default"]
     assert answer.section("checked") == (
-        "settings; placement; reward: exact_match; run.dir=runs can be written; model.path=configs/tiny; every row of "
-        "data.train and data.eval"
+        "settings; placement; run.dir=runs can be written; model.path=configs/tiny; every row of data.train and "
+        "data.eval; reward functions; loss and advantage"
     )
     assert answer.section("not checked").startswith("GPUs, other nodes, the network (launch/preflight.py); ")
     assert max(map(len, answer.stdout.splitlines())) <= 120
@@ -393,7 +393,7 @@ def test_the_ranks_of_a_recipe(answers: dict[str, Answer]) -> None:
         ("nothing to evaluate", ["--eval-only has nothing to evaluate on", "data.eval is empty"]),
         (
             "failing reward",
-            ["train.jsonl, line 1", "misspelt failed at", "rewards.py:6: KeyError: 'answre'", "correct"],
+            ["row 1 of data.train", "misspelt failed at", "rewards.py:6: KeyError: 'answre'", "correct"],
         ),
         *((name, parts) for name, (_, parts) in BROKEN.items()),
     ],

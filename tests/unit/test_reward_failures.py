@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from rl.config.schema import ConfigError
-from rl.rewards.failure import Failure, describe_error, find_place, one_line, read_failure
+from rl.rewards.failure import RewardFailure, describe_error, find_place, one_line, read_failure
 from rl.rewards.totals import Totals, total
 from rl.rollout.failures import MAX_KINDS, CallsFailed, FailureLog
 from rl.world.messages import Mailbox
 from tests.mails import Mark, connected, take
 
-KEY_ERROR = Failure("score", "KeyError", "KeyError: 'answre'", "my/rewards.py:12", "prompt 3: 'a', response: 'b'")
+KEY_ERROR = RewardFailure("score", "KeyError", "KeyError: 'answre'", "my/rewards.py:12", "prompt 3: 'a', response: 'b'")
 
 
 def totals_of(num_ok: int, num_failed: int) -> Totals:
@@ -26,7 +26,7 @@ def totals_of(num_ok: int, num_failed: int) -> Totals:
     )
 
 
-def tell(mail: Mailbox, *failures: Failure) -> None:
+def tell(mail: Mailbox, *failures: RewardFailure) -> None:
     """Send failures to rank 0, and wait until its log has them."""
     mail.send(0, CallsFailed(list(failures)))
     mail.send(0, Mark())
@@ -35,10 +35,12 @@ def tell(mail: Mailbox, *failures: Failure) -> None:
 def test_each_kind_is_shown_once_whichever_rank_reports_it(capfd: pytest.CaptureFixture[str]) -> None:
     with connected(3) as mails:
         log = FailureLog(mails[0], stops_run=True)
-        other_line = Failure("score", "KeyError", "KeyError: 'x'", "my/rewards.py:30")
+        other_line = RewardFailure("score", "KeyError", "KeyError: 'x'", "my/rewards.py:30")
         for mail in mails:
-            tell(mail, KEY_ERROR, Failure("score", "KeyError", "KeyError: 'other'", "my/rewards.py:12"), other_line)
-            tell(mail, *(Failure("score", "timeout", "it took long", f"my/rewards.py:{line}") for line in (5, 6)))
+            tell(
+                mail, KEY_ERROR, RewardFailure("score", "KeyError", "KeyError: 'other'", "my/rewards.py:12"), other_line
+            )
+            tell(mail, *(RewardFailure("score", "timeout", "it took long", f"my/rewards.py:{line}") for line in (5, 6)))
             take(mails[0], Mark)
             take(mails[0], Mark)
         log.check(totals_of(5, 15), step=1, is_training=True)
@@ -62,7 +64,7 @@ def test_endless_kinds_of_failures_do_not_flood_the_console(capfd: pytest.Captur
     with connected(1) as (mail,):
         log = FailureLog(mail, stops_run=True)
         log.summarize()
-        tell(mail, *(Failure("score", f"Error{number}", "", "") for number in range(3 * MAX_KINDS)))
+        tell(mail, *(RewardFailure("score", f"Error{number}", "", "") for number in range(3 * MAX_KINDS)))
     output = capfd.readouterr()
     assert len(output.err.splitlines()) == MAX_KINDS and output.out == ""
     assert output.err.splitlines()[-1].endswith(
@@ -87,7 +89,7 @@ def test_a_run_ends_if_nothing_of_its_first_step_or_evaluation_is_scored(
     def run(stops_run: bool) -> None:
         with connected(1) as (mail,):
             log = FailureLog(mail, stops_run)
-            tell(mail, KEY_ERROR, KEY_ERROR, Failure("score", "timeout", "", ""))
+            tell(mail, KEY_ERROR, KEY_ERROR, RewardFailure("score", "timeout", "", ""))
             for is_training, num_ok, num_failed in batches:
                 log.check(totals_of(num_ok, num_failed), step=1, is_training=is_training)
 
@@ -153,7 +155,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def failure_of(call: Callable[[str], Any]) -> Failure:
+def failure_of(call: Callable[[str], Any]) -> RewardFailure:
     try:
         call("no")
     except Exception as error:

@@ -14,7 +14,7 @@ import pytest
 
 from rl.config.schema import ROOT, ConfigError, RewardConfig
 from rl.rewards import pool as pool_module
-from rl.rewards.failure import Failure
+from rl.rewards.failure import RewardFailure
 from rl.rewards.launch import RewardServerProcess, launch
 from rl.rewards.pool import RewardPool
 from tests.reward_attacks import SPEC, Results, marked, members, wait_for_none
@@ -56,7 +56,7 @@ def test_ten_thousand_calls() -> None:
         assert results.by_key["a", number] == expected
 
 
-def source_line(failure: Failure) -> str:
+def source_line(failure: RewardFailure) -> str:
     file, _, line = failure.place.rpartition(":")
     return Path(file).read_text().splitlines()[int(line) - 1].strip()
 
@@ -112,7 +112,7 @@ def test_every_attack_costs_its_own_sample_only(mark: str) -> None:
             assert (result["score"], result["parts"]) == (key[2], {"attack": key[2]})
         elif expected != "ok":
             assert (result["score"], result["parts"]) == (0.0, {"attack": 0.0})
-            failure: Failure = result["failure"]
+            failure: RewardFailure = result["failure"]
             assert (failure.function, failure.error in ("timeout", "crash")) == ("attack", expected != "error")
             assert len(str(failure)) < 2000 and str(failure).isprintable()
             assert failure.place.startswith(f"{FILE}:"), failure
@@ -163,7 +163,7 @@ def test_a_failure_names_the_function_that_was_called(tmp_path: Path) -> None:
     results.wait(2)
     pool.close()
     assert results.by_key["child"]["score"] == 3.0
-    failure: Failure = results.by_key["exit"]["failure"]
+    failure: RewardFailure = results.by_key["exit"]["failure"]
     assert (failure.function, failure.error, failure.place) == ("second", "crash", f"{file}:8")
 
 

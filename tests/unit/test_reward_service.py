@@ -9,7 +9,7 @@ import pytest
 
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.rewards.failure import Failure
+from rl.rewards.failure import RewardFailure
 from rl.rollout.dispatch import NewTasks, Pull, Sampling, Task
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.recovery import EngineHost
@@ -22,7 +22,7 @@ from tests.mails import Mark, connected_worlds, take
 
 STOP = 0
 NUM_SAMPLES = 3
-FAILURE = Failure("rule", "timeout", "it took too long", "rules.py:7")
+FAILURE = RewardFailure("rule", "timeout", "it took too long", "rules.py:7")
 
 
 class Rewards:

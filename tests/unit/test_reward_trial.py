@@ -48,7 +48,7 @@ def config(function: Any, **options: Any) -> RewardConfig:
 
 def test_the_scores_of_the_answer_and_of_an_arbitrary_text(file: Path) -> None:
     wanted = "its answer '5' scores 1; an arbitrary text 'I do not know.' scores 0"
-    assert score_one_row(config("exact_match"), ROW) == f"reward of responses to data.jsonl, line 1: {wanted}"
+    assert score_one_row(config("exact_match"), ROW) == f"data.jsonl, line 1: {wanted}"
     text = score_one_row(config({f"{file}:good": 1.0, "exact_match": 0.5}), ROW)
     parts = "good/level 4, good/prompt 4, exact_match"
     assert f"'5' scores 2.5 (good 2, {parts} 1); an" in text
@@ -64,7 +64,7 @@ def test_a_function_that_fails_for_one_response_is_no_error(file: Path) -> None:
 def test_without_an_answer_only_the_arbitrary_text_is_scored(file: Path) -> None:
     row = TrialRow("data.jsonl, line 1", "2+3=", {"answer": "", "level": 4})
     text = score_one_row(config({"length": 1.0}, options={"length": {"most": 28}}), row)
-    assert text == "reward of responses to data.jsonl, line 1: an arbitrary text 'I do not know.' scores -0.5"
+    assert text == "data.jsonl, line 1: an arbitrary text 'I do not know.' scores -0.5"
     with pytest.raises(ConfigError, match="could not convert"):
         score_one_row(config(f"{file}:numeric"), row)
 

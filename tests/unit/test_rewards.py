@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.rewards.failure import Failure
+from rl.rewards.failure import RewardFailure
 from rl.rewards.functions import FUNCTIONS
 from rl.rewards.totals import add, count_samples, metrics_of, total
 from rl.rewards.worker import RewardFunction, read_value, score
@@ -232,7 +232,7 @@ def test_a_sample_of_which_one_function_fails_has_none_of_them() -> None:
     functions = [exact_match, RewardFunction("broken", 1.0, broken, {})]
     result = score(functions, "", "42", {"answer": "42"})
     place = f"{__file__}:{broken.__code__.co_firstlineno + 1}"
-    failure = Failure("broken", "KeyError", "KeyError: 'missing'", place)
+    failure = RewardFailure("broken", "KeyError", "KeyError: 'missing'", place)
     assert str(failure) == f"the reward function broken failed at {place}: KeyError: 'missing'"
     parts = {"exact_match": 0.0, "broken": 0.0}
     assert result == {"status": "error", "score": 0.0, "parts": parts, "answer": None, "failure": asdict(failure)}
