@@ -17,7 +17,7 @@ MAX_SHOWN = 60  # characters of a response in the text
 
 @dataclass(frozen=True)
 class TrialRow:
-    """A row of the data as a reward function sees it, except that the chat template is missing if there is no tokenizer."""
+    """A row of the data as a reward function sees it. Without a tokenizer, its chat template is missing."""
 
     place: str  # file and line
     prompt: str
