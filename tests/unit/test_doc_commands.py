@@ -31,7 +31,7 @@ from tests.doc_commands import (
 from tests.launcher import ROOT, activated_environment
 from tests.unit.test_plan_command import RUN_SHARED
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)  # for the commands, which all run in one fixture
 COMMANDS = commands()
 TEXTS = list(dict.fromkeys(command.text for command in COMMANDS))
 QUICK = [text for text in TEXTS if is_quick(text)]
@@ -106,7 +106,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(repository: Path, *command: str, code: Path | None = None) -> Answer:
     environment = activated_environment(PYTHONPATH=str(code or repository), CUDA_VISIBLE_DEVICES="")
     done = subprocess.run(
-        command, cwd=repository, env=environment, capture_output=True, text=True, check=False, timeout=50
+        command, cwd=repository, env=environment, capture_output=True, text=True, check=False, timeout=100
     )
     return Answer(done.returncode, done.stdout, done.stderr)
 

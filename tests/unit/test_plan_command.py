@@ -18,6 +18,7 @@ from rl.config.schema import ROOT
 from rl.data.sources import read_data
 from tests.saved_steps import lose, save
 
+pytestmark = pytest.mark.timeout(240)  # for the commands, which all run in one fixture
 MISSION = ["placement.rollout=0-19", "placement.inference=20-23", "placement.actor=24-31"]
 PLAIN = {"default": ["--plan"], "wrong placement": ["--plan", "placement.rollout=0", "placement.actor=0-1"]}
 RECIPES = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml") if file.stem != "default")
