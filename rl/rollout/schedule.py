@@ -1,0 +1,124 @@
+"""Decide what each round of sampling does, and which groups each update trains on.
+
+A round is one pass of the engines under one version of the weights. It starts new prompts, and continues the carried
+groups: those with a response that reached the token limit of a round. Finished groups form a queue, ordered by the
+round in which they finished and by their place in the prompt stream. Each update trains on the first groups of the
+queue. A round begins only if the queue is too short for another update.
+
+So the schedule depends on the sampled tokens alone, never on timing or on the number of ranks. Nothing here imports
+torch. A group is a number: its place in the prompt stream, counted from the start of the run.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SchedulePlan:
+    """The settings that decide the schedule."""
+
+    num_prompts: int  # groups per update
+    max_rounds: int = 1  # in which every response ends, because its token limit is reached
+    num_groups: int | None = None  # of the whole run; None: no limit
+    is_dynamic: bool = False  # only informative groups enter the queue
+    max_sampling_rounds: int = 1  # if dynamic: after so many rounds without an update, train on what there is
+
+    @property
+    def carries(self) -> bool:
+        """Whether a response may take several rounds."""
+        return self.max_rounds > 1
+
+    @property
+    def max_lag(self) -> int:
+        """The largest possible lag of a token: the number of updates between its version and the update that trains
+        on it. docs/rounds.md derives it."""
+        return max(0, 2 * self.max_rounds - (2 if self.is_dynamic else 3)) if self.carries else 0
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the engines sample next."""
+
+    number: int
+    started: range  # groups to start: the next ones of the prompt stream
+    carried: tuple[int, ...]  # groups to continue, in stream order
+
+
+@dataclass
+class ScheduleState:
+    """What a resumed run needs to continue the schedule. JSON can hold it."""
+
+    num_rounds: int = 0
+    num_started: int = 0  # groups
+    carried: list[int] = field(default_factory=list)  # in stream order
+    queue: list[int] = field(default_factory=list)  # finished groups that wait for an update
+    # Since the last update:
+    num_idle_rounds: int = 0
+    num_finished: int = 0  # groups
+    num_informative: int = 0  # groups
+    spare: list[int] = field(default_factory=list)  # groups that are not informative, used if no group is
+
+
+class Schedule:
+    """Alternate between rounds and updates:
+
+    while (batch := schedule.take_batch()) is None:
+        now = schedule.begin_round()
+        ...  # sample
+        schedule.end_round(now, finished)
+    """
+
+    def __init__(self, plan: SchedulePlan, state: ScheduleState | None = None):
+        self.plan, self.state = plan, state if state is not None else ScheduleState()
+
+    def take_batch(self) -> list[int] | None:
+        """Return the groups of the next update, or None if it needs another round first."""
+        plan, state = self.plan, self.state
+        if len(state.queue) < plan.num_prompts and not self._makes_do:
+            return None
+        batch = (state.queue or state.spare)[: plan.num_prompts]
+        state.queue = state.queue[len(batch) :] if plan.carries else []
+        state.num_idle_rounds = state.num_finished = state.num_informative = 0
+        state.spare = []
+        return batch
+
+    def begin_round(self) -> Round:
+        """Return what to sample now."""
+        state = self.state
+        started = range(state.num_started, state.num_started + self._num_to_start())
+        state.num_rounds += 1
+        state.num_started = started.stop
+        return Round(state.num_rounds, started, tuple(state.carried))
+
+    def end_round(self, now: Round, finished: Collection[int], informative: Collection[int] | None = None) -> None:
+        """Take the result of a round. Without dynamic sampling, every finished group is informative."""
+        state, sampled = self.state, sorted([*now.carried, *now.started])
+        assert set(finished) <= set(sampled), (finished, sampled)
+        state.carried = [group for group in sampled if group not in finished]
+        assert not state.carried or self.plan.carries, "without a limit, every response ends in its round"
+        kept = [group for group in sampled if group in (finished if informative is None else informative)]
+        state.queue += kept
+        state.spare += [group for group in sampled if group in finished and group not in kept]
+        state.num_idle_rounds += 1
+        state.num_finished += len(finished)
+        state.num_informative += len(kept)
+
+    @property
+    def _is_exhausted(self) -> bool:
+        """Whether enough rounds have brought no update, so that the next one trains on what there is."""
+        return self.plan.is_dynamic and self.state.num_idle_rounds >= self.plan.max_sampling_rounds
+
+    @property
+    def _makes_do(self) -> bool:
+        """Whether the next batch is smaller. No group is carried then, which keeps the lag within its limit."""
+        return self._is_exhausted and not self.state.carried
+
+    def _num_to_start(self) -> int:
+        plan, state = self.plan, self.state
+        if self._is_exhausted:
+            return 0
+        count = plan.num_prompts
+        if plan.is_dynamic and state.num_finished:
+            missing = plan.num_prompts - len(state.queue)
+            count = min(count, -(-missing * state.num_finished // max(state.num_informative, 1)))
+        return count if plan.num_groups is None else min(count, plan.num_groups - state.num_started)

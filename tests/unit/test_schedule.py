@@ -1,0 +1,194 @@
+"""Tests of rl/rollout/schedule.py: which groups are sampled under which version, and which are trained on when."""
+
+import dataclasses
+import functools
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from rl.rollout.schedule import Round, Schedule, SchedulePlan, ScheduleState
+
+Lengths = Callable[[int], int]  # group -> number of rounds that its longest response takes
+
+
+class Simulation:
+    """Sample groups of given lengths, and keep the book that a run keeps in its batches."""
+
+    def __init__(
+        self, schedule: Schedule, lengths: Lengths, is_informative: Callable[[int], bool] = lambda group: True
+    ):
+        self.schedule, self._lengths, self._is_informative = schedule, lengths, is_informative
+        self.version = 0  # number of updates
+        self.versions: dict[int, list[int]] = {}  # group -> versions of its rounds
+        self.batches: list[list[int]] = []
+        self.lags: list[int] = []  # the largest one of each update
+        self.rounds: list[Round] = []
+
+    def update(self) -> None:
+        while (batch := self.schedule.take_batch()) is None:
+            self.sample()
+        self.lags.append(max((self.version - min(self.versions[group]) for group in batch), default=0))
+        self.batches.append(batch)
+        self.version += 1
+
+    def sample(self) -> None:
+        now = self.schedule.begin_round()
+        self.rounds.append(now)
+        sampled = [*now.carried, *now.started]
+        for group in sampled:
+            self.versions.setdefault(group, []).append(self.version)
+        finished = {group for group in sampled if len(self.versions[group]) == self._lengths(group)}
+        self.schedule.end_round(now, finished, {group for group in finished if self._is_informative(group)})
+
+
+def random_lengths(seed: int, most: int) -> Lengths:
+    """Return one of several kinds of lengths: uniform, mostly short, or changing from round to round."""
+    source = random.Random(seed)
+    share, period = source.random(), source.randint(1, 20)
+    draw = {
+        0: lambda own, group: own.randint(1, most),
+        1: lambda own, group: most if own.random() < share else 1,
+        2: lambda own, group: most if group // period % 2 else 1,
+    }[source.randrange(3)]
+    return functools.cache(lambda group: draw(random.Random(seed * 1_000_003 + group), group))
+
+
+def random_choice(seed: int, share: float) -> Callable[[int], bool]:
+    return functools.cache(lambda group: random.Random(seed * 1_000_003 - group).random() < share)
+
+
+def test_without_a_limit_each_update_follows_its_own_round() -> None:
+    simulation = Simulation(Schedule(SchedulePlan(num_prompts=4)), lambda group: 1)
+    for _ in range(3):
+        simulation.update()
+    assert simulation.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [(now.number, now.started, now.carried) for now in simulation.rounds] == [
+        (1, range(0, 4), ()),
+        (2, range(4, 8), ()),
+        (3, range(8, 12), ()),
+    ]
+    assert simulation.lags == [0, 0, 0]
+
+
+def test_a_worked_example() -> None:
+    """Two prompts per update, and responses of up to 3 rounds. Group 0 takes 3 rounds, group 3 takes 2, others 1."""
+    lengths = {0: 3, 3: 2}
+    simulation = Simulation(Schedule(SchedulePlan(2, max_rounds=3)), lambda group: lengths.get(group, 1))
+    for _ in range(4):
+        simulation.update()
+    #  round  version  sampled          finished    queue             update
+    #  1      0        0 1              1           1
+    #  2      0        0 | 2 3          2           1 2               1: 1 2
+    #  3      1        0 3 | 4 5        0 3 4 5     0 3 4 5           2: 0 3, and at once 3: 4 5
+    #  4      3        6 7              6 7         6 7               4: 6 7
+    assert simulation.batches == [[1, 2], [0, 3], [4, 5], [6, 7]]
+    assert [(now.carried, now.started) for now in simulation.rounds] == [
+        ((), range(0, 2)),
+        ((0,), range(2, 4)),
+        ((0, 3), range(4, 6)),
+        ((), range(6, 8)),
+    ]
+    assert simulation.versions[0] == [0, 0, 1]
+    assert simulation.versions[6] == [3]
+    assert simulation.lags == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5])
+def test_the_lag_stays_within_its_bound_and_reaches_it(most: int) -> None:
+    largest = 0
+    for seed in range(100):
+        plan = SchedulePlan(random.Random(seed).choice([1, 2, 3, 5, 8]), max_rounds=most)
+        simulation = Simulation(Schedule(plan), random_lengths(seed, most))
+        for _ in range(30):
+            simulation.update()
+        assert max(simulation.lags) <= plan.max_lag, seed
+        largest = max(largest, *simulation.lags)
+    assert largest == SchedulePlan(1, max_rounds=most).max_lag
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4])
+def test_with_dynamic_sampling_too(most: int) -> None:
+    for seed in range(100):
+        source = random.Random(seed)
+        plan = SchedulePlan(
+            source.choice([2, 3, 5, 8]), most, is_dynamic=True, max_sampling_rounds=source.randint(1, 6)
+        )
+        chosen = random_choice(seed, source.random())
+        simulation = Simulation(Schedule(plan), random_lengths(seed, most), chosen)
+        for _ in range(20):
+            simulation.update()
+        assert max(simulation.lags) <= plan.max_lag, seed
+        assert all(batch for batch in simulation.batches)
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_each_group_is_trained_on_once_in_the_order_of_the_queue(most: int) -> None:
+    for seed in range(50):
+        plan = SchedulePlan(5, max_rounds=most)
+        simulation = Simulation(Schedule(plan), random_lengths(seed, most))
+        for _ in range(30):
+            simulation.update()
+        trained = [group for batch in simulation.batches for group in batch]
+        state = simulation.schedule.state
+        assert max(Counter(trained).values()) == 1
+        assert sorted([*trained, *state.queue, *state.carried]) == list(range(state.num_started))
+        ends = {}
+        for now in simulation.rounds:
+            ends |= dict.fromkeys((*now.carried, *now.started), now.number)  # the last round wins
+        assert trained == sorted(trained, key=lambda group: (ends[group], group))
+        assert all(len(now.carried) <= 5 * (most - 1) for now in simulation.rounds)
+
+
+def test_a_resumed_schedule_continues() -> None:
+    """At every step, also between two updates that follow the same round."""
+    plan, lengths = SchedulePlan(3, max_rounds=3), random_lengths(7, 3)
+    whole = Simulation(Schedule(plan), lengths)
+    for _ in range(20):
+        whole.update()
+    for step in range(20):
+        before = Simulation(Schedule(plan), lengths)
+        for _ in range(step):
+            before.update()
+        text = json.dumps(dataclasses.asdict(before.schedule.state))
+        after = Simulation(Schedule(plan, ScheduleState(**json.loads(text))), lengths)
+        after.version, after.versions = before.version, before.versions
+        for _ in range(20 - step):
+            after.update()
+        assert before.batches + after.batches == whole.batches, step
+        assert before.rounds + after.rounds == whole.rounds, step
+
+
+def test_a_limited_run_trains_on_everything() -> None:
+    """With train.num_epochs, rounds without new prompts follow until all groups are trained on."""
+    simulation = Simulation(Schedule(SchedulePlan(4, max_rounds=3, num_groups=20)), random_lengths(1, 3))
+    for _ in range(5):
+        simulation.update()
+    assert sorted(group for batch in simulation.batches for group in batch) == list(range(20))
+    assert simulation.schedule.state.carried == simulation.schedule.state.queue == []
+
+
+def test_dynamic_sampling_without_a_limit_drops_what_is_left_over() -> None:
+    """Every third group is informative: 4 prompts, then as many as the share of informative ones asks for."""
+    plan = SchedulePlan(4, is_dynamic=True, max_sampling_rounds=10)
+    simulation = Simulation(Schedule(plan), lambda group: 1, lambda group: group % 3 == 0)
+    simulation.update()
+    # 0-3: two informative, so 2 * 4 / 2 = 4 more. 4-7: one, so 1 * 8 / 3 = 3 more. 8-10: one.
+    assert [now.started for now in simulation.rounds] == [range(0, 4), range(4, 8), range(8, 11)]
+    assert simulation.batches == [[0, 3, 6, 9]]
+    simulation.update()
+    assert simulation.rounds[3].started == range(11, 15)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_dynamic_sampling_makes_do_after_its_last_round(most: int) -> None:
+    plan = SchedulePlan(4, most, is_dynamic=True, max_sampling_rounds=2)
+    few = Simulation(Schedule(plan), lambda group: most, lambda group: group == 1)
+    few.update()
+    assert few.batches == [[1]]
+    none = Simulation(Schedule(plan), lambda group: most, lambda group: False)
+    none.update()
+    assert none.batches == [[0, 1, 2, 3]]
+    assert sum(len(now.started) for now in none.rounds) == 8
