@@ -79,7 +79,7 @@ class Padded:
         hidden = output.last_hidden_state[:, size[0] - 1 : -1]
         logprobs = token_scores(hidden.flatten(0, 1), weight, tokens[:, size[0] :].flatten(), 1.0).logprobs
         assert part.advantages is not None
-        advantages = part.advantages[part.response_mask]
+        advantages = part.advantages[part.loss_mask]
         kept = logprobs[is_response[:, size[0] :].flatten()]
         policy = clipped_ratio(kept, kept.detach(), advantages, self._algo.clip_low, self._algo.clip_high)
         (policy.loss.sum() / total).backward()

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from rl.data.batch import Batch
+from rl.data.batch import Batch, batch_of_responses
 
 
 def random_batch(lengths: Tensor, prompt_lengths: Tensor, vocab: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
     num_tokens, num_sequences = int(lengths.sum()), len(lengths)
-    return Batch(
+    return batch_of_responses(
         tokens=torch.randint(0, vocab, (num_tokens,), generator=generator),
         lengths=lengths,
         prompt_lengths=prompt_lengths,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from safetensors.torch import load_file
 
 from launch.environment import ROOT, TORCHRUN, activated_environment
 from rl.data.batch import Batch
@@ -103,7 +102,7 @@ class Result:
     def rollouts(self, step: int) -> Batch:
         """Return the whole batch of a step in stream order, whichever ranks owned it."""
         files = sorted((self.folder / "rollouts").glob(f"step_{step}.rank_*.safetensors"))
-        batch = Batch.concat([Batch(**load_file(file)) for file in files])
+        batch = Batch.concat([Batch.from_bytes(file.read_bytes()) for file in files])
         order = sorted(range(batch.num_sequences), key=lambda sequence: int(batch.group_ids[sequence]))
         return batch.select(order)
 

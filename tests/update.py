@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rl.data.batch import Batch
+from rl.data.batch import Batch, batch_of_responses
 from tests.launcher import finish, start
 
 TEMPERATURE = 0.8
@@ -49,7 +49,7 @@ def make_batch() -> Batch:
     torch.manual_seed(1)
     lengths = torch.randint(3, 21, (NUM_PROMPTS * 3,))
     num_tokens = int(lengths.sum())
-    return Batch(
+    return batch_of_responses(
         tokens=torch.randint(0, SHAPE["vocab_size"], (num_tokens,)),
         lengths=lengths,
         prompt_lengths=torch.minimum(torch.randint(1, 6, lengths.shape), lengths - 1),
@@ -249,7 +249,7 @@ class Reference(NamedTuple):
 
 def make_reference(folder: Path) -> Reference:
     batch, expected, variants, critics, certain = make_batch(), {}, {}, {}, {}
-    save_file(batch._tensors(), folder / "batch.safetensors")
+    (folder / "batch.safetensors").write_bytes(batch.to_bytes())
     for kind in MODELS:
         model = make_model(folder / kind, kind)
         certain[kind] = certainties(model, batch)
@@ -279,7 +279,7 @@ def spoilt_token(batch: Batch, is_truncated: bool) -> int:
     """Return a response token of negative advantage, so that no clip bounds its loss."""
     assert batch.advantages is not None
     is_cut = torch.repeat_interleave(batch.truncated, batch.lengths)
-    fitting = batch.response_mask & (batch.advantages < 0) & (is_cut == is_truncated)
+    fitting = batch.loss_mask & (batch.advantages < 0) & (is_cut == is_truncated)
     return int(fitting.nonzero()[0])
 
 

@@ -1,11 +1,16 @@
 """The ragged batch: rollouts concatenated as flat tokens, without padding, in host memory.
 
 A batch has T tokens in S sequences. Fields of shape [T] have a value per token, fields of shape [S] one per sequence.
-The logprob at position t is that of tokens[t] given the tokens before it in the same sequence. Lengths say
-which tokens belong to a response. Token ids never do, because the EOS token may also be the pad token.
+The logprob at position t is that of tokens[t] given the tokens before it in the same sequence. `loss_mask` says
+which tokens the policy has sampled. Only these are trained on, and "elsewhere" means all others. Token ids never tell,
+because the EOS token may also be the pad token.
+
+A batch in a file or a message is a safetensors file, whose metadata name its format: see `FORMAT`.
 """
 
 import dataclasses
+import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,23 +18,26 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+FORMAT = "oneworld rollouts 1"  # changing the fields of `Batch` needs another number
+
 
 @dataclass(frozen=True)
 class Batch:
     tokens: Tensor  # [T] int64, prompt and response
     lengths: Tensor  # [S] int64, number of tokens of each sequence
     prompt_lengths: Tensor  # [S] int64
-    versions: Tensor  # [T] int32, version of the weights that sampled the token; -1 in prompts
-    rollout_logprobs: Tensor  # [T] float32, by the engine; 0 in prompts
+    loss_mask: Tensor  # [T] bool, whether the policy has sampled the token
+    versions: Tensor  # [T] int32, version of the weights that sampled the token; -1 elsewhere
+    rollout_logprobs: Tensor  # [T] float32, by the engine; 0 elsewhere
     rewards: Tensor  # [S] float32
     group_ids: Tensor  # [S] int64, position of the prompt in its batch of the prompt stream
     truncated: Tensor  # [S] bool, whether the token limit cut the response
     old_logprobs: Tensor | None = None  # [T] float32, by the policy before this batch's first update
     ref_logprobs: Tensor | None = None  # [T] float32, by the reference policy
-    certainty: Tensor | None = None  # [T] float32, self-certainty of the policy at the token; 0 in prompts
-    values: Tensor | None = None  # [T] float32, by the critic before this batch's first update; 0 in prompts
-    advantages: Tensor | None = None  # [T] float32; 0 in prompts
-    returns: Tensor | None = None  # [T] float32, targets of the critic; 0 in prompts
+    certainty: Tensor | None = None  # [T] float32, self-certainty of the policy at the token; 0 elsewhere
+    values: Tensor | None = None  # [T] float32, by the critic before this batch's first update; 0 elsewhere
+    advantages: Tensor | None = None  # [T] float32; 0 elsewhere
+    returns: Tensor | None = None  # [T] float32, targets of the critic; 0 elsewhere
 
     @property
     def num_sequences(self) -> int:
@@ -55,30 +63,27 @@ class Batch:
         return torch.arange(self.num_tokens) - torch.repeat_interleave(self.cu_lengths[:-1], self.lengths)
 
     @property
-    def response_mask(self) -> Tensor:
-        """Return [T] bool: whether the token belongs to a response."""
-        return self.positions >= torch.repeat_interleave(self.prompt_lengths, self.lengths)
-
-    @property
     def response_lengths(self) -> Tensor:
-        return self.lengths - self.prompt_lengths
+        """Return [S]: the number of tokens of each sequence that the policy has sampled."""
+        return torch.zeros_like(self.lengths).index_add_(0, self.segment_ids, self.loss_mask.long())
 
     @property
     def response_segment_ids(self) -> Tensor:
-        return torch.repeat_interleave(torch.arange(self.num_sequences), self.response_lengths)
+        """Return the sequence of each token that the policy has sampled."""
+        return self.segment_ids[self.loss_mask]
 
     def response_spans(self) -> list[tuple[int, int]]:
-        """Return the start and the end of each response among the tokens."""
+        """Return the start and the end of what follows each prompt among the tokens."""
         ends = self.lengths.cumsum(0)
-        return list(zip((ends - self.response_lengths).tolist(), ends.tolist()))
+        return list(zip((ends - self.lengths + self.prompt_lengths).tolist(), ends.tolist()))
 
     def trained_sequences(self, mask_truncated: bool) -> list[int]:
         """Return the indices of the sequences to learn from: all, or with `mask_truncated` those not truncated."""
         return (~self.truncated).nonzero().flatten().tolist() if mask_truncated else list(range(self.num_sequences))
 
     def at_responses(self, values: Tensor) -> Tensor:
-        """Scatter values of the response tokens to [T], with 0 in prompts."""
-        mask = self.response_mask
+        """Scatter values of the tokens in `loss_mask` to [T], with 0 elsewhere."""
+        mask = self.loss_mask
         assert len(values) == mask.sum(), f"{len(values)} values for {mask.sum()} response tokens"
         return values.new_zeros(self.num_tokens).masked_scatter(mask, values)
 
@@ -103,10 +108,16 @@ class Batch:
 
     def to_bytes(self) -> bytes:
         """Return the batch as the bytes of a safetensors file."""
-        return safetensors.torch.save({name: value.contiguous() for name, value in self._tensors().items()})
+        tensors = {name: value.contiguous() for name, value in self._tensors().items()}
+        return safetensors.torch.save(tensors, {"format": FORMAT})
 
     @staticmethod
     def from_bytes(data: bytes | bytearray) -> "Batch":
+        """Return the batch in the bytes of a safetensors file. Raise ValueError if it has another format."""
+        (length,) = struct.unpack_from("<Q", data)
+        found = json.loads(bytes(data[8 : 8 + length])).get("__metadata__", {}).get("format")
+        if found != FORMAT:
+            raise ValueError(f"got rollouts of the format {found!r}, but this program reads {FORMAT!r}")
         return Batch(**safetensors.torch.load(bytes(data)))
 
     @staticmethod
@@ -124,4 +135,21 @@ SEQUENCE_FIELDS = ("lengths", "prompt_lengths", "rewards", "group_ids", "truncat
 
 def empty_batch() -> Batch:
     integers, floats = torch.empty(0, dtype=torch.int64), torch.empty(0)
-    return Batch(integers, integers, integers, integers.int(), floats, floats, integers, integers.bool())
+    return Batch(
+        tokens=integers,
+        lengths=integers,
+        prompt_lengths=integers,
+        loss_mask=integers.bool(),
+        versions=integers.int(),
+        rollout_logprobs=floats,
+        rewards=floats,
+        group_ids=integers,
+        truncated=integers.bool(),
+    )
+
+
+def batch_of_responses(*, lengths: Tensor, prompt_lengths: Tensor, **fields: Tensor) -> Batch:
+    """Return a batch of sequences that are a prompt and then a response. All tokens of a response are trained on."""
+    spans = torch.stack([prompt_lengths, lengths - prompt_lengths], 1).flatten()
+    loss_mask = torch.repeat_interleave(torch.tensor([False, True]).repeat(len(lengths)), spans)
+    return Batch(lengths=lengths, prompt_lengths=prompt_lengths, loss_mask=loss_mask, **fields)

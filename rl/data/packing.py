@@ -102,7 +102,7 @@ def over_micro_batches(
     parts = [torch.stack(list(compute(each))) for each in micro_batches_of(batch, micro_batches, name)]
     scores = torch.cat(parts, 1).cpu()
     order = [sequence for sequences in micro_batches for sequence in sequences]
-    places = batch.token_indices(order)[batch.select(order).response_mask]
+    places = batch.token_indices(order)[batch.select(order).loss_mask]
     return list(torch.zeros(len(scores), batch.num_tokens).index_copy(1, places, scores))
 
 

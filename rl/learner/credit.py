@@ -55,7 +55,7 @@ def assign_credit(
         token_rewards = rules.token_rewards(rewards, kl, kl_coef, segments, lengths)
         if algo.advantage == "gae":
             assert batch.values is not None
-            values = batch.values[batch.response_mask]
+            values = batch.values[batch.loss_mask]
             credit, returns = rules.gae(token_rewards, values, segments, algo.gamma, algo.lam)
             fields["returns"] = batch.at_responses(returns)
             measures.mean("critic/return_mean", returns.sum(), len(returns))
@@ -85,7 +85,7 @@ def _shaped_rewards(batch: Batch, algo: AlgoConfig, max_new_tokens: int, measure
         measures.mean("reward/overlong", penalty.sum(), count)
     if algo.certainty_coef:
         assert batch.certainty is not None
-        sums = sequence_sums(batch.certainty[batch.response_mask], batch.response_segment_ids, batch.response_lengths)
+        sums = sequence_sums(batch.certainty[batch.loss_mask], batch.response_segment_ids, batch.response_lengths)
         certainty = (sums / batch.response_lengths.clamp(min=1)).float()
         rewards = rewards + algo.certainty_coef * certainty
         measures.mean("reward/certainty", certainty.sum(), count)
@@ -97,7 +97,7 @@ def _kl(batch: Batch, algo: AlgoConfig, measures: Measures) -> Tensor | None:
     if not algo.has_kl_in_reward:
         return None
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-    mask = batch.response_mask
+    mask = batch.loss_mask
     kl = kl_penalty(batch.old_logprobs[mask], batch.ref_logprobs[mask], algo.kl_estimator)
     measures.mean("reward/kl", kl.sum(), torch.tensor(kl.numel()))
     return kl

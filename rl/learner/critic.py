@@ -36,7 +36,7 @@ class CriticTrainer(ShardedTrainer):
 
     def _accumulate(self, micro_batch: Batch, scale: float, measures: Measures) -> None:
         assert micro_batch.values is not None and micro_batch.returns is not None
-        mask = micro_batch.response_mask
+        mask = micro_batch.loss_mask
         old_values, returns = self._move(micro_batch.values[mask]), self._move(micro_batch.returns[mask])
         (values,) = self._values(micro_batch)
         self._count_bad(values)

@@ -91,14 +91,14 @@ class PolicyTrainer(ShardedTrainer):
             check_mismatch(mismatch["policy/mismatch_kl"], self._rollout.max_mismatch_kl)
         if self._loss.is_own and (num_bad := int(self._num_nan_losses)):
             raise FloatingPointError(
-                f"algo.loss: {self._loss.spec} returned NaN for {num_bad} of {int(mini_batch.response_mask.sum())} "
+                f"algo.loss: {self._loss.spec} returned NaN for {num_bad} of {int(mini_batch.loss_mask.sum())} "
                 "tokens; every loss must be a number. Check divisions, logarithms and 0 x infinity: exp(89) is "
                 "infinite in float32"
             )
 
     def _accumulate(self, micro_batch: Batch, scale: float, measures: Measures) -> None:
         assert micro_batch.advantages is not None
-        mask, algo = micro_batch.response_mask, self._algo
+        mask, algo = micro_batch.loss_mask, self._algo
         count, (weights, denominator) = mask.sum(), self._weights(micro_batch)
         scores = self._score(micro_batch, self._reference_of(micro_batch))
         self._count_bad(scores.logprobs + scores.reference_kl)
@@ -152,5 +152,5 @@ class PolicyTrainer(ShardedTrainer):
         if self._algo.kl_estimator == "full":
             return scores.reference_kl
         assert micro_batch.ref_logprobs is not None
-        ref_logprobs = self._move(micro_batch.ref_logprobs[micro_batch.response_mask])
+        ref_logprobs = self._move(micro_batch.ref_logprobs[micro_batch.loss_mask])
         return kl_penalty(scores.logprobs, ref_logprobs, self._algo.kl_estimator)

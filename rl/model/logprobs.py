@@ -95,7 +95,7 @@ def value_responses(model: Any, batch: Batch, device: torch.device) -> Tensor:
 
 def _inputs(model: Any, batch: Batch, device: torch.device, probe: Sequence[int] = ()) -> dict[str, Any]:
     """Return the inputs of a forward pass. An empty batch gets one token, since the forward pass is a collective."""
-    response = batch.response_mask.nonzero().squeeze(1)
+    response = batch.loss_mask.nonzero().squeeze(1)
     extra = torch.tensor(probe or ([] if batch.num_tokens else [0]), dtype=torch.int64)
     places = torch.arange(len(extra))
     inputs = {

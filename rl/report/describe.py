@@ -11,7 +11,7 @@ from rl.report.metrics import Measures
 def describe(batch: Batch) -> Measures:
     """Return the metrics of a batch. Without old logprobs, the update measures `policy/mismatch_kl` later."""
     measures = Measures()
-    mask, count = batch.response_mask, batch.num_sequences
+    mask, count = batch.loss_mask, batch.num_sequences
     measures.mean("reward/mean", batch.rewards.sum(), count)
     measures.mean("rollout/length_mean", batch.response_lengths.sum(), count)
     measures.mean("rollout/truncated", batch.truncated.sum(), count)
@@ -26,12 +26,12 @@ def check_finite(batch: Batch) -> None:
     """Raise FloatingPointError for infinite or NaN logprobs and values. They would spoil all weights of the model."""
     for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "certainty", "values"):
         scores = getattr(batch, name)
-        bad = [] if scores is None else (batch.response_mask & ~torch.isfinite(scores)).nonzero().flatten().tolist()
+        bad = [] if scores is None else (batch.loss_mask & ~torch.isfinite(scores)).nonzero().flatten().tolist()
         if bad:
             first, sequence = bad[0], int(batch.segment_ids[bad[0]])
             place = int(batch.positions[first] - batch.prompt_lengths[sequence])
             raise FloatingPointError(
-                f"{len(bad)} of {int(batch.response_mask.sum())} {name} are not finite; the first is {scores[first]} "
+                f"{len(bad)} of {int(batch.loss_mask.sum())} {name} are not finite; the first is {scores[first]} "
                 f"at token {place} of a response to prompt {int(batch.group_ids[sequence])} of this step, sampled by "
                 f"version {int(batch.versions[first])}. A model has overflowed: try model.dtype=float32, or resume "
                 "from an earlier checkpoint with a lower learning rate"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rl.data.batch import Batch
+from rl.data.batch import Batch, batch_of_responses
 from rl.data.prompts import Tokenizer, sample_seed
 from rl.rewards.failure import RewardFailure
 from rl.rewards.pool import RewardPool
@@ -278,7 +278,7 @@ def pack_group(task: Task, completions: list[Completion], rewards: list[float]) 
         tokens.fromlist([*prompt, *completion.tokens])
         logprobs.fromlist([0.0] * len(prompt) + completion.logprobs)
         versions.fromlist([-1] * len(prompt) + [task.version] * len(completion.tokens))
-    return Batch(
+    return batch_of_responses(
         tokens=torch.frombuffer(tokens, dtype=torch.int64),
         lengths=torch.tensor([len(prompt) + len(c.tokens) for c in completions], dtype=torch.int64),
         prompt_lengths=torch.full((count,), len(prompt), dtype=torch.int64),

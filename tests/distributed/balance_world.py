@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rl.data.batch import Batch
+from rl.data.batch import Batch, batch_of_responses
 from rl.data.prompts import Prompt
 from rl.placement.groups import make_groups
 from rl.placement.roles import Placement, plan
@@ -33,7 +33,7 @@ def group_of(batch: int, position: int) -> Batch:
     random_ = random.Random(100 * batch + position)
     longest = 90 if position % 3 == 0 else 30
     lengths = [random_.randint(10, longest) for _ in range(NUM_SAMPLES)]
-    return Batch(
+    return batch_of_responses(
         tokens=torch.tensor([random_.randrange(1000) for _ in range(sum(lengths))]),
         lengths=torch.tensor(lengths),
         prompt_lengths=torch.full((NUM_SAMPLES,), 5),

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from rl.checkpoint.resume import agree_on_resume, restore
 from rl.checkpoint.store import CheckpointStore
 from rl.config.load import load_config
-from rl.data.batch import Batch
+from rl.data.batch import Batch, batch_of_responses
 from rl.data.prompts import Prompt, PromptStream
 from rl.learner.policy import PolicyTrainer
 from rl.learner.sharded_trainer import MOMENTS, ShardedModel
@@ -59,7 +59,7 @@ def batch_of(step: int) -> Batch:
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(3, 12, (NUM_PROMPTS * 2,), generator=generator)
     num_tokens = int(lengths.sum())
-    return Batch(
+    return batch_of_responses(
         tokens=torch.randint(0, VOCABULARY, (num_tokens,), generator=generator),
         lengths=lengths,
         prompt_lengths=torch.ones_like(lengths),

@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-from safetensors.torch import load_file
 
 from rl.data.batch import Batch
 from rl.data.packing import estimate_costs, mini_batch_of
@@ -20,7 +19,8 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Batch]]:
     assert process.returncode == 0, output[-6000:]
     return {
         batch: [
-            Batch(**load_file(folder / f"batch_{batch}.rank_{1 + actor}.safetensors")) for actor in range(NUM_ACTORS)
+            Batch.from_bytes((folder / f"batch_{batch}.rank_{1 + actor}.safetensors").read_bytes())
+            for actor in range(NUM_ACTORS)
         ]
         for batch in NUM_PROMPTS
     }

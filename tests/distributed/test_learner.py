@@ -156,7 +156,7 @@ def test_every_loss_equals_the_plain_one(reference: Reference, name: str) -> Non
 def test_critic(reference: Reference, num_ranks: int, model: str) -> None:
     """A head of zeros gives values of 0. After an update weights, values, losses and the share of clipped values are
     those of the reference, with uneven and empty work and with offloading."""
-    job, wanted, mask = CRITICS[num_ranks, model], reference.critics[model], make_batch().response_mask
+    job, wanted, mask = CRITICS[num_ranks, model], reference.critics[model], make_batch().loss_mask
     found = load_file(reference.folder / f"{job['name']}.values.safetensors")
     assert not found["before"].any()
     assert wanted.values.abs().max() > 0.1
@@ -177,7 +177,7 @@ def test_critic(reference: Reference, num_ranks: int, model: str) -> None:
 def test_certainty(reference: Reference, num_ranks: int, model: str) -> None:
     """A scoring pass also computes KL(uniform, policy) at the sampling temperature."""
     found = load_file(reference.folder / f"{CRITICS[num_ranks, model]['name']}.values.safetensors")
-    mask = make_batch().response_mask
+    mask = make_batch().loss_mask
     for name, wanted in zip(("old_logprobs", "certainty"), reference.certainties[model], strict=True):
         torch.testing.assert_close(found[name][mask], wanted, atol=1e-5, rtol=0)
         assert not found[name][~mask].any()

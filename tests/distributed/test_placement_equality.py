@@ -40,7 +40,7 @@ def assert_engines_match_learner(result: Result) -> None:
     """After every sync the engines' logprobs are those of the learner's weights."""
     for step in range(1, NUM_STEPS + 1):
         batch = result.rollouts(step)
-        mask = batch.response_mask
+        mask = batch.loss_mask
         assert batch.old_logprobs is not None
         torch.testing.assert_close(batch.rollout_logprobs[mask], batch.old_logprobs[mask], atol=1e-4, rtol=0)
         assert batch.versions[mask].unique().tolist() == [step]
@@ -99,7 +99,7 @@ def test_an_algorithm_with_everything_has_placement_equality(tmp_path: Path) -> 
         assert got.group_ids.tolist() == expected.group_ids.tolist()
         for name in ("certainty", "values", "returns", "advantages", "old_logprobs", "ref_logprobs"):
             torch.testing.assert_close(getattr(got, name), getattr(expected, name), atol=1e-4, rtol=1e-4, msg=name)
-        mask = got.response_mask
+        mask = got.loss_mask
         assert got.certainty is not None and got.values is not None and got.old_logprobs is not None
         assert got.certainty[mask].min() > 0 and not got.certainty[~mask].any()
         assert got.values.any() == (step > 1)

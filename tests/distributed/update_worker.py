@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,7 +47,7 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         model.get_parameter(name).requires_grad_(False)
     if job["poisoned"]:
         model.get_parameter(job["poisoned"]).to_local().detach().fill_(float("nan"))
-    batch = Batch(**load_file(folder / "batch.safetensors"))
+    batch = Batch.from_bytes((folder / "batch.safetensors").read_bytes())
     for field, (token, value) in job["edits"].items():
         getattr(batch, field)[token] = value
     batch.truncated[:] |= job["all_truncated"]
@@ -200,7 +200,7 @@ def update_critic(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     inference = InferenceConfig(max_tokens_per_micro_batch=30)
     config = Config(actor=actor, algo=algo, critic=critic_config, inference=inference)
     critic = CriticTrainer(ShardedModel(model, pg, device), config)
-    batch = Batch(**load_file(folder / "batch.safetensors"))
+    batch = Batch.from_bytes((folder / "batch.safetensors").read_bytes())
     owned = owned_by(dist.get_rank(pg), dist.get_world_size(pg), batch, job)
     share, measures = batch.select(owned), Measures()
     found = {"before": critic.add_values(share).values}

@@ -37,8 +37,8 @@ def test_timing_never_changes_the_data(uneven: Result, tmp_path: Path) -> None:
 def test_version_on_every_token(uneven: Result) -> None:
     for step in (1, 2):
         batch = uneven.rollouts(step)
-        assert batch.versions[batch.response_mask].unique().tolist() == [step]
-        assert batch.versions[~batch.response_mask].unique().tolist() == [-1]
+        assert batch.versions[batch.loss_mask].unique().tolist() == [step]
+        assert batch.versions[~batch.loss_mask].unique().tolist() == [-1]
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,6 @@ def test_tensor_parallel_engine_of_qwen3(tied: bool, tmp_path: Path) -> None:
     assert "cannot be read back" not in result.output
     for step in (1, 2, 3):
         batch = result.rollouts(step)
-        mask = batch.response_mask
+        mask = batch.loss_mask
         assert batch.old_logprobs is not None
         torch.testing.assert_close(batch.rollout_logprobs[mask], batch.old_logprobs[mask], atol=1e-4, rtol=0)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from rl.data.batch import Batch
+from rl.data.batch import Batch, batch_of_responses
 from rl.rollout.collect import Balancer, MovedGroup
 from rl.world.messages import Mailbox
 from tests.mails import WAIT_S, Mark, connected, take
@@ -20,7 +20,7 @@ MOVED = [2, 1, 0, 0, 0, 0]  # owner 0 and 2 exchange, 1 gives one, 2 gives all b
 def group_of(position: int, mark: int) -> Batch:
     """Two rollouts of 2 and 1 + position tokens, all of them the mark."""
     num_tokens = 3 + position
-    return Batch(
+    return batch_of_responses(
         tokens=torch.full((num_tokens,), mark),
         lengths=torch.tensor([2, 1 + position]),
         prompt_lengths=torch.tensor([1, 1]),

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
 
-from rl.data.batch import Batch, empty_batch
+from rl.data.batch import Batch, batch_of_responses, empty_batch
 from rl.report.describe import check_finite, describe, show
 
 LN2 = math.log(2)
@@ -16,7 +17,7 @@ LN2 = math.log(2)
 
 def make_batch() -> Batch:
     """Return 5 6 | 7, 8 | 0 0 9 and 0 4 | 0. Token 0 is both EOS and padding, and occurs in prompts too."""
-    return Batch(
+    return batch_of_responses(
         tokens=torch.tensor([5, 6, 7, 8, 0, 0, 9, 0, 4, 0]),
         lengths=torch.tensor([3, 4, 3]),
         prompt_lengths=torch.tensor([2, 1, 2]),
@@ -47,8 +48,8 @@ def test_positions_and_lengths_of_sequences() -> None:
     assert batch.response_lengths.tolist() == [1, 3, 1]
 
 
-def test_response_mask_comes_from_lengths_not_from_token_ids() -> None:
-    mask = make_batch().response_mask
+def test_loss_mask_comes_from_lengths_not_from_token_ids() -> None:
+    mask = make_batch().loss_mask
     assert mask.int().tolist() == [0, 0, 1, 0, 1, 1, 1, 0, 0, 1]
     assert make_batch().tokens[mask].tolist() == [7, 0, 0, 9, 0]
 
@@ -57,7 +58,7 @@ def test_select_reorders_tokens_with_their_sequences() -> None:
     batch = make_batch().replace(
         old_logprobs=torch.arange(10.0), ref_logprobs=-torch.arange(10.0), advantages=torch.arange(10.0) + 5
     )
-    wanted = Batch(
+    wanted = batch_of_responses(
         tokens=torch.tensor([0, 4, 0, 5, 6, 7]),
         lengths=torch.tensor([3, 3]),
         prompt_lengths=torch.tensor([2, 2]),
@@ -78,7 +79,7 @@ def test_select_nothing_gives_an_empty_batch_with_the_same_fields() -> None:
     scored = make_batch().replace(old_logprobs=torch.zeros(10)).select([])
     assert scored.old_logprobs is not None
     assert scored.old_logprobs.shape == (0,)
-    assert scored.positions.tolist() == scored.response_mask.tolist() == []
+    assert scored.positions.tolist() == scored.loss_mask.tolist() == []
     assert scored.cu_lengths.tolist() == [0]
 
 
@@ -97,6 +98,31 @@ def test_concat_undoes_select() -> None:
 def test_bytes_round_trip(batch: Batch) -> None:
     assert_same(Batch.from_bytes(batch.to_bytes()), batch)
     assert_same(Batch.from_bytes(bytearray(batch.to_bytes())), batch)
+
+
+def test_bytes_of_another_format_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="got rollouts of the format None, but this program reads 'oneworld rollouts 1'"
+    ):
+        Batch.from_bytes(save({"tokens": torch.zeros(1)}))
+
+
+def test_what_another_wrote_into_a_sequence_is_not_trained_on() -> None:
+    """5 6 | 7 | 8 | 9: the policy has sampled 7 and 9. Lengths cannot say this."""
+    batch = batch_of_responses(
+        tokens=torch.tensor([5, 6, 7, 8, 9]),
+        lengths=torch.tensor([5]),
+        prompt_lengths=torch.tensor([2]),
+        versions=torch.tensor([-1, -1, 3, -1, 3], dtype=torch.int32),
+        rollout_logprobs=torch.zeros(5),
+        rewards=torch.zeros(1),
+        group_ids=torch.zeros(1, dtype=torch.int64),
+        truncated=torch.zeros(1, dtype=torch.bool),
+    ).replace(loss_mask=torch.tensor([False, False, True, False, True]))
+    assert batch.response_lengths.tolist() == [2]
+    assert batch.response_segment_ids.tolist() == [0, 0]
+    assert batch.at_responses(torch.tensor([1.0, 2.0])).tolist() == [0, 0, 1, 0, 2]
+    assert batch.response_spans() == [(2, 5)]
 
 
 @pytest.fixture
@@ -169,7 +195,7 @@ class Letters:
 def test_show_escapes_what_would_break_the_table() -> None:
     texts = [("1|2\n", "3|\n4", 1.0), ("a", "b", 0.25), ("never", "shown", 0.0)]
     letters = [ord(letter) for prompt, response, _ in texts for letter in prompt + response]
-    batch = Batch(
+    batch = batch_of_responses(
         tokens=torch.tensor(letters),
         lengths=torch.tensor([len(prompt + response) for prompt, response, _ in texts]),
         prompt_lengths=torch.tensor([len(prompt) for prompt, _, _ in texts]),

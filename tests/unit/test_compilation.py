@@ -155,7 +155,7 @@ def test_micro_batches_report_their_shape() -> None:
 
     def compute(micro_batch: Batch) -> list[torch.Tensor]:
         seen.append((now().activity.item, now().shape, now().is_first_use))
-        return [torch.zeros(int(micro_batch.response_mask.sum()))]
+        return [torch.zeros(int(micro_batch.loss_mask.sum()))]
 
     HEART.enter("a stage of this test")
     over_micro_batches(batch, [[2], [1], [0, 3], []], compute, "values")

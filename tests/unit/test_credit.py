@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.config.schema import AlgoConfig
-from rl.data.batch import Batch
+from rl.data.batch import Batch, batch_of_responses
 from rl.learner.credit import assign_credit
 from rl.report.metrics import Measures
 from tests.unit.ragged import close
@@ -38,7 +38,7 @@ def at_tokens(of_responses: list[list[float]]) -> Tensor:
 def make_batch() -> Batch:
     lengths = torch.tensor(PROMPT_LENGTHS) + torch.tensor(RESPONSE_LENGTHS)
     num_tokens = int(lengths.sum())
-    return Batch(
+    return batch_of_responses(
         tokens=torch.zeros(num_tokens, dtype=torch.int64),
         lengths=lengths,
         prompt_lengths=torch.tensor(PROMPT_LENGTHS),
@@ -87,7 +87,7 @@ def standard(by_token: list[list[float]]) -> list[list[float]]:
 
 def check(got: Tensor | None, wanted: list[list[float]]) -> None:
     assert got is not None
-    mask = make_batch().response_mask
+    mask = make_batch().loss_mask
     close(got[mask], [*itertools.chain(*wanted)])
     assert got[~mask].eq(0).all()
 
@@ -228,7 +228,7 @@ def random_batch() -> Batch:
     lengths = prompt_lengths + response_lengths
     num_tokens = int(lengths.sum())
     names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "certainty", "values")
-    return Batch(
+    return batch_of_responses(
         tokens=torch.zeros(num_tokens, dtype=torch.int64),
         lengths=lengths,
         prompt_lengths=prompt_lengths,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rl.config.schema import AlgoConfig
-from rl.data.batch import Batch
+from rl.data.batch import Batch, batch_of_responses
 from rl.data.prompts import Prompt, PromptStream
 from rl.report.metrics import Measures
 from rl.rollout.collect import Gathered
@@ -54,7 +54,7 @@ class Engines:
         return Rank(self, rank)
 
     def group(self, prompt: int, position: int) -> Batch:
-        return Batch(
+        return batch_of_responses(
             tokens=torch.tensor([0, prompt, 0, prompt]),
             lengths=torch.tensor([2, 2]),
             prompt_lengths=torch.tensor([1, 1]),

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.config.schema import ConfigError
-from rl.data.batch import Batch
+from rl.data.batch import Batch, batch_of_responses
 from rl.model.load import PLAIN, Compute, _turn_dropout_off, load_model
 from rl.model.logprobs import score_responses
 from rl.model.rotary import freeze_frequencies
@@ -76,7 +76,7 @@ def make_batch(lengths: list[int]) -> Batch:
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(1, 96, (length,), generator=generator) for length in LENGTHS]
     tokens = torch.cat([rows[LENGTHS.index(length)] for length in lengths])
-    return Batch(
+    return batch_of_responses(
         tokens=tokens,
         lengths=torch.tensor(lengths),
         prompt_lengths=torch.ones(len(lengths), dtype=torch.int64),

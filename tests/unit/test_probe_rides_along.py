@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from rl.data.batch import Batch, empty_batch
+from rl.data.batch import Batch, batch_of_responses, empty_batch
 from rl.model import attention
 from rl.model.logprobs import patch_forward_to_score, score_responses
 
@@ -24,7 +24,7 @@ SHAPE = {
 
 def batch_of(*lengths: int) -> Batch:
     count = sum(lengths)
-    return Batch(
+    return batch_of_responses(
         tokens=torch.randint(0, 37, (count,), generator=torch.Generator().manual_seed(count)),
         lengths=torch.tensor(lengths),
         prompt_lengths=torch.full((len(lengths),), 2),
