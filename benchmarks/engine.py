@@ -50,7 +50,7 @@ def measure(settings: list[str], rounds: int, file: Path) -> None:
             start = time.perf_counter()
             number = rollouts.start(prompts, actor.sampler.sampling, version)
             gathered = rollouts.gather(number)
-            batch = rollouts.settle(number, gathered.groups, gathered.owners)
+            batch = rollouts.settle(gathered.groups, gathered.owners)
             seconds["ours"].append(time.perf_counter() - start)
             start = time.perf_counter()
             num_tokens = generate(engine, [prompt.tokens for prompt in prompts], config.rollout)

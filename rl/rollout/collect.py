@@ -1,7 +1,7 @@
 """The rollout stage: hand prompts to the engines, and collect this actor's share of the finished groups.
 
-`start` hands prompts to the engines, `gather` waits for their groups, and `settle` balances the groups between the
-actors. With dynamic sampling, a training batch takes several rounds of `start` and `gather`, then one `settle`.
+`start` hands prompts to the engines, and `gather` waits for their groups. One or several such rounds bring the groups
+of an update, which `settle` balances between the actors.
 """
 
 from collections import defaultdict
@@ -130,7 +130,7 @@ class Rollouts(Service):
             self._gate = OrderGate(world.mail, len(placement.actors), heads)
         self._awaited = ""
         self.engine_name = "no engine yet"
-        self._num_started = 0
+        self._num_started = self._num_settled = 0
         self._training: set[int] = set()  # batches to train on; the others evaluate
         self._owners: dict[int, list[int]] = {}  # by batch
         self._arrived: dict[int, dict[int, tuple[ScoredGroup, Batch]]] = defaultdict(dict)  # by batch and position
@@ -202,9 +202,10 @@ class Rollouts(Service):
                     self._mail.send(self._leader, CallsFailed(group.failures))
                 self._arrived[group.batch][group.position] = (group, Batch.from_bytes(letter.payload))
 
-    def settle(self, batch: int, groups: Groups, owners: Sequence[int]) -> Batch:
-        """Balance the groups between actors. Return this rank's groups, in stream order. This is a collective."""
-        groups = self._balancer.balance(batch, groups, owners, self._mini_batches(len(owners)))
+    def settle(self, groups: Groups, owners: Sequence[int]) -> Batch:
+        """Balance the groups of an update between actors. Return this rank's groups, by place. This is a collective."""
+        self._num_settled += 1
+        groups = self._balancer.balance(self._num_settled, groups, owners, self._mini_batches(len(owners)))
         return Batch.concat([groups[position] for position in sorted(groups)])
 
     def _mini_batches(self, num_prompts: int) -> list[int]:

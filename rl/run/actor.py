@@ -16,7 +16,7 @@ from rl.learner.scoring import Scorer
 from rl.report.describe import check_finite, describe
 from rl.report.metrics import Measures
 from rl.rewards.totals import Totals, metrics_of
-from rl.rollout.dynamic_sampling import Sampler
+from rl.rollout.sampler import Sampler
 from rl.run.reporter import Reporter
 from rl.sync.weights import WeightSync
 

@@ -21,7 +21,8 @@ from rl.model.shards import TensorInfo
 from rl.report.metrics import METRICS, MetricsWriter, last_step
 from rl.rollout.collect import Balancer, Rollouts
 from rl.rollout.dispatch import Sampling
-from rl.rollout.dynamic_sampling import Sampler
+from rl.rollout.sampler import Sampler
+from rl.rollout.schedule import SchedulePlan
 from rl.run.actor import Actor
 from rl.run.models import build_critic, build_learner, build_scorer, load
 from rl.run.open import Run
@@ -99,14 +100,15 @@ def build_checkpoints(
 
 
 def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
-    rollout, num_prompts = run.config.rollout, run.config.train.num_prompts_per_step
+    rollout, algo, num_prompts = run.config.rollout, run.config.algo, run.config.train.num_prompts_per_step
     stream = run.data.stream if run.data is not None else None
     if stream is not None and run.resume is not None and trains:
         restore_position(run.resume, stream)
     sampling = Sampling(
         rollout.num_samples_per_prompt, rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k
     )
-    return Sampler(rollouts, stream, run.groups.actor_pg, num_prompts, sampling, run.config.algo)
+    plan = SchedulePlan(num_prompts, is_dynamic=algo.dynamic_sampling, max_sampling_rounds=algo.max_sampling_rounds)
+    return Sampler(rollouts, stream, run.groups.actor_pg, plan, sampling, algo)
 
 
 def _build_evaluation(run: Run, rollouts: Rollouts) -> Evaluation | None:

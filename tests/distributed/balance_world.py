@@ -56,7 +56,7 @@ def act(world: World, placement: Placement, pg: dist.ProcessGroup, folder: Path)
 
     def collect(batch: int) -> None:
         gathered = rollouts.gather(batch)
-        share = rollouts.settle(batch, gathered.groups, gathered.owners)
+        share = rollouts.settle(gathered.groups, gathered.owners)
         (folder / f"batch_{batch}.rank_{world.rank}.safetensors").write_bytes(share.to_bytes())
 
     start(1)

@@ -1,6 +1,7 @@
 """Whole runs of algorithms that carry more than a policy from step to step: a critic, an adapted coefficient, a prompt
 stream that advances by what rewards say. On the fake engine; test_placement_equality has the real one."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from rl.config.load import load_config
 from rl.config.schema import ROOT
 from rl.data.batch import Batch
 from rl.data.sources import read_data
-from rl.rollout.dynamic_sampling import next_count
 from tests.independent_merge import assert_same_bytes, load_merged, merge_shards
 from tests.launcher import Result, finish, start, train
 from tests.own_functions import write_functions
@@ -146,9 +146,10 @@ def test_dynamic_sampling_keeps_the_first_informative_groups(dynamic: Result) ->
     config = load_config(None, [])
     stream = read_data(config, AutoTokenizer.from_pretrained(ROOT / config.model.path)).stream
     for row in dynamic.metrics:
-        sampled, kept = 0, []
+        sampled, kept, count = 0, [], NUM_PROMPTS
         while len(kept) < NUM_PROMPTS:
-            count = next_count(NUM_PROMPTS, sampled, len(kept))
+            if sampled:  # as many as fill the batch if the share of informative groups stays the same
+                count = min(NUM_PROMPTS, math.ceil((NUM_PROMPTS - len(kept)) * sampled / max(len(kept), 1)))
             kept += [prompt.tokens for prompt in stream.take(count) if int(prompt.answer) % 3 == 0]
             sampled += count
         batch = dynamic.rollouts(int(row["step"]))

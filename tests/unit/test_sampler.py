@@ -1,6 +1,5 @@
 """Dynamic sampling: a batch grows until enough of its groups are informative. Ranks are threads with a gloo group."""
 
-import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,26 +14,10 @@ from rl.data.prompts import Prompt, PromptStream
 from rl.report.metrics import Measures
 from rl.rollout.collect import Gathered
 from rl.rollout.dispatch import Sampling
-from rl.rollout.dynamic_sampling import Sampled, Sampler, next_count
+from rl.rollout.sampler import Sampled, Sampler
+from rl.rollout.schedule import SchedulePlan
 
 SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=4)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "sampled", "found", "count"),
-    [
-        (8, 0, 0, 8),  # the first round
-        (8, 8, 6, 3),  # 2 are missing, 6 of 8 were informative: 2 2/3
-        (8, 8, 4, 8),  # 4 are missing, every second one is
-        (8, 8, 2, 8),  # 24, but at most a batch
-        (8, 8, 0, 8),  # none so far
-        (8, 16, 7, 3),  # 1 is missing, 7 of 16: 2 2/7
-        (3, 3, 2, 2),
-        (1, 5, 0, 1),
-    ],
-)
-def test_next_count(wanted: int, sampled: int, found: int, count: int) -> None:
-    assert next_count(wanted, sampled, found) == count
 
 
 class Engines:
@@ -86,9 +69,8 @@ class Rank:
         groups = {position: self._engines.group(prompts[position], position) for position in mine}
         return Gathered(groups, owners, {}, {"reward/made_up": [float(len(prompts)), 1.0]})
 
-    def settle(self, batch: int, groups: dict[int, Batch], owners: list[int]) -> Batch:
+    def settle(self, groups: dict[int, Batch], owners: list[int]) -> Batch:
         """Nothing moves."""
-        assert batch == self._started
         assert sorted(groups) == [place for place, owner in enumerate(owners) if owner == self._rank]
         self._engines.owners.append(owners)
         return Batch.concat([groups[place] for place in sorted(groups)])
@@ -107,8 +89,8 @@ def draw(
         measures.sum("ranks", 1)
         own = stream if rank == 0 else None
         algo = AlgoConfig(dynamic_sampling=bool(max_rounds), mask_truncated=mask_truncated)
-        algo = dataclasses.replace(algo, max_sampling_rounds=max_rounds or algo.max_sampling_rounds)
-        sampler = Sampler(engines.of(rank), own, pg, num_prompts, SAMPLING, algo)  # type: ignore[arg-type]
+        plan = SchedulePlan(num_prompts, is_dynamic=bool(max_rounds), max_sampling_rounds=max_rounds)
+        sampler = Sampler(engines.of(rank), own, pg, plan, SAMPLING, algo)  # type: ignore[arg-type]
         return sampler.sample(7, measures), measures.reduce(pg)
 
     with ThreadPoolExecutor(num_ranks) as pool:
