@@ -30,8 +30,13 @@ class SchedulePlan:
 
     @property
     def max_lag(self) -> int:
-        """The largest possible lag of a token: the number of updates between its version and the update that trains
-        on it. docs/rounds.md derives it."""
+        """The largest possible lag of a token: the number of updates between its version and its training.
+
+        Let N groups start in each round, and let a group start in round r and take M rounds. Of the groups that started
+        before it, at most N(M - 1) are neither finished nor trained on when round r begins. In the order of the queue,
+        no group of round r + M - 1 or later stands before it. So at most N(2M - 2) - 1 groups are trained on between
+        the two moments, in at most 2M - 3 updates. With dynamic sampling, the queue may hold N - 1 groups more.
+        """
         return max(0, 2 * self.max_rounds - (2 if self.is_dynamic else 3)) if self.carries else 0
 
 
