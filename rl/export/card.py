@@ -74,7 +74,8 @@ def _algorithm(manifest: Manifest) -> str:
     advantage, loss = str(algo.get("advantage", "")), str(algo.get("loss", ""))
     if not advantage or not loss:
         return ""
-    return f" ({ADVANTAGES.get(advantage, _plain(advantage))}, {LOSSES.get(loss, _plain(loss))} loss)"
+    own_advantage, own_loss = (_plain(spec.rpartition(":")[2]) for spec in (advantage, loss))  # without a local path
+    return f" ({ADVANTAGES.get(advantage, own_advantage)}, {LOSSES.get(loss, own_loss)} loss)"
 
 
 def _overview(manifest: Manifest, dtype: str) -> str:

@@ -149,8 +149,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     spec = importlib.util.spec_from_file_location("rewards_of_a_test", tmp_path / "rewards.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     for name in ("helper", "of_package"):  # other tests have modules of these names
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    spec.loader.exec_module(module)
+    for name in ("helper", "of_package"):
         del sys.modules[name]
     return module
 
