@@ -92,7 +92,7 @@ def show(run: Path) -> str:
 
 
 def describe(run: Path, status: Status, fatal: str) -> str:
-    """Return how the run stands or how it ended, and a table of its ranks. `fatal` is the content of its file FATAL."""
+    """Return the run's state, or how it ended, and a table of its ranks. `fatal` is the content of its file FATAL."""
     rows, at, end = status
     if not rows:
         return f"{run}: no rank has written a status yet"
@@ -105,7 +105,7 @@ def describe(run: Path, status: Status, fatal: str) -> str:
 
 
 def describe_state(rows: list[dict[str, Any]], age_s: float, end: str) -> str:
-    """Return how the run stands or how it ended. The newest status is `age_s` seconds old."""
+    """Return the run's state, or how it ended. The newest status is `age_s` seconds old."""
     step, num_steps = max(row["step"] for row in rows), max(row.get("num_steps", 0) for row in rows)
     if all(row["done"] for row in rows):
         return f"done after {num_steps} of {count_of(num_steps, 'step')}" if num_steps else "done"
@@ -114,7 +114,9 @@ def describe_state(rows: list[dict[str, Any]], age_s: float, end: str) -> str:
     reached = f"step {step} of {num_steps}" if num_steps else f"step {step}"
     if age_s < STALE_S:
         return f"running, {reached}, {count_of(len(rows), 'rank')}"
-    return f"no word for {age_s:.0f} s, at {reached}, {count_of(len(rows), 'rank')}; it was killed, or its node is gone"
+    return (
+        f"no status for {age_s:.0f} s, at {reached}, {count_of(len(rows), 'rank')}; it was killed, or its node is gone"
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:

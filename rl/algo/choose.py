@@ -15,12 +15,13 @@ from torch import Tensor
 
 from rl.algo.losses import LOSSES, PolicyLoss
 from rl.config.functions import check_spec, import_function, is_own, signature_of
-from rl.config.schema import ADVANTAGES, AlgoConfig, ConfigError
+from rl.config.schema import ADVANTAGE_NAMES, LOSS_NAMES, AlgoConfig, ConfigError
 
 LOSS_INPUTS = ("new_logprobs", "old_logprobs", "rollout_logprobs", "advantages", "segment_ids", "lengths")
 LOSS_SETTINGS = ("clip_low", "clip_high", "dual_clip")
 ADVANTAGE_INPUTS = ("rewards", "token_rewards", "group_ids", "segment_ids", "lengths")
 ADVANTAGE_SETTINGS = ("gamma", "lam")
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Loss:
     def __init__(self, algo: AlgoConfig):
         self.is_own = is_own(algo.loss)
         call = _load("algo.loss", algo.loss) if self.is_own else LOSSES[algo.loss]
-        self._function = _bind("algo.loss", algo.loss, call, (LOSS_INPUTS, LOSS_SETTINGS), algo)
+        self._function = _bind("algo.loss", call, LOSS_INPUTS, LOSS_SETTINGS, algo)
         self.spec = algo.loss
         if "new_logprobs" not in self._function.inputs:
             raise ConfigError(
@@ -87,7 +88,7 @@ class OwnAdvantage:
                 f"{key}: {algo.advantage} takes values, but only algo.advantage=gae trains a critic; remove the "
                 "parameter, or use gae"
             )
-        self._function = _bind(key, algo.advantage, call, (ADVANTAGE_INPUTS, ADVANTAGE_SETTINGS), algo)
+        self._function = _bind(key, call, ADVANTAGE_INPUTS, ADVANTAGE_SETTINGS, algo)
         self.is_per_token = "token_rewards" in self._function.inputs
         self.is_standardized = bool(getattr(call, "standardize", False))
         if self.is_per_token == ("rewards" in self._function.inputs):
@@ -144,15 +145,16 @@ def check_functions(algo: AlgoConfig) -> None:
 
 
 def _load(key: str, spec: str) -> Callable[..., Any]:
-    check_spec(key, spec, LOSSES if key == "algo.loss" else ADVANTAGES)
+    check_spec(key, spec, LOSS_NAMES if key == "algo.loss" else ADVANTAGE_NAMES)
     return import_function(key, spec)
 
 
 def _bind(
-    key: str, spec: str, call: Callable[..., Any], available: Sequence[Sequence[str]], algo: AlgoConfig
+    key: str, call: Callable[..., Any], tensors: Sequence[str], settings: Sequence[str], algo: AlgoConfig
 ) -> Function:
-    """Find the arguments that a function takes. `available` are names of tensors, and of settings of `algo`."""
-    name, signature, (tensors, settings) = spec.rpartition(":")[2], signature_of(call), available
+    """Find the arguments that a function takes, among these tensors and settings of `algo`."""
+    spec = algo.loss if key == "algo.loss" else algo.advantage
+    name, signature = spec.rpartition(":")[2], signature_of(call)
     if signature is None:
         raise ConfigError(f"{key}: the parameters of {spec} cannot be read; wrap it in a function written in Python")
     options = algo.options.get(name, {}) if is_own(spec) else {}
@@ -160,7 +162,7 @@ def _bind(
         if option in tensors or option in settings:
             remedy = f"set algo.{option}" if option in settings else "remove it"
             raise ConfigError(f"algo.options.{name}: got {option}, which the learner passes itself; {remedy}")
-    named = [each.name for each in signature.parameters.values() if each.kind not in _VARIADIC]
+    named = [each.name for each in signature.parameters.values() if each.kind not in VARIADIC]
     inputs = tuple(each for each in tensors if each in named)
     constants = {each: getattr(algo, each) for each in settings if each in named} | options
     try:
@@ -171,9 +173,6 @@ def _bind(
             f"{', '.join((*tensors, *settings))}, or have a default, or be set in algo.options.{name}"
         ) from None
     return Function(key, spec, call, inputs, constants)
-
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _describe(result: Any) -> str:

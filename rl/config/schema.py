@@ -19,8 +19,8 @@ PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 PLACEMENT_SIZES = ("num_nodes", "num_gpus_per_node")
 DAY_S = 86_400.0
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae")
-LOSSES = ("clip", "gspo", "cispo")
+ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae")
+LOSS_NAMES = ("clip", "gspo", "cispo")
 Correction = Literal["none", "token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided"]
 Schedule = Literal["constant", "linear", "cosine"]
 Recompute = Literal["none", "selective", "full"]
@@ -57,9 +57,9 @@ DIRECTORY_NAME = Allowed(
 ONE_OR_TWO = Allowed("1 or 2", lambda value: value in (1, 2))
 RESUME = Allowed("auto, never or a path", bool)
 ADVANTAGE_OR_FILE = Allowed(
-    f"{', '.join(ADVANTAGES)} or file.py:function", lambda spec: spec in ADVANTAGES or ":" in spec
+    f"{', '.join(ADVANTAGE_NAMES)} or file.py:function", lambda spec: spec in ADVANTAGE_NAMES or ":" in spec
 )
-LOSS_OR_FILE = Allowed(f"{', '.join(LOSSES)} or file.py:function", lambda spec: spec in LOSSES or ":" in spec)
+LOSS_OR_FILE = Allowed(f"{', '.join(LOSS_NAMES)} or file.py:function", lambda spec: spec in LOSS_NAMES or ":" in spec)
 HUB_NAME = Allowed("ORG/NAME, NAME or empty", re.compile(r"([\w.-]+(/[\w.-]+)?)?", re.ASCII).fullmatch)
 
 

@@ -41,7 +41,7 @@ class RewardFailure:
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """Return what failures have in common that need only one message. A function may hang at many lines."""
+        """Failures of the same kind share one message. A timeout has no line, because a function may hang anywhere."""
         return self.function, self.error, "" if self.error == "timeout" else self.place
 
     @property

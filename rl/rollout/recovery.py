@@ -27,7 +27,7 @@ AGREE_S = 10.0  # time limit for all ranks of an engine to report the failure
 class EngineFailed(Message):
     """Tell the lead that a follower's engine step failed."""
 
-    awaited = "word of the failed engine's other ranks"
+    awaited = "reports of the failed engine's other ranks"
 
 
 class EngineHost:

@@ -61,7 +61,7 @@ def describe_end(exit_code: int | None, is_out_of_memory: bool, is_launcher_gone
     if is_launcher_gone:
         return "its process ended with torchrun on its node, which was killed or crashed"
     if exit_code is None:
-        return "its process ended without a word"
+        return "its process ended without a report"
     if exit_code >= 0:
         return f"its process exited with code {exit_code} and reported no error"
     number = -exit_code

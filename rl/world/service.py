@@ -34,7 +34,7 @@ class Service:
 def serve(world: World, services: Sequence[Service], until: Callable[[], bool]) -> None:
     """Run the services until `until` returns True. The rank waits in its mailbox, never inside a c10d call.
 
-    Reports show what the first service waits for that waits for something.
+    While no service is busy, reports show what the rank waits for: the text of the first service that has one.
     """
     by_kind = {kind: service for service in services for kind in service.kinds}
     while not until():

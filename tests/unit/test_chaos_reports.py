@@ -9,12 +9,12 @@ import pytest
 from tests.chaos.faults import ALSO_GONE, Fault
 from tests.chaos.harness import Cluster
 
-RIGHT = "oneworld: rank 5 (actor) on node2, stage update, step 3: its process ended without a word\n"
+RIGHT = "oneworld: rank 5 (actor) on node2, stage update, step 3: its process ended without a report\n"
 DETAILS = (
     "  3 s after that stage began\n  also gone: rank 4\n  ranks 0-3 (rollout): stage serve, silent for up to 1 s\n"
 )
 WRONG = "oneworld: rank 0 (rollout) on node0, stage rollout, step 3: its connection to rank 5 broke\n"
-REPORT = (None, r"oneworld: rank 5 \(actor\) on node2, stage \w+, step \d+: its process ended without a word")
+REPORT = (None, r"oneworld: rank 5 \(actor\) on node2, stage \w+, step \d+: its process ended without a report")
 
 
 def make_world(*outputs: str) -> Cluster:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.config.schema import AlgoConfig
+from rl.config.schema import ADVANTAGE_NAMES, AlgoConfig
 from rl.data.batch import Batch, batch_of_responses
 from rl.learner.credit import assign_credit
 from rl.report.metrics import Measures
@@ -169,9 +169,6 @@ def test_certainty_is_a_reward() -> None:
     assert batch.rewards.tolist() == REWARDS  # as the functions gave them
 
 
-ADVANTAGES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
-
-
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
@@ -198,7 +195,7 @@ def test_masked_responses_count_nowhere(settings: dict[str, Any], wanted: list[l
     assert not torch.equal(unmasked.advantages, credited.advantages)
 
 
-@pytest.mark.parametrize("advantage", ADVANTAGES)
+@pytest.mark.parametrize("advantage", ADVANTAGE_NAMES)
 def test_a_batch_with_masked_responses_is_worth_one_without_them(advantage: str) -> None:
     """Compare advantages, returns and metrics, with everything that rewards can consist of."""
     settings = {"kl_coef": 0.3, "kl_place": "reward", "overlong_tokens": 2, "certainty_coef": 0.7, "gamma": 0.9}
@@ -240,7 +237,7 @@ def random_batch() -> Batch:
     )
 
 
-@pytest.mark.parametrize("advantage", ADVANTAGES)
+@pytest.mark.parametrize("advantage", ADVANTAGE_NAMES)
 @pytest.mark.parametrize("owners", [[0, 1, 1, 0, 1, 1, 1], [2, 0, 2, 2, 0, 0, 2]], ids=["2 ranks", "3, one empty"])
 def test_whole_groups_on_any_rank_get_the_same(advantage: str, owners: list[int]) -> None:
     """Return each sequence's advantages and returns, and the metrics of every rank."""

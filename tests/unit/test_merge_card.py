@@ -78,7 +78,7 @@ def test_the_card_names_the_algorithm(advantage: str, loss: str, said: str) -> N
 
 
 def test_every_algorithm_has_a_name_for_the_card() -> None:
-    assert set(ADVANTAGES) == set(schema.ADVANTAGES) and set(LOSSES) == set(schema.LOSSES)
+    assert set(ADVANTAGES) == set(schema.ADVANTAGE_NAMES) and set(LOSSES) == set(schema.LOSS_NAMES)
 
 
 def front_matter(text: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def test_a_dead_run_on_a_node_without_the_board(tmp_path: Path) -> None:
     (tmp_path / "FATAL").write_text("the reason\nmore\n")
     first, fatal, _, *lines = status.show(tmp_path).splitlines()
     after = "it was killed, or its node is gone"
-    assert first == f"{tmp_path}: no word for 100 s, at step 3 of 50, 2 ranks; {after}"
+    assert first == f"{tmp_path}: no status for 100 s, at step 3 of 50, 2 ranks; {after}"
     assert fatal == f"{tmp_path}/FATAL: the reason"
     assert [line.split("8   ")[1] for line in lines] == ["its interpreter is frozen", "ended"]
 
