@@ -20,7 +20,8 @@ from rl.report.console import print_or_exit
 
 STALE_S = 5.0  # without news, after which a run does not count as running
 COLUMNS = ["rank", "host", "roles", "stage", "step", "version"]
-COLUMNS += ["stage_s", "silent_s", "tokens_per_s", "memory_mb", "doing"]
+LIVE_COLUMNS = ["stage", "stage_s", "silent_s", "tokens_per_s", "memory_mb"]  # not shown after the end
+COLUMNS += [*LIVE_COLUMNS[1:], "doing"]
 TITLES = {"stage_s": "in stage s", "silent_s": "silent s", "tokens_per_s": "tokens/s", "memory_mb": "MB"}
 
 
@@ -99,9 +100,14 @@ def describe(run: Path, status: Status, fatal: str) -> str:
     reason = ""
     if fatal:  # its first line says what `end` says
         reason = f"\nthe whole report: {run / 'FATAL'}" if end else f"\n{run / 'FATAL'}: {fatal.splitlines()[0]}"
-    cells = [[str((row | {"doing": doing(row)}).get(name, "")) for name in COLUMNS] for row in rows]
-    table = align([[TITLES.get(name, name) for name in COLUMNS], *cells])
+    columns = [name for name in COLUMNS if not (has_ended(rows, end) and name in LIVE_COLUMNS)]
+    cells = [[str((row | {"doing": doing(row)}).get(name, "")) for name in columns] for row in rows]
+    table = align([[TITLES.get(name, name) for name in columns], *cells])
     return f"{run}: {describe_state(rows, time.time() - at, end)}{reason}\n{table}"
+
+
+def has_ended(rows: list[dict[str, Any]], end: str) -> bool:
+    return bool(end) or all(row["done"] for row in rows)
 
 
 def describe_state(rows: list[dict[str, Any]], age_s: float, end: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl.algo.losses import LOSSES, PolicyLoss
-from rl.config.functions import check_spec, import_function, is_own, signature_of
+from rl.config.functions import check_spec, describe_error, import_function, is_own, signature_of
 from rl.config.schema import ADVANTAGE_NAMES, LOSS_NAMES, AlgoConfig, ConfigError
 
 LOSS_INPUTS = ("new_logprobs", "old_logprobs", "rollout_logprobs", "advantages", "segment_ids", "lengths")
@@ -35,7 +35,15 @@ class Function:
     constants: dict[str, Any]  # settings and options that it takes
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> Any:
-        return self.call(**{name: tensors[name] for name in self.inputs}, **self.constants)
+        """Call the function. Its exception is a ConfigError with the line, because a restart would not help."""
+        try:
+            return self.call(**{name: tensors[name] for name in self.inputs}, **self.constants)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:
+            if not is_own(self.spec):
+                raise
+            raise ConfigError(f"{self.key}: {self.spec} failed: {describe_error(self.spec, error)}") from error
 
     def mistake(self, returned: str, rule: str) -> ConfigError:
         return ConfigError(f"{self.key}: {self.spec} returned {returned}; {rule}")

@@ -50,14 +50,19 @@ def import_function(key: str, spec: str) -> Callable[..., Any]:
     try:
         module = _import_file(path)
     except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        reason = f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
-        raise ConfigError(f"{key}: {path} cannot be imported: {reason}") from None
+        raise ConfigError(f"{key}: {path} cannot be imported: {describe_error(spec, error)}") from None
     call = getattr(module, name, None)
     if call is None or not callable(call):
         own = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         raise ConfigError(f"{key}: {path} has no function {name!r}; it has {', '.join(own) or 'none at all'}")
     return call
+
+
+def describe_error(spec: str, error: BaseException) -> str:
+    """Return an exception of file.py:function as text, with the innermost line of that file."""
+    file = str(_file_of(spec))
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
 
 
 @functools.cache

@@ -64,7 +64,7 @@ def _explain_yaml(file: Path, error: Exception) -> str:
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     if mark is not None and lines[mark.line : mark.line + 1] and lines[mark.line][mark.column :].startswith("\t"):
         return f"{file}, line {mark.line + 1}: got a tab; YAML requires spaces: replace the tab with spaces"
-    return f"{file} is not valid YAML: {error}"
+    return f"{file} is not valid YAML: {' '.join(str(error).split())}"
 
 
 def _names_a_role(override: str) -> bool:
@@ -104,7 +104,8 @@ def _typed(values: dict) -> Config:
             raise ConfigError(f"placement.{name}: got {size!r}; it must be a whole number from 1, such as {name}: 8")
     for section, content in values.items():
         if is_dataclass(getattr(Config(), str(section), None)) and not isinstance(content, dict):
-            raise ConfigError(f"{section}: got {content!r}; it must be a section with keys")
+            got = "no keys" if content is None else repr(content)
+            raise ConfigError(f"{section}: got {got}; it must be a section with keys, or be left out")
     if values.get("sync", {}).get("verify") is False:
         values["sync"]["verify"] = "off"  # YAML reads a bare `off` as a boolean
     kinds = {name: entry.type for name, entry in keys_of(Config)}
@@ -115,7 +116,10 @@ def _typed(values: dict) -> Config:
         known = [entry.name for entry in fields(error.object_type or Config)]
         prefix = next((f"{entry.name}." for entry in fields(Config) if entry.type is error.object_type), "")
         near = difflib.get_close_matches(str(error.key), known, n=1)
-        hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(prefix + k for k in known)}"
+        names = ", ".join(prefix + name for name in known)
+        hint = f"known keys: {names}. docs/coming_from.md translates the names of other trainers"
+        if near:
+            hint = f"did you mean {prefix}{near[0]}?"
         raise ConfigError(f"unknown config key {prefix}{error.key}; {hint}") from None
     except OmegaConfBaseException as error:
         name, problem = error.full_key or "config", str(error).splitlines()[0]

@@ -4,6 +4,7 @@ The hub client retries some requests by itself, and logs several lines for each.
 at once, and we retry. Each of our retries prints one line. Messages never contain a token.
 """
 
+import difflib
 import errno
 import json
 import random
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 from rl.common.credentials import hide_credentials
 from rl.common.files import write_atomically
 from rl.common.text import format_bytes
-from rl.config.schema import ConfigError
+from rl.config.schema import ConfigError, resolve_path
 from rl.watch.heart import HEART
 from rl.watch.reports import ServiceUnavailable
 
@@ -93,6 +94,16 @@ def download(setting: str, name: str, commit: str) -> Path:
     return folder
 
 
+def warn_of_typo(setting: str, name: str) -> str:
+    """Return a warning if a name on the hub looks like the path of a folder that does not exist, else ""."""
+    parent = resolve_path(str(Path(name).parent))
+    if "/" not in name or not parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(Path(name).name, [each.name for each in parent.iterdir() if each.is_dir()], n=1)
+    hint = f"; did you mean {Path(name).parent / near[0]}?" if near else ""
+    return f"{setting}: there is a folder {Path(name).parent}, but no {name}, so the hub is asked for it{hint}"
+
+
 def _retry(setting: str, name: str, action: Callable[[], T]) -> T:
     """Retry an action while the network or the hub fails. After the last retry, raise ServiceUnavailable."""
     for number in range(1, MAX_RETRIES + 2):
@@ -105,8 +116,9 @@ def _retry(setting: str, name: str, action: Callable[[], T]) -> T:
                 raise ConfigError(f"{setting}: {_explain(name, error, text)}") from None
             if number > MAX_RETRIES:
                 raise ServiceUnavailable(
-                    f"{setting}: {name}: the hub failed {number} times: {text}. Check the network and HF_ENDPOINT. "
-                    "If the cache of every node holds the model, HF_HUB_OFFLINE=1 runs without the hub"
+                    f"{setting}: {name}: the hub failed {number} times: {text}. Check the network and HF_ENDPOINT, and "
+                    "the name: there is no such folder either. If the cache of every node holds the model, "
+                    "HF_HUB_OFFLINE=1 runs without the hub"
                 ) from None
             wait_s = _seconds_to_wait(number, error)
         print(f"oneworld: {setting}: {name}: {text}; retry {number} of {MAX_RETRIES} in {wait_s:.0f} s", flush=True)

@@ -82,8 +82,12 @@ def check_model(config: Config, model_folder: Path) -> None:
         )
     longest, positions = config.max_sequence_tokens, shape.get("max_position_embeddings")
     if positions and longest > positions:
+        room = positions - config.rollout.max_new_tokens  # for the prompt
+        example = f"data.max_prompt_tokens={room}"
+        if room < 1:
+            half = positions // 2
+            example = f"data.max_prompt_tokens={positions - half} and rollout.max_new_tokens={half}"
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_new_tokens: got {longest}, but {model_folder} has {positions} "
-            "positions; lower one of them, for example "
-            f"data.max_prompt_tokens={max(1, positions - longest + config.data.max_prompt_tokens)}"
+            f"positions; lower them, for example {example}"
         )

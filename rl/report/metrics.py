@@ -113,7 +113,8 @@ class MetricsWriter:
                 f"the last {num_now} of them in {took} after a resume" if num_now else "none of them after the resume"
             )
         steps = count_of(len(self._rewards), "step")
-        print(f"{self._name}: reward {first:.2f} -> {last:.2f} in {steps}, {took}, engine {engine_name}", flush=True)
+        engine = engine_name and f", engine {engine_name}"  # without one, nothing was sampled
+        print(f"{self._name}: reward {first:.2f} -> {last:.2f} in {steps}, {took}{engine}", flush=True)
         self._board.close()
         self._file.close()
 

@@ -129,7 +129,7 @@ class Rollouts(Service):
             heads = [rank for rank in placement.actors if rank not in followers_of_any]
             self._gate = OrderGate(world.mail, len(placement.actors), heads)
         self._awaited = ""
-        self.engine_name = "no engine yet"
+        self.engine_name = ""  # until the first group arrives
         self._num_started = self._num_settled = 0
         self._training: set[int] = set()  # batches to train on; the others evaluate
         self._owners: dict[int, list[int]] = {}  # by batch

@@ -50,7 +50,8 @@ def describe(footprints: Mapping[int, Footprint], stage_seconds: Mapping[str, fl
             name: format_bytes(max(getattr(footprints[rank], name) for rank in members))
             for name in ("host", "gpu_peak", "gpu_now", "gpu")
         }
-        text = f"  {format_ranks(members)} ({roles}): at most {most['host']} of host memory each"
+        each = " each" if len(members) > 1 else ""
+        text = f"  {format_ranks(members)} ({roles}): at most {most['host']} of host memory{each}"
         if footprints[members[0]].gpu:
             text += f"; GPU: {most['gpu_peak']} by the allocator, {most['gpu_now']} of {most['gpu']} in use at the end"
         lines.append(text)

@@ -17,7 +17,7 @@ import msgspec
 
 from rl.common.files import write_atomically
 from rl.config.schema import Config, ConfigError, resolve_path
-from rl.model.hub import download, find_commit
+from rl.model.hub import download, find_commit, warn_of_typo
 from rl.model.shape import check_folder
 from rl.placement.roles import Placement
 from rl.world.messages import Mailbox, Message
@@ -72,6 +72,8 @@ def _choose_commits(settings: Mapping[str, str], record: Path) -> dict[str, str]
             print(f"oneworld: {setting}: {path} at commit {commit}, as recorded in {record}", flush=True)
             commits[path] = commit
         elif path not in commits:
+            if warning := warn_of_typo(setting, path):
+                print(f"oneworld: {warning}", flush=True)
             commits[path] = find_commit(setting, path)
             print(f"oneworld: {setting}: {path} at commit {commits[path]}", flush=True)
     if on_hub := {path: commit for path, commit in commits.items() if commit}:

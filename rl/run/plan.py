@@ -18,7 +18,7 @@ from rl.config.modes import load_settings
 from rl.config.schema import ConfigError, resolve_path
 from rl.data.prompts import PromptStream
 from rl.data.sources import Data, check_files, read_data
-from rl.model.hub import find_in_cache
+from rl.model.hub import find_in_cache, warn_of_typo
 from rl.model.memory import estimate
 from rl.model.shape import check_folder, check_model, check_weights, count_parameters
 from rl.model.tokenizer import load_tokenizer
@@ -37,8 +37,10 @@ def parse_or_plan(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--plan", action="store_true", help="check the run, print what it would do, and exit")
-    parser.add_argument("--nnodes", type=int, metavar="N", help="with --plan: number of nodes")
-    parser.add_argument("--nproc-per-node", type=int, metavar="M", help="with --plan: ranks per node")
+    what = "with --plan: number of nodes; default: placement.num_nodes, or 1"
+    parser.add_argument("--nnodes", type=int, metavar="N", help=what)
+    what = "with --plan: ranks per node; default: placement.num_gpus_per_node, or 2"
+    parser.add_argument("--nproc-per-node", type=int, metavar="M", help=what)
     args = parser.parse_intermixed_args()
     sizes = [size for size in (args.nnodes, args.nproc_per_node) if size is not None]
     if sizes and not args.plan:
@@ -112,6 +114,7 @@ class RunPlan:
         if found is None:
             why = "no folder here, and not in the hub's cache: a run would ask the hub"
             self.unchecked.append(f"{setting}={path} ({why})")
+            self.notes += filter(None, [warn_of_typo(setting, path)])
             return None
         check_folder(setting, found)
         if setting == "model.path":

@@ -30,8 +30,8 @@ def test_one_step_without_weights_saves_nothing(tmp_path: Path) -> None:
     assert process.returncode == 0, output
     said = r"^dry run: one step took \d+\.\d s, nothing was saved; in seconds: .*rollout \d"
     assert re.search(said, output, re.M), output
-    assert re.search(r"^  rank 0 \(rollout\): at most \d+\.\d\d [MG]B of host memory each$", output, re.M), output
-    assert re.search(r"^  rank 1 \(actor\): at most \d+\.\d\d [MG]B of host memory each$", output, re.M), output
+    assert re.search(r"^  rank 0 \(rollout\): at most \d+\.\d\d [MG]B of host memory$", output, re.M), output
+    assert re.search(r"^  rank 1 \(actor\): at most \d+\.\d\d [MG]B of host memory$", output, re.M), output
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints"]
     left = [path for path in (run.parent / "x.dry-run").rglob("*") if path.is_file()]
     assert {path.parent.name for path in left} == {"attempt_1", "status", "checkpoints", "lease"}, left
@@ -67,6 +67,6 @@ def test_what_it_changes_and_what_it_says() -> None:
     assert describe(footprints, {"step": 3.0, "rollout": 2.0, "update": 1.0}) == [
         "dry run: one step took 3.0 s, nothing was saved; in seconds: rollout 2.0, update 1.0",
         "  ranks 0-1 (rollout): at most 3.00 GB of host memory each",
-        "  rank 2 (actor): at most 500.00 MB of host memory each; GPU: 10.00 GB by the allocator, 20.00 GB of "
+        "  rank 2 (actor): at most 500.00 MB of host memory; GPU: 10.00 GB by the allocator, 20.00 GB of "
         "80.00 GB in use at the end",
     ]

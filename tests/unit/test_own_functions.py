@@ -65,6 +65,9 @@ def of_groups(rewards, group_ids):
 def divides(rewards):
     return rewards / 0
 
+def stumbles(new_logprobs):
+    return new_logprobs.reshape(7, 11)
+
 def to_go(token_rewards, segment_ids, gamma, lengths):
     return token_rewards * gamma + lengths[segment_ids]
 
@@ -138,6 +141,7 @@ def test_a_loss_is_not_called_without_tokens(file: Path) -> None:
             "tensors. Do not take the mean or the sum",
         ),
         ("number", "returned a float; it must return one loss per token, [99]"),
+        ("stumbles", "failed: RuntimeError: shape '[7, 11]' is invalid for input of size 99 (line "),
         ("detached", "returned a loss without a gradient; it must depend on new_logprobs, not detached"),
     ],
 )

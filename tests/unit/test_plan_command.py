@@ -31,6 +31,9 @@ SHARED = {
     "flags against config": ["--plan", "--config", "cluster.yaml", "--nnodes", "1"],
     "wrong for the model": ["--plan", "--nproc-per-node=3", "rollout.tensor_parallel_size=3"],
     "too long for the model": ["--plan", "data.max_prompt_tokens=123"],
+    "far too long": ["--plan", "rollout.max_new_tokens=512"],
+    "a foreign name": ["--plan", "data.max_response_length=512"],
+    "a typo in a path": ["--plan", "model.path=configs/tinny"],
     "no such file": ["--plan", "--config", "nowhere.yaml"],
     "no such metric": ["--plan", "checkpoint.best_metric=eval/acuracy"],
     "nothing to evaluate": ["--plan", "--eval-only", "data.eval=", "eval.interval=0"],
@@ -60,6 +63,8 @@ BROKEN = {
     "key": ("actor: {lrr: 1.0e-6}", ["unknown config key actor.lrr", "did you mean actor.lr?"]),
     "value": ("actor: {lr: fast}", ["actor.lr: got 'fast'", "a number"]),
     "combination": ("algo: {dual_clip: 3, loss: gspo}", ["algo.dual_clip: got 3.0", "set it to 0"]),
+    "empty section": ("reward:", ["reward: got no keys; it must be a section with keys, or be left out"]),
+    "key twice": ("actor: {lr: 1}\nactor: {lr: 2}", ["key_twice.yaml is not valid YAML", "duplicate key"]),
     "tab": ("actor:\n\tlr: 1.0e-6", ["tab.yaml, line 2: got a tab", "requires spaces"]),
     "empty number": ("actor: {lr: }", ["actor.lr: got no value; it must be a number"]),
     "placement": ("placement: {rollout: 0-7, actor: rest}", ["placement.rollout: got rank 7", "2 ranks"]),
@@ -353,6 +358,13 @@ def test_a_loss_in_a_file_is_looked_up_in_the_working_directory(answers: dict[st
     assert answers["an own loss"].code == 0, answers["an own loss"].stderr
 
 
+def test_a_name_on_the_hub_that_looks_like_a_path_is_noted(answers: dict[str, Answer]) -> None:
+    answer = answers["a typo in a path"]
+    assert answer.code == 0, answer.stderr
+    assert "no configs/tinny, so the hub is asked for it; did you mean configs/tiny?" in answer.section("note")
+    assert "did you mean" not in answers["sizes from config"].section("note")
+
+
 def test_a_model_that_is_not_local_is_not_fetched(answers: dict[str, Answer], hub: socket.socket) -> None:
     assert "nobody/no-such-model" in CLUSTER
     answer = answers["sizes from config"]
@@ -387,6 +399,8 @@ def test_the_ranks_of_a_recipe(answers: dict[str, Answer]) -> None:
         ("flags against config", ["placement.num_nodes: the config says 2", "has 1", "placement.num_nodes=1"]),
         ("wrong for the model", [f"got 3, but {ROOT / 'configs/tiny'} has 4 attention heads", "one of 1, 2, 4"]),
         ("too long for the model", ["got 129, but", "has 128 positions", "data.max_prompt_tokens=122"]),
+        ("far too long", ["got 528, but", "data.max_prompt_tokens=64 and rollout.max_new_tokens=64"]),
+        ("a foreign name", ["unknown config key data.max_response_length", "docs/coming_from.md translates"]),
         ("no such file", ["no config file at nowhere.yaml", "configs/default.yaml"]),
         ("no such metric", ["got 'eval/acuracy', which no evaluation reports", "eval/accuracy, eval/eval/avg@1"]),
         ("no such loss", ["own.py has no function 'absent'", "it has whole, other"]),
