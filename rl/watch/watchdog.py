@@ -183,7 +183,7 @@ class Watchdog:
             self._launcher.stop()
 
     def _on_raised(self) -> None:
-        self._has_raised = True  # before it joined, for example because an import failed
+        self._has_raised = True  # if the exit code is not 0: before it joined, for example because an import failed
 
     def _rank_ended(self) -> None:
         exit_code = self._process.exit_code  # first, because the agent is about to collect it
@@ -202,13 +202,15 @@ class Watchdog:
 
     def _end_before_join(self, exit_code: int | None) -> None:
         """Say why the rank ended before it joined the others, once per node."""
+        if self._is_done or self._is_unfit or exit_code == 0:
+            return
         if exit_code in (-signal.SIGINT, -signal.SIGTERM):
             # The agent sends SIGTERM to the other ranks too after one has ended, which is reported already.
             if self._local_rank == 0 and not self._launcher.has_early_death and not self._launcher.is_gone:
                 self._is_told = True
                 how = "interrupted" if exit_code == -signal.SIGINT else "stopped by SIGTERM"
                 self._say_last(f"oneworld: {how} {BEFORE_JOIN}")
-        elif (self._has_raised or exit_code) and not self._is_unfit and (count := self._launcher.count_early_death()):
+        elif (self._has_raised or exit_code) and (count := self._launcher.count_early_death()):
             if count >= MAX_EARLY_DEATHS:
                 self._say_last(f"oneworld: {count} starts in a row ended {BEFORE_JOIN}; torchrun is told to stop")
                 self._launcher.stop()

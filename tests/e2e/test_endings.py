@@ -259,6 +259,32 @@ def test_config_error_is_fatal_and_printed_once(restarts: bool, tmp_path: Path) 
     assert "rank 2 of 3 ranks has no role" in (tmp_path / "run" / "FATAL").read_text()
 
 
+@pytest.mark.parametrize("arguments", [["--plan"], ["--help"]])
+def test_what_needs_no_world_is_printed_once(arguments: list[str], tmp_path: Path) -> None:
+    process = start("--nproc-per-node=2", "train.py", *arguments, f"run.dir={tmp_path}", restarts=True)
+    output = finish(process, 100)
+    assert process.returncode == 0, output
+    assert output.count("placement; run.dir=") == arguments.count("--plan"), output
+    assert output.count("usage: train.py") == arguments.count("--help"), output
+    assert "oneworld:" not in output, "nothing went wrong"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--bogus"], "oneworld: train.py: error: unrecognized arguments: --bogus"),
+        (["--plan", "algo.losss=2"], "oneworld: unknown config key algo.losss; did you mean algo.loss?"),
+    ],
+)
+def test_bad_arguments_are_printed_once_and_never_tried_again(arguments: list[str], line: str, tmp_path: Path) -> None:
+    process = start("--nproc-per-node=2", "train.py", *arguments, f"run.dir={tmp_path}", restarts=True)
+    output = finish(process, 100)
+    assert process.returncode == 1, output
+    assert output.count("oneworld:") == output.count(line) == 1, output
+    assert output.count("usage: train.py") == arguments.count("--bogus"), output
+    assert last_report(output).startswith(line)
+
+
 @pytest.mark.slow
 def test_run_folder_that_cannot_be_made_is_fatal(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
