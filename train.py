@@ -9,11 +9,13 @@ Actor ranks drive the loop in `train`. The other ranks, with only rollout or inf
 rl/config/schema.py documents every key, and configs/ has recipes.
 """
 
+from argparse import Namespace
+
 import rl.world.bootstrap  # noqa: F401  before torch
 from rl.run.plan import parse_or_plan
 
 if __name__ == "__main__":
-    parse_or_plan(__doc__)  # --plan ends here, because the imports below take seconds
+    arguments = parse_or_plan(__doc__)  # --plan ends here, because the imports below take seconds
 
 from rl.config.modes import load_settings
 from rl.config.schema import Config
@@ -90,8 +92,7 @@ def evaluate_alone(run: Run, actor: Actor) -> None:
         show_evaluation(run.folder, actor.start_step, values)
 
 
-def main() -> None:
-    args = parse_or_plan(__doc__)
+def main(args: Namespace) -> None:
     with join() as world:
         config, name = load_settings(args)
         run = open_run(world, config, name)
@@ -109,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments)

@@ -1,9 +1,10 @@
 """Keep our last line the last one on the console: torchrun leaves out its traceback if the ranks have said what failed.
 
 Python imports this module when torchrun starts in our .venv, because tools/install.py names it in oneworld.pth. Other
-programs do not import it. It sets ONEWORLD_TOLD_FILE for the ranks. A watchdog creates this file, and fills it when
-the console says why the world ends (rl/watch/launcher.py). Everything else that torchrun prints stays, for example if
-a rank ends before it has a watchdog. ONEWORLD_QUIET_TORCHRUN=0 turns this module off.
+programs do not import it. It sets ONEWORLD_TOLD_FILE for the ranks. A watchdog creates this file, and writes to it when
+the console says why the world ends (rl/watch/told.py). Everything else that torchrun prints stays, for example if a
+rank ends before it has a watchdog. If torchrun was going to restart the ranks, its reason not to do so is printed in
+one line. ONEWORLD_QUIET_TORCHRUN=0 turns this module off.
 """
 
 import atexit
@@ -16,48 +17,60 @@ import time
 from contextlib import suppress
 from types import TracebackType
 
-VARIABLE = "ONEWORLD_TOLD_FILE"
+from rl.watch.told import VARIABLE, VERDICT_S, Level, Told, read_told, remove_told, tell
+
 TORCHRUN = "torch.distributed"  # modules of torchrun, with its loggers and its exceptions
-VERDICT_S = 6.0  # limit for the watchdogs to say what failed after the ranks have ended
+ENDS_OF_RANKS = f"{TORCHRUN}.elastic.multiprocessing"  # those about ranks that failed, and about signals
+WAIT_S = VERDICT_S + 1.0  # limit for the watchdogs to say what failed; torchrun may notice the end before they do
 END_S = 60.0  # limit for torchrun to end after that; later errors have another cause, such as a node that never returns
+TRACEBACK = "set ONEWORLD_QUIET_TORCHRUN=0 to see its traceback"
 
 
 class Console:
     """Decide what torchrun may print."""
 
     def __init__(self, file: str):
-        self._file = file  # missing without a watchdog, and empty until it has said what failed
+        self._file = file  # missing without a watchdog
         self._handle, self._excepthook = logging.Logger.handle, sys.excepthook
         self._agent = os.getpid()
 
     @property
-    def is_told(self) -> bool:
+    def level(self) -> Level:
+        """Return what the ranks have said in the last END_S seconds."""
         with suppress(OSError):
-            file = os.stat(self._file)
-            return file.st_size > 0 and time.time() - file.st_mtime < END_S
-        return False
+            told, age_s = read_told(self._file), time.time() - os.stat(self._file).st_mtime
+            return told.level if told is not None and age_s < END_S else Level.NOTHING
+        return Level.NOTHING
 
-    def wait_until_told(self) -> bool:
-        """Wait for the watchdogs of ranks that have just ended, and return whether they say why."""
-        deadline = time.monotonic() + VERDICT_S
-        while os.path.exists(self._file) and not self.is_told and time.monotonic() < deadline:
+    def wait_until_told(self) -> Level:
+        """Ask the watchdogs of ranks that have just ended to say why, and return what they have said."""
+        if (told := read_told(self._file)) is not None:
+            tell(self._file, Told(told.attempt, Level.ASKED))
+        deadline = time.monotonic() + WAIT_S
+        while os.path.exists(self._file) and self.level < Level.MAY_RESTART and time.monotonic() < deadline:
             time.sleep(0.05)
-        return self.is_told
+        return self.level
 
     def handle(self, logger: logging.Logger, record: logging.LogRecord) -> None:
-        if not (logger.name.startswith(TORCHRUN) and self.is_told):
+        is_small = record.levelno < logging.ERROR or logger.name.startswith(ENDS_OF_RANKS)
+        least = Level.MAY_RESTART if is_small else Level.FINAL
+        if not (logger.name.startswith(TORCHRUN) and self.level >= least):
             self._handle(logger, record)
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if kind is KeyboardInterrupt and not os.path.exists(self._file):
             print("oneworld: interrupted before the ranks were started", file=sys.stderr)
-        elif not (kind.__module__.startswith(TORCHRUN) and self.wait_until_told()):
+            return
+        level = self.wait_until_told() if kind.__module__.startswith(TORCHRUN) else Level.NOTHING
+        if level < Level.MAY_RESTART:
             self._excepthook(kind, error, trace)
+        elif level < Level.FINAL and not kind.__module__.startswith(ENDS_OF_RANKS):
+            why = " ".join(f"{kind.__name__}: {error}".split()).removesuffix(":")
+            print(f"oneworld: torchrun gave up: {why}; {TRACEBACK}", file=sys.stderr)
 
     def remove(self) -> None:
         if os.getpid() == self._agent:
-            with suppress(OSError):
-                os.unlink(self._file)
+            remove_told(self._file)
 
 
 def install() -> None:

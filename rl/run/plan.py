@@ -6,11 +6,11 @@ so a mistake in the settings is reported in about a second.
 
 import argparse
 import os
-import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any, NoReturn
 
 from rl.common.text import count_of, format_bytes
 from rl.config.load import add_arguments
@@ -27,14 +27,29 @@ from rl.report.console import print_or_exit
 from rl.rewards.find import check_rewards
 from rl.rewards.trial import TrialRow, score_one_row
 from rl.run.checks import check_settings
+from rl.world.bootstrap import exit_before_join, is_first_on_node
 
 LINE_LENGTH = 120
 MAX_SAMPLE = 1000  # number of prompts from which the mean length is computed
 
 
+class ArgumentParser(argparse.ArgumentParser):
+    """Print help and mistakes on the first rank of a node only."""
+
+    def error(self, message: str) -> NoReturn:
+        exit_before_join(2, f"{self.format_usage()}oneworld: {self.prog}: error: {message}")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        exit_before_join(status, message or "")
+
+    def print_help(self, file: Any = None) -> None:
+        if is_first_on_node():
+            super().print_help(file)
+
+
 def parse_or_plan(description: str | None) -> argparse.Namespace:
-    """Return the arguments of train.py. With --plan, print the plan and exit."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Return the arguments of train.py. With --plan, print the plan and exit. One rank per node prints."""
+    parser = ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--plan", action="store_true", help="check the run, print what it would do, and exit")
     what = "with --plan: number of nodes; default: placement.num_nodes, or 1"
@@ -48,19 +63,19 @@ def parse_or_plan(description: str | None) -> argparse.Namespace:
     if sizes and min(sizes) < 1:
         parser.error(f"--nnodes and --nproc-per-node: got {min(sizes)}; they must be at least 1")
     if args.plan:
-        sys.exit(print_plan(args))
+        print_plan(args)
     return args
 
 
-def print_plan(args: argparse.Namespace) -> int:
-    """Print the plan, or the first mistake. Return the exit code."""
-    try:
-        text = RunPlan(args).text()
-    except ConfigError as error:
-        print(f"oneworld: {error}", file=sys.stderr)
-        return 2
-    print_or_exit(text)
-    return 0
+def print_plan(args: argparse.Namespace) -> NoReturn:
+    """Print the plan, or the first mistake, and exit."""
+    if is_first_on_node():
+        try:
+            text = RunPlan(args).text()
+        except ConfigError as error:
+            exit_before_join(2, f"oneworld: {error}")
+        print_or_exit(text)
+    exit_before_join(0)
 
 
 class RunPlan:

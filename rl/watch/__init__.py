@@ -12,6 +12,7 @@
     process.py      the rank's process, seen from outside
     death.py        how that process ended, in words
     launcher.py     torchrun's agent, seen from outside, and the last line on its console
+    told.py         what the ranks have said on the console, for torchrun's process
     tee.py          copies a rank's console output to its log
     parent.py       end a process together with its parent, or let it outlive its rank
 

@@ -2,16 +2,19 @@
 
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from rl.common.waiting import wait_until_readable
+from rl.watch.told import VARIABLE as TOLD_FILE
+from rl.watch.told import Level, Told, read_told, remove_told, tell
 
 EARLY = "oneworld.early"  # file that marks a start which ended before the ranks had met
 STOP_FILE = "ONEWORLD_STOP_FILE"  # set by launch/run_node.sh, which does not start torchrun again if the file exists
 LAST_LINE_FILE = "ONEWORLD_LAST_LINE_FILE"  # set by launch/run_node.sh, which prints the file when torchrun has ended
-TOLD_FILE = "ONEWORLD_TOLD_FILE"  # set by launch/quiet_torchrun.py; empty until the console says why the world ends
 END_S = 10.0  # limit for torchrun to end after its ranks
+POLL_S = 0.05
 
 
 class Launcher:
@@ -26,6 +29,8 @@ class Launcher:
         # FOLDER/attempt_N/LOCAL_RANK/error.json, where the agent's FOLDER lives as long as the agent
         error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
         self._attempt = error_file.parents[1] if len(error_file.parents) > 3 else None
+        self._restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        self._told_file = os.environ.get(TOLD_FILE, "")
         self._may_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
         self._last_line = ""
 
@@ -46,21 +51,46 @@ class Launcher:
 
     def begin(self) -> None:
         """Let launch/quiet_torchrun.py wait for what the ranks of this attempt say when they end."""
-        _write(TOLD_FILE, "")
+        self._tell(Level.NOTHING)
 
-    def keep_last(self, line: str) -> None:
-        """Keep `line`, which is being printed, the last one on this node's console."""
-        self._last_line = line
-        is_quiet = TOLD_FILE in os.environ
-        _write(TOLD_FILE, "told")
-        _write(LAST_LINE_FILE, "" if is_quiet else line + "\n")
+    def keep_last(self, line: str, is_final: bool) -> None:
+        """Keep `line`, which is being printed, the last one on this node's console.
+
+        `is_final` is False if torchrun may start the ranks again. If it cannot, its own error is not left out.
+        """
+        self._last_line = "" if self.is_gone else line  # nothing follows the line if torchrun has ended
+        self._tell(Level.FINAL if is_final or not self._may_restart else Level.MAY_RESTART)
+        _write(LAST_LINE_FILE, "" if self._told_file else line + "\n")
+
+    def wait_until_ending(self, timeout_s: float) -> bool:
+        """Wait until torchrun ends, and return whether it does. Otherwise it restarts the ranks of this node."""
+        deadline = time.monotonic() + timeout_s
+        while not (self.is_gone or self._is_asked):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def end(self) -> None:
+        """Remove the file of a torchrun that could not remove it, because it was killed."""
+        if self._told_file and self.is_gone:
+            remove_told(self._told_file)
+
+    @property
+    def _is_asked(self) -> bool:
+        told = read_told(self._told_file) if self._told_file else None
+        return told is not None and told.level == Level.ASKED
+
+    def _tell(self, level: Level) -> None:
+        if self._told_file:
+            tell(self._told_file, Told(self._restart_count, level))
 
     def wait_to_repeat(self, is_end: bool) -> str:
         """Wait until torchrun has printed its traceback, and return the line to repeat. Return "" if there is none.
 
         `is_end` is False if torchrun may start the ranks again.
         """
-        is_kept = any(name in os.environ for name in (TOLD_FILE, LAST_LINE_FILE))
+        is_kept = self._told_file or LAST_LINE_FILE in os.environ
         if is_kept or not self._pid or not self._last_line or (self._may_restart and not is_end):
             return ""
         return self._last_line if wait_until_readable([self._exit_fd], END_S) else ""

@@ -34,12 +34,12 @@ from rl.watch.parent import leave_rank
 from rl.watch.process import RankProcess, remove_segments
 from rl.watch.reports import AttemptHistory, Cause, Report
 from rl.watch.stacks import Stacks
+from rl.watch.told import VERDICT_S
 
 TICK_S = 0.1
 GRACE_S = 3.0  # after the verdict, before a rank that has not exited is killed
 CLOSE_S = 60.0  # limit for a finished rank to close its engines
 MAX_LATE_S = 1.0  # a longer delay of a tick counts as a pause of the machine
-VERDICT_S = 6.0  # limit for the board's verdict after the rank has exited
 MAX_EARLY_DEATHS = 3
 BEFORE_JOIN = "before the ranks had met"
 
@@ -113,6 +113,7 @@ class Watchdog:
             self._join_writers()
         if line := self._launcher.wait_to_repeat(is_end=self._is_final or self._is_told):
             say(line)
+        self._launcher.end()
 
     def _is_over(self) -> bool:
         if self._end_at is None or self._process.has_children_left:
@@ -179,11 +180,11 @@ class Watchdog:
         """Stop torchrun, because a setting keeps this node's ranks from joining. The first of them has printed why."""
         self._is_unfit = True
         if line:
-            self._launcher.keep_last(line)
+            self._launcher.keep_last(line, is_final=True)
             self._launcher.stop()
 
     def _on_raised(self) -> None:
-        self._has_raised = True  # before it joined, for example because an import failed
+        self._has_raised = True  # if the exit code is not 0: before it joined, for example because an import failed
 
     def _rank_ended(self) -> None:
         exit_code = self._process.exit_code  # first, because the agent is about to collect it
@@ -202,19 +203,26 @@ class Watchdog:
 
     def _end_before_join(self, exit_code: int | None) -> None:
         """Say why the rank ended before it joined the others, once per node."""
+        if self._is_done or self._is_unfit or exit_code == 0:
+            return
         if exit_code in (-signal.SIGINT, -signal.SIGTERM):
-            # The agent sends SIGTERM to the other ranks too after one has ended, which is reported already.
-            if self._local_rank == 0 and not self._launcher.has_early_death and not self._launcher.is_gone:
+            if self._local_rank == 0 and not self._launcher.has_early_death and self._is_stopped(exit_code):
                 self._is_told = True
                 how = "interrupted" if exit_code == -signal.SIGINT else "stopped by SIGTERM"
-                self._say_last(f"oneworld: {how} {BEFORE_JOIN}")
-        elif (self._has_raised or exit_code) and not self._is_unfit and (count := self._launcher.count_early_death()):
+                self._say_last(f"oneworld: {how} {BEFORE_JOIN}", is_final=True)
+        elif (self._has_raised or exit_code) and (count := self._launcher.count_early_death()):
             if count >= MAX_EARLY_DEATHS:
-                self._say_last(f"oneworld: {count} starts in a row ended {BEFORE_JOIN}; torchrun is told to stop")
+                self._say_last(f"oneworld: {count} starts in a row ended {BEFORE_JOIN}; torchrun is told to stop", True)
                 self._launcher.stop()
             else:
                 how = "its error is above" if self._has_raised else self._describe_end(exit_code)
                 self._say_last(f"oneworld: a rank on {self._monitor.host} ended {BEFORE_JOIN}: {how}")
+
+    def _is_stopped(self, exit_code: int) -> bool:
+        """Return whether a signal ends torchrun too. It also sends SIGTERM to restart ranks, if those elsewhere end."""
+        if exit_code == -signal.SIGINT:
+            return not self._launcher.is_gone
+        return self._launcher.wait_until_ending(VERDICT_S)
 
     def _describe_end(self, exit_code: int | None) -> str:
         return describe_end(exit_code, self._out_of_memory_kills.is_recent, self._launcher.is_gone)
@@ -252,7 +260,7 @@ class Watchdog:
         if line and not has_board:
             line = f"oneworld: the ranks on {self._monitor.host} end: {line.removeprefix('oneworld: ')}"
         if line and is_first:
-            self._launcher.keep_last(line)
+            self._launcher.keep_last(line, is_final=stop or is_told)
         if stop and is_first:
             self._launcher.stop()  # before it sees a dead worker and restarts it
         self._rank_channel.send("abort", stop=stop)
@@ -315,8 +323,8 @@ class Watchdog:
             self._send_beat()
             self._send("silent")
 
-    def _say_last(self, line: str) -> None:
-        self._launcher.keep_last(line)
+    def _say_last(self, line: str, is_final: bool = False) -> None:
+        self._launcher.keep_last(line, is_final)
         say(line)
 
     def _send_beat(self) -> None:

@@ -10,7 +10,9 @@ import os
 import resource
 import signal
 import socket
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 from rl.common.json_channel import JsonChannel
 from rl.rewards.launch import RewardServerProcess, launch
@@ -36,7 +38,7 @@ if "RANK" in os.environ and MARK not in os.environ:
     _tee = start_tee()  # before the watchdog, whose output belongs in the log too
     _watchdog = start_watchdog()
     _reward_server = launch()
-    # A rank that joined a world never runs atexit functions, so this reports only earlier failures, such as an import.
+    # A rank that joined a world never runs atexit functions, so this reports an earlier end, such as a failed import.
     atexit.register(_watchdog.send, "raised")
 
 
@@ -46,6 +48,33 @@ def watchdog_channel() -> JsonChannel:
     if _watchdog is None:
         _watchdog = start_watchdog()
     return _watchdog
+
+
+def is_first_on_node() -> bool:
+    """Return whether this process prints what all ranks of its node would print."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def refuse(text: str) -> None:
+    """Print why the ranks of this node cannot join, on the first of them, and have torchrun stopped: all fail alike."""
+    is_first = is_first_on_node()
+    if is_first:
+        print(text, file=sys.stderr, flush=True)
+    if _watchdog is not None:
+        _watchdog.send("unfit", line=text.splitlines()[-1] if is_first else "")
+
+
+def exit_before_join(code: int, error: str = "") -> NoReturn:
+    """Exit without joining, because there is nothing to run or because `error` says what is wrong in the arguments.
+
+    All ranks of a node have the same arguments, so the exit code of the first one counts. The others exit with 0.
+    Otherwise torchrun might end the first one before it has printed the error.
+    """
+    if error:
+        refuse(error)
+    elif _watchdog is not None:
+        _watchdog.send("done")
+    sys.exit(code if is_first_on_node() else 0)
 
 
 def log_to(path: Path) -> None:

@@ -4,7 +4,6 @@ import ipaddress
 import os
 import secrets
 import socket
-import sys
 import threading
 import traceback
 from collections import Counter
@@ -23,7 +22,7 @@ from rl.common.json_channel import JsonChannel
 from rl.config.schema import Config, ConfigError
 from rl.watch.recorder import keep_collectives
 from rl.world.address import own_address
-from rl.world.bootstrap import watchdog_channel
+from rl.world.bootstrap import refuse, watchdog_channel
 from rl.world.debugger import Debugger
 from rl.world.faults import EXIT_CLEAN, EXIT_FAILED, FaultReporter, exit_now
 from rl.world.messages import Contact, Letter, Mailbox, Message, waiting
@@ -179,10 +178,7 @@ def join() -> Iterator[World]:
     try:
         world = _join()
     except ConfigError as error:  # every rank of this node has it
-        line = f"oneworld: {error}" if os.environ["LOCAL_RANK"] == "0" else ""
-        if line:
-            print(line, file=sys.stderr, flush=True)
-        watchdog_channel().send("unfit", line=line)
+        refuse(f"oneworld: {error}")
         exit_now(EXIT_FAILED)
     try:
         yield world

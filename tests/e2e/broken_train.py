@@ -22,6 +22,7 @@ from rl.learner import policy
 from rl.learner.policy import PolicyTrainer
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.service import RolloutService
+from rl.run.plan import parse_or_plan
 from rl.sync.layout import MemoryLayout
 from rl.sync.transfer import BucketTransfer
 
@@ -241,7 +242,7 @@ def main() -> None:
     sys.argv[1:] = sys.argv[3:]
     for what in whats:
         break_(what, culprit)
-    train.main()
+    train.main(parse_or_plan(None))
 
 
 if __name__ == "__main__":

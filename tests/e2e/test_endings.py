@@ -259,6 +259,32 @@ def test_config_error_is_fatal_and_printed_once(restarts: bool, tmp_path: Path) 
     assert "rank 2 of 3 ranks has no role" in (tmp_path / "run" / "FATAL").read_text()
 
 
+@pytest.mark.parametrize("arguments", [["--plan"], ["--help"]])
+def test_what_needs_no_world_is_printed_once(arguments: list[str], tmp_path: Path) -> None:
+    process = start("--nproc-per-node=2", "train.py", *arguments, f"run.dir={tmp_path}", restarts=True)
+    output = finish(process, 100)
+    assert process.returncode == 0, output
+    assert output.count("placement; run.dir=") == arguments.count("--plan"), output
+    assert output.count("usage: train.py") == arguments.count("--help"), output
+    assert "oneworld:" not in output, "nothing went wrong"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--bogus"], "oneworld: train.py: error: unrecognized arguments: --bogus"),
+        (["--plan", "algo.losss=2"], "oneworld: unknown config key algo.losss; did you mean algo.loss?"),
+    ],
+)
+def test_bad_arguments_are_printed_once_and_never_tried_again(arguments: list[str], line: str, tmp_path: Path) -> None:
+    process = start("--nproc-per-node=2", "train.py", *arguments, f"run.dir={tmp_path}", restarts=True)
+    output = finish(process, 100)
+    assert process.returncode == 1, output
+    assert output.count("oneworld:") == output.count(line) == 1, output
+    assert output.count("usage: train.py") == arguments.count("--bogus"), output
+    assert last_report(output).startswith(line)
+
+
 @pytest.mark.slow
 def test_run_folder_that_cannot_be_made_is_fatal(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
@@ -298,19 +324,26 @@ class Terminals:
     """One terminal per node of a run, all on this machine. A shell outlives torchrun in each, as a user's does."""
 
     def __init__(
-        self, folder: Path, num_nodes: int, is_quiet: bool, what: str, *overrides: str, restarts: bool = False
+        self,
+        folder: Path,
+        num_nodes: int,
+        is_quiet: bool,
+        what: str,
+        *overrides: str,
+        restarts: bool = False,
+        **variables: str,
     ):
         """With `is_quiet`, Python reads the path file of our .venv. Otherwise torchrun is that of any environment."""
         site = folder / "site"
         site.mkdir()
         (site / "oneworld.pth").write_text(PATH_FILE)
         (site / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(site)!r})\n")
-        environment = activated_environment(PYTHONPATH=f"{site}:{ROOT}" if is_quiet else str(ROOT))
+        environment = activated_environment(PYTHONPATH=f"{site}:{ROOT}" if is_quiet else str(ROOT), **variables)
         environment |= {"ONEWORLD_QUIET_TORCHRUN": "1" if is_quiet else "0", "TMPDIR": str(folder)}
         environment |= {} if restarts else {"PET_MAX_RESTARTS": "0"}
         with socket.create_server(("", 0)) as server:
-            port = server.getsockname()[1]
-        nodes = ["--nnodes=2", f"--rdzv-endpoint=localhost:{port}"] if num_nodes > 1 else []
+            self._port = server.getsockname()[1]
+        nodes = ["--nnodes=2", f"--rdzv-endpoint=localhost:{self._port}"] if num_nodes > 1 else []
         words = [*TORCHRUN, *nodes, f"--nproc-per-node={2 // num_nodes}", "tests/e2e/broken_train.py", what, "1"]
         words += [f"run.dir={folder}", "run.name=run", *SETTINGS, "eval.interval=0", *overrides]
         script = f"{shlex.join(words)}; code=$?; sleep 2; exit $code"
@@ -333,17 +366,30 @@ class Terminals:
 
     def terminate(self) -> None:
         """Send SIGTERM to torchrun on the first node."""
-        (torchrun,) = psutil.Process(self.shells[0].pid).children()
-        torchrun.terminate()
+        self.torchrun(0).terminate()
 
-    def finish(self) -> list[str]:
-        """Return what the terminals show in the end, that of rank 0's node first. All torchruns exit with 1."""
+    def torchrun(self, index: int) -> psutil.Process:
+        (torchrun,) = psutil.Process(self.shells[index].pid).children()
+        return torchrun
+
+    def has_rendezvous(self, index: int) -> bool:
+        """Return whether a node's torchrun is the one that all others connect to."""
+        listening = [each for each in self.torchrun(index).net_connections() if each.status == psutil.CONN_LISTEN]
+        return self._port in [each.laddr.port for each in listening]
+
+    def read(self) -> list[str]:
+        """Return what the terminals show in the end."""
         for index, shell in enumerate(self.shells):
             shell.expect(pexpect.EOF)
             self._shown[index] = (self._shown[index] + shell.before).replace("\r\n", "\n")
             shell.close()
+        assert not list(self.folder.glob("oneworld-told-*")), "torchrun or a watchdog removes its file"
+        return self._shown
+
+    def finish(self) -> list[str]:
+        """Return what the terminals show in the end, that of rank 0's node first. All torchruns exit with 1."""
+        self.read()
         assert [shell.exitstatus for shell in self.shells] == [1] * len(self.shells), self._shown
-        assert not list(self.folder.glob("oneworld-told-*")), "torchrun removes its file"
         return sorted(self._shown, key=lambda shown: "oneworld: the ranks on " in shown)
 
 
@@ -393,6 +439,23 @@ class TestTheLastLine:
     def test_a_killed_rank(self, num_nodes: int, is_quiet: bool, tmp_path: Path) -> None:
         terminals = Terminals(tmp_path, num_nodes, is_quiet, "killed")
         assert_ends_with(rf"rank 1 \(.*, stage update, step 2: {KILLED}", terminals.finish(), is_quiet)
+
+
+@pytest.mark.slow
+def test_a_node_that_never_returns_is_the_last_word(tmp_path: Path) -> None:
+    """torchrun restarts the ranks that are left, waits for the killed node, and gives up with an error of its own."""
+    limits = {"PET_RDZV_CONF": "join_timeout=12,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"}
+    terminals = Terminals(tmp_path, 2, True, "nothing", "train.num_steps=100000", restarts=True, **limits)
+    terminals.expect("step 2/")
+    lost = next(index for index in (0, 1) if not terminals.has_rendezvous(index))
+    terminals.torchrun(lost).kill()
+    consoles = terminals.read()
+    assert terminals.shells[lost].exitstatus == 128 + signal.SIGKILL
+    assert terminals.shells[1 - lost].exitstatus == 1
+    left = consoles[1 - lost]
+    assert re.search("^oneworld: rank [01] ", left, re.MULTILINE), left
+    assert last_report(left).startswith("oneworld: torchrun gave up: RendezvousTimeoutError"), left
+    assert "Traceback" not in left, left
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from typing import Any
 
 import train
 from rl.learner.policy import PolicyTrainer
+from rl.run.plan import parse_or_plan
 
 
 def pass_gate(gates: Path, name: str) -> None:
@@ -40,7 +41,7 @@ def main() -> None:
     PolicyTrainer.update = held_update  # type: ignore[method-assign]
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         pass_gate(gates, "restart")
-    train.main()
+    train.main(parse_or_plan(None))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     if sys.argv[0] == "train.py":
         import train
+        from rl.run.plan import parse_or_plan
 
-        train.main()
+        train.main(parse_or_plan(None))
     else:
         from tools import merge_checkpoint
 

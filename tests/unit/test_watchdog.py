@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import rl.watch.watchdog
 from rl.common.json_channel import JsonChannel
 from rl.common.waiting import wait_until_readable
 from rl.config.schema import ROOT
@@ -26,6 +27,7 @@ from rl.watch.process import RankProcess
 from rl.watch.reports import AttemptHistory
 from rl.watch.silence import SilenceDetector
 from rl.watch.stacks import Stacks, stands_in_collective
+from rl.watch.told import Level, Told, read_told, tell
 from rl.watch.watchdog import Watchdog
 from tests.launcher import until
 from tests.mails import KEY, listening
@@ -328,7 +330,7 @@ def test_the_last_line_is_repeated_when_torchrun_has_ended(monkeypatch: pytest.M
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
         torchrun = subprocess.Popen(["sleep", "0.3"])
         launcher = Launcher(torchrun.pid)
-        launcher.keep_last("our line")
+        launcher.keep_last("our line", is_final=is_end)
         line = launcher.wait_to_repeat(is_end)
         assert launcher.is_gone == bool(line)
         torchrun.wait()
@@ -341,12 +343,101 @@ def test_the_last_line_is_repeated_when_torchrun_has_ended(monkeypatch: pytest.M
     assert repeated(is_end=True) == ""
 
 
+@pytest.fixture
+def told_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    file = str(tmp_path / "told")
+    monkeypatch.setenv("ONEWORLD_TOLD_FILE", file)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    return file
+
+
+def test_what_a_rank_has_told_is_replaced_only_by_more_or_by_a_later_attempt(
+    told_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launcher(attempt: int) -> Launcher:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        return Launcher(os.getpid())
+
+    first, fast, slow = launcher(0), launcher(1), launcher(1)
+    first.begin()
+    assert read_told(told_file) == (0, Level.NOTHING)
+    fast.keep_last("a rank ended", is_final=False)
+    slow.begin()
+    assert read_told(told_file) == (1, Level.MAY_RESTART), "the first rank of a node may start later than another"
+    first.keep_last("the verdict of an earlier attempt", is_final=True)
+    assert read_told(told_file) == (1, Level.MAY_RESTART)
+    fast.keep_last("the end", is_final=True)
+    slow.keep_last("a rank ended", is_final=False)
+    assert read_told(told_file) == (1, Level.FINAL)
+    last = launcher(3)
+    last.begin()
+    assert read_told(told_file) == (3, Level.NOTHING)
+    last.keep_last("a rank ended", is_final=False)
+    assert read_told(told_file) == (3, Level.FINAL), "no restart is left"
+
+
+def test_a_watchdog_removes_the_file_of_a_killed_torchrun(told_file: str) -> None:
+    torchrun = subprocess.Popen(["sleep", "60"])
+    launcher = Launcher(torchrun.pid)
+    launcher.begin()
+    launcher.end()
+    assert os.path.exists(told_file), "torchrun runs and may need it"
+    torchrun.kill()
+    torchrun.wait()
+    launcher.keep_last("a rank was lost", is_final=False)
+    launcher.end()
+    assert not os.path.exists(told_file)
+
+
+@pytest.mark.parametrize("how", ["torchrun restarts its ranks", "torchrun ends", "torchrun waits for our line"])
+def test_a_node_is_called_stopped_only_if_its_torchrun_ends(
+    how: str, told_file: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """torchrun also sends SIGTERM to ranks that it restarts, because a rank on another node has ended."""
+    monkeypatch.setattr(rl.watch.watchdog, "VERDICT_S", 0.5)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    torchrun = subprocess.Popen(["sleep", "60"])
+    rank = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    _, theirs = socket.socketpair()
+    watchdog = threading.Thread(target=Watchdog(rank.pid, torchrun.pid, theirs, Heart(), Stacks()).run)
+    watchdog.start()
+    until(lambda: os.path.exists(told_file), "the watchdog")
+    rank.terminate()
+    if how == "torchrun ends":
+        torchrun.kill()
+    elif how == "torchrun waits for our line":
+        tell(told_file, Told(0, Level.ASKED))
+    watchdog.join(10)
+    torchrun.kill()
+    torchrun.wait()
+    rank.wait()
+    said = capfd.readouterr().err
+    assert said == ("" if "restarts" in how else "oneworld: stopped by SIGTERM before the ranks had met\n")
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "message", "says"),
+    [(0, "raised", False), (0, "done", False), (1, "raised", True), (2, "unfit", False), (None, "raised", True)],
+)
+def test_only_a_failed_start_is_told(
+    exit_code: int | None, message: str, says: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Python sends `raised` at every exit. The exit code is None if torchrun was faster than the watchdog."""
+    monkeypatch.setattr(RankProcess, "exit_code", exit_code)
+    monkeypatch.setattr(Launcher, "count_early_death", lambda self: 1)
+    ours, theirs = socket.socketpair()
+    with running(theirs):
+        JsonChannel(ours).send(message, **({"line": ""} if message == "unfit" else {}))
+    told = f"oneworld: a rank on {socket.gethostname()} ended before the ranks had met: its error is above\n"
+    assert capfd.readouterr().err == (told if says else "")
+
+
 def test_only_torchrun_is_made_quiet(tmp_path: Path) -> None:
     """Other programs in our .venv do not import the module, and torchrun keeps its messages until ranks say more."""
     (tmp_path / "oneworld.pth").write_text(PATH_FILE)
     (tmp_path / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(tmp_path)!r})\n")
     (tmp_path / "torchrun").write_text(TORCHRUN)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "ONEWORLD_QUIET_TORCHRUN": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "ONEWORLD_QUIET_TORCHRUN": "1"}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *words]
@@ -354,26 +445,37 @@ def test_only_torchrun_is_made_quiet(tmp_path: Path) -> None:
 
     assert run("-c", "import sys; print('launch.quiet_torchrun' in sys.modules)", "torch").stdout == "False\n"
     torchrun = str(tmp_path / "torchrun")
-    for words in (["before the watchdog lives"], ["lives"], ["told", "OSError"], ["told long ago"]):
+    for words in (["none", "Child"], ["NOTHING", "Child"], ["FINAL", "OSError"], ["FINAL", "Child", "long ago"]):
         done = run(torchrun, *words)
         assert done.returncode == 1 and done.stdout == "", done
-        assert "a warning" in done.stderr or "told" in words, done
+        assert "a warning" in done.stderr or "OSError" in words, done
         assert "Error: no\n" in done.stderr, done
-    told = run(torchrun, "told")
-    assert (told.returncode, told.stdout, told.stderr) == (1, "", "")
+    why, advice = "RendezvousTimeoutError: no", "set ONEWORLD_QUIET_TORCHRUN=0 to see its traceback"
+    for words, shown in (
+        (["FINAL", "Child"], ""),
+        (["FINAL", "Rendezvous"], ""),
+        (["MAY_RESTART", "Child"], "an error\n"),
+        (["MAY_RESTART", "Rendezvous"], f"an error\noneworld: torchrun gave up: {why}; {advice}\n"),
+    ):
+        told = run(torchrun, *words)
+        assert (told.returncode, told.stdout, told.stderr) == (1, "", shown), words
 
 
 TORCHRUN = """
 import logging, os, sys
 import launch.quiet_torchrun as quiet
-quiet.VERDICT_S = 0.2
+quiet.WAIT_S = 0.2
 class ChildFailedError(Exception):
     __module__ = "torch.distributed.elastic.multiprocessing.errors"
-if sys.argv[1] != "before the watchdog lives":
-    with open(os.environ["ONEWORLD_TOLD_FILE"], "w") as file:
-        file.write("told" if "told" in sys.argv[1] else "")
-    if sys.argv[1] == "told long ago":
-        os.utime(file.name, (0, 0))
+class RendezvousTimeoutError(Exception):
+    __module__ = "torch.distributed.elastic.rendezvous.api"
+file, level, error = os.environ["ONEWORLD_TOLD_FILE"], sys.argv[1], sys.argv[2]
+if level != "none":
+    quiet.tell(file, quiet.Told(0, quiet.Level[level]))
+if sys.argv[3:] == ["long ago"]:
+    os.utime(file, (0, 0))
 logging.getLogger("torch.distributed.elastic.agent").warning("a warning")
-raise OSError("no") if "OSError" in sys.argv else ChildFailedError("no")
+logging.getLogger("torch.distributed.elastic.agent").error("an error")
+logging.getLogger("torch.distributed.elastic.multiprocessing.api").error("failed (exitcode: 1)")
+raise {"OSError": OSError, "Child": ChildFailedError, "Rendezvous": RendezvousTimeoutError}[error]("no")
 """
