@@ -311,17 +311,24 @@ class SliceReader:
 
 def restore_position(resume: Resume, stream: PromptStream) -> None:
     """Continue the prompt stream where the checkpoint was saved. A fork with other prompts starts from the first."""
-    state = resume.manifest.state
-    if state["data"] == stream.digest:
-        stream.position = state["position"]
-    elif resume.is_own:
+    if warning := check_prompts(resume, stream):
+        print(f"oneworld: {warning}", flush=True)
+    else:
+        stream.position = resume.manifest.state["position"]
+
+
+def check_prompts(resume: Resume, stream: PromptStream) -> str:
+    """Return a warning if a fork has other prompts than the checkpoint, or else an empty text. Raise ConfigError if a
+    run that continues has other prompts."""
+    if resume.manifest.state["data"] == stream.digest:
+        return ""
+    if resume.is_own:
         raise ConfigError(
             f"data.train, its templates or run.seed differ from those of step {resume.manifest.step}; a resumed run "
             "must use the same prompts. To train on other prompts from here, start a run with another run.name and "
             "with the path of this one as checkpoint.resume"
         )
-    else:
-        print("oneworld: the checkpoint has other prompts, so the run starts with the first prompt", flush=True)
+    return "the checkpoint has other prompts, so the run starts with the first prompt"
 
 
 def restore(

@@ -159,7 +159,9 @@ class RewardConfig:
         10.0, "Time limit per response in seconds. After it the score is 0, and reward/timeouts counts it.", POSITIVE
     )
     stop_if_all_fail: bool = key(
-        True, "End the run if no sample of its first step, or of an evaluation before it, can be scored."
+        True,
+        "End the run if no sample of its first step, or of an evaluation before it, can be scored. "
+        "Only a resumed run may be restarted then.",
     )
     num_workers: int = key(0, "Scoring processes per engine; 0: its share of the cores, at most 8.", NOT_NEGATIVE)
     credentials: list[str] = key(

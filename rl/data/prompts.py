@@ -35,6 +35,7 @@ class Prompt:
     answer: str
     tokens: list[int]  # empty if the prompts were read without a tokenizer
     row: dict[str, Any] = field(default_factory=dict)  # all columns, for rewards
+    place: str = ""  # file and line of the row, for messages
 
 
 def sample_seed(run_seed: int, epoch: int, prompt_id: int, sample_index: int) -> int:

@@ -53,14 +53,14 @@ def check_files(config: Config) -> None:
 def read_data(config: Config, tokenizer: Tokenizer | None, report: Callable[[str], None] = say) -> Data:
     """Read all files of the config, and report what was read and skipped.
 
-    Without a tokenizer, prompts have no tokens, and neither their length nor the chat template is checked.
+    Call `check_files` first, which finds a missing file before the others are read. Without a tokenizer, prompts have
+    no tokens, and neither their length nor the chat template is checked.
     """
     if config.data.chat_template and tokenizer is not None and tokenizer.chat_template is None:
         raise ConfigError(
             f"data.chat_template=true, but the tokenizer of {config.model.path} has no chat template; set "
             "data.chat_template=false, or give a model that was trained for chats"
         )
-    check_files(config)
     prompts: list[Prompt] = []
     sources: list[WeightedSource] = []
     for path, weight in config.data.train_weights.items():
@@ -139,7 +139,7 @@ def _make_prompt(
     answer = json.dumps(answer) if isinstance(answer, list | dict) else str(answer)
     text = _chat(content, data, tokenizer) if data.chat_template else _text(content, data.prompt_key)
     if tokenizer is None:
-        return Prompt(row_id, 0, text, answer, [], row)
+        return Prompt(row_id, 0, text, answer, [], row, read.place)
     try:
         tokens = tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:  # the tokenizers package raises nothing narrower
@@ -148,19 +148,22 @@ def _make_prompt(
         raise BadRow("has 0 tokens; a prompt has at least 1")
     if tokens[:1] != bos:  # unless the text itself begins with it
         tokens = [*bos, *tokens]
-    return Prompt(row_id, 0, text, answer, tokens, row)
+    return Prompt(row_id, 0, text, answer, tokens, row, read.place)
 
 
 def _look_up(row: Mapping[str, Any], name: str) -> Any:
     """Return the value of a column, or ABSENT. A dot leads into an object, unless a column has that very name."""
     if name in row:
         return row[name]
+    is_null = False
     for match in re.finditer(r"\.", name):
         outer = row.get(name[: match.start()], ABSENT)
         found = _look_up(outer, name[match.end() :]) if isinstance(outer, dict) else ABSENT
-        if outer is None or found is not ABSENT:  # no object, or an object with this column
-            return None if outer is None else found
-    return ABSENT
+        if outer is None or found is None:  # another split of the name may lead to a value
+            is_null = True
+        elif found is not ABSENT:
+            return found
+    return None if is_null else ABSENT
 
 
 def _column_names(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -197,17 +200,19 @@ def _text(value: Any, column: str) -> str:
 
 def _fill(data: DataConfig, row: Mapping[str, Any]) -> str:
     """Fill the template with this row's columns. Braces around other names stay unchanged."""
-    if "prompt" in PLACEHOLDER.findall(data.template):
-        row = {**row, "prompt": _column(row, data.prompt_key, "data.prompt_key")}
-    wanted = [name for name in PLACEHOLDER.findall(data.template) if _look_up(row, name) is not ABSENT]
-    if not wanted:
+    texts = {}
+    for name in PLACEHOLDER.findall(data.template):
+        if name == "prompt":
+            texts[name] = _text(_column(row, data.prompt_key, "data.prompt_key"), data.prompt_key)
+        elif _look_up(row, name) is not ABSENT:
+            texts[name] = _text(_column(row, name, "data.template"), name)
+    if not texts:
         raise BadRow(f"has no column that data.template names; its columns are {_list_columns(row)}")
-    texts = {name: _text(_column(row, name, "data.template"), name) for name in wanted}
     return PLACEHOLDER.sub(lambda match: texts.get(match[1], match[0]), data.template)
 
 
 def _chat(content: Any, data: DataConfig, tokenizer: Tokenizer | None) -> str:
-    """Return the conversation as the chat template writes it. Without a tokenizer, only check the messages."""
+    """Return the conversation as the chat template writes it, or only its texts if there is no tokenizer."""
     if isinstance(content, list):
         for entry in content:
             if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("role", "content")):
@@ -223,7 +228,7 @@ def _chat(content: Any, data: DataConfig, tokenizer: Tokenizer | None) -> str:
             raise BadRow("has a system message of its own; leave data.system_prompt empty, or take it out of the row")
         conversation.insert(0, {"role": "system", "content": data.system_prompt})
     if tokenizer is None:
-        return ""
+        return "\n".join(message["content"] for message in conversation)
     try:
         return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template may raise anything

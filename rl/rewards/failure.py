@@ -18,6 +18,7 @@ from types import CodeType
 from typing import Any
 
 MAX_TEXT = 500  # characters
+MAX_QUOTED = 60  # characters of a prompt or response in a message
 MAX_TRACE = 1 << 16  # bytes
 INDEX_BYTES = 4  # at the start of the file: the index of the function that was called last
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in ', re.MULTILINE)  # as faulthandler writes it, innermost first
@@ -37,7 +38,7 @@ class RewardFailure:
     error: str  # type of the exception, or `timeout` or `crash`
     text: str  # what happened
     place: str  # file:line in the code of the function; empty if unknown
-    sample: str = ""  # the prompt and the response
+    sample: str = ""  # file and line of the prompt, and the texts of prompt and response
 
     @property
     def kind(self) -> tuple[str, str, str]:
@@ -108,6 +109,12 @@ def one_line(text: str, most: int = MAX_TEXT) -> str:
     shown = " ".join(text[: 2 * most].split())
     shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shown)
     return shown if len(shown) <= most else shown[: most - 3] + "..."
+
+
+def quote(text: str) -> str:
+    """Return the beginning and the end of a text in quotes. The beginning of a chat is often the same in all rows."""
+    half = MAX_QUOTED // 2
+    return repr(text) if len(text) <= MAX_QUOTED else f"{text[:half]!r} ... {text[-half:]!r}"
 
 
 class CallTrace:

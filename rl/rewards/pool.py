@@ -118,16 +118,15 @@ class RewardPool:
         if call_id:
             self._changed_at = time.monotonic()
             key = self._keys.pop(int(call_id))
-            self._deliver(key, result | {"failure": _read_failure(result["failure"])})
+            self._deliver(key, result | {"failure": _hide_credentials(read_failure(result["failure"]))})
         elif result["error"]:
             self._is_loaded.set_exception(ConfigError(result["error"]))
         else:
             self._is_loaded.set_result(True)
 
 
-def _read_failure(values: dict[str, str] | None) -> RewardFailure | None:
-    """Return the failure in a result without credentials of this rank, which its text may quote."""
-    failure = read_failure(values)
+def _hide_credentials(failure: RewardFailure | None) -> RewardFailure | None:
+    """Return the failure without credentials of this rank, which its text may quote."""
     return None if failure is None else replace(failure, text=hide_credentials(failure.text))
 
 

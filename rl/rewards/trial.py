@@ -2,56 +2,75 @@
 
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl.config.schema import ConfigError, RewardConfig
-from rl.rewards.failure import RewardFailure, one_line
+from rl.rewards.failure import RewardFailure, quote
 from rl.rewards.find import read_rules
 from rl.rewards.launch import launch
 from rl.rewards.pool import SILENCE_S, RewardPool
 
 ARBITRARY_RESPONSE = "I do not know."
-MAX_SHOWN = 60  # characters of a response in the text
+# Types of exceptions that are the same for every response, if two different responses give the same text.
+INDEPENDENT = ("KeyError", "NameError", "ImportError", "ModuleNotFoundError", "ResultTypeError")
 
 
 @dataclass(frozen=True)
 class TrialRow:
-    """A row of the data as a reward function sees it. Without a tokenizer, its chat template is missing."""
+    """A row of the data as a reward function sees it. Without a tokenizer, the prompt has no chat template."""
 
     place: str  # file and line
     prompt: str
     values: dict[str, Any]  # all columns, and `answer`
 
 
-def score_one_row(config: RewardConfig, row: TrialRow) -> str:
-    """Score the reference answer, and an arbitrary text, as responses to one row. Return what was scored, and how.
+class Trial(NamedTuple):
+    text: str  # what was scored, and how
+    has_score: bool  # at least one response got a score
+
+
+def score_one_row(config: RewardConfig, row: TrialRow) -> Trial:
+    """Score the reference answer, and an arbitrary text, as responses to one row.
 
     The functions run in a worker process with its limits, as in a run. Raise ConfigError if they cannot be imported, or
-    if they fail for every response. One response that fails is only described, since a run continues after it.
+    if they fail in a way that does not depend on the response. Other failures are only described, since a run continues
+    after them.
     """
     read_rules(config)  # before a process is started
     missing = [name for name in config.credentials if name not in os.environ]
     if missing:
         present = [name for name in config.credentials if name in os.environ]
         _score(replace(config, credentials=present), row, {})  # imports the functions
-        return f"the reward functions were not called, because {', '.join(missing)} is not set here"
+        return Trial(f"the reward functions were not called, because {', '.join(missing)} is not set here", False)
     responses = {"its answer": row.values["answer"], "an arbitrary text": ARBITRARY_RESPONSE}
     responses = {name: text for name, text in responses.items() if text}  # there may be no answer
     results = _score(config, row, responses)
     failures: list[RewardFailure] = [result["failure"] for result in results.values() if result["failure"] is not None]
     if len(failures) == len(results):
-        failure, response = failures[0], next(iter(responses.values()))
-        raise ConfigError(
-            f"reward.function: the functions fail for {row.place}, whatever the response is. With the response "
-            f"{_quote(response)}, {failure}. What to change: {failure.remedy}"
-        )
+        tried = "both texts that were" if len(results) > 1 else "the only text that was"
+        failure, response = results[next(iter(responses))]["failure"], next(iter(responses.values()))
+        text = f"the functions failed for {tried} tried as a response. With the response {quote(response)}, {failure}"
+        if _is_independent(failures, responses.values()):
+            raise ConfigError(f"reward.function: {row.place}: {text}. What to change: {failure.remedy}")
+        end = "A run in which every sample of the first step fails will end"
+        return Trial(f"{row.place}: {text}. {end}. If such responses should get a score, {failure.remedy}", False)
     texts = []
     for name, response in responses.items():
         failure = results[name]["failure"]
         outcome = _show_score(results[name]) if failure is None else f"has no score, because {failure}"
-        texts.append(f"{name} {_quote(response)} {outcome}")
-    return f"{row.place}: {'; '.join(texts)}"
+        texts.append(f"{name} {quote(response)} {outcome}")
+    return Trial(f"{row.place}: {'; '.join(texts)}", True)
+
+
+def _is_independent(failures: list[RewardFailure], responses: Iterable[str]) -> bool:
+    """Return whether these failures of all responses show that every other response would fail too."""
+    first = failures[0]
+    if first.error not in INDEPENDENT or any((each.kind, each.text) != (first.kind, first.text) for each in failures):
+        return False
+    key = first.text.removeprefix("KeyError: ").strip("'\"")
+    return first.error != "KeyError" or not any(key in response for response in responses)
 
 
 def _score(config: RewardConfig, row: TrialRow, responses: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -88,7 +107,3 @@ def _score(config: RewardConfig, row: TrialRow, responses: dict[str, str]) -> di
 def _show_score(result: dict[str, Any]) -> str:
     parts = [f"{name} {value:g}" for name, value in result["parts"].items()]
     return f"scores {result['score']:g}" + (f" ({', '.join(parts)})" if len(parts) > 1 else "")
-
-
-def _quote(text: str) -> str:
-    return repr(one_line(text, MAX_SHOWN))

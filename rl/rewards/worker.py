@@ -28,6 +28,10 @@ MAX_SCORE = 1e30  # a weighted sum of larger scores may not fit float32
 MAX_PARTS, MAX_NAME, MAX_ANSWER = 64, 100, 10_000  # parts per function; the others in characters
 
 
+class ResultTypeError(TypeError):
+    """A function returned a value that is no score, such as text."""
+
+
 class RewardFunction(NamedTuple):
     name: str
     weight: float
@@ -159,7 +163,9 @@ def _number(value: Any, what: str) -> float:
     if hasattr(value, "item"):  # a scalar of numpy or torch
         value = value.item()
     if not isinstance(value, bool | int | float):
-        raise TypeError(f"{what} is a {type(value).__name__}; return a number, or a dict from names to numbers")
+        # A function without a `return` for some responses gives None.
+        kind = TypeError if value is None else ResultTypeError
+        raise kind(f"{what} is a {type(value).__name__}; return a number, or a dict from names to numbers")
     number = float(value)
     if not abs(number) <= MAX_SCORE:
         raise ValueError(f"{what} is {number}; return a number from -{MAX_SCORE:g} to {MAX_SCORE:g}")

@@ -111,7 +111,7 @@ class Rollouts(Service):
         service: RolloutService | None,
         execute: Callable[[Action], None],
         balancer: Balancer,
-        stop_if_all_fail: bool = True,  # see reward.stop_if_all_fail
+        all_failed: type[Exception] | None = None,  # raised if no sample can be scored; see FailureLog
     ):
         self._world, self._mail, self._actors, self.service = world, world.mail, placement.actors, service
         self._num_mini_batches, self._balancer = num_mini_batches, balancer
@@ -122,7 +122,7 @@ class Rollouts(Service):
         self._gate: OrderGate | None = None
         self._failures: FailureLog | None = None
         if world.rank == placement.leader:
-            self._failures = FailureLog(world.mail, stop_if_all_fail)
+            self._failures = FailureLog(world.mail, all_failed)
             world.at_end(self._failures.summarize)
             self._dispatcher = Dispatcher(world.mail, len(placement.engines))
             followers_of_any = {rank for ranks in placement.engines for rank in ranks[1:]}
@@ -161,7 +161,7 @@ class Rollouts(Service):
         """Wait until every actor has all of its groups of this batch. Meanwhile, this rank's engine samples, if any.
 
         No order arrives between this call and the next one, so none can interrupt the collectives in between. The
-        leader raises ConfigError if the first batch shows that the reward functions always fail.
+        leader raises `all_failed` if the first batch shows that the reward functions always fail.
         """
         if self._gate is not None:
             self._gate.open()

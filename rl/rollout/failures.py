@@ -11,9 +11,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from rl.common.text import count_of
-from rl.config.schema import ConfigError
 from rl.rewards.failure import RewardFailure
 from rl.rewards.totals import Totals, count_samples
+from rl.watch.reports import ServiceUnavailable
 from rl.world.messages import Letter, Mailbox, Message
 
 MAX_KINDS = 20  # messages per attempt
@@ -29,8 +29,9 @@ class CallsFailed(Message):
 class FailureLog:
     """Count failures, and print the first of each kind: a function, an exception's type and a line of code."""
 
-    def __init__(self, mail: Mailbox, stops_run: bool):
-        self._stops_run = stops_run
+    def __init__(self, mail: Mailbox, all_failed: type[Exception] | None):
+        """`all_failed` is what `check` raises to end the run, or None if the run always continues."""
+        self._all_failed = all_failed
         self._lock = threading.Lock()
         self._first: dict[tuple[str, str, str], RewardFailure] = {}
         self._counts = Counter[tuple[str, str, str]]()
@@ -39,14 +40,16 @@ class FailureLog:
         mail.on(CallsFailed, self._on_failed)
 
     def check(self, totals: Totals, step: int, is_training: bool) -> None:
-        """Count the samples of a batch. Raise ConfigError if all of the attempt's first step failed, or all of an
+        """Count the samples of a batch. Raise an error if all of the attempt's first step failed, or all of an
         evaluation before it."""
         num_samples, num_failed = count_samples(totals)
         self._num_samples += num_samples
         self._num_failed += num_failed
         name = "step" if is_training else "evaluation"
-        if self._stops_run and name in self._unchecked and num_samples and num_failed == num_samples:
-            raise ConfigError(self._explain(num_samples, f"step {step}" if is_training else "the evaluation"))
+        if self._all_failed and name in self._unchecked and num_samples and num_failed == num_samples:
+            batch = count_of(num_samples, "sample") + (f" of step {step}" if is_training else " of the evaluation")
+            clause = ", so there is nothing to learn from" if is_training else ""
+            raise self._all_failed(self._explain(f"none of the {batch} could be scored{clause}"))
         self._unchecked -= {name, "evaluation"}
 
     def summarize(self) -> None:
@@ -78,13 +81,15 @@ class FailureLog:
         failure = self._first[kind]
         return f"{failure.function}: {failure.error}" + (failure.place and f" at {failure.place}")
 
-    def _explain(self, num_samples: int, batch: str) -> str:
+    def _explain(self, what: str) -> str:
         kind, count = self._counts.most_common(1)[0]
         failure, others = self._first[kind], len(self._counts) - 1
         besides = f", besides {count_of(others, 'other kind')} of failures" if others else ""
-        return (
-            f"reward.function: none of the {count_of(num_samples, 'sample')} of {batch} could be scored, so there is "
-            f"nothing to learn from. In {count_of(count, 'case')}{besides}, {failure}. What to change: "
+        text = (
+            f"reward.function: {what}. In {count_of(count, 'case')}{besides}, {failure}. What to change: "
             f"{failure.remedy}. `train.py --plan` checks it in seconds. To run in spite of this, set "
             "reward.stop_if_all_fail=false"
         )
+        if self._all_failed is ServiceUnavailable:
+            text += ". The run was resumed, so the cause may be temporary, and a restart tries again"
+        return text

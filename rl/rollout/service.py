@@ -15,7 +15,7 @@ import torch
 
 from rl.data.batch import Batch, batch_of_responses
 from rl.data.prompts import Tokenizer, sample_seed
-from rl.rewards.failure import RewardFailure
+from rl.rewards.failure import RewardFailure, quote
 from rl.rewards.pool import RewardPool
 from rl.rollout.dispatch import NewTasks, Pull, Task
 from rl.rollout.engine import Completion, Engine, Request
@@ -27,7 +27,6 @@ from rl.world.service import Service
 from rl.world.world import World
 
 MIN_SEQUENCES, MIN_PROMPT_TOKENS = 8, 256  # heartbeats treat smaller steps as steps of this size
-MAX_SHOWN = 60  # characters of a prompt or response in a message
 
 
 @dataclass(frozen=True)
@@ -249,13 +248,7 @@ class RolloutService(Service):
 
     def _show(self, task: Task, completion: Completion) -> str:
         response = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        return f"prompt {task.prompt.id}: {shorten(task.prompt.text)}, response: {shorten(response)}"
-
-
-def shorten(text: str) -> str:
-    """Return the beginning and the end of a text in quotes. The beginning of a chat is often the same in all rows."""
-    half = MAX_SHOWN // 2
-    return repr(text) if len(text) <= MAX_SHOWN else f"{text[:half]!r} ... {text[-half:]!r}"
+        return f"{task.prompt.place}, prompt: {quote(task.prompt.text)}, response: {quote(response)}"
 
 
 def make_requests(tasks: Iterable[Task], run_seed: int | None) -> list[Request]:

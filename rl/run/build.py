@@ -14,6 +14,7 @@ from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.resume import restore, restore_position
 from rl.checkpoint.save import Saver
 from rl.checkpoint.write import RunDescription, read_hf_files
+from rl.config.schema import Config, ConfigError
 from rl.evaluation.evaluation import Evaluation
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
@@ -30,6 +31,7 @@ from rl.run.reporter import Reporter
 from rl.run.serve import build_rollout_service, build_sync
 from rl.sync.weights import share_tensors
 from rl.watch.heart import HEART
+from rl.watch.reports import ServiceUnavailable
 from rl.world.bootstrap import enable_garbage_collection
 from rl.world.orders import Action
 from rl.world.restarts import launcher_process
@@ -67,8 +69,9 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         with run.world.stage("sync"):
             sync.publish_again()
 
-    stops, num_mini_batches = config.reward.stop_if_all_fail, config.algo.num_mini_batches
-    rollouts = Rollouts(run.world, run.placement, num_mini_batches, service, execute, balancer, stops)
+    all_failed = error_if_all_fail(config, is_resumed=trains and resume is not None)
+    num_mini_batches = config.algo.num_mini_batches
+    rollouts = Rollouts(run.world, run.placement, num_mini_batches, service, execute, balancer, all_failed)
     start_step = resume.manifest.step if resume is not None else 0
     actor = Actor(
         config,
@@ -86,6 +89,17 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     )
     enable_garbage_collection()
     return actor
+
+
+def error_if_all_fail(config: Config, is_resumed: bool) -> type[Exception] | None:
+    """Return the error that ends the run if the reward functions fail for all samples of its first step.
+
+    A new run is not restarted. In a resumed run the functions have worked before, so a restart may help: for example,
+    a judge is not reachable for a while.
+    """
+    if not config.reward.stop_if_all_fail:
+        return None
+    return ServiceUnavailable if is_resumed else ConfigError
 
 
 def build_checkpoints(

@@ -13,7 +13,7 @@ from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
 from rl.config.schema import Config, ConfigError, with_debugger_timeouts
 from rl.data.prompts import Tokenizer
-from rl.data.sources import Data, read_data
+from rl.data.sources import Data, check_files, read_data
 from rl.model.shape import check_model
 from rl.model.tokenizer import load_tokenizer
 from rl.placement.groups import Groups, make_groups
@@ -93,7 +93,10 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
     groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
     with world.stage("read data"):
-        data = read_data(config, load_tokenizer(models["model.path"])) if is_leader else None
+        data = None
+        if is_leader:
+            check_files(config)
+            data = read_data(config, load_tokenizer(models["model.path"]))
         config = agree_on_steps(world, placement, config, data)
     source = None if config.checkpoint.resume in ("auto", "never") else Path(config.checkpoint.resume)
     store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads, lease)

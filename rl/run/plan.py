@@ -16,7 +16,6 @@ from rl.common.text import count_of, format_bytes
 from rl.config.load import add_arguments
 from rl.config.modes import load_settings
 from rl.config.schema import ConfigError, resolve_path
-from rl.data.prompts import PromptStream
 from rl.data.sources import Data, check_files, read_data
 from rl.model.hub import find_in_cache, warn_of_typo
 from rl.model.memory import estimate
@@ -115,12 +114,18 @@ class RunPlan:
         return plan(config.placement, *sizes)
 
     def _check_run_folder(self) -> None:
-        folder = Path(self.config.run.dir)
-        existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            problem = "cannot be written to" if existing.is_dir() else "is not a directory"
-            raise ConfigError(f"run.dir: cannot make {folder}: {existing} {problem}; give a folder that can be written")
-        self.checked.append(f"run.dir={folder} can be written")
+        """Check that run.dir, and what exists of the run's own folder, can be written."""
+        root, name = Path(self.config.run.dir), self.config.run.name
+        folders = {root: "run.dir"}
+        if name:
+            folders |= {root / name: "run.name", root / name / "checkpoints": "run.name"}
+        for folder, setting in folders.items():
+            existing = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
+            if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+                problem = "cannot be written to" if existing.is_dir() else "is not a directory"
+                remedy = "give a folder that can be written" if setting == "run.dir" else "give another name"
+                raise ConfigError(f"{setting}: cannot make {folder}: {existing} {problem}; {remedy}")
+        self.checked.append(f"run.dir={root} can be written")
 
     def _find_model(self, setting: str, path: str) -> Path | None:
         """Return a model's folder, after a check of its files, or None if a run would ask the hub for it."""
@@ -152,10 +157,12 @@ class RunPlan:
     def _try_rewards(self) -> str:
         """Return what the reward functions give for a row of the data."""
         prompt = self.data.stream.prompts[0]
-        place = f"row {prompt.id + 1} of data.train"
-        text = score_one_row(self.config.reward, TrialRow(place, prompt.text, prompt.row | {"answer": prompt.answer}))
-        self.checked.append("reward functions")
-        return text
+        row = TrialRow(prompt.place, prompt.text, prompt.row | {"answer": prompt.answer})
+        trial = score_one_row(self.config.reward, row)
+        self.checked.append("reward functions" if trial.has_score else "import of the reward functions")
+        if not trial.has_score:
+            self.unchecked.append("scores of the reward functions (see reward)")
+        return trial.text
 
     def _check_functions(self) -> None:
         from rl.algo.choose import check_functions  # imports torch
@@ -169,7 +176,7 @@ class RunPlan:
         root, resume = Path(config.run.dir) / config.run.name / "checkpoints", config.checkpoint.resume
         if resume in ("auto", "never") and not (config.run.name and root.is_dir()):
             return
-        from rl.checkpoint.resume import announcement, preview_resume, restore_position
+        from rl.checkpoint.resume import announcement, check_prompts, preview_resume
 
         try:
             found = preview_resume(root, config)
@@ -180,9 +187,9 @@ class RunPlan:
             return
         if found is None:
             return
-        if self.trains and self.has_tokenizer:
-            restore_position(found, self.data.stream)
         self.notes.append(announcement(found, root, config))
+        if self.trains and self.has_tokenizer and (warning := check_prompts(found, self.data.stream)):
+            self.notes.append(warning)
         self.checked.append(f"the checkpoint of step {found.manifest.step}")
 
     def text(self) -> str:
@@ -239,8 +246,7 @@ class RunPlan:
         most = num_rollouts * (prompt + response)
         lines = [f"a step has at most {num_rollouts:,} x ({prompt} + {response}) = {most:,} tokens"]
         if self.has_tokenizer:
-            first = PromptStream(stream.prompts, config.run.seed, stream.sources)
-            mean = fmean(len(each.tokens) for each in first.take(min(len(stream), MAX_SAMPLE)))
+            mean = fmean(len(each.tokens) for each in stream.take(min(len(stream), MAX_SAMPLE)))
             expected = f"{num_rollouts:,} x {mean:.1f} = {num_rollouts * mean:,.0f} of prompts"
             lines.append(f"expected: {expected}, and up to {num_rollouts * response:,} of responses")
         return lines

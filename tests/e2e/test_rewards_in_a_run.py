@@ -13,7 +13,7 @@ from tests.e2e.reward_functions import misspelt, sometimes_failing, sometimes_ha
 from tests.launcher import Result, finish, start, train
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
-FILE = "tests/e2e/reward_functions.py"
+FILE, DATA = "tests/e2e/reward_functions.py", "configs/tiny/train.jsonl"
 SETTINGS = [
     *("rollout.engine=fake", "train.num_steps=2", "train.num_prompts_per_step=7", "eval.interval=0"),
     *("rollout.deterministic=true", "debug.save_rollouts=true", "reward.timeout_s=0.5"),
@@ -35,7 +35,7 @@ def assert_scored(result: Result) -> None:
         assert 0 < row["reward/varied"] < 1
     assert sum(row["reward/timeouts"] for row in result.metrics) > 0
     assert sum(row["reward/errors"] for row in result.metrics) > 0
-    assert result.output.count(": it took longer than reward.timeout_s = 0.5 s (prompt") == 1
+    assert result.output.count(": it took longer than reward.timeout_s = 0.5 s (configs/tiny/train.jsonl, line ") == 1
     assert result.output.count(": RuntimeError: planted (prompt") == 1
     assert_counted(result)
 
@@ -78,13 +78,14 @@ def test_each_kind_of_failure_is_shown_once(tmp_path: Path) -> None:
     kinds = {
         f"{line_of(sometimes_failing, 'planted for')}: ValueError: planted for ",
         f"{line_of(sometimes_failing, 'planted elsewhere')}: ValueError: planted elsewhere for ",
-        f"{line_of(sometimes_failing, 'answre')}: KeyError: 'answre' (prompt ",
-        f"{line_of(sometimes_failing, 'def ')}: TypeError: the score is a str; return a number",
+        f"{line_of(sometimes_failing, 'answre')}: KeyError: 'answre' ({DATA}, line ",
+        f"{line_of(sometimes_failing, 'def ')}: ResultTypeError: the score is a str; return a number",
     }
     said = re.findall(rf"reward function sometimes_failing failed at {ROOT / FILE}:(.*)", result.output)
     assert len(said) == len(kinds)
     assert [kind for kind in kinds if not any(text.startswith(kind) for text in said)] == []
-    assert all(re.search(r"\(prompt \d+: '\d+\+\d+=', response: .*\)\. The sample scores 0\.", text) for text in said)
+    sample = rf"\({DATA}, line \d+, prompt: '\d+\+\d+=', response: .*\)\. The sample scores 0\."
+    assert all(re.search(sample, text) for text in said)
     num_failed = [int(row["reward/errors"]) for row in result.metrics]
     assert min(num_failed) > 4, "there are repeats, which are not shown"
     assert num_failed == [result.rollouts(step).rewards.tolist().count(0.0) for step in (1, 2)]
@@ -96,7 +97,7 @@ def assert_ended_at_once(process: subprocess.Popen[str], folder: Path, batch: st
     assert process.returncode != 0, output
     fatal = (folder / "FATAL").read_text()
     assert f"reward.function: none of the {batch} could be scored" in fatal
-    assert f"the reward function misspelt failed at {ROOT / FILE}:{line}: KeyError: 'answre' (prompt" in fatal
+    assert f"the reward function misspelt failed at {ROOT / FILE}:{line}: KeyError: 'answre' (configs/tiny/" in fatal
     assert "correct the function" in fatal and "reward.stop_if_all_fail=false" in fatal
     assert output.count(fatal.strip()) == 1, output
     assert output.count("misspelt failed at") == 2, "one message when it first happened, and one at the end"
@@ -119,6 +120,19 @@ def test_a_function_that_always_fails_ends_the_run(batch: str, settings: list[st
     run = [f"run.dir={tmp_path}", "run.name=run", *SETTINGS, f"reward.function={FILE}:misspelt", *settings]
     process = start("--nproc-per-node=2", "--max-restarts=3", "train.py", *run, restarts=True)
     assert_ended_at_once(process, tmp_path / "run", batch)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_may_be_restarted(tmp_path: Path) -> None:
+    """Its functions worked before, so the cause may be temporary."""
+    train(tmp_path / "run", 2, *SETTINGS, "train.num_steps=1")
+    run = [f"run.dir={tmp_path}", "run.name=run", *SETTINGS, f"reward.function={FILE}:misspelt"]
+    process = start("--nproc-per-node=2", "--max-restarts=1", "train.py", *run, restarts=True)
+    output = finish(process, 100)
+    assert process.returncode != 0, output
+    assert output.count("none of the 56 samples of step 2 could be scored") == 2, "in both attempts"
+    assert "so the cause may be temporary, and a restart tries again" in output
+    assert not (tmp_path / "run" / "FATAL").exists()
 
 
 @pytest.mark.slow

@@ -47,6 +47,14 @@ SHARED = {
     "epochs": ["--plan", "train.num_epochs=2", "train.num_prompts_per_step=100", "rollout.num_samples_per_prompt=4"],
     "evaluation alone": ["--plan", "--eval-only", "eval.num_prompts=7", "eval.num_samples=2", "eval.temperature=1"],
     "idle inference": ["--plan", "--nproc-per-node=3", "placement.actor,rollout=0-1", "placement.inference=2"],
+    "tagged reward": ["--plan", "reward.function=rewards.py:tagged"],
+    "chat of a model elsewhere": [
+        *("--plan", "data.train=mixed.jsonl", "data.bad_rows=skip", "data.chat_template=true"),
+        *("model.path=nobody/no-such-model", "reward.function=rewards.py:prompted", "eval.interval=0"),
+    ],
+    "a file as a run": ["--plan", "run.dir=saved", "run.name=afile"],
+    "a file as checkpoints": ["--plan", "run.dir=saved", "run.name=blocked"],
+    "first row skipped": ["--plan", "data.train=[late.jsonl]", "data.bad_rows=skip"],
     "skipped rows": ["--plan", "data.train=mixed.jsonl", "data.bad_rows=skip", "data.max_prompt_tokens=8"],
     "nested columns": ["--plan", *NESTED, "data.answer_key=reward_model.ground_truth"],
     "no answers": ["--plan", "data.answer_key="],
@@ -54,6 +62,13 @@ SHARED = {
     "resumes": ["--plan", "run.dir=saved", "run.name=mine"],
     "starts over": ["--plan", "run.dir=saved", "run.name=mine", "checkpoint.resume=never"],
     "forks": ["--plan", "run.dir=saved", "run.name=fork", "checkpoint.resume=saved/mine"],
+    "forks with other prompts": [
+        "--plan",
+        "run.dir=saved",
+        "run.name=fork",
+        "checkpoint.resume=saved/mine",
+        "run.seed=1",
+    ],
     "resumes with other prompts": ["--plan", "run.dir=saved", "run.name=mine", "run.seed=1"],
     "incomplete": ["--plan", "run.dir=saved", "run.name=torn"],
     "incomplete on one of two nodes": ["--plan", "--nnodes", "2", "run.dir=saved", "run.name=torn"],
@@ -129,6 +144,12 @@ def good(prompt, response, row):
 
 def misspelt(prompt, response, row):
     return float(response == row["answre"])
+
+def tagged(prompt, response, row):
+    return float(response.split("<answer>")[1] == row["answer"])
+
+def prompted(prompt, response, row):
+    return float(prompt[0] == row["prompt"][0])
 """
 
 
@@ -164,6 +185,7 @@ def write_files(folder: Path) -> None:
     (folder / "nested.jsonl").write_text(json.dumps(nested) + "\n")
     rows = [{"prompt": text, "answer": "1"} for text in ("1+1=", "1+1+1+1+1+=", "2+2=")]
     (folder / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n{}\n")
+    (folder / "late.jsonl").write_text("{}\n" + json.dumps(rows[0]) + "\n")
     for task in ("gsm8k", "math"):
         (folder / "data" / task).mkdir(parents=True)
         for split in ("train", "test"):
@@ -184,6 +206,9 @@ def write_files(folder: Path) -> None:
     for name in ("mine", "torn"):
         save([folder / "saved" / name / "checkpoints"], 4, state=state)
     lose(folder / "saved" / "torn" / "checkpoints", 4)
+    (folder / "saved" / "afile").touch()
+    (folder / "saved" / "blocked").mkdir()
+    (folder / "saved" / "blocked" / "checkpoints").touch()
 
 
 def broken_arguments(name: str) -> list[str]:
@@ -307,6 +332,9 @@ def test_the_checkpoint_to_resume_from(answers: dict[str, Answer], commands: Com
         assert answer.code == 0, answer.stderr
         assert f"{place}: resumes after step 4" in answer.section("note")
         assert "the checkpoint of step 4" in answer.section("checked")
+    answer = answers["forks with other prompts"]
+    warning = "the checkpoint has other prompts, so the run starts with the first prompt"
+    assert answer.code == 0 and answer.stdout.startswith("rank ") and answer.section("note").endswith(warning)
     assert answers["starts over"].code == 0 and "resumes" not in answers["starts over"].stdout
     answer = answers["incomplete on one of two nodes"]
     assert answer.code == 0, answer.stderr
@@ -408,8 +436,15 @@ def test_the_ranks_of_a_recipe(answers: dict[str, Answer]) -> None:
         ("nothing to evaluate", ["--eval-only has nothing to evaluate on", "data.eval is empty"]),
         (
             "failing reward",
-            ["row 1 of data.train", "misspelt failed at", "rewards.py:6: KeyError: 'answre'", "correct"],
+            [
+                f"{ROOT}/configs/tiny/train.jsonl, line 1: the functions failed for both texts that were",
+                "misspelt failed at",
+                "rewards.py:6: KeyError: 'answre'",
+                "correct",
+            ],
         ),
+        ("a file as a run", ["run.name: cannot make saved/afile: saved/afile is not a directory; give another name"]),
+        ("a file as checkpoints", ["run.name: cannot make", "saved/blocked/checkpoints is not a directory"]),
         *((name, parts) for name, (_, parts) in BROKEN.items()),
     ],
 )
@@ -423,7 +458,28 @@ def test_a_mistake_goes_to_stderr_alone(answers: dict[str, Answer], command: str
 def test_the_reward_of_a_row_is_shown(answers: dict[str, Answer]) -> None:
     answer = answers["good reward"]
     assert answer.code == 0, answer.stderr
-    assert "row 1 of data.train: its answer '88' scores 0.5 (good 0.5, good/length 2)" in answer.section("reward")
+    shown = f"{ROOT}/configs/tiny/train.jsonl, line 1: its answer '88' scores 0.5 (good 0.5, good/length 2)"
+    assert shown in answer.section("reward")
+
+
+def test_a_reward_that_needs_a_format_is_no_error(answers: dict[str, Answer]) -> None:
+    answer = answers["tagged reward"]
+    assert answer.code == 0, answer.stderr
+    assert "the functions failed for both texts that were tried as a response" in answer.section("reward")
+    assert "import of the reward functions; " in answer.section("checked")
+    assert "scores of the reward functions (see reward)" in answer.section("not checked")
+
+
+def test_the_row_of_a_trial_is_named_by_file_and_line(answers: dict[str, Answer]) -> None:
+    answer = answers["first row skipped"]
+    assert answer.code == 0, answer.stderr
+    assert answer.section("reward").startswith("late.jsonl, line 2: its answer '1' scores 1; ")
+
+
+def test_without_a_tokenizer_reward_functions_get_the_text_of_a_chat(answers: dict[str, Answer]) -> None:
+    answer = answers["chat of a model elsewhere"]
+    assert answer.code == 0, answer.stderr
+    assert "mixed.jsonl, line 1: its answer '1' scores 1; " in answer.section("reward")
 
 
 def test_a_mistake_is_found_before_torch_is_imported(commands: Commands) -> None:

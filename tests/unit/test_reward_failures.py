@@ -1,5 +1,6 @@
 """Messages about failed reward functions: one per kind, with the line of the user's code; and when a run ends."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from rl.config.schema import ConfigError
+from rl.config.schema import Config, ConfigError, RewardConfig
 from rl.rewards.failure import RewardFailure, describe_error, find_place, one_line, read_failure
 from rl.rewards.totals import Totals, total
 from rl.rollout.failures import MAX_KINDS, CallsFailed, FailureLog
+from rl.run.build import error_if_all_fail
+from rl.watch.reports import ServiceUnavailable
 from rl.world.messages import Mailbox
 from tests.mails import Mark, connected, take
 
@@ -34,7 +37,7 @@ def tell(mail: Mailbox, *failures: RewardFailure) -> None:
 
 def test_each_kind_is_shown_once_whichever_rank_reports_it(capfd: pytest.CaptureFixture[str]) -> None:
     with connected(3) as mails:
-        log = FailureLog(mails[0], stops_run=True)
+        log = FailureLog(mails[0], ConfigError)
         other_line = RewardFailure("score", "KeyError", "KeyError: 'x'", "my/rewards.py:30")
         for mail in mails:
             tell(
@@ -62,7 +65,7 @@ def test_each_kind_is_shown_once_whichever_rank_reports_it(capfd: pytest.Capture
 
 def test_endless_kinds_of_failures_do_not_flood_the_console(capfd: pytest.CaptureFixture[str]) -> None:
     with connected(1) as (mail,):
-        log = FailureLog(mail, stops_run=True)
+        log = FailureLog(mail, ConfigError)
         log.summarize()
         tell(mail, *(RewardFailure("score", f"Error{number}", "", "") for number in range(3 * MAX_KINDS)))
     output = capfd.readouterr()
@@ -86,24 +89,38 @@ def test_endless_kinds_of_failures_do_not_flood_the_console(capfd: pytest.Captur
 def test_a_run_ends_if_nothing_of_its_first_step_or_evaluation_is_scored(
     batches: list[tuple[bool, int, int]], ends_in: str
 ) -> None:
-    def run(stops_run: bool) -> None:
+    def run(all_failed: type[Exception] | None) -> None:
         with connected(1) as (mail,):
-            log = FailureLog(mail, stops_run)
+            log = FailureLog(mail, all_failed)
             tell(mail, KEY_ERROR, KEY_ERROR, RewardFailure("score", "timeout", "", ""))
             for is_training, num_ok, num_failed in batches:
                 log.check(totals_of(num_ok, num_failed), step=1, is_training=is_training)
 
-    run(stops_run=False)
+    run(None)
     if not ends_in:
-        return run(stops_run=True)
+        return run(ConfigError)
     with pytest.raises(ConfigError) as caught:
-        run(stops_run=True)
-    assert str(caught.value) == (
-        f"reward.function: none of the {ends_in} could be scored, so there is nothing to learn from. In 2 cases, "
+        run(ConfigError)
+    why = "" if "evaluation" in ends_in else ", so there is nothing to learn from"
+    text = (
+        f"reward.function: none of the {ends_in} could be scored{why}. In 2 cases, "
         "besides 1 other kind of failures, the reward function score failed at my/rewards.py:12: KeyError: 'answre' "
         "(prompt 3: 'a', response: 'b'). What to change: correct the function, or the columns of the data that it "
         "reads. `train.py --plan` checks it in seconds. To run in spite of this, set reward.stop_if_all_fail=false"
     )
+    assert str(caught.value) == text
+    with pytest.raises(ServiceUnavailable) as caught_later:
+        run(ServiceUnavailable)
+    added = ". The run was resumed, so the cause may be temporary, and a restart tries again"
+    assert str(caught_later.value) == text + added
+
+
+def test_only_a_resumed_run_may_be_restarted() -> None:
+    config = Config()
+    assert error_if_all_fail(config, is_resumed=False) is ConfigError
+    assert error_if_all_fail(config, is_resumed=True) is ServiceUnavailable
+    config = dataclasses.replace(config, reward=RewardConfig(stop_if_all_fail=False))
+    assert error_if_all_fail(config, is_resumed=True) is None
 
 
 SOURCE = """

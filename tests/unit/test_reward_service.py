@@ -9,11 +9,11 @@ import pytest
 
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.rewards.failure import RewardFailure
+from rl.rewards.failure import RewardFailure, quote
 from rl.rollout.dispatch import NewTasks, Pull, Sampling, Task
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.recovery import EngineHost
-from rl.rollout.service import RolloutService, Scored, ScoredGroup, shorten
+from rl.rollout.service import RolloutService, Scored, ScoredGroup
 from rl.world.messages import Letter, Mailbox
 from rl.world.orders import Order
 from rl.world.service import serve
@@ -69,10 +69,8 @@ class Bench:
         return FakeEngine(8, STOP)
 
     def start(self, *positions: int) -> None:
-        tasks = [
-            Task(2, p, 1, Prompt(p, 0, f"prompt {p}", f"{p}", [11], {"level": p}), Sampling(NUM_SAMPLES, 1.0, 9), 6)
-            for p in positions
-        ]
+        prompts = [Prompt(p, 0, f"prompt {p}", f"{p}", [11], {"level": p}, f"a.jsonl, line {p + 1}") for p in positions]
+        tasks = [Task(2, prompt.id, 1, prompt, Sampling(NUM_SAMPLES, 1.0, 9), 6) for prompt in prompts]
         self.service.handle(Letter(1, NewTasks(tasks)))
 
     def sample(self, steps: int = 100) -> None:
@@ -144,7 +142,7 @@ def test_a_group_is_delivered_once_when_its_last_score_has_come(bench: Bench) ->
     assert [score["status"] for score in letter.message.scores] == ["timeout", "ok", "ok"]
     (failure,) = letter.message.failures
     response = next(response for key, _, response, _ in bench.rewards.calls if key == (2, 0, 0, 0))
-    assert failure == replace(FAILURE, sample=f"prompt 0: 'prompt 0', response: '{response}'")
+    assert failure == replace(FAILURE, sample=f"a.jsonl, line 1, prompt: 'prompt 0', response: '{response}'")
     bench.rewards.say((2, 0, 1, 0), 1.0)
     bench.hear()
     assert bench.delivered() == []
@@ -230,5 +228,5 @@ def test_work_that_comes_while_there_is_no_engine_is_begun_with_the_rest(bench: 
 
 
 def test_messages_show_both_ends_of_a_long_prompt() -> None:
-    assert shorten("a\n" * 30) == repr("a\n" * 30)
-    assert shorten("a" * 40 + "b" * 40) == f"'{'a' * 30}' ... '{'b' * 30}'"
+    assert quote("a\n" * 30) == repr("a\n" * 30)
+    assert quote("a" * 40 + "b" * 40) == f"'{'a' * 30}' ... '{'b' * 30}'"

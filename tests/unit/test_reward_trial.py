@@ -8,18 +8,34 @@ from typing import Any
 import pytest
 
 from rl.config.schema import ROOT, ConfigError, RewardConfig
-from rl.rewards.trial import TrialRow, score_one_row
+from rl.rewards.trial import Trial, TrialRow, score_one_row
 
 pytestmark = pytest.mark.timeout(60)
 ROW = TrialRow("data.jsonl, line 1", "2+3=", {"answer": "5", "level": 4})
 SOURCE = """
-import os, time
+import os, re, time
 
 def good(prompt, response, row):
     return {"score": 2 * (response == row["answer"]), "level": row["level"], "prompt": len(prompt)}
 
 def numeric(prompt, response, row):
     return float(response) / 5
+
+def tagged(prompt, response, row):
+    return re.search(r"<answer>(.*?)</answer>", response)[1] == row["answer"]
+
+def chosen(prompt, response, row):
+    return {"yes": 1, "no": 0}[response]
+
+def unfinished(prompt, response, row):
+    if "<answer>" in response:
+        return 1.0
+
+def worded(prompt, response, row):
+    return "good"
+
+def undefined(prompt, response, row):
+    return grade(response)
 
 def misspelt(prompt, response, row):
     wanted = row["answre"]
@@ -48,42 +64,70 @@ def config(function: Any, **options: Any) -> RewardConfig:
 
 def test_the_scores_of_the_answer_and_of_an_arbitrary_text(file: Path) -> None:
     wanted = "its answer '5' scores 1; an arbitrary text 'I do not know.' scores 0"
-    assert score_one_row(config("exact_match"), ROW) == f"data.jsonl, line 1: {wanted}"
-    text = score_one_row(config({f"{file}:good": 1.0, "exact_match": 0.5}), ROW)
+    assert score_one_row(config("exact_match"), ROW) == Trial(f"data.jsonl, line 1: {wanted}", True)
+    text = score_one_row(config({f"{file}:good": 1.0, "exact_match": 0.5}), ROW).text
     parts = "good/level 4, good/prompt 4, exact_match"
     assert f"'5' scores 2.5 (good 2, {parts} 1); an" in text
     assert text.endswith(f"scores 0 (good 0, {parts} 0)")
 
 
 def test_a_function_that_fails_for_one_response_is_no_error(file: Path) -> None:
-    text = score_one_row(config(f"{file}:numeric"), ROW)
+    text, has_score = score_one_row(config(f"{file}:numeric"), ROW)
+    assert has_score
     assert "its answer '5' scores 1; an arbitrary text 'I do not know.' has no score, because the reward" in text
     assert text.endswith(f"numeric failed at {file}:8: ValueError: could not convert string to float: 'I do not know.'")
 
 
 def test_without_an_answer_only_the_arbitrary_text_is_scored(file: Path) -> None:
     row = TrialRow("data.jsonl, line 1", "2+3=", {"answer": "", "level": 4})
-    text = score_one_row(config({"length": 1.0}, options={"length": {"most": 28}}), row)
+    text = score_one_row(config({"length": 1.0}, options={"length": {"most": 28}}), row).text
     assert text == "data.jsonl, line 1: an arbitrary text 'I do not know.' scores -0.5"
-    with pytest.raises(ConfigError, match="could not convert"):
-        score_one_row(config(f"{file}:numeric"), row)
+    text, has_score = score_one_row(config(f"{file}:numeric"), row)
+    assert not has_score and "failed for the only text that was tried as a response. With the response 'I do" in text
+
+
+def test_a_long_response_is_shown_with_both_ends() -> None:
+    row = TrialRow("data.jsonl, line 1", "2+3=", {"answer": "a" * 40 + "b" * 40})
+    assert f"its answer '{'a' * 30}' ... '{'b' * 30}' scores 1" in score_one_row(config("exact_match"), row).text
 
 
 @pytest.mark.parametrize(
-    ("function", "what", "remedy"),
+    ("function", "what"),
     [
-        ("misspelt", "failed at {file}:11: KeyError: 'answre'. ", "correct the function, or the columns of the data"),
-        ("hangs", "failed at {file}:15: it took longer than reward.timeout_s = 0.5 s. ", "raise reward.timeout_s"),
-        ("crashes", "failed at {file}:17: its process ended", "correct the function"),
+        ("tagged", "TypeError: 'NoneType' object is not subscriptable"),
+        ("chosen", "KeyError: '5'"),
+        ("unfinished", "TypeError: the score is a NoneType"),
+        ("hangs", "it took longer than reward.timeout_s = 0.5 s"),
+        ("crashes", "its process ended"),
     ],
 )
-def test_a_function_that_always_fails_is_an_error(file: Path, function: str, what: str, remedy: str) -> None:
+def test_failures_that_may_depend_on_the_response_are_no_error(file: Path, function: str, what: str) -> None:
+    """A run accepts such functions: responses in the right format may have a score."""
+    text, has_score = score_one_row(config(f"{file}:{function}", timeout_s=0.5 if function == "hangs" else 20.0), ROW)
+    assert not has_score
+    assert text.startswith(
+        "data.jsonl, line 1: the functions failed for both texts that were tried as a response. With the response "
+        f"'5', the reward function {function} failed at {file}:"
+    )
+    assert what in text and "whatever" not in text
+    assert ". A run in which every sample of the first step fails will end. If such responses should get a" in text
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("misspelt", "KeyError: 'answre'"),
+        ("worded", "ResultTypeError: the score is a str; return a number, or a dict from names to numbers"),
+        ("undefined", "NameError: name 'grade' is not defined"),
+    ],
+)
+def test_a_function_that_always_fails_is_an_error(file: Path, function: str, what: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        score_one_row(config(f"{file}:{function}", timeout_s=0.5 if function == "hangs" else 20.0), ROW)
+        score_one_row(config(f"{file}:{function}"), ROW)
     text = str(caught.value)
-    assert text.startswith("reward.function: the functions fail for data.jsonl, line 1, whatever the response is.")
-    assert f"With the response '5', the reward function {function} {what.format(file=file)}" in text
-    assert remedy in text
+    assert text.startswith("reward.function: data.jsonl, line 1: the functions failed for both texts that were tried")
+    assert f"With the response '5', the reward function {function} failed at {file}:" in text
+    assert f": {what}. What to change: correct the function, or the columns of the data" in text
 
 
 def test_mistakes_in_the_settings_are_found(file: Path) -> None:
@@ -99,11 +143,12 @@ def test_a_credential_that_is_not_set_here_is_no_error(file: Path, monkeypatch: 
     """--plan may run on another machine than the run. The functions are still imported."""
     wanted = config(f"{file}:keyed", credentials=["TRIAL_API_KEY"])
     monkeypatch.delenv("TRIAL_API_KEY", raising=False)
-    assert score_one_row(wanted, ROW) == "the reward functions were not called, because TRIAL_API_KEY is not set here"
+    text = "the reward functions were not called, because TRIAL_API_KEY is not set here"
+    assert score_one_row(wanted, ROW) == Trial(text, has_score=False)
     with pytest.raises(ConfigError, match="has no function 'nothing'"):
         score_one_row(config(f"{file}:nothing", credentials=["TRIAL_API_KEY"]), ROW)
     monkeypatch.setenv("TRIAL_API_KEY", "0123456789")
-    assert "its answer '5' scores 10" in score_one_row(wanted, ROW)
+    assert "its answer '5' scores 10" in score_one_row(wanted, ROW).text
 
 
 def test_it_needs_no_torch() -> None:

@@ -16,8 +16,10 @@ from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer, Qwen2Toke
 
 from rl.config.load import load_config
 from rl.config.schema import Config, ConfigError, DataConfig, EvalConfig
+from rl.data import sources
 from rl.data.prompts import Prompt
-from rl.data.sources import Data, read_data, read_prompts
+from rl.data.read import read_rows
+from rl.data.sources import Data, check_files, read_data, read_prompts
 
 
 class Letters:
@@ -69,8 +71,8 @@ def test_read_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     path = write(tmp_path, GOOD, "", '{"prompt": "a", "answer": "b", "more": 1}')
     prompts = read_prompts(path, DataConfig(), Letters())
     assert prompts == [
-        Prompt(0, 0, "2+2=", "4", [50, 43, 50, 61], {"prompt": "2+2=", "answer": 4}),
-        Prompt(1, 0, "a", "b", [97], {"prompt": "a", "answer": "b", "more": 1}),
+        Prompt(0, 0, "2+2=", "4", [50, 43, 50, 61], {"prompt": "2+2=", "answer": 4}, f"{path}, line 1"),
+        Prompt(1, 0, "a", "b", [97], {"prompt": "a", "answer": "b", "more": 1}, f"{path}, line 3"),
     ]
     assert capsys.readouterr().out == f"oneworld: {path}: 2 prompts in 2 rows\n"
 
@@ -112,6 +114,15 @@ def test_nested_columns(tmp_path: Path, name: str, value: str) -> None:
     if not value.startswith("{"):
         assert text_of(tmp_path, NESTED, prompt_key=name, answer_key="") == value
         assert text_of(tmp_path, NESTED, template=f"<{{{name}}}>", answer_key="") == f"<{value}>"
+
+
+@pytest.mark.parametrize("outer", [None, {"b.c": None}, "text", {"b": 1}])
+def test_an_outer_column_without_a_value_hides_no_other(tmp_path: Path, outer: Any) -> None:
+    row = {"plain": "x", "a": outer, "a.b": {"c": 3}}
+    (prompt,) = read_prompts(
+        write(tmp_path, json.dumps(row)), DataConfig(prompt_key="plain", answer_key="a.b.c"), Letters()
+    )
+    assert prompt.answer == "3"
 
 
 def test_nested_columns_of_parquet(tmp_path: Path) -> None:
@@ -161,8 +172,8 @@ def test_messages_name_nested_columns(tmp_path: Path, row: dict[str, Any], data:
 def test_without_a_tokenizer_columns_are_checked_and_lengths_are_not(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hi"}]
     path = write(tmp_path, json.dumps({"prompt": turns, "answer": "b"}))
-    (prompt,) = read_prompts(path, DataConfig(chat_template=True, max_prompt_tokens=1), None)
-    assert (prompt.tokens, prompt.answer) == ([], "b")
+    (prompt,) = read_prompts(path, DataConfig(chat_template=True, system_prompt="be brief", max_prompt_tokens=1), None)
+    assert (prompt.text, prompt.tokens, prompt.answer) == ("be brief\nhi", [], "b"), "reward functions read the text"
     with pytest.raises(ConfigError, match="line 2 has no column 'answer'"):
         read_prompts(write(tmp_path, GOOD, '{"prompt": "x"}'), DataConfig(), None)
 
@@ -180,6 +191,14 @@ def test_a_missing_file_is_found_before_the_others_are_read(tmp_path: Path, caps
     with pytest.raises(ConfigError, match=r"no prompts at nowhere\.jsonl"):
         read([write(tmp_path, GOOD), "nowhere.jsonl"])
     assert capsys.readouterr().out == ""
+
+
+def test_reading_the_data_opens_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--plan has checked the files before."""
+    opened, path = list[str](), write(tmp_path, GOOD)
+    monkeypatch.setattr(sources, "read_rows", lambda each: opened.append(each) or read_rows(each))
+    read_data(Config(data=DataConfig(train=path), eval=EvalConfig(interval=0)), Letters())
+    assert opened == [path]
 
 
 def test_without_an_answer_column(tmp_path: Path) -> None:
@@ -206,6 +225,14 @@ def test_a_template_needs_no_prompt_column_and_may_go_into_a_chat(tmp_path: Path
     row = {"question": "2+2", "answer": "4"}
     assert text_of(tmp_path, row, template="{question}=", chat_template=True) == "<user>2+2=<assistant>"
     assert text_of(tmp_path, row, template="{prompt}?", prompt_key="question") == "2+2?"
+
+
+def test_a_template_may_name_the_prompt_and_a_column_inside_the_column_prompt(tmp_path: Path) -> None:
+    row = {"prompt": {"text": "2+2=", "hint": "even"}, "answer": "4"}
+    assert text_of(tmp_path, row, template="{prompt} ({prompt.hint})", prompt_key="prompt.text") == "2+2= (even)"
+    path = write(tmp_path, json.dumps({"ask": {"text": "2+2="}, "answer": "4"}))
+    message = failure(path, template="{prompt}", prompt_key="ask")
+    assert "holds a dict in column 'ask', not text; for a value inside it, write for example ask.text" in message
 
 
 def test_placeholders_that_are_no_columns_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,6 +346,7 @@ def test_no_row_left_is_an_error(tmp_path: Path) -> None:
 def read(train: Any, **eval_config: Any) -> Data:
     interval = 1 if eval_config.get("eval") else 0
     config = Config(data=DataConfig(train=train, **eval_config), eval=EvalConfig(interval=interval))
+    check_files(config)
     return read_data(config, Letters())
 
 
@@ -331,7 +359,8 @@ def test_a_list_of_files_is_one_pool_in_the_order_of_one_file(tmp_path: Path) ->
     whole = read(write(tmp_path, *rows("a", 4), *rows("b", 3), name="whole.jsonl")).stream
     pool = read([a, b]).stream
     assert pool.digest == whole.digest != read([b, a]).stream.digest
-    assert pool.take(21) == whole.take(21)
+    taken, wanted = ([dataclasses.replace(prompt, place="") for prompt in each.take(21)] for each in (pool, whole))
+    assert taken == wanted
 
 
 def test_a_mapping_mixes_by_weight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
