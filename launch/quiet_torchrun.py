@@ -52,10 +52,13 @@ class Console:
         return self.level
 
     def handle(self, logger: logging.Logger, record: logging.LogRecord) -> None:
-        is_small = record.levelno < logging.ERROR or logger.name.startswith(ENDS_OF_RANKS)
-        least = Level.MAY_RESTART if is_small else Level.FINAL
-        if not (logger.name.startswith(TORCHRUN) and self.level >= least):
-            self._handle(logger, record)
+        if logger.name.startswith(TORCHRUN):
+            if record.levelno < logging.ERROR and os.path.exists(self._file):
+                return  # a watchdog reports signals and ends of ranks in our words
+            least = Level.MAY_RESTART if logger.name.startswith(ENDS_OF_RANKS) else Level.FINAL
+            if self.level >= least:
+                return
+        self._handle(logger, record)
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if kind is KeyboardInterrupt and not os.path.exists(self._file):

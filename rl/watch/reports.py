@@ -12,6 +12,7 @@ from rl.common.files import write_atomically
 # Causes of a world's end, the best explanation first. For example, a lost rank breaks connections of other ranks.
 Cause = Literal["interrupt", "fatal", "error", "unavailable", "lost", "stopped", "silent", "terminated", "connection"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+NOT_SAVED = "steps after the newest checkpoint are not saved"
 TOLD_TO_END: tuple[Cause, ...] = ("interrupt", "stopped", "terminated")  # by a signal; the launcher ends or restarts
 
 
@@ -51,15 +52,16 @@ class Report:
     def text(self) -> str:
         if self.cause in ("interrupt", "stopped"):
             how = "interrupted" if self.cause == "interrupt" else "stopped"
-            return f"oneworld: {how} at step {self.step}, stage {self.stage}" + (self.error and f": {self.error}")
+            saved = self.error or (NOT_SAVED if self.step else "")
+            return f"oneworld: {how} at step {self.step}, stage {self.stage}" + (saved and f": {saved}")
         if self.cause == "fatal":
             return f"oneworld: {self.error}"
         place = f"rank {self.rank} ({self.roles}) on {self.host}, stage {self.stage}, step {self.step}"
         return f"oneworld: {place}: {self.error}" + (f"\n{self.trace.rstrip()}" if self.trace else "")
 
     def describe_repetition(self) -> str:
-        kind = self.error.partition(":")[0]
-        return f"rank {self.rank} failed again in stage {self.stage} of step {self.step}: {kind}"
+        error = self.error.partition("\n")[0]
+        return f"rank {self.rank} failed again in stage {self.stage} of step {self.step}: {error}"
 
     def signature(self) -> dict[str, object]:
         """Return what identifies an error. Its message is left out, because addresses and sizes in it may differ."""

@@ -16,7 +16,7 @@ from rl.watch import board as board_module
 from rl.watch.board import CUT_S, DEADLOCK_S, Board
 from rl.watch.board_link import BoardServer
 from rl.watch.culprit import RankState, find_culprit
-from rl.watch.reports import AttemptHistory, Report
+from rl.watch.reports import NOT_SAVED, AttemptHistory, Report
 from tests.mails import KEY
 
 
@@ -297,9 +297,9 @@ def test_the_same_error_again_stops_the_launcher(world: FakeWorld, tmp_path: Pat
     world.wait(1)
     assert world.said[0].startswith("oneworld: rank 3 (actor) on node0, stage update, step 7: ValueError: no\n")
     last = "oneworld: fatal, will not be restarted: rank 3 failed again in stage update of step 7: "
-    assert world.said[0].splitlines()[-1] == last + "ValueError"
+    assert world.said[0].splitlines()[-1] == last + "ValueError: no"
     assert aborted(world) == [(rank, True) for rank in range(4)]
-    assert {values["line"] for _, kind, values in world.told if kind == "abort"} == {last + "ValueError"}
+    assert {values["line"] for _, kind, values in world.told if kind == "abort"} == {last + "ValueError: no"}
 
 
 def test_bad_settings_stand_last(world: FakeWorld) -> None:
@@ -314,18 +314,18 @@ def test_bad_settings_stand_last(world: FakeWorld) -> None:
 def test_an_interrupt_stops_the_launcher_and_is_not_fatal(world: FakeWorld) -> None:
     world.send(0, "report", report=report(0, "interrupt", ""))
     world.wait(1)
-    assert world.said == ["oneworld: interrupted at step 7, stage update"]
+    assert world.said == [f"oneworld: interrupted at step 7, stage update: {NOT_SAVED}"]
     assert aborted(world) == [(rank, True) for rank in range(4)]
 
 
-@pytest.mark.parametrize(("cause", "said"), [("stopped", ": step 6 is saved"), ("lost", "")])
+@pytest.mark.parametrize(("cause", "said"), [("stopped", "step 6 is saved"), ("lost", NOT_SAVED)])
 def test_an_interrupt_explains_whatever_ends_the_world_after_it(cause: str, said: str, world: FakeWorld) -> None:
     world.send(1, "interrupting", report=report(1, "interrupt", ""))
     world.wait(1)
     assert not world.said
     world.send(2, "report", report=report(2, cause, "step 6 is saved"))
     world.wait(1)
-    assert world.said == [f"oneworld: interrupted at step 7, stage update{said}"]
+    assert world.said == [f"oneworld: interrupted at step 7, stage update: {said}"]
     assert aborted(world) == [(rank, True) for rank in range(4)]
 
 

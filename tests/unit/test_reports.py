@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl.config.schema import ConfigError
-from rl.watch.reports import AttemptHistory, Report
+from rl.watch.reports import NOT_SAVED, AttemptHistory, Report
 from rl.world.restarts import Restarts
 
 
@@ -24,7 +24,7 @@ def test_text_names_rank_role_host_stage_and_step() -> None:
     assert head == "oneworld: rank 1 (actor) on node1, stage update, step 4: MemoryError: 3 GiB"
     assert trace == "Traceback ..."
     assert report("fatal", "placement: wrong").text() == "oneworld: placement: wrong"
-    assert report("interrupt", "").text() == "oneworld: interrupted at step 4, stage update"
+    assert report("interrupt", "").text() == f"oneworld: interrupted at step 4, stage update: {NOT_SAVED}"
     assert report("interrupt", "saved").text() == "oneworld: interrupted at step 4, stage update: saved"
 
 
