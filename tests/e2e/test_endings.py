@@ -199,7 +199,7 @@ def test_repeated_exception_is_fatal_with_restarts_on(what: str, error: str, tmp
     process = launch(tmp_path, 2, what, 1, restarts=True)
     output = finish(process, 100)
     assert process.returncode != 0
-    assert output.count(f"{error}: ") == 4, output  # two attempts, no third
+    assert output.count(f"{error}: ") == 5, output  # twice in each of two attempts, no third, and in the last line
     assert output.count("oneworld: fatal, will not be restarted") == 1
     assert last_report(output).startswith("oneworld: fatal, will not be restarted: rank 1 failed again in stage update")
     assert output.count("oneworld: step 1 is done again, because no checkpoint was saved") == 1, output
