@@ -20,8 +20,8 @@ from rl.report.console import print_or_exit
 
 STALE_S = 5.0  # without news, after which a run does not count as running
 COLUMNS = ["rank", "host", "roles", "stage", "step", "version"]
-LIVE_COLUMNS = ["stage", "stage_s", "silent_s", "tokens_per_s", "memory_mb"]  # not shown after the end
-COLUMNS += [*LIVE_COLUMNS[1:], "doing"]
+LIVE_COLUMNS = ["stage_s", "silent_s", "tokens_per_s", "memory_mb"]  # not shown after the end
+COLUMNS += [*LIVE_COLUMNS, "doing"]
 TITLES = {"stage_s": "in stage s", "silent_s": "silent s", "tokens_per_s": "tokens/s", "memory_mb": "MB"}
 
 
@@ -100,14 +100,12 @@ def describe(run: Path, status: Status, fatal: str) -> str:
     reason = ""
     if fatal:  # its first line says what `end` says
         reason = f"\nthe whole report: {run / 'FATAL'}" if end else f"\n{run / 'FATAL'}: {fatal.splitlines()[0]}"
-    columns = [name for name in COLUMNS if not (has_ended(rows, end) and name in LIVE_COLUMNS)]
+    is_done = all(row["done"] for row in rows)  # then the last stage says nothing
+    hidden = [*LIVE_COLUMNS, *(["stage"] if is_done else [])] if end or is_done else []
+    columns = [name for name in COLUMNS if name not in hidden]
     cells = [[str((row | {"doing": doing(row)}).get(name, "")) for name in columns] for row in rows]
     table = align([[TITLES.get(name, name) for name in columns], *cells])
     return f"{run}: {describe_state(rows, time.time() - at, end)}{reason}\n{table}"
-
-
-def has_ended(rows: list[dict[str, Any]], end: str) -> bool:
-    return bool(end) or all(row["done"] for row in rows)
 
 
 def describe_state(rows: list[dict[str, Any]], age_s: float, end: str) -> str:
