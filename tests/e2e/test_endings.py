@@ -400,7 +400,8 @@ def assert_ends_with(pattern: str, consoles: list[str], is_quiet: bool) -> None:
     for console in others:
         last = last_report(console)
         assert re.match(rf"oneworld: the ranks on \S+ end: {pattern}", last), console
-        assert console.count(last) == (1 if is_quiet else 2), console
+        most = 1 if is_quiet else 2  # torchrun may print its traceback before the verdict; then there is no repetition
+        assert console.count(last) in range(1, most + 1), console
     for console in consoles:
         assert ("torch.distributed.elastic" in console) == (not is_quiet), console
 
