@@ -48,6 +48,8 @@ MaxStartups 100
 # The bytes on the wire are those of the files.
 Compression no
 Subsystem sftp internal-sftp
+# A .bashrc of this machine might wait, or print something.
+SetEnv HOME={folder}
 """
 
 ALIASES = """

@@ -36,6 +36,10 @@ def test_runs_a_command_and_passes_its_status_on(server: SshServer, host: str) -
     assert "Accepted publickey" in server.log()
 
 
+def test_a_session_reads_no_startup_file_of_this_machine(server: SshServer) -> None:
+    assert ssh(server, "echo $HOME") == (0, f"{server.identity.parent}\n".encode(), "")
+
+
 def test_refuses_the_other_key_at_once(server: SshServer) -> None:
     began = time.monotonic()
     status, output, messages = ssh(server, "whoami", identity=server.other_identity)
