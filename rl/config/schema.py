@@ -137,6 +137,17 @@ class RolloutConfig:
     top_p: float = key(1.0, "Probability mass of the tokens to sample from. Below 1, set algo.correction.", UP_TO_1)
     top_k: int = key(0, "Sample from this many most likely tokens; 0: all. Above 0, set algo.correction.", NOT_NEGATIVE)
     max_new_tokens: int = key(64, "Maximum length of a response.", POSITIVE)
+    max_tokens_per_round: int = key(
+        0,
+        "Maximum number of tokens that a response gets in one round; 0: no limit. A longer one continues in the next "
+        "round, so that no batch waits for its longest response. See docs/rounds.md.",
+        NOT_NEGATIVE,
+    )
+    keep_kv: bool = key(
+        False,
+        "With max_tokens_per_round: continue responses with the KV cache of older weights. Faster, but not exact. "
+        "Only for ranks whose single role is rollout.",
+    )
     tensor_parallel_size: int = key(1, "Number of consecutive ranks of one node that share an engine.", POSITIVE)
     max_num_seqs: int = key(256, "Maximum number of sequences that one engine decodes at once.", POSITIVE)
     kv_cache_mb: int = key(0, "KV cache per rank in MiB; 0: 256 on a CPU, gpu_memory_fraction on a GPU.", NOT_NEGATIVE)
@@ -147,6 +158,11 @@ class RolloutConfig:
         0.0, "End the run if the KL between engine and learner is above this; 0: never.", NOT_NEGATIVE
     )
     engine_options: dict[str, Any] = key({}, "Further arguments of vllm.LLM, such as {block_size: 64}.")
+
+    @property
+    def max_rounds(self) -> int:
+        """Return the number of rounds that the longest response takes."""
+        return -(-self.max_new_tokens // self.max_tokens_per_round) if self.max_tokens_per_round else 1
 
 
 @dataclass(frozen=True)

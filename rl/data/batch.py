@@ -31,7 +31,10 @@ class Batch:
     rollout_logprobs: Tensor  # [T] float32, by the engine; 0 elsewhere
     rewards: Tensor  # [S] float32
     group_ids: Tensor  # [S] int64, position of the prompt in its batch of the prompt stream
-    truncated: Tensor  # [S] bool, whether the token limit cut the response
+    truncated: Tensor  # [S] bool, whether max_new_tokens cut the response
+    ended: Tensor | None = None  # [S] bool, whether the response has ended; None: all have
+    noise: Tensor | None = None  # [S, n] uint8, state of each response's random generator; None if all have ended
+    lags: Tensor | None = None  # [T] int32, number of updates since the token's version; None: 0 everywhere
     old_logprobs: Tensor | None = None  # [T] float32, by the policy before this batch's first update
     ref_logprobs: Tensor | None = None  # [T] float32, by the reference policy
     certainty: Tensor | None = None  # [T] float32, self-certainty of the policy at the token; 0 elsewhere
@@ -130,7 +133,7 @@ class Batch:
         return {name: value for name, value in named.items() if value is not None}
 
 
-SEQUENCE_FIELDS = ("lengths", "prompt_lengths", "rewards", "group_ids", "truncated")
+SEQUENCE_FIELDS = ("lengths", "prompt_lengths", "rewards", "group_ids", "truncated", "ended", "noise")
 
 
 def empty_batch() -> Batch:

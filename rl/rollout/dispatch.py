@@ -21,6 +21,7 @@ class Sampling:
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
+    max_tokens_per_round: int = 0  # 0: no limit
     answer_of: str = ""  # name of the reward function that also extracts the final answer; empty: none
 
 

@@ -20,18 +20,23 @@ from rl.watch.heart import HEART
 @dataclass(frozen=True)
 class Request:
     id: str
-    tokens: list[int]
+    tokens: list[int]  # the prompt, and what was sampled of the response in earlier rounds
     sampling: Sampling
+    max_tokens: int  # maximum number of tokens to add
     seed: int | None  # None: the engine's own random generator decides
+    noise: bytes = b""  # the `noise` of the completion that this request continues; empty: it starts a response
+    cache_key: str = ""  # if set, entries of the prefix cache with this name are used whatever their version
 
 
 @dataclass(frozen=True)
 class Completion:
     id: str
-    tokens: list[int]  # including the stop token
+    tokens: list[int]  # that were added, including the stop token
     logprobs: list[float]  # one per token, at the sampling temperature
-    truncated: bool  # ended at the limit of tokens
+    is_cut: bool  # ended at the request's limit of tokens
+    noise: bytes = b""  # state of the random generator after the last token, if cut; empty if none is needed
     num_preemptions: int = 0  # how often the response was computed again because the KV cache was full
+    num_cached_tokens: int = 0  # how many tokens of the request were found in the prefix cache
 
 
 class Engine(Receiver, Protocol):
