@@ -173,7 +173,7 @@ def is_plan(text: str) -> bool:
 def is_quick(text: str) -> bool:
     """Return whether tests/unit/test_doc_commands.py runs it in seconds; launchers only print their command."""
     beginnings = ("python tools/prepare_data.py ", "python tools/config_reference.py", "launch/", "make clean")
-    beginnings += ('python -c "import secrets',)
+    beginnings += ('python -c "import ',)
     return text.startswith(beginnings) and text not in ELSEWHERE
 
 

@@ -1,6 +1,8 @@
 """A test runs every command in the docs, or tests/doc_commands.py says what it needs. This file runs the quick ones."""
 
 import json
+import math
+import random
 import shlex
 import subprocess
 import sys
@@ -9,7 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
+from rl.data.batch import batch_of_responses
 from tests.doc_commands import (
     BENCHMARKS,
     ELSEWHERE,
@@ -100,7 +104,28 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (copy / task / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
     (copy / "hosts.txt").write_text("node1\nnode2\n")
     (copy / "runs").mkdir()
+    save_rollouts(copy / "runs" / "lengths" / "rollouts")
     return copy
+
+
+def save_rollouts(folder: Path) -> None:
+    """Write the files of debug.save_rollouts: 4 steps of 512 responses, with the lengths that docs/rounds.md shows."""
+    folder.mkdir(parents=True)
+    source, count, prompt = random.Random(0), 512, 3
+    for step in range(1, 5):
+        sizes = [min(4096, round(680 * math.exp(source.gauss(0, 1)))) for _ in range(count)]
+        num_tokens = sum(sizes) + prompt * count
+        batch = batch_of_responses(
+            tokens=torch.zeros(num_tokens, dtype=torch.int64),
+            lengths=torch.tensor(sizes) + prompt,
+            prompt_lengths=torch.full((count,), prompt),
+            versions=torch.zeros(num_tokens, dtype=torch.int32),
+            rollout_logprobs=torch.zeros(num_tokens),
+            rewards=torch.zeros(count),
+            group_ids=torch.arange(count) // 8,
+            truncated=torch.tensor(sizes) == 4096,
+        )
+        (folder / f"step_{step}.rank_0.safetensors").write_bytes(batch.to_bytes())
 
 
 def run(repository: Path, *command: str, code: Path | None = None) -> Answer:
@@ -164,6 +189,11 @@ def test_a_plan_prints_what_the_page_shows(answers: dict[str, Answer], command: 
         assert (answer.stdout + answer.stderr)[: len(shown) if dots else None] == shown
     else:
         assert answer.code == 0, answer.stderr
+
+
+def test_the_lengths_of_saved_rollouts_are_printed_as_the_page_shows(answers: dict[str, Answer]) -> None:
+    (command,) = [command for command in COMMANDS if command.text.startswith('python -c "import glob')]
+    assert command.output is not None and answers[command.text].stdout == command.output
 
 
 @pytest.mark.parametrize("text", PLANNED)
