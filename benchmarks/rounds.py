@@ -1,0 +1,363 @@
+"""Compare sampling with and without a token limit of rounds, on engines of modelled time. Prints one JSON line.
+
+    python benchmarks/rounds.py [--ranks 8] [--actors 0] [--max-rounds 4] [--mean 64] [--steps 24] [--step-ms 10]
+
+It starts its own torchrun, unless torchrun has started it. World, mailbox, dispatcher, rollout service, schedule,
+sampler and balancing are real. Engines and learner only sleep, so that the ranks can share few cores. Lengths are
+lognormal (sigma 1) and cut at --mean x 4. Both ways run in one world, with the same prompts and lengths. The limit is
+that maximum over --max-rounds. With --actors N, the first N ranks only train, and the others only sample.
+
+    speedup               tokens that were trained on per second, with the limit over without
+    idle                  by role: share of the time in which a rank neither samples, trains nor syncs
+    overhead              share of the time that is not on the critical path of the modelled times: what messages,
+                          schedule, dispatch and packing cost, and what ranks lose because they share cores
+    cpu                   share of the time in which the busiest process computes. This bounds schedule and dispatch
+    decoded               mean number of sequences in a decode step
+    lag_mean, lag_max     of the tokens that were trained on; `lag_bound` is the limit of the schedule
+
+The modelled times have the ratios of a real step (RESULTS.md, "A whole step", aafd79c: 512 responses of 512 tokens to
+prompts of 63 tokens; rollout 6.17 s, update 5.16 s, handover and sync 0.14 s):
+    a decode step         takes --step-ms, however many sequences run (at most MAX_NUM_SEQS)
+    an update             of responses of mean length takes 5.16 / 6.17 of the time that decoding them takes
+    handover and sync     take 0.14 / 6.17 of that time, in each update
+    prefill               of a token takes a third of its update. All tokens of a continued response are prefilled
+"""
+
+import argparse
+import heapq
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.program import run_torchrun
+from rl.config.schema import AlgoConfig
+from rl.data.prompts import Prompt, PromptStream
+from rl.model.shards import TensorInfo
+from rl.placement.groups import make_groups
+from rl.placement.roles import plan
+from rl.report.metrics import Measures
+from rl.rewards.pool import RewardPool
+from rl.rollout.collect import Balancer, Rollouts
+from rl.rollout.dispatch import Sampling
+from rl.rollout.engine import Completion, Engine, Request
+from rl.rollout.recovery import EngineHost
+from rl.rollout.sampler import Sampler
+from rl.rollout.schedule import Schedule, SchedulePlan
+from rl.rollout.service import RolloutService, Scored
+from rl.sync.layout import MemoryLayout
+from rl.world.bootstrap import enable_garbage_collection
+from rl.world.messages import Letter, Message
+from rl.world.service import Service, serve
+from rl.world.world import World, join
+
+NUM_PROMPTS_PER_RANK, NUM_SAMPLES, MAX_NUM_SEQS, HIDDEN_SIZE = 8, 8, 256, 2048
+MAX_OVER_MEAN = 4
+MEDIAN_OVER_MEAN = 0.659  # so that lognormal lengths with sigma 1 have this mean after they are cut
+TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Modelled times, in seconds."""
+
+    decode_step: float
+    update_token: float
+    prefill_token: float
+    sync: float
+
+    @staticmethod
+    def like_a_real_step(step_s: float, mean: int, prompt: int) -> "Costs":
+        decoding = mean * step_s
+        update_token = 5.16 / 6.17 * decoding / (NUM_PROMPTS_PER_RANK * NUM_SAMPLES * (mean + prompt))
+        return Costs(step_s, update_token, update_token / 3, 0.14 / 6.17 * decoding)
+
+
+class Clock:
+    """Let modelled time pass, and add it up by its purpose."""
+
+    def __init__(self) -> None:
+        self.spent: defaultdict[str, float] = defaultdict(float)
+        self._overslept = 0.0
+
+    def spend(self, purpose: str, seconds: float) -> None:
+        """Sleep. What one sleep takes too long is taken off the next, so that modelled times are exact on average."""
+        started = time.perf_counter()
+        time.sleep(max(0.0, seconds - self._overslept))
+        self._overslept += time.perf_counter() - started - seconds
+        self.spent[purpose] += seconds
+
+
+class SleepingEngine:
+    """An engine without a model. The seed of a request determines the length of its response."""
+
+    name, notice = "modelled", ""
+
+    def __init__(self, clock: Clock, costs: Costs, mean: int, prompt: int):
+        self.version = 0
+        self._clock, self._costs, self._median, self._prompt = clock, costs, MEDIAN_OVER_MEAN * mean, prompt
+        self._waiting: deque[Request] = deque()
+        self._running: list[tuple[int, str, int, bool]] = []  # last step, request, number of tokens, is cut; a heap
+        self._num_steps = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._waiting += requests
+
+    def step(self) -> list[Completion]:
+        num_prefilled = 0
+        while self._waiting and len(self._running) < MAX_NUM_SEQS:
+            request = self._waiting.popleft()
+            left = self._length(request) - (len(request.tokens) - self._prompt)
+            count = min(left, request.max_tokens)
+            heapq.heappush(self._running, (self._num_steps + count, request.id, count, left > count))
+            num_prefilled += len(request.tokens)
+        self._num_steps += 1
+        self._clock.spend("engine", self._costs.decode_step + num_prefilled * self._costs.prefill_token)
+        self._clock.spent["decode steps"] += 1
+        self._clock.spent["decoded tokens"] += len(self._running)
+        ended = []
+        while self._running and self._running[0][0] == self._num_steps:
+            _, name, count, is_cut = heapq.heappop(self._running)
+            ended.append(Completion(name, [1] * count, [-1.0] * count, is_cut))
+        return ended
+
+    def _length(self, request: Request) -> int:
+        return max(1, round(self._median * math.exp(random.Random(request.seed).gauss(0, 1))))
+
+    def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout:
+        raise NotImplementedError("it has no weights")
+
+    def begin_version(self) -> None:
+        self.version = 0
+
+    def confirm(self, version: int) -> None:
+        self.version = version
+
+    def probe(self, tokens: list[int]) -> None:
+        return None
+
+    def sleep(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class InstantRewards(RewardPool):
+    """Score every response with 0 at once, without processes."""
+
+    def __init__(self, world: World):
+        self._world = world
+
+    def submit(self, key: Hashable, prompt: str, response: str, row: dict[str, Any], answer_of: str = "") -> None:
+        assert isinstance(key, tuple)
+        result = {"score": 0.0, "parts": {"none": 0.0}, "status": "ok", "answer": None, "failure": None}
+        self._world.mail.send(self._world.rank, Scored(key, result))
+
+
+class NoTokenizer:
+    bos_token_id: int | None = None
+    chat_template: Any = None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return []
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return ""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: bool) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class NewVersion(Message):
+    """Tell a rank that only samples that its engine has this version now."""
+
+    version: int
+
+
+class Marks:
+    """What a rank has done by the beginning of each step."""
+
+    columns = ("wall", "cpu", "engine", "update", "sync", "decode steps", "decoded tokens", "trained tokens", "lags")
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._rows: list[list[float]] = []
+
+    def add(self) -> None:
+        spent = self._clock.spent
+        self._rows.append([time.perf_counter(), time.process_time(), *(spent[name] for name in self.columns[2:])])
+
+    def gather(self, pg: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+        """Return what the ranks of the group did between the marks, by column as [rank, step]. Start anew."""
+        own = torch.tensor(self._rows, dtype=torch.float64).diff(dim=0)
+        self._rows = []
+        parts = [torch.empty_like(own) for _ in range(pg.size())]
+        dist.all_gather(parts, own, group=pg)
+        return dict(zip(self.columns, torch.stack(parts).unbind(2)))
+
+
+class VersionService(Service):
+    """Take new versions on a rank that only samples. Each one begins a step."""
+
+    kinds = (NewVersion,)
+
+    def __init__(self, engine: Engine, marks: Marks):
+        self.num_versions = 0
+        self._engine, self._marks = engine, marks
+
+    def handle(self, letter: Letter[NewVersion]) -> None:
+        self._engine.confirm(letter.message.version)
+        self._marks.add()
+        self.num_versions += 1
+
+
+class Benchmark:
+    """One rank of the benchmark."""
+
+    def __init__(self, world: World, args: argparse.Namespace):
+        self._world, self._args = world, args
+        self._mean, self._prompt, self._longest = args.mean, max(1, args.mean // 8), MAX_OVER_MEAN * args.mean
+        self._costs = Costs.like_a_real_step(args.step_ms / 1000, self._mean, self._prompt)
+        roles = {"actor": f"{args.actors} ranks", "rollout": "rest"} if args.actors else {"actor,rollout": "all"}
+        self._placement = plan(roles, 1, world.size)
+        world.progress.set_roles(",".join(self._placement.roles[world.rank]))
+        world.connect(share_gpu=False, timeout_s=TIMEOUT_S)
+        self._pg = make_groups(self._placement, world.rank, "cpu", TIMEOUT_S).actor_pg
+        self._all = dist.new_group(list(range(world.size)))
+        self._clock = Clock()
+        self._marks = Marks(self._clock)
+        self._version = 0
+        self._service = self._build_service()
+        self._rollouts: Rollouts | None = None
+        if world.rank in self._placement.actors:
+            balancer = Balancer(world.mail, self._pg, self._placement.actors, HIDDEN_SIZE)
+            self._rollouts = Rollouts(world, self._placement, 1, self._service, lambda action: None, balancer)
+        enable_garbage_collection()
+
+    def _build_service(self) -> RolloutService | None:
+        world, index = self._world, self._placement.engine_of(self._world.rank)
+        if index is None:
+            return None
+        engine = SleepingEngine(self._clock, self._costs, self._mean, self._prompt)
+        host = EngineHost(world, self._placement.engines[index], engine, lambda failed: failed)
+        max_num_groups, leader = MAX_NUM_SEQS // NUM_SAMPLES, self._placement.leader
+        return RolloutService(world, host, InstantRewards(world), NoTokenizer(), max_num_groups, 0, leader)
+
+    def run(self, limit: int) -> dict[str, Any]:
+        """Run all steps with this token limit of a round (0: none), and return the figures."""
+        longest, num_prompts = self._longest, NUM_PROMPTS_PER_RANK * self._world.size
+        plan = SchedulePlan(num_prompts, max_rounds=-(-longest // limit) if limit else 1)
+        num_warm_up = 2 * plan.max_rounds
+        num_steps = num_warm_up + self._args.steps
+        largest_lags = [0] * num_steps
+        if self._rollouts is None:
+            self._serve(num_steps)
+        else:
+            prompts = [Prompt(index, 0, "", "", [1] * self._prompt) for index in range(num_steps * num_prompts)]
+            stream = PromptStream(prompts, seed=0) if self._world.rank == self._placement.leader else None
+            sampling = Sampling(NUM_SAMPLES, 1.0, longest, max_tokens_per_round=limit)
+            sampler = Sampler(self._rollouts, stream, self._pg, Schedule(plan), sampling, AlgoConfig(), ["none"])
+            self._publish()
+            for step in range(num_steps):
+                largest_lags[step] = self._step(sampler)
+                self._publish()
+        columns = {name: column[:, num_warm_up:] for name, column in self._marks.gather(self._all).items()}
+        lag_max = torch.tensor(max(largest_lags[num_warm_up:]))
+        dist.all_reduce(lag_max, dist.ReduceOp.MAX, group=self._all)
+        lags = {"lag_mean": share(columns["lags"], columns["trained tokens"]), "lag_max": int(lag_max)}
+        return self._figures(columns) | lags | {"lag_bound": plan.max_lag}
+
+    def _serve(self, num_steps: int) -> None:
+        """Sample on a rank that only samples."""
+        assert self._service is not None
+        versions = VersionService(self._service.engine, self._marks)
+        serve(self._world, [self._service, versions], until=lambda: versions.num_versions == num_steps + 1)
+
+    def _step(self, sampler: Sampler) -> int:
+        """Sample and train. Return the largest lag of this rank's tokens."""
+        batch = sampler.sample(self._version, Measures()).batch
+        self._clock.spend("update", batch.num_tokens * self._costs.update_token)
+        self._clock.spent["trained tokens"] += int(batch.loss_mask.sum())
+        dist.barrier(group=self._pg)
+        self._clock.spend("sync", self._costs.sync)
+        if batch.lags is None or not batch.num_tokens:
+            return 0
+        self._clock.spent["lags"] += int(batch.lags.sum())
+        return int(batch.lags.max())
+
+    def _publish(self) -> None:
+        """Give the next version to all engines, and begin a step."""
+        self._version += 1
+        if self._service is not None:
+            self._service.engine.confirm(self._version)
+        dist.barrier(group=self._pg)
+        if self._world.rank == self._placement.leader:
+            for rank in set(range(self._world.size)) - set(self._placement.actors):
+                self._world.mail.send(rank, NewVersion(self._version))
+        self._marks.add()
+
+    def _figures(self, columns: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the figures of the measured steps. Each column is [rank, step]."""
+        wall = columns["wall"]
+        seconds = float(wall[self._placement.leader].sum())
+        busy = columns["engine"] + columns["update"] + columns["sync"]
+        critical = sum(columns[name].amax(0).sum() for name in ("engine", "update", "sync"))
+        roles = [",".join(roles) for roles in self._placement.roles]
+        members = {role: [rank for rank, own in enumerate(roles) if own == role] for role in roles}
+        return {
+            "steps_per_s": round(wall.shape[1] / seconds, 4),
+            "tokens_per_s": round(float(columns["trained tokens"].sum()) / seconds, 1),
+            "idle": {role: round(1 - share(busy[ranks], wall[ranks]), 4) for role, ranks in members.items()},
+            "overhead": round(1 - float(critical) / seconds, 4),
+            "cpu": round(float((columns["cpu"].sum(1) / wall.sum(1)).max()), 4),
+            "decoded": share(columns["decoded tokens"], columns["decode steps"]),
+        }
+
+
+def share(part: torch.Tensor, whole: torch.Tensor) -> float:
+    return round(float(part.sum() / whole.sum()), 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--actors", type=int, default=0, help="ranks that only train; 0: every rank trains and samples")
+    parser.add_argument("--max-rounds", type=int, default=4, help="rounds that the longest response takes")
+    parser.add_argument("--mean", type=int, default=64, help="mean length of a response, in tokens")
+    parser.add_argument("--steps", type=int, default=24, help="measured after two warm-up steps per round")
+    parser.add_argument("--step-ms", type=float, default=10.0, help="time of a decode step")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        run_torchrun(args.ranks, str(Path(__file__).resolve()), *sys.argv[1:])
+        return
+    with join() as world:
+        benchmark = Benchmark(world, args)
+        limit = -(-MAX_OVER_MEAN * args.mean // args.max_rounds)
+        without, limited = benchmark.run(0), benchmark.run(limit)
+        if world.rank == 0:
+            row = {"benchmark": "rounds", "ranks": world.size, "actors": args.actors or world.size}
+            row |= {"mean": args.mean, "max_new_tokens": MAX_OVER_MEAN * args.mean, "max_tokens_per_round": limit}
+            row |= {"speedup": round(limited["tokens_per_s"] / without["tokens_per_s"], 3)}
+            print(json.dumps(row | {"without": without, "with": limited}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
