@@ -205,11 +205,8 @@ def _training_problems(config: Config) -> Iterator[str]:
 
 
 def _round_problems(config: Config) -> Iterator[str]:
-    algo, rollout, limit = (
-        config.algo,
-        config.rollout,
-        f"rollout.max_tokens_per_round={config.rollout.max_tokens_per_round}",
-    )
+    algo, rollout = config.algo, config.rollout
+    limit = f"rollout.max_tokens_per_round={rollout.max_tokens_per_round}"
     if algo.has_recorded_ratio and algo.correction != "none":
         yield (
             f"algo.correction: got {algo.correction}, but with algo.old_logprobs=rollout the ratio of the loss is "

@@ -24,10 +24,8 @@ def check_settings(config: Config, placement: Placement) -> list[str]:
     if placement.scorers and not config.algo.fields_to_score:
         why, remedy = "a single update per batch needs no old logprobs", "algo.old_logprobs=always"
         if config.algo.has_recorded_ratio:
-            why, remedy = (
-                "the loss takes the engine's logprobs as old logprobs",
-                "algo.old_logprobs=always algo.correction=token",
-            )
+            why = "the loss takes the engine's logprobs as old logprobs"
+            remedy = "algo.old_logprobs=always algo.correction=token"
         return [
             "the inference ranks have nothing to compute. algo.kl_coef=0 needs no reference logprobs, and "
             f"{why}. Give these ranks another role, or set {remedy}"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.own_functions import write_functions
 from tests.update import (
     ALGO,
     CRITIC,
@@ -119,7 +120,7 @@ EXTRA = {
     2: [
         IN_BF16[2],
         *ON_POLICY,
-        *RECORDED,
+        RECORDED[1],
         *DISAGREEING.values(),
         *EMPTY,
         *FROZEN,
@@ -150,6 +151,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Compute the reference and run all jobs, in one world for each number of ranks."""
     reference = make_reference(tmp_path_factory.mktemp("learner"))
     jobs = {size: [*ways(size), *EXTRA[size], *(CRITICS[size, model] for model in MODELS)] for size in WAYS}
+    own = f"{write_functions(reference.folder / 'own.py')}:clipped_ratio"
+    jobs[2].append(RECORDED[0] | {"algo": RECORDED[0]["algo"] | {"loss": own}})
     run_jobs(reference.folder, jobs, timeout_s=250)
     return reference
 
@@ -224,7 +227,7 @@ def test_on_policy_data_need_no_pass_for_old_logprobs(reference: Reference) -> N
 
 
 def test_recorded_logprobs_need_no_pass_in_several_steps(reference: Reference) -> None:
-    """Every step compares the new policy with the logprobs that the engine recorded."""
+    """Every step compares the new policy with the logprobs that the engine recorded, with a loss of the user too."""
     recorded, passed = (values_of(reference.folder, each) for each in RECORDED)
     for name in ("loss/policy", "loss/kl", "optim/grad_norm", "policy/entropy", "policy/clip_fraction"):
         assert recorded[name] == passed[name], name
