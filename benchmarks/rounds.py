@@ -1,6 +1,6 @@
 """Compare sampling with and without a token limit of rounds, on engines of modelled time. Prints one JSON line.
 
-    python benchmarks/rounds.py [--ranks 8] [--actors 0] [--max-rounds 4] [--mean 64] [--steps 24] [--step-ms 10]
+    python benchmarks/rounds.py [--ranks 8] [--actors 0] [--max-rounds 4] [--mean 64] [--steps 16] [--step-ms 20]
 
 It starts its own torchrun, unless torchrun has started it. World, mailbox, dispatcher, rollout service, schedule,
 sampler and balancing are real. Engines and learner only sleep, so that the ranks can share few cores. Lengths are
@@ -11,7 +11,9 @@ that maximum over --max-rounds. With --actors N, the first N ranks only train, a
     idle                  by role: share of the time in which a rank neither samples, trains nor syncs
     overhead              share of the time that is not on the critical path of the modelled times: what messages,
                           schedule, dispatch and packing cost, and what ranks lose because they share cores
-    cpu                   share of the time in which the busiest process computes. This bounds schedule and dispatch
+    schedule              share of the time in which the leader schedules and dispatches: CPU time of its main thread
+                          in `Sampler.sample` outside `gather` and `settle`, and of all of its other threads
+    cpu                   share of the time in which the busiest rank computes anything at all
     decoded               mean number of sequences in a decode step
     lag_mean, lag_max     of the tokens that were trained on; `lag_bound` is the limit of the schedule
 
@@ -44,13 +46,14 @@ import torch.distributed as dist
 
 from benchmarks.program import run_torchrun
 from rl.config.schema import AlgoConfig
+from rl.data.batch import Batch
 from rl.data.prompts import Prompt, PromptStream
 from rl.model.shards import TensorInfo
 from rl.placement.groups import make_groups
 from rl.placement.roles import plan
 from rl.report.metrics import Measures
 from rl.rewards.pool import RewardPool
-from rl.rollout.collect import Balancer, Rollouts
+from rl.rollout.collect import Balancer, Gathered, Groups, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.engine import Completion, Engine, Request
 from rl.rollout.recovery import EngineHost
@@ -171,6 +174,24 @@ class InstantRewards(RewardPool):
         self._world.mail.send(self._world.rank, Scored(key, result))
 
 
+class TimedRollouts(Rollouts):
+    """Measure the CPU time that an actor samples and balances, rather than schedules."""
+
+    elsewhere_s = 0.0
+
+    def gather(self, batch: int) -> Gathered:
+        started = time.thread_time()
+        gathered = super().gather(batch)
+        self.elsewhere_s += time.thread_time() - started
+        return gathered
+
+    def settle(self, groups: Groups, owners: Sequence[int]) -> Batch:
+        started = time.thread_time()
+        batch = super().settle(groups, owners)
+        self.elsewhere_s += time.thread_time() - started
+        return batch
+
+
 class NoTokenizer:
     bos_token_id: int | None = None
     chat_template: Any = None
@@ -195,7 +216,19 @@ class NewVersion(Message):
 class Marks:
     """What a rank has done by the beginning of each step."""
 
-    columns = ("wall", "cpu", "engine", "update", "sync", "decode steps", "decoded tokens", "trained tokens", "lags")
+    columns = (
+        "wall",
+        "cpu",
+        "main thread",
+        "schedule",
+        "engine",
+        "update",
+        "sync",
+        "decode steps",
+        "decoded tokens",
+        "trained tokens",
+        "lags",
+    )
 
     def __init__(self, clock: Clock):
         self._clock = clock
@@ -203,7 +236,8 @@ class Marks:
 
     def add(self) -> None:
         spent = self._clock.spent
-        self._rows.append([time.perf_counter(), time.process_time(), *(spent[name] for name in self.columns[2:])])
+        now = [time.perf_counter(), time.process_time(), time.thread_time()]
+        self._rows.append([*now, *(spent[name] for name in self.columns[3:])])
 
     def gather(self, pg: dist.ProcessGroup) -> dict[str, torch.Tensor]:
         """Return what the ranks of the group did between the marks, by column as [rank, step]. Start anew."""
@@ -246,10 +280,10 @@ class Benchmark:
         self._marks = Marks(self._clock)
         self._version = 0
         self._service = self._build_service()
-        self._rollouts: Rollouts | None = None
+        self._rollouts: TimedRollouts | None = None
         if world.rank in self._placement.actors:
             balancer = Balancer(world.mail, self._pg, self._placement.actors, HIDDEN_SIZE)
-            self._rollouts = Rollouts(world, self._placement, 1, self._service, lambda action: None, balancer)
+            self._rollouts = TimedRollouts(world, self._placement, 1, self._service, lambda action: None, balancer)
         enable_garbage_collection()
 
     def _build_service(self) -> RolloutService | None:
@@ -293,7 +327,10 @@ class Benchmark:
 
     def _step(self, sampler: Sampler) -> int:
         """Sample and train. Return the largest lag of this rank's tokens."""
+        assert self._rollouts is not None
+        started, elsewhere_s = time.thread_time(), self._rollouts.elsewhere_s
         batch = sampler.sample(self._version, Measures()).batch
+        self._clock.spent["schedule"] += time.thread_time() - started - (self._rollouts.elsewhere_s - elsewhere_s)
         self._clock.spend("update", batch.num_tokens * self._costs.update_token)
         self._clock.spent["trained tokens"] += int(batch.loss_mask.sum())
         dist.barrier(group=self._pg)
@@ -316,8 +353,9 @@ class Benchmark:
 
     def _figures(self, columns: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return the figures of the measured steps. Each column is [rank, step]."""
-        wall = columns["wall"]
-        seconds = float(wall[self._placement.leader].sum())
+        wall, leader = columns["wall"], self._placement.leader
+        seconds = float(wall[leader].sum())
+        other_threads = columns["cpu"] - columns["main thread"]
         busy = columns["engine"] + columns["update"] + columns["sync"]
         critical = sum(columns[name].amax(0).sum() for name in ("engine", "update", "sync"))
         roles = [",".join(roles) for roles in self._placement.roles]
@@ -327,6 +365,7 @@ class Benchmark:
             "tokens_per_s": round(float(columns["trained tokens"].sum()) / seconds, 1),
             "idle": {role: round(1 - share(busy[ranks], wall[ranks]), 4) for role, ranks in members.items()},
             "overhead": round(1 - float(critical) / seconds, 4),
+            "schedule": share((columns["schedule"] + other_threads)[leader], wall[leader]),
             "cpu": round(float((columns["cpu"].sum(1) / wall.sum(1)).max()), 4),
             "decoded": share(columns["decoded tokens"], columns["decode steps"]),
         }
@@ -342,8 +381,8 @@ def main() -> None:
     parser.add_argument("--actors", type=int, default=0, help="ranks that only train; 0: every rank trains and samples")
     parser.add_argument("--max-rounds", type=int, default=4, help="rounds that the longest response takes")
     parser.add_argument("--mean", type=int, default=64, help="mean length of a response, in tokens")
-    parser.add_argument("--steps", type=int, default=24, help="measured after two warm-up steps per round")
-    parser.add_argument("--step-ms", type=float, default=10.0, help="time of a decode step")
+    parser.add_argument("--steps", type=int, default=16, help="measured after two warm-up steps per round")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="time of a decode step")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         run_torchrun(args.ranks, str(Path(__file__).resolve()), *sys.argv[1:])

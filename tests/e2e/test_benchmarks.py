@@ -71,6 +71,11 @@ SMOKE = {
         "attacks calls_per_s functions",
         "timeouts errors leaked kept",
     ),
+    "rounds": Smoke(
+        "--ranks 2 --mean 4 --steps 1 --step-ms 2",
+        "ranks actors mean max_new_tokens max_tokens_per_round speedup",
+        "without with",
+    ),
     "scaling": Smoke(
         "--ranks 1 2 --prompts 2 4 --steps 1",
         "cores ranks_at_each_batch seconds_by_prompts prompts_per_rank seconds_by_ranks",

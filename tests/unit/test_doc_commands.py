@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rl.data.batch import batch_of_responses
+from rl.data.group_file import StoredGroup, groups_to_bytes
 from tests.doc_commands import (
     BENCHMARKS,
     ELSEWHERE,
@@ -125,7 +126,7 @@ def save_rollouts(folder: Path) -> None:
             group_ids=torch.arange(count) // 8,
             truncated=torch.tensor(sizes) == 4096,
         )
-        (folder / f"step_{step}.rank_0.safetensors").write_bytes(batch.to_bytes())
+        (folder / f"step_{step}.rank_0.safetensors").write_bytes(groups_to_bytes([StoredGroup(0, batch)]))
 
 
 def run(repository: Path, *command: str, code: Path | None = None) -> Answer:
