@@ -1,6 +1,7 @@
 """Compare sampling with and without a token limit of rounds, on engines of modelled time. Prints one JSON line.
 
-    python benchmarks/rounds.py [--ranks 8] [--actors 0] [--max-rounds 4] [--mean 64] [--steps 16] [--step-ms 20]
+    python benchmarks/rounds.py [--ranks 8] [--actors 0] [--max-rounds 4] [--mean 64] [--max-num-seqs 256]
+        [--steps 16] [--step-ms 20]
 
 It starts its own torchrun, unless torchrun has started it. World, mailbox, dispatcher, rollout service, schedule,
 sampler and balancing are real. Engines and learner only sleep, so that the ranks can share few cores. Lengths are
@@ -19,7 +20,7 @@ that maximum over --max-rounds. With --actors N, the first N ranks only train, a
 
 The modelled times have the ratios of a real step (RESULTS.md, "A whole step", aafd79c: 512 responses of 512 tokens to
 prompts of 63 tokens; rollout 6.17 s, update 5.16 s, handover and sync 0.14 s):
-    a decode step         takes --step-ms, however many sequences run (at most MAX_NUM_SEQS)
+    a decode step         takes --step-ms, however many sequences run (at most --max-num-seqs)
     an update             of responses of mean length takes 5.16 / 6.17 of the time that decoding them takes
     handover and sync     take 0.14 / 6.17 of that time, in each update
     prefill               of a token takes a third of its update. All tokens of a continued response are prefilled
@@ -66,7 +67,7 @@ from rl.world.messages import Letter, Message
 from rl.world.service import Service, serve
 from rl.world.world import World, join
 
-NUM_PROMPTS_PER_RANK, NUM_SAMPLES, MAX_NUM_SEQS, HIDDEN_SIZE = 8, 8, 256, 2048
+NUM_PROMPTS_PER_RANK, NUM_SAMPLES, HIDDEN_SIZE = 8, 8, 2048
 MAX_OVER_MEAN = 4
 MEDIAN_OVER_MEAN = 0.659  # so that lognormal lengths with sigma 1 have this mean after they are cut
 TIMEOUT_S = 60
@@ -108,9 +109,10 @@ class SleepingEngine:
 
     name, notice = "modelled", ""
 
-    def __init__(self, clock: Clock, costs: Costs, mean: int, prompt: int):
+    def __init__(self, clock: Clock, costs: Costs, mean: int, prompt: int, max_num_seqs: int):
         self.version = 0
         self._clock, self._costs, self._median, self._prompt = clock, costs, MEDIAN_OVER_MEAN * mean, prompt
+        self._max_num_seqs = max_num_seqs
         self._waiting: deque[Request] = deque()
         self._running: list[tuple[int, str, int, bool]] = []  # last step, request, number of tokens, is cut; a heap
         self._num_steps = 0
@@ -124,7 +126,7 @@ class SleepingEngine:
 
     def step(self) -> list[Completion]:
         num_prefilled = 0
-        while self._waiting and len(self._running) < MAX_NUM_SEQS:
+        while self._waiting and len(self._running) < self._max_num_seqs:
             request = self._waiting.popleft()
             left = self._length(request) - (len(request.tokens) - self._prompt)
             count = min(left, request.max_tokens)
@@ -290,9 +292,9 @@ class Benchmark:
         world, index = self._world, self._placement.engine_of(self._world.rank)
         if index is None:
             return None
-        engine = SleepingEngine(self._clock, self._costs, self._mean, self._prompt)
+        engine = SleepingEngine(self._clock, self._costs, self._mean, self._prompt, self._args.max_num_seqs)
         host = EngineHost(world, self._placement.engines[index], engine, lambda failed: failed)
-        max_num_groups, leader = MAX_NUM_SEQS // NUM_SAMPLES, self._placement.leader
+        max_num_groups, leader = self._args.max_num_seqs // NUM_SAMPLES, self._placement.leader
         return RolloutService(world, host, InstantRewards(world), NoTokenizer(), max_num_groups, 0, leader)
 
     def run(self, limit: int) -> dict[str, Any]:
@@ -381,6 +383,7 @@ def main() -> None:
     parser.add_argument("--actors", type=int, default=0, help="ranks that only train; 0: every rank trains and samples")
     parser.add_argument("--max-rounds", type=int, default=4, help="rounds that the longest response takes")
     parser.add_argument("--mean", type=int, default=64, help="mean length of a response, in tokens")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences that an engine decodes at once")
     parser.add_argument("--steps", type=int, default=16, help="measured after two warm-up steps per round")
     parser.add_argument("--step-ms", type=float, default=20.0, help="time of a decode step")
     args = parser.parse_args()
