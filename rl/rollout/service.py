@@ -5,6 +5,7 @@ decides. Before each call, it sends a message to its followers, which make the s
 inside a collective.
 """
 
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -99,6 +100,13 @@ class Group:
     def is_sampled(self) -> bool:
         return bool(self.responses) and not self.running
 
+    @property
+    def occupancy(self) -> float:
+        """Return the share of a group's slots in the engine that it needs. A carried group often has few responses left,
+        and would otherwise keep new ones out."""
+        is_partial = self.task.is_carried and self.responses
+        return len(self.running) / len(self.responses) if is_partial else 1.0
+
     def begin(self) -> None:
         """Begin the round: continue the carried responses, or start new ones."""
         count = self.task.sampling.num_samples
@@ -178,6 +186,7 @@ class RolloutService(Service):
                 group = self._groups[batch, position]
                 group.carried = letter.payload
                 self._begin([group])
+                self._pull()
             case AddRequests(requests):
                 self._add(requests)
             case Scored((batch, position, sample, attempt), result):
@@ -256,8 +265,9 @@ class RolloutService(Service):
 
     def _pull(self) -> None:
         if self.host.is_lead:
-            held = len(self._being_sampled)
-            self._mail.send(self._leader, Pull(max(self._max_num_groups - held, 0), held))
+            groups = self._being_sampled
+            room = math.floor(self._max_num_groups - sum(group.occupancy for group in groups) + 1e-6)
+            self._mail.send(self._leader, Pull(max(room, 0), len(groups)))
 
     def _start(self, tasks: list[Task]) -> None:
         groups = {(task.batch, task.position): Group(task) for task in tasks}
