@@ -102,8 +102,8 @@ class Group:
 
     @property
     def occupancy(self) -> float:
-        """Return the share of a group's slots in the engine that it needs. A carried group often has few responses left,
-        and would otherwise keep new ones out."""
+        """Return how much of a group's room in the engine it needs. A carried group often has few responses left, and
+        would otherwise keep new groups out."""
         is_partial = self.task.is_carried and self.responses
         return len(self.running) / len(self.responses) if is_partial else 1.0
 
