@@ -1,1 +1,1 @@
-"""Data without a model: prompt files, the prompt stream, ragged batches and their packing."""
+"""Data without a model: prompt files, the prompt stream, ragged batches, their packing, and files of groups."""

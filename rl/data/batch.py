@@ -103,7 +103,7 @@ class Batch:
     def select(self, sequences: Sequence[int]) -> "Batch":
         """Return a batch of these sequences, in this order."""
         rows, tokens = torch.tensor(list(sequences), dtype=torch.int64), self.token_indices(sequences)
-        tensors = self._tensors().items()
+        tensors = self.tensors().items()
         return Batch(**{name: value[rows if name in SEQUENCE_FIELDS else tokens] for name, value in tensors})
 
     def replace(self, **changes: Tensor) -> "Batch":
@@ -111,7 +111,7 @@ class Batch:
 
     def to_bytes(self) -> bytes:
         """Return the batch as the bytes of a safetensors file."""
-        tensors = {name: value.contiguous() for name, value in self._tensors().items()}
+        tensors = {name: value.contiguous() for name, value in self.tensors().items()}
         return safetensors.torch.save(tensors, {"format": FORMAT})
 
     @staticmethod
@@ -125,10 +125,11 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence["Batch"]) -> "Batch":
-        parts = [batch._tensors() for batch in batches] or [empty_batch()._tensors()]
+        parts = [batch.tensors() for batch in batches] or [empty_batch().tensors()]
         return Batch(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fields that are present, by name."""
         named = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         return {name: value for name, value in named.items() if value is not None}
 

@@ -1,0 +1,180 @@
+"""The file format of groups, finished or carried: checkpoints, debug.save_rollouts and tools/replay.py use it.
+
+A group is the samples of one prompt. A file is a safetensors file. Its tensors are the fields of one `Batch`, which
+holds all groups in order. Its metadata are:
+
+    format    FORMAT
+    groups    JSON lines, one per group, in order:
+              {"group": 17, "num_sequences": 8, "state": "trained", "results": [...]}
+    step      JSON: facts about the step that the groups belong to, such as its number
+
+If a group of the file has unfinished responses, `ended` and `noise` are present for all sequences of the file. A group
+whose responses have all ended gets neither when it is read.
+"""
+
+import dataclasses
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from rl.data.batch import SEQUENCE_FIELDS, Batch, empty_batch
+
+FORMAT = "oneworld groups 1"  # changing the fields of `Batch` or of a line needs another number
+
+State = Literal["carried", "queued", "trained"]  # has unfinished responses; waits for an update; an update trains on it
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    number: int  # place in the prompt stream, counted from the start of the run; -1 if unknown
+    batch: Batch
+    results: list[dict[str, Any] | None] = field(default_factory=list)  # of the reward functions, by sample; or empty
+    state: State = "trained"
+
+
+def groups_to_bytes(groups: Sequence[StoredGroup], step: Mapping[str, Any] | None = None) -> bytes:
+    """Return the bytes of a file of these groups. `step` holds facts about their step. JSON turns tuples into lists.
+
+    Besides `ended` and `noise`, all groups must have the same optional fields.
+    """
+    batches = _with_noise([group.batch for group in groups])
+    assert len({tuple(batch.tensors()) for batch in batches}) <= 1, "the groups of a file must have the same fields"
+    batch = Batch.concat(batches)
+    lines = [
+        json.dumps(
+            {
+                "group": group.number,
+                "num_sequences": group.batch.num_sequences,
+                "state": group.state,
+                "results": group.results,
+            }
+        )
+        for group in groups
+    ]
+    metadata = {
+        "format": FORMAT,
+        "groups": "".join(f"{line}\n" for line in lines),
+        "step": json.dumps(dict(step or {})),
+    }
+    return safetensors.torch.save({name: value.contiguous() for name, value in batch.tensors().items()}, metadata)
+
+
+def groups_from_bytes(data: bytes | bytearray) -> list[StoredGroup]:
+    """Return the groups of a file. Raise ValueError, which says what is wrong, if it is damaged or no such file."""
+    lines = _lines(_metadata(data))
+    tensors = _checked(_load(data), sum(line["num_sequences"] for line in lines))
+    counts = [line["num_sequences"] for line in lines]
+    lengths = tensors["lengths"].split(counts)
+    num_tokens = [int(part.sum()) for part in lengths]
+    parts = {name: tensor.split(counts if name in SEQUENCE_FIELDS else num_tokens) for name, tensor in tensors.items()}
+    groups = []
+    for place, line in enumerate(lines):
+        # Copies, since one group that is kept would otherwise keep the whole file in memory.
+        fields = {name: part[place].clone() for name, part in parts.items()}
+        if "ended" in fields and fields["ended"].all():
+            del fields["ended"], fields["noise"]
+        groups.append(StoredGroup(line["group"], Batch(**fields), line["results"], line["state"]))
+    return groups
+
+
+def step_from_bytes(data: bytes | bytearray) -> dict[str, Any]:
+    """Return the facts about a file's step. Raise ValueError like `groups_from_bytes`."""
+    metadata = _metadata(data)
+    try:
+        step = json.loads(metadata["step"])
+    except (KeyError, ValueError) as error:
+        raise ValueError('the entry "step" of its metadata is missing or is not JSON') from error
+    if not isinstance(step, dict):
+        raise ValueError(f'the entry "step" of its metadata must be a JSON object, but it is {str(step)[:80]!r}')
+    return step
+
+
+def _with_noise(batches: list[Batch]) -> list[Batch]:
+    """Give finished groups `ended` and `noise` like the others, if there are unfinished groups."""
+    widths = {batch.noise.shape[1] for batch in batches if batch.noise is not None}
+    if not widths:
+        assert all(batch.ended is None for batch in batches), "an unfinished group must have `noise`, if of width 0"
+        return batches
+    assert len(widths) == 1, f"`noise` has several widths, {sorted(widths)}; one engine must have sampled all groups"
+    width = widths.pop()
+    return [
+        batch
+        if batch.noise is not None
+        else batch.replace(
+            ended=torch.ones(batch.num_sequences, dtype=torch.bool),
+            noise=torch.zeros(batch.num_sequences, width, dtype=torch.uint8),
+        )
+        for batch in batches
+    ]
+
+
+def _metadata(data: bytes | bytearray) -> dict[str, str]:
+    """Return the metadata of a safetensors file of this format."""
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        metadata = json.loads(bytes(data[8 : 8 + length])).get("__metadata__", {})
+        found = metadata.get("format")
+    except (struct.error, ValueError, AttributeError) as error:
+        raise ValueError("this is not a safetensors file, or its header is damaged") from error
+    if found != FORMAT:
+        raise ValueError(f"got a file of the format {found!r}, but this program reads {FORMAT!r}")
+    return metadata
+
+
+def _lines(metadata: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the checked lines of the index."""
+    if "groups" not in metadata:
+        raise ValueError('the index is missing: its metadata have no entry "groups"')
+    lines = []
+    for number, text in enumerate(metadata["groups"].splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            _check_line(line)
+        except ValueError as error:
+            raise ValueError(f"line {number} of the index is damaged: {error}") from error
+        lines.append(line)
+    return lines
+
+
+def _check_line(line: Any) -> None:
+    names = {"group", "num_sequences", "state", "results"}
+    if not isinstance(line, dict) or not names <= line.keys():
+        raise ValueError(f"it must be a JSON object with {', '.join(sorted(names))}")
+    count, state, results = line["num_sequences"], line["state"], line["results"]
+    if type(line["group"]) is not int or type(count) is not int or count < 0:
+        raise ValueError('"group" and "num_sequences" must be integers, and "num_sequences" not negative')
+    if state not in get_args(State):
+        raise ValueError(f'"state" must be one of {", ".join(get_args(State))}, but it is {state!r}')
+    if not isinstance(results, list) or len(results) not in (0, count):
+        raise ValueError(f'"results" must be a list with an entry for each of the {count} sequences, or empty')
+
+
+def _load(data: bytes | bytearray) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load(bytes(data))
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"its tensors cannot be read: {error}") from error
+
+
+def _checked(tensors: dict[str, Tensor], num_sequences: int) -> dict[str, Tensor]:
+    """Return the tensors if they are the fields of a batch of so many sequences."""
+    known = {entry.name for entry in dataclasses.fields(Batch)}
+    required = empty_batch().tensors().keys()
+    if not required <= tensors.keys() <= known or ("ended" in tensors) != ("noise" in tensors):
+        wrong = sorted((required - tensors.keys()) | (tensors.keys() - known)) or ["only one of ended and noise"]
+        raise ValueError(f"its tensors are not the fields of a batch; missing or unknown: {', '.join(wrong)}")
+    if (found := tensors["lengths"].numel()) != num_sequences:
+        raise ValueError(f"the index counts {num_sequences} sequences, but the tensors hold {found}")
+    num_tokens = int(tensors["lengths"].sum())
+    for name, tensor in tensors.items():
+        rows = num_sequences if name in SEQUENCE_FIELDS else num_tokens
+        if tensor.ndim != (2 if name == "noise" else 1) or tensor.shape[0] != rows:
+            raise ValueError(f"the tensor {name} has the shape {list(tensor.shape)}, but it must have {rows} rows")
+    return tensors
