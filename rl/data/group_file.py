@@ -77,16 +77,14 @@ def groups_from_bytes(data: bytes | bytearray) -> list[StoredGroup]:
     ]
 
 
-def split_groups(batch: Batch, numbers: Sequence[int] = ()) -> list[StoredGroup]:
+def split_groups(batch: Batch, numbers: Sequence[int]) -> list[StoredGroup]:
     """Return the groups of an update's batch, in its order. The sequences of a group must follow each other.
 
-    `numbers` are the places of the groups in the prompt stream, by their `group_ids`. If it is empty, they are unknown.
+    `numbers` are the places of the groups in the prompt stream, by their `group_ids`.
     """
     places, counts = torch.unique_consecutive(batch.group_ids, return_counts=True)
     parts = _split(batch.tensors(), counts.tolist())
-    return [
-        StoredGroup(numbers[place] if numbers else -1, part) for place, part in zip(places.tolist(), parts, strict=True)
-    ]
+    return [StoredGroup(numbers[place], part) for place, part in zip(places.tolist(), parts, strict=True)]
 
 
 def step_from_bytes(data: bytes | bytearray) -> dict[str, Any]:

@@ -1,7 +1,12 @@
-"""An engine without a model, for fast tests. The seed of a request determines its tokens and logprobs."""
+"""An engine without a model, for fast tests.
+
+A token and its logprob follow from the request's seed and the token's position in the sequence. So a response that is
+cut and continued in another request is the same as an uncut one. Responses without a seed are random.
+"""
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,12 +20,12 @@ class FakeEngine:
     name, notice = "fake", ""
 
     def __init__(self, max_num_seqs: int, stop_token_id: int | None, device: torch.device | None = None):
-        """Build an engine. Without a stop token, every response has max_new_tokens tokens."""
+        """Build an engine. Without a stop token, every response is cut."""
         self.version = 0
         self.memory: dict[str, Tensor] = {}  # the weights that the sync writes; sampling ignores them
         self._max_num_seqs, self._stop_token_id, self._device = max_num_seqs, stop_token_id, device
         self._vocabulary = [*range(1, 10), *([] if stop_token_id is None else [stop_token_id])]
-        self._running: list[tuple[Request, random.Random, Completion]] = []
+        self._running: list[tuple[Request, float, Completion]] = []  # with the seed
 
     @property
     def num_unfinished(self) -> int:
@@ -28,17 +33,20 @@ class FakeEngine:
 
     def add(self, requests: Sequence[Request]) -> None:
         assert self.version > 0, "got requests before the first weight sync; sync weights first"
-        self._running += [(one, random.Random(one.seed), Completion(one.id, [], [], False)) for one in requests]
+        for one in requests:
+            seed = random.Random().random() if one.seed is None else one.seed
+            self._running.append((one, seed, Completion(one.id, [], [], is_cut=False)))
 
     def step(self) -> list[Completion]:
         ended = []
         for entry in self._running[: self._max_num_seqs]:
-            request, source, completion = entry
+            request, seed, completion = entry
+            source = random.Random(f"{seed}/{len(request.tokens) + len(completion.tokens)}")
             completion.tokens.append(source.choice(self._vocabulary))
             completion.logprobs.append(-source.random())
             stopped = completion.tokens[-1] == self._stop_token_id
-            if stopped or len(completion.tokens) == request.sampling.max_new_tokens:
-                ended.append(Completion(completion.id, completion.tokens, completion.logprobs, not stopped))
+            if stopped or len(completion.tokens) == request.max_tokens:
+                ended.append(replace(completion, is_cut=not stopped))
                 self._running.remove(entry)
         return ended
 

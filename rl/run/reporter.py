@@ -41,10 +41,10 @@ class Reporter:
         is_wanted = first and first <= step < first + self._config.debug.profile_num_steps
         return profiled(self._folder / "profile" / self._name() if is_wanted else None)
 
-    def save_rollouts(self, batch: Batch, numbers: Sequence[int] = ()) -> None:
+    def save_rollouts(self, batch: Batch, groups: Sequence[int]) -> None:
         """Save this rank's batch if debug.save_rollouts is set. tools/replay.py reads the files of a step.
 
-        `numbers` are the places in the prompt stream of all groups of the step, by their places in the batch.
+        `groups` are the places in the prompt stream of all groups of the step, by their places in the batch.
         """
         if not self._config.debug.save_rollouts:
             return
@@ -58,7 +58,7 @@ class Reporter:
         }
         file = self._folder / ROLLOUTS / rollout_file(world.step, world.rank)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, groups_to_bytes(split_groups(batch, numbers), facts))
+        write_atomically(file, groups_to_bytes(split_groups(batch, groups), facts))
 
     def report(self, step: int, version: int, values: dict[str, float], batch: Batch | None = None) -> None:
         """Write the metrics of one step, and every metrics.samples_interval steps also samples of its batch."""

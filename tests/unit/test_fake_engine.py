@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,8 +28,8 @@ def make_engine(max_num_seqs: int = 8) -> FakeEngine:
     return engine
 
 
-def request(name: str, seed: int, max_new_tokens: int = 50) -> Request:
-    return Request(name, [1, 2], Sampling(1, 1.0, max_new_tokens), seed)
+def request(name: str, seed: int | None, max_tokens: int = 50) -> Request:
+    return Request(name, [1, 2], Sampling(1, 1.0, max_new_tokens=50), max_tokens, seed)
 
 
 def run(engine: FakeEngine, requests: list[Request]) -> dict[str, Completion]:
@@ -41,10 +42,37 @@ def run(engine: FakeEngine, requests: list[Request]) -> dict[str, Completion]:
 
 def test_tokens_and_logprobs_follow_from_the_seed() -> None:
     ended = run(make_engine(), [request("a", seed=2), request("b", seed=3)])
-    assert ended["a"].tokens == [1, 6, 5, 4, 0]
-    assert ended["a"].logprobs[:2] == pytest.approx([-0.091585, -0.835499], abs=1e-6)
+    assert ended["a"].tokens == [9, 7, 5, 5, 0]
+    assert ended["a"].logprobs[:2] == pytest.approx([-0.116994, -0.883691], abs=1e-6)
     assert len(ended["a"].logprobs) == 5
-    assert ended["b"].tokens == [4, 3, 0]
+    assert ended["b"].tokens == [7, 4, 9, 9, 9, 4, 7, 0]
+
+
+def test_without_a_seed_responses_differ() -> None:
+    ended = run(make_engine(), [request(str(number), seed=None) for number in range(16)])
+    assert len({tuple(one.logprobs) for one in ended.values()}) == 16
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5])
+def test_a_response_that_is_cut_and_continued_is_the_same_as_an_uncut_one(max_tokens: int) -> None:
+    """Sequences change their order and their engine at every cut."""
+    seeds = range(12)
+    whole = run(make_engine(), [request(str(seed), seed) for seed in seeds])
+    tokens: dict[str, list[int]] = {str(seed): [] for seed in seeds}
+    logprobs: dict[str, list[float]] = {str(seed): [] for seed in seeds}
+    unfinished = [request(str(seed), seed, max_tokens) for seed in seeds]
+    while unfinished:
+        ended = run(make_engine(max_num_seqs=3), unfinished[::-1])
+        for name, completion in ended.items():
+            tokens[name] += completion.tokens
+            logprobs[name] += completion.logprobs
+        unfinished = [
+            replace(one, tokens=one.tokens + ended[one.id].tokens, noise=ended[one.id].noise)
+            for one in unfinished
+            if ended[one.id].is_cut
+        ]
+    assert tokens == {name: completion.tokens for name, completion in whole.items()}
+    assert logprobs == {name: completion.logprobs for name, completion in whole.items()}
 
 
 def test_neither_order_nor_other_requests_nor_batch_size_changes_a_sample() -> None:
@@ -56,25 +84,25 @@ def test_neither_order_nor_other_requests_nor_batch_size_changes_a_sample() -> N
     assert alone["r5"] == together["r5"]
 
 
-def test_a_response_ends_with_its_stop_token_or_is_truncated() -> None:
+def test_a_response_ends_with_its_stop_token_or_is_cut() -> None:
     whole = run(make_engine(), [request("a", seed=2)])["a"]
-    assert (whole.tokens[-1], whole.tokens.count(STOP), whole.truncated) == (STOP, 1, False)
-    cut = run(make_engine(), [request("a", seed=2, max_new_tokens=4)])["a"]
-    assert (cut.tokens, cut.truncated) == (whole.tokens[:4], True)
-    exact = run(make_engine(), [request("a", seed=2, max_new_tokens=len(whole.tokens))])["a"]
-    assert (exact.tokens, exact.truncated) == (whole.tokens, False)
+    assert (whole.tokens[-1], whole.tokens.count(STOP), whole.is_cut) == (STOP, 1, False)
+    cut = run(make_engine(), [request("a", seed=2, max_tokens=4)])["a"]
+    assert (cut.tokens, cut.is_cut) == (whole.tokens[:4], True)
+    exact = run(make_engine(), [request("a", seed=2, max_tokens=len(whole.tokens))])["a"]
+    assert (exact.tokens, exact.is_cut) == (whole.tokens, False)
 
 
-def test_without_a_stop_token_every_response_is_truncated() -> None:
+def test_without_a_stop_token_every_response_is_cut() -> None:
     engine = FakeEngine(8, None)
     engine.confirm(1)
-    ended = run(engine, [request(str(seed), seed, max_new_tokens=40) for seed in range(8)])
-    assert all((len(one.tokens), one.truncated, None in one.tokens) == (40, True, False) for one in ended.values())
+    ended = run(engine, [request(str(seed), seed, max_tokens=40) for seed in range(8)])
+    assert all((len(one.tokens), one.is_cut, None in one.tokens) == (40, True, False) for one in ended.values())
 
 
 def test_one_step_decodes_one_token_of_at_most_max_num_seqs() -> None:
     engine = make_engine(max_num_seqs=2)
-    engine.add([request(name, seed=2, max_new_tokens=2) for name in "abc"])
+    engine.add([request(name, seed=2, max_tokens=2) for name in "abc"])
     assert engine.step() == []
     assert [completion.id for completion in engine.step()] == ["a", "b"]
     assert engine.num_unfinished == 1
