@@ -46,9 +46,13 @@ class Measures:
         self._sums.add(name)
         self.mean(name, total, 0)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._pairs)
+
     def reduce(self, pg: dist.ProcessGroup, *only: str) -> dict[str, float]:
         """Return the values over all ranks of the group, which all call this. A mean over nothing is 0."""
-        names = only or tuple(self._pairs)
+        names = only or self.names
         parts = [part for name in names for part in zip(*self._pairs[name])]  # totals and counts in turn
         table = torch.stack([torch.stack(part).sum().cpu() for part in parts]).reshape(-1, 2)
         dist.all_reduce(table, group=pg)
