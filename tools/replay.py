@@ -11,7 +11,6 @@ Exit status: 0 if everything matches, 1 if something differs, 2 if the step cann
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,7 +46,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 @contextmanager
 def world_of_one() -> Iterator[None]:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of this host may have no address
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -93,7 +91,7 @@ def as_text(saved: SavedStep, result: Replay) -> str:
     lines += [f"not recomputed: {note}" for note in result.notes]
     different = [each for each in result.comparisons if not each.is_equal]
     lines += [
-        f"{each.name} differs: {_number(each.recorded)} was recorded, but the stored groups give "
+        f"DIFFERS: {each.name}: {_number(each.recorded)} was recorded, but the stored groups give "
         f"{_number(each.recomputed)}; rounding explains at most {each.limit:.2g}"
         + (each.reason and f" ({each.reason})")
         for each in different

@@ -128,15 +128,10 @@ def test_a_critic_warms_up_alone(ppo: Result) -> None:
     assert [manifest_of(ppo, step).state["num_critic_updates"] for step in (1, 2)] == [2, 4]
 
 
-def replay(folder: Path, step: int) -> subprocess.CompletedProcess[str]:
-    """Run tools/replay.py as a user would."""
-    command = [sys.executable, "tools/replay.py", str(folder), "--step", str(step)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
 def test_a_step_is_recomputed_from_its_files(ppo: Result, capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks, a critic, two mini-batches and a KL whose coefficient moves: one process gets the same numbers."""
-    shown = replay(ppo.folder, 3)
+    command = [sys.executable, "tools/replay.py", str(ppo.folder), "--step", "3"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (shown.returncode, shown.stderr) == (0, ""), shown
     rows = {line.split()[0]: line.split()[1:] for line in shown.stdout.splitlines() if line.endswith("  equal")}
     for name in ("advantages", "returns", "reward/kl", "loss/policy", "optim/grad_norm", "critic/loss"):
@@ -161,16 +156,16 @@ def test_a_replay_says_what_differs(ppo: Result, tmp_path: Path, capsys: pytest.
     rows[3]["loss/policy"] *= 1.01
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert replay_step([str(run), "--step", "3"]) == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if " differs: " in line]
-    assert len(lines) == 1 and lines[0].startswith("loss/policy differs: "), lines
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("DIFFERS: ")]
+    assert len(lines) == 1 and lines[0].startswith("DIFFERS: loss/policy: "), lines
     metrics.write_text(recorded)
     data = file.read_bytes()
     first, *others = groups_from_bytes(data)
     better = dataclasses.replace(first, batch=first.batch.replace(rewards=first.batch.rewards + 1))
     file.write_bytes(groups_to_bytes([better, *others], step_from_bytes(data)))
-    shown = replay(run, 3)
-    assert shown.returncode == 1
-    found = {line.partition(" differs: ")[0] for line in shown.stdout.splitlines() if " differs: " in line}
+    assert replay_step([str(run), "--step", "3"]) == 1
+    output = capsys.readouterr().out
+    found = {line.split(": ")[1] for line in output.splitlines() if line.startswith("DIFFERS: ")}
     assert {"reward/mean", "advantages", "returns", "critic/return_mean"} == found, (
         "the loss is that of the stored ones"
     )

@@ -123,7 +123,7 @@ def test_a_changed_file_is_reported(
     assert (status, found) == (1, different)
     status, output = replay(made, capsys)
     assert status == 1
-    assert {line.partition(" differs: ")[0] for line in output.splitlines() if " differs: " in line} == different
+    assert {line.split(": ")[1] for line in output.splitlines() if line.startswith("DIFFERS: ")} == different
     assert "match" not in output
 
 
@@ -131,7 +131,7 @@ def test_a_changed_metric_is_reported(made: MadeRun, capsys: pytest.CaptureFixtu
     made.record(**{"rollout/tokens": 9.0})
     status, output = replay(made, capsys)
     assert status == 1
-    assert "rollout/tokens differs: 9 was recorded, but the stored groups give 8; rounding explains at most" in output
+    assert "DIFFERS: rollout/tokens: 9 was recorded, but the stored groups give 8; rounding explains at most" in output
     made.record(**{"rollout/tokens": None})
     assert replay(made, capsys)[0] == 1, "a finite number is not what was recorded as not finite"
 
