@@ -29,7 +29,7 @@ def replay(folder: Path, step: int, capsys: pytest.CaptureFixture[str]) -> dict:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_carried_groups_are_replayed_also_after_a_resume_with_fewer_ranks(
+def test_carried_groups_are_replayed_also_after_a_resume_with_other_ranks(
     num_ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Responses of up to 6 tokens take up to 3 rounds, so a batch has tokens of up to 3 versions."""
