@@ -43,22 +43,22 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 actor.give_device_to_engine()
             measures = Measures()
             with world.stage("rollout"):
-                batch, num_prompts, totals = actor.sampler.sample(version, measures)
+                batch, groups = actor.sampler.sample(version, measures)
             with world.stage("handover"):
                 actor.give_device_to_learner()
             with world.stage("logprobs"):
                 batch = actor.score(batch, version)
-                values = actor.describe(batch, totals)
+                values = actor.describe(batch)
             with world.stage("advantages"):
                 batch = actor.assign_credit(batch, measures)
-                reporter.save_rollouts(batch)
+                reporter.save_rollouts(batch, groups)
             with world.stage("update"):
-                actor.update(batch, step, num_prompts, measures)
+                actor.update(batch, step, len(groups), measures)
                 values |= measures.reduce(actor.sampler.pg)
-                values |= actor.adapt(values, num_prompts)
+                values |= actor.adapt(values, len(groups))
             with world.stage("sync"):
                 version = actor.publish(step + 1)
-        actor.checkpoints.end_update(step, version, actor.sampler.stream)
+        actor.checkpoints.end_update(step, version, actor.sampler.save())
         try:
             values |= evaluate(world, config, actor, step, version)
         finally:  # a signal may stop the run in the evaluation, after this step was saved

@@ -46,6 +46,7 @@ from rl.checkpoint.manifest import step_folder
 from rl.checkpoint.store import CheckpointStore
 from rl.config.load import load_config
 from rl.config.schema import Config
+from rl.data.rollout_state import RolloutState
 from rl.learner.policy import PolicyTrainer
 from rl.learner.sharded_trainer import ShardedModel
 from rl.model.load import load_model
@@ -119,7 +120,7 @@ class Bench:
     def ours(self, pause_s: float) -> dict[str, float]:
         """Save once. The next update comes after `pause_s` seconds."""
         step = self.next_step()
-        self.checkpoints.end_update(step, version=step, stream=None)
+        self.checkpoints.end_update(step, version=step, rollouts=RolloutState({}, None))
         started = self.start_together()
         self.checkpoints.end_step(step, {})
         ended = time.perf_counter()

@@ -45,7 +45,7 @@ def measure(settings: list[str], rounds: int, file: Path) -> None:
         actor.give_device_to_engine()
         stream, rollouts = actor.sampler.stream, actor.sampler.rollouts
         assert stream is not None and rollouts.service is not None
-        prompts, engine = stream.take(config.train.num_prompts_per_step), rollouts.service.engine
+        prompts, engine = [*map(stream.at, range(config.train.num_prompts_per_step))], rollouts.service.engine
         for _ in range(WARM_UP_ROUNDS + rounds):
             start = time.perf_counter()
             number = rollouts.start(prompts, actor.sampler.sampling, version)

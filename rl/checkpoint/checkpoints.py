@@ -1,6 +1,6 @@
 """The training loop's interface to checkpoints: when to save what, which steps to keep, what to do on a signal."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from rl.checkpoint.resume import Resume
 from rl.checkpoint.save import Saver
 from rl.checkpoint.snapshot import Snapshot, get_rng_states
 from rl.config.schema import CheckpointConfig, ConfigError
-from rl.data.prompts import PromptStream
+from rl.data.rollout_state import RolloutState
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 
@@ -35,7 +35,8 @@ class Checkpoints:
     ):
         self._saver, self._learner, self._critic = saver, learner, critic
         self._config, self._num_steps = config, num_steps
-        self._ended: tuple[int, dict[str, Any], dict[str, Any]] | None = None  # step, run's state, rank's state
+        # Of the last update: step, state of the run, state of this rank, its groups.
+        self._ended: tuple[int, dict[str, Any], dict[str, Any], Callable[[], bytes] | None] | None = None
         self._saved_step = 0  # the newest saved step
         self._unprobed_step = 0  # the newest saved step while it has no logits, else 0
         self._best: Best | None = None
@@ -50,16 +51,13 @@ class Checkpoints:
             same = all(before[name] == getattr(config, name) for name in ("best_metric", "best_is_lowest"))
             self._best = Best(**best) if best and same else None
 
-    def end_update(self, step: int, version: int, stream: PromptStream | None) -> None:
-        """Record the state after a step's update. Any save before the next update saves this state. `stream` is the
-        leader's prompt stream at the end of the step, and None on other ranks."""
+    def end_update(self, step: int, version: int, rollouts: RolloutState) -> None:
+        """Record the state after a step's update. Any save before the next update saves this state."""
         state: dict[str, Any] = {"version": version, "num_updates": self._learner.num_updates, "origin": self._origin}
         state |= {"is_evaluated": False, "kl_coef": self._learner.kl_coef}
         if self._critic is not None:
             state["num_critic_updates"] = self._critic.num_updates
-        if stream is not None:
-            state |= {"position": stream.position, "data": stream.digest}
-        self._ended = (step, state, get_rng_states())
+        self._ended = (step, state | rollouts.facts, get_rng_states(), rollouts.write)
         self._is_ending = True
         self._add_probe()
 
@@ -110,7 +108,7 @@ class Checkpoints:
         if self._ended is None or self._ended[0] == self._saved_step:
             return
         self._saver.wait_committed()
-        step, state, rank_state = self._ended
+        step, state, rank_state, write_groups = self._ended
         trainers = [self._learner] if self._critic is None else [self._learner, self._critic]
         snapshot = Snapshot(
             step=step,
@@ -118,6 +116,7 @@ class Checkpoints:
             rank_state=rank_state,
             state={**state, "best": self._best._asdict() if self._best else None},
             steps_to_keep=frozenset(steps_to_keep({*self._saver.steps, step}, self._best, self._config)),
+            write_groups=write_groups,
         )
         self._saver.start(snapshot)
         self._saved_step = self._unprobed_step = step

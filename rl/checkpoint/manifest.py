@@ -19,6 +19,7 @@ from rl.common.files import UnsafeName, check_name
 FORMAT = 1
 KIND = "oneworld checkpoint"
 MANIFEST, COMMITTED, PROBE = "manifest.json", "COMMITTED", "probe.safetensors"
+GROUPS = "groups"  # the kind of the slices that hold sampled groups, and the begin of their files' names
 STEP_FOLDER = re.compile(r"step_([0-9]{1,18})")
 ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # of a run or a save
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -37,7 +38,7 @@ def step_folder(step: int) -> str:
 class Slice(NamedTuple):
     """A part of a tensor, stored at byte `begin` of its file. JSON holds it as an array."""
 
-    kind: str  # model, critic, master, or the name of an optimizer moment
+    kind: str  # model, critic, master, groups, or the name of an optimizer moment
     name: str  # the tensor's Hugging Face name
     dtype: str  # safetensors name
     shape: tuple[int, ...]  # of the whole tensor
@@ -88,7 +89,7 @@ class Manifest:
     step: int
     save_id: str  # unique to one attempt to save, so that files of a killed attempt are never used
     saved_at: float  # Unix time of the leader's clock
-    state: dict[str, Any]  # version, data position, optimizer steps, random generators, ...
+    state: dict[str, Any]  # version, data position, schedule of the rounds, optimizer steps, random generators, ...
     config: dict[str, Any]
     placement: dict[str, Any]  # roles and host of every rank, and the checkpoint directory on each host
     files: tuple[File, ...]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rl.checkpoint.directory import CheckpointDirectory, StepsListed, StoredStep
-from rl.checkpoint.manifest import MANIFEST, PROBE, TORCH_DTYPES, CheckpointError, File, Manifest, Slice
+from rl.checkpoint.manifest import GROUPS, MANIFEST, PROBE, TORCH_DTYPES, CheckpointError, File, Manifest, Slice
 from rl.checkpoint.shard_file import digest, read_bytes
 from rl.checkpoint.snapshot import set_rng_states
 from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
@@ -309,12 +309,19 @@ class SliceReader:
         return data
 
 
-def restore_position(resume: Resume, stream: PromptStream) -> None:
-    """Continue the prompt stream where the checkpoint was saved. A fork with other prompts starts from the first."""
-    if warning := check_prompts(resume, stream):
-        print(f"oneworld: {warning}", flush=True)
-    else:
-        stream.position = resume.manifest.state["position"]
+def read_groups(resume: Resume, store: CheckpointStore, placement: Placement) -> list[bytes]:
+    """Return the files of the groups that this actor takes over: those of the saved actors i, i + number of actors, and
+    so on, if this is actor i."""
+    rank, num_actors = store.mail.rank, len(placement.actors)
+    reader = SliceReader(resume, store, rank - rank % placement.num_ranks_per_node)
+    saved = sorted(resume.manifest.slices(GROUPS).items())
+    mine = [pieces for name, pieces in saved if _actor_of(name) % num_actors == placement.actors.index(rank)]
+    return [reader.read(file, piece).numpy().tobytes() for ((file, piece),) in mine]
+
+
+def _actor_of(name: str) -> int:
+    """Return the index of the actor that has written this file of groups."""
+    return int(name.removeprefix(f"{GROUPS}-")[:5])
 
 
 def check_prompts(resume: Resume, stream: PromptStream) -> str:
@@ -328,7 +335,7 @@ def check_prompts(resume: Resume, stream: PromptStream) -> str:
             "must use the same prompts. To train on other prompts from here, start a run with another run.name and "
             "with the path of this one as checkpoint.resume"
         )
-    return "the checkpoint has other prompts, so the run starts with the first prompt"
+    return "the checkpoint has other prompts, so the run starts with the first prompt, and drops sampled groups"
 
 
 def restore(

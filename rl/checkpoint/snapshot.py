@@ -8,7 +8,7 @@ saves, so page faults and pinning cost time only once.
 import base64
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Snapshot:
     rank_state: dict[str, Any]  # of this rank
     state: dict[str, Any]  # of the whole run
     steps_to_keep: frozenset[int]
+    write_groups: Callable[[], bytes] | None = None  # returns a file of this rank's sampled groups
 
 
 class HostCopier:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl.checkpoint import shard_file
 from rl.checkpoint.directory import CheckpointDirectory
-from rl.checkpoint.manifest import PROBE, TORCH_DTYPES, File
+from rl.checkpoint.manifest import GROUPS, PROBE, TORCH_DTYPES, File, Slice
 from rl.checkpoint.snapshot import Snapshot
 from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
 from rl.model.shards import TensorInfo
@@ -54,13 +54,16 @@ class CheckpointWriter:
         self._run, self._copies = run, copies
 
     def write(self, folder: str, save_id: str, snapshot: Snapshot, pieces: Pieces) -> list[StoredFile]:
-        """Write this rank's files into `folder` of the store. Owners write shards, and the leader also writes hf/."""
+        """Write this rank's files into `folder` of the store: owners write shards, actors that hold groups write them,
+        and the leader also writes hf/."""
         path = self._store.root / folder
         files: list[File] = []
         with shard_file.writing(path):
             path.mkdir(exist_ok=True)
             if self.rank in self._placement.owners:
                 files += self._write_shards(path, save_id, snapshot, pieces)
+            if snapshot.write_groups is not None:
+                files.append(self._write_groups(path, snapshot.write_groups()))
             if self.rank == self._placement.leader:
                 (path / "hf").mkdir(exist_ok=True)
                 for name, data in self._run.hf_files.items():
@@ -86,6 +89,14 @@ class CheckpointWriter:
         about = {"run_id": self._store.run_id, "step": snapshot.step, "save_id": save_id}
         suffix = f"{shard:05d}-of-{num_shards:05d}.safetensors"
         return [shard_file.write_shard(folder / f"{name}-{suffix}", held, about) for name, held in contents.items()]
+
+    def _write_groups(self, folder: Path, data: bytes) -> File:
+        """Write this actor's groups. The manifest lists the file as one slice, so that it is read as slices are."""
+        actors = self._placement.actors
+        name = f"{GROUPS}-{actors.index(self.rank):05d}-of-{len(actors):05d}.safetensors"
+        file, size = shard_file.write_small_file(folder / name, data), (len(data),)
+        whole = Slice(GROUPS, name, "U8", size, (0,), size, 0, len(data), file.digest)
+        return replace(file, slices=(whole,))
 
     def write_probe(self, folder: str, probe: dict[str, Tensor]) -> None:
         """Write logits into a committed step, unless the step has been deleted."""

@@ -1,8 +1,8 @@
 """The prompt stream: rows in an order that depends only on the seed and the epoch.
 
-The position is the whole state of the stream. The epoch is position // number of rows, and each epoch has its own
-permutation. Batch k is the interval [k * n, (k + 1) * n) of the stream, no matter who samples it and when. Sources with
-weights are interleaved by a fixed schedule, and each of them has its own epochs.
+The position alone decides which prompt comes there, no matter who samples it and when. The epoch is position // number
+of rows, and each epoch has its own permutation. Sources with weights are interleaved by a fixed schedule, and each of
+them has its own epochs.
 """
 
 import hashlib
@@ -53,7 +53,6 @@ class PromptStream:
     """An endless stream of prompts. Without sources, all rows are shuffled together."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, sources: Sequence[WeightedSource] = ()):
-        self.position = 0
         self.prompts, self._seed = prompts, seed
         self.sources = sources or [WeightedSource(len(prompts), Fraction(1))]
         *self._starts, end = accumulate((source.num_rows for source in self.sources), initial=0)
@@ -75,13 +74,8 @@ class PromptStream:
             hasher.update(f"\0{source.num_rows}\0{source.weight / total}".encode())
         return hasher.hexdigest()
 
-    def take(self, count: int) -> list[Prompt]:
-        """Return the next prompts and advance the position."""
-        taken = [self._at(self.position + offset) for offset in range(count)]
-        self.position += count
-        return taken
-
-    def _at(self, position: int) -> Prompt:
+    def at(self, position: int) -> Prompt:
+        """Return the prompt at a position. Positions in ascending order are the fastest."""
         index, count = source_at(position, [source.weight for source in self.sources])
         epoch, place = divmod(count, self.sources[index].num_rows)
         if epoch != self._orders[index][0]:

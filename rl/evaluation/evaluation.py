@@ -103,6 +103,7 @@ class Evaluation:
     def _read(self, group: Batch, results: Results) -> Iterator[ScoredResponse]:
         spans, truncated = group.response_spans(), group.truncated.tolist()
         for (first, end), is_truncated, result in zip(spans, truncated, results, strict=True):
+            assert result is not None, "an evaluation has one round, so every response has a result"
             text = self._tokenizer.decode(group.tokens[first:end].tolist(), skip_special_tokens=True)
             score = result["parts"].get(self._function, 0.0)  # a function that failed has no score
             yield ScoredResponse(text, score, result["answer"], result["status"], end - first, is_truncated)

@@ -1,7 +1,8 @@
-"""The rollout stage: hand prompts to the engines, and collect this actor's share of the finished groups.
+"""The rollout stage: hand prompts to the engines, and collect this actor's share of the groups.
 
 `start` hands prompts to the engines, and `gather` waits for their groups. One or several such rounds bring the groups
-of an update, which `settle` balances between the actors.
+of an update, which `settle` balances between the actors. A group that is not finished returns to its owner too. In a
+later round, the engine that gets its prompt fetches it from there.
 """
 
 from collections import defaultdict
@@ -16,18 +17,26 @@ from rl.data.batch import Batch
 from rl.data.packing import balance_owners, estimate_costs, mini_batch_of
 from rl.data.prompts import Prompt
 from rl.placement.roles import Placement
-from rl.rewards.totals import Totals, total
+from rl.rewards.totals import total
 from rl.rollout.dispatch import Dispatcher, Sampling, Task
 from rl.rollout.failures import CallsFailed, FailureLog
 from rl.rollout.orders import Collected, OrderGate, OrderService
-from rl.rollout.service import RolloutService, ScoredGroup
+from rl.rollout.service import CarriedGroup, FetchGroup, RolloutService, ScoredGroup
 from rl.world.messages import Letter, Mailbox, Message
 from rl.world.orders import Action
 from rl.world.service import Service, serve
 from rl.world.world import World
 
 Groups = dict[int, Batch]  # the groups of one actor, by position in the batch
-Results = list[dict[str, Any]]  # results of the reward functions, by sample
+Results = list[dict[str, Any] | None]  # results of the reward functions, by sample; None: not scored yet
+
+
+@dataclass(frozen=True)
+class Carried:
+    """The unfinished groups that a batch continues. Their positions come before those of new prompts."""
+
+    owners: list[int]  # of the groups of all actors; indices into the actors
+    groups: Groups  # of this actor
 
 
 @dataclass(frozen=True)
@@ -89,19 +98,20 @@ class Balancer:
 
 @dataclass(frozen=True)
 class Gathered:
-    """A sampled batch: the groups of this actor, the owners of all groups, and the totals over all groups."""
+    """A sampled batch: the groups of this actor, and the owners of all groups."""
 
     groups: Groups
     owners: list[int]  # indices into the actors
-    scores: dict[int, Results]  # of this actor's groups, by position
-    totals: Totals
+    scores: dict[int, Results]  # of this actor's groups, by position; what this batch has scored
+    num_preemptions: int  # of this actor's groups
+    num_kept_tokens: int  # see ScoredGroup
 
 
 class Rollouts(Service):
     """Start and collect batches on an actor. While it waits for groups, its own engine samples, if it has one."""
 
     name = "rollout"
-    kinds = (BatchStarted, ScoredGroup)
+    kinds = (BatchStarted, FetchGroup, ScoredGroup)
 
     def __init__(
         self,
@@ -133,23 +143,35 @@ class Rollouts(Service):
         self._num_started = self._num_settled = 0
         self._training: set[int] = set()  # batches to train on; the others evaluate
         self._owners: dict[int, list[int]] = {}  # by batch
+        self._carried: dict[tuple[int, int], Batch] = {}  # groups that an engine will fetch, by batch and position
         self._arrived: dict[int, dict[int, tuple[ScoredGroup, Batch]]] = defaultdict(dict)  # by batch and position
 
-    def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int, is_dealt: bool = True) -> int:
+    def start(
+        self,
+        prompts: list[Prompt] | None,
+        sampling: Sampling,
+        version: int,
+        carried: Carried | None = None,
+        is_dealt: bool = True,
+    ) -> int:
         """Start a batch and return its number. All actors call this in the same order; only the leader has prompts.
 
         The groups are dealt to all actors, which train on them. If `is_dealt` is False, the leader gets all of them,
-        for an evaluation.
+        for an evaluation. The first prompts are those of the carried groups, which keep their owners.
         """
         self._num_started += 1
         batch = self._num_started
         if is_dealt:
             self._training.add(batch)
+        carried = carried or Carried([], {})
+        self._carried |= {(batch, position): group for position, group in carried.groups.items()}
         if self._dispatcher is not None:
             assert prompts is not None, "the leader must give the prompts"
-            owners = self._deal(len(prompts)) if is_dealt else [0] * len(prompts)  # the leader is the first actor
+            num_carried = len(carried.owners)
+            num_new = len(prompts) - num_carried
+            owners = carried.owners + (self._deal(num_new) if is_dealt else [0] * num_new)  # the leader is actor 0
             tasks = [
-                Task(batch, position, self._actors[owner], prompt, sampling, version)
+                Task(batch, position, self._actors[owner], prompt, sampling, version, position < num_carried)
                 for position, (owner, prompt) in enumerate(zip(owners, prompts, strict=True))
             ]
             for rank in self._actors:
@@ -158,7 +180,8 @@ class Rollouts(Service):
         return batch
 
     def gather(self, batch: int) -> Gathered:
-        """Wait until every actor has all of its groups of this batch. Meanwhile, this rank's engine samples, if any.
+        """Wait until every actor has all of its groups of this batch. Meanwhile, this rank's engine samples, if any,
+        and engines fetch the groups that they continue.
 
         No order arrives between this call and the next one, so none can interrupt the collectives in between. The
         leader raises `all_failed` if the first batch shows that the reward functions always fail.
@@ -174,9 +197,7 @@ class Rollouts(Service):
         arrived = self._arrived.pop(batch)
         groups = {position: rollouts for position, (_, rollouts) in arrived.items()}
         scores = {position: arrived[position][0].scores for position in sorted(arrived)}
-        totals = total(score for group in scores.values() for score in group)
-        num_preemptions = sum(group.num_preemptions for group, _ in arrived.values())
-        totals["rollout/preemptions"] = [float(num_preemptions), 0.0]
+        totals = total(score for group in scores.values() for score in group if score is not None)
         self._mail.send(self._leader, Collected(batch, totals))
         # Leave out `self`, which has all of its groups: then reports show only the actors that still wait for groups.
         serve(self._world, self._services[1:], until=lambda: batch in self._orders.totals)
@@ -184,7 +205,9 @@ class Rollouts(Service):
         self._training.discard(batch)
         if self._failures is not None:
             self._failures.check(totals, self._world.step, is_training)
-        return Gathered(groups, owners, scores, totals)
+        num_preemptions = sum(group.num_preemptions for group, _ in arrived.values())
+        num_kept_tokens = sum(group.num_kept_tokens for group, _ in arrived.values())
+        return Gathered(groups, owners, scores, num_preemptions, num_kept_tokens)
 
     @property
     def awaited(self) -> str:
@@ -196,6 +219,9 @@ class Rollouts(Service):
         match letter.message:
             case BatchStarted(batch, owners):
                 self._owners[batch] = owners
+            case FetchGroup(batch, position):
+                data = self._carried.pop((batch, position)).to_bytes()
+                self._mail.send(letter.source, CarriedGroup(batch, position), payload=data)
             case ScoredGroup() as group:
                 self.engine_name = group.engine
                 if group.failures:

@@ -1,4 +1,4 @@
-"""Hand out the prompts of a batch to the engines. Runs on the leader.
+"""Hand out the prompts of a round to the engines. Runs on the leader.
 
 The dispatcher runs in the mailbox's I/O thread, so that engines never wait for a busy leader. Engines pull when they
 have room. At any time, an engine holds at most an equal share of the batch. So the first engine to ask does not take
@@ -35,6 +35,7 @@ class Task:
     prompt: Prompt
     sampling: Sampling
     version: int  # of the weights to sample from
+    is_carried: bool = False  # the owner holds responses to continue
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Pull(Message):
 
 @dataclass(frozen=True)
 class NewTasks(Message):
-    """Give tasks to the lead of an engine, which passes them on to its followers."""
+    """Give tasks to the lead of an engine."""
 
     tasks: list[Task]
 

@@ -50,7 +50,8 @@ class FailureLog:
             batch = count_of(num_samples, "sample") + (f" of step {step}" if is_training else " of the evaluation")
             clause = ", so there is nothing to learn from" if is_training else ""
             raise self._all_failed(self._explain(f"none of the {batch} could be scored{clause}"))
-        self._unchecked -= {name, "evaluation"}
+        if num_samples:  # otherwise no response of this round has ended
+            self._unchecked -= {name, "evaluation"}
 
     def summarize(self) -> None:
         """Print how many calls failed in this attempt, and how many of each kind."""

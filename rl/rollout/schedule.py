@@ -62,6 +62,9 @@ class ScheduleState:
     num_finished: int = 0  # groups
     num_informative: int = 0  # groups
     spare: list[int] = field(default_factory=list)  # groups that are not informative, used if no group is
+    # Of the plans so far, because a resumed run may have another one:
+    num_prompts: int = 0  # per update; 0: there was no plan
+    max_lag: int = 0  # the largest one that was allowed
 
 
 class Schedule:
@@ -75,6 +78,12 @@ class Schedule:
 
     def __init__(self, plan: SchedulePlan, state: ScheduleState | None = None):
         self.plan, self.state = plan, state if state is not None else ScheduleState()
+        state = self.state
+        state.max_lag = max(state.max_lag, plan.max_lag)
+        if state.num_prompts not in (0, plan.num_prompts):  # what is in flight may now take more updates
+            num_in_flight = len(state.queue) + len(state.carried)
+            state.max_lag += -(-num_in_flight // plan.num_prompts)
+        state.num_prompts = plan.num_prompts
 
     def take_batch(self) -> list[int] | None:
         """Return the groups of the next update, or None if it needs another round first."""
@@ -82,7 +91,8 @@ class Schedule:
         if len(state.queue) < plan.num_prompts and not self._makes_do:
             return None
         batch = (state.queue or state.spare)[: plan.num_prompts]
-        state.queue = state.queue[len(batch) :] if plan.carries else []
+        drops_rest = plan.is_dynamic and not plan.carries
+        state.queue = [] if drops_rest else state.queue[len(batch) :]
         state.num_idle_rounds = state.num_finished = state.num_informative = 0
         state.spare = []
         return batch

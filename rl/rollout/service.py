@@ -6,20 +6,18 @@ inside a collective.
 """
 
 import sys
-from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from rl.data.batch import Batch, batch_of_responses
+from rl.data.batch import Batch
 from rl.data.prompts import Tokenizer, sample_seed
 from rl.rewards.failure import RewardFailure, quote
 from rl.rewards.pool import RewardPool
 from rl.rollout.dispatch import NewTasks, Pull, Task
 from rl.rollout.engine import Completion, Engine, Request
 from rl.rollout.recovery import EngineHost
+from rl.rollout.responses import Response, pack_group, unpack_group
 from rl.watch.heart import HEART, size_class
 from rl.world.messages import Letter, Message
 from rl.world.orders import Order
@@ -48,36 +46,79 @@ class Scored(Message):
 
 
 @dataclass(frozen=True)
+class FetchGroup(Message):
+    """Ask the owner of a carried group for its responses."""
+
+    batch: int
+    position: int
+
+
+@dataclass(frozen=True)
+class CarriedGroup(Message):
+    """Answer FetchGroup. The payload is the group as a Batch."""
+
+    batch: int
+    position: int
+
+
+@dataclass(frozen=True)
+class AddRequests(Message):
+    """Tell followers to give these requests to the engine."""
+
+    requests: list[Request]
+
+
+@dataclass(frozen=True)
 class ScoredGroup(Message):
-    """Deliver a finished group to the actor that owns it. The payload is the group as a Batch."""
+    """Deliver a group to the actor that owns it, at the end of its round. The payload is the group as a Batch."""
 
     batch: int
     position: int
     engine: str
-    scores: list[dict[str, Any]]  # by sample
+    scores: list[dict[str, Any] | None]  # by sample; None: not scored in this round
     num_preemptions: int
+    num_kept_tokens: int = 0  # tokens of carried responses whose KV cache older weights have computed
     failures: list[RewardFailure] = field(default_factory=list)  # of the samples whose reward functions failed
 
 
 @dataclass
 class Group:
-    """The responses of one prompt and their scores so far, each by the number of the sample."""
+    """The responses of one prompt in this round."""
 
     task: Task
     attempt: int = 0  # number of engines that failed while sampling it; scores of earlier attempts are dropped
-    completions: dict[int, Completion] = field(default_factory=dict)
-    scores: dict[int, dict[str, Any]] = field(default_factory=dict)
+    carried: bytes | bytearray = b""  # the responses from earlier rounds, once their owner has sent them
+    responses: list[Response] = field(default_factory=list)  # by sample, once requests were added
+    running: set[int] = field(default_factory=set)  # samples that the engine still has to end or cut
+    scores: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the responses that ended in this round
+    num_unscored: int = 0
+    num_preemptions: int = 0
+    num_kept_tokens: int = 0
 
     @property
     def is_sampled(self) -> bool:
-        return len(self.completions) == self.task.sampling.num_samples
+        return bool(self.responses) and not self.running
+
+    def begin(self) -> None:
+        """Begin the round: continue the carried responses, or start new ones."""
+        count = self.task.sampling.num_samples
+        self.responses = unpack_group(Batch.from_bytes(self.carried)) if self.carried else _new_responses(count)
+        self.running = {sample for sample, response in enumerate(self.responses) if not response.is_ended}
+
+    def again(self) -> "Group":
+        """Return the group as it was before this round, for another engine."""
+        return Group(self.task, self.attempt + 1, self.carried)
+
+
+def _new_responses(count: int) -> list[Response]:
+    return [Response() for _ in range(count)]
 
 
 class RolloutService(Service):
     """Sample on one engine. Runs on all of its ranks; followers have no groups and only repeat the lead's calls."""
 
     name = "rollout"
-    kinds = (NewTasks, StepEngine, RebuildEngine, Scored)
+    kinds = (NewTasks, CarriedGroup, AddRequests, StepEngine, RebuildEngine, Scored)
 
     def __init__(
         self,
@@ -88,12 +129,15 @@ class RolloutService(Service):
         max_num_groups: int,  # sampled at the same time
         run_seed: int | None,  # None: responses differ between runs
         leader: int,  # the rank that hands out tasks
+        keeps_kv: bool = False,  # carried responses continue with the KV cache of older weights
     ):
         self.host = host
         self._world, self._mail, self._rewards, self._tokenizer = world, world.mail, rewards, tokenizer
         self._max_num_groups, self._run_seed, self._leader = max_num_groups, run_seed, leader
+        self._keeps_kv = keeps_kv
         self._groups: dict[tuple[int, int], Group] = {}  # unfinished, by batch and position
-        self._to_restart: list[Task] = []  # tasks of a failed engine, until the new engine has weights
+        self._to_restart: list[Group] = []  # groups of a failed engine, until the new engine has weights
+        self._is_rebuilt = False  # the engine was replaced, and has sampled nothing yet
         self._num_prompt_tokens = 0  # in requests that were added since the last step
         self._pull()
 
@@ -108,7 +152,7 @@ class RolloutService(Service):
     @property
     def is_scoring(self) -> bool:
         """Return whether sampled responses wait for their scores."""
-        return any(len(group.completions) > len(group.scores) for group in self._groups.values())
+        return any(group.num_unscored for group in self._groups.values())
 
     @property
     def awaited(self) -> str:
@@ -128,17 +172,22 @@ class RolloutService(Service):
 
     def handle(self, letter: Letter[Any]) -> None:
         match letter.message:
-            case NewTasks(tasks) if self.host.is_lead:
-                self._start(tasks)
             case NewTasks(tasks):
-                self._add(tasks)
+                self._start(tasks)
+            case CarriedGroup(batch, position):
+                group = self._groups[batch, position]
+                group.carried = letter.payload
+                self._begin([group])
+            case AddRequests(requests):
+                self._add(requests)
             case Scored((batch, position, sample, attempt), result):
-                group = self._groups.get((batch, position))
-                if group is None or attempt != group.attempt:  # from an engine that has failed since then
+                scored = self._groups.get((batch, position))
+                if scored is None or attempt != scored.attempt:  # from an engine that has failed since then
                     return
-                group.scores[sample] = result
-                if len(group.scores) == group.task.sampling.num_samples:
-                    self._deliver(self._groups.pop((batch, position)))
+                scored.scores[sample] = result
+                scored.responses[sample].reward = result["score"]
+                scored.num_unscored -= 1
+                self._deliver_if_done(scored)
             case StepEngine():
                 self.host.follow(self._step, self.name)
             case RebuildEngine():
@@ -146,9 +195,8 @@ class RolloutService(Service):
 
     def work(self) -> None:
         if self._can_restart:
-            tasks, self._to_restart = self._to_restart, []
-            assert {task.version for task in tasks} == {self.engine.version}, (tasks, self.engine.version)
-            return self._add(tasks)
+            groups, self._to_restart, self._is_rebuilt = self._to_restart, [], False
+            return self._begin(groups)
         self._tell_followers(StepEngine())
         try:
             ended = self._step()
@@ -160,15 +208,22 @@ class RolloutService(Service):
             self._pull()
 
     def _submit(self, completion: Completion) -> bool:
-        """Submit a response to the reward functions. Return whether it was the last one of its group."""
+        """Submit a response to the reward functions if it has ended. Return whether its group is sampled now."""
         batch, position, sample = map(int, completion.id.split("/"))
         group = self._groups[batch, position]
-        group.completions[sample] = completion
-        prompt, key = group.task.prompt, (batch, position, sample, group.attempt)
-        response = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        row = prompt.row | {"answer": prompt.answer}
-        assert self._rewards is not None
-        self._rewards.submit(key, prompt.text, response, row, group.task.sampling.answer_of)
+        task, response = group.task, group.responses[sample]
+        if task.is_carried:
+            group.num_kept_tokens += completion.num_cached_tokens if self._keeps_kv else 0
+        response.append(completion, task.version, task.sampling.max_new_tokens)
+        group.running.discard(sample)
+        group.num_preemptions += completion.num_preemptions
+        if response.is_ended:
+            group.num_unscored += 1
+            key, row = (batch, position, sample, group.attempt), task.prompt.row | {"answer": task.prompt.answer}
+            text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
+            assert self._rewards is not None
+            self._rewards.submit(key, task.prompt.text, text, row, task.sampling.answer_of)
+        self._deliver_if_done(group)
         return group.is_sampled
 
     def _recover(self, error: Exception) -> None:
@@ -186,8 +241,11 @@ class RolloutService(Service):
             "sampled again"
         )
         print(text, file=sys.stderr, flush=True)
-        self._to_restart = [group.task for group in lost]
-        self._groups |= {(task.batch, task.position): Group(task, attempt=1) for task in self._to_restart}
+        again = {(group.task.batch, group.task.position): group.again() for group in lost}
+        self._groups |= again
+        # A carried group without responses still waits for its owner.
+        self._to_restart = [group for group in again.values() if group.carried or not group.task.is_carried]
+        self._is_rebuilt = True
         self._tell_followers(RebuildEngine())
         self.host.replace()
         self._mail.send(self._leader, Order("publish again"))
@@ -202,23 +260,32 @@ class RolloutService(Service):
             self._mail.send(self._leader, Pull(max(self._max_num_groups - held, 0), held))
 
     def _start(self, tasks: list[Task]) -> None:
-        self._groups |= {(task.batch, task.position): Group(task) for task in tasks}
-        if self._to_restart and not self.engine.version:  # pulled before the failure; they wait for the new weights too
-            self._to_restart += tasks
-            return
+        groups = {(task.batch, task.position): Group(task) for task in tasks}
+        self._groups |= groups
         for task in tasks:
-            if task.version != self.engine.version:
-                held = f"version {self.engine.version}" if self.engine.version else "no version"
-                raise RuntimeError(
-                    f"got a task for weights of version {task.version}, but this engine has verified {held}; this is a "
-                    "bug in the order of sync and dispatch"
-                )
-        self._add(tasks)
+            if task.is_carried:
+                self._mail.send(task.owner, FetchGroup(task.batch, task.position))
+        self._begin([group for group in groups.values() if not group.task.is_carried])
         self._pull()
 
-    def _add(self, tasks: list[Task]) -> None:
-        self._tell_followers(NewTasks(tasks))
-        requests = make_requests(tasks, self._run_seed)
+    def _begin(self, groups: list[Group]) -> None:
+        """Give the responses of these groups to the engine. A new engine without weights gets them later."""
+        if self._is_rebuilt and not self.engine.version:
+            self._to_restart += groups
+            return
+        for group in groups:
+            if group.task.version != self.engine.version:
+                held = f"version {self.engine.version}" if self.engine.version else "no version"
+                raise RuntimeError(
+                    f"got a task for weights of version {group.task.version}, but this engine has verified {held}; "
+                    "this is a bug in the order of sync and dispatch"
+                )
+            group.begin()
+        requests = make_requests(groups, self._run_seed, self._keeps_kv)
+        self._tell_followers(AddRequests(requests))
+        self._add(requests)
+
+    def _add(self, requests: list[Request]) -> None:
         self._num_prompt_tokens += sum(len(request.tokens) for request in requests)
         self.engine.add(requests)
 
@@ -231,53 +298,51 @@ class RolloutService(Service):
         self._num_prompt_tokens = 0
         return self.engine.step()
 
-    def _deliver(self, group: Group) -> None:
-        task = group.task
-        scores = [score for _, score in sorted(group.scores.items())]
-        completions = [completion for _, completion in sorted(group.completions.items())]
-        rollouts = pack_group(task, completions, [score["score"] for score in scores])
-        kept = [{name: score[name] for name in ("parts", "status", "answer")} for score in scores]
-        num_preemptions = sum(completion.num_preemptions for completion in completions)
+    def _deliver_if_done(self, group: Group) -> None:
+        """Deliver a group at the end of its round: nothing is being sampled, and everything that ended has a score."""
+        if not group.is_sampled or group.num_unscored:
+            return
+        task, samples = group.task, range(len(group.responses))
+        del self._groups[task.batch, task.position]
+        rollouts = pack_group(task.prompt.tokens, task.position, group.responses)
+        kept = [
+            {name: group.scores[sample][name] for name in ("parts", "status", "answer")}
+            if sample in group.scores
+            else None
+            for sample in samples
+        ]
         failures = [
-            replace(score["failure"], sample=self._show(task, completion))
-            for score, completion in zip(scores, completions, strict=True)
+            replace(score["failure"], sample=self._show(task, group.responses[sample]))
+            for sample, score in sorted(group.scores.items())
             if score["failure"] is not None
         ]
-        message = ScoredGroup(task.batch, task.position, self.engine.name, kept, num_preemptions, failures)
+        message = ScoredGroup(
+            task.batch, task.position, self.engine.name, kept, group.num_preemptions, group.num_kept_tokens, failures
+        )
         self._mail.send(task.owner, message, payload=rollouts.to_bytes())
 
-    def _show(self, task: Task, completion: Completion) -> str:
-        response = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        return f"{task.prompt.place}, prompt: {quote(task.prompt.text)}, response: {quote(response)}"
+    def _show(self, task: Task, response: Response) -> str:
+        text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
+        return f"{task.prompt.place}, prompt: {quote(task.prompt.text)}, response: {quote(text)}"
 
 
-def make_requests(tasks: Iterable[Task], run_seed: int | None) -> list[Request]:
-    """Return one request per sample. Without `run_seed`, the engine's own generator is used."""
+def make_requests(groups: Iterable[Group], run_seed: int | None, keeps_kv: bool = False) -> list[Request]:
+    """Return one request per response that has not ended. Without `run_seed`, the engine's own generator is used."""
     requests = []
-    for task in tasks:
-        prompt = task.prompt
-        for sample in range(task.sampling.num_samples):
-            seed = None if run_seed is None else sample_seed(run_seed, prompt.epoch, prompt.id, sample)
-            name = f"{task.batch}/{task.position}/{sample}"
-            requests.append(Request(name, prompt.tokens, task.sampling, seed))
+    for group in groups:
+        task, prompt, sampling = group.task, group.task.prompt, group.task.sampling
+        for sample in sorted(group.running):
+            response = group.responses[sample]
+            num_left = sampling.max_new_tokens - len(response.tokens)
+            requests.append(
+                Request(
+                    id=f"{task.batch}/{task.position}/{sample}",
+                    tokens=prompt.tokens + response.tokens,
+                    sampling=sampling,
+                    max_tokens=min(num_left, sampling.max_tokens_per_round or num_left),
+                    seed=None if run_seed is None else sample_seed(run_seed, prompt.epoch, prompt.id, sample),
+                    noise=response.noise,
+                    cache_key=f"{prompt.epoch}/{prompt.id}" if keeps_kv else "",
+                )
+            )
     return requests
-
-
-def pack_group(task: Task, completions: list[Completion], rewards: list[float]) -> Batch:
-    """Return the ragged batch of one group, in the order of its samples."""
-    prompt, count = task.prompt.tokens, len(completions)
-    tokens, logprobs, versions = array("q"), array("f"), array("i")  # four times as fast as lists
-    for completion in completions:
-        tokens.fromlist([*prompt, *completion.tokens])
-        logprobs.fromlist([0.0] * len(prompt) + completion.logprobs)
-        versions.fromlist([-1] * len(prompt) + [task.version] * len(completion.tokens))
-    return batch_of_responses(
-        tokens=torch.frombuffer(tokens, dtype=torch.int64),
-        lengths=torch.tensor([len(prompt) + len(c.tokens) for c in completions], dtype=torch.int64),
-        prompt_lengths=torch.full((count,), len(prompt), dtype=torch.int64),
-        versions=torch.frombuffer(versions, dtype=torch.int32),
-        rollout_logprobs=torch.frombuffer(logprobs, dtype=torch.float32),
-        rewards=torch.tensor(rewards, dtype=torch.float32),
-        group_ids=torch.full((count,), task.position, dtype=torch.int64),
-        truncated=torch.tensor([c.truncated for c in completions], dtype=torch.bool),
-    )

@@ -15,7 +15,6 @@ from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
 from rl.report.describe import check_finite, describe
 from rl.report.metrics import Measures
-from rl.rewards.totals import Totals, metrics_of
 from rl.rollout.sampler import Sampler
 from rl.run.reporter import Reporter
 from rl.sync.weights import WeightSync
@@ -49,9 +48,9 @@ class Actor:
         check_finite(batch)
         return batch
 
-    def describe(self, batch: Batch, totals: Totals) -> dict[str, float]:
+    def describe(self, batch: Batch) -> dict[str, float]:
         """Return the metrics of the whole batch. Raise if engine and learner disagree about the logprobs."""
-        values = describe(batch).reduce(self.sampler.pg) | metrics_of(totals)
+        values = describe(batch).reduce(self.sampler.pg)
         check_mismatch(values.get("policy/mismatch_kl", 0.0), self.config.rollout.max_mismatch_kl)
         return values
 

@@ -7,23 +7,29 @@ only trains does not import vLLM.
 import dataclasses
 import functools
 
+import torch
+import torch.distributed as dist
 from transformers import AutoConfig
 
 from rl.algo.choose import own_advantage
 from rl.checkpoint.checkpoints import Checkpoints
-from rl.checkpoint.resume import restore, restore_position
+from rl.checkpoint.resume import check_prompts, read_groups, restore
 from rl.checkpoint.save import Saver
 from rl.checkpoint.write import RunDescription, read_hf_files
+from rl.common.text import count_of
 from rl.config.schema import Config, ConfigError
+from rl.data.prompts import PromptStream
 from rl.evaluation.evaluation import Evaluation
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 from rl.model.shards import TensorInfo
 from rl.report.metrics import METRICS, MetricsWriter, last_step
+from rl.rewards.find import read_rules
 from rl.rollout.collect import Balancer, Rollouts
 from rl.rollout.dispatch import Sampling
+from rl.rollout.held import HeldGroups
 from rl.rollout.sampler import Sampler
-from rl.rollout.schedule import SchedulePlan
+from rl.rollout.schedule import Schedule, SchedulePlan, ScheduleState
 from rl.run.actor import Actor
 from rl.run.models import build_critic, build_learner, build_scorer, load
 from rl.run.open import Run
@@ -114,15 +120,54 @@ def build_checkpoints(
 
 
 def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
-    rollout, algo, num_prompts = run.config.rollout, run.config.algo, run.config.train.num_prompts_per_step
+    config, pg = run.config, run.groups.actor_pg
+    rollout, algo, train = config.rollout, config.algo, config.train
     stream = run.data.stream if run.data is not None else None
-    if stream is not None and run.resume is not None and trains:
-        restore_position(run.resume, stream)
     sampling = Sampling(
-        rollout.num_samples_per_prompt, rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k
+        rollout.num_samples_per_prompt,
+        rollout.temperature,
+        rollout.max_new_tokens,
+        rollout.top_p,
+        rollout.top_k,
+        rollout.max_tokens_per_round,
     )
-    plan = SchedulePlan(num_prompts, is_dynamic=algo.dynamic_sampling, max_sampling_rounds=algo.max_sampling_rounds)
-    return Sampler(rollouts, stream, run.groups.actor_pg, plan, sampling, algo)
+    plan = SchedulePlan(
+        train.num_prompts_per_step,
+        rollout.max_rounds,
+        train.num_steps * train.num_prompts_per_step if train.num_epochs else None,
+        algo.dynamic_sampling,
+        algo.max_sampling_rounds,
+    )
+    state, held = _restore_rollouts(run, stream) if trains else (ScheduleState(), HeldGroups())
+    schedule, rewards = Schedule(plan, state), [rule.name for rule in read_rules(config.reward)]
+    if schedule.state.max_lag and trains and stream is not None:
+        rounds, updates = count_of(plan.max_rounds, "round"), count_of(schedule.state.max_lag, "update")
+        text = (
+            f"a response takes up to {rounds}, so its tokens are trained on at most {updates} after they were sampled"
+        )
+        print(f"oneworld: {text}", flush=True)
+    return Sampler(rollouts, stream, pg, schedule, sampling, algo, rewards, held)
+
+
+def _restore_rollouts(run: Run, stream: PromptStream | None) -> tuple[ScheduleState, HeldGroups]:
+    """Return the schedule and the groups of the checkpoint. A fork with other prompts starts from the first prompt.
+    All actors call this; only the leader has the stream."""
+    resume, num_actors = run.resume, len(run.placement.actors)
+    if resume is None:
+        return ScheduleState(), HeldGroups()
+    warning = check_prompts(resume, stream) if stream is not None else ""
+    if warning:
+        print(f"oneworld: {warning}", flush=True)
+    is_other = torch.tensor(bool(warning), dtype=torch.int32)
+    dist.all_reduce(is_other, group=run.groups.actor_pg)
+    if is_other:
+        return ScheduleState(), HeldGroups()
+    saved = resume.manifest.state
+    state = ScheduleState(**saved.get("schedule", {"num_started": saved["position"]}))
+    owners = {int(number): owner for number, owner in saved.get("owners", {}).items()}
+    held = HeldGroups.from_files(owners, read_groups(resume, run.store, run.placement), num_actors)
+    held.check_lengths(run.config.rollout.max_new_tokens)
+    return state, held
 
 
 def _build_evaluation(run: Run, rollouts: Rollouts) -> Evaluation | None:

@@ -246,7 +246,7 @@ class RunPlan:
         most = num_rollouts * (prompt + response)
         lines = [f"a step has at most {num_rollouts:,} x ({prompt} + {response}) = {most:,} tokens"]
         if self.has_tokenizer:
-            mean = fmean(len(each.tokens) for each in stream.take(min(len(stream), MAX_SAMPLE)))
+            mean = fmean(len(each.tokens) for each in map(stream.at, range(min(len(stream), MAX_SAMPLE))))
             expected = f"{num_rollouts:,} x {mean:.1f} = {num_rollouts * mean:,.0f} of prompts"
             lines.append(f"expected: {expected}, and up to {num_rollouts * response:,} of responses")
         return lines

@@ -29,7 +29,7 @@ class Reporter:
         is_wanted = first and first <= step < first + self._config.debug.profile_num_steps
         return profiled(self._folder / "profile" / self._name() if is_wanted else None)
 
-    def save_rollouts(self, batch: Batch) -> None:
+    def save_rollouts(self, batch: Batch, groups: list[int]) -> None:
         """Save this rank's batch if debug.save_rollouts is set."""
         if self._config.debug.save_rollouts:
             file = self._folder / "rollouts" / f"{self._name()}.safetensors"

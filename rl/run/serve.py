@@ -49,7 +49,8 @@ def build_rollout_service(run: Run) -> RolloutService | None:
     # Requests without seeds use each rank's generator. Other code uses it too, so ranks could sample different tokens.
     run_seed = config.run.seed if config.rollout.deterministic or seat.tp_size > 1 else None
     leader = run.placement.leader
-    return RolloutService(world, host, run.rewards, run.tokenizer, max_num_groups, run_seed, leader)
+    keeps_kv = config.rollout.keep_kv
+    return RolloutService(world, host, run.rewards, run.tokenizer, max_num_groups, run_seed, leader, keeps_kv)
 
 
 def build_sync(

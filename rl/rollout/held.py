@@ -1,0 +1,69 @@
+"""The groups that the actors hold between rounds and updates: unfinished ones, and finished ones in the queue."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rl.common.text import count_of
+from rl.config.schema import ConfigError
+from rl.data.batch import Batch
+from rl.data.group_file import State, StoredGroup, groups_from_bytes, groups_to_bytes
+from rl.rollout.collect import Carried, Gathered, Results
+
+
+@dataclass
+class HeldGroups:
+    """Groups by their numbers in the schedule. All actors know the owners; each holds only its own groups."""
+
+    owners: dict[int, int] = field(default_factory=dict)  # indices into the actors
+    groups: dict[int, Batch] = field(default_factory=dict)
+    results: dict[int, Results] = field(default_factory=dict)  # of the reward functions
+
+    def to_continue(self, numbers: Sequence[int]) -> Carried:
+        own = {position: self.groups[number] for position, number in enumerate(numbers) if number in self.groups}
+        return Carried([self.owners[number] for number in numbers], own)
+
+    def add(self, numbers: Sequence[int], gathered: Gathered) -> None:
+        """Take over the groups of a round, which sampled these numbers."""
+        self.owners |= dict(zip(numbers, gathered.owners, strict=True))
+        for position, group in gathered.groups.items():
+            number, new = numbers[position], gathered.scores[position]
+            old = self.results.get(number, [None] * len(new))
+            self.groups[number] = group
+            self.results[number] = [after if after is not None else before for before, after in zip(old, new)]
+
+    def drop_others(self, kept: Collection[int]) -> None:
+        """Drop all groups but these."""
+        for held in (self.owners, self.groups, self.results):
+            for number in held.keys() - kept:
+                del held[number]
+
+    def to_bytes(self) -> bytes:
+        """Return this actor's groups as the bytes of a file."""
+        stored = []
+        for number, group in sorted(self.groups.items()):
+            state: State = "queued" if group.ended is None else "carried"
+            stored.append(StoredGroup(number, group, self.results[number], state))
+        return groups_to_bytes(stored)
+
+    def copy(self) -> "HeldGroups":
+        return HeldGroups(dict(self.owners), dict(self.groups), dict(self.results))
+
+    def check_lengths(self, max_new_tokens: int) -> None:
+        """Raise ConfigError if a response that a resumed run continues is too long for its settings."""
+        for group in self.groups.values():
+            longest = int(group.response_lengths[~group.ended].max()) if group.ended is not None else 0
+            if longest >= max_new_tokens:
+                raise ConfigError(
+                    f"rollout.max_new_tokens: got {max_new_tokens}, but a response that the checkpoint continues has "
+                    f"{count_of(longest, 'token')} already; set it to at least {longest + 1}"
+                )
+
+    @staticmethod
+    def from_files(owners: dict[int, int], files: Iterable[bytes], num_actors: int) -> "HeldGroups":
+        """Return the groups of saved files. Actor i takes those of the saved actors i, i + num_actors, and so on."""
+        stored = [group for data in files for group in groups_from_bytes(data)]
+        return HeldGroups(
+            {number: owner % num_actors for number, owner in owners.items()},
+            {group.number: group.batch for group in stored},
+            {group.number: group.results for group in stored},
+        )

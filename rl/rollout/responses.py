@@ -1,0 +1,74 @@
+"""The responses of a group: as lists while an engine samples them, and as a Batch in messages and files."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rl.data.batch import Batch, batch_of_responses
+from rl.rollout.engine import Completion
+
+
+@dataclass
+class Response:
+    """A response so far. After a round it has ended, or continues from `noise` in the next one."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    noise: bytes = b""  # see Completion
+    is_ended: bool = False
+    is_truncated: bool = False
+    reward: float = 0.0  # once it has ended and was scored
+
+    def append(self, completion: Completion, version: int, max_new_tokens: int) -> None:
+        """Append what an engine has sampled. The response has ended unless only the limit of the round cut it."""
+        self.tokens += completion.tokens
+        self.logprobs += completion.logprobs
+        self.versions += [version] * len(completion.tokens)
+        self.is_truncated = completion.is_cut and len(self.tokens) >= max_new_tokens
+        self.is_ended = self.is_truncated or not completion.is_cut
+        self.noise = b"" if self.is_ended else completion.noise
+
+
+def pack_group(prompt: list[int], position: int, responses: Sequence[Response]) -> Batch:
+    """Return the ragged batch of one group, in the order of its samples."""
+    tokens, logprobs, versions = array("q"), array("f"), array("i")  # four times as fast as lists
+    for response in responses:
+        tokens.fromlist([*prompt, *response.tokens])
+        logprobs.fromlist([0.0] * len(prompt) + response.logprobs)
+        versions.fromlist([-1] * len(prompt) + response.versions)
+    count = len(responses)
+    batch = batch_of_responses(
+        tokens=torch.frombuffer(tokens, dtype=torch.int64),
+        lengths=torch.tensor([len(prompt) + len(each.tokens) for each in responses], dtype=torch.int64),
+        prompt_lengths=torch.full((count,), len(prompt), dtype=torch.int64),
+        versions=torch.frombuffer(versions, dtype=torch.int32),
+        rollout_logprobs=torch.frombuffer(logprobs, dtype=torch.float32),
+        rewards=torch.tensor([each.reward for each in responses], dtype=torch.float32),
+        group_ids=torch.full((count,), position, dtype=torch.int64),
+        truncated=torch.tensor([each.is_truncated for each in responses], dtype=torch.bool),
+    )
+    ended = torch.tensor([each.is_ended for each in responses], dtype=torch.bool)
+    if ended.all():
+        return batch
+    size = max(len(each.noise) for each in responses)
+    noise = bytearray(b"".join(each.noise.ljust(size, b"\0") for each in responses))
+    table = torch.frombuffer(noise, dtype=torch.uint8) if noise else torch.empty(0, dtype=torch.uint8)
+    return batch.replace(ended=ended, noise=table.view(count, size))
+
+
+def unpack_group(batch: Batch) -> list[Response]:
+    """Return the responses of an unfinished group."""
+    assert batch.ended is not None and batch.noise is not None
+    spans, ended, noise = batch.response_spans(), batch.ended.tolist(), batch.noise.numpy()
+    rewards, truncated = batch.rewards.tolist(), batch.truncated.tolist()
+    responses = []
+    for index, (first, end) in enumerate(spans):
+        fields = (batch.tokens, batch.rollout_logprobs, batch.versions)
+        state = b"" if ended[index] else noise[index].tobytes()
+        tokens, logprobs, versions = (each[first:end].tolist() for each in fields)
+        rest = (ended[index], truncated[index], rewards[index])
+        responses.append(Response(tokens, logprobs, versions, state, *rest))
+    return responses
