@@ -6,6 +6,7 @@ position of a token alone. Versions are counted as in a run: version 1 is the mo
 """
 
 import math
+import random
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from rl.data.sources import read_data
 TINY = ROOT / "configs/tiny"
 STOP = 0  # its stop token
 
-# The model of a version, the tokens so far, and the sample's seed in, the next token and its logprob out.
+# The model of a version, prompt and tokens so far, and the response in; the next token and its logprob out.
 Engine = Callable[[torch.nn.Module, list[int], "Response"], tuple[int, float]]
 Reward = Callable[[str, str, dict[str, str]], float]
 
@@ -56,7 +57,7 @@ class Setting:
     clip_low: float = 0.99
     clip_high: float = 0.2
     num_groups: int | None = None  # of the whole run; None: no limit
-    old_logprobs: Literal["rollout", "auto"] = "rollout"  # the recorded ones, or those of the learner before the step
+    old_logprobs: Literal["rollout", "auto"] = "auto"  # the recorded ones, or those of the learner before the step
 
     @property
     def overrides(self) -> list[str]:
@@ -174,10 +175,8 @@ class Reference:
         self.num_finished.append(self.num_finished[-1] + len(finished))
 
     def _start_group(self) -> Group:
-        (prompt,) = self._stream.take(1)
-        seeds = [
-            sample_seed(0, prompt.epoch, prompt.id, sample) for sample in range(self._setting.num_samples)
-        ]
+        prompt = self._stream.at(self._num_started)
+        seeds = [sample_seed(0, prompt.epoch, prompt.id, sample) for sample in range(self._setting.num_samples)]
         self._num_started += 1
         return Group(self._num_started - 1, [Response(prompt, seed) for seed in seeds])
 
@@ -207,11 +206,10 @@ class Reference:
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
             for response, advantage in zip(group.responses, advantages.tolist(), strict=True):
                 new = self._logprobs(response)
-                old = new.tolist() if self._setting.old_logprobs == "auto" else response.logprobs
-                for n, o in zip(new, old, strict=True):
-                    ratio = torch.exp(n - o)
-                    terms.append(-torch.minimum(ratio * advantage, ratio.clamp(lowest, highest) * advantage))
-        loss = torch.stack(terms).mean()
+                old = new.detach() if self._setting.old_logprobs == "auto" else torch.tensor(response.logprobs)
+                ratio = torch.exp(new - old)
+                terms.append(-torch.minimum(ratio * advantage, ratio.clamp(lowest, highest) * advantage))
+        loss = torch.cat(terms).mean()
         self._optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -224,6 +222,12 @@ class Reference:
         whole = torch.tensor(prompt + response.tokens)
         logits = self.model(whole.unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
         return torch.log_softmax(logits, -1).gather(1, whole[len(prompt) :, None]).squeeze(1)
+
+
+def fake_engine(model: torch.nn.Module, tokens: list[int], response: Response) -> tuple[int, float]:
+    """Draw from ten tokens. The noise depends on the sample's seed and on the position in the sequence."""
+    source = random.Random(f"{response.seed}/{len(tokens)}")
+    return source.choice([*range(1, 10), STOP]), -source.random()
 
 
 def flat(lists: Iterable[list[int]]) -> list[int]:
