@@ -95,7 +95,7 @@ def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any, dict
 def milliseconds_per_step(engine: Any, num_sequences: int, new_tokens: int) -> float:
     prompt = list(range(1, 1 + PROMPT_TOKENS))
     sampling = Sampling(num_samples=1, temperature=1.0, max_new_tokens=new_tokens)
-    engine.add([Request(str(number), prompt, sampling, None) for number in range(num_sequences)])
+    engine.add([Request(str(number), prompt, sampling, new_tokens, seed=None) for number in range(num_sequences)])
     start, num_steps = time.perf_counter(), 0
     while engine.num_unfinished:
         engine.step()

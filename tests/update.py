@@ -128,6 +128,15 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
         {"correction": "sequence_mask", "correction_limit": 1.5, "mask_truncated": True},
         lambda n, o, p, r, a, e, k: clip(n, o, a) * mask(torch.exp((o - p).sum()), 0, 1.5),
     ),
+    "recorded logprobs": ({"old_logprobs": "rollout"}, lambda n, o, p, r, a, e, k: clip(n, p, a)),
+    "recorded logprobs, gspo": (
+        {"old_logprobs": "rollout", "loss": "gspo", "loss_norm": "sequence"},
+        lambda n, o, p, r, a, e, k: gspo(n, p, a),
+    ),
+    "recorded logprobs, cispo": (
+        {"old_logprobs": "rollout", "loss": "cispo"},
+        lambda n, o, p, r, a, e, k: -torch.exp(n - p).clamp(0.9, 1.3).detach() * a * n,
+    ),
     "two-sided sequence mask": (
         {"correction": "sequence_mask_two_sided", "correction_limit": 1.5},
         lambda n, o, p, r, a, e, k: clip(n, o, a) * mask(torch.exp((o - p).sum()), 1 / 1.5, 1.5),
@@ -272,6 +281,7 @@ def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **o
     actor = ACTOR | {"max_tokens_per_micro_batch": max_tokens, "compile": False} | options
     fixed = {"algo": ALGO, "temperature": TEMPERATURE, "num_prompts": NUM_PROMPTS, "old_logprobs": "given"}
     fixed |= {"max_new_tokens": MAX_NEW_TOKENS, "frozen": [], "edits": {}, "poisoned": "", "all_truncated": False}
+    fixed |= {"lags": None, "max_mismatch_kl": 0.0}
     return {"name": name, "model": model, "dtype": dtype, "actor": actor} | others | fixed
 
 

@@ -1,13 +1,17 @@
-"""The KL between engine and learner. It is 0 if both compute the same probabilities from the same weights."""
+"""The KL between engine and learner. It is 0 if both compute the same probabilities from the same weights.
+
+If older weights have sampled a token, its KL measures their age too. So only tokens of lag 0 show whether engine and
+learner agree.
+"""
 
 import torch
 from torch import Tensor
 
 
 def mismatch_kl(learner_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """Return the k3 estimate of KL(engine || learner), summed over tokens in float64: its terms nearly cancel."""
+    """Return the k3 estimate of KL(engine || learner) of each token, [T] in float64: its terms nearly cancel."""
     log_ratio = (learner_logprobs.detach() - rollout_logprobs).double()
-    return (torch.exp(log_ratio) - 1 - log_ratio).sum()
+    return torch.exp(log_ratio) - 1 - log_ratio
 
 
 def check_mismatch(mean_kl: float, limit: float) -> None:

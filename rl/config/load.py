@@ -55,7 +55,15 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | None 
         _apply_override(values, override)
     config = _typed(values)
     check(config)
-    return config
+    return _resolve_old_logprobs(config)
+
+
+def _resolve_old_logprobs(config: Config) -> Config:
+    """Return the config with the algo.old_logprobs that corrects for older weights, if tokens may come from them."""
+    algo = config.algo
+    if algo.old_logprobs != "auto" or config.rollout.max_rounds == 1:
+        return config
+    return replace(config, algo=replace(algo, old_logprobs="rollout" if algo.correction == "none" else "always"))
 
 
 def _explain_yaml(file: Path, error: Exception) -> str:
@@ -183,6 +191,7 @@ def _training_problems(config: Config) -> Iterator[str]:
             "ratio would be wrong. Set algo.correction=token, which weights each token by that ratio, or top_p=1 "
             "top_k=0"
         )
+    yield from _round_problems(config)
     if algo.kl_target and not algo.kl_coef:
         yield "algo.kl_target is set, but algo.kl_coef=0 leaves nothing to adapt; give a coefficient to start with"
     if algo.kl_estimator == "full" and algo.has_kl_in_reward:
@@ -193,6 +202,27 @@ def _training_problems(config: Config) -> Iterator[str]:
     if algo.dynamic_sampling and config.train.num_epochs:
         reason = "because the number of prompts per step is not known in advance; set train.num_steps"
         yield f"train.num_epochs cannot be turned into steps with algo.dynamic_sampling, {reason}"
+
+
+def _round_problems(config: Config) -> Iterator[str]:
+    algo, rollout = config.algo, config.rollout
+    limit = f"rollout.max_tokens_per_round={rollout.max_tokens_per_round}"
+    if algo.has_recorded_ratio and algo.correction != "none":
+        yield (
+            f"algo.correction: got {algo.correction}, but with algo.old_logprobs=rollout the ratio of the loss is "
+            "already that of the policy to the engine; set algo.correction=none, or algo.old_logprobs=always"
+        )
+    if rollout.max_rounds > 1 and algo.old_logprobs == "always" and algo.correction == "none":
+        yield (
+            f"algo.old_logprobs: got always, but with {limit} older weights have sampled some of the tokens, which "
+            "algo.correction=none does not correct; set algo.correction=token, or algo.old_logprobs=rollout"
+        )
+    if rollout.keep_kv and rollout.max_rounds == 1:
+        bounds = f"above 0 and below rollout.max_new_tokens = {rollout.max_new_tokens}"
+        yield (
+            f"rollout.keep_kv: got true, but with {limit} no response continues in another round; set it {bounds}, or "
+            "rollout.keep_kv=false"
+        )
 
 
 def _data_problems(config: Config) -> Iterator[str]:

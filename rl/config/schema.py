@@ -246,8 +246,11 @@ class AlgoConfig:
     collapse_entropy: float = key(0.02, "With certainty_coef: warn if the entropy per token is lower.", NOT_NEGATIVE)
     num_mini_batches: int = key(1, "Number of optimizer steps per pass over a batch.", POSITIVE)
     num_epochs: int = key(1, "Number of passes over a batch.", POSITIVE)
-    old_logprobs: Literal["auto", "always"] = key(
-        "auto", "Compute old logprobs in a separate pass: only if needed, or always."
+    old_logprobs: Literal["auto", "always", "rollout"] = key(
+        "auto",
+        "Where the old logprobs in the ratio of the loss come from. auto: a separate pass, only if needed; always: a "
+        "separate pass; rollout: the engine, which recorded them when it sampled. If responses may take several rounds "
+        "(max_tokens_per_round), auto means rollout, or always if algo.correction is set.",
     )
 
     @property
@@ -258,8 +261,14 @@ class AlgoConfig:
     @property
     def has_old_pass(self) -> bool:
         """Return whether old logprobs need a separate pass. A single update uses its own unless rewards need them."""
-        updates = self.num_mini_batches * self.num_epochs
-        return self.old_logprobs == "always" or updates > 1 or self.certainty_coef != 0 or self.has_kl_in_reward
+        has_several_updates = self.num_mini_batches * self.num_epochs > 1
+        is_for_loss = self.old_logprobs == "always" or (self.old_logprobs == "auto" and has_several_updates)
+        return is_for_loss or self.certainty_coef != 0 or self.has_kl_in_reward
+
+    @property
+    def has_recorded_ratio(self) -> bool:
+        """Return whether the ratio of the loss is that to the logprobs that the engine recorded."""
+        return self.old_logprobs == "rollout"
 
     @property
     def has_kl_in_reward(self) -> bool:

@@ -10,13 +10,14 @@ from rl.algo.choose import Loss
 from rl.algo.correction import importance_weights
 from rl.algo.kl import adapt_kl_coef, kl_penalty
 from rl.algo.losses import token_weights
-from rl.algo.mismatch import check_mismatch, mismatch_kl
+from rl.algo.mismatch import check_mismatch
 from rl.config.schema import Config
 from rl.data.batch import Batch, empty_batch
 from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer, lr_schedule
 from rl.model.head import Reference, Scores
 from rl.model.logprobs import reference_of_responses, score_responses
 from rl.model.shards import reshard
+from rl.report.describe import measure_mismatch
 from rl.report.metrics import Measures
 
 
@@ -43,6 +44,7 @@ class PolicyTrainer(ShardedTrainer):
         self.probe_tokens = probe_tokens
         self.probe_logits: Tensor | None = None  # [probe, vocabulary] float32, from before the last update
         self._is_probe_due = False
+        self._num_updates_before = 0  # optimizer steps before the present batch
         self._loss = Loss(config.algo)
         self._num_nan_losses = torch.zeros((), dtype=torch.int64, device=self._device)  # read once per optimizer step
 
@@ -65,9 +67,11 @@ class PolicyTrainer(ShardedTrainer):
 
     def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
         """Update the policy. A batch without old logprobs gets a single optimizer step. Its forward pass computes
-        them, with the same weights that sampled the batch."""
-        assert batch.old_logprobs is not None or self._algo.num_mini_batches * self._algo.num_epochs == 1
-        self._is_probe_due = True
+        them, with the same weights that sampled the batch. If algo.old_logprobs is rollout, every step takes the
+        logprobs that the engine recorded, whether the batch has old logprobs or not."""
+        algo = self._algo
+        assert batch.old_logprobs is not None or algo.has_recorded_ratio or algo.num_mini_batches * algo.num_epochs == 1
+        self._is_probe_due, self._num_updates_before = True, self.num_updates
         super().update(batch, num_prompts, measures)
 
     def _score(self, micro_batch: Batch, reference: Reference | None) -> Scores:
@@ -85,8 +89,12 @@ class PolicyTrainer(ShardedTrainer):
         segments, longest = batch.response_segment_ids, self._rollout.max_new_tokens
         return token_weights(self._algo.loss_norm, batch.response_lengths, segments, longest)
 
+    def _measures_mismatch(self, part: Batch) -> bool:
+        """Return whether a forward pass measures the mismatch. Its weights must be those from before the update."""
+        return part.old_logprobs is None and self.num_updates == self._num_updates_before
+
     def _check(self, mini_batch: Batch, measures: Measures) -> None:
-        if mini_batch.old_logprobs is None:
+        if self._measures_mismatch(mini_batch):
             mismatch = measures.reduce(self._pg, "policy/mismatch_kl")
             check_mismatch(mismatch["policy/mismatch_kl"], self._rollout.max_mismatch_kl)
         if self._loss.is_own and (num_bad := int(self._num_nan_losses)):
@@ -103,9 +111,13 @@ class PolicyTrainer(ShardedTrainer):
         scores = self._score(micro_batch, self._reference_of(micro_batch))
         self._count_bad(scores.logprobs + scores.reference_kl)
         rollout_logprobs = self._move(micro_batch.rollout_logprobs[mask])
-        if micro_batch.old_logprobs is None:
+        if self._measures_mismatch(micro_batch):
+            lags = None if micro_batch.lags is None else self._move(micro_batch.lags[mask])
+            measure_mismatch(measures, scores.logprobs, rollout_logprobs, lags)
+        if algo.has_recorded_ratio:
+            old_logprobs = rollout_logprobs
+        elif micro_batch.old_logprobs is None:
             old_logprobs = scores.logprobs.detach()
-            measures.mean("policy/mismatch_kl", mismatch_kl(old_logprobs, rollout_logprobs), count)
         else:
             old_logprobs = self._move(micro_batch.old_logprobs[mask])
         advantages = self._move(micro_batch.advantages[mask])

@@ -1,6 +1,7 @@
 """Metrics and checks of a batch before the update, and sample rollouts for TensorBoard."""
 
 import torch
+from torch import Tensor
 
 from rl.algo.mismatch import mismatch_kl
 from rl.data.batch import Batch
@@ -9,17 +10,33 @@ from rl.report.metrics import Measures
 
 
 def describe(batch: Batch) -> Measures:
-    """Return the metrics of a batch. Without old logprobs, the update measures `policy/mismatch_kl` later."""
+    """Return the metrics of a batch. Without old logprobs, the update measures the KL between engine and learner."""
     measures = Measures()
     mask, count = batch.loss_mask, batch.num_sequences
     measures.mean("reward/mean", batch.rewards.sum(), count)
     measures.mean("rollout/length_mean", batch.response_lengths.sum(), count)
     measures.mean("rollout/truncated", batch.truncated.sum(), count)
     measures.sum("rollout/tokens", mask.sum())
+    lags = None if batch.lags is None else batch.lags[mask]
+    if lags is not None:
+        measures.mean("rollout/lag_mean", lags.sum(), mask.sum())
     if batch.old_logprobs is not None:
-        mismatch = mismatch_kl(batch.old_logprobs[mask], batch.rollout_logprobs[mask])
-        measures.mean("policy/mismatch_kl", mismatch, mask.sum())
+        measure_mismatch(measures, batch.old_logprobs[mask], batch.rollout_logprobs[mask], lags)
     return measures
+
+
+def measure_mismatch(
+    measures: Measures, learner_logprobs: Tensor, rollout_logprobs: Tensor, lags: Tensor | None
+) -> None:
+    """Add the KL between engine and learner over tokens of lag 0, and that of older tokens as `policy/staleness_kl`.
+    All tensors are [R]. If `lags` is None, every lag is 0."""
+    kl = mismatch_kl(learner_logprobs, rollout_logprobs)
+    if lags is None:
+        measures.mean("policy/mismatch_kl", kl.sum(), kl.numel())
+        return
+    is_fresh = lags == 0  # selecting the tokens by index would wait for the device
+    measures.mean("policy/mismatch_kl", kl.where(is_fresh, 0.0).sum(), is_fresh.sum())
+    measures.mean("policy/staleness_kl", kl.where(~is_fresh, 0.0).sum(), (~is_fresh).sum())
 
 
 def check_finite(batch: Batch) -> None:

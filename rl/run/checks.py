@@ -1,5 +1,6 @@
 """Checks of a run's settings that need no model and no torch. A run makes them at its start, and so does `--plan`."""
 
+from rl.common.text import format_ranks
 from rl.config.schema import Config, ConfigError
 from rl.evaluation.best_metric import check_best_metric
 from rl.placement.roles import Placement
@@ -13,9 +14,20 @@ def check_settings(config: Config, placement: Placement) -> list[str]:
             "algo.kl_estimator=full computes the reference on the actors, together with the policy, so the inference "
             "ranks cannot do it; give these ranks another role, or choose k1, k2 or k3"
         )
+    shared = [rank for rank in placement.ranks("rollout") if placement.roles[rank] != ("rollout",)]
+    if config.rollout.keep_kv and shared:
+        raise ConfigError(
+            f"rollout.keep_kv: got true, but {format_ranks(shared)} {'has' if len(shared) == 1 else 'have'} roles "
+            "besides rollout; an engine keeps its KV cache between rounds only on ranks of its own. Set "
+            "rollout.keep_kv=false, or separate the roles, for example {'rollout': '75%', 'actor': 'rest'}"
+        )
     if placement.scorers and not config.algo.fields_to_score:
+        why, remedy = "a single update per batch needs no old logprobs", "algo.old_logprobs=always"
+        if config.algo.has_recorded_ratio:
+            why = "the loss takes the engine's logprobs as old logprobs"
+            remedy = "algo.old_logprobs=always algo.correction=token"
         return [
-            "the inference ranks have nothing to compute. algo.kl_coef=0 needs no reference logprobs, and a single "
-            "update per batch needs no old logprobs. Give these ranks another role, or set algo.old_logprobs=always"
+            "the inference ranks have nothing to compute. algo.kl_coef=0 needs no reference logprobs, and "
+            f"{why}. Give these ranks another role, or set {remedy}"
         ]
     return []

@@ -26,6 +26,7 @@ from rl.checkpoint.store import CheckpointStore
 from rl.config.load import load_config
 from rl.data.batch import Batch, batch_of_responses
 from rl.data.prompts import Prompt, PromptStream
+from rl.data.rollout_state import RolloutState
 from rl.learner.policy import PolicyTrainer
 from rl.learner.sharded_trainer import MOMENTS, ShardedModel
 from rl.model.load import load_model
@@ -117,8 +118,7 @@ def train(run: Run, job: Job) -> None:
     checkpoints = build_checkpoints(run, learner, transferred_tensors(model, config.model.dtype))
     first = run.resume.manifest.step if run.resume is not None else 0
     stream = PromptStream([Prompt(i, 0, str(i), "", [1]) for i in range(7)], seed=0) if is_leader else None
-    if stream is not None:
-        stream.position = run.resume.manifest.state["position"] if run.resume is not None else 0
+    position = run.resume.manifest.state["position"] if run.resume is not None else 0
 
     def note(**values: Any) -> None:
         values |= {"state": digest_of(learner), "generator": torch.get_rng_state().sum().item()}
@@ -126,19 +126,21 @@ def train(run: Run, job: Job) -> None:
             with Path(job.log).open("a") as log:
                 log.write(json.dumps(values) + "\n")
 
-    note(step=first, resumed=True, taken=stream.position if stream else 0)
+    note(step=first, resumed=True, taken=position)
     share = [s for s in range(NUM_PROMPTS * 2) if s // 2 % dist.get_world_size(pg) == dist.get_rank(pg)]
     for step in range(first + 1, job.num_steps + 1):
         world.progress.begin_step(step)
         learner.reload()
-        taken = [prompt.id for prompt in stream.take(NUM_PROMPTS)] if stream else []
+        taken = [stream.at(position + place).id for place in range(NUM_PROMPTS)] if stream else []
+        position += NUM_PROMPTS
         torch.rand(step)  # as dropout would
         checkpoints.wait_copied()
         measures = Measures()
         learner.update(batch_of(step).select(share), NUM_PROMPTS, measures)
         values = measures.reduce(pg)
         note(step=step, loss=values["loss/policy"], taken=taken)
-        checkpoints.end_update(step, step + 1, stream)
+        digest = {"data": stream.digest} if stream else {}
+        checkpoints.end_update(step, step + 1, RolloutState({"position": position} | digest, None))
         checkpoints.wait_copied()
         learner.offload()
         checkpoints.end_step(step, values)

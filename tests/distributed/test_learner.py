@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.own_functions import write_functions
 from tests.update import (
     ALGO,
     CRITIC,
@@ -52,6 +53,13 @@ ON_POLICY = [
     job(f"old logprobs {source}", MODELS[0]) | {"algo": ONE_UPDATE, "old_logprobs": source}
     for source in ("none", "by a pass of their own")
 ]
+# Four optimizer steps with the engine's logprobs as old logprobs: taken by the trainer, or given as the batch's own.
+LAGS = [(token * 7) % 3 for token in range(make_batch().num_tokens)]
+RECORDED = [
+    job("recorded logprobs in four steps", MODELS[0])
+    | {"algo": ALGO | {"old_logprobs": "rollout"}, "old_logprobs": "none", "lags": LAGS},
+    job("recorded logprobs as those of a pass", MODELS[0]) | {"old_logprobs": "the engine's"},
+]
 EMPTY = mini_batch_jobs()
 FROZEN = [
     job(f"a part is not trained, {offload}", MODELS[0], offload=offload)
@@ -66,6 +74,13 @@ SPOILT = {
     | {"edits": {"old_logprobs": (spoilt_token(make_batch(), is_truncated), FAR)}}
     for is_truncated in (False, True)
 }
+
+
+def first_token_of_lag(lag: int) -> int:
+    """Return the first response token of this lag."""
+    return next(token for token in make_batch().loss_mask.nonzero().flatten().tolist() if LAGS[token] == lag)
+
+
 MASKED = job("truncated responses are masked", MODELS[0]) | {"algo": ONE_UPDATE | {"mask_truncated": True}}
 REJECTED = job("an infinite ratio, which the correction rejects", MODELS[0]) | {
     "algo": ONE_UPDATE | {"correction": "sequence_mask"},
@@ -84,6 +99,13 @@ ALL_MASKED = [
     | {"algo": ONE_UPDATE | {"mask_truncated": True}, "old_logprobs": source, "all_truncated": True}
     for source in ("none", "given")
 ]
+# The mismatch of the tokens of lag 0 is about 0.05. One token has another logprob: the first one of this lag.
+DISAGREEING = {
+    lag: job(f"a limit on the mismatch, spoilt at lag {lag}", MODELS[0])
+    | {"algo": ONE_UPDATE | {"old_logprobs": "rollout"}, "old_logprobs": "none", "lags": LAGS, "max_mismatch_kl": 1.0}
+    | {"edits": {"rollout_logprobs": (first_token_of_lag(lag), -20.0)}}
+    for lag in (0, 1)
+}
 POISONED = job("a weight is NaN", MODELS[0]) | {"poisoned": "model.norm.weight"}
 MASKED_CRITIC = critic_job("critic without truncated responses", MODELS[0]) | {"algo": ALGO | {"mask_truncated": True}}
 ALGORITHMS = {name: variant_job(name) for name in VARIANTS}
@@ -98,6 +120,8 @@ EXTRA = {
     2: [
         IN_BF16[2],
         *ON_POLICY,
+        RECORDED[1],
+        *DISAGREEING.values(),
         *EMPTY,
         *FROZEN,
         *SPOILT.values(),
@@ -127,6 +151,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Compute the reference and run all jobs, in one world for each number of ranks."""
     reference = make_reference(tmp_path_factory.mktemp("learner"))
     jobs = {size: [*ways(size), *EXTRA[size], *(CRITICS[size, model] for model in MODELS)] for size in WAYS}
+    own = f"{write_functions(reference.folder / 'own.py')}:clipped_ratio"
+    jobs[2].append(RECORDED[0] | {"algo": RECORDED[0]["algo"] | {"loss": own}})
     run_jobs(reference.folder, jobs, timeout_s=250)
     return reference
 
@@ -198,6 +224,38 @@ def test_on_policy_data_need_no_pass_for_old_logprobs(reference: Reference) -> N
     without, with_pass = (weights_of(reference.folder, each) for each in ON_POLICY)
     for name, tensor in without.items():
         assert (tensor - with_pass[name]).abs().max() < 2e-5, name
+
+
+def test_recorded_logprobs_need_no_pass_in_several_steps(reference: Reference) -> None:
+    """Every step compares the new policy with the logprobs that the engine recorded, with a loss of the user too."""
+    recorded, passed = (values_of(reference.folder, each) for each in RECORDED)
+    for name in ("loss/policy", "loss/kl", "optim/grad_norm", "policy/entropy", "policy/clip_fraction"):
+        assert recorded[name] == passed[name], name
+    assert passed["policy/clip_fraction"] > 0.1
+    assert not {"policy/mismatch_kl", "policy/staleness_kl"} & passed.keys()
+    first, second = (weights_of(reference.folder, each) for each in RECORDED)
+    check_weights(first, second, 0.0, RECORDED[0])
+
+
+def test_the_first_step_measures_fresh_and_older_tokens_apart(reference: Reference) -> None:
+    """On 2 ranks, over the first of two mini-batches: later steps have another policy than the engine had."""
+    batch, values = make_batch(), values_of(reference.folder, RECORDED[0])
+    logprobs, mask = reference.certainties[MODELS[0]][0], batch.loss_mask
+    difference = (logprobs - batch.rollout_logprobs[mask]).double()
+    kl, lags = torch.exp(difference) - 1 - difference, torch.tensor(LAGS)[mask]
+    is_first = batch.group_ids[batch.response_segment_ids] < 3  # position * 2 // 5
+    fresh, older = kl[is_first & (lags == 0)].mean().item(), kl[is_first & (lags > 0)].mean().item()
+    assert abs(fresh - older) > 1e-3
+    assert values["policy/mismatch_kl"] == pytest.approx(fresh, abs=1e-5)
+    assert values["policy/staleness_kl"] == pytest.approx(older, abs=1e-5)
+
+
+def test_older_tokens_do_not_count_as_mismatch(reference: Reference) -> None:
+    """A wrong logprob of a fresh token ends the run before the first step, one of an older token does not."""
+    errors = [reference.folder / f"{DISAGREEING[0]['name']}.{rank}.error" for rank in range(2)]
+    assert all("engine and learner disagree: policy/mismatch_kl is" in error.read_text() for error in errors)
+    values = values_of(reference.folder, DISAGREEING[1])
+    assert values["policy/mismatch_kl"] < 1.0 < values["policy/staleness_kl"]
 
 
 def test_an_empty_mini_batch_moves_nothing(reference: Reference) -> None:

@@ -51,7 +51,10 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     for field, (token, value) in job["edits"].items():
         getattr(batch, field)[token] = value
     batch.truncated[:] |= job["all_truncated"]
-    rollout = RolloutConfig(temperature=job["temperature"], max_new_tokens=job["max_new_tokens"])
+    if job["lags"] is not None:
+        batch = batch.replace(lags=torch.tensor(job["lags"], dtype=torch.int32))
+    options = {name: job[name] for name in ("temperature", "max_new_tokens", "max_mismatch_kl")}
+    rollout = RolloutConfig(**options)
     config = Config(actor=actor, algo=algo, rollout=rollout)
     reference = load_model(folder / "reference", mesh, device, job["dtype"], trainable=False)
     load_reference = (lambda: reference) if algo.kl_estimator == "full" else None
@@ -62,6 +65,8 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     share = batch.select(owned_by(rank, size, batch, job))
     if job["old_logprobs"] != "given":
         share = dataclasses.replace(share, old_logprobs=None)
+    if job["old_logprobs"] == "the engine's":
+        share = share.replace(old_logprobs=share.rollout_logprobs)
     if job["old_logprobs"] == "by a pass of their own":
         scorer = LocalScorer(scoring_models("old_logprobs", model, job), ["old_logprobs"], pg)
         share = scorer.score(share, version=1)
@@ -81,7 +86,7 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     try:
         with watched:
             learner.update(share, num_prompts=job["num_prompts"], measures=measures)
-    except FloatingPointError as error:
+    except (FloatingPointError, RuntimeError) as error:
         (folder / f"{job['name']}.{rank}.error").write_text(str(error))
         return
     assert learner.probe_logits is not None, "the probe was not computed"

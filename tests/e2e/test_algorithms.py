@@ -145,20 +145,22 @@ def test_dynamic_sampling_keeps_the_first_informative_groups(dynamic: Result) ->
     """The prompts that should be kept, and how many are drawn for them, follow from the data alone."""
     config = load_config(None, [])
     stream = read_data(config, AutoTokenizer.from_pretrained(ROOT / config.model.path)).stream
+    position = 0
     for row in dynamic.metrics:
         sampled, kept, count = 0, [], NUM_PROMPTS
         while len(kept) < NUM_PROMPTS:
             if sampled:  # as many as fill the batch if the share of informative groups stays the same
                 count = min(NUM_PROMPTS, math.ceil((NUM_PROMPTS - len(kept)) * sampled / max(len(kept), 1)))
-            kept += [prompt.tokens for prompt in stream.take(count) if int(prompt.answer) % 3 == 0]
-            sampled += count
+            taken = [stream.at(place) for place in range(position, position + count)]
+            kept += [prompt.tokens for prompt in taken if int(prompt.answer) % 3 == 0]
+            sampled, position = sampled + count, position + count
         batch = dynamic.rollouts(int(row["step"]))
         assert prompts_of(batch) == kept[:NUM_PROMPTS]
         assert batch.group_ids.tolist() == [place for place in range(NUM_PROMPTS) for _ in range(NUM_SAMPLES)]
         assert is_informative(batch.rewards, batch.group_ids).all()
         assert row["rollout/sampled_prompts"] == sampled > NUM_PROMPTS
         assert row["rollout/informative_prompts"] == len(kept)
-        assert manifest_of(dynamic, int(row["step"])).state["position"] == stream.position
+        assert manifest_of(dynamic, int(row["step"])).state["position"] == position
         # the batch's rewards, and the function's of all that was sampled
         assert row["reward/mean"] == pytest.approx(batch.rewards.mean().item(), abs=1e-6)
         assert row["reward/mostly_equal"] != pytest.approx(row["reward/mean"], abs=1e-6)

@@ -42,7 +42,12 @@ def test_version_on_every_token(uneven: Result) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old_logprobs", "stage"), [("auto", "update"), pytest.param("always", "logprobs", marks=pytest.mark.slow)]
+    ("old_logprobs", "stage"),
+    [
+        ("auto", "update"),
+        pytest.param("always", "logprobs", marks=pytest.mark.slow),
+        pytest.param("rollout", "update", marks=pytest.mark.slow),
+    ],
 )
 def test_engine_logprobs_are_data_not_truth(old_logprobs: str, stage: str, tmp_path: Path) -> None:
     """The fake engine's logprobs differ from the learner's. With a limit on the mismatch nothing is learnt from them,

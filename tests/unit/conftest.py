@@ -11,12 +11,20 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def vllm_imported() -> None:
-    """Import vLLM as engines do, and restore the environment that it changes: other tests start programs."""
+def vllm_environment() -> dict[str, str]:
+    """Import vLLM as engines do, and return the environment variables that this sets. A build needs them. They are
+    removed again, because other tests start programs."""
     before = dict(os.environ)
     importlib.import_module("rl.rollout.vllm.build")
+    changes = {name: value for name, value in os.environ.items() if before.get(name) != value}
     os.environ.clear()
     os.environ.update(before)
+    return changes
+
+
+@pytest.fixture(scope="session")
+def vllm_imported(vllm_environment: dict[str, str]) -> None:
+    """Import vLLM as engines do."""
 
 
 @pytest.fixture

@@ -151,6 +151,29 @@ def test_describe(pg: dist.ProcessGroup) -> None:
     )
 
 
+def test_the_kl_of_older_weights_is_measured_apart(pg: dist.ProcessGroup) -> None:
+    """Tokens of lag 0 show how engine and learner differ. An infinite ratio of an older token does not count there."""
+    batch = make_batch().replace(lags=torch.tensor([9, 9, 0, 9, 2, 0, 1, 9, 9, 0], dtype=torch.int32))
+    lags = describe(batch).reduce(pg)
+    assert lags["rollout/lag_mean"] == 3 / 5
+    assert not {"policy/mismatch_kl", "policy/staleness_kl"} & lags.keys(), "the update measures them"
+    # Fresh tokens have the ratios 2, 1 and 1/4, older ones 1/2 and 1: k3 is r - 1 - ln r.
+    shift = torch.tensor([99.0, 99.0, LN2, 99.0, -LN2, 0.0, 0.0, 99.0, 99.0, -2 * LN2])
+    values = describe(batch.replace(old_logprobs=batch.rollout_logprobs + shift)).reduce(pg)
+    assert values["policy/mismatch_kl"] == pytest.approx((1 / 4 + LN2) / 3, abs=1e-6)
+    assert values["policy/staleness_kl"] == pytest.approx((LN2 - 1 / 2) / 2, abs=1e-6)
+    shift[4] = 1e4
+    values = describe(batch.replace(old_logprobs=batch.rollout_logprobs + shift)).reduce(pg)
+    assert values["policy/mismatch_kl"] == pytest.approx((1 / 4 + LN2) / 3, abs=1e-6)
+    assert values["policy/staleness_kl"] == math.inf
+
+
+def test_a_batch_of_older_tokens_alone_has_no_mismatch(pg: dist.ProcessGroup) -> None:
+    batch = make_batch().replace(lags=torch.ones(10, dtype=torch.int32), old_logprobs=torch.zeros(10))
+    values = describe(batch).reduce(pg)
+    assert values["policy/mismatch_kl"] == 0.0 < values["policy/staleness_kl"]
+
+
 def test_describe_an_empty_batch(pg: dist.ProcessGroup) -> None:
     values = describe(empty_batch().replace(old_logprobs=torch.empty(0))).reduce(pg)
     assert set(values.values()) == {0.0}

@@ -12,6 +12,7 @@ from rl.checkpoint.manifest import Manifest
 from rl.checkpoint.resume import Resume
 from rl.checkpoint.snapshot import Snapshot
 from rl.config.schema import CheckpointConfig
+from rl.data.rollout_state import RolloutState
 from rl.world.faults import Stopped
 
 
@@ -72,6 +73,9 @@ def resumed(step: int, has_probe: bool = True, **checkpoint: Any) -> Resume:
     return Resume(manifest, {}, True, (2, step), "", has_probe)
 
 
+NO_ROLLOUTS = RolloutState({}, None)
+
+
 def make(resume: Resume | None = None, **config: Any) -> tuple[Checkpoints, Saver, Learner]:
     saver, learner = Saver(), Learner()
     return Checkpoints(saver, learner, CheckpointConfig(**config), 100, resume), saver, learner
@@ -79,7 +83,7 @@ def make(resume: Resume | None = None, **config: Any) -> tuple[Checkpoints, Save
 
 def train(checkpoints: Checkpoints, learner: Learner, step: int, **values: float) -> None:
     learner.update()
-    checkpoints.end_update(step, step + 1, None)
+    checkpoints.end_update(step, step + 1, NO_ROLLOUTS)
     checkpoints.end_step(step, {name.replace("_", "/"): value for name, value in values.items()})
 
 
@@ -115,7 +119,7 @@ def test_an_order_between_steps_saves_the_step_that_ended_once() -> None:
 def test_an_order_to_save_during_an_evaluation_waits_for_what_is_best() -> None:
     checkpoints, saver, learner = make(save_interval=0, best_metric="eval/accuracy")
     learner.update()
-    checkpoints.end_update(1, 2, None)
+    checkpoints.end_update(1, 2, NO_ROLLOUTS)
     checkpoints.execute("save")
     assert saver.saved == []
     checkpoints.end_step(1, {"eval/accuracy": 0.5})
@@ -126,7 +130,7 @@ def test_an_order_to_save_during_an_evaluation_waits_for_what_is_best() -> None:
 def test_an_order_to_stop_during_an_evaluation_saves_at_once_and_notes_that_it_was_not_done() -> None:
     checkpoints, saver, learner = make(save_interval=0)
     learner.update()
-    checkpoints.end_update(1, 2, None)
+    checkpoints.end_update(1, 2, NO_ROLLOUTS)
     with pytest.raises(Stopped, match="step 1 is saved"):
         checkpoints.execute("stop")
     assert saver.saved == [1]

@@ -11,9 +11,9 @@ from rl.data.prompts import Prompt
 from rl.placement.roles import plan
 from rl.rollout.collect import Gathered, Rollouts
 from rl.rollout.dispatch import NewTasks, Pull, Sampling, Task
-from rl.rollout.engine import Completion
 from rl.rollout.orders import Collected, Execute
-from rl.rollout.service import ScoredGroup, pack_group
+from rl.rollout.responses import Response, pack_group
+from rl.rollout.service import ScoredGroup
 from rl.watch.heart import HEART
 from rl.world.messages import Mailbox
 from rl.world.orders import Order
@@ -37,10 +37,10 @@ def make_rollouts(world: World, done: list[str]) -> Rollouts:
 
 
 def deliver(mail: Mailbox, task: Task) -> None:
-    completion = Completion(f"{task.batch}/{task.position}/0", [task.position], [-0.5], truncated=False)
+    response = Response([task.position], [-0.5], [task.version], is_ended=True, reward=1.0)
     score = {"parts": {"rule": 1.0}, "status": "ok", "answer": None}
     message = ScoredGroup(task.batch, task.position, "fake", [score], num_preemptions=1)
-    mail.send(task.owner, message, payload=pack_group(task, [completion], [1.0]).to_bytes())
+    mail.send(task.owner, message, payload=pack_group(task.prompt.tokens, task.position, [response]).to_bytes())
 
 
 def awaited(unlike: str) -> str:
@@ -70,7 +70,7 @@ def test_reports_tell_an_actor_that_lacks_groups_from_one_that_waits_for_others(
         seen.append(awaited(seen[-1]))
         engine.send(LEADER, Order("publish again"))
         take(worlds[OTHER].mail, Execute)
-        worlds[OTHER].mail.send(LEADER, Collected(batch, {"rollout/preemptions": [2.0, 0.0]}))
+        worlds[OTHER].mail.send(LEADER, Collected(batch, {}))
 
     batch = rollouts.start(PROMPTS, Sampling(1, 1.0, 4), version=3)
     thread = threading.Thread(target=others)
@@ -80,4 +80,4 @@ def test_reports_tell_an_actor_that_lacks_groups_from_one_that_waits_for_others(
     assert seen[1:] == ["groups from the engines", "the other actors' groups"]
     assert done == ["save", "publish again"]
     assert (sorted(gathered.groups), gathered.owners) == ([0, 2], [0, 1, 0, 1])
-    assert gathered.totals["rollout/preemptions"] == [4.0, 0.0]
+    assert gathered.num_preemptions == 2

@@ -222,6 +222,7 @@ NOT_NEGATIVE = [
     "eval.interval",
     "eval.num_prompts",
     "rollout.max_mismatch_kl",
+    "rollout.max_tokens_per_round",
     "sync.bucket_mb",
     "sync.probe_interval",
     "sync.probe_limit",
@@ -234,6 +235,7 @@ CHOICES = {
     "algo.kl_place": ["loss", "reward"],
     "algo.loss_norm": ["token", "sequence", "constant"],
     "algo.correction": ["none", "token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided"],
+    "algo.old_logprobs": ["auto", "always", "rollout"],
     "actor.lr_schedule": ["constant", "linear", "cosine"],
     "data.long_rows": ["skip", "fatal"],
     "data.bad_rows": ["fatal", "skip"],
@@ -319,6 +321,25 @@ BETWEEN_0_AND_1 = "it must be greater than 0 and less than 1"
             "prompts per step is not known in advance; set train.num_steps",
         ),
         (
+            ["algo.old_logprobs=rollout", "algo.correction=token"],
+            "algo.correction: got token, but with algo.old_logprobs=rollout the ratio of the loss is already that of "
+            "the policy to the engine; set algo.correction=none, or algo.old_logprobs=always",
+        ),
+        (
+            ["algo.old_logprobs=always", "rollout.max_tokens_per_round=63"],
+            "algo.old_logprobs: got always, but with rollout.max_tokens_per_round=63 older weights have sampled some "
+            "of the tokens, which algo.correction=none does not correct; set algo.correction=token, or "
+            "algo.old_logprobs=rollout",
+        ),
+        *(
+            (
+                ["rollout.keep_kv=true", f"rollout.max_tokens_per_round={limit}"],
+                f"rollout.keep_kv: got true, but with rollout.max_tokens_per_round={limit} no response continues in "
+                "another round; set it above 0 and below rollout.max_new_tokens = 64, or rollout.keep_kv=false",
+            )
+            for limit in (0, 64)
+        ),
+        (
             ["eval.interval=5"],
             "eval.interval is set, but data.eval is empty: give held-out prompts or set eval.interval=0",
         ),
@@ -385,10 +406,35 @@ def test_validation(write: Write, overrides: list[str], message: str) -> None:
         ["sync.bucket_mb=0", "sync.probe_interval=0", "sync.probe_limit=0"],
         ["actor.lr=0", "algo.kl_coef=0", "rollout.max_mismatch_kl=0"],
         ["algo.clip_low=0.99", "algo.clip_high=3", "rollout.gpu_memory_fraction=0.99"],
+        ["rollout.max_tokens_per_round=63", "rollout.keep_kv=true"],
+        ["rollout.max_tokens_per_round=64", "algo.old_logprobs=always"],
+        ["rollout.max_tokens_per_round=65", "algo.old_logprobs=always"],
     ],
 )
 def test_values_at_the_edge_are_accepted(write: Write, overrides: list[str]) -> None:
     load_config(write(""), overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "resolved"),
+    [
+        ([], "auto"),
+        (["algo.correction=token"], "auto"),
+        (["rollout.max_tokens_per_round=64"], "auto"),
+        (["rollout.max_tokens_per_round=99", "algo.correction=token"], "auto"),
+        (["rollout.max_tokens_per_round=63"], "rollout"),
+        (["rollout.max_tokens_per_round=63", "algo.num_epochs=2"], "rollout"),
+        (["rollout.max_tokens_per_round=63", "algo.correction=token"], "always"),
+        (["rollout.max_tokens_per_round=63", "algo.correction=sequence_mask", "algo.old_logprobs=auto"], "always"),
+        (["rollout.max_tokens_per_round=63", "algo.correction=token", "algo.old_logprobs=always"], "always"),
+        (["algo.old_logprobs=rollout"], "rollout"),
+        (["algo.old_logprobs=always"], "always"),
+    ],
+)
+def test_old_logprobs_of_rounds_are_resolved(write: Write, overrides: list[str], resolved: str) -> None:
+    """If responses may take several rounds, the ratio of the loss or importance weights correct for older weights."""
+    config = load_config(write(""), overrides)
+    assert config.algo.old_logprobs == resolved
 
 
 @pytest.mark.parametrize("text", ["off", "'off'", "false"])

@@ -22,9 +22,8 @@ from rl.evaluation.evaluation import (
 )
 from rl.placement.roles import plan
 from rl.rollout.collect import Gathered
-from rl.rollout.dispatch import Sampling, Task
-from rl.rollout.engine import Completion
-from rl.rollout.service import pack_group
+from rl.rollout.dispatch import Sampling
+from rl.rollout.responses import Response, pack_group
 from rl.watch.heart import HEART
 from tests.mails import connected
 
@@ -125,13 +124,12 @@ class Sampled:
     def gather(self, batch: int) -> Gathered:
         groups, scores = {}, {}
         for position, prompt in enumerate(self.prompts or []):
-            completion = Completion("", [prompt.id + 1], [-1.0], truncated=prompt.id == 1)
-            task = Task(1, position, 0, prompt, self.sampling, self.version)
-            groups[position] = pack_group(task, [completion] * 2, [0.0] * 2)
+            response = Response([prompt.id + 1], [-1.0], [self.version], b"", True, is_truncated=prompt.id == 1)
+            groups[position] = pack_group(prompt.tokens, position, [response] * 2)
             ok = {"parts": {"format": 0.5, "math": 1.0}, "status": "ok", "answer": "7"}
             hung = {"parts": {"format": 0.0, "math": 0.0}, "status": "timeout", "answer": None}
             scores[position] = [ok, hung] if position == 2 else [ok, ok]
-        return Gathered(dict(reversed(groups.items())), [0] * len(groups), scores, {})
+        return Gathered(dict(reversed(groups.items())), [0] * len(groups), scores, 0, 0)
 
 
 SETS = {"a": [TABLE[0].prompt, TABLE[1].prompt], "b": [TABLE[0].prompt]}

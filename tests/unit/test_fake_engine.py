@@ -14,7 +14,7 @@ from rl.rollout.dispatch import NewTasks, Sampling, Task
 from rl.rollout.engine import Completion, Request
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.recovery import EngineHost, clear_frames
-from rl.rollout.service import RolloutService, pack_group
+from rl.rollout.service import RolloutService
 from rl.world.messages import Letter
 from rl.world.world import World
 from tests.mails import connected_worlds
@@ -178,21 +178,3 @@ def test_an_error_holds_nothing_of_the_engine_once_its_frames_are_cleared() -> N
         assert held[0]() is not None
         clear_frames(error)
         assert held[0]() is None
-
-
-def test_pack_group() -> None:
-    completions = [
-        Completion("2/3/0", [5, STOP], [-0.5, -0.25], truncated=False),
-        Completion("2/3/1", [7, STOP, 8], [-1.0, -2.0, -4.0], truncated=True),
-    ]
-    batch = pack_group(TASK, completions, rewards=[0.5, 0.75])
-    assert batch.tokens.tolist() == [11, 12, 5, STOP, 11, 12, 7, STOP, 8]
-    assert batch.lengths.tolist() == [4, 5]
-    assert batch.prompt_lengths.tolist() == [2, 2]
-    assert batch.versions.tolist() == [-1, -1, 6, 6, -1, -1, 6, 6, 6]
-    assert batch.rollout_logprobs.tolist() == [0, 0, -0.5, -0.25, 0, 0, -1, -2, -4]
-    assert batch.rewards.tolist() == [0.5, 0.75]
-    assert batch.group_ids.tolist() == [3, 3]
-    assert batch.truncated.tolist() == [False, True]
-    assert (batch.tokens.dtype, batch.versions.dtype, batch.rewards.dtype) == (torch.int64, torch.int32, torch.float32)
-    assert batch.old_logprobs is None

@@ -47,6 +47,19 @@ SHARED = {
     "epochs": ["--plan", "train.num_epochs=2", "train.num_prompts_per_step=100", "rollout.num_samples_per_prompt=4"],
     "evaluation alone": ["--plan", "--eval-only", "eval.num_prompts=7", "eval.num_samples=2", "eval.temperature=1"],
     "idle inference": ["--plan", "--nproc-per-node=3", "placement.actor,rollout=0-1", "placement.inference=2"],
+    "idle inference in rounds": [
+        *("--plan", "--nproc-per-node=3", "placement.actor,rollout=0-1", "placement.inference=2"),
+        "rollout.max_tokens_per_round=2",
+    ],
+    "kept KV caches": [
+        *("--plan", "placement.rollout=0", "placement.actor=1", "algo.correction=token"),
+        *("rollout.max_tokens_per_round=2", "rollout.keep_kv=true"),
+    ],
+    "kept KV caches on shared ranks": [
+        *("--plan", "--nproc-per-node=4", "placement.rollout=0", "placement.actor,rollout=1-2", "placement.actor=3"),
+        *("rollout.max_tokens_per_round=2", "rollout.keep_kv=true"),
+    ],
+    "stale and not corrected": ["--plan", "rollout.max_tokens_per_round=2", "algo.old_logprobs=always"],
     "tagged reward": ["--plan", "reward.function=rewards.py:tagged"],
     "chat of a model elsewhere": [
         *("--plan", "data.train=mixed.jsonl", "data.bad_rows=skip", "data.chat_template=true"),
@@ -310,12 +323,23 @@ def test_an_evaluation_alone_has_no_steps(answers: dict[str, Answer]) -> None:
 
 
 def test_the_runs_own_warnings_are_notes(answers: dict[str, Answer]) -> None:
-    assert "the inference ranks have nothing to compute" in answers["idle inference"].section("note")
+    idle = "the inference ranks have nothing to compute. algo.kl_coef=0 needs no reference logprobs, and "
+    single = "a single update per batch needs no old logprobs. Give these ranks another role, or set algo.old_logprobs="
+    assert f"{idle}{single}always" in answers["idle inference"].section("note")
+    recorded = "the loss takes the engine's logprobs as old logprobs. Give these ranks another role, or set "
+    assert f"{idle}{recorded}algo.old_logprobs=always algo.correction=token" in answers[
+        "idle inference in rounds"
+    ].section("note")
     answer = answers["skipped rows"]
     assert answer.code == 0, answer.stderr
     assert "skipped: mixed.jsonl, line 4 has no column 'prompt'; got none" in answer.section("note")
     account = "mixed.jsonl: 2 prompts in 4 rows, 1 malformed, 1 above data.max_prompt_tokens = 8 (the longest has 11)"
     assert account in answer.section("note")
+
+
+def test_engines_of_their_own_may_keep_kv_caches(answers: dict[str, Answer]) -> None:
+    answer = answers["kept KV caches"]
+    assert (answer.code, answer.stderr) == (0, "")
 
 
 def test_nested_columns_and_empty_texts(answers: dict[str, Answer]) -> None:
@@ -443,6 +467,14 @@ def test_the_ranks_of_a_recipe(answers: dict[str, Answer]) -> None:
                 "correct",
             ],
         ),
+        (
+            "kept KV caches on shared ranks",
+            [
+                "rollout.keep_kv: got true, but ranks 1-2 have roles besides rollout",
+                "Set rollout.keep_kv=false, or separate the roles, for example {'rollout': '75%', 'actor': 'rest'}",
+            ],
+        ),
+        ("stale and not corrected", ["algo.old_logprobs: got always, but with rollout.max_tokens_per_round=2"]),
         ("a file as a run", ["run.name: cannot make saved/afile: saved/afile is not a directory; give another name"]),
         ("a file as checkpoints", ["run.name: cannot make", "saved/blocked/checkpoints is not a directory"]),
         *((name, parts) for name, (_, parts) in BROKEN.items()),

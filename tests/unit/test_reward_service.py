@@ -63,7 +63,7 @@ class Bench:
         tokenizer: Any = Tokenizer()
         host = EngineHost(self.world, (0,), self.engine, lambda failed: self.make_engine())
         rewards: Any = self.rewards
-        self.service = RolloutService(self.world, host, rewards, tokenizer, max_num_groups=4, run_seed=0, leader=1)
+        self.service = RolloutService(self.world, host, rewards, tokenizer, max_num_groups=4, run_seed=8, leader=1)
 
     def make_engine(self) -> FakeEngine:
         return FakeEngine(8, STOP)

@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from rl.config.schema import AlgoConfig
 from rl.data.batch import Batch, batch_of_responses
 from rl.data.prompts import Prompt, PromptStream
 from rl.report.metrics import Measures
-from rl.rollout.collect import Gathered
+from rl.rollout.collect import Carried, Gathered
 from rl.rollout.dispatch import Sampling
 from rl.rollout.sampler import Sampled, Sampler
-from rl.rollout.schedule import SchedulePlan
+from rl.rollout.schedule import Schedule, SchedulePlan
 
 SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=4)
 
@@ -53,9 +54,10 @@ class Rank:
     def __init__(self, engines: Engines, rank: int):
         self._engines, self._rank, self._started = engines, rank, 0
 
-    def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int) -> int:
+    def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int, carried: Carried) -> int:
         assert (sampling, version) == (SAMPLING, 7)
         assert (prompts is not None) == (self._rank == 0), "the leader alone has the stream"
+        assert carried == Carried([], {})
         if prompts is not None:
             self._engines.rounds.append([prompt.id for prompt in prompts])
         self._started += 1
@@ -67,7 +69,8 @@ class Rank:
         owners = [position % size for position in range(len(prompts))]
         mine = [position for position, owner in enumerate(owners) if owner == self._rank]
         groups = {position: self._engines.group(prompts[position], position) for position in mine}
-        return Gathered(groups, owners, {}, {"reward/made_up": [float(len(prompts)), 1.0]})
+        result = {"parts": {"made_up": 1.0}, "status": "ok", "answer": None}
+        return Gathered(groups, owners, {position: [result, result] for position in mine}, 1, 0)
 
     def settle(self, groups: dict[int, Batch], owners: list[int]) -> Batch:
         """Nothing moves."""
@@ -84,22 +87,24 @@ def draw(
     stream._orders = [(0, list(range(100)))]  # not shuffled
     store = dist.HashStore()
 
-    def of_rank(rank: int) -> tuple[Sampled, dict[str, float]]:
+    def of_rank(rank: int) -> tuple[Sampled, dict[str, float], int]:
         pg, measures = dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=20)), Measures()
         measures.sum("ranks", 1)
         own = stream if rank == 0 else None
         algo = AlgoConfig(dynamic_sampling=bool(max_rounds), mask_truncated=mask_truncated)
         plan = SchedulePlan(num_prompts, is_dynamic=bool(max_rounds), max_sampling_rounds=max_rounds)
-        sampler = Sampler(engines.of(rank), own, pg, plan, SAMPLING, algo)  # type: ignore[arg-type]
-        return sampler.sample(7, measures), measures.reduce(pg)
+        rollouts: Any = engines.of(rank)
+        sampler = Sampler(rollouts, own, pg, Schedule(plan), SAMPLING, algo, ["made_up"])
+        sampled = sampler.sample(7, measures)
+        return sampled, measures.reduce(pg), sampler.save().facts["position"]
 
     with ThreadPoolExecutor(num_ranks) as pool:
-        sampled, values = zip(*pool.map(of_rank, range(num_ranks)), strict=True)
+        sampled, values, positions = zip(*pool.map(of_rank, range(num_ranks)), strict=True)
     whole = Batch.concat([part.batch for part in sampled])
     places = dict(zip(whole.group_ids.tolist(), whole.tokens[1::2].tolist(), strict=True))
     assert sorted(places) == list(range(len(places)))
     assert whole.num_sequences == 2 * len(places)
-    return [places[place] for place in sorted(places)], list(sampled), values[0], stream.position
+    return [places[place] for place in sorted(places)], list(sampled), values[0], positions[0]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -111,9 +116,16 @@ def test_the_first_informative_groups_in_stream_order(num_ranks: int) -> None:
     assert engines.rounds == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
     assert kept == [1, 4, 7, 8]
     assert all(owners == [1 % num_ranks, 0, 3 % num_ranks, 0] for owners in engines.owners)
-    assert [part.num_prompts for part in sampled] == [4] * num_ranks
-    assert all(part.totals == {"reward/made_up": [11.0, 3.0]} for part in sampled)
-    assert values == {"ranks": num_ranks, "rollout/sampled_prompts": 11, "rollout/informative_prompts": 5}
+    assert [part.groups for part in sampled] == [[1, 4, 7, 8]] * num_ranks
+    assert values == {
+        "ranks": num_ranks,
+        "rollout/preemptions": 3 * num_ranks,
+        "rollout/sampled_prompts": 11,
+        "rollout/informative_prompts": 5,
+        "reward/made_up": 1.0,
+        "reward/timeouts": 0,
+        "reward/errors": 0,
+    }
     assert position == 11
 
 
@@ -127,7 +139,7 @@ def test_the_last_round_leaves_a_smaller_batch() -> None:
     """Fewer groups than ranks, so that one has none."""
     kept, sampled, values, position = draw(Engines(3, {5, 7}), 3, 4, max_rounds=2)
     assert (kept, position) == ([5, 7], 8)
-    assert [part.num_prompts for part in sampled] == [2, 2, 2]
+    assert [len(part.groups) for part in sampled] == [2, 2, 2]
     assert [part.batch.num_sequences for part in sampled] == [2, 2, 0]  # positions 1 and 3 of the second round
     assert values["rollout/informative_prompts"] == 2
 
@@ -135,14 +147,14 @@ def test_the_last_round_leaves_a_smaller_batch() -> None:
 def test_equal_rewards_everywhere_fall_back_to_the_first_prompts() -> None:
     kept, sampled, values, position = draw(Engines(2, set()), 2, 4, max_rounds=3)
     assert (kept, position) == ([0, 1, 2, 3], 12)
-    assert [part.num_prompts for part in sampled] == [4, 4]
+    assert [len(part.groups) for part in sampled] == [4, 4]
     assert (values["rollout/sampled_prompts"], values["rollout/informative_prompts"]) == (12, 0)
 
 
 def test_without_rounds_every_group_stays() -> None:
     kept, _, values, position = draw(Engines(2, {1}), 2, 4, max_rounds=0)
     assert (kept, position) == ([0, 1, 2, 3], 4)
-    assert values == {"ranks": 2}
+    assert "rollout/sampled_prompts" not in values and "rollout/lag_max" not in values
 
 
 @pytest.mark.parametrize(("mask_truncated", "kept"), [(False, [1, 2]), (True, [2, 3])])

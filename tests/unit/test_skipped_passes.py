@@ -18,6 +18,15 @@ from rl.learner.scoring import LocalScorer, ScoringModels, local_models
         ({"kl_coef": 0.1, "kl_estimator": "full"}, [], 1),
         ({"num_epochs": 2}, ["old_logprobs"], 0),
         ({"num_mini_batches": 2, "kl_coef": 0.1}, ["old_logprobs", "ref_logprobs"], 1),
+        ({"old_logprobs": "always"}, ["old_logprobs"], 0),
+        ({"old_logprobs": "rollout", "num_mini_batches": 2, "num_epochs": 2}, [], 0),
+        ({"old_logprobs": "rollout", "num_epochs": 2, "kl_coef": 0.1}, ["ref_logprobs"], 1),
+        (
+            {"old_logprobs": "rollout", "kl_coef": 0.1, "kl_place": "reward"},
+            ["old_logprobs", "ref_logprobs"],
+            1,
+        ),
+        ({"old_logprobs": "rollout", "certainty_coef": 0.1}, ["old_logprobs", "certainty"], 0),
     ],
 )
 def test_what_a_scorer_computes(algo: dict[str, Any], fields: list[str], num_references: int) -> None:

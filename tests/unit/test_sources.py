@@ -359,7 +359,9 @@ def test_a_list_of_files_is_one_pool_in_the_order_of_one_file(tmp_path: Path) ->
     whole = read(write(tmp_path, *rows("a", 4), *rows("b", 3), name="whole.jsonl")).stream
     pool = read([a, b]).stream
     assert pool.digest == whole.digest != read([b, a]).stream.digest
-    taken, wanted = ([dataclasses.replace(prompt, place="") for prompt in each.take(21)] for each in (pool, whole))
+    taken, wanted = (
+        [dataclasses.replace(prompt, place="") for prompt in map(each.at, range(21))] for each in (pool, whole)
+    )
     assert taken == wanted
 
 
@@ -368,7 +370,7 @@ def test_a_mapping_mixes_by_weight(tmp_path: Path, capsys: pytest.CaptureFixture
     a = write(tmp_path, *rows("a", 4), "{}", name="a.jsonl")
     b = write(tmp_path, *rows("b", 3), name="b.jsonl")
     data = read({a: 0.75, b: 0.25}, bad_rows="skip")
-    taken = data.stream.take(16)
+    taken = [data.stream.at(position) for position in range(16)]
     assert "".join(prompt.text[0] for prompt in taken) == "aaba" * 4
     assert {prompt.text: prompt.id for prompt in taken} == {
         **{f"a{index}": index for index in range(4)},

@@ -37,8 +37,9 @@ VLLM_ENGINE = f"{VLLM}/engine.py"
 VLLM_ATTENTION = f"{VLLM}/attention.py"  # vLLM imports it, by its name
 VLLM_SCHEDULING = f"{VLLM}/fast_decode.py"
 VLLM_MEMORY = f"{VLLM}/memory.py"
+VLLM_NOISE = f"{VLLM}/noise.py"
 VLLM_GROUP = f"{VLLM}/process_group.py"
-VLLM_FILES = (VLLM_BUILD, VLLM_ENGINE, VLLM_ATTENTION, VLLM_SCHEDULING, VLLM_MEMORY, VLLM_GROUP)
+VLLM_FILES = (VLLM_BUILD, VLLM_ENGINE, VLLM_ATTENTION, VLLM_SCHEDULING, VLLM_MEMORY, VLLM_NOISE, VLLM_GROUP)
 DECODE_ATTENTION = f"{VLLM}/decode_attention.py"
 DIGEST_GPU = "rl/sync/digest_gpu.py"
 ROTARY_GPU = "rl/model/rotary_gpu.py"
@@ -207,6 +208,7 @@ def test_waits_take_any_number_of_open_files() -> None:
                 VLLM_ENGINE: {(VLLM_BUILD, False)},
                 VLLM_SCHEDULING: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
                 VLLM_MEMORY: {(VLLM_ENGINE, False)},
+                VLLM_NOISE: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
                 VLLM_GROUP: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
                 VLLM_ATTENTION: set(),
             },

@@ -20,6 +20,7 @@ from rl.config.schema import Config, ConfigError
 from rl.rollout.engine import EngineSeat
 from rl.rollout.vllm.engine import VllmEngine
 from rl.rollout.vllm.fast_decode import install_fast_decode
+from rl.rollout.vllm.noise import Generators
 from rl.rollout.vllm.process_group import PrivateDefaultGroup, unlink_shared_memory
 from rl.watch.compilation import mark_compilation
 from rl.watch.heart import HEART
@@ -52,7 +53,9 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
         c10d.barrier()  # in the private default group
     random.setstate(random_state)
     unlink_shared_memory(seat)
-    engine = VllmEngine(llm, group, seat, notice)
+    continues = config.rollout.max_rounds > 1
+    generators = Generators(llm) if continues or not notice else None
+    engine = VllmEngine(llm, group, seat, notice, generators, config.rollout.keep_kv)
     if not notice:
         install_fast_decode(llm.llm_engine.engine_core.engine_core.scheduler, engine.responses)
     return engine

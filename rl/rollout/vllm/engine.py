@@ -23,13 +23,23 @@ from rl.model.shards import TensorInfo
 from rl.rollout.engine import Completion, EngineSeat, Request
 from rl.rollout.vllm.fast_decode import RunningResponse
 from rl.rollout.vllm.memory import collect_garbage, free_abandoned_memory, free_weights
+from rl.rollout.vllm.noise import Generators
 from rl.rollout.vllm.process_group import PrivateDefaultGroup
 from rl.sync.layout import MemoryLayout, OpaqueLoader, Untraceable, Weights, trace
 
 
 class VllmEngine:
-    def __init__(self, llm: vllm.LLM, group: PrivateDefaultGroup, seat: EngineSeat, notice: str = ""):
+    def __init__(
+        self,
+        llm: vllm.LLM,
+        group: PrivateDefaultGroup,
+        seat: EngineSeat,
+        notice: str = "",
+        generators: Generators | None = None,  # None: no response is continued
+        keep_kv: bool = False,  # keep the prefix cache over versions, for requests with a `cache_key`
+    ):
         self.name, self.notice = f"vllm {vllm.__version__}", notice
+        self._generators, self._keep_kv = generators, keep_kv
         self.version = self._num_probes = 0
         self._llm, self._engine, self._group = llm, llm.llm_engine, group
         self._device, self._stop_token_ids = seat.device, seat.stop_token_ids
@@ -53,17 +63,20 @@ class VllmEngine:
                     temperature=request.sampling.temperature,
                     top_p=request.sampling.top_p,
                     top_k=request.sampling.top_k,
-                    max_tokens=request.sampling.max_new_tokens,
+                    max_tokens=request.max_tokens,
                     seed=request.seed,
                     logprobs=0,
                     detokenize=False,
                     stop_token_ids=self._stop_token_ids,
                     ignore_eos=not self._stop_token_ids,
                 )
-                # The salt prevents reuse of KV blocks that older weights computed.
-                prompt = TokensPrompt(prompt_token_ids=request.tokens, cache_salt=str(self.version))
+                # Without a key, the salt prevents reuse of KV blocks that older weights computed.
+                salt = f"key {request.cache_key}" if request.cache_key else str(self.version)
+                prompt = TokensPrompt(prompt_token_ids=request.tokens, cache_salt=salt)
                 sent = inputs.process_inputs(request.id, prompt, params, supported_tasks=engine.get_supported_tasks())
                 inputs.assign_request_id(sent)
+                if request.noise and self._generators is not None:
+                    self._generators.restore(sent.request_id, request.noise)
                 engine.engine_core.add_request(sent)
                 scheduled = engine.engine_core.engine_core.scheduler.requests[sent.request_id]
                 self.responses[sent.request_id] = RunningResponse(request.id, scheduled)
@@ -78,12 +91,22 @@ class VllmEngine:
                 num_tokens = len(response.logprobs)
                 raise RuntimeError(f"vLLM gave up on response {response.id} after {num_tokens} tokens: {reason}")
             response.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.prefill_stats is not None:  # with the first token
+                response.num_cached_tokens = output.prefill_stats.num_cached_tokens
             if reason is None:
                 continue
             del self.responses[output.request_id]
-            request, is_truncated = response.request, reason == FinishReason.LENGTH
-            tokens = list(request.output_token_ids)
-            ended.append(Completion(response.id, tokens, response.logprobs, is_truncated, request.num_preemptions))
+            is_cut = reason == FinishReason.LENGTH
+            completion = Completion(
+                id=response.id,
+                tokens=list(response.request.output_token_ids),
+                logprobs=response.logprobs,
+                is_cut=is_cut,
+                noise=self._generators.get(output.request_id) if is_cut and self._generators is not None else b"",
+                num_preemptions=response.request.num_preemptions,
+                num_cached_tokens=response.num_cached_tokens,
+            )
+            ended.append(completion)
         return ended
 
     def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout | OpaqueLoader:
@@ -106,7 +129,7 @@ class VllmEngine:
     def confirm(self, version: int) -> None:
         self._drain()  # after a probe
         with self._group.entered():
-            if not self._llm.reset_prefix_cache():
+            if not self._keep_kv and not self._llm.reset_prefix_cache():
                 raise RuntimeError(
                     f"vLLM did not clear its prefix cache for version {version} of the weights: some of its blocks are "
                     "still in use, and they were computed with older weights"
@@ -147,7 +170,7 @@ class VllmEngine:
         client = self._engine.engine_core
         if hasattr(client, "_finalizer"):  # vLLM 0.26 has none
             client._finalizer.detach()
-        del client, self._engine, self._llm
+        del client, self._engine, self._llm, self._generators
         gc.unfreeze()  # vLLM froze its objects, so that a collection would skip them
         gc.collect()
         if self._can_sleep:

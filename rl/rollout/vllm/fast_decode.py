@@ -27,6 +27,7 @@ class RunningResponse:
     id: str
     request: Request
     logprobs: list[float] = field(default_factory=list)
+    num_cached_tokens: int = 0  # found in the prefix cache
     stop_token_ids: frozenset[int | None] = field(init=False)
 
     def __post_init__(self) -> None:
