@@ -58,7 +58,10 @@ def start_rank(rank: int, num_ranks: int, port: int, overrides: list[str], broke
 
 
 def main() -> None:
-    for each in json.loads(sys.argv[1]):
+    runs = json.loads(sys.argv[1])
+    if not all("rollout.engine=fake" in each["overrides"] for each in runs):
+        importlib.import_module("rl.rollout.vllm.build")  # imports vLLM
+    for each in runs:
         started = time.monotonic()
         failed = run(**each)
         print(f"forked run of {time.monotonic() - started:.1f} s: {each}", flush=True)

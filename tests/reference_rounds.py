@@ -57,7 +57,8 @@ class Setting:
     clip_low: float = 0.99
     clip_high: float = 0.2
     num_groups: int | None = None  # of the whole run; None: no limit
-    old_logprobs: Literal["rollout", "auto"] = "auto"  # the recorded ones, or those of the learner before the step
+    is_dynamic: bool = False  # only groups with different rewards are trained on
+    old_logprobs: Literal["rollout", "auto"] = "rollout"  # the recorded ones, or those of the learner before the step
 
     @property
     def overrides(self) -> list[str]:
@@ -74,6 +75,7 @@ class Setting:
             "algo.clip_low": self.clip_low,
             "algo.clip_high": self.clip_high,
             "algo.old_logprobs": self.old_logprobs,
+            "algo.dynamic_sampling": str(self.is_dynamic).lower(),
         }
         return [f"{name}={value}" for name, value in named.items()]
 
@@ -144,7 +146,9 @@ class Reference:
         self._num_started = 0
         self._carried: list[Group] = []
         self._queue: list[Group] = []
-        self.num_finished = [0]  # C(r), by round
+        self._num_queued = [0]  # groups that have entered the queue by each round: C(r)
+        self._num_finished = [0]  # groups that have finished by each round; more than C(r) only if dynamic
+        self._last_update = (0, 0)  # the same two numbers, at the last update
         self.steps: list[Step] = []
 
     def run(self) -> list[Step]:
@@ -159,10 +163,9 @@ class Reference:
     def _sample_round(self) -> None:
         """Round r samples from version U(r - 1), where U(r) = floor(C(r) / N) updates are possible after round r."""
         setting = self._setting
-        version = 1 + self.num_finished[-1] // setting.num_prompts
+        version = 1 + self._num_queued[-1] // setting.num_prompts
         assert version == 1 + len(self.steps)  # so the reference's only model is that of the version
-        left = math.inf if setting.num_groups is None else setting.num_groups - self._num_started
-        started = [self._start_group() for _ in range(int(min(setting.num_prompts, left)))]
+        started = [self._start_group() for _ in range(self._num_to_start())]
         sampled = sorted(self._carried + started, key=lambda group: group.number)
         for group in sampled:
             for response in group.responses:
@@ -170,9 +173,22 @@ class Reference:
         finished = [group for group in sampled if group.has_ended]
         for group in finished:
             group.rewards = [self._score(response) for response in group.responses]
+        queued = [group for group in finished if not setting.is_dynamic or len(set(group.rewards)) > 1]
         self._carried = [group for group in sampled if not group.has_ended]
-        self._queue += finished
-        self.num_finished.append(self.num_finished[-1] + len(finished))
+        self._queue += queued
+        self._num_queued.append(self._num_queued[-1] + len(queued))
+        self._num_finished.append(self._num_finished[-1] + len(finished))
+
+    def _num_to_start(self) -> int:
+        """Return N, or what is left of the run. Dynamic sampling starts as many as should fill the batch, if a round
+        since the last update has finished groups, and if their share of groups with different rewards stays the same.
+        """
+        setting = self._setting
+        count = setting.num_prompts
+        queued, finished = self._num_queued[-1] - self._last_update[0], self._num_finished[-1] - self._last_update[1]
+        if setting.is_dynamic and finished:
+            count = min(count, math.ceil((setting.num_prompts - len(self._queue)) * finished / max(queued, 1)))
+        return count if setting.num_groups is None else min(count, setting.num_groups - self._num_started)
 
     def _start_group(self) -> Group:
         prompt = self._stream.at(self._num_started)
@@ -216,6 +232,7 @@ class Reference:
         step = Step(groups, 1 + len(self.steps), loss.item(), norm.item(), len(self._carried), len(self._queue))
         self._optimizer.step()
         self.steps.append(step)
+        self._last_update = (self._num_queued[-1], self._num_finished[-1])
 
     def _logprobs(self, response: Response) -> Tensor:
         prompt = response.prompt.tokens
@@ -228,6 +245,19 @@ def fake_engine(model: torch.nn.Module, tokens: list[int], response: Response) -
     """Draw from ten tokens. The noise depends on the sample's seed and on the position in the sequence."""
     source = random.Random(f"{response.seed}/{len(tokens)}")
     return source.choice([*range(1, 10), STOP]), -source.random()
+
+
+def vllm_engine(model: torch.nn.Module, tokens: list[int], response: Response) -> tuple[int, float]:
+    """Draw from the model's own distribution, with the noise of vLLM's sampler on a CPU.
+
+    Each request has a generator, and each of its tokens takes one number from it, which seeds the noise of the token.
+    """
+    logits = model(torch.tensor([tokens])).logits[0, -1].float()
+    generator = torch.Generator().manual_seed(response.seed)
+    for _ in range(len(response.tokens) + 1):
+        seed = torch.randint(0, 2**31, (1,), generator=generator)
+    token = int(torch.ops._C.fused_gumbel_argmax(logits.unsqueeze(0), seed))
+    return token, float(torch.log_softmax(logits, -1)[token])
 
 
 def flat(lists: Iterable[list[int]]) -> list[int]:
