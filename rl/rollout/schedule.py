@@ -12,6 +12,9 @@ torch. A group is a number: its place in the prompt stream, counted from the sta
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from rl.common.text import count_of
+from rl.config.schema import Config
+
 
 @dataclass(frozen=True)
 class SchedulePlan:
@@ -38,6 +41,18 @@ class SchedulePlan:
         the two moments, in at most 2M - 3 updates. With dynamic sampling, the queue may hold N - 1 groups more.
         """
         return max(0, 2 * self.max_rounds - (2 if self.is_dynamic else 3)) if self.carries else 0
+
+    def describe(self, max_lag: int) -> str:
+        rounds, updates = count_of(self.max_rounds, "round"), count_of(max_lag, "update")
+        return f"a response takes up to {rounds}, so a token is trained on at most {updates} after it was sampled"
+
+
+def plan_schedule(config: Config) -> SchedulePlan:
+    """Return the plan of a run. With train.num_epochs, its last rounds start no prompts, so that nothing is left."""
+    train, algo = config.train, config.algo
+    num_groups = train.num_steps * train.num_prompts_per_step if train.num_epochs else None
+    rounds = (config.rollout.max_rounds, num_groups, algo.dynamic_sampling, algo.max_sampling_rounds)
+    return SchedulePlan(train.num_prompts_per_step, *rounds)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.resume import check_prompts, read_groups, restore
 from rl.checkpoint.save import Saver
 from rl.checkpoint.write import RunDescription, read_hf_files
-from rl.common.text import count_of
 from rl.config.schema import Config, ConfigError
 from rl.data.prompts import PromptStream
 from rl.evaluation.evaluation import Evaluation
@@ -29,7 +28,7 @@ from rl.rollout.collect import Balancer, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.held import HeldGroups
 from rl.rollout.sampler import Sampler
-from rl.rollout.schedule import Schedule, SchedulePlan, ScheduleState
+from rl.rollout.schedule import Schedule, ScheduleState, plan_schedule
 from rl.run.actor import Actor
 from rl.run.models import build_critic, build_learner, build_scorer, load
 from rl.run.open import Run
@@ -121,7 +120,7 @@ def build_checkpoints(
 
 def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
     config, pg = run.config, run.groups.actor_pg
-    rollout, algo, train = config.rollout, config.algo, config.train
+    rollout = config.rollout
     stream = run.data.stream if run.data is not None else None
     sampling = Sampling(
         rollout.num_samples_per_prompt,
@@ -131,22 +130,11 @@ def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
         rollout.top_k,
         rollout.max_tokens_per_round,
     )
-    plan = SchedulePlan(
-        train.num_prompts_per_step,
-        rollout.max_rounds,
-        train.num_steps * train.num_prompts_per_step if train.num_epochs else None,
-        algo.dynamic_sampling,
-        algo.max_sampling_rounds,
-    )
     state, held = _restore_rollouts(run, stream) if trains else (ScheduleState(), HeldGroups())
-    schedule, rewards = Schedule(plan, state), [rule.name for rule in read_rules(config.reward)]
+    schedule, rewards = Schedule(plan_schedule(config), state), [rule.name for rule in read_rules(config.reward)]
     if schedule.state.max_lag and trains and stream is not None:
-        rounds, updates = count_of(plan.max_rounds, "round"), count_of(schedule.state.max_lag, "update")
-        text = (
-            f"a response takes up to {rounds}, so its tokens are trained on at most {updates} after they were sampled"
-        )
-        print(f"oneworld: {text}", flush=True)
-    return Sampler(rollouts, stream, pg, schedule, sampling, algo, rewards, held)
+        print(f"oneworld: {schedule.plan.describe(schedule.state.max_lag)}", flush=True)
+    return Sampler(rollouts, stream, pg, schedule, sampling, config.algo, rewards, held)
 
 
 def _restore_rollouts(run: Run, stream: PromptStream | None) -> tuple[ScheduleState, HeldGroups]:

@@ -25,6 +25,7 @@ from rl.placement.roles import Placement, plan
 from rl.report.console import print_or_exit
 from rl.rewards.find import check_rewards
 from rl.rewards.trial import TrialRow, score_one_row
+from rl.rollout.schedule import plan_schedule
 from rl.run.checks import check_settings
 from rl.world.bootstrap import exit_before_join, is_first_on_node
 
@@ -249,6 +250,9 @@ class RunPlan:
             mean = fmean(len(each.tokens) for each in map(stream.at, range(min(len(stream), MAX_SAMPLE))))
             expected = f"{num_rollouts:,} x {mean:.1f} = {num_rollouts * mean:,.0f} of prompts"
             lines.append(f"expected: {expected}, and up to {num_rollouts * response:,} of responses")
+        schedule = plan_schedule(config)
+        if schedule.carries:
+            lines.append(schedule.describe(schedule.max_lag))
         return lines
 
     def _evaluation(self) -> list[str]:

@@ -1,5 +1,7 @@
-"""Dynamic sampling: a batch grows until enough of its groups are informative. Ranks are threads with a gloo group."""
+"""The sampler follows the schedule: with dynamic sampling, a batch grows until enough of its groups are informative;
+with a token limit, groups are carried from round to round. Ranks are threads with a gloo group."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,8 +17,11 @@ from rl.data.prompts import Prompt, PromptStream
 from rl.report.metrics import Measures
 from rl.rollout.collect import Carried, Gathered
 from rl.rollout.dispatch import Sampling
+from rl.rollout.engine import Completion
+from rl.rollout.held import HeldGroups
+from rl.rollout.responses import Response, pack_group, unpack_group
 from rl.rollout.sampler import Sampled, Sampler
-from rl.rollout.schedule import Schedule, SchedulePlan
+from rl.rollout.schedule import Schedule, SchedulePlan, ScheduleState
 
 SAMPLING = Sampling(num_samples=2, temperature=1.0, max_new_tokens=4)
 
@@ -162,3 +167,109 @@ def test_the_reward_of_a_masked_response_makes_no_group_informative(mask_truncat
     """Of prompt 1 the response with the other reward was cut."""
     engines = Engines(1, {1, 2, 3}, truncated=frozenset({1}))
     assert draw(engines, 1, 2, max_rounds=10, mask_truncated=mask_truncated)[0] == kept
+
+
+class CarryingEngines:
+    """Stands in for engines of which group i takes 1 + i % 3 rounds, and adds a token per round."""
+
+    def __init__(self, num_ranks: int):
+        self.num_ranks, self.barrier = num_ranks, threading.Barrier(num_ranks, timeout=20)
+        self.rounds: list[tuple[list[int], int, list[int]]] = []  # prompts, version, owners of the carried ones
+
+
+class CarryingRank:
+    def __init__(self, engines: CarryingEngines, rank: int):
+        self._engines, self._rank, self._started = engines, rank, 0
+        self._carried: dict[int, Batch] = {}
+
+    def start(self, prompts: list[Prompt] | None, sampling: Sampling, version: int, carried: Carried) -> int:
+        if prompts is not None:
+            self._engines.rounds.append(([prompt.id for prompt in prompts], version, carried.owners))
+        self._started += 1
+        self._carried = carried.groups
+        return self._started
+
+    def gather(self, batch: int) -> Gathered:
+        self._engines.barrier.wait()
+        prompts, version, owners = self._engines.rounds[batch - 1]
+        owners = owners + [place % self._engines.num_ranks for place in range(len(prompts) - len(owners))]
+        groups, scores = {}, {}
+        for position, prompt in enumerate(prompts):
+            if owners[position] != self._rank:
+                assert position not in self._carried
+                continue
+            responses = unpack_group(self._carried[position]) if position in self._carried else [Response()]
+            is_last = len(responses[0].tokens) == prompt % 3
+            responses[0].append(Completion("", [prompt], [-1.0], not is_last, b"n"), version, max_new_tokens=99)
+            groups[position] = pack_group([0], position, responses)
+            scores[position] = [{"parts": {"made_up": 1.0}, "status": "ok", "answer": None} if is_last else None]
+        return Gathered(groups, owners, scores, 0, 0)
+
+    def settle(self, groups: dict[int, Batch], owners: list[int]) -> Batch:
+        return Batch.concat([groups[place] for place in sorted(groups)])
+
+
+def draw_carried(
+    num_ranks: int, num_steps: int, num_before: int = 0
+) -> list[tuple[list[int], dict[str, float], Batch]]:
+    """Return groups, metrics and batch of each step. After `num_before` steps, new samplers continue from the state."""
+    engines, store = CarryingEngines(num_ranks), dist.HashStore()
+    prompts = [Prompt(i, 0, str(i), "", [i]) for i in range(100)]
+
+    def of_rank(rank: int) -> list[tuple[list[int], dict[str, float], Batch]]:
+        stream = PromptStream(prompts, seed=0)
+        stream._orders = [(0, list(range(100)))]  # not shuffled
+        pg = dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=20))
+        rollouts: Any = CarryingRank(engines, rank)
+        steps: list[tuple[list[int], dict[str, float], Batch]] = []
+        plan, state, held = SchedulePlan(4, max_rounds=3), ScheduleState(), HeldGroups()
+        for step in range(num_steps):
+            if step in (0, num_before):
+                own = stream if rank == 0 else None
+                sampler = Sampler(rollouts, own, pg, Schedule(plan, state), SAMPLING, AlgoConfig(), ["made_up"], held)
+            measures = Measures()
+            sampled = sampler.sample(7 + step, measures)
+            steps.append((sampled.groups, measures.reduce(pg), sampled.batch))
+            saved = sampler.save()
+            state = ScheduleState(**json.loads(json.dumps(saved.facts["schedule"])))
+            files = [] if saved.write is None else [saved.write()]
+            held = HeldGroups.from_files(dict(saved.facts["owners"]), files, num_ranks)
+        return steps
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        ranks = list(pool.map(of_rank, range(num_ranks)))
+    return [(one[0][0], one[0][1], Batch.concat([part[2] for part in one])) for one in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_before"), [(1, 0), (2, 0), (3, 0), (2, 1), (2, 3), (3, 4)])
+def test_groups_are_carried_until_they_end(num_ranks: int, num_before: int) -> None:
+    """Groups 0, 3, 6, ... take one round, 1, 4, 7, ... two, and 2, 5, 8, ... three."""
+    steps = draw_carried(num_ranks, 4, num_before)
+    #  round  version  sampled                  finished
+    #  1      7        0 1 2 3                  0 3
+    #  2      7        1 2 | 4 5 6 7            1 6, so update 1 follows
+    #  3      8        2 4 5 7 | 8 9 10 11      2 4 7 9, and update 2
+    #  4      9        5 8 10 11 | 12 13 14 15  5 10 12 15, and update 3
+    assert [groups for groups, _, _ in steps[:3]] == [[0, 3, 1, 6], [2, 4, 7, 9], [5, 10, 12, 15]]
+    _, values, batch = steps[1]
+    by_place = {int(batch.group_ids[row]): batch.select([row]) for row in range(batch.num_sequences)}
+    assert [by_place[place].tokens.tolist() for place in range(4)] == [[0, 2, 2, 2], [0, 4, 4], [0, 7, 7], [0, 9]]
+    versions = [[-1, 7, 7, 8], [-1, 7, 8], [-1, 7, 8], [-1, 8]]
+    assert [by_place[place].versions.tolist() for place in range(4)] == versions
+    lags = [by_place[place].lags for place in range(4)]
+    assert [lag.tolist() for lag in lags if lag is not None] == [[0, 1, 1, 0], [0, 1, 0], [0, 1, 0], [0, 0]]
+    assert batch.ended is None and batch.noise is None
+    assert (values["rollout/lag_max"], values["rollout/carried"], values["rollout/queue"]) == (1, 4, 0)
+    assert values["reward/made_up"] == 1.0
+    assert steps[0][1]["rollout/lag_max"] == 0
+
+
+def test_a_lag_above_the_bound_is_an_error() -> None:
+    plan, pg = SchedulePlan(4, max_rounds=3), dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=20))
+    rollouts: Any = CarryingRank(CarryingEngines(1), 0)
+    stream = PromptStream([Prompt(i, 0, str(i), "", [i]) for i in range(100)], seed=0)
+    stream._orders = [(0, list(range(100)))]
+    sampler = Sampler(rollouts, stream, pg, Schedule(plan), SAMPLING, AlgoConfig(), ["made_up"])
+    sampler.sample(7, Measures())
+    with pytest.raises(RuntimeError, match="sampled 10 updates ago, but the schedule allows at most 3"):
+        sampler.sample(17, Measures())

@@ -18,9 +18,15 @@ class Simulation:
     """Sample groups of given lengths, and keep the book that a run keeps in its batches."""
 
     def __init__(
-        self, schedule: Schedule, lengths: Lengths, is_informative: Callable[[int], bool] = lambda group: True
+        self,
+        schedule: Schedule,
+        lengths: Lengths,
+        is_informative: Callable[[int], bool] = lambda group: True,
+        ends_at_once: bool = False,
     ):
+        """With `ends_at_once`, lengths do not matter: whatever is sampled ends in its round."""
         self.schedule, self._lengths, self._is_informative = schedule, lengths, is_informative
+        self._ends_at_once = ends_at_once
         self.version = 0  # number of updates
         self.versions: dict[int, list[int]] = {}  # group -> versions of its rounds
         self.batches: list[list[int]] = []
@@ -41,6 +47,7 @@ class Simulation:
         for group in sampled:
             self.versions.setdefault(group, []).append(self.version)
         finished = {group for group in sampled if len(self.versions[group]) == self._lengths(group)}
+        finished |= set(sampled) if self._ends_at_once else set()
         self.schedule.end_round(now, finished, {group for group in finished if self._is_informative(group)})
 
 
@@ -192,3 +199,23 @@ def test_dynamic_sampling_makes_do_after_its_last_round(most: int) -> None:
     none.update()
     assert none.batches == [[0, 1, 2, 3]]
     assert sum(len(now.started) for now in none.rounds) == 8
+
+
+@pytest.mark.parametrize("before", [2, 7, 8])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_run_may_resume_with_another_plan(before: int, rounds: int) -> None:
+    """With other numbers of prompts, and with or without a limit: nothing is lost, and the bound still holds."""
+    for seed in range(20):
+        lengths = random_lengths(seed, 4)
+        first = Simulation(Schedule(SchedulePlan(before, max_rounds=4)), lengths)
+        for _ in range(10):
+            first.update()
+        state = ScheduleState(**json.loads(json.dumps(dataclasses.asdict(first.schedule.state))))
+        second = Simulation(Schedule(SchedulePlan(3, max_rounds=rounds), state), lengths, ends_at_once=rounds == 1)
+        second.version, second.versions = first.version, first.versions
+        for _ in range(10):
+            second.update()
+        trained = [group for batch in first.batches + second.batches for group in batch]
+        assert max(Counter(trained).values()) == 1
+        assert sorted([*trained, *state.queue, *state.carried]) == list(range(state.num_started))
+        assert max(second.lags) <= state.max_lag, seed
