@@ -152,7 +152,7 @@ def test_the_bound_of_the_lag_is_printed(runs: dict[tuple[str, int], Result]) ->
     """12 tokens take 4 rounds of 3 tokens, and 3 rounds of 5. The bound is 2 M - 3."""
     output = runs["collocated", 0].output
     for num_rounds, bound in ((4, 5), (3, 3)):
-        text = f"takes up to {num_rounds} rounds, so its tokens are trained on at most {bound} updates after"
+        text = f"takes up to {num_rounds} rounds, so a token is trained on at most {bound} updates after"
         assert output.count(text) == len(PLACEMENTS)
 
 
@@ -190,18 +190,11 @@ ELSEWHERE: dict[str, Run] = {
 }
 
 
-def resume_after(
-    steps: Sequence[int], places: Sequence[str], whole: Result, setting: Setting, folder: Path
-) -> dict[tuple[int, str], Result]:
-    """Fork the run after each of these steps, in each of these placements."""
-    forks = {(step, place): folder / f"after {step} on {place}" for step in steps for place in places}
-    described = {}
-    for (step, place), fork in forks.items():
-        num_ranks, overrides, broken = ELSEWHERE[place]
-        resume = f"checkpoint.resume={whole.folder / 'checkpoints' / f'step_{step}'}"
-        described[fork] = (num_ranks, [*setting.overrides, *overrides, resume], broken)
-    results = run_forked(described, timeout_s=400)
-    return {key: results[fork] for key, fork in forks.items()}
+def fork_after(step: int, place: str, whole: Result, setting: Setting) -> Run:
+    """Return a run that forks another one after this step, in this placement."""
+    num_ranks, overrides, broken = ELSEWHERE[place]
+    resume = f"checkpoint.resume={whole.folder / 'checkpoints' / f'step_{step}'}"
+    return num_ranks, [*setting.overrides, *overrides, resume], broken
 
 
 def assert_continues(
@@ -218,26 +211,35 @@ def assert_continues(
             assert learnt(row) == pytest.approx(learnt(whole.metrics[number - 1]), rel=1e-4, abs=1e-5)
 
 
+RESUMED = {"same ranks": 2, "rollout 1, actor 2": 4}  # by placement, the step after which the run is forked
+
+
+@pytest.mark.parametrize("place", RESUMED)
 def test_a_resumed_run_continues_its_responses(
-    runs: dict[tuple[str, int], Result], references: dict[int, list[Step]], model: Path, tmp_path: Path
+    place: str,
+    runs: dict[tuple[str, int], Result],
+    variants: dict[str, Result],
+    references: dict[int, list[Step]],
+    model: Path,
 ) -> None:
     """On the same ranks all numbers are equal. In another placement the data are, and losses but for rounding."""
-    whole, steps, setting = runs["collocated", 3], references[3], setting_of(3, model)
-    assert any(step.num_queued for step in steps[:4]), "no checkpoint holds a finished group"
-    cases = {"same ranks": 2, "rollout 1, actor 2": 4}
-    for place, after in cases.items():
-        (resumed,) = resume_after([after], [place], whole, setting, tmp_path).values()
-        assert_continues(resumed, after, place, steps, whole, setting)
+    whole, steps, setting, after = runs["collocated", 3], references[3], setting_of(3, model), RESUMED[place]
+    assert steps[after - 1].num_carried
+    assert any(steps[step - 1].num_queued for step in RESUMED.values()), "no checkpoint holds a finished group"
+    assert_continues(variants[f"resumed on {place}"], after, place, steps, whole, setting)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_a_run_resumes_after_every_step(
     runs: dict[tuple[str, int], Result], references: dict[int, list[Step]], model: Path, tmp_path: Path
 ) -> None:
     whole, steps, setting = runs["collocated", 3], references[3], setting_of(3, model)
-    for (after, place), resumed in resume_after(range(1, 6), [*ELSEWHERE], whole, setting, tmp_path).items():
-        assert_continues(resumed, after, place, steps, whole, setting)
+    forks = {(step, place): tmp_path / f"{step} {place}" for step in range(1, 6) for place in ELSEWHERE}
+    described = {fork: fork_after(step, place, whole, setting) for (step, place), fork in forks.items()}
+    results = run_forked(described, timeout_s=800)
+    for (step, place), fork in forks.items():
+        assert_continues(results[fork], step, place, steps, whole, setting)
 
 
 # Settings that a run with a limit must bear, in which the data are those of the reference.
@@ -283,20 +285,24 @@ def dynamic_setting(model: Path) -> Setting:
 
 
 @pytest.fixture(scope="module")
-def variants(model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """Runs with a limit of 3 tokens, of three steps or more."""
-    described: dict[str, tuple[Setting, Run]] = {
-        name: (replace(setting_of(3, model), num_steps=3), run) for name, run in ALGORITHMS.items()
-    }
-    described["dynamic sampling"] = (dynamic_setting(model), DYNAMIC)
-    described["epochs"] = (epochs_setting(model, small_data), EPOCHS)
+def variants(
+    model: Path,
+    small_data: Path,
+    runs: dict[tuple[str, int], Result],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Result]:
+    """Further runs with a limit of 3 tokens."""
+    described: dict[str, Run] = {}
+    for name, setting, (num_ranks, overrides, broken) in (
+        *((name, replace(setting_of(3, model), num_steps=3), run) for name, run in ALGORITHMS.items()),
+        ("dynamic sampling", dynamic_setting(model), DYNAMIC),
+        ("epochs", epochs_setting(model, small_data), EPOCHS),
+    ):
+        described[name] = (num_ranks, [*setting.overrides, *overrides], broken)
+    for place, after in RESUMED.items():
+        described[f"resumed on {place}"] = fork_after(after, place, runs["collocated", 3], setting_of(3, model))
     folders = {name: tmp_path_factory.mktemp("variants") / "run" for name in described}
-    results = run_forked(
-        {
-            folders[name]: (num_ranks, [*setting.overrides, *overrides], broken)
-            for name, (setting, (num_ranks, overrides, broken)) in described.items()
-        }
-    )
+    results = run_forked({folders[name]: run for name, run in described.items()})
     return {name: results[folder] for name, folder in folders.items()}
 
 
@@ -315,11 +321,11 @@ def test_every_algorithm_bears_a_limit(
 
 
 def test_an_evaluation_ignores_the_limit(variants: dict[str, Result]) -> None:
-    """It is no round: its responses are as long as those of a run without a limit would be."""
-    (file,) = (variants["KL, inference rank, evaluation"].folder).glob("evaluations/step_2*")
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert rows
-    assert max(len(row["response"]) for row in rows) > 3
+    """It is no round: only max_new_tokens truncates its responses."""
+    lines = (variants["KL, inference rank, evaluation"].folder / "eval/step_2.eval.jsonl").read_text().splitlines()
+    responses = [response for line in lines for response in json.loads(line)["responses"]]
+    assert max(response["num_tokens"] for response in responses) > 3
+    assert all(response["is_truncated"] <= (response["num_tokens"] == 12) for response in responses)
 
 
 def test_dynamic_sampling_keeps_informative_groups_in_the_queue(variants: dict[str, Result], model: Path) -> None:
