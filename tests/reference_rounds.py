@@ -25,8 +25,8 @@ from rl.data.sources import read_data
 TINY = ROOT / "configs/tiny"
 STOP = 0  # its stop token
 
-# The model of a version, prompt and tokens so far, and the response in; the next token and its logprob out.
-Engine = Callable[[torch.nn.Module, list[int], "Response"], tuple[int, float]]
+# The model of a version, the setting, and a response so far in; its next token and the logprob out.
+Engine = Callable[[torch.nn.Module, "Setting", "Response"], tuple[int, float]]
 Reward = Callable[[str, str, dict[str, str]], float]
 
 
@@ -56,6 +56,7 @@ class Setting:
     lr: float = 2e-3
     clip_low: float = 0.99
     clip_high: float = 0.2
+    temperature: float = 1.0
     num_groups: int | None = None  # of the whole run; None: no limit
     is_dynamic: bool = False  # only groups with different rewards are trained on
     old_logprobs: Literal["rollout", "auto"] = "rollout"  # the recorded ones, or those of the learner before the step
@@ -74,6 +75,7 @@ class Setting:
             "actor.lr": self.lr,
             "algo.clip_low": self.clip_low,
             "algo.clip_high": self.clip_high,
+            "rollout.temperature": self.temperature,
             "algo.old_logprobs": self.old_logprobs,
             "algo.dynamic_sampling": str(self.is_dynamic).lower(),
         }
@@ -202,7 +204,7 @@ class Reference:
             if response.has_ended:
                 return
             with torch.no_grad():
-                token, logprob = self._engine(self.model, response.prompt.tokens + response.tokens, response)
+                token, logprob = self._engine(self.model, self._setting, response)
             response.tokens.append(token)
             response.logprobs.append(logprob)
             response.versions.append(version)
@@ -237,22 +239,23 @@ class Reference:
     def _logprobs(self, response: Response) -> Tensor:
         prompt = response.prompt.tokens
         whole = torch.tensor(prompt + response.tokens)
-        logits = self.model(whole.unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+        logits = self.model(whole.unsqueeze(0)).logits[0, len(prompt) - 1 : -1] / self._setting.temperature
         return torch.log_softmax(logits, -1).gather(1, whole[len(prompt) :, None]).squeeze(1)
 
 
-def fake_engine(model: torch.nn.Module, tokens: list[int], response: Response) -> tuple[int, float]:
+def fake_engine(model: torch.nn.Module, setting: Setting, response: Response) -> tuple[int, float]:
     """Draw from ten tokens. The noise depends on the sample's seed and on the position in the sequence."""
-    source = random.Random(f"{response.seed}/{len(tokens)}")
+    source = random.Random(f"{response.seed}/{len(response.prompt.tokens) + len(response.tokens)}")
     return source.choice([*range(1, 10), STOP]), -source.random()
 
 
-def vllm_engine(model: torch.nn.Module, tokens: list[int], response: Response) -> tuple[int, float]:
+def vllm_engine(model: torch.nn.Module, setting: Setting, response: Response) -> tuple[int, float]:
     """Draw from the model's own distribution, with the noise of vLLM's sampler on a CPU.
 
     Each request has a generator, and each of its tokens takes one number from it, which seeds the noise of the token.
     """
-    logits = model(torch.tensor([tokens])).logits[0, -1].float()
+    tokens = torch.tensor([response.prompt.tokens + response.tokens])
+    logits = model(tokens).logits[0, -1] / setting.temperature
     generator = torch.Generator().manual_seed(response.seed)
     for _ in range(len(response.tokens) + 1):
         seed = torch.randint(0, 2**31, (1,), generator=generator)

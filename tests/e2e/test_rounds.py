@@ -79,14 +79,14 @@ def assert_same_data(batch: Batch, step: Step, setting: Setting) -> None:
     assert batch.rewards.tolist() == pytest.approx(step.rewards, abs=1e-7)
     assert batch.truncated.tolist() == [response.is_truncated(setting) for response in responses]
     logprobs = [logprob for response in responses for logprob in response.logprobs]
-    assert batch.rollout_logprobs[mask].tolist() == pytest.approx(logprobs, abs=1e-7)
+    assert batch.rollout_logprobs[mask].tolist() == pytest.approx(logprobs, abs=1e-5)
     assert batch.ended is None and batch.noise is None
 
 
-def assert_same_metrics(row: dict[str, float], step: Step, setting: Setting) -> None:
+def assert_same_metrics(row: dict[str, float], step: Step, setting: Setting, tolerance: float = 1e-6) -> None:
     assert row["version"] == step.version + 1  # after the update
-    assert row["loss/policy"] == pytest.approx(step.loss, abs=1e-6)
-    assert row["optim/grad_norm"] == pytest.approx(step.grad_norm, rel=1e-4)
+    assert row["loss/policy"] == pytest.approx(step.loss, abs=tolerance)
+    assert row["optim/grad_norm"] == pytest.approx(step.grad_norm, rel=100 * tolerance)
     assert row["reward/mean"] == pytest.approx(sum(step.rewards) / len(step.rewards), abs=1e-6)
     assert row["rollout/tokens"] == len(step.lags)
     if setting.max_tokens_per_round:
@@ -365,16 +365,16 @@ def kill_a_rank(process: subprocess.Popen[str], source: random.Random) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twenty_kills_change_nothing(model: Path, tmp_path: Path) -> None:
-    """Ranks are killed at random moments. Every group is trained on once, in the same order, with the same tokens."""
+    """Ranks are killed at random moments. Every group is trained on once, in the same order, with the same tokens, and
+    all metrics are those of an undisturbed run."""
     setting, source = replace(setting_of(3, model), num_steps=40), random.Random(0)
-    steps = Reference(setting, fake_engine, varied).run()
-    overrides = [f"run.dir={tmp_path}", "run.name=run", FAKE, *COMMON, *SAVES, *setting.overrides]
-    placement = ["placement.rollout=0-1", "placement.actor=2-3"]
-    script = ["tests/e2e/broken_train.py", "slow engines", "0", *overrides, *placement]
-    process = start("--nproc-per-node=4", *script, restarts=True)
+    overrides = [*setting.overrides, *SAVES, "placement.rollout=0-1", "placement.actor=2-3"]
+    (undisturbed,) = run_forked({tmp_path / "undisturbed": (4, overrides, "")}).values()
+    script = ["tests/e2e/broken_train.py", "slow engines", "0", f"run.dir={tmp_path}", "run.name=run", FAKE, *COMMON]
+    process = start("--nproc-per-node=4", *script, *overrides, restarts=True)
     result, num_kills = Result("", tmp_path / "run"), 0
     while num_kills < 20:
-        last, deadline = last_step(result), time.monotonic() + 120
+        last, deadline = last_step(result), time.monotonic() + 200
         while last_step(result) == last:  # a world that has begun, and made progress
             assert process.poll() is None, process.communicate()[0][-5000:]
             assert time.monotonic() < deadline, f"no step after {num_kills} kills"
@@ -385,10 +385,10 @@ def test_twenty_kills_change_nothing(model: Path, tmp_path: Path) -> None:
     output = finish(process, 300)
     assert process.returncode == 0, output[-5000:]
     assert output.count("resumes after step") >= 15
-    assert [row["step"] for row in result.metrics] == list(range(1, setting.num_steps + 1))
+    steps = Reference(setting, fake_engine, varied).run()
     for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
         assert_same_data(result.rollouts(number), step, setting)
-        assert_same_metrics(row, step, setting)
+        assert learnt(row) == learnt(undisturbed.metrics[number - 1])
 
 
 def last_step(result: Result) -> int:
@@ -398,7 +398,8 @@ def last_step(result: Result) -> int:
     return max((json.loads(line)["step"] for line in lines), default=0)
 
 
-REAL_SHAPE = {"num_steps": 4, "num_prompts": 4, "num_samples": 4, "max_new_tokens": 6, "lr": 3e-4, "clip_low": 0.2}
+REAL_SHAPE = {"num_steps": 4, "num_prompts": 4, "num_samples": 4, "max_new_tokens": 6, "temperature": 2.0}
+REAL_SHAPE |= {"lr": 3e-4, "clip_low": 0.2}
 REAL_PLACEMENTS: dict[str, Run] = {
     "collocated": (2, [], ""),
     "disaggregated": (2, ["placement.rollout=0", "placement.actor=1"], ""),
@@ -426,7 +427,7 @@ def test_real_engines_equal_the_reference(tmp_path: Path) -> None:
             result = results[tmp_path / f"{place} {limit}"]
             for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
                 assert_same_data(result.rollouts(number), step, setting)
-                assert_same_metrics(row, step, setting)
+                assert_same_metrics(row, step, setting, tolerance=1e-5)
 
 
 @pytest.mark.slow
