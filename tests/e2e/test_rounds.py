@@ -63,8 +63,8 @@ def learnt(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if name.partition("/")[0] not in ("time", "perf")}
 
 
-def assert_same_data(batch: Batch, step: Step, setting: Setting) -> None:
-    """The groups, in the order of the update: tokens, versions, lags, rewards."""
+def assert_same_data(batch: Batch, step: Step, setting: Setting, tolerance: float = 1e-6) -> None:
+    """The groups, in the order of the update: tokens, versions, lags, rewards, and logprobs within the tolerance."""
     mask, responses = batch.loss_mask, step.responses
     assert batch.tokens.tolist() == flat(step.sequences)
     assert batch.group_ids.tolist() == [
@@ -79,7 +79,7 @@ def assert_same_data(batch: Batch, step: Step, setting: Setting) -> None:
     assert batch.rewards.tolist() == pytest.approx(step.rewards, abs=1e-7)
     assert batch.truncated.tolist() == [response.is_truncated(setting) for response in responses]
     logprobs = [logprob for response in responses for logprob in response.logprobs]
-    assert batch.rollout_logprobs[mask].tolist() == pytest.approx(logprobs, abs=1e-5)
+    assert batch.rollout_logprobs[mask].tolist() == pytest.approx(logprobs, abs=tolerance)
     assert batch.ended is None and batch.noise is None
 
 
@@ -426,7 +426,8 @@ def test_real_engines_equal_the_reference(tmp_path: Path) -> None:
         for place in REAL_PLACEMENTS:
             result = results[tmp_path / f"{place} {limit}"]
             for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
-                assert_same_data(result.rollouts(number), step, setting)
+                # A step of AdamW turns rounding of small gradients into differences of the weights, and so of logprobs.
+                assert_same_data(result.rollouts(number), step, setting, tolerance=1e-3)
                 assert_same_metrics(row, step, setting, tolerance=1e-5)
 
 
