@@ -93,6 +93,8 @@ class Run:
         self._num_left = generator.randint(6, 16)
         self._prefix = [generator.randint(3, 9) for _ in range(40)]
         self._under_way: list[tuple[Any, dict[str, bool]]] = []
+        self._num_sampled: Counter[str] = Counter()
+        self._drops_tokens = False
 
     def go(self) -> "Run":
         for _ in range(MAX_STEPS):
@@ -134,6 +136,7 @@ class Run:
             scheduler.prev_step_scheduled_req_ids.clear()  # as after a step that had no room for them
         if generator.random() < 0.02:
             self.seen.append(scheduler.reset_prefix_cache(reset_running_requests=True))
+            self._drops_tokens = True
 
     def _schedule(self) -> None:
         scheduler = self._scheduler
@@ -143,6 +146,7 @@ class Run:
         starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         samples = {name: starts[name] + count >= known[name] for name, count in counts.items()}  # or has more prompt
+        self._num_sampled += Counter(samples)
         new = [(new.req_id, new.block_ids, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         self.seen.append((repr(scheduled), dict(counts), new, vars(cached).copy(), free))
@@ -152,6 +156,7 @@ class Run:
 
     def _update(self, scheduled: Any, samples: dict[str, bool]) -> None:
         from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+        from vllm.v1.request import RequestStatus
 
         generator, scheduler, names = self._generator, self._scheduler, list(scheduled.num_scheduled_tokens)
         sampled: list[list[int]] = [
@@ -166,7 +171,13 @@ class Run:
             logprobs=LogprobsLists(np.zeros_like(logprobs, np.int32), logprobs, np.zeros(len(names), np.int32)),
         )
         before = {name: len(response.logprobs) for name, response in self._responses.items()}
+        requests = dict(scheduler.requests)
         results = scheduler.update_from_output(scheduled, output)
+        for request in requests.values():
+            if request.status == RequestStatus.FINISHED_LENGTH_CAPPED and not self._drops_tokens:
+                if request.num_output_tokens == request.max_tokens:
+                    self.counts["cut"] += 1
+                    self.counts["sampled beyond the limit"] += self._num_sampled[request.request_id] - request.max_tokens
         tokens = [
             (one.request_id, one.new_token_ids, one.finish_reason, one.new_logprobs.logprobs[:, 0].tolist())
             for result in results.values()
@@ -196,6 +207,8 @@ def test_every_step_equals_that_of_vllm(fast_decode: Any) -> None:
         counts += ours.counts
     assert counts["preempted"] > 50 and counts["appended by us"] > 2000, counts
     assert counts["scheduled while PAUSED_ALL"] > 500, counts
+    # Otherwise the state of the random generator would not be that after the last token (noise.py).
+    assert counts["cut"] > 100 and counts["sampled beyond the limit"] == 0, counts
 
 
 class Manager:

@@ -20,6 +20,7 @@ from rl.rollout.engine import Completion, EngineSeat, Request
 
 pytestmark = pytest.mark.timeout(120)
 MODEL, BLOCK_SIZE, STOP, NUM_SEQUENCES, NUM_TOKENS = ROOT / "configs" / "tiny", 32, 0, 12, 40
+MAX_STEPS = 500
 SETTINGS = (
     "data.max_prompt_tokens=64",
     f"rollout.max_new_tokens={NUM_TOKENS}",
@@ -72,9 +73,11 @@ def changed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def sample(engine: Any, requests: Sequence[Request]) -> dict[str, Completion]:
     engine.add(requests)
     ended: dict[str, Completion] = {}
-    while engine.num_unfinished:
+    for _ in range(MAX_STEPS):
+        if not engine.num_unfinished:
+            return ended
         ended |= {completion.id: completion for completion in engine.step()}
-    return ended
+    raise AssertionError("it does not end")
 
 
 def make_request(number: int, max_tokens: int = NUM_TOKENS, cache_key: str = "") -> Request:
