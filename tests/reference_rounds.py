@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl.config.load import load_config
 from rl.config.schema import ROOT
-from rl.data.prompts import Prompt, sample_seed
+from rl.data.prompts import Prompt, PromptStream, sample_seed
 from rl.data.sources import read_data
 
 TINY = ROOT / "configs/tiny"
@@ -136,13 +136,24 @@ class Step:
         return [reward for group in self.groups for reward in group.rewards]
 
 
+def read_stream(setting: Setting) -> PromptStream:
+    tokenizer = AutoTokenizer.from_pretrained(setting.model)
+    return read_data(load_config(None, [f"data.train={setting.data}"]), tokenizer).stream
+
+
+def prompts_of(setting: Setting, count: int) -> list[Prompt]:
+    """Return the first prompts of the stream."""
+    stream = read_stream(setting)
+    return [stream.at(number) for number in range(count)]
+
+
 class Reference:
     """Walk through the rounds of a run, one response after the other."""
 
     def __init__(self, setting: Setting, engine: Engine, reward: Reward):
         self._setting, self._engine, self._reward = setting, engine, reward
         self._tokenizer = AutoTokenizer.from_pretrained(setting.model)
-        self._stream = read_data(load_config(None, [f"data.train={setting.data}"]), self._tokenizer).stream
+        self._stream = read_stream(setting)
         self.model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32).train()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=setting.lr, weight_decay=0.0)
         self._num_started = 0

@@ -22,7 +22,17 @@ from launch.environment import activated_environment
 from rl.data.batch import Batch
 from tests.e2e.reward_functions import mostly_equal, varied
 from tests.launcher import Result, command_of, finish, spawn, start
-from tests.reference_rounds import TINY, Reference, Setting, Step, fake_engine, flat, make_model, vllm_engine
+from tests.reference_rounds import (
+    TINY,
+    Reference,
+    Setting,
+    Step,
+    fake_engine,
+    flat,
+    make_model,
+    prompts_of,
+    vllm_engine,
+)
 
 pytestmark = pytest.mark.timeout(200)  # the first test waits for the fixture's runs
 FUNCTIONS = "tests/e2e/reward_functions.py"
@@ -156,11 +166,11 @@ def test_the_bound_of_the_lag_is_printed(runs: dict[tuple[str, int], Result]) ->
         assert output.count(text) == len(PLACEMENTS)
 
 
-def responses_of(result: Result) -> dict[tuple[int, ...], list[list[int]]]:
-    """Return the responses of all groups of a run, by their prompt."""
+def responses_of(result: Result, steps: Sequence[int] = ()) -> dict[tuple[int, ...], list[list[int]]]:
+    """Return the responses of all groups of a run, or of some of its steps, by their prompt."""
     found: dict[tuple[int, ...], list[list[int]]] = {}
-    for row in result.metrics:
-        batch = result.rollouts(int(row["step"]))
+    for step in steps or [int(row["step"]) for row in result.metrics]:
+        batch = result.rollouts(step)
         sequences = batch.tokens.split(batch.lengths.tolist())
         for tokens, length in zip(sequences, batch.prompt_lengths.tolist(), strict=True):
             found.setdefault(tuple(tokens[:length].tolist()), []).append(tokens[length:].tolist())
@@ -240,6 +250,36 @@ def test_a_run_resumes_after_every_step(
     results = run_forked(described, timeout_s=800)
     for (step, place), fork in forks.items():
         assert_continues(results[fork], step, place, steps, whole, setting)
+
+
+CHANGES = {
+    "no limit": ["rollout.max_tokens_per_round=0"],
+    "another limit": ["rollout.max_tokens_per_round=5"],
+    "smaller batches": ["train.num_prompts_per_step=3", "train.num_steps=9"],
+    "larger batches": ["train.num_prompts_per_step=9"],
+    "longer responses": ["rollout.max_new_tokens=20", "train.num_steps=9"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_fork_with_other_settings_trains_on_every_prompt_once(
+    runs: dict[tuple[str, int], Result], model: Path, tmp_path: Path
+) -> None:
+    """What was in flight is trained on, and no prompt is skipped or repeated."""
+    whole, setting = runs["collocated", 3], setting_of(3, model)
+    num_ranks, overrides, broken = fork_after(3, "same ranks", whole, setting)
+    forks = {name: tmp_path / name for name in CHANGES}
+    results = run_forked({forks[name]: (num_ranks, [*overrides, *CHANGES[name]], broken) for name in CHANGES})
+    before = responses_of(whole, [1, 2, 3]).keys()
+    for name, fork in forks.items():
+        after, last = responses_of(results[fork]), results[fork].metrics[-1]
+        assert all(len(samples) == setting.num_samples for samples in after.values()), name
+        assert not before & after.keys(), name
+        manifest = json.loads((fork / "checkpoints" / f"step_{last['step']}" / "manifest.json").read_text())
+        num_started, num_left = manifest["state"]["position"], int(last["rollout/carried"] + last["rollout/queue"])
+        assert len(before | after.keys()) + num_left == num_started, name
+        assert before | after.keys() <= {tuple(prompt.tokens) for prompt in prompts_of(setting, num_started)}, name
 
 
 # Settings that a run with a limit must bear, in which the data are those of the reference.

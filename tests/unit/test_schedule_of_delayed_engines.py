@@ -1,6 +1,6 @@
 """The schedule of rl/rollout/schedule.py, compared with the definition of rounds in closed form.
 
-Engines of random number and speed sample the rounds here. So groups finish in another order each time, on other engines.
+Engines of random number and speed sample the rounds here. So groups finish in another order each time.
 """
 
 import heapq
