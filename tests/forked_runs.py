@@ -64,7 +64,7 @@ def main() -> None:
     for each in runs:
         started = time.monotonic()
         failed = run(**each)
-        print(f"forked run of {time.monotonic() - started:.1f} s: {each}", flush=True)
+        print(f"this took {time.monotonic() - started:.1f} s: {' '.join(each['overrides'])}", flush=True)
         if failed:
             sys.exit(failed)
 
