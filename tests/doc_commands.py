@@ -69,6 +69,11 @@ ELSEWHERE = {
         'input="p answer\\nq\\n"',
     ),
     "python tools/debug.py runs/x --rank 5": ("tests/e2e/test_debugger.py", '"--rank"'),
+    "python tools/replay.py runs/x --step 3": ("tests/e2e/test_algorithms.py", '"tools/replay.py"'),
+    "torchrun --nproc-per-node 1 train.py run.name=x debug.save_rollouts=true checkpoint.save_interval=1": (
+        "tests/e2e/test_algorithms.py",
+        '"debug.save_rollouts=true"',
+    ),
     "python benchmarks/weight_sync.py": ("tests/e2e/test_benchmarks.py", '"weight_sync"'),
     "python tools/jobs.py submit --hosts hosts.txt x --config my.yaml": ("tests/e2e/test_launch_ssh.py", "--hosts"),
     'python tools/jobs.py submit --slurm="--nodes 4 --gpus-per-node 8" x --config my.yaml': (

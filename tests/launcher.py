@@ -16,6 +16,7 @@ import psutil
 
 from launch.environment import ROOT, TORCHRUN, activated_environment
 from rl.data.batch import Batch
+from rl.data.group_file import groups_from_bytes
 
 MARK = "ONEWORLD_TEST_WORLD"
 _marks: dict[int, str] = {}  # by the launcher's process id
@@ -102,7 +103,7 @@ class Result:
     def rollouts(self, step: int) -> Batch:
         """Return the whole batch of a step in stream order, whichever ranks owned it."""
         files = sorted((self.folder / "rollouts").glob(f"step_{step}.rank_*.safetensors"))
-        batch = Batch.concat([Batch.from_bytes(file.read_bytes()) for file in files])
+        batch = Batch.concat([group.batch for file in files for group in groups_from_bytes(file.read_bytes())])
         order = sorted(range(batch.num_sequences), key=lambda sequence: int(batch.group_ids[sequence]))
         return batch.select(order)
 

@@ -420,7 +420,7 @@ class DebugConfig:
     dry_run: bool = key(False, "Set by --dry-run: save nothing, and accept a model directory without weights.")
     breakpoints: bool = key(False, "Let ranks wait a day, not transfer_timeout_s, for a rank at a breakpoint().")
     post_mortem: bool = key(False, "Open a debugger where an exception was raised. The other ranks wait for a day.")
-    save_rollouts: bool = key(False, "Write each step's batch to the run directory, a safetensors file per actor.")
+    save_rollouts: bool = key(False, "Write each step's groups to the run directory. See docs/replay.md.")
 
 
 @dataclass(frozen=True)

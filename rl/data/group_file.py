@@ -69,19 +69,22 @@ def groups_to_bytes(groups: Sequence[StoredGroup], step: Mapping[str, Any] | Non
 def groups_from_bytes(data: bytes | bytearray) -> list[StoredGroup]:
     """Return the groups of a file. Raise ValueError, which says what is wrong, if it is damaged or no such file."""
     lines = _lines(_metadata(data))
-    tensors = _checked(_load(data), sum(line["num_sequences"] for line in lines))
     counts = [line["num_sequences"] for line in lines]
-    lengths = tensors["lengths"].split(counts)
-    num_tokens = [int(part.sum()) for part in lengths]
-    parts = {name: tensor.split(counts if name in SEQUENCE_FIELDS else num_tokens) for name, tensor in tensors.items()}
-    groups = []
-    for place, line in enumerate(lines):
-        # Copies, since one group that is kept would otherwise keep the whole file in memory.
-        fields = {name: part[place].clone() for name, part in parts.items()}
-        if "ended" in fields and fields["ended"].all():
-            del fields["ended"], fields["noise"]
-        groups.append(StoredGroup(line["group"], Batch(**fields), line["results"], line["state"]))
-    return groups
+    parts = _split(_checked(_load(data), sum(counts)), counts)
+    return [
+        StoredGroup(line["group"], _without_noise(batch), line["results"], line["state"])
+        for line, batch in zip(lines, parts, strict=True)
+    ]
+
+
+def split_groups(batch: Batch, numbers: Sequence[int]) -> list[StoredGroup]:
+    """Return the groups of an update's batch, in its order. The sequences of a group must follow each other.
+
+    `numbers` are the places of the groups in the prompt stream, by their `group_ids`.
+    """
+    places, counts = torch.unique_consecutive(batch.group_ids, return_counts=True)
+    parts = _split(batch.tensors(), counts.tolist())
+    return [StoredGroup(numbers[place], part) for place, part in zip(places.tolist(), parts, strict=True)]
 
 
 def step_from_bytes(data: bytes | bytearray) -> dict[str, Any]:
@@ -94,6 +97,22 @@ def step_from_bytes(data: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(step, dict):
         raise ValueError(f'the entry "step" of its metadata must be a JSON object, but it is {str(step)[:80]!r}')
     return step
+
+
+def _split(tensors: Mapping[str, Tensor], counts: list[int]) -> list[Batch]:
+    """Split the fields of a batch into batches of so many sequences each.
+
+    These are copies. Otherwise one group that is kept would keep all others in memory.
+    """
+    num_tokens = [int(part.sum()) for part in tensors["lengths"].split(counts)]
+    parts = {name: value.split(counts if name in SEQUENCE_FIELDS else num_tokens) for name, value in tensors.items()}
+    return [Batch(**{name: part[place].clone() for name, part in parts.items()}) for place in range(len(counts))]
+
+
+def _without_noise(batch: Batch) -> Batch:
+    """Remove `ended` and `noise` if all responses have ended."""
+    is_finished = batch.ended is not None and bool(batch.ended.all())
+    return dataclasses.replace(batch, ended=None, noise=None) if is_finished else batch
 
 
 def _with_noise(batches: list[Batch]) -> list[Batch]:

@@ -46,9 +46,13 @@ class Measures:
         self._sums.add(name)
         self.mean(name, total, 0)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._pairs)
+
     def reduce(self, pg: dist.ProcessGroup, *only: str) -> dict[str, float]:
         """Return the values over all ranks of the group, which all call this. A mean over nothing is 0."""
-        names = only or tuple(self._pairs)
+        names = only or self.names
         parts = [part for name in names for part in zip(*self._pairs[name])]  # totals and counts in turn
         table = torch.stack([torch.stack(part).sum().cpu() for part in parts]).reshape(-1, 2)
         dist.all_reduce(table, group=pg)
@@ -73,7 +77,7 @@ class MetricsWriter:
             if not step and old.exists():
                 stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
                 old.rename(old.with_name(f"{old.stem}.{stamp}{old.suffix}"))
-        rows = [row for row in _read_rows(path) if row["step"] <= step]
+        rows = [row for row in read_metrics(path) if row["step"] <= step]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = path.open("a", buffering=1)
         self._board = SummaryWriter(str(run_dir), purge_step=step + 1 if step else 0, flush_secs=5)
@@ -121,10 +125,11 @@ class MetricsWriter:
 
 def last_step(path: Path) -> int:
     """Return the last step in a file of metrics, or 0 if there is none."""
-    return max((row["step"] for row in _read_rows(path)), default=0)
+    return max((row["step"] for row in read_metrics(path)), default=0)
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of metrics. There are none if the file does not exist."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         with suppress(ValueError):  # a kill has cut the line off

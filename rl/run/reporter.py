@@ -1,15 +1,27 @@
 """Write the reports of an actor rank: metrics, samples, saved rollouts and profiles."""
 
+import dataclasses
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from rl.common.files import write_atomically
 from rl.config.schema import Config
 from rl.data.batch import Batch
+from rl.data.group_file import groups_to_bytes, split_groups
 from rl.data.prompts import Tokenizer
+from rl.placement.roles import plan
 from rl.report.describe import show
 from rl.report.metrics import MetricsWriter
 from rl.report.profile import profiled
 from rl.world.world import World
+
+ROLLOUTS = "rollouts"  # subfolder of the run
+
+
+def rollout_file(step: int, rank: int) -> str:
+    """Return the name of the file in which an actor saves its groups of a step."""
+    return f"step_{step}.rank_{rank}.safetensors"
 
 
 class Reporter:
@@ -29,12 +41,24 @@ class Reporter:
         is_wanted = first and first <= step < first + self._config.debug.profile_num_steps
         return profiled(self._folder / "profile" / self._name() if is_wanted else None)
 
-    def save_rollouts(self, batch: Batch, groups: list[int]) -> None:
-        """Save this rank's batch if debug.save_rollouts is set."""
-        if self._config.debug.save_rollouts:
-            file = self._folder / "rollouts" / f"{self._name()}.safetensors"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(batch.to_bytes())
+    def save_rollouts(self, batch: Batch, groups: Sequence[int]) -> None:
+        """Save this rank's batch if debug.save_rollouts is set. tools/replay.py reads the files of a step.
+
+        `groups` are the places in the prompt stream of all groups of the step, by their places in the batch.
+        """
+        if not self._config.debug.save_rollouts:
+            return
+        world, config = self._world, self._config
+        sizes = (world.size // world.num_ranks_per_node, world.num_ranks_per_node, config.rollout.tensor_parallel_size)
+        facts = {
+            "step": world.step,
+            "world": world.id,  # files of an earlier start may be left if the run was resumed with other ranks
+            "actors": plan(config.placement, *sizes, config.actor.num_replicas).actors,
+            "config": dataclasses.asdict(config),
+        }
+        file = self._folder / ROLLOUTS / rollout_file(world.step, world.rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, groups_to_bytes(split_groups(batch, groups), facts))
 
     def report(self, step: int, version: int, values: dict[str, float], batch: Batch | None = None) -> None:
         """Write the metrics of one step, and every metrics.samples_interval steps also samples of its batch."""

@@ -1,8 +1,12 @@
 """Whole runs of algorithms that carry more than a policy from step to step: a critic, an adapted coefficient, a prompt
 stream that advances by what rewards say. On the fake engine; test_placement_equality has the real one."""
 
+import dataclasses
+import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +18,13 @@ from rl.checkpoint.manifest import MANIFEST, Manifest
 from rl.config.load import load_config
 from rl.config.schema import ROOT
 from rl.data.batch import Batch
+from rl.data.group_file import groups_from_bytes, groups_to_bytes, step_from_bytes
 from rl.data.sources import read_data
 from tests.independent_merge import assert_same_bytes, load_merged, merge_shards
 from tests.launcher import Result, finish, start, train
 from tests.own_functions import write_functions
 from tools.merge_checkpoint import main
+from tools.replay import main as replay_step
 
 pytestmark = pytest.mark.timeout(300)  # the fixtures' runs count for whoever comes first
 FUNCTIONS = "tests/e2e/reward_functions.py"
@@ -120,6 +126,52 @@ def test_a_critic_warms_up_alone(ppo: Result) -> None:
     assert values.abs().max() > 1e-3
     assert [manifest_of(ppo, step).state["num_updates"] for step in (1, 2)] == [0, 2]
     assert [manifest_of(ppo, step).state["num_critic_updates"] for step in (1, 2)] == [2, 4]
+
+
+def test_a_step_is_recomputed_from_its_files(ppo: Result, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks, a critic, two mini-batches and a KL whose coefficient moves: one process gets the same numbers."""
+    command = [sys.executable, "tools/replay.py", str(ppo.folder), "--step", "3"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (shown.returncode, shown.stderr) == (0, ""), shown
+    rows = {line.split()[0]: line.split()[1:] for line in shown.stdout.splitlines() if line.endswith("  equal")}
+    for name in ("advantages", "returns", "reward/kl", "loss/policy", "optim/grad_norm", "critic/loss"):
+        recorded, recomputed, _ = rows[name]
+        assert float(recomputed) == pytest.approx(float(recorded), rel=1e-3) != 0, name
+    assert float(rows["loss/policy"][0]) == pytest.approx(ppo.metrics[2]["loss/policy"], rel=1e-6)
+    assert shown.stdout.endswith("match\n")
+    places = [line.split()[0] for line in shown.stdout.splitlines()[3 : 3 + NUM_PROMPTS]]
+    assert places == [str(number) for number in range(2 * NUM_PROMPTS, 3 * NUM_PROMPTS)], "places in the prompt stream"
+    assert replay_step([str(ppo.folder), "--step", "1", "--json"]) == 0, "from model.path, with the critic alone"
+    result = json.loads(capsys.readouterr().out)
+    values = {each["name"]: each["recomputed"] for each in result["metrics"]}
+    assert result["matches"] and values["critic/loss"] > 0 and "loss/policy" not in values
+
+
+def test_a_replay_says_what_differs(ppo: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(ppo.folder, run, ignore=shutil.ignore_patterns("step_[134]", "logs"))
+    metrics, file = run / "metrics.jsonl", run / "rollouts" / "step_3.rank_1.safetensors"
+    recorded = metrics.read_text()
+    rows = [json.loads(line) for line in recorded.splitlines()]
+    rows[3]["loss/policy"] *= 1.01
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert replay_step([str(run), "--step", "3"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("DIFFERS: ")]
+    assert len(lines) == 1 and lines[0].startswith("DIFFERS: loss/policy: "), lines
+    metrics.write_text(recorded)
+    data = file.read_bytes()
+    first, *others = groups_from_bytes(data)
+    better = dataclasses.replace(first, batch=first.batch.replace(rewards=first.batch.rewards + 1))
+    file.write_bytes(groups_to_bytes([better, *others], step_from_bytes(data)))
+    assert replay_step([str(run), "--step", "3"]) == 1
+    output = capsys.readouterr().out
+    found = {line.split(": ")[1] for line in output.splitlines() if line.startswith("DIFFERS: ")}
+    assert {"reward/mean", "advantages", "returns", "critic/return_mean"} == found, (
+        "the loss is that of the stored ones"
+    )
+    file.unlink()
+    assert replay_step([str(run), "--step", "3"]) == 2
+    assert f"{file} is missing: the actors of step 3 were the ranks 0-1." in capsys.readouterr().err
 
 
 def test_a_critic_is_not_merged(ppo: Result) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.config.schema import Config
+from rl.config.schema import Config, RolloutConfig
 from rl.watch.heart import HEART
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("vllm_imported")]
@@ -122,7 +122,7 @@ def test_a_build_beats_between_its_phases_and_marks_what_vllm_compiles(
     monkeypatch.setattr(build, "PrivateDefaultGroup", lambda seat: look())
     monkeypatch.setattr(build.vllm, "LLM", start)
     monkeypatch.setattr(build.c10d, "barrier", look)
-    for name in ("turn_off_packing", "unlink_shared_memory", "install_fast_decode"):
+    for name in ("turn_off_packing", "unlink_shared_memory", "install_fast_decode", "Generators"):
         monkeypatch.setattr(build, name, lambda *args: None)
     seat = SimpleNamespace(stop_token_ids=[], shares_device=True, device=torch.device("cpu"), tp_size=1)
     failed = SimpleNamespace(abandon=look) if is_rebuilt else None
@@ -201,13 +201,17 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
     monkeypatch.setattr(build.vllm, "LLM", lambda **options: llm)
     monkeypatch.setattr(build, "register_backend", lambda backend, path: switched_on.append(path))
     monkeypatch.setattr(build, "install_fast_decode", lambda scheduler, responses: switched_on.append(scheduler))
+    monkeypatch.setattr(build, "Generators", lambda llm: switched_on.append("noise"))
     monkeypatch.setattr(build, "unlink_shared_memory", lambda seat: None)
     monkeypatch.setattr(build.c10d, "barrier", lambda: None)
     group = SimpleNamespace(entered=nullcontext)
     seat = SimpleNamespace(name="test", tp_rank=0, tp_size=1, stop_token_ids=[], shares_device=True)
     seat.device = torch.device("cuda")
     built = build.build(Config(), tmp_path, seat, failed=SimpleNamespace(abandon=lambda: group))
-    assert switched_on == (["rl.rollout.vllm.attention.DecodeBackend", scheduler] if is_tested else [])
+    assert switched_on == (["rl.rollout.vllm.attention.DecodeBackend", "noise", scheduler] if is_tested else [])
     assert (built.notice == "") == is_tested
     if not is_tested:
         assert built.notice.startswith(f"vLLM {version} is outside the tested versions (")
+        rollout = RolloutConfig(max_new_tokens=8, max_tokens_per_round=4)
+        build.build(Config(rollout=rollout), tmp_path, seat, failed=SimpleNamespace(abandon=lambda: group))
+        assert switched_on == ["noise"]  # responses are continued, which is not a matter of speed

@@ -174,10 +174,10 @@ class Run:
         requests = dict(scheduler.requests)
         results = scheduler.update_from_output(scheduled, output)
         for request in requests.values():
-            if request.status == RequestStatus.FINISHED_LENGTH_CAPPED and not self._drops_tokens:
-                if request.num_output_tokens == request.max_tokens:
-                    self.counts["cut"] += 1
-                    self.counts["sampled beyond the limit"] += self._num_sampled[request.request_id] - request.max_tokens
+            is_cut = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+            if is_cut and request.num_output_tokens == request.max_tokens and not self._drops_tokens:
+                num_beyond = self._num_sampled[request.request_id] - request.max_tokens
+                self.counts += Counter({"cut": 1, "sampled beyond the limit": num_beyond})
         tokens = [
             (one.request_id, one.new_token_ids, one.finish_reason, one.new_logprobs.logprobs[:, 0].tolist())
             for result in results.values()

@@ -78,6 +78,8 @@ NAMES: dict[str, list[str]] = {
     "vllm.v1.request.Request": [],
     "vllm.v1.request.Request.update_block_hashes": [],
     "vllm.v1.request.RequestStatus.RUNNING": [],
+    "vllm.v1.worker.gpu_input_batch.CachedRequestState.num_tokens": [],
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states": ["scheduler_output"],
     "vllm.v1.worker.gpu_worker.Worker.reload_weights": [],
 }
 # Names that only a GPU build can always import.
@@ -85,15 +87,19 @@ GPU_NAMES = ["FlashAttentionBackend", "FlashAttentionImpl", "FlashAttentionMetad
 # Fields of dataclasses and structs.
 FIELDS = {
     "vllm.v1.core.sched.output.CachedRequestData": [
-        *("req_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens", "all_token_ids"),
+        *("req_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens", "all_token_ids", "resumed_req_ids"),
     ],
+    "vllm.v1.core.sched.output.NewRequestData": ["req_id"],
     "vllm.v1.core.sched.output.SchedulerOutput": [
-        *("num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_cached_reqs"),
+        *("num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_cached_reqs", "scheduled_new_reqs"),
+        "finished_req_ids",
     ],
-    "vllm.v1.engine.EngineCoreOutput": ["request_id", "finish_reason", "new_logprobs"],
+    "vllm.v1.engine.EngineCoreOutput": ["request_id", "finish_reason", "new_logprobs", "prefill_stats"],
     "vllm.v1.engine.EngineCoreOutputs": ["outputs"],
     "vllm.v1.outputs.LogprobsLists": ["logprobs", "cu_num_generated_tokens"],
     "vllm.v1.outputs.ModelRunnerOutput": ["logprobs", "req_id_to_index", "sampled_token_ids"],
+    "vllm.v1.metrics.stats.PrefillStats": ["num_cached_tokens"],
+    "vllm.v1.worker.gpu_input_batch.CachedRequestState": ["generator", "num_computed_tokens"],
     "vllm.inputs.TokensPrompt": ["prompt_token_ids", "cache_salt"],
     "vllm.device_allocator.cumem.AllocationData": ["tag", "is_asleep"],
 }
@@ -108,6 +114,8 @@ SET = {
     "vllm.v1.engine.core_client.InprocClient": ["engine_core"],
     "vllm.v1.engine.llm_engine.LLMEngine": ["engine_core", "input_processor", "vllm_config"],
     "vllm.v1.executor.abstract.Executor": ["sleeping_tags"],
+    "vllm.v1.worker.gpu_input_batch.InputBatch": ["generators", "req_id_to_index"],
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ["requests", "input_batch"],
     "vllm.v1.worker.gpu_worker.Worker": ["model_runner"],
 }
 # Read or written on a scheduler, and on a request of its own.

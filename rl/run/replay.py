@@ -1,0 +1,373 @@
+"""Recompute a step of a run from the rollouts that debug.save_rollouts stored, in one process without a GPU.
+
+    RUN/rollouts/step_N.rank_*   -->  groups, lag, advantages  \\
+    checkpoint of step N - 1     -->  loss, gradient norm       -->  compare with step N of RUN/metrics.jsonl
+
+The code is that of the run: the same functions compute advantages, losses and metrics, in a world of one rank.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rl.algo.choose import own_advantage
+from rl.checkpoint.manifest import COMMITTED, MANIFEST, Manifest, step_folder
+from rl.checkpoint.resume import Resume, restore
+from rl.checkpoint.store import CheckpointStore
+from rl.common.files import join_inside
+from rl.common.text import format_ranges
+from rl.config.schema import Config, resolve_path
+from rl.data.batch import Batch
+from rl.data.group_file import StoredGroup, groups_from_bytes, step_from_bytes
+from rl.learner.credit import assign_credit
+from rl.model.hub import download
+from rl.placement.groups import Groups, make_groups
+from rl.placement.roles import Placement
+from rl.report.describe import describe
+from rl.report.metrics import METRICS, Measures, read_metrics
+from rl.run.find_models import RECORD
+from rl.run.models import build_critic, build_learner, load
+from rl.run.open import Run
+from rl.run.reporter import ROLLOUTS, rollout_file
+from rl.world.world import World
+
+ALONE = Placement(num_nodes=1, num_ranks_per_node=1, roles=(("actor",),), engines=())
+TIMEOUT_S = 600.0
+EXACT = 1e-5  # limit of relative differences if only sums are computed in another order
+MODEL_LIMITS = {"float32": (1e-3, 1e-6), "bfloat16": (0.05, 2e-3)}  # relative and absolute, if the model is used
+SEVERAL_UPDATES = 2e-5  # absolute limit from the second optimizer step on, since AdamW amplifies rounding
+NOT_REPLAYED = ("time/", "perf/", "eval/")  # metrics that do not follow from what was trained on
+
+
+class ReplayError(Exception):
+    """A step cannot be replayed. The message says what is missing, and what to do."""
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """What a run has left of a step."""
+
+    folder: Path  # of the run
+    step: int
+    config: Config
+    groups: list[StoredGroup]  # of all actors, by their places in the batch
+    metrics: dict[str, float | None]  # None: not finite
+    version: int | None  # newest version of the weights when the step began; None: unknown
+    kl_coef: float | None  # None: unknown
+    checkpoint: Resume | None  # of the step before
+
+    @cached_property
+    def batch(self) -> Batch:
+        return Batch.concat([group.batch for group in self.groups])
+
+    @cached_property
+    def lags(self) -> Tensor | None:
+        """[T], computed from the versions of the tokens; None: the version of the step is unknown."""
+        if self.version is None:
+            return None
+        return torch.where(self.batch.loss_mask, self.version - self.batch.versions, 0)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A recorded value and the same value recomputed."""
+
+    name: str
+    recorded: float | None  # None: not finite
+    recomputed: float
+    limit: float  # largest difference that rounding explains
+    reason: str = ""  # what a difference means
+
+    @property
+    def is_equal(self) -> bool:
+        if self.recorded is None or not math.isfinite(self.recomputed):
+            return self.recorded is None and not math.isfinite(self.recomputed)
+        return abs(self.recorded - self.recomputed) <= self.limit
+
+
+@dataclass
+class Replay:
+    """The result. `notes` say what was not recomputed, and why."""
+
+    comparisons: list[Comparison] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_equal(self) -> bool:
+        return all(comparison.is_equal for comparison in self.comparisons)
+
+
+def read_step(folder: Path, step: int) -> SavedStep:
+    """Read what the run in `folder` has left of a step. Raise ReplayError if something is missing or damaged."""
+    files, facts = _find_files(folder, step)
+    groups = [group for file in files for group in _read(file, groups_from_bytes)]
+    groups.sort(key=_place)
+    config = msgspec.convert(facts["config"], Config)
+    rows = {int(row["step"]): row for row in read_metrics(folder / METRICS)}
+    if step not in rows:
+        raise ReplayError(
+            f"{folder / METRICS} has no row of step {step}, so there is nothing to compare with: the run has not "
+            "finished this step, or this is not the node of its first actor. Copy the file from there"
+        )
+    metrics = {name: value for name, value in rows[step].items() if "/" in name}
+    checkpoint = _find_checkpoint(folder, step - 1)
+    state = checkpoint.manifest.state if checkpoint is not None else {}
+    version = rows.get(step - 1, {}).get("version", state.get("version"))
+    return SavedStep(folder, step, config, groups, metrics, version, _kl_coef(config, rows, step, state), checkpoint)
+
+
+def _find_files(folder: Path, step: int) -> tuple[list[Path], dict[str, Any]]:
+    """Return the files of a step, one per actor, and the facts about the step. The newest file names the actors."""
+    if not folder.is_dir():
+        raise ReplayError(f"there is no folder {folder}; give the folder of a run, such as runs/demo")
+    saved = sorted((folder / ROLLOUTS).glob("step_*.rank_*.safetensors"), key=lambda path: path.stat().st_mtime)
+    if not saved:
+        raise ReplayError(f"{folder / ROLLOUTS} holds no rollouts; start the run with debug.save_rollouts=true")
+    found = [path for path in saved if path.name.startswith(f"step_{step}.rank_")]
+    if not found:
+        steps = sorted({int(path.name.removeprefix("step_").partition(".")[0]) for path in saved})
+        raise ReplayError(f"{folder / ROLLOUTS} has no step {step}, but steps {format_ranges(steps)}; give one of them")
+    facts = _read(found[-1], step_from_bytes)
+    files = [folder / ROLLOUTS / rollout_file(step, rank) for rank in facts["actors"]]
+    for file in files:
+        if not file.exists():
+            raise ReplayError(
+                f"{file} is missing: the actors of step {step} were the ranks {format_ranges(facts['actors'])}. Each "
+                "node stores the files of its own ranks; copy this one from its node"
+            )
+        if _read(file, step_from_bytes)["world"] != facts["world"]:
+            raise ReplayError(
+                f"{file} and {found[-1].name} are of different starts of the run, so they do not belong together; "
+                "copy the newer one from its node"
+            )
+    return files, facts
+
+
+def _read(file: Path, parse: Callable[[bytes], Any]) -> Any:
+    try:
+        return parse(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ReplayError(f"{file} cannot be read: {error}. Copy it again, or replay another step") from error
+
+
+def _place(group: StoredGroup) -> int:
+    return int(group.batch.group_ids[0])
+
+
+def _find_checkpoint(folder: Path, step: int) -> Resume | None:
+    """Return the checkpoint of a step, or None if not all of its files are on this machine."""
+    path = folder / "checkpoints" / step_folder(step)
+    if not (path / COMMITTED).is_file():
+        return None
+    manifest = Manifest.from_json((path / MANIFEST).read_bytes(), str(path / MANIFEST))
+    if manifest.step != step:
+        raise ReplayError(f"{path} holds step {manifest.step}: its folder was renamed. Restore its name")
+    holders = {file.name: [(0, str(path))] for file in manifest.files if file.slices}
+    if not all((path / name).is_file() for name in holders):
+        return None
+    return Resume(manifest, holders, is_own=True, committed=(step,), origin="", has_probe=False)
+
+
+def _kl_coef(
+    config: Config, rows: Mapping[int, Mapping[str, Any]], step: int, state: Mapping[str, Any]
+) -> float | None:
+    """Return the coefficient of the KL in a step. It changes from step to step if algo.kl_target is set."""
+    if not config.algo.kl_target:
+        return config.algo.kl_coef
+    earlier = [row["policy/kl_coef"] for at, row in sorted(rows.items()) if at < step and "policy/kl_coef" in row]
+    first = config.algo.kl_coef if 0 in rows else None  # a fork starts with the coefficient of another run
+    return earlier[-1] if earlier else state.get("kl_coef", first)
+
+
+def replay(saved: SavedStep, with_loss: bool = True, model_limit: float | None = None) -> Replay:
+    """Recompute a step, and compare. torch.distributed must be initialized with a world of one rank."""
+    result, processes = Replay(), make_groups(ALONE, 0, "cpu", TIMEOUT_S)
+    result.comparisons += _compare_groups(saved)
+    if saved.lags is None:
+        result.notes.append(f"lags: {METRICS} has no row of step {saved.step - 1}, which names the version")
+    else:
+        result.comparisons += _compare_lags(saved, saved.lags)
+    pg = processes.actor_pg
+    assert pg is not None
+    values, measures = describe(saved.batch).reduce(pg), Measures()
+    if saved.kl_coef is None:
+        result.notes.append("advantages and loss: neither the metrics nor a checkpoint has the KL coefficient")
+    else:
+        result.comparisons += _compare_credit(saved, saved.kl_coef, processes, measures)
+        result.comparisons += compare_values(saved.metrics, values | _reduce(measures, processes), EXACT, EXACT * 0.01)
+        reason = _why_no_loss(saved) if with_loss else "--no-loss was given"
+        if reason:
+            result.notes.append(f"loss, and what else needs the model: {reason}")
+        else:
+            relative, absolute = MODEL_LIMITS[saved.config.model.dtype]
+            relative = model_limit if model_limit is not None else relative
+            if saved.config.algo.num_mini_batches * saved.config.algo.num_epochs > 1:
+                absolute = max(absolute, SEVERAL_UPDATES)
+            result.comparisons += compare_values(saved.metrics, _update(saved, processes), relative, absolute)
+    known = {comparison.name for comparison in result.comparisons}
+    left = [name for name in saved.metrics if name not in known and not name.startswith(NOT_REPLAYED)]
+    if left:
+        result.notes.append(f"other metrics: {', '.join(left)}")
+    return result
+
+
+def compare_values(
+    recorded: Mapping[str, float | None], recomputed: Mapping[str, float], relative: float, absolute: float
+) -> Iterator[Comparison]:
+    """Compare metrics that have both values."""
+    for name, value in recomputed.items():
+        if name in recorded:
+            yield Comparison(name, recorded[name], value, absolute + relative * abs(recorded[name] or 0.0))
+
+
+def _compare_groups(saved: SavedStep) -> Iterator[Comparison]:
+    """Check that each place of the batch has one group, with all of its samples."""
+    expected = saved.config.rollout.num_samples_per_prompt
+    whole = {_place(group) for group in saved.groups if group.batch.num_sequences == expected}
+    places = range(max(map(_place, saved.groups), default=-1) + 1)
+    rule = f"each place of the batch must have one group of {expected} samples"
+    reason = f"{rule}; places without one: {format_ranges({*places} - whole) or 'none, so one has several'}"
+    yield Comparison("groups", max(len(saved.groups), len(places)), len(whole), 0.0, reason)
+
+
+def _compare_lags(saved: SavedStep, lags: Tensor) -> Iterator[Comparison]:
+    mask, stored = saved.batch.loss_mask, saved.batch.lags
+    stored = torch.zeros_like(lags) if stored is None else stored
+    yield _compare_tokens("lags", stored, lags, saved.batch, 0.0)
+    now = lags[mask].double()
+    values = {"rollout/lag_mean": now.mean().item(), "rollout/lag_max": now.max().item()} if now.numel() else {}
+    yield from compare_values(saved.metrics, values, EXACT, EXACT)
+
+
+def _compare_tokens(name: str, stored: Tensor, recomputed: Tensor, batch: Batch, limit: float) -> Comparison:
+    """Compare values of tokens, [T]. Show those of the token that differs most."""
+    if not stored.numel():
+        return Comparison(name, 0.0, 0.0, limit)
+    differences = (stored.double() - recomputed.double()).abs()
+    token = int((differences if differences.any() else stored.abs()).argmax())
+    place = int(batch.group_ids[batch.segment_ids[token]])
+    reason = f"shown is the token that differs most, of the group at place {place} of the batch"
+    return Comparison(name, stored[token].item(), recomputed[token].item(), limit, reason)
+
+
+def _compare_credit(saved: SavedStep, kl_coef: float, processes: Groups, measures: Measures) -> Iterator[Comparison]:
+    """Recompute the advantages, and the returns if there is a critic."""
+    algo, batch, pg = saved.config.algo, saved.batch, processes.actor_pg
+    assert pg is not None
+    bare = dataclasses.replace(batch, advantages=None, returns=None)
+    longest, own = saved.config.rollout.max_new_tokens, own_advantage(algo)
+    credited = assign_credit(bare, algo, longest, kl_coef, pg, measures, own)
+    for name in ("advantages", "returns"):
+        stored, recomputed = getattr(batch, name), getattr(credited, name)
+        if recomputed is not None and stored is not None:
+            scale = max(1.0, float(stored.abs().max())) if stored.numel() else 1.0
+            yield _compare_tokens(name, stored, recomputed, batch, 10 * EXACT * scale)
+
+
+def _reduce(measures: Measures, processes: Groups) -> dict[str, float]:
+    assert processes.actor_pg is not None
+    return measures.reduce(processes.actor_pg) if measures.names else {}
+
+
+def _why_no_loss(saved: SavedStep) -> str:
+    """Return why the loss cannot be recomputed, or an empty text."""
+    before = saved.step - 1
+    if saved.checkpoint is None and before:
+        path = saved.folder / "checkpoints" / step_folder(before)
+        keep = "checkpoint.save_interval=1 and a larger checkpoint.keep_last keep the checkpoint of every step"
+        return f"there is no whole checkpoint in {path}; {keep}"
+    if saved.checkpoint is None and not resolve_path(saved.config.model.path).is_dir() and not _commits(saved):
+        return f"step 1 starts from model.path, and there is no folder {saved.config.model.path} here"
+    return ""
+
+
+def _commits(saved: SavedStep) -> dict[str, str]:
+    """Return the commits of models on the hub, which the run has recorded."""
+    record = saved.folder / RECORD
+    return msgspec.json.decode(record.read_bytes(), type=dict[str, str]) if record.is_file() else {}
+
+
+def _model_folder(saved: SavedStep, setting: str, path: str) -> Path:
+    """Return the folder of a model: a local one, else the configs in the checkpoint, else from the hub."""
+    if resolve_path(path).is_dir():
+        return resolve_path(path)
+    if setting == "model.path" and saved.checkpoint is not None:
+        return saved.folder / "checkpoints" / step_folder(saved.step - 1) / "hf"
+    return download(setting, path, _commits(saved)[path])
+
+
+def _update(saved: SavedStep, processes: Groups) -> dict[str, float]:
+    """Run the update of the step with the weights of the step before. Return its metrics."""
+    run = _open(saved, processes)
+    load_reference = cache(lambda: load(run, trainable=False))
+    learner, critic = build_learner(run, load_reference), build_critic(run)
+    if run.resume is not None:
+        restore(learner, critic, run.resume, run.store, run.placement)
+    assert saved.kl_coef is not None
+    learner.kl_coef = saved.kl_coef
+    measures, num_prompts = Measures(), len(saved.groups)
+    if critic is not None:
+        critic.update(saved.batch, num_prompts, measures)
+    if critic is None or saved.step > saved.config.critic.warmup_steps:
+        learner.update(saved.batch, num_prompts, measures)
+    return _reduce(measures, processes)
+
+
+def _open(saved: SavedStep, processes: Groups) -> Run:
+    """Return the parts of a run that its models need, on one rank. Settings that only change speed are left out."""
+    actor = dataclasses.replace(saved.config.actor, offload="none", compile=False, recompute="none", num_replicas=1)
+    rollout = dataclasses.replace(saved.config.rollout, max_mismatch_kl=0.0)  # compared, but no reason to stop
+    config = dataclasses.replace(saved.config, actor=actor, rollout=rollout)
+    models = {setting: _model_folder(saved, setting, path) for setting, path in config.model_paths.items()}
+    world = cast(World, SimpleNamespace(rank=0, device=torch.device("cpu")))
+    store = cast(CheckpointStore, _LocalFiles())
+    return Run(world, config, ALONE, processes, saved.folder, models, store, saved.checkpoint)
+
+
+class _LocalFiles:
+    """The part of a CheckpointStore that `restore` uses, if all files are on this machine."""
+
+    mail = SimpleNamespace(rank=0)
+
+    def local_path(self, folder: str, file: str) -> Path:
+        return join_inside(Path(folder), file)
+
+
+def describe_groups(saved: SavedStep) -> list[dict[str, Any]]:
+    """Return one row per group: its place in the stream and in the batch, lengths, versions, lag and rewards."""
+    rows = []
+    for group in saved.groups:
+        batch, mask = group.batch, group.batch.loss_mask
+        lengths, versions = batch.response_lengths, batch.versions[mask]
+        row = {
+            "group": group.number,
+            "place": _place(group),
+            "samples": batch.num_sequences,
+            "prompt_tokens": int(batch.prompt_lengths[0]),
+            "response_tokens": lengths.tolist(),
+            "versions": sorted(set(versions.tolist())),
+            "reward_mean": batch.rewards.mean().item(),
+        }
+        if saved.version is not None and versions.numel():
+            lags = (saved.version - versions).double()
+            row |= {"lag_mean": lags.mean().item(), "lag_max": int(lags.max())}
+        rows.append(row)
+    return rows
+
+
+def summarize_lags(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the lag of the groups in words."""
+    lags = [row["lag_max"] for row in rows if "lag_max" in row]
+    if not lags:
+        return "lag unknown"
+    stale = sum(lag > 0 for lag in lags)
+    return f"lag at most {max(lags)}; {stale} of {len(rows)} groups have tokens of older versions"

@@ -1,0 +1,485 @@
+"""Runs whose responses take several rounds, compared with a plain single-process reference (tests/reference_rounds.py).
+
+The runs use the fake engine, unless a test says otherwise.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.environment import activated_environment
+from rl.data.batch import Batch
+from tests.e2e.reward_functions import mostly_equal, varied
+from tests.launcher import Result, command_of, finish, spawn, start
+from tests.reference_rounds import (
+    TINY,
+    Reference,
+    Setting,
+    Step,
+    fake_engine,
+    flat,
+    make_model,
+    prompts_of,
+    vllm_engine,
+)
+
+pytestmark = pytest.mark.timeout(200)  # the first test waits for the fixture's runs
+FUNCTIONS = "tests/e2e/reward_functions.py"
+FAKE, REAL = "rollout.engine=fake", "rollout.engine=vllm"
+COMMON = ["eval.interval=0", "debug.save_rollouts=true", f"reward.function={FUNCTIONS}:varied"]
+SAVES = ["checkpoint.save_interval=1", "checkpoint.keep_last=99"]
+SHAPE = {"num_steps": 6, "num_prompts": 4, "num_samples": 3, "max_new_tokens": 12}
+LIMITS = (0, 3, 5)  # tokens per round; 0: no limit
+# Number of ranks, overrides, and what is broken.
+PLACEMENTS: dict[str, tuple[int, list[str], str]] = {
+    "collocated": (2, [], ""),
+    "disaggregated": (3, ["placement.rollout=0-1", "placement.actor=2"], "slow engine"),
+    "tensor parallel, 2 replicas": (2, ["rollout.tensor_parallel_size=2", "actor.num_replicas=2"], ""),
+}
+
+
+Run = tuple[int, Sequence[str], str]  # number of ranks, overrides, and what is broken
+
+
+def run_forked(runs: dict[Path, Run], engine: str = FAKE, timeout_s: float = 150) -> dict[Path, Result]:
+    """Run train.py for each folder."""
+    described = [
+        {
+            "num_ranks": num_ranks,
+            "overrides": [f"run.dir={folder.parent}", f"run.name={folder.name}", engine, *COMMON, *overrides],
+            "broken": broken,
+        }
+        for folder, (num_ranks, overrides, broken) in runs.items()
+    ]
+    process = spawn([sys.executable, "tests/forked_runs.py", json.dumps(described)], activated_environment())
+    output = finish(process, timeout_s)
+    assert process.returncode == 0, output[-6000:]
+    return {folder: Result(output, folder) for folder in runs}
+
+
+def learnt(row: dict[str, float]) -> dict[str, float]:
+    """Return all metrics of a step but those of time."""
+    return {name: value for name, value in row.items() if name.partition("/")[0] not in ("time", "perf")}
+
+
+def assert_same_data(batch: Batch, step: Step, setting: Setting, tolerance: float = 1e-6) -> None:
+    """The groups, in the order of the update: tokens, versions, lags, rewards, and logprobs within the tolerance."""
+    mask, responses = batch.loss_mask, step.responses
+    assert batch.tokens.tolist() == flat(step.sequences)
+    assert batch.group_ids.tolist() == [
+        place for place in range(setting.num_prompts) for _ in range(setting.num_samples)
+    ]
+    assert batch.versions[mask].tolist() == flat(response.versions for response in responses)
+    assert batch.versions[~mask].unique().tolist() == [-1]
+    assert (batch.lags is not None) == bool(setting.max_tokens_per_round)
+    if batch.lags is not None:
+        assert batch.lags[mask].tolist() == step.lags
+        assert not batch.lags[~mask].any()
+    assert batch.rewards.tolist() == pytest.approx(step.rewards, abs=1e-7)
+    assert batch.truncated.tolist() == [response.is_truncated(setting) for response in responses]
+    logprobs = [logprob for response in responses for logprob in response.logprobs]
+    assert batch.rollout_logprobs[mask].tolist() == pytest.approx(logprobs, abs=tolerance)
+    assert batch.ended is None and batch.noise is None
+
+
+def assert_same_metrics(row: dict[str, float], step: Step, setting: Setting, tolerance: float = 1e-6) -> None:
+    assert row["version"] == step.version + 1  # after the update
+    assert row["loss/policy"] == pytest.approx(step.loss, abs=tolerance)
+    assert row["optim/grad_norm"] == pytest.approx(step.grad_norm, rel=100 * tolerance)
+    assert row["reward/mean"] == pytest.approx(sum(step.rewards) / len(step.rewards), abs=1e-6)
+    assert row["rollout/tokens"] == len(step.lags)
+    if setting.max_tokens_per_round:
+        assert row["rollout/lag_mean"] == pytest.approx(sum(step.lags) / len(step.lags), abs=1e-6)
+        assert row["rollout/lag_max"] == max(step.lags)
+        assert (row["rollout/carried"], row["rollout/queue"]) == (step.num_carried, step.num_queued)
+    else:
+        assert not {"rollout/lag_max", "rollout/carried", "rollout/queue"} & row.keys()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def setting_of(limit: int, model: Path) -> Setting:
+    return Setting(**SHAPE, max_tokens_per_round=limit, model=model)
+
+
+@pytest.fixture(scope="module")
+def references(model: Path) -> dict[int, list[Step]]:
+    """What the definition of rounds says, by the limit of tokens."""
+    return {limit: Reference(setting_of(limit, model), fake_engine, varied).run() for limit in LIMITS}
+
+
+@pytest.fixture(scope="module")
+def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Result]:
+    """A run for each placement and limit. The first placement saves every step."""
+    folders = {(name, limit): tmp_path_factory.mktemp("runs") / "run" for name in PLACEMENTS for limit in LIMITS}
+    described = {}
+    for (name, limit), folder in folders.items():
+        num_ranks, overrides, broken = PLACEMENTS[name]
+        saves = SAVES if name == "collocated" else []
+        described[folder] = (num_ranks, [*setting_of(limit, model).overrides, *overrides, *saves], broken)
+    results = run_forked(described)
+    return {key: results[folder] for key, folder in folders.items()}
+
+
+def test_the_reference_has_carried_queued_and_late_groups(references: dict[int, list[Step]]) -> None:
+    """Otherwise the comparisons with it would show little."""
+    orders = {limit: [group.number for step in steps for group in step.groups] for limit, steps in references.items()}
+    assert orders[0] == list(range(24))
+    assert len({tuple(order) for order in orders.values()}) == 3
+    for limit in LIMITS[1:]:
+        assert max(max(step.lags) for step in references[limit]) >= 2
+        assert any(step.num_queued for step in references[limit])
+        assert any(len(set(response.versions)) > 2 for step in references[limit] for response in step.responses)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_run_equals_the_reference(
+    placement: str, limit: int, runs: dict[tuple[str, int], Result], references: dict[int, list[Step]], model: Path
+) -> None:
+    """Groups, tokens, versions, lags, rewards and losses, whoever samples and trains, and however slowly."""
+    result, steps, setting = runs[placement, limit], references[limit], setting_of(limit, model)
+    for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
+        assert_same_data(result.rollouts(number), step, setting)
+        assert_same_metrics(row, step, setting)
+
+
+def test_the_bound_of_the_lag_is_printed(runs: dict[tuple[str, int], Result]) -> None:
+    """12 tokens take 4 rounds of 3 tokens, and 3 rounds of 5. The bound is 2 M - 3."""
+    output = runs["collocated", 0].output
+    for num_rounds, bound in ((4, 5), (3, 3)):
+        text = f"takes up to {num_rounds} rounds, so a token is trained on at most {bound} updates after"
+        assert output.count(text) == len(PLACEMENTS)
+
+
+def responses_of(result: Result, steps: Sequence[int] = ()) -> dict[tuple[int, ...], list[list[int]]]:
+    """Return the responses of all groups of a run, or of some of its steps, by their prompt."""
+    found: dict[tuple[int, ...], list[list[int]]] = {}
+    for step in steps or [int(row["step"]) for row in result.metrics]:
+        batch = result.rollouts(step)
+        sequences = batch.tokens.split(batch.lengths.tolist())
+        for tokens, length in zip(sequences, batch.prompt_lengths.tolist(), strict=True):
+            found.setdefault(tuple(tokens[:length].tolist()), []).append(tokens[length:].tolist())
+    return found
+
+
+def assert_same_responses(results: Sequence[Result], num_groups: int) -> None:
+    """Every group that several runs have trained on has the same responses in all of them."""
+    first, *others = (responses_of(result) for result in results)
+    for other in others:
+        common = first.keys() & other.keys()
+        assert len(common) >= num_groups
+        assert {prompt: first[prompt] for prompt in common} == {prompt: other[prompt] for prompt in common}
+
+
+def test_tokens_do_not_depend_on_the_limit(runs: dict[tuple[str, int], Result]) -> None:
+    """The fake engine ignores the weights, so this must hold whatever the learning rate is."""
+    assert_same_responses([runs["collocated", limit] for limit in LIMITS], num_groups=16)
+
+
+# Where the run of 2 collocated ranks goes on.
+ELSEWHERE: dict[str, Run] = {
+    "same ranks": (2, [], ""),
+    "1 rank": (1, [], ""),
+    "rollout 1, actor 2": (3, ["placement.rollout=0", "placement.actor=1-2"], "slow engine"),
+    "rollout 2, actor 1": (3, ["placement.rollout=0-1", "placement.actor=2"], ""),
+}
+
+
+def fork_after(step: int, place: str, whole: Result, setting: Setting) -> Run:
+    """Return a run that forks another one after this step, in this placement."""
+    num_ranks, overrides, broken = ELSEWHERE[place]
+    resume = f"checkpoint.resume={whole.folder / 'checkpoints' / f'step_{step}'}"
+    return num_ranks, [*setting.overrides, *overrides, resume], broken
+
+
+def assert_continues(
+    resumed: Result, after: int, place: str, steps: list[Step], whole: Result, setting: Setting
+) -> None:
+    assert [row["step"] for row in resumed.metrics] == list(range(after + 1, len(steps) + 1))
+    for row in resumed.metrics:
+        number = int(row["step"])
+        assert_same_data(resumed.rollouts(number), steps[number - 1], setting)
+        assert_same_metrics(row, steps[number - 1], setting)
+        if place == "same ranks":
+            assert learnt(row) == learnt(whole.metrics[number - 1])
+        else:
+            assert learnt(row) == pytest.approx(learnt(whole.metrics[number - 1]), rel=1e-4, abs=1e-5)
+
+
+RESUMED = {"same ranks": 2, "rollout 1, actor 2": 4}  # by placement, the step after which the run is forked
+
+
+@pytest.mark.parametrize("place", RESUMED)
+def test_a_resumed_run_continues_its_responses(
+    place: str,
+    runs: dict[tuple[str, int], Result],
+    variants: dict[str, Result],
+    references: dict[int, list[Step]],
+    model: Path,
+) -> None:
+    """On the same ranks all numbers are equal. In another placement the data are, and losses but for rounding."""
+    whole, steps, setting, after = runs["collocated", 3], references[3], setting_of(3, model), RESUMED[place]
+    assert steps[after - 1].num_carried
+    assert any(steps[step - 1].num_queued for step in RESUMED.values()), "no checkpoint holds a finished group"
+    assert_continues(variants[f"resumed on {place}"], after, place, steps, whole, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_resumes_after_every_step(
+    runs: dict[tuple[str, int], Result], references: dict[int, list[Step]], model: Path, tmp_path: Path
+) -> None:
+    whole, steps, setting = runs["collocated", 3], references[3], setting_of(3, model)
+    forks = {(step, place): tmp_path / f"{step} {place}" for step in range(1, 6) for place in ELSEWHERE}
+    described = {fork: fork_after(step, place, whole, setting) for (step, place), fork in forks.items()}
+    results = run_forked(described, timeout_s=800)
+    for (step, place), fork in forks.items():
+        assert_continues(results[fork], step, place, steps, whole, setting)
+
+
+CHANGES = {
+    "no limit": ["rollout.max_tokens_per_round=0"],
+    "another limit": ["rollout.max_tokens_per_round=5"],
+    "smaller batches": ["train.num_prompts_per_step=3", "train.num_steps=9"],
+    "larger batches": ["train.num_prompts_per_step=9"],
+    "longer responses": ["rollout.max_new_tokens=20", "train.num_steps=9"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_fork_with_other_settings_trains_on_every_prompt_once(
+    runs: dict[tuple[str, int], Result], model: Path, tmp_path: Path
+) -> None:
+    """What was in flight is trained on, and no prompt is skipped or repeated."""
+    whole, setting = runs["collocated", 3], setting_of(3, model)
+    num_ranks, overrides, broken = fork_after(3, "same ranks", whole, setting)
+    forks = {name: tmp_path / name for name in CHANGES}
+    results = run_forked({forks[name]: (num_ranks, [*overrides, *CHANGES[name]], broken) for name in CHANGES})
+    before = responses_of(whole, [1, 2, 3]).keys()
+    for name, fork in forks.items():
+        after, last = responses_of(results[fork]), results[fork].metrics[-1]
+        assert all(len(samples) == setting.num_samples for samples in after.values()), name
+        assert not before & after.keys(), name
+        manifest = json.loads((fork / "checkpoints" / f"step_{last['step']}" / "manifest.json").read_text())
+        num_started, num_left = manifest["state"]["position"], int(last["rollout/carried"] + last["rollout/queue"])
+        assert len(before | after.keys()) + num_left == num_started, name
+        assert before | after.keys() <= {tuple(prompt.tokens) for prompt in prompts_of(setting, num_started)}, name
+
+
+# Settings that a run with a limit must bear, in which the data are those of the reference.
+ALGORITHMS: dict[str, Run] = {
+    "mini-batches and epochs": (2, ["algo.num_mini_batches=2", "algo.num_epochs=2", "rollout.max_num_seqs=5"], ""),
+    "critic": (2, ["algo.advantage=gae", "critic.lr=1e-3", "critic.warmup_steps=1"], ""),
+    "KL, inference rank, evaluation": (
+        3,
+        [
+            *("algo.kl_coef=0.1", "placement.rollout=0", "placement.inference=1", "placement.actor=2"),
+            *("eval.interval=2", "eval.num_prompts=5"),
+        ],
+        "",
+    ),
+    "decoupled": (
+        2,
+        ["algo.old_logprobs=always", "algo.correction=token", "algo.mask_truncated=true", "actor.offload=rollout"],
+        "",
+    ),
+    "an engine fails": (2, [], "engine, once"),
+    "actor with engine, engine alone": (2, ["placement.rollout=0", "placement.actor,rollout=1"], ""),
+}
+DYNAMIC = (2, [f"reward.function={FUNCTIONS}:mostly_equal"], "")
+EPOCHS = (2, ["train.num_epochs=2"], "")
+METRICS = {f"rollout/{name}" for name in ("lag_mean", "lag_max", "carried", "queue")}
+
+
+@pytest.fixture(scope="module")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten prompts."""
+    file = tmp_path_factory.mktemp("data") / "train.jsonl"
+    file.write_text("".join((TINY / "train.jsonl").read_text().splitlines(keepends=True)[:10]))
+    return file
+
+
+def epochs_setting(model: Path, small_data: Path) -> Setting:
+    """Two epochs over ten prompts, in 5 steps."""
+    return replace(setting_of(3, model), data=small_data, num_groups=20, num_steps=5)
+
+
+def dynamic_setting(model: Path) -> Setting:
+    return replace(setting_of(3, model), is_dynamic=True, num_steps=4)
+
+
+@pytest.fixture(scope="module")
+def variants(
+    model: Path,
+    small_data: Path,
+    runs: dict[tuple[str, int], Result],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Result]:
+    """Further runs with a limit of 3 tokens."""
+    described: dict[str, Run] = {}
+    for name, setting, (num_ranks, overrides, broken) in (
+        *((name, replace(setting_of(3, model), num_steps=3), run) for name, run in ALGORITHMS.items()),
+        ("dynamic sampling", dynamic_setting(model), DYNAMIC),
+        ("epochs", epochs_setting(model, small_data), EPOCHS),
+    ):
+        described[name] = (num_ranks, [*setting.overrides, *overrides], broken)
+    for place, after in RESUMED.items():
+        described[f"resumed on {place}"] = fork_after(after, place, runs["collocated", 3], setting_of(3, model))
+    folders = {name: tmp_path_factory.mktemp("variants") / "run" for name in described}
+    results = run_forked({folders[name]: run for name, run in described.items()})
+    return {name: results[folder] for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_bears_a_limit(
+    name: str, variants: dict[str, Result], references: dict[int, list[Step]], model: Path
+) -> None:
+    result = variants[name]
+    rows, steps = result.metrics, references[3][:3]
+    for number, (row, step) in enumerate(zip(rows, steps, strict=True), start=1):
+        assert_same_data(result.rollouts(number), step, setting_of(3, model))
+        assert row.keys() >= METRICS
+        assert row["rollout/lag_max"] == max(step.lags) <= 5
+        assert (row["rollout/carried"], row["rollout/queue"]) == (step.num_carried, step.num_queued)
+    assert rows[-1]["optim/grad_norm"] > 0
+
+
+def test_an_evaluation_ignores_the_limit(variants: dict[str, Result]) -> None:
+    """It is no round: only max_new_tokens truncates its responses."""
+    lines = (variants["KL, inference rank, evaluation"].folder / "eval/step_2.eval.jsonl").read_text().splitlines()
+    responses = [response for line in lines for response in json.loads(line)["responses"]]
+    assert max(response["num_tokens"] for response in responses) > 3
+    assert all(response["is_truncated"] <= (response["num_tokens"] == 12) for response in responses)
+
+
+def test_dynamic_sampling_keeps_informative_groups_in_the_queue(variants: dict[str, Result], model: Path) -> None:
+    result, setting = variants["dynamic sampling"], dynamic_setting(model)
+    steps = Reference(setting, fake_engine, mostly_equal).run()
+    assert any(step.num_queued for step in steps), "no informative group is left over"
+    for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
+        assert_same_data(result.rollouts(number), step, setting)
+        assert_same_metrics(row, step, setting)
+        assert row["rollout/lag_max"] <= 6
+        assert all(len(set(group.rewards)) > 1 for group in step.groups)
+
+
+def test_epochs_are_drained(variants: dict[str, Result], model: Path, small_data: Path) -> None:
+    """Each of the 10 prompts is trained on twice, and nothing is left in flight."""
+    result, setting = variants["epochs"], epochs_setting(model, small_data)
+    steps = Reference(setting, fake_engine, varied).run()
+    for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
+        assert_same_data(result.rollouts(number), step, setting)
+        assert_same_metrics(row, step, setting)
+    counts = Counter({prompt: len(samples) for prompt, samples in responses_of(result).items()})
+    assert len(counts) == 10
+    assert set(counts.values()) == {2 * setting.num_samples}
+    assert (result.metrics[-1]["rollout/carried"], result.metrics[-1]["rollout/queue"]) == (0, 0)
+
+
+def kill_a_rank(process: subprocess.Popen[str], source: random.Random) -> bool:
+    """Kill a random rank of torchrun's world, if it has one now."""
+    ranks = [
+        child for child in psutil.Process(process.pid).children() if "tests/e2e/broken_train.py" in command_of(child)
+    ]
+    if ranks:
+        os.kill(source.choice(ranks).pid, signal.SIGKILL)
+    return bool(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_kills_change_nothing(model: Path, tmp_path: Path) -> None:
+    """Ranks are killed at random moments. Every group is trained on once, in the same order, with the same tokens, and
+    all metrics are those of an undisturbed run."""
+    setting, source = replace(setting_of(3, model), num_steps=40), random.Random(0)
+    overrides = [*setting.overrides, *SAVES, "placement.rollout=0-1", "placement.actor=2-3"]
+    (undisturbed,) = run_forked({tmp_path / "undisturbed": (4, overrides, "")}).values()
+    script = ["tests/e2e/broken_train.py", "slow engines", "0", f"run.dir={tmp_path}", "run.name=run", FAKE, *COMMON]
+    process = start("--nproc-per-node=4", *script, *overrides, restarts=True)
+    result, num_kills = Result("", tmp_path / "run"), 0
+    while num_kills < 20:
+        last, deadline = last_step(result), time.monotonic() + 200
+        while last_step(result) == last:  # a world that has begun, and made progress
+            assert process.poll() is None, process.communicate()[0][-5000:]
+            assert time.monotonic() < deadline, f"no step after {num_kills} kills"
+            time.sleep(0.05)
+        time.sleep(source.uniform(0, 0.5))
+        num_kills += kill_a_rank(process, source)
+        assert last_step(result) < setting.num_steps, f"only {num_kills} kills before the last step; take more steps"
+    output = finish(process, 300)
+    assert process.returncode == 0, output[-5000:]
+    assert output.count("resumes after step") >= 15
+    steps = Reference(setting, fake_engine, varied).run()
+    for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
+        assert_same_data(result.rollouts(number), step, setting)
+        assert learnt(row) == learnt(undisturbed.metrics[number - 1])
+
+
+def last_step(result: Result) -> int:
+    """Return the last step in the metrics of a running run."""
+    file = result.folder / "metrics.jsonl"
+    lines = [line for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    return max((json.loads(line)["step"] for line in lines), default=0)
+
+
+REAL_SHAPE = {"num_steps": 4, "num_prompts": 4, "num_samples": 4, "max_new_tokens": 6, "temperature": 2.0}
+REAL_SHAPE |= {"lr": 3e-4, "clip_low": 0.2}
+REAL_PLACEMENTS: dict[str, Run] = {
+    "collocated": (2, [], ""),
+    "disaggregated": (2, ["placement.rollout=0", "placement.actor=1"], ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_real_engines_equal_the_reference(tmp_path: Path) -> None:
+    """The reference samples from the weights of each version with vLLM's noise. So wrong weights, and noise that
+    repeats, change tokens."""
+    import vllm._C  # noqa: F401  the operator that draws a token
+
+    settings = {limit: Setting(**REAL_SHAPE, max_tokens_per_round=limit) for limit in (0, 1, 2)}
+    described = {
+        tmp_path / f"{place} {limit}": (num_ranks, [*setting.overrides, *overrides], broken)
+        for place, (num_ranks, overrides, broken) in REAL_PLACEMENTS.items()
+        for limit, setting in settings.items()
+    }
+    results = run_forked(described, REAL, timeout_s=800)
+    for limit, setting in settings.items():
+        steps = Reference(setting, vllm_engine, varied).run()
+        assert bool(max(max(step.lags) for step in steps)) == bool(limit)
+        for place in REAL_PLACEMENTS:
+            result = results[tmp_path / f"{place} {limit}"]
+            for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
+                # A step of AdamW turns rounding of small gradients into differences of the weights, and so of logprobs.
+                assert_same_data(result.rollouts(number), step, setting, tolerance=1e-3)
+                assert_same_metrics(row, step, setting, tolerance=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_real_tokens_do_not_depend_on_the_limit(tmp_path: Path) -> None:
+    """With a learning rate of 0, every round samples from the same weights."""
+    described = {}
+    for limit in (0, 1, 2, 4):
+        setting = Setting(**REAL_SHAPE | {"lr": 0.0}, max_tokens_per_round=limit)
+        described[tmp_path / f"{limit}"] = (2, setting.overrides, "")
+    results = run_forked(described, REAL, timeout_s=800)
+    assert_same_responses([*results.values()], num_groups=8)
+    lengths = {len(tokens) for samples in responses_of(results[tmp_path / "0"]).values() for tokens in samples}
+    assert len(lengths) > 2, "responses of many lengths are needed"
