@@ -64,9 +64,16 @@ class Dispatcher:
 
     def open(self, tasks: Sequence[Task]) -> None:
         with self._lock:
-            self._tasks.extend(tasks)
+            self._tasks.extend(self._mix(tasks))
             self._share = -(-len(tasks) // self._num_engines)
             self._answer()
+
+    def _mix(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """Order the tasks so that consecutive ones have carried groups of all ages, and new ones. Otherwise one engine
+        would read the longest responses again, while another only starts new ones."""
+        if not any(task.is_carried for task in tasks):
+            return tasks
+        return [task for first in range(self._num_engines) for task in tasks[first :: self._num_engines]]
 
     def _on_pull(self, letter: Letter[Pull]) -> None:
         with self._lock:

@@ -1,6 +1,7 @@
 """Who gets which prompts of a batch: engines that pull from the dispatcher through real mailboxes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,15 @@ def test_a_fast_engine_gets_more(hall: Hall) -> None:
     assert hall.positions(FIRST) == [5]
     hall.pull(FIRST, held=0)
     assert hall.positions(FIRST) == [6, 7]
+
+
+def test_every_engine_gets_carried_groups_of_all_ages(hall: Hall) -> None:
+    """The first positions are carried, the oldest first. Prefill takes longest for these."""
+    hall.dispatcher.open([replace(task, is_carried=task.position < 5) for task in make_tasks(8)])
+    hall.pull(FIRST)
+    assert hall.positions(FIRST) == [0, 2, 4, 6]
+    hall.pull(SECOND)
+    assert hall.positions(SECOND) == [1, 3, 5, 7]
 
 
 def test_no_more_than_there_is_room(hall: Hall) -> None:
