@@ -111,8 +111,8 @@ class PolicyTrainer(ShardedTrainer):
         scores = self._score(micro_batch, self._reference_of(micro_batch))
         self._count_bad(scores.logprobs + scores.reference_kl)
         rollout_logprobs = self._move(micro_batch.rollout_logprobs[mask])
+        lags = None if micro_batch.lags is None else self._move(micro_batch.lags[mask])
         if self._measures_mismatch(micro_batch):
-            lags = None if micro_batch.lags is None else self._move(micro_batch.lags[mask])
             measure_mismatch(measures, scores.logprobs, rollout_logprobs, lags)
         if algo.has_recorded_ratio:
             old_logprobs = rollout_logprobs
@@ -120,6 +120,8 @@ class PolicyTrainer(ShardedTrainer):
             old_logprobs = scores.logprobs.detach()
         else:
             old_logprobs = self._move(micro_batch.old_logprobs[mask])
+        if lags is not None and algo.correction == "none":  # nothing else corrects for older weights
+            old_logprobs = torch.where(lags > 0, rollout_logprobs, old_logprobs)
         advantages = self._move(micro_batch.advantages[mask])
         segments, lengths = self._move(micro_batch.response_segment_ids), self._move(micro_batch.response_lengths)
         if algo.correction != "none":

@@ -43,8 +43,11 @@ class SchedulePlan:
         return max(0, 2 * self.max_rounds - (2 if self.is_dynamic else 3)) if self.carries else 0
 
     def describe(self, max_lag: int) -> str:
-        rounds, updates = count_of(self.max_rounds, "round"), count_of(max_lag, "update")
-        return f"a response takes up to {rounds}, so a token is trained on at most {updates} after it was sampled"
+        """Say how old a token may be. `max_lag` is larger than that of this plan if an earlier one has sampled, too."""
+        reason = (
+            f"a response takes up to {self.max_rounds} rounds" if self.carries else "older weights have sampled some"
+        )
+        return f"{reason}, so a token is trained on at most {count_of(max_lag, 'update')} after it was sampled"
 
 
 def plan_schedule(config: Config) -> SchedulePlan:

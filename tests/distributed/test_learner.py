@@ -60,6 +60,8 @@ RECORDED = [
     | {"algo": ALGO | {"old_logprobs": "rollout"}, "old_logprobs": "none", "lags": LAGS},
     job("recorded logprobs as those of a pass", MODELS[0]) | {"old_logprobs": "the engine's"},
 ]
+# After a resume without a token limit, tokens of older weights are left: their recorded logprobs count, not the pass.
+LEFT = job("older tokens", MODELS[0]) | {"lags": [1] * len(LAGS)}
 EMPTY = mini_batch_jobs()
 FROZEN = [
     job(f"a part is not trained, {offload}", MODELS[0], offload=offload)
@@ -121,6 +123,7 @@ EXTRA = {
         IN_BF16[2],
         *ON_POLICY,
         RECORDED[1],
+        LEFT,
         *DISAGREEING.values(),
         *EMPTY,
         *FROZEN,
@@ -235,6 +238,7 @@ def test_recorded_logprobs_need_no_pass_in_several_steps(reference: Reference) -
     assert not {"policy/mismatch_kl", "policy/staleness_kl"} & passed.keys()
     first, second = (weights_of(reference.folder, each) for each in RECORDED)
     check_weights(first, second, 0.0, RECORDED[0])
+    check_weights(weights_of(reference.folder, LEFT), second, 0.0, LEFT)
 
 
 def test_the_first_step_measures_fresh_and_older_tokens_apart(reference: Reference) -> None:
