@@ -61,11 +61,13 @@ class Sampler:
             schedule.end_round(now, [n for n, outcome in made.items() if outcome != CARRIED], informative)
             num_sampled, num_informative = num_sampled + len(now.started), num_informative + len(informative)
         if self._algo.dynamic_sampling:
-            self._count(measures, sampled_prompts=num_sampled, informative_prompts=num_informative)
+            self._count(measures, "rollout/sampled_prompts", num_sampled)
+            self._count(measures, "rollout/informative_prompts", num_informative)
         batch = self._settle(numbers)
         if schedule.plan.carries or state.max_lag:
             batch = self._with_lags(batch, version, measures)
-            self._count(measures, carried=len(state.carried), queue=len(state.queue))
+            self._count(measures, "rollout/carried", len(state.carried))
+            self._count(measures, "rollout/queue", len(state.queue))
         kept = {*state.carried, *state.queue, *state.spare}
         self._measure_rewards(kept, measures)
         held.drop_others(kept)
@@ -127,7 +129,7 @@ class Sampler:
                 f"tokens of this batch were sampled {largest} updates ago, but the schedule allows at most {bound}; "
                 "this is a bug in the order of rounds and updates"
             )
-        self._count(measures, lag_max=largest)
+        self._count(measures, "rollout/lag_max", largest)
         return batch.replace(lags=lags)
 
     def _measure_rewards(self, kept: set[int], measures: Measures) -> None:
@@ -139,7 +141,6 @@ class Sampler:
         for name in ("reward/timeouts", "reward/errors"):
             measures.sum(name, totals[name][0])
 
-    def _count(self, measures: Measures, **counts: int) -> None:
-        """Add numbers that every actor knows."""
-        for name, count in counts.items():
-            measures.sum(f"rollout/{name}", count if self.stream is not None else 0)
+    def _count(self, measures: Measures, name: str, count: int) -> None:
+        """Add a number that every actor knows."""
+        measures.sum(name, count if self.stream is not None else 0)
