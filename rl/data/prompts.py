@@ -76,7 +76,8 @@ class PromptStream:
 
     def at(self, position: int) -> Prompt:
         """Return the prompt at a position. Positions in ascending order are the fastest."""
-        index, count = source_at(position, [source.weight for source in self.sources])
+        weights = [source.weight for source in self.sources]
+        index, count = source_at(position, weights) if len(weights) > 1 else (0, position)
         epoch, place = divmod(count, self.sources[index].num_rows)
         if epoch != self._orders[index][0]:
             order = list(range(self.sources[index].num_rows))
