@@ -219,3 +219,14 @@ def test_a_run_may_resume_with_another_plan(before: int, rounds: int) -> None:
         assert max(Counter(trained).values()) == 1
         assert sorted([*trained, *state.queue, *state.carried]) == list(range(state.num_started))
         assert max(second.lags) <= state.max_lag, seed
+
+
+def test_a_run_that_continues_with_smaller_updates_ends() -> None:
+    """8 prompts and train.num_epochs=1: after 2 updates of 4 prompts, a resumed run with 2 prompts per update has 4
+    steps, of which 2 are left, but no prompts."""
+    schedule = Schedule(SchedulePlan(4, num_groups=8))
+    simulation = Simulation(schedule, lambda group: 1)
+    simulation.update()
+    simulation.update()
+    resumed = Schedule(SchedulePlan(2, num_groups=8), schedule.state)
+    assert resumed.take_batch() is not None or resumed.begin_round().started, "it would sample empty rounds for ever"
