@@ -7,10 +7,11 @@ import pytest
 
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, sample_seed
-from rl.rollout.dispatch import NewTasks, Sampling, Task
+from rl.rollout.dispatch import NewTasks, Pull, Sampling, Task
 from rl.rollout.engine import Request
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.recovery import EngineHost
+from rl.rollout.responses import Response, pack_group
 from rl.rollout.service import (
     AddRequests,
     CarriedGroup,
@@ -22,7 +23,7 @@ from rl.rollout.service import (
 from rl.world.messages import Letter
 from rl.world.orders import Order
 from rl.world.world import World
-from tests.mails import connected_worlds, take
+from tests.mails import Mark, connected_worlds, take
 from tests.unit.test_engine_failures import HARMLESS, fail
 from tests.unit.test_reward_service import NUM_SAMPLES, STOP, Bench
 
@@ -155,3 +156,21 @@ def test_followers_get_the_requests_of_the_lead(worlds: list[World]) -> None:
     assert engine.num_unfinished == 1
     service.handle(Letter(1, StepEngine()))
     assert engine.num_unfinished == 0
+
+
+def test_room_is_counted_in_responses_that_still_run(worlds: list[World]) -> None:
+    """A service that samples 4 groups at a time continues 4 groups. In each, 1 of 3 responses has not ended."""
+    bench = RoundBench(worlds, 3)
+    sampling = Sampling(NUM_SAMPLES, 1.0, MAX_NEW_TOKENS, max_tokens_per_round=3)
+    ended = [Response([1], [-0.5], [5], is_ended=True)] * (NUM_SAMPLES - 1)
+    carried = pack_group(PROMPT.tokens, 0, [*ended, Response([2], [-0.5], [5], b"x")]).to_bytes()
+    tasks = [Task(1, position, 1, PROMPT, sampling, 6, is_carried=True) for position in range(4)]
+    bench.service.handle(Letter(1, NewTasks(tasks)))
+    for position in range(4):
+        bench.service.handle(Letter(1, CarriedGroup(1, position), carried))
+    assert bench.service.engine.num_unfinished == 4  # the engine has room for 4 * 3 responses
+    bench.mail.send(1, Mark())
+    rooms = []
+    while isinstance((letter := take(bench.leader, Pull, Mark)).message, Pull):
+        rooms.append(letter.message.room)
+    assert rooms[-1] >= 2

@@ -163,3 +163,28 @@ def test_damaged_facts_are_named() -> None:
     for step in (None, "{", "[1]"):
         with pytest.raises(ValueError, match='the entry "step" of its metadata'):
             step_from_bytes(tampered(GOOD, step=step))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lengths": torch.tensor([-1, 8, 5])},
+        {"lengths": torch.tensor([3.0, 4.0, 5.0])},
+        {"tokens": torch.zeros(12, dtype=torch.float64)},
+        {"prompt_lengths": torch.tensor([40, 2, 2])},
+        {"loss_mask": torch.zeros(12, dtype=torch.int64)},
+    ],
+    ids=["negative length", "float lengths", "float tokens", "prompt longer than its sequence", "mask of integers"],
+)
+def test_tensors_that_are_no_batch_are_refused(changes: dict[str, torch.Tensor]) -> None:
+    metadata = {"format": FORMAT, "groups": LINE.replace("2", "3"), "step": "{}"}
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        groups_from_bytes(save(load(GOOD) | changes, metadata))
+
+
+@pytest.mark.parametrize(
+    "header", ['{"__metadata__":' + "[" * 100_000, f'{{"__metadata__":{{"format":"{FORMAT}","groups":5}}}}']
+)
+def test_a_hostile_header_is_refused(header: str) -> None:
+    with pytest.raises(ValueError, match="damaged"):
+        groups_from_bytes(len(header).to_bytes(8, "little") + header.encode())

@@ -83,3 +83,10 @@ def test_without_a_limit_a_request_asks_for_the_whole_response() -> None:
     assert [(each.tokens, each.max_tokens, each.seed, each.noise) for each in requests] == [
         ([11, 12], 6, None, b"")
     ] * 2
+
+
+def test_an_evaluation_never_uses_the_cache_of_older_weights() -> None:
+    """Its prompts are the same every time, so a key without the version finds entries of the evaluation before."""
+    group = Group(Task(2, 3, 0, PROMPT, Sampling(2, 1.0, 6), version=7))  # an evaluation has no limit per round
+    group.begin()
+    assert {each.cache_key for each in make_requests([group], run_seed=0, keeps_kv=True)} == {""}

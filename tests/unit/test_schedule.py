@@ -219,3 +219,43 @@ def test_a_run_may_resume_with_another_plan(before: int, rounds: int) -> None:
         assert max(Counter(trained).values()) == 1
         assert sorted([*trained, *state.queue, *state.carried]) == list(range(state.num_started))
         assert max(second.lags) <= state.max_lag, seed
+
+
+def test_a_run_that_continues_with_smaller_updates_ends() -> None:
+    """8 prompts and train.num_epochs=1: after 2 updates of 4 prompts, a resumed run with 2 prompts per update has 4
+    steps, of which 2 are left, but no prompts."""
+    schedule = Schedule(SchedulePlan(4, num_groups=8))
+    simulation = Simulation(schedule, lambda group: 1)
+    simulation.update()
+    simulation.update()
+    resumed = Schedule(SchedulePlan(2, num_groups=8), schedule.state)
+    assert resumed.take_batch() is not None or resumed.begin_round().started, "it would sample empty rounds for ever"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "rest"),
+    [
+        (SchedulePlan(2, max_rounds=2), SchedulePlan(2, max_rounds=2), 2),
+        (SchedulePlan(3, max_rounds=2, is_dynamic=True, max_sampling_rounds=6), SchedulePlan(3, max_rounds=3), 2),
+    ],
+    ids=["max_new_tokens 4 -> 6, max_tokens_per_round 2 -> 3", "smaller limit, no dynamic sampling"],
+)
+def test_the_bound_holds_after_a_resume_with_two_changed_settings(
+    before: SchedulePlan, after: SchedulePlan, rest: int
+) -> None:
+    """A carried response has 2 tokens after its first round, and takes `rest` rounds for the others."""
+    for seed in range(300):
+        old, new = random_lengths(seed, before.max_rounds), random_lengths(seed + 1, after.max_rounds)
+        first = Simulation(Schedule(before), old, random_choice(seed, 0.6))
+        for _ in range(5):
+            first.update()
+        state = ScheduleState(**json.loads(json.dumps(dataclasses.asdict(first.schedule.state))))
+        held = {group: len(first.versions[group]) + rest for group in state.carried}
+        second = Simulation(
+            Schedule(after, state),
+            functools.partial(lambda group, held, new: held.get(group, new(group)), held=held, new=new),
+        )
+        second.version, second.versions = first.version, first.versions
+        for _ in range(10):
+            second.update()
+        assert max(second.lags) <= state.max_lag, (seed, max(second.lags), state.max_lag)

@@ -196,3 +196,22 @@ def test_a_cache_key_reuses_entries_of_older_weights(engines: SimpleNamespace, w
     other = [make_request(3, 1, cache_key="b"), make_request(3, 1, cache_key="3")]
     assert [sample(engine, [one])["3"].num_cached_tokens for one in other] == [0, 0]
     load(engine, weights, version=1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": None},
+        {"sampling": Sampling(num_samples=1, temperature=0.0, max_new_tokens=NUM_TOKENS)},
+        {"noise": bytes(16)},
+    ],
+    ids=["without seeds", "greedy", "noise of another kind of device"],
+)
+def test_a_response_continues_after_a_resume_with_other_settings(
+    changes: dict[str, Any], engines: SimpleNamespace
+) -> None:
+    """A checkpoint holds the noise of carried responses. The resumed run may have no generator to set it in."""
+    (cut,) = sample(engines.second, [make_request(3, 2)]).values()
+    assert cut.is_cut and cut.noise
+    request = replace(make_request(3, 2), tokens=make_request(3).tokens + cut.tokens, noise=cut.noise)
+    assert sample(engines.second, [replace(request, **changes)])["3"].tokens
