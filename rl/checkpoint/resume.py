@@ -7,6 +7,7 @@ node. The digest of every slice is checked. If a copy is corrupt, another copy i
 
 import dataclasses
 import json
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -314,14 +315,14 @@ def read_groups(resume: Resume, store: CheckpointStore, placement: Placement) ->
     so on, if this is actor i."""
     rank, num_actors = store.mail.rank, len(placement.actors)
     reader = SliceReader(resume, store, rank - rank % placement.num_ranks_per_node)
-    saved = sorted(resume.manifest.slices(GROUPS).items())
-    mine = [pieces for name, pieces in saved if _actor_of(name) % num_actors == placement.actors.index(rank)]
-    return [reader.read(file, piece).numpy().tobytes() for ((file, piece),) in mine]
-
-
-def _actor_of(name: str) -> int:
-    """Return the index of the actor that has written this file of groups."""
-    return int(name.removeprefix(f"{GROUPS}-")[:5])
+    data = []
+    for name, pieces in sorted(resume.manifest.slices(GROUPS).items()):
+        match = re.fullmatch(rf"{GROUPS}-(\d{{5,9}})-of-\d{{5,9}}\.safetensors", name, re.ASCII)
+        if match is None or len(pieces) > 1:
+            raise ConfigError(f"the manifest of step {resume.manifest.step} lists {name!a} as a file of groups")
+        if int(match[1]) % num_actors == placement.actors.index(rank):
+            data.append(reader.read(*pieces[0]).numpy().tobytes())
+    return data
 
 
 def check_prompts(resume: Resume, stream: PromptStream) -> str:

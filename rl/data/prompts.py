@@ -57,7 +57,7 @@ class PromptStream:
         self.sources = sources or [WeightedSource(len(prompts), Fraction(1))]
         *self._starts, end = accumulate((source.num_rows for source in self.sources), initial=0)
         assert end == len(prompts)
-        self._orders: list[tuple[int, list[int]]] = [(-1, [])] * len(self.sources)  # epoch and order of each source
+        self._orders: list[dict[int, list[int]]] = [{} for _ in self.sources]  # of each source, by epoch
 
     def __len__(self) -> int:
         """Return the length of an epoch. With several sources, an epoch may repeat some prompts and omit others."""
@@ -75,16 +75,24 @@ class PromptStream:
         return hasher.hexdigest()
 
     def at(self, position: int) -> Prompt:
-        """Return the prompt at a position. Positions in ascending order are the fastest."""
+        """Return the prompt at a position."""
         weights = [source.weight for source in self.sources]
         index, count = source_at(position, weights) if len(weights) > 1 else (0, position)
         epoch, place = divmod(count, self.sources[index].num_rows)
-        if epoch != self._orders[index][0]:
+        return replace(self.prompts[self._starts[index] + self._order(index, epoch)[place]], epoch=epoch)
+
+    def _order(self, index: int, epoch: int) -> list[int]:
+        """Return the order of the rows of a source in an epoch. The last two are kept, because a round may continue
+        prompts of the epoch before."""
+        orders = self._orders[index]
+        if epoch not in orders:
             order = list(range(self.sources[index].num_rows))
             name = f"{index}/{epoch}" if len(self.sources) > 1 else str(epoch)
             random.Random(f"{self._seed}/{name}").shuffle(order)
-            self._orders[index] = (epoch, order)
-        return replace(self.prompts[self._starts[index] + self._orders[index][1][place]], epoch=epoch)
+            if len(orders) == 2:
+                del orders[next(iter(orders))]
+            orders[epoch] = order
+        return orders[epoch]
 
 
 def source_at(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:

@@ -141,6 +141,7 @@ class Rollouts(Service):
         self._awaited = ""
         self.engine_name = ""  # until the first group arrives
         self._num_started = self._num_settled = 0
+        self._num_expected = 0  # samples that the last batch has started; only on the leader
         self._training: set[int] = set()  # batches to train on; the others evaluate
         self._owners: dict[int, list[int]] = {}  # by batch
         self._carried: dict[tuple[int, int], Batch] = {}  # groups that an engine will fetch, by batch and position
@@ -169,6 +170,7 @@ class Rollouts(Service):
             assert prompts is not None, "the leader must give the prompts"
             num_carried = len(carried.owners)
             num_new = len(prompts) - num_carried
+            self._num_expected = num_new * sampling.num_samples
             owners = carried.owners + (self._deal(num_new) if is_dealt else [0] * num_new)  # the leader is actor 0
             tasks = [
                 Task(batch, position, self._actors[owner], prompt, sampling, version, position < num_carried)
@@ -204,7 +206,7 @@ class Rollouts(Service):
         totals, is_training = self._orders.totals.pop(batch), batch in self._training
         self._training.discard(batch)
         if self._failures is not None:
-            self._failures.check(totals, self._world.step, is_training)
+            self._failures.check(totals, self._world.step, is_training, self._num_expected)
         num_preemptions = sum(group.num_preemptions for group, _ in arrived.values())
         num_kept_tokens = sum(group.num_kept_tokens for group, _ in arrived.values())
         return Gathered(groups, owners, scores, num_preemptions, num_kept_tokens)

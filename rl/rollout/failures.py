@@ -36,22 +36,30 @@ class FailureLog:
         self._first: dict[tuple[str, str, str], RewardFailure] = {}
         self._counts = Counter[tuple[str, str, str]]()
         self._num_samples = self._num_failed = 0
-        self._unchecked = {"evaluation", "step"}  # kinds of batches that may still end the run
+        # Samples, and failed ones, of the kinds of batches that may still end the run.
+        self._unchecked: dict[str, tuple[int, int]] = {"evaluation": (0, 0), "step": (0, 0)}
         mail.on(CallsFailed, self._on_failed)
 
-    def check(self, totals: Totals, step: int, is_training: bool) -> None:
-        """Count the samples of a batch. Raise an error if all of the attempt's first step failed, or all of an
-        evaluation before it."""
+    def check(self, totals: Totals, step: int, is_training: bool, num_expected: int) -> None:
+        """Count the samples of a round. Raise an error if the attempt's first `num_expected` samples failed, or all of
+        an evaluation before them. Several rounds may pass until so many responses have ended."""
         num_samples, num_failed = count_samples(totals)
         self._num_samples += num_samples
         self._num_failed += num_failed
         name = "step" if is_training else "evaluation"
-        if self._all_failed and name in self._unchecked and num_samples and num_failed == num_samples:
+        if name not in self._unchecked or not num_samples:
+            return
+        before = self._unchecked[name]
+        num_samples, num_failed = before[0] + num_samples, before[1] + num_failed
+        if num_failed < num_samples:
+            del self._unchecked[name]
+            self._unchecked.pop("evaluation", None)
+            return
+        self._unchecked[name] = (num_samples, num_failed)
+        if self._all_failed and num_samples >= num_expected:
             batch = count_of(num_samples, "sample") + (f" of step {step}" if is_training else " of the evaluation")
             clause = ", so there is nothing to learn from" if is_training else ""
             raise self._all_failed(self._explain(f"none of the {batch} could be scored{clause}"))
-        if num_samples:  # otherwise no response of this round has ended
-            self._unchecked -= {name, "evaluation"}
 
     def summarize(self) -> None:
         """Print how many calls failed in this attempt, and how many of each kind."""

@@ -8,6 +8,7 @@ from rl.config.schema import ConfigError
 from rl.data.batch import Batch
 from rl.data.group_file import State, StoredGroup, groups_from_bytes, groups_to_bytes
 from rl.rollout.collect import Carried, Gathered, Results
+from rl.rollout.schedule import ScheduleState
 
 
 @dataclass
@@ -47,6 +48,15 @@ class HeldGroups:
 
     def copy(self) -> "HeldGroups":
         return HeldGroups(dict(self.owners), dict(self.groups), dict(self.results))
+
+    def check(self, state: ScheduleState, actor: int) -> None:
+        """Raise ValueError if these are not the groups of a schedule that this actor holds."""
+        carried, finished = set(state.carried), {*state.queue, *state.spare}
+        own = {number for number, owner in self.owners.items() if owner == actor}
+        if self.owners.keys() != carried | finished or self.groups.keys() != own:
+            raise ValueError("the schedule, the list of owners and the files of groups do not fit together")
+        if any((group.ended is None) != (number in finished) for number, group in self.groups.items()):
+            raise ValueError("the schedule and the files of groups differ on which groups are finished")
 
     def check_lengths(self, max_new_tokens: int) -> None:
         """Raise ConfigError if a response that a resumed run continues is too long for its settings."""

@@ -53,6 +53,8 @@ class Sampler:
         """Return the next batch. Sample rounds from this version of the weights until the schedule has one."""
         schedule, state, held = self._schedule, self._schedule.state, self._held
         measures.sum("rollout/preemptions", 0.0)  # also in a step without a round
+        if schedule.plan.carries:
+            measures.sum("rollout/kept_kv_tokens", 0.0)
         num_sampled = num_informative = 0
         while (numbers := schedule.take_batch()) is None:
             now = schedule.begin_round()
@@ -64,7 +66,7 @@ class Sampler:
             self._count(measures, "rollout/sampled_prompts", num_sampled)
             self._count(measures, "rollout/informative_prompts", num_informative)
         batch = self._settle(numbers)
-        if schedule.plan.carries or state.max_lag:
+        if state.max_lag:
             batch = self._with_lags(batch, version, measures)
             self._count(measures, "rollout/carried", len(state.carried))
             self._count(measures, "rollout/queue", len(state.queue))

@@ -9,7 +9,7 @@ So the schedule depends on the sampled tokens alone, never on timing or on the n
 torch. A group is a number: its place in the prompt stream, counted from the start of the run.
 """
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rl.common.text import count_of
@@ -22,9 +22,10 @@ class SchedulePlan:
 
     num_prompts: int  # groups per update
     max_rounds: int = 1  # in which every response ends, because its token limit is reached
-    num_groups: int | None = None  # of the whole run; None: no limit
+    num_updates: int | None = None  # after which nothing must be left; None: the last rounds start prompts, too
     is_dynamic: bool = False  # only informative groups enter the queue
     max_sampling_rounds: int = 1  # if dynamic: after so many rounds without an update, train on what there is
+    limits: tuple[int, int] = (0, 0)  # maximum tokens of a response, and those of a round, if `max_rounds` is above 1
 
     @property
     def carries(self) -> bool:
@@ -42,20 +43,30 @@ class SchedulePlan:
         """
         return max(0, 2 * self.max_rounds - (2 if self.is_dynamic else 3)) if self.carries else 0
 
-    def describe(self, max_lag: int) -> str:
-        """Say how old a token may be. `max_lag` is larger than that of this plan if an earlier one has sampled, too."""
-        reason = (
-            f"a response takes up to {self.max_rounds} rounds" if self.carries else "older weights have sampled some"
-        )
-        return f"{reason}, so a token is trained on at most {count_of(max_lag, 'update')} after it was sampled"
+    @property
+    def key(self) -> str:
+        """What the lag depends on. A resumed run may have another plan."""
+        return f"{self.num_prompts} {self.max_rounds} {self.is_dynamic} {self.limits}"
 
 
-def plan_schedule(config: Config) -> SchedulePlan:
-    """Return the plan of a run. With train.num_epochs, its last rounds start no prompts, so that nothing is left."""
-    train, algo = config.train, config.algo
-    num_groups = train.num_steps * train.num_prompts_per_step if train.num_epochs else None
-    rounds = (config.rollout.max_rounds, num_groups, algo.dynamic_sampling, algo.max_sampling_rounds)
-    return SchedulePlan(train.num_prompts_per_step, *rounds)
+def plan_schedule(config: Config, start_step: int = 0) -> SchedulePlan:
+    """Return the plan of a run that starts after `start_step`. With train.num_epochs, nothing is left at its end."""
+    train, rollout, algo = config.train, config.rollout, config.algo
+    return SchedulePlan(
+        num_prompts=train.num_prompts_per_step,
+        max_rounds=rollout.max_rounds,
+        num_updates=train.num_steps - start_step if train.num_epochs else None,
+        is_dynamic=algo.dynamic_sampling,
+        max_sampling_rounds=algo.max_sampling_rounds,
+        limits=(rollout.max_new_tokens, rollout.max_tokens_per_round) if rollout.max_rounds > 1 else (0, 0),
+    )
+
+
+def describe_lag(max_rounds: int, max_lag: int) -> str:
+    reason = (
+        f"a response takes up to {max_rounds} rounds" if max_rounds > 1 else "older weights have sampled some groups"
+    )
+    return f"{reason}, so a token is trained on at most {count_of(max_lag, 'update')} after it was sampled"
 
 
 @dataclass(frozen=True)
@@ -80,9 +91,8 @@ class ScheduleState:
     num_finished: int = 0  # groups
     num_informative: int = 0  # groups
     spare: list[int] = field(default_factory=list)  # groups that are not informative, used if no group is
-    # Of the plans so far, because a resumed run may have another one:
-    num_prompts: int = 0  # per update; 0: there was no plan
-    max_lag: int = 0  # the largest one that was allowed
+    plan: str = ""  # the key of the plan; empty: there was none
+    max_lag: int = 0  # the largest possible lag, also of what earlier plans have sampled
 
 
 class Schedule:
@@ -96,12 +106,16 @@ class Schedule:
 
     def __init__(self, plan: SchedulePlan, state: ScheduleState | None = None):
         self.plan, self.state = plan, state if state is not None else ScheduleState()
-        state = self.state
-        state.max_lag = max(state.max_lag, plan.max_lag)
-        if state.num_prompts not in (0, plan.num_prompts):  # what is in flight may now take more updates
-            num_in_flight = len(state.queue) + len(state.carried)
-            state.max_lag += -(-num_in_flight // plan.num_prompts)
-        state.num_prompts = plan.num_prompts
+        state, num_in_flight = self.state, len(self.state.queue) + len(self.state.carried)
+        if state.plan not in ("", plan.key) and num_in_flight:
+            # What is in flight has its old lag already, may take all rounds of the new plan, and waits in the queue.
+            state.max_lag += plan.max_lag + -(-num_in_flight // plan.num_prompts)
+        elif state.plan != plan.key:
+            state.max_lag = plan.max_lag
+        state.plan = plan.key
+        self._end: int | None = None  # the group at which the stream ends
+        if plan.num_updates is not None:
+            self._end = state.num_started - num_in_flight + plan.num_updates * plan.num_prompts
 
     def take_batch(self) -> list[int] | None:
         """Return the groups of the next update, or None if it needs another round first."""
@@ -123,15 +137,16 @@ class Schedule:
         state.num_started = started.stop
         return Round(state.num_rounds, started, tuple(state.carried))
 
-    def end_round(self, now: Round, finished: Collection[int], informative: Collection[int] | None = None) -> None:
+    def end_round(self, now: Round, finished: Iterable[int], informative: Iterable[int] | None = None) -> None:
         """Take the result of a round. Without dynamic sampling, every finished group is informative."""
-        state, sampled = self.state, sorted([*now.carried, *now.started])
-        assert set(finished) <= set(sampled), (finished, sampled)
+        state, sampled, finished = self.state, sorted([*now.carried, *now.started]), set(finished)
+        assert finished <= set(sampled), (finished, sampled)
         state.carried = [group for group in sampled if group not in finished]
         assert not state.carried or self.plan.carries, "without a limit, every response ends in its round"
-        kept = [group for group in sampled if group in (finished if informative is None else informative)]
+        chosen = finished if informative is None else set(informative)
+        kept = [group for group in sampled if group in chosen]
         state.queue += kept
-        state.spare += [group for group in sampled if group in finished and group not in kept]
+        state.spare += [group for group in sampled if group in finished and group not in chosen]
         state.num_idle_rounds += 1
         state.num_finished += len(finished)
         state.num_informative += len(kept)
@@ -154,4 +169,4 @@ class Schedule:
         if plan.is_dynamic and state.num_finished:
             missing = plan.num_prompts - len(state.queue)
             count = min(count, -(-missing * state.num_finished // max(state.num_informative, 1)))
-        return count if plan.num_groups is None else min(count, plan.num_groups - state.num_started)
+        return count if self._end is None else max(0, min(count, self._end - state.num_started))

@@ -352,7 +352,7 @@ def make_requests(groups: Iterable[Group], run_seed: int | None, keeps_kv: bool 
                     max_tokens=min(num_left, sampling.max_tokens_per_round or num_left),
                     seed=None if run_seed is None else sample_seed(run_seed, prompt.epoch, prompt.id, sample),
                     noise=response.noise,
-                    cache_key=f"{prompt.epoch}/{prompt.id}" if keeps_kv else "",
+                    cache_key=f"{prompt.epoch}/{prompt.id}" if keeps_kv and sampling.max_tokens_per_round else "",
                 )
             )
     return requests

@@ -7,6 +7,7 @@ only trains does not import vLLM.
 import dataclasses
 import functools
 
+import msgspec
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig
@@ -28,7 +29,7 @@ from rl.rollout.collect import Balancer, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.held import HeldGroups
 from rl.rollout.sampler import Sampler
-from rl.rollout.schedule import Schedule, ScheduleState, plan_schedule
+from rl.rollout.schedule import Schedule, ScheduleState, describe_lag, plan_schedule
 from rl.run.actor import Actor
 from rl.run.models import build_critic, build_learner, build_scorer, load
 from rl.run.open import Run
@@ -131,9 +132,11 @@ def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
         rollout.max_tokens_per_round,
     )
     state, held = _restore_rollouts(run, stream) if trains else (ScheduleState(), HeldGroups())
-    schedule, rewards = Schedule(plan_schedule(config), state), [rule.name for rule in read_rules(config.reward)]
+    start_step = run.resume.manifest.step if run.resume is not None else 0
+    schedule = Schedule(plan_schedule(config, start_step), state)
+    rewards = [rule.name for rule in read_rules(config.reward)]
     if schedule.state.max_lag and trains and stream is not None:
-        print(f"oneworld: {schedule.plan.describe(schedule.state.max_lag)}", flush=True)
+        print(f"oneworld: {describe_lag(rollout.max_rounds, schedule.state.max_lag)}", flush=True)
     return Sampler(rollouts, stream, pg, schedule, sampling, config.algo, rewards, held)
 
 
@@ -150,10 +153,17 @@ def _restore_rollouts(run: Run, stream: PromptStream | None) -> tuple[ScheduleSt
     dist.all_reduce(is_other, group=run.groups.actor_pg)
     if is_other:
         return ScheduleState(), HeldGroups()
-    saved = resume.manifest.state
-    state = ScheduleState(**saved.get("schedule", {"num_started": saved["position"]}))
-    owners = {int(number): owner for number, owner in saved.get("owners", {}).items()}
-    held = HeldGroups.from_files(owners, read_groups(resume, run.store, run.placement), num_actors)
+    saved, files = resume.manifest.state, read_groups(resume, run.store, run.placement)
+    try:
+        state = msgspec.convert(saved.get("schedule", {"num_started": saved["position"]}), ScheduleState)
+        owners = msgspec.convert(saved.get("owners", {}), dict[int, int], strict=False)
+        held = HeldGroups.from_files(owners, files, num_actors)
+        held.check(state, run.placement.actors.index(run.world.rank))
+    except ValueError as error:
+        raise ConfigError(
+            f"the sampled groups of step {resume.manifest.step} cannot be read: {error}. Nothing was changed; restore "
+            "its files, or resume from an older step in a new run with checkpoint.resume=PATH"
+        ) from error
     held.check_lengths(run.config.rollout.max_new_tokens)
     return state, held
 

@@ -25,7 +25,7 @@ from rl.placement.roles import Placement, plan
 from rl.report.console import print_or_exit
 from rl.rewards.find import check_rewards
 from rl.rewards.trial import TrialRow, score_one_row
-from rl.rollout.schedule import plan_schedule
+from rl.rollout.schedule import describe_lag, plan_schedule
 from rl.run.checks import check_settings
 from rl.world.bootstrap import exit_before_join, is_first_on_node
 
@@ -252,7 +252,7 @@ class RunPlan:
             lines.append(f"expected: {expected}, and up to {num_rollouts * response:,} of responses")
         schedule = plan_schedule(config)
         if schedule.carries:
-            lines.append(schedule.describe(schedule.max_lag))
+            lines.append(describe_lag(schedule.max_rounds, schedule.max_lag))
         return lines
 
     def _evaluation(self) -> list[str]:

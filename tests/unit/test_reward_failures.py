@@ -46,7 +46,7 @@ def test_each_kind_is_shown_once_whichever_rank_reports_it(capfd: pytest.Capture
             tell(mail, *(RewardFailure("score", "timeout", "it took long", f"my/rewards.py:{line}") for line in (5, 6)))
             take(mails[0], Mark)
             take(mails[0], Mark)
-        log.check(totals_of(5, 15), step=1, is_training=True)
+        log.check(totals_of(5, 15), step=1, is_training=True, num_expected=20)
     lines = capfd.readouterr().err.splitlines()
     assert lines == [
         "oneworld: the reward function score failed at my/rewards.py:12: KeyError: 'answre' (prompt 3: 'a', response: "
@@ -84,6 +84,10 @@ def test_endless_kinds_of_failures_do_not_flood_the_console(capfd: pytest.Captur
         ([(False, 1, 7), (True, 1, 55), (True, 0, 56), (False, 0, 8)], ""),  # later ones never end it
         ([(True, 1, 55), (False, 0, 8)], ""),  # the evaluation is not before the first step
         ([(True, 0, 0)], ""),
+        # Rounds with a token limit: the first responses that end are few.
+        ([(True, 0, 1)], ""),
+        ([(True, 0, 1), (True, 0, 0), (True, 0, 55)], "56 samples of step 1"),
+        ([(True, 0, 1), (True, 1, 0), (True, 0, 99)], ""),
     ],
 )
 def test_a_run_ends_if_nothing_of_its_first_step_or_evaluation_is_scored(
@@ -94,7 +98,7 @@ def test_a_run_ends_if_nothing_of_its_first_step_or_evaluation_is_scored(
             log = FailureLog(mail, all_failed)
             tell(mail, KEY_ERROR, KEY_ERROR, RewardFailure("score", "timeout", "", ""))
             for is_training, num_ok, num_failed in batches:
-                log.check(totals_of(num_ok, num_failed), step=1, is_training=is_training)
+                log.check(totals_of(num_ok, num_failed), 1, is_training, num_expected=56 if is_training else 8)
 
     run(None)
     if not ends_in:

@@ -89,7 +89,7 @@ def draw(
 ) -> tuple[list[int], list[Sampled], dict[str, float], int]:
     """Return the prompts that were kept, what each rank got, metrics, and the position of the stream."""
     stream = PromptStream([Prompt(i, 0, str(i), "", [i]) for i in range(100)], seed=0)
-    stream._orders = [(0, list(range(100)))]  # not shuffled
+    stream._orders = [{0: list(range(100))}]  # not shuffled
     store = dist.HashStore()
 
     def of_rank(rank: int) -> tuple[Sampled, dict[str, float], int]:
@@ -218,7 +218,7 @@ def draw_carried(
 
     def of_rank(rank: int) -> list[tuple[list[int], dict[str, float], Batch]]:
         stream = PromptStream(prompts, seed=0)
-        stream._orders = [(0, list(range(100)))]  # not shuffled
+        stream._orders = [{0: list(range(100))}]  # not shuffled
         pg = dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=20))
         rollouts: Any = CarryingRank(engines, rank)
         steps: list[tuple[list[int], dict[str, float], Batch]] = []
@@ -268,7 +268,7 @@ def test_a_lag_above_the_bound_is_an_error() -> None:
     plan, pg = SchedulePlan(4, max_rounds=3), dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=20))
     rollouts: Any = CarryingRank(CarryingEngines(1), 0)
     stream = PromptStream([Prompt(i, 0, str(i), "", [i]) for i in range(100)], seed=0)
-    stream._orders = [(0, list(range(100)))]
+    stream._orders = [{0: list(range(100))}]
     sampler = Sampler(rollouts, stream, pg, Schedule(plan), SAMPLING, AlgoConfig(), ["made_up"])
     sampler.sample(7, Measures())
     with pytest.raises(RuntimeError, match="sampled 10 updates ago, but the schedule allows at most 3"):

@@ -170,7 +170,7 @@ def test_a_resumed_schedule_continues() -> None:
 
 def test_a_limited_run_trains_on_everything() -> None:
     """With train.num_epochs, rounds without new prompts follow until all groups are trained on."""
-    simulation = Simulation(Schedule(SchedulePlan(4, max_rounds=3, num_groups=20)), random_lengths(1, 3))
+    simulation = Simulation(Schedule(SchedulePlan(4, max_rounds=3, num_updates=5)), random_lengths(1, 3))
     for _ in range(5):
         simulation.update()
     assert sorted(group for batch in simulation.batches for group in batch) == list(range(20))
@@ -224,18 +224,18 @@ def test_a_run_may_resume_with_another_plan(before: int, rounds: int) -> None:
 def test_a_run_that_continues_with_smaller_updates_ends() -> None:
     """8 prompts and train.num_epochs=1: after 2 updates of 4 prompts, a resumed run with 2 prompts per update has 4
     steps, of which 2 are left, but no prompts."""
-    schedule = Schedule(SchedulePlan(4, num_groups=8))
+    schedule = Schedule(SchedulePlan(4, num_updates=2))
     simulation = Simulation(schedule, lambda group: 1)
     simulation.update()
     simulation.update()
-    resumed = Schedule(SchedulePlan(2, num_groups=8), schedule.state)
+    resumed = Schedule(SchedulePlan(2, num_updates=2), schedule.state)
     assert resumed.take_batch() is not None or resumed.begin_round().started, "it would sample empty rounds for ever"
 
 
 @pytest.mark.parametrize(
     ("before", "after", "rest"),
     [
-        (SchedulePlan(2, max_rounds=2), SchedulePlan(2, max_rounds=2), 2),
+        (SchedulePlan(2, 2, limits=(4, 2)), SchedulePlan(2, 2, limits=(6, 3)), 2),
         (SchedulePlan(3, max_rounds=2, is_dynamic=True, max_sampling_rounds=6), SchedulePlan(3, max_rounds=3), 2),
     ],
     ids=["max_new_tokens 4 -> 6, max_tokens_per_round 2 -> 3", "smaller limit, no dynamic sampling"],

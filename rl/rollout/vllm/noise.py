@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import vllm
+import xxhash
 
 
 class Generators:
@@ -50,8 +51,7 @@ class Generators:
         for new in scheduled.scheduled_new_reqs:
             self._in_prompt.add(new.req_id)
             if state := self._states.pop(new.req_id, b""):
-                values = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-                self._runner.requests[new.req_id].generator.set_state(values)
+                _continue_from(state, self._runner.requests[new.req_id].generator)
         batch = self._runner.input_batch
         for name in self._in_prompt & scheduled.num_scheduled_tokens.keys():
             request, place = self._runner.requests[name], batch.req_id_to_index[name]
@@ -62,3 +62,14 @@ class Generators:
             if request.generator is not None:
                 batch.generators[place] = request.generator
         return result
+
+
+def _continue_from(state: bytes, generator: torch.Generator | None) -> None:
+    """Continue with the state of another generator. A run that resumes with other settings may have none, and a
+    generator of another kind of device has states of another size: then this one is seeded with that state."""
+    if generator is None:
+        return
+    if len(state) == generator.get_state().numel():
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    else:
+        generator.manual_seed(xxhash.xxh3_64_intdigest(state) >> 1)
