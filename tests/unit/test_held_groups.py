@@ -59,7 +59,7 @@ def test_any_number_of_actors_takes_over_every_group_once(before: int, after: in
 )
 def test_groups_of_another_schedule_are_refused(state: ScheduleState) -> None:
     held = HeldGroups.from_files(held_by(0, 1).owners, files_of(1), 1)
-    with pytest.raises(ValueError, match="do not fit together|differ on which groups are finished"):
+    with pytest.raises(ValueError, match=r"do not fit together|differ on which groups are finished"):
         held.check(state, 0)
 
 
@@ -73,7 +73,7 @@ def test_a_response_that_is_too_long_for_new_settings_is_refused() -> None:
     held = held_by(1)
     held.check_lengths(max_new_tokens=4)
     with pytest.raises(
-        ConfigError, match="rollout.max_new_tokens: got 3, .* has 3 tokens already; set it to at least 4"
+        ConfigError, match=r"rollout.max_new_tokens: got 3, .* has 3 tokens already; set it to at least 4"
     ):
         held.check_lengths(max_new_tokens=3)
     held_by(0).check_lengths(max_new_tokens=1)  # finished ones may be longer
