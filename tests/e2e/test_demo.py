@@ -80,6 +80,20 @@ def test_demo_learns_with_any_seed(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("correction", ["none", "token"])
+def test_demo_learns_with_a_token_limit_and_either_correction(correction: str, tmp_path: Path) -> None:
+    """Most responses take two rounds, so the weights of an older version have sampled half of the tokens."""
+    settings = ("rollout.max_tokens_per_round=2", f"algo.correction={correction}")
+    result = train(tmp_path / "run", 2, *settings, timeout_s=390)
+    assert statistics.mean(row["rollout/lag_mean"] for row in result.metrics) > 0.5
+    assert mean_reward(result.metrics[:5]) < 0.5
+    assert mean_reward(result.metrics[-5:]) >= 0.9
+    before, *_, after = accuracy(tmp_path / "run")
+    assert after >= 0.9 > before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_demo_does_not_learn_from_shuffled_answers(tmp_path: Path) -> None:
     """The reward is the cause: with answers of other problems, held-out accuracy does not rise."""
     rows = [json.loads(line) for line in (ROOT / "configs/tiny/train.jsonl").read_text().splitlines()]
