@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load, save
 
 from rl.data.batch import Batch, batch_of_responses
-from rl.data.group_file import FORMAT, StoredGroup, groups_from_bytes, groups_to_bytes, step_from_bytes
+from rl.data.group_file import FORMAT, StoredGroup, groups_from_bytes, groups_to_bytes, split_groups, step_from_bytes
 
 
 def make_group(number: int, lengths: list[int], **fields: torch.Tensor) -> Batch:
@@ -84,6 +84,12 @@ def test_facts_and_tuples_become_json() -> None:
     data = groups_to_bytes(groups, {"kl_coef": 0.25, "numbers": (1, 2)})
     assert groups_from_bytes(data)[0].results == [{"parts": {"a": [1.0, 2]}, "status": "ok", "answer": ["x", None]}]
     assert step_from_bytes(data) == {"kl_coef": 0.25, "numbers": [1, 2]}
+
+
+def test_the_batch_of_an_update_is_split_into_its_groups() -> None:
+    parts = [make_group(2, [1, 4]), make_group(0, [3]), make_group(1, [2, 2, 0])]
+    got = split_groups(Batch.concat(parts), [30, 31, 32])
+    assert_same(got, [StoredGroup(number, part) for number, part in zip([32, 30, 31], parts)])
 
 
 def test_no_group_at_all() -> None:
@@ -192,7 +198,7 @@ def test_damaged_facts_are_named() -> None:
         {"ended": torch.ones(3, dtype=torch.uint8), "noise": torch.zeros(3, 2, dtype=torch.uint8)},
         {"noise": torch.zeros(3, 2), "ended": torch.ones(3, dtype=torch.bool)},
         {"noise": torch.zeros(3, dtype=torch.uint8), "ended": torch.ones(3, dtype=torch.bool)},
-        {"lengths": torch.tensor(12)},
+        {"lengths": torch.tensor([[3], [4], [5]])},
     ],
     ids=[
         "negative length",
@@ -209,7 +215,7 @@ def test_damaged_facts_are_named() -> None:
         "integers as ended",
         "float noise",
         "noise without a width",
-        "lengths without a dimension",
+        "lengths of two dimensions",
     ],
 )
 def test_tensors_that_are_no_batch_are_refused(changes: dict[str, torch.Tensor]) -> None:
