@@ -24,7 +24,16 @@ from rl.checkpoint.manifest import CheckpointError
 from rl.common.text import count_of, format_ranges
 from rl.config.schema import ConfigError
 from rl.report.console import print_or_exit
-from rl.run.replay import Replay, ReplayError, SavedStep, describe_groups, read_step, replay, summarize_lags
+from rl.run.replay import (
+    Replay,
+    ReplayError,
+    SavedStep,
+    describe_groups,
+    read_step,
+    replay,
+    summarize_lags,
+    summarize_samples,
+)
 
 DIFFERS, NOT_REPLAYED = 1, 2  # exit status
 MAX_GROUPS = 20  # shown; --json has all
@@ -80,6 +89,8 @@ def as_text(saved: SavedStep, result: Replay) -> str:
     rows = describe_groups(saved)
     head = ["group", "samples", "prompt tokens", "response tokens", "versions", "lag mean", "lag max", "reward mean"]
     lines = [f"step {saved.step} of {saved.folder}: {count_of(len(rows), 'group')}, {summarize_lags(rows)}"]
+    if different := summarize_samples(rows):
+        lines.append(different)
     lines += ["", *_table([head, *map(_cells, rows[:MAX_GROUPS])])]
     if len(rows) > MAX_GROUPS:
         lines.append(f"and {len(rows) - MAX_GROUPS} more, which --json shows")
@@ -89,14 +100,14 @@ def as_text(saved: SavedStep, result: Replay) -> str:
     ]
     lines += ["", *_table([["metric", "recorded", "recomputed", ""], *compared]), ""]
     lines += [f"not recomputed: {note}" for note in result.notes]
-    different = [each for each in result.comparisons if not each.is_equal]
+    wrong = [each for each in result.comparisons if not each.is_equal]
     lines += [
         f"DIFFERS: {each.name}: {_number(each.recorded)} was recorded, but the stored groups give "
         f"{_number(each.recomputed)}; rounding explains at most {each.limit:.2g}"
         + (each.reason and f" ({each.reason})")
-        for each in different
+        for each in wrong
     ]
-    if not different:
+    if not wrong:
         lines.append(f"all {count_of(len(compared), 'value')} match")
     return "\n".join(lines)
 

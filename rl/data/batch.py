@@ -5,7 +5,8 @@ The logprob at position t is that of tokens[t] given the tokens before it in the
 which tokens the policy has sampled. Only these are trained on, and "elsewhere" means all others. Token ids never tell,
 because the EOS token may also be the pad token.
 
-A batch in a file or a message is a safetensors file, whose metadata name its format: see `FORMAT`.
+A batch in a message is the bytes of a safetensors file, whose metadata name its format: see `FORMAT`. Files hold groups
+instead: see rl/data/group_file.py.
 """
 
 import dataclasses
@@ -117,9 +118,7 @@ class Batch:
     @staticmethod
     def from_bytes(data: bytes | bytearray) -> "Batch":
         """Return the batch in the bytes of a safetensors file. Raise ValueError if it has another format."""
-        (length,) = struct.unpack_from("<Q", data)
-        found = json.loads(bytes(data[8 : 8 + length])).get("__metadata__", {}).get("format")
-        if found != FORMAT:
+        if (found := read_metadata(data).get("format")) != FORMAT:
             raise ValueError(f"got rollouts of the format {found!r}, but this program reads {FORMAT!r}")
         return Batch(**safetensors.torch.load(bytes(data)))
 
@@ -135,6 +134,18 @@ class Batch:
 
 
 SEQUENCE_FIELDS = ("lengths", "prompt_lengths", "rewards", "group_ids", "truncated", "ended", "noise")
+
+
+def read_metadata(data: bytes | bytearray) -> dict[str, str]:
+    """Return the metadata of a safetensors file. Raise ValueError if its header is damaged, even on purpose."""
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        metadata = json.loads(bytes(data[8 : 8 + length])).get("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata must be texts")
+    except (struct.error, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError("this is not a safetensors file, or its header is damaged") from error
+    return metadata
 
 
 def empty_batch() -> Batch:

@@ -14,19 +14,21 @@ whose responses have all ended gets neither when it is read.
 
 import dataclasses
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from rl.data.batch import SEQUENCE_FIELDS, Batch, empty_batch
+from rl.data.batch import SEQUENCE_FIELDS, Batch, empty_batch, read_metadata
 
 FORMAT = "oneworld groups 1"  # changing the fields of `Batch` or of a line needs another number
+
+REQUIRED = {name: tensor.dtype for name, tensor in empty_batch().tensors().items()}
+OPTIONAL = {entry.name: torch.float32 for entry in dataclasses.fields(Batch) if entry.name not in REQUIRED}
+OPTIONAL |= {"ended": torch.bool, "noise": torch.uint8, "lags": torch.int32}
 
 State = Literal["carried", "queued", "trained"]  # has unfinished responses; waits for an update; an update trains on it
 
@@ -67,7 +69,10 @@ def groups_to_bytes(groups: Sequence[StoredGroup], step: Mapping[str, Any] | Non
 
 
 def groups_from_bytes(data: bytes | bytearray) -> list[StoredGroup]:
-    """Return the groups of a file. Raise ValueError, which says what is wrong, if it is damaged or no such file."""
+    """Return the groups of a file. Raise ValueError, which says what is wrong, if it is damaged or no such file.
+
+    The file may come from another node. Whatever its bytes are, no other error is raised.
+    """
     lines = _lines(_metadata(data))
     counts = [line["num_sequences"] for line in lines]
     parts = _split(_checked(_load(data), sum(counts)), counts)
@@ -92,10 +97,10 @@ def step_from_bytes(data: bytes | bytearray) -> dict[str, Any]:
     metadata = _metadata(data)
     try:
         step = json.loads(metadata["step"])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise ValueError('the entry "step" of its metadata is missing or is not JSON') from error
     if not isinstance(step, dict):
-        raise ValueError(f'the entry "step" of its metadata must be a JSON object, but it is {str(step)[:80]!r}')
+        raise ValueError('the entry "step" of its metadata must be a JSON object')
     return step
 
 
@@ -136,13 +141,8 @@ def _with_noise(batches: list[Batch]) -> list[Batch]:
 
 def _metadata(data: bytes | bytearray) -> dict[str, str]:
     """Return the metadata of a safetensors file of this format."""
-    try:
-        (length,) = struct.unpack_from("<Q", data)
-        metadata = json.loads(bytes(data[8 : 8 + length])).get("__metadata__", {})
-        found = metadata.get("format")
-    except (struct.error, ValueError, AttributeError) as error:
-        raise ValueError("this is not a safetensors file, or its header is damaged") from error
-    if found != FORMAT:
+    metadata = read_metadata(data)
+    if (found := metadata.get("format")) != FORMAT:
         raise ValueError(f"got a file of the format {found!r}, but this program reads {FORMAT!r}")
     return metadata
 
@@ -151,14 +151,18 @@ def _lines(metadata: dict[str, str]) -> list[dict[str, Any]]:
     """Return the checked lines of the index."""
     if "groups" not in metadata:
         raise ValueError('the index is missing: its metadata have no entry "groups"')
-    lines = []
+    lines: list[dict[str, Any]] = []
+    seen: set[int] = set()
     for number, text in enumerate(metadata["groups"].splitlines(), start=1):
         try:
             line = json.loads(text)
             _check_line(line)
-        except ValueError as error:
+            if line["group"] in seen:
+                raise ValueError(f"an earlier line has the group {line['group']} already; each group must occur once")
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} of the index is damaged: {error}") from error
         lines.append(line)
+        seen.update({line["group"]} - {-1})
     return lines
 
 
@@ -167,33 +171,46 @@ def _check_line(line: Any) -> None:
     if not isinstance(line, dict) or not names <= line.keys():
         raise ValueError(f"it must be a JSON object with {', '.join(sorted(names))}")
     count, state, results = line["num_sequences"], line["state"], line["results"]
-    if type(line["group"]) is not int or type(count) is not int or count < 0:
-        raise ValueError('"group" and "num_sequences" must be integers, and "num_sequences" not negative')
-    if state not in get_args(State):
-        raise ValueError(f'"state" must be one of {", ".join(get_args(State))}, but it is {state!r}')
+    if type(line["group"]) is not int or type(count) is not int or line["group"] < -1 or count < 1:
+        raise ValueError('"group" and "num_sequences" must be integers, at least -1 and at least 1')
+    if not isinstance(state, str) or state not in get_args(State):
+        found = repr(state) if isinstance(state, str) else "no text"  # anything else may be nested too deeply to show
+        raise ValueError(f'"state" must be one of {", ".join(get_args(State))}, but it is {found}')
     if not isinstance(results, list) or len(results) not in (0, count):
         raise ValueError(f'"results" must be a list with an entry for each of the {count} sequences, or empty')
+    if not all(result is None or isinstance(result, dict) for result in results):
+        raise ValueError('each entry of "results" must be a JSON object or null')
 
 
 def _load(data: bytes | bytearray) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load(bytes(data))
-    except safetensors.SafetensorError as error:
+    except Exception as error:  # safetensors and torch raise many types for odd dtypes and shapes
         raise ValueError(f"its tensors cannot be read: {error}") from error
 
 
 def _checked(tensors: dict[str, Tensor], num_sequences: int) -> dict[str, Tensor]:
     """Return the tensors if they are the fields of a batch of so many sequences."""
-    known = {entry.name for entry in dataclasses.fields(Batch)}
-    required = empty_batch().tensors().keys()
-    if not required <= tensors.keys() <= known or ("ended" in tensors) != ("noise" in tensors):
-        wrong = sorted((required - tensors.keys()) | (tensors.keys() - known)) or ["only one of ended and noise"]
-        raise ValueError(f"its tensors are not the fields of a batch; missing or unknown: {', '.join(wrong)}")
+    known = REQUIRED | OPTIONAL
+    if not REQUIRED.keys() <= tensors.keys() <= known.keys() or ("ended" in tensors) != ("noise" in tensors):
+        wrong = sorted(REQUIRED.keys() - tensors.keys() | tensors.keys() - known.keys())
+        names = ", ".join(wrong or ["only one of ended and noise"])
+        raise ValueError(f"its tensors are not the fields of a batch; missing or unknown: {names}")
+    for name, tensor in tensors.items():
+        if tensor.dtype != known[name]:
+            raise ValueError(f"the tensor {name} has the dtype {tensor.dtype}, but it must have {known[name]}")
     if (found := tensors["lengths"].numel()) != num_sequences:
         raise ValueError(f"the index counts {num_sequences} sequences, but the tensors hold {found}")
+    for name in ("tokens", "lengths", "prompt_lengths", "group_ids"):
+        if (tensors[name] < 0).any():
+            raise ValueError(f"the tensor {name} has negative values")
+    if (tensors["lengths"] > tensors["tokens"].numel()).any():  # so their sum cannot overflow
+        raise ValueError("the tensor lengths has sequences with more tokens than all together")
     num_tokens = int(tensors["lengths"].sum())
     for name, tensor in tensors.items():
         rows = num_sequences if name in SEQUENCE_FIELDS else num_tokens
         if tensor.ndim != (2 if name == "noise" else 1) or tensor.shape[0] != rows:
             raise ValueError(f"the tensor {name} has the shape {list(tensor.shape)}, but it must have {rows} rows")
+    if (tensors["prompt_lengths"] > tensors["lengths"]).any():
+        raise ValueError("the tensor prompt_lengths has prompts that are longer than their sequences")
     return tensors

@@ -8,12 +8,14 @@ The code is that of the run: the same functions compute advantages, losses and m
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -24,7 +26,7 @@ from rl.checkpoint.manifest import COMMITTED, MANIFEST, Manifest, step_folder
 from rl.checkpoint.resume import Resume, restore
 from rl.checkpoint.store import CheckpointStore
 from rl.common.files import join_inside
-from rl.common.text import format_ranges
+from rl.common.text import count_of, format_ranges
 from rl.config.schema import Config, resolve_path
 from rl.data.batch import Batch
 from rl.data.group_file import StoredGroup, groups_from_bytes, step_from_bytes
@@ -45,11 +47,31 @@ TIMEOUT_S = 600.0
 EXACT = 1e-5  # limit of relative differences if only sums are computed in another order
 MODEL_LIMITS = {"float32": (1e-3, 1e-6), "bfloat16": (0.05, 2e-3)}  # relative and absolute, if the model is used
 SEVERAL_UPDATES = 2e-5  # absolute limit from the second optimizer step on, since AdamW amplifies rounding
+MAX_GAPS = 1000  # shown places without a group; a damaged file may name any place
 NOT_REPLAYED = ("time/", "perf/", "eval/")  # metrics that do not follow from what was trained on
+
+Parsed = TypeVar("Parsed")
 
 
 class ReplayError(Exception):
     """A step cannot be replayed. The message says what is missing, and what to do."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a file of rollouts says about its step."""
+
+    world: str  # id of the start of the run
+    actors: list[int]  # ranks
+    config: Config
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Facts":
+        """Return the facts in a file. Raise ValueError if they are damaged."""
+        try:
+            return msgspec.convert(step_from_bytes(data), Facts)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise ValueError(f'the entry "step" of its metadata is damaged: {error}') from error
 
 
 @dataclass(frozen=True)
@@ -109,9 +131,11 @@ class Replay:
 def read_step(folder: Path, step: int) -> SavedStep:
     """Read what the run in `folder` has left of a step. Raise ReplayError if something is missing or damaged."""
     files, facts = _find_files(folder, step)
-    groups = [group for file in files for group in _read(file, groups_from_bytes)]
-    groups.sort(key=_place)
-    config = msgspec.convert(facts["config"], Config)
+    groups = sorted((group for file in files for group in _read(file, _trained_groups)), key=_place)
+    if len({frozenset(group.batch.tensors()) for group in groups}) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ReplayError(f"the files {names} in {files[0].parent} hold different tensors; copy them again")
+    config = facts.config
     rows = {int(row["step"]): row for row in read_metrics(folder / METRICS)}
     if step not in rows:
         raise ReplayError(
@@ -125,7 +149,7 @@ def read_step(folder: Path, step: int) -> SavedStep:
     return SavedStep(folder, step, config, groups, metrics, version, _kl_coef(config, rows, step, state), checkpoint)
 
 
-def _find_files(folder: Path, step: int) -> tuple[list[Path], dict[str, Any]]:
+def _find_files(folder: Path, step: int) -> tuple[list[Path], Facts]:
     """Return the files of a step, one per actor, and the facts about the step. The newest file names the actors."""
     if not folder.is_dir():
         raise ReplayError(f"there is no folder {folder}; give the folder of a run, such as runs/demo")
@@ -136,15 +160,15 @@ def _find_files(folder: Path, step: int) -> tuple[list[Path], dict[str, Any]]:
     if not found:
         steps = sorted({int(path.name.removeprefix("step_").partition(".")[0]) for path in saved})
         raise ReplayError(f"{folder / ROLLOUTS} has no step {step}, but steps {format_ranges(steps)}; give one of them")
-    facts = _read(found[-1], step_from_bytes)
-    files = [folder / ROLLOUTS / rollout_file(step, rank) for rank in facts["actors"]]
+    facts = _read(found[-1], Facts.from_bytes)
+    files = [folder / ROLLOUTS / rollout_file(step, rank) for rank in facts.actors]
     for file in files:
         if not file.exists():
             raise ReplayError(
-                f"{file} is missing: the actors of step {step} were the ranks {format_ranges(facts['actors'])}. Each "
+                f"{file} is missing: the actors of step {step} were the ranks {format_ranges(facts.actors)}. Each "
                 "node stores the files of its own ranks; copy this one from its node"
             )
-        if _read(file, step_from_bytes)["world"] != facts["world"]:
+        if _read(file, Facts.from_bytes).world != facts.world:
             raise ReplayError(
                 f"{file} and {found[-1].name} are of different starts of the run, so they do not belong together; "
                 "copy the newer one from its node"
@@ -152,11 +176,19 @@ def _find_files(folder: Path, step: int) -> tuple[list[Path], dict[str, Any]]:
     return files, facts
 
 
-def _read(file: Path, parse: Callable[[bytes], Any]) -> Any:
+def _read(file: Path, parse: Callable[[bytes], Parsed]) -> Parsed:
     try:
         return parse(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ReplayError(f"{file} cannot be read: {error}. Copy it again, or replay another step") from error
+
+
+def _trained_groups(data: bytes) -> list[StoredGroup]:
+    """Return the groups of a file. Raise ValueError if an update cannot have trained on them."""
+    groups = groups_from_bytes(data)
+    if any(group.state != "trained" or group.batch.ended is not None for group in groups):
+        raise ValueError("it holds groups that no update has trained on")
+    return groups
 
 
 def _place(group: StoredGroup) -> int:
@@ -230,13 +262,16 @@ def compare_values(
 
 
 def _compare_groups(saved: SavedStep) -> Iterator[Comparison]:
-    """Check that each place of the batch has one group, with all of its samples."""
-    expected = saved.config.rollout.num_samples_per_prompt
-    whole = {_place(group) for group in saved.groups if group.batch.num_sequences == expected}
-    places = range(max(map(_place, saved.groups), default=-1) + 1)
-    rule = f"each place of the batch must have one group of {expected} samples"
-    reason = f"{rule}; places without one: {format_ranges({*places} - whole) or 'none, so one has several'}"
-    yield Comparison("groups", max(len(saved.groups), len(places)), len(whole), 0.0, reason)
+    """Check that each place of the batch has one group, and that all samples of the group are at this place.
+
+    A group may have any number of samples: one that a resumed run carries over keeps its number.
+    """
+    whole = {_place(group) for group in saved.groups if (group.batch.group_ids == _place(group)).all()}
+    num_places = max(map(_place, saved.groups), default=-1) + 1
+    gaps = islice((place for place in range(num_places) if place not in whole), MAX_GAPS)
+    rule = "each place of the batch must have one group, and all samples of a group must be at its place"
+    reason = f"{rule}; places without a whole one: {format_ranges(gaps) or 'none, so one has several'}"
+    yield Comparison("groups", max(len(saved.groups), num_places), len(whole), 0.0, reason)
 
 
 def _compare_lags(saved: SavedStep, lags: Tensor) -> Iterator[Comparison]:
@@ -361,6 +396,18 @@ def describe_groups(saved: SavedStep) -> list[dict[str, Any]]:
             row |= {"lag_mean": lags.mean().item(), "lag_max": int(lags.max())}
         rows.append(row)
     return rows
+
+
+def summarize_samples(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Say in words if groups have different numbers of samples, else return an empty text."""
+    counts = sorted(Counter(row["samples"] for row in rows).items())
+    if len(counts) < 2:
+        return ""
+    parts = ", ".join(f"{count_of(number, 'group')} of {samples}" for samples, number in counts)
+    return (
+        f"the groups have different numbers of samples: {parts}. After a resume with another "
+        "rollout.num_samples_per_prompt, groups that were sampled before keep theirs"
+    )
 
 
 def summarize_lags(rows: Sequence[Mapping[str, Any]]) -> str:

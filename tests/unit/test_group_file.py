@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load, save
 
 from rl.data.batch import Batch, batch_of_responses
-from rl.data.group_file import FORMAT, StoredGroup, groups_from_bytes, groups_to_bytes, step_from_bytes
+from rl.data.group_file import FORMAT, StoredGroup, groups_from_bytes, groups_to_bytes, split_groups, step_from_bytes
 
 
 def make_group(number: int, lengths: list[int], **fields: torch.Tensor) -> Batch:
@@ -86,6 +86,12 @@ def test_facts_and_tuples_become_json() -> None:
     assert step_from_bytes(data) == {"kl_coef": 0.25, "numbers": [1, 2]}
 
 
+def test_the_batch_of_an_update_is_split_into_its_groups() -> None:
+    parts = [make_group(2, [1, 4]), make_group(0, [3]), make_group(1, [2, 2, 0])]
+    got = split_groups(Batch.concat(parts), [30, 31, 32])
+    assert_same(got, [StoredGroup(number, part) for number, part in zip([32, 30, 31], parts)])
+
+
 def test_no_group_at_all() -> None:
     data = groups_to_bytes([])
     assert groups_from_bytes(data) == []
@@ -135,12 +141,22 @@ LINE = '{"group": 4, "num_sequences": 2, "state": "trained", "results": []}'
         (f"{LINE}\n[]", "line 2 of the index is damaged: it must be a JSON object with group, num_seq"),
         (LINE.replace("2", "-2"), 'line 1 of the index is damaged: "group" and "num_sequences" must be integers'),
         (LINE.replace("trained", "lost"), "\"state\" must be one of carried, queued, trained, but it is 'lost'"),
+        (LINE.replace('"trained"', "[[]]"), '"state" must be one of carried, queued, trained, but it is no text'),
         (LINE.replace("[]", "[null]"), '"results" must be a list with an entry for each of the 2 sequences'),
+        (LINE.replace("[]", '[null, "ok"]'), 'each entry of "results" must be a JSON object or null'),
+        (LINE.replace("[]", "[" * 100_000), "line 1 of the index is damaged: maximum recursion depth"),
+        (f"{LINE}\n{LINE}", "line 2 of the index is damaged: an earlier line has the group 4 already"),
+        (LINE.replace("2", "0"), '"num_sequences" must be integers, at least -1 and at least 1'),
     ],
 )
 def test_a_damaged_index_is_named(index: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         groups_from_bytes(tampered(GOOD, groups=index))
+
+
+def test_several_groups_may_be_unknown() -> None:
+    data = tampered(GOOD, groups="\n".join([LINE.replace("4", "-1"), LINE.replace("4", "-1").replace("2", "1")]))
+    assert [group.number for group in groups_from_bytes(data)] == [-1, -1]
 
 
 def test_damaged_tensors_are_named() -> None:
@@ -160,7 +176,7 @@ def test_damaged_tensors_are_named() -> None:
 
 
 def test_damaged_facts_are_named() -> None:
-    for step in (None, "{", "[1]"):
+    for step in (None, "{", "[1]", '{"step":' + "[" * 100_000):
         with pytest.raises(ValueError, match='the entry "step" of its metadata'):
             step_from_bytes(tampered(GOOD, step=step))
 
@@ -173,18 +189,64 @@ def test_damaged_facts_are_named() -> None:
         {"tokens": torch.zeros(12, dtype=torch.float64)},
         {"prompt_lengths": torch.tensor([40, 2, 2])},
         {"loss_mask": torch.zeros(12, dtype=torch.int64)},
+        {"lengths": torch.tensor([2**62, 2**62, 2**63 - 1])},
+        {"prompt_lengths": torch.tensor([-1, 2, 2])},
+        {"tokens": torch.full((12,), -1)},
+        {"group_ids": torch.tensor([0, 0, -1])},
+        {"lags": torch.zeros(12)},
+        {"values": torch.zeros(12, dtype=torch.float64)},
+        {"ended": torch.ones(3, dtype=torch.uint8), "noise": torch.zeros(3, 2, dtype=torch.uint8)},
+        {"noise": torch.zeros(3, 2), "ended": torch.ones(3, dtype=torch.bool)},
+        {"noise": torch.zeros(3, dtype=torch.uint8), "ended": torch.ones(3, dtype=torch.bool)},
+        {"lengths": torch.tensor([[3], [4], [5]])},
     ],
-    ids=["negative length", "float lengths", "float tokens", "prompt longer than its sequence", "mask of integers"],
+    ids=[
+        "negative length",
+        "float lengths",
+        "float tokens",
+        "prompt longer than its sequence",
+        "mask of integers",
+        "lengths whose sum overflows",
+        "negative prompt length",
+        "negative token",
+        "negative place",
+        "float lags",
+        "values of 64 bits",
+        "integers as ended",
+        "float noise",
+        "noise without a width",
+        "lengths of two dimensions",
+    ],
 )
 def test_tensors_that_are_no_batch_are_refused(changes: dict[str, torch.Tensor]) -> None:
-    metadata = {"format": FORMAT, "groups": LINE.replace("2", "3"), "step": "{}"}
+    tensors = load(GOOD) | changes
+    index = LINE.replace("2", str(tensors["lengths"].numel()))
     with pytest.raises(ValueError, match=next(iter(changes))):
-        groups_from_bytes(save(load(GOOD) | changes, metadata))
+        groups_from_bytes(save(tensors, {"format": FORMAT, "groups": index, "step": "{}"}))
 
 
 @pytest.mark.parametrize(
-    "header", ['{"__metadata__":' + "[" * 100_000, f'{{"__metadata__":{{"format":"{FORMAT}","groups":5}}}}']
+    "header",
+    [
+        '{"__metadata__":' + "[" * 100_000,
+        f'{{"__metadata__":{{"format":"{FORMAT}","groups":5}}}}',
+        f'{{"__metadata__":{{"format":"{FORMAT}","step":5}}}}',
+        '{"__metadata__":{"format":[]}}',
+        '{"__metadata__":null}',
+        "[]",
+    ],
+    ids=["nested", "groups", "step", "format", "null", "list"],
 )
 def test_a_hostile_header_is_refused(header: str) -> None:
-    with pytest.raises(ValueError, match="damaged"):
+    data = len(header).to_bytes(8, "little") + header.encode()
+    for read in (groups_from_bytes, step_from_bytes, Batch.from_bytes):
+        with pytest.raises(ValueError, match="damaged"):
+            read(data)
+
+
+@pytest.mark.parametrize("entry", ['"dtype":"F8_E8M0","shape":[0]', f'"dtype":"I64","shape":[0,{2**64 - 1}]'])
+def test_tensors_that_torch_cannot_make_are_refused(entry: str) -> None:
+    metadata = json.dumps({"format": FORMAT, "groups": "", "step": "{}"})
+    header = f'{{"__metadata__":{metadata},"tokens":{{{entry},"data_offsets":[0,0]}}}}'
+    with pytest.raises(ValueError, match="its tensors cannot be read"):
         groups_from_bytes(len(header).to_bytes(8, "little") + header.encode())

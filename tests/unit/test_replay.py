@@ -10,7 +10,7 @@ import torch
 
 from rl.config.schema import Config, RolloutConfig
 from rl.data.batch import Batch, batch_of_responses
-from rl.data.group_file import groups_to_bytes, split_groups
+from rl.data.group_file import StoredGroup, groups_to_bytes
 from tools.replay import main
 
 CONFIG = Config(rollout=RolloutConfig(num_samples_per_prompt=2))
@@ -49,9 +49,9 @@ class MadeRun:
     def file(self, rank: int) -> Path:
         return self.folder / "rollouts" / f"step_4.rank_{rank}.safetensors"
 
-    def save(self, rank: int, batch: Batch, **facts: Any) -> None:
+    def save(self, rank: int, group: Batch, **facts: Any) -> None:
         known = {"step": 4, "world": "a", "actors": [1, 2], "config": dataclasses.asdict(CONFIG)}
-        self.file(rank).write_bytes(groups_to_bytes(split_groups(batch, [17, 12]), known | facts))
+        self.file(rank).write_bytes(groups_to_bytes([StoredGroup([5, 17, 12][rank], group)], known | facts))
 
     def record(self, **changes: Any) -> None:
         rows = [{"step": 3, "version": 4}, {"step": 4, "version": 5, "time/step": 1.0, **RECORDED, **changes}]
@@ -111,8 +111,10 @@ def test_a_step_that_matches(made: MadeRun, capsys: pytest.CaptureFixture[str]) 
         ({"versions": torch.tensor([-1, 4, -1, 2, 3, 4], dtype=torch.int32)}, {"lags"}),
         ({"lags": torch.tensor([0, 0, 0, 1, 0, 0], dtype=torch.int32)}, {"lags"}),
         ({"group_ids": torch.tensor([0, 0])}, {"groups", "advantages"}),
+        ({"group_ids": torch.tensor([2, 2])}, {"groups"}),
+        ({"group_ids": torch.tensor([2**40, 2**40])}, {"groups"}),
     ],
-    ids=["rewards", "scaled rewards", "advantages", "versions", "lags", "place"],
+    ids=["rewards", "scaled rewards", "advantages", "versions", "lags", "place", "gap", "far"],
 )
 def test_a_changed_file_is_reported(
     changes: dict[str, torch.Tensor], different: set[str], made: MadeRun, capsys: pytest.CaptureFixture[str]
@@ -125,6 +127,27 @@ def test_a_changed_file_is_reported(
     assert status == 1
     assert {line.split(": ")[1] for line in output.splitlines() if line.startswith("DIFFERS: ")} == different
     assert "match" not in output
+
+
+def test_groups_may_have_different_numbers_of_samples(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """A resume with another rollout.num_samples_per_prompt carries groups over as they are."""
+    told = "different numbers of samples"
+    assert told not in replay(made, capsys)[1]
+    group, scale = make_batch(1, [0.0, 1.0]), 1.5**0.5  # the standard deviation of 0, 1, 0, 1 is the root of 1/3
+    assert group.advantages is not None
+    made.save(2, Batch.concat([group.replace(advantages=group.advantages * scale)] * 2))
+    made.record(**{"rollout/truncated": 1 / 6, "rollout/tokens": 12.0})
+    status, output = replay(made, capsys)
+    assert status == 0, output
+    assert f"the groups have {told}: 1 group of 2, 1 group of 4. After a resume" in output
+    status, output = replay(made, capsys, "--json")
+    assert (status, [group["samples"] for group in json.loads(output)["groups"]]) == (0, [2, 4])
+    made.save(2, make_batch(1, [0.0, 1.0]).replace(group_ids=torch.tensor([1, 0])))
+    made.record()
+    status, output = replay(made, capsys)
+    assert status == 1, "a sample is at another place than its group"
+    assert "DIFFERS: groups: 2 was recorded, but the stored groups give 1" in output
+    assert "places without a whole one: 1)" in output
 
 
 def test_a_changed_metric_is_reported(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +180,16 @@ def test_what_is_missing_is_named(made: MadeRun, tmp_path: Path, capsys: pytest.
     data = made.file(2).read_bytes()
     made.file(2).write_bytes(data[:-3])
     assert f"{made.file(2)} cannot be read: its tensors cannot be read" in error()
+    made.save(2, make_batch(1, [0.0, 1.0]).replace(rewards=torch.zeros(2, dtype=torch.int64)))
+    assert f"{made.file(2)} cannot be read: the tensor rewards has the dtype torch.int64" in error()
+    for facts in ({"actors": ["../1"]}, {"actors": 3}, {"world": None}, {"config": {"rollout": 5}}):
+        made.save(2, make_batch(1, [0.0, 1.0]), **facts)
+        assert f'{made.file(2)} cannot be read: the entry "step" of its metadata is damaged: Expected' in error()
+    unfinished = {"ended": torch.tensor([True, False]), "noise": torch.zeros(2, 1, dtype=torch.uint8)}
+    made.save(2, make_batch(1, [0.0, 1.0]).replace(**unfinished))
+    assert f"{made.file(2)} cannot be read: it holds groups that no update has trained on" in error()
+    made.save(2, make_batch(1, [0.0, 1.0]).replace(old_logprobs=torch.zeros(6)))
+    assert "step_4.rank_1.safetensors, step_4.rank_2.safetensors in" in error()
     made.file(2).unlink()
     assert f"{made.file(2)} is missing: the actors of step 4 were the ranks 1-2." in error()
     made.file(2).write_bytes(data)
