@@ -30,7 +30,7 @@ class HeldGroups:
             number, new = numbers[position], gathered.scores[position]
             old = self.results.get(number, [None] * len(new))
             self.groups[number] = group
-            self.results[number] = [after if after is not None else before for before, after in zip(old, new)]
+            self.results[number] = [after if after is not None else before for before, after in zip(old, new, strict=True)]
 
     def drop_others(self, kept: Collection[int]) -> None:
         """Drop all groups but these."""
@@ -75,5 +75,5 @@ class HeldGroups:
         return HeldGroups(
             {number: owner % num_actors for number, owner in owners.items()},
             {group.number: group.batch for group in stored},
-            {group.number: group.results for group in stored},
+            {group.number: group.results or [None] * group.batch.num_sequences for group in stored},
         )
