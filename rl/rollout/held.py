@@ -28,9 +28,9 @@ class HeldGroups:
         self.owners |= dict(zip(numbers, gathered.owners, strict=True))
         for position, group in gathered.groups.items():
             number, new = numbers[position], gathered.scores[position]
-            old = self.results.get(number, [None] * len(new))
+            pairs = zip(self.results.get(number, [None] * len(new)), new, strict=True)
             self.groups[number] = group
-            self.results[number] = [after if after is not None else before for before, after in zip(old, new, strict=True)]
+            self.results[number] = [before if after is None else after for before, after in pairs]
 
     def drop_others(self, kept: Collection[int]) -> None:
         """Drop all groups but these."""
