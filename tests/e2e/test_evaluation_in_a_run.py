@@ -29,6 +29,7 @@ SETTINGS = [
     *("eval.num_samples=4", "eval.temperature=0.7", "eval.function=drawn", "reward.timeout_s=1"),
     f"reward.function={{{FILE}:sometimes_hanging: 0, {FILE}:drawn: 1}}",
     *("checkpoint.save_interval=0", "checkpoint.keep_last=1", "checkpoint.best_metric=eval/a/pass@2"),
+    "run.seed=10",  # some samples hang, and some raise an exception
 ]
 
 

@@ -357,7 +357,7 @@ def test_the_checkpoint_to_resume_from(answers: dict[str, Answer], commands: Com
         assert f"{place}: resumes after step 4" in answer.section("note")
         assert "the checkpoint of step 4" in answer.section("checked")
     answer = answers["forks with other prompts"]
-    warning = "the checkpoint has other prompts, so the run starts with the first prompt"
+    warning = "the checkpoint has other prompts, so the run starts with the first prompt, and drops sampled groups"
     assert answer.code == 0 and answer.stdout.startswith("rank ") and answer.section("note").endswith(warning)
     assert answers["starts over"].code == 0 and "resumes" not in answers["starts over"].stdout
     answer = answers["incomplete on one of two nodes"]
