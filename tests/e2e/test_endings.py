@@ -93,6 +93,7 @@ def test_exception_ends_every_rank(what: str, rank: int, placement: list[str], p
         assert time.monotonic() - started < MAX_END_S
 
 
+@pytest.mark.slow
 def test_failed_load_ends_the_sync_on_every_rank(tmp_path: Path) -> None:
     process = launch(tmp_path, 3, "load", 0, *DISAGGREGATED)
     output = finish(process, 100)
@@ -135,8 +136,8 @@ def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "restarts"),
     [
-        ("nothing", False),
         ("all hang", True),
+        pytest.param("nothing", False, marks=pytest.mark.slow),
         pytest.param("nothing", True, marks=pytest.mark.slow),
         pytest.param("all hang", False, marks=pytest.mark.slow),
     ],
@@ -247,7 +248,8 @@ def test_a_rank_that_cannot_even_start_is_not_started_for_ever(what: str, tmp_pa
     assert "3 starts in a row ended before the ranks had met; torchrun is told to stop" in output
 
 
-@pytest.mark.parametrize("restarts", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [False, True])
 def test_config_error_is_fatal_and_printed_once(restarts: bool, tmp_path: Path) -> None:
     process = launch(tmp_path, 3, "nothing", 0, "placement.rollout=0", "placement.actor=1", restarts=restarts)
     output = finish(process, 100)
