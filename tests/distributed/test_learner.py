@@ -27,7 +27,7 @@ from tests.update import (
     weights_of,
 )
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for the fixture's worlds
+pytestmark = pytest.mark.timeout(450)  # the first test waits for the fixture's worlds
 
 # By number of ranks, for every model: tokens a micro-batch, and what must not change the result. `idle`: a rank owns
 # nothing.
@@ -156,7 +156,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     jobs = {size: [*ways(size), *EXTRA[size], *(CRITICS[size, model] for model in MODELS)] for size in WAYS}
     own = f"{write_functions(reference.folder / 'own.py')}:clipped_ratio"
     jobs[2].append(RECORDED[0] | {"algo": RECORDED[0]["algo"] | {"loss": own}})
-    run_jobs(reference.folder, jobs, timeout_s=250)
+    run_jobs(reference.folder, jobs, timeout_s=400)
     return reference
 
 

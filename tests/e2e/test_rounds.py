@@ -34,7 +34,7 @@ from tests.reference_rounds import (
     vllm_engine,
 )
 
-pytestmark = pytest.mark.timeout(200)  # the first test waits for the fixture's runs
+pytestmark = pytest.mark.timeout(330)  # the first test waits for the fixture's runs
 FUNCTIONS = "tests/e2e/reward_functions.py"
 FAKE, REAL = "rollout.engine=fake", "rollout.engine=vllm"
 COMMON = ["eval.interval=0", "debug.save_rollouts=true", f"reward.function={FUNCTIONS}:varied"]
@@ -52,7 +52,7 @@ PLACEMENTS: dict[str, tuple[int, list[str], str]] = {
 Run = tuple[int, Sequence[str], str]  # number of ranks, overrides, and what is broken
 
 
-def run_forked(runs: dict[Path, Run], engine: str = FAKE, timeout_s: float = 150) -> dict[Path, Result]:
+def run_forked(runs: dict[Path, Run], engine: str = FAKE, timeout_s: float = 300) -> dict[Path, Result]:
     """Run train.py for each folder."""
     described = [
         {
