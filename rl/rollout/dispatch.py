@@ -5,7 +5,9 @@ have room. At any time, an engine holds at most an equal share of the batch. So 
 everything, and an engine that finishes early gets more.
 """
 
+import statistics
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,10 +55,21 @@ class NewTasks(Message):
     tasks: list[Task]
 
 
+@dataclass(frozen=True)
+class BatchTime:
+    """How long the engines took for a batch, and which of them was the last to end."""
+
+    seconds: float
+    slowest: int  # lead of the engine
+    waited_s: float  # from the median end of the other engines to the end of the slowest; 0 without others
+
+
 class Dispatcher:
     def __init__(self, mail: Mailbox, num_engines: int):
         self._mail, self._num_engines = mail, num_engines
         self._lock = threading.Lock()
+        self._opened_at = 0.0
+        self._ended_at: dict[int, float] = {}  # engine lead -> when it had sampled everything
         self._tasks: deque[Task] = deque()
         self._share = 0
         self._waiting: dict[int, Pull] = {}  # engine lead -> latest pull
@@ -64,9 +77,21 @@ class Dispatcher:
 
     def open(self, tasks: Sequence[Task]) -> None:
         with self._lock:
+            self._opened_at, self._ended_at = time.monotonic(), {}
             self._tasks.extend(self._mix(tasks))
             self._share = -(-len(tasks) // self._num_engines)
             self._answer()
+
+    def time_batch(self) -> BatchTime | None:
+        """Return how long the last batch took, or None if no engine has reported its end."""
+        with self._lock:
+            ended_at = dict(self._ended_at)
+        if not ended_at:
+            return None
+        slowest = max(ended_at, key=ended_at.__getitem__)
+        last = ended_at.pop(slowest)
+        waited_s = last - statistics.median(ended_at.values()) if ended_at else 0.0
+        return BatchTime(last - self._opened_at, slowest, waited_s)
 
     def _mix(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """Order the tasks so that consecutive ones have carried groups of all ages, and new ones. Otherwise one engine
@@ -78,6 +103,8 @@ class Dispatcher:
     def _on_pull(self, letter: Letter[Pull]) -> None:
         with self._lock:
             self._waiting[letter.source] = letter.message
+            if not letter.message.held:
+                self._ended_at[letter.source] = time.monotonic()
             self._answer()
 
     def _answer(self) -> None:
