@@ -60,7 +60,8 @@ class Setting:
     temperature: float = 1.0
     num_groups: int | None = None  # of the whole run; None: no limit
     is_dynamic: bool = False  # only groups with different rewards are trained on
-    old_logprobs: Literal["rollout", "auto"] = "rollout"  # the recorded ones, or those of the learner before the step
+    # The recorded ones; those of the learner before the step; or the same with importance weights (decoupled PPO).
+    old_logprobs: Literal["rollout", "auto", "always"] = "rollout"
 
     @property
     def is_stale(self) -> bool:
@@ -84,6 +85,7 @@ class Setting:
             "algo.clip_high": self.clip_high,
             "rollout.temperature": self.temperature,
             "algo.old_logprobs": self.old_logprobs,
+            "algo.correction": "token" if self.old_logprobs == "always" else "none",
             "algo.dynamic_sampling": str(self.is_dynamic).lower(),
         }
         return [f"{name}={value}" for name, value in named.items()]
@@ -266,9 +268,12 @@ class Reference:
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
             for response, advantage in zip(group.responses, advantages.tolist(), strict=True):
                 new = self._logprobs(response)
-                old = new.detach() if self._setting.old_logprobs == "auto" else torch.tensor(response.logprobs)
-                ratio = torch.exp(new - old)
-                terms.append(-torch.minimum(ratio * advantage, ratio.clamp(lowest, highest) * advantage))
+                recorded, before = torch.tensor(response.logprobs), new.detach()
+                ratio = torch.exp(new - (recorded if self._setting.old_logprobs == "rollout" else before))
+                term = -torch.minimum(ratio * advantage, ratio.clamp(lowest, highest) * advantage)
+                if self._setting.old_logprobs == "always":
+                    term = term * torch.exp(before - recorded).clamp(max=2.0)
+                terms.append(term)
         loss = torch.cat(terms).mean()
         self._optimizer.zero_grad()
         loss.backward()
