@@ -72,7 +72,7 @@ class HeldGroups:
 
     @staticmethod
     def from_files(
-        owners: dict[int, int], files: Iterable[bytes], num_actors: int, counts: dict[str, int]
+        owners: dict[int, int], files: Iterable[bytes], num_actors: int, counts: dict[str, int] | None = None
     ) -> "HeldGroups":
         """Return the groups of saved files. Actor i takes those of the saved actors i, i + num_actors, and so on."""
         stored = [group for data in files for group in groups_from_bytes(data)]

@@ -21,7 +21,7 @@ from rl.rewards.totals import total
 from rl.rollout.collect import Gathered, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.held import HeldGroups
-from rl.rollout.schedule import Schedule
+from rl.rollout.schedule import Round, Schedule
 
 CARRIED, FINISHED, INFORMATIVE = range(3)  # what a round has made of a group
 
@@ -34,8 +34,7 @@ class Sampled(NamedTuple):
 class InFlight(NamedTuple):
     """A round that the engines sample now."""
 
-    groups: list[int]  # numbers of the schedule
-    num_started: int
+    round: Round
     batch: int  # its number in `Rollouts`
 
 
@@ -88,20 +87,21 @@ class Sampler:
         numbers = [*now.carried, *now.started]
         prompts = [self.stream.at(number) for number in numbers] if self.stream is not None else None
         batch = self.rollouts.start(prompts, self.sampling, version, self._held.to_continue(now.carried))
-        self._in_flight = InFlight(numbers, len(now.started), batch)
+        self._in_flight = InFlight(now, batch)
 
     def end_round(self) -> None:
         """Wait for the round in flight, if there is one, and take its groups. No rank waits in a collective."""
         if self._in_flight is None:
             return
-        (numbers, num_started, batch), self._in_flight = self._in_flight, None
+        (now, batch), self._in_flight = self._in_flight, None
         gathered = self.rollouts.gather(batch)
+        numbers = [*now.carried, *now.started]
         self._held.add(numbers, gathered)
         outcomes = dict(zip(numbers, self._outcomes(gathered), strict=True))
         informative = [number for number, outcome in outcomes.items() if outcome == INFORMATIVE]
-        self._held.counts["rollout/sampled_prompts"] += num_started
+        self._held.counts["rollout/sampled_prompts"] += len(now.started)
         self._held.counts["rollout/informative_prompts"] += len(informative)
-        self._schedule.end_round([n for n, outcome in outcomes.items() if outcome != CARRIED], informative)
+        self._schedule.end_round(now, [n for n, outcome in outcomes.items() if outcome != CARRIED], informative)
 
     def save(self) -> RolloutState:
         """Return the state after an update, for a checkpoint. No round may be in flight."""

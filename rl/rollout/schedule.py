@@ -157,15 +157,15 @@ class Schedule:
         if self._in_flight is not None or num_older_batches > 0 or not (count or state.carried):
             return None
         state.num_rounds += 1
-        self._in_flight = Round(state.num_rounds, self._next(count), tuple(state.carried))
-        state.num_started = self._in_flight.started.stop
+        started = range(state.num_started, state.num_started + count)
+        state.num_started = started.stop
+        self._in_flight = Round(state.num_rounds, started, tuple(state.carried))
         return self._in_flight
 
-    def end_round(self, finished: Iterable[int], informative: Iterable[int] | None = None) -> None:
+    def end_round(self, now: Round, finished: Iterable[int], informative: Iterable[int] | None = None) -> None:
         """Take the result of the round in flight. Without dynamic sampling, every finished group is informative."""
-        assert self._in_flight is not None
-        state, finished = self.state, set(finished)
-        sampled = sorted([*self._in_flight.carried, *self._in_flight.started])
+        assert now is self._in_flight
+        state, sampled, finished = self.state, sorted([*now.carried, *now.started]), set(finished)
         assert finished <= set(sampled), (finished, sampled)
         state.carried = [group for group in sampled if group not in finished]
         assert not state.carried or self.plan.carries, "without a limit, every response ends in its round"
@@ -177,9 +177,6 @@ class Schedule:
         state.num_finished += len(finished)
         state.num_informative += len(kept)
         self._in_flight, state.num_new_batches = None, self._cut_batches()
-
-    def _next(self, count: int) -> range:
-        return range(self.state.num_started, self.state.num_started + count)
 
     def _cut_batches(self) -> int:
         """Cut off batches from the front of the queue, and return their number."""

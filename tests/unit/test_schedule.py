@@ -62,7 +62,7 @@ class Simulation:
         sampled = [*now.carried, *now.started]
         finished = {group for group in sampled if len(self.versions[group]) == self._lengths(group)}
         informative = {group for group in finished if self._is_informative(group)}
-        self.schedule.end_round(finished, informative)
+        self.schedule.end_round(now, finished, informative)
         self.num_queued.append(len(informative) + (self.num_queued[-1] if self.num_queued else 0))
 
 

@@ -151,7 +151,7 @@ class Walk:
         if now is not None:
             groups = self._engines.order_of_ends([*now.carried, *now.started], self.outcome.engines)
             num_rounds = self._case.num_rounds
-            self.schedule.end_round([each for each in groups if len(self._versions[each]) == num_rounds(each)])
+            self.schedule.end_round(now, [each for each in groups if len(self._versions[each]) == num_rounds(each)])
 
 
 def walk(case: Case, num_updates: int, engines: Engines, seed: int, resumes: bool) -> Outcome:
