@@ -105,14 +105,15 @@ def assert_same_responses(results: Sequence[Result], num_groups: int) -> None:
 
 
 def assert_continues(
-    resumed: Result, after: int, place: str, steps: list[Step], whole: Result, setting: Setting
+    resumed: Result, after: int, is_same_place: bool, steps: list[Step], whole: Result, setting: Setting
 ) -> None:
+    """The steps of a resumed run are those of the whole one. On the same ranks, all numbers are equal."""
     assert [row["step"] for row in resumed.metrics] == list(range(after + 1, len(steps) + 1))
     for row in resumed.metrics:
         number = int(row["step"])
         assert_same_data(resumed.rollouts(number), steps[number - 1], setting)
         assert_same_metrics(row, steps[number - 1], setting)
-        if place == "same ranks":
+        if is_same_place:
             assert learnt(row) == learnt(whole.metrics[number - 1])
         else:
             assert learnt(row) == pytest.approx(learnt(whole.metrics[number - 1]), rel=1e-4, abs=1e-5)

@@ -4,41 +4,59 @@ They are compared with a plain single-process reference (tests/reference_rounds.
 The runs use the fake engine, unless a test says otherwise.
 """
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.reward_functions import varied
-from tests.launcher import Result
-from tests.reference_rounds import Reference, Setting, Step, fake_engine, make_model
+from tests.e2e.reward_functions import mostly_equal, varied
+from tests.launcher import Result, finish, start
+from tests.reference_rounds import TINY, Reference, Setting, Step, fake_engine, make_model
 from tests.rounds_runs import (
+    FAKE,
     FUNCTIONS,
     SAVES,
     Run,
+    assert_continues,
     assert_same_data,
     assert_same_metrics,
+    responses_of,
     run_forked,
     setting_of,
 )
 
 pytestmark = pytest.mark.timeout(330)  # the first test waits for the fixture's runs
 LIMITS = (0, 3, 5)  # tokens per round; 0: no limit
-DECOUPLED = ["placement.rollout=0", "placement.inference=1", "placement.actor=2-3"]
-# Number of ranks, overrides, and what is broken. The inference rank computes the old logprobs of decoupled PPO.
+# Number of ranks, overrides, and what is broken.
 PLACEMENTS: dict[str, Run] = {
-    "1 actor, 2 engines": (3, ["placement.rollout=0-1", "placement.actor=2", *SAVES], "slow engine"),
-    "2 actors, inference, engine": (4, DECOUPLED, "slow engine"),
-}
-ALL = [(placement, limit) for placement in PLACEMENTS for limit in LIMITS]
-DYNAMIC = [f"reward.function={FUNCTIONS}:mostly_equal"]
-ELSEWHERE: dict[str, Run] = {
-    "same ranks": (3, ["placement.rollout=0-1", "placement.actor=2"], "slow engine"),
-    "engine, 2 actors": (3, ["placement.rollout=0", "placement.actor=1-2"], "slow engine"),
+    "1 actor, 2 engines": (3, ["placement.rollout=0-1", "placement.actor=2"], "slow engine"),
+    "1 engine, 2 actors": (3, ["placement.rollout=0", "placement.actor=1-2"], "slow engine"),
+    # The inference rank computes the old logprobs of decoupled PPO.
+    "2 actors, inference, engine": (
+        4,
+        ["placement.rollout=0", "placement.inference=1", "placement.actor=2-3"],
+        "slow engine",
+    ),
     "2 actors, 2 engines": (4, ["placement.actor=0-1", "placement.rollout=2-3"], ""),
-    "engine, actor": (2, ["placement.rollout=0", "placement.actor=1"], ""),
+    "1 engine, 1 actor": (2, ["placement.rollout=0", "placement.actor=1"], ""),
+    "tensor parallel, 2 replicas": (
+        4,
+        [
+            *("placement.rollout=0-1", "rollout.tensor_parallel_size=2"),
+            *("placement.actor=2-3", "actor.num_replicas=2"),
+        ],
+        "slow engine",
+    ),
 }
-RESUMED = {"same ranks": 2, "engine, 2 actors": 4}  # by placement, the step after which the run is forked
+FIRST = "1 actor, 2 engines"  # its runs save every step
+QUICK = [(FIRST, 0), (FIRST, 3), ("2 actors, inference, engine", 3)]
+SLOW = [
+    *((FIRST, 5), ("2 actors, inference, engine", 0), ("2 actors, inference, engine", 5)),
+    *(("tensor parallel, 2 replicas", limit) for limit in LIMITS),
+]
+RESUMED = {FIRST: 2, "1 engine, 2 actors": 4}  # by placement, the step after which the run is forked
+Key = tuple[str, int]  # placement, and limit
 
 
 @pytest.fixture(scope="module")
@@ -51,49 +69,175 @@ def setting_in(placement: str, limit: int, model: Path) -> Setting:
     return replace(setting, old_logprobs="always") if "inference" in placement else setting
 
 
+def describe(placement: str, setting: Setting, *overrides: str) -> Run:
+    num_ranks, places, broken = PLACEMENTS[placement]
+    return num_ranks, [*setting.overrides, *places, *overrides], broken
+
+
 def fork_after(step: int, place: str, whole: Result, setting: Setting) -> Run:
     """Return a run that forks another one after this step, in this placement."""
-    num_ranks, overrides, broken = ELSEWHERE[place]
-    resume = f"checkpoint.resume={whole.folder / 'checkpoints' / f'step_{step}'}"
-    return num_ranks, [*setting.overrides, *overrides, resume], broken
+    return describe(place, setting, f"checkpoint.resume={whole.folder / 'checkpoints' / f'step_{step}'}")
 
 
-@pytest.fixture(scope="module")
-def references(model: Path) -> dict[tuple[str, int], list[Step]]:
-    """What the definition of rounds says."""
-    return {key: Reference(setting_in(*key, model), fake_engine, varied).run() for key in ALL}
+def run_named(runs: dict[Key, Run] | dict[str, Run], folder: Path, timeout_s: float = 300) -> dict:
+    """Run train.py for each name."""
+    folders = {name: folder / str(number) / "run" for number, name in enumerate(runs)}
+    results = run_forked({folders[name]: run for name, run in runs.items()}, timeout_s=timeout_s)
+    return {name: results[folders[name]] for name in runs}
 
 
-@pytest.fixture(scope="module")
-def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Result]:
-    """A run for each placement and limit. The first placement saves every step."""
-    folders = {key: tmp_path_factory.mktemp("runs") / "run" for key in ALL}
-    described = {}
-    for (placement, limit), folder in folders.items():
-        num_ranks, overrides, broken = PLACEMENTS[placement]
-        described[folder] = (num_ranks, [*setting_in(placement, limit, model).overrides, *overrides], broken)
-    results = run_forked(described)
-    return {key: results[folder] for key, folder in folders.items()}
-
-
-def test_the_reference_has_carried_queued_and_late_groups(references: dict[tuple[str, int], list[Step]]) -> None:
-    """Otherwise the comparisons with it would show little."""
-    for (placement, limit), steps in references.items():
-        assert {max(step.lags) for step in steps[1:]} == {1} if not limit else max(max(step.lags) for step in steps) > 2
-        assert bool(limit) == any(step.num_carried for step in steps), placement
-        assert bool(limit) == any(step.num_queued for step in steps), placement
-
-
-@pytest.mark.parametrize(("placement", "limit"), ALL)
-def test_a_run_equals_the_reference(
-    placement: str,
-    limit: int,
-    runs: dict[tuple[str, int], Result],
-    references: dict[tuple[str, int], list[Step]],
-    model: Path,
-) -> None:
-    """Groups, tokens, versions, lags, rewards and losses, whoever samples and trains, and however slowly."""
-    result, steps, setting = runs[placement, limit], references[placement, limit], setting_in(placement, limit, model)
+def assert_same_run(result: Result, steps: list[Step], setting: Setting) -> None:
+    """Groups, tokens, versions, lags, rewards and losses are those of the reference."""
     for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
         assert_same_data(result.rollouts(number), step, setting)
         assert_same_metrics(row, step, setting)
+
+
+@pytest.fixture(scope="module")
+def references(model: Path) -> dict[Key, list[Step]]:
+    """What the definition of rounds says."""
+    return {key: Reference(setting_in(*key, model), fake_engine, varied).run() for key in QUICK}
+
+
+@pytest.fixture(scope="module")
+def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Key, Result]:
+    described = {
+        (placement, limit): describe(
+            placement, setting_in(placement, limit, model), *(SAVES if (placement, limit) == (FIRST, 3) else [])
+        )
+        for placement, limit in QUICK
+    }
+    return run_named(described, tmp_path_factory.mktemp("runs"))
+
+
+def test_the_reference_has_carried_queued_and_late_groups(references: dict[Key, list[Step]]) -> None:
+    """Otherwise the comparisons with it would show little."""
+    lags = {key: [max(step.lags) for step in steps] for key, steps in references.items()}
+    assert lags[FIRST, 0] == [0, 1, 1, 1, 1, 1]
+    assert max(lags[FIRST, 3]) > 2
+    steps = references[FIRST, 3]
+    assert any(step.num_carried for step in steps) and any(step.num_queued for step in steps)
+    assert any(len(set(response.versions)) > 2 for step in steps for response in step.responses)
+
+
+@pytest.mark.parametrize(("placement", "limit"), QUICK)
+def test_a_run_equals_the_reference(
+    placement: str, limit: int, runs: dict[Key, Result], references: dict[Key, list[Step]], model: Path
+) -> None:
+    """Whoever samples and trains, and however slowly."""
+    assert_same_run(runs[placement, limit], references[placement, limit], setting_in(placement, limit, model))
+
+
+@pytest.mark.slow
+def test_every_placement_and_limit_equals_the_reference(model: Path, tmp_path: Path) -> None:
+    settings = {key: setting_in(*key, model) for key in SLOW}
+    results = run_named({key: describe(key[0], settings[key]) for key in SLOW}, tmp_path)
+    for key, setting in settings.items():
+        assert_same_run(results[key], Reference(setting, fake_engine, varied).run(), setting)
+
+
+def test_the_bound_of_the_lag_is_printed(runs: dict[Key, Result]) -> None:
+    """12 tokens take 4 rounds of 3 tokens. The bound is 2 M - 3 + K."""
+    output = runs[FIRST, 3].output
+    reason = "engines sample while actors train, so a token is trained on at most"
+    assert output.count(f"oneworld: {reason} 1 update after it was sampled") == 1
+    assert output.count(f"oneworld: a response takes up to 4 rounds and {reason} 6 updates after it was sampled") == 2
+
+
+@pytest.fixture(scope="module")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten prompts."""
+    file = tmp_path_factory.mktemp("data") / "train.jsonl"
+    file.write_text("".join((TINY / "train.jsonl").read_text().splitlines(keepends=True)[:10]))
+    return file
+
+
+def epochs_setting(model: Path, small_data: Path, limit: int = 3) -> Setting:
+    """Two epochs over ten prompts, in 5 steps."""
+    return replace(setting_of(limit, model, ahead=1), data=small_data, num_groups=20, num_steps=5)
+
+
+def dynamic_setting(model: Path, limit: int) -> Setting:
+    return replace(setting_of(limit, model, ahead=1), is_dynamic=True, num_steps=5)
+
+
+@pytest.fixture(scope="module")
+def variants(
+    model: Path, small_data: Path, runs: dict[Key, Result], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Result]:
+    dynamic = f"reward.function={FUNCTIONS}:mostly_equal"
+    described = {
+        "dynamic sampling": describe(FIRST, dynamic_setting(model, 0), dynamic),
+        "dynamic sampling with a limit": describe("1 engine, 2 actors", dynamic_setting(model, 3), dynamic),
+        "epochs": describe("1 engine, 2 actors", epochs_setting(model, small_data), "train.num_epochs=2"),
+    }
+    setting = setting_of(3, model, ahead=1)
+    for place, after in RESUMED.items():
+        described[f"resumed in {place}"] = fork_after(after, place, runs[FIRST, 3], setting)
+    return run_named(described, tmp_path_factory.mktemp("variants"))
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+def test_dynamic_sampling_keeps_informative_groups_in_the_queue(
+    limit: int, variants: dict[str, Result], model: Path
+) -> None:
+    setting = dynamic_setting(model, limit)
+    steps = Reference(setting, fake_engine, mostly_equal).run()
+    assert any(step.num_queued for step in steps), "no informative group is left over"
+    assert_same_run(variants["dynamic sampling with a limit" if limit else "dynamic sampling"], steps, setting)
+
+
+def test_epochs_are_drained(variants: dict[str, Result], model: Path, small_data: Path) -> None:
+    """Each of the 10 prompts is trained on twice, and nothing is left in flight."""
+    result, setting = variants["epochs"], epochs_setting(model, small_data)
+    assert_same_run(result, Reference(setting, fake_engine, varied).run(), setting)
+    counts = Counter({prompt: len(samples) for prompt, samples in responses_of(result).items()})
+    assert len(counts) == 10
+    assert set(counts.values()) == {2 * setting.num_samples}
+    assert (result.metrics[-1]["rollout/carried"], result.metrics[-1]["rollout/queue"]) == (0, 0)
+
+
+@pytest.mark.parametrize("place", RESUMED)
+def test_a_resumed_run_continues_its_responses(
+    place: str, runs: dict[Key, Result], variants: dict[str, Result], references: dict[Key, list[Step]], model: Path
+) -> None:
+    """On the same ranks all numbers are equal. In another placement the data are, and losses but for rounding."""
+    whole, steps, after = runs[FIRST, 3], references[FIRST, 3], RESUMED[place]
+    resumed, setting = variants[f"resumed in {place}"], setting_of(3, model, ahead=1)
+    assert_continues(resumed, after, place == FIRST, steps, whole, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_resumes_after_every_step(
+    runs: dict[Key, Result], references: dict[Key, list[Step]], model: Path, tmp_path: Path
+) -> None:
+    whole, steps, setting = runs[FIRST, 3], references[FIRST, 3], setting_of(3, model, ahead=1)
+    assert any(step.num_carried for step in steps[1:]) and any(step.num_queued for step in steps[1:])
+    places = [FIRST, "1 engine, 2 actors", "2 actors, 2 engines", "1 engine, 1 actor"]
+    described = {
+        (place, step): fork_after(step, place, whole, setting) for step in range(1, len(steps)) for place in places
+    }
+    results = run_named(described, tmp_path, timeout_s=800)
+    for (place, step), result in results.items():
+        assert_continues(result, step, place == FIRST, steps, whole, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("ranks 0-1 have roles besides rollout", []),
+        ("rank 1 has roles besides rollout", ["placement.rollout=0", "placement.actor,rollout=1"]),
+    ],
+    ids=["collocated", "hybrid"],
+)
+def test_shared_ranks_refuse_it(name: str, places: list[str], tmp_path: Path) -> None:
+    settings = [f"run.dir={tmp_path}", "run.name=run", FAKE, "rollout.ahead=1", *places]
+    process = start("--nproc-per-node=2", "train.py", *settings, restarts=True)
+    output = finish(process, 100)
+    assert process.returncode != 0
+    remedy = "Set rollout.ahead=0, or separate the roles, for example placement.rollout=75% placement.actor=rest"
+    assert output.count(f"rollout.ahead: got 1, but {name}; ") == output.count(remedy) == 1, output
+    assert output.count("oneworld: fatal, will not be restarted") == 1
+    assert "Traceback" not in output
