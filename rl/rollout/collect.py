@@ -106,7 +106,6 @@ class Gathered:
     scores: dict[int, Results]  # of this actor's groups, by position; what this batch has scored
     num_preemptions: int  # of this actor's groups
     num_kept_tokens: int  # see ScoredGroup
-    took: BatchTime | None = None  # only on the leader
 
 
 class Rollouts(Service):
@@ -142,6 +141,7 @@ class Rollouts(Service):
             self._gate = OrderGate(world.mail, len(placement.actors), heads)
         self._awaited = ""
         self.engine_name = ""  # until the first group arrives
+        self._times: list[BatchTime] = []
         self._num_started = self._num_settled = 0
         self._num_expected = 0  # samples that the last batch has started; only on the leader
         self._training: set[int] = set()  # batches to train on; the others evaluate
@@ -210,8 +210,14 @@ class Rollouts(Service):
             self._failures.check(totals, self._world.step, is_training, self._num_expected)
         num_preemptions = sum(group.num_preemptions for group, _ in arrived.values())
         num_kept_tokens = sum(group.num_kept_tokens for group, _ in arrived.values())
-        took = self._dispatcher.time_batch() if self._dispatcher is not None else None
-        return Gathered(groups, owners, scores, num_preemptions, num_kept_tokens, took)
+        if self._dispatcher is not None and is_training and owners:
+            self._times.append(self._dispatcher.time_batch())
+        return Gathered(groups, owners, scores, num_preemptions, num_kept_tokens)
+
+    def take_times(self) -> list[BatchTime]:
+        """Return how long the engines took for each batch to train on since the last call. Only the leader knows."""
+        taken, self._times = self._times, []
+        return taken
 
     @property
     def awaited(self) -> str:

@@ -5,6 +5,7 @@ have room. At any time, an engine holds at most an equal share of the batch. So 
 everything, and an engine that finishes early gets more.
 """
 
+import math
 import statistics
 import threading
 import time
@@ -61,7 +62,7 @@ class BatchTime:
 
     seconds: float
     slowest: int  # lead of the engine
-    waited_s: float  # from the median end of the other engines to the end of the slowest; 0 without others
+    cost_s: float  # from the median end of the other engines to the end of the slowest; 0 without others
 
 
 class Dispatcher:
@@ -69,7 +70,7 @@ class Dispatcher:
         self._mail, self._num_engines = mail, num_engines
         self._lock = threading.Lock()
         self._opened_at = 0.0
-        self._ended_at: dict[int, float] = {}  # engine lead -> when it had sampled everything
+        self._ended_at: dict[int, float] = {}  # engine lead -> when it had sampled its tasks; infinite until then
         self._tasks: deque[Task] = deque()
         self._share = 0
         self._waiting: dict[int, Pull] = {}  # engine lead -> latest pull
@@ -82,16 +83,15 @@ class Dispatcher:
             self._share = -(-len(tasks) // self._num_engines)
             self._answer()
 
-    def time_batch(self) -> BatchTime | None:
-        """Return how long the last batch took, or None if no engine has reported its end."""
+    def time_batch(self) -> BatchTime:
+        """Return how long the last batch took. All of its groups have arrived."""
         with self._lock:
-            ended_at = dict(self._ended_at)
-        if not ended_at:
-            return None
+            now = time.monotonic()  # the end of an engine whose last pull has not arrived yet
+            ended_at = {lead: min(ended, now) for lead, ended in self._ended_at.items()}
         slowest = max(ended_at, key=ended_at.__getitem__)
         last = ended_at.pop(slowest)
-        waited_s = last - statistics.median(ended_at.values()) if ended_at else 0.0
-        return BatchTime(last - self._opened_at, slowest, waited_s)
+        cost_s = last - statistics.median(ended_at.values()) if ended_at else 0.0
+        return BatchTime(last - self._opened_at, slowest, cost_s)
 
     def _mix(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """Order the tasks so that consecutive ones have carried groups of all ages, and new ones. Otherwise one engine
@@ -103,7 +103,7 @@ class Dispatcher:
     def _on_pull(self, letter: Letter[Pull]) -> None:
         with self._lock:
             self._waiting[letter.source] = letter.message
-            if not letter.message.held:
+            if not letter.message.held and letter.source in self._ended_at:
                 self._ended_at[letter.source] = time.monotonic()
             self._answer()
 
@@ -111,5 +111,6 @@ class Dispatcher:
         for lead, pull in list(self._waiting.items()):
             count = min(pull.room, self._share - pull.held, len(self._tasks))
             if count > 0:
+                self._ended_at[lead] = math.inf
                 self._mail.send(lead, NewTasks([self._tasks.popleft() for _ in range(count)]))
                 del self._waiting[lead]

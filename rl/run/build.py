@@ -196,4 +196,4 @@ def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Re
         _announce_repetition(run, step)
         writer = MetricsWriter(run.folder, run.config.train.num_steps, step)
         run.world.at_end(lambda: writer.close(rollouts.engine_name))
-    return Reporter(run.world, run.config, run.folder, run.tokenizer, writer)
+    return Reporter(run.world, run.config, run.folder, run.tokenizer, rollouts, writer)

@@ -493,7 +493,8 @@ def test_the_ranks_of_a_recipe(answers: dict[str, Answer]) -> None:
             "kept KV caches on shared ranks",
             [
                 "rollout.keep_kv: got true, but ranks 1-2 have roles besides rollout",
-                "Set rollout.keep_kv=false, or separate the roles, for example placement.rollout=75% placement.actor=r",
+                "Set rollout.keep_kv=false, or separate the roles",
+                "for example placement.rollout=75% placement.actor=rest",
             ],
         ),
         (
