@@ -22,6 +22,8 @@ FAKE, REAL = "rollout.engine=fake", "rollout.engine=vllm"
 COMMON = ["eval.interval=0", "debug.save_rollouts=true", f"reward.function={FUNCTIONS}:varied"]
 SAVES = ["checkpoint.save_interval=1", "checkpoint.keep_last=99"]
 SHAPE = {"num_steps": 6, "num_prompts": 4, "num_samples": 3, "max_new_tokens": 12}
+REAL_SHAPE = {"num_steps": 4, "num_prompts": 4, "num_samples": 4, "max_new_tokens": 6, "temperature": 2.0}
+REAL_SHAPE |= {"lr": 3e-4, "clip_low": 0.2}
 Run = tuple[int, Sequence[str], str]  # number of ranks, overrides, and what is broken
 
 

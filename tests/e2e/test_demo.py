@@ -94,6 +94,21 @@ def test_demo_learns_with_a_token_limit_and_either_correction(correction: str, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("correction", ["none", "token"])
+def test_demo_learns_one_round_ahead(correction: str, tmp_path: Path) -> None:
+    """Two engines sample while an actor trains. No token comes from the weights that train on it."""
+    settings = ("placement.rollout=0-1", "placement.actor=2", "rollout.ahead=1", "rollout.max_tokens_per_round=2")
+    result = train(tmp_path / "run", 3, *settings, f"algo.correction={correction}", timeout_s=390)
+    assert statistics.mean(row["rollout/lag_mean"] for row in result.metrics) > 1.0
+    assert max(row["policy/probe_gap"] for row in result.metrics) < 1e-5
+    assert mean_reward(result.metrics[:5]) < 0.5
+    assert mean_reward(result.metrics[-5:]) >= 0.9
+    before, *_, after = accuracy(tmp_path / "run")
+    assert after >= 0.9 > before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_demo_does_not_learn_from_shuffled_answers(tmp_path: Path) -> None:
     """The reward is the cause: with answers of other problems, held-out accuracy does not rise."""
     rows = [json.loads(line) for line in (ROOT / "configs/tiny/train.jsonl").read_text().splitlines()]

@@ -20,6 +20,7 @@ from tests.rounds_runs import (
     FAKE,
     FUNCTIONS,
     REAL,
+    REAL_SHAPE,
     SAVES,
     Run,
     assert_continues,
@@ -293,10 +294,11 @@ def test_epochs_are_drained(variants: dict[str, Result], model: Path, small_data
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_twenty_kills_change_nothing(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_twenty_kills_change_nothing(ahead: int, model: Path, tmp_path: Path) -> None:
     """Ranks are killed at random moments. Every group is trained on once, in the same order, with the same tokens, and
     all metrics are those of an undisturbed run."""
-    setting, source = replace(setting_of(3, model), num_steps=40), random.Random(0)
+    setting, source = replace(setting_of(3, model, ahead), num_steps=40), random.Random(0)
     overrides = [*setting.overrides, *SAVES, "placement.rollout=0-1", "placement.actor=2-3"]
     (undisturbed,) = run_forked({tmp_path / "undisturbed": (4, overrides, "")}).values()
     script = ["tests/e2e/broken_train.py", "slow engines", "0", f"run.dir={tmp_path}", "run.name=run", FAKE, *COMMON]
@@ -320,8 +322,6 @@ def test_twenty_kills_change_nothing(model: Path, tmp_path: Path) -> None:
         assert learnt(row) == learnt(undisturbed.metrics[number - 1])
 
 
-REAL_SHAPE = {"num_steps": 4, "num_prompts": 4, "num_samples": 4, "max_new_tokens": 6, "temperature": 2.0}
-REAL_SHAPE |= {"lr": 3e-4, "clip_low": 0.2}
 REAL_PLACEMENTS: dict[str, Run] = {
     "collocated": (2, [], ""),
     "disaggregated": (2, ["placement.rollout=0", "placement.actor=1"], ""),

@@ -4,23 +4,35 @@ They are compared with a plain single-process reference (tests/reference_rounds.
 The runs use the fake engine, unless a test says otherwise.
 """
 
+import json
+import os
+import signal
+import subprocess
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.reward_functions import mostly_equal, varied
-from tests.launcher import Result, finish, start
-from tests.reference_rounds import TINY, Reference, Setting, Step, fake_engine, make_model
+from tests.launcher import Result, finish, start, steps_on, until
+from tests.reference_rounds import TINY, Reference, Setting, Step, fake_engine, make_model, vllm_engine
 from tests.rounds_runs import (
+    COMMON,
     FAKE,
     FUNCTIONS,
+    REAL,
+    REAL_SHAPE,
     SAVES,
     Run,
     assert_continues,
     assert_same_data,
     assert_same_metrics,
+    last_step,
+    learnt,
     responses_of,
     run_forked,
     setting_of,
@@ -221,6 +233,122 @@ def test_a_run_resumes_after_every_step(
     results = run_named(described, tmp_path, timeout_s=800)
     for (place, step), result in results.items():
         assert_continues(result, step, place == FIRST, steps, whole, setting)
+
+
+REAL_PLACEMENTS: dict[str, Run] = {
+    "1 engine, 1 actor": (2, ["placement.rollout=0", "placement.actor=1"], "traced"),
+    "2 actors, inference, engine": PLACEMENTS["2 actors, inference, engine"],
+    "tensor parallel, 2 replicas": PLACEMENTS["tensor parallel, 2 replicas"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_real_engines_equal_the_reference(tmp_path: Path) -> None:
+    """The reference samples from the weights of each version with vLLM's noise. So weights of another version, and
+    noise that repeats, change tokens."""
+    import vllm._C  # noqa: F401  the operator that draws a token
+
+    settings, described = {}, {}
+    for place, (num_ranks, overrides, broken) in REAL_PLACEMENTS.items():
+        for limit in (0, 1, 2):
+            setting = Setting(**REAL_SHAPE, max_tokens_per_round=limit, ahead=1)
+            setting = replace(setting, old_logprobs="always") if "inference" in place else setting
+            folder = tmp_path / place / f"{limit}"
+            settings[folder] = setting
+            described[folder] = (num_ranks, [*setting.overrides, *overrides], broken if broken == "traced" else "")
+    results = run_forked(described, REAL, timeout_s=1100)
+    for folder, setting in settings.items():
+        steps = Reference(setting, vllm_engine, varied).run()
+        assert max(max(step.lags) for step in steps) >= 1
+        for number, (row, step) in enumerate(zip(results[folder].metrics, steps, strict=True), start=1):
+            # A step of AdamW turns rounding of small gradients into differences of the weights, and so of logprobs.
+            assert_same_data(results[folder].rollouts(number), step, setting, tolerance=1e-3)
+            assert_same_metrics(row, step, setting, tolerance=1e-5)
+            assert row["policy/probe_gap"] < 1e-5
+
+
+def spans_of(folder: Path, rank: int, name: str) -> list[tuple[float, float]]:
+    """Return when each update or engine step of a traced run began and ended."""
+    lines = [json.loads(line) for line in Path(f"{folder}.{rank}.spans.jsonl").read_text().splitlines()]
+    return [(began, ended) for what, began, ended in lines if what == name]
+
+
+@pytest.mark.slow
+def test_real_engines_step_during_updates(tmp_path: Path) -> None:
+    """Engine steps begin and end during an update with rollout.ahead=1, and never without it."""
+    described = {
+        tmp_path / f"{ahead}": (
+            2,
+            ["placement.rollout=0", "placement.actor=1", "train.num_steps=8", f"rollout.ahead={ahead}"],
+            "traced",
+        )
+        for ahead in (0, 1)
+    }
+    results = run_forked(described, REAL)
+    inside: dict[int, list[int]] = {}
+    for ahead, (folder, result) in enumerate(results.items()):
+        updates, steps = spans_of(folder, 1, "update"), spans_of(folder, 0, "engine step")
+        assert len(updates) == len(result.metrics) == 8
+        assert len(steps) >= 8 * 3
+        inside[ahead] = [sum(began < start and end < ended for start, end in steps) for began, ended in updates]
+    assert sum(inside[0]) == 0, inside
+    assert sum(count > 0 for count in inside[1]) >= 6, inside
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Return the processes of the ranks, in their order."""
+    return sorted(child.pid for child in psutil.Process(process.pid).children())
+
+
+SIGNALS: dict[str, Callable[[subprocess.Popen[str]], None]] = {
+    "SIGUSR1": lambda process: os.kill(ranks_of(process)[-1], signal.SIGUSR1),
+    "SIGTERM": lambda process: process.terminate(),
+    "Ctrl-C": lambda process: os.killpg(process.pid, signal.SIGINT),
+    "SIGTERM to an engine": lambda process: os.kill(ranks_of(process)[0], signal.SIGTERM),
+}
+
+
+def has_trained(process: subprocess.Popen[str], result: Result, step: int) -> bool:
+    assert process.poll() is None, process.communicate()[0][-5000:]
+    return last_step(result) >= step
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_signals_while_a_round_is_in_flight(model: Path, tmp_path: Path) -> None:
+    """SIGUSR1, SIGTERM and Ctrl-C arrive while engines sample and actors train, or wait for the round. Whatever is
+    saved continues as the undisturbed run."""
+    setting = replace(setting_of(3, model, ahead=1), num_steps=40)
+    places = ["placement.rollout=0-1", "placement.actor=2-3", "rollout.max_num_seqs=4"]
+    folder, overrides = tmp_path / "run", [*setting.overrides, *places]
+    (undisturbed,) = run_forked({tmp_path / "undisturbed": (4, overrides, "")}).values()
+    script = ["tests/e2e/broken_train.py", "slow engines", "0", f"run.dir={tmp_path}", "run.name=run", FAKE, *COMMON]
+    script += [*overrides, "checkpoint.save_interval=0", "checkpoint.keep_last=99"]
+    result = Result("", folder)
+    for way in SIGNALS:
+        process = start("--nproc-per-node=4", *script)
+        until(partial(has_trained, process, result, 2 + last_step(result)), "two steps", 100)
+        SIGNALS[way](process)
+        if way == "SIGUSR1":
+            until(partial(steps_on, folder), "a checkpoint")
+            saved = steps_on(folder)[0]
+            process.terminate()
+        output, last = finish(process, 60), last_step(result)
+        assert process.returncode != 0
+        assert f"step {last} is saved" in output, output[-3000:]
+        assert last == steps_on(folder)[-1] < 40
+    steps = Reference(setting, fake_engine, varied).run()
+    process = start("--nproc-per-node=4", *script)
+    output = finish(process, 200)
+    assert process.returncode == 0, output[-5000:]
+    assert [row["step"] for row in result.metrics] == list(range(1, 41))
+    for row, expected, step in zip(result.metrics, undisturbed.metrics, steps, strict=True):
+        assert_same_data(result.rollouts(int(row["step"])), step, setting)
+        assert learnt(row) == learnt(expected)
+    fork = (4, [*overrides, f"checkpoint.resume={folder / 'checkpoints' / f'step_{saved}'}"], "")
+    (forked,) = run_forked({tmp_path / "fork": fork}).values()
+    assert_continues(forked, saved, True, steps, undisturbed, setting)
 
 
 @pytest.mark.slow
