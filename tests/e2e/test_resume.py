@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rl.checkpoint.manifest import COMMITTED, MANIFEST
+from rl.checkpoint.manifest import MANIFEST
 from tests.launcher import Result, finish, start, status_line, steps_on, train
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
