@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ SHAPES = {
     "10m": Shape(256, 768, 6, 8, 4, 8192),
     "135m": Shape(576, 1536, 30, 9, 3, 49152),
     "1.7b": Shape(2048, 8192, 24, 32, 32, 49152),
+    "qwen2.5-1.5b": Shape(1536, 8960, 28, 12, 2, 151936, family=Qwen2Config),
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 151936, 128, Qwen3Config),
 }
 

@@ -426,7 +426,13 @@ class WorldConfig:
 @dataclass(frozen=True)
 class DebugConfig:
     share_gpu: bool = key(False, "Put all ranks of a node on GPU 0, to try a placement on one card.")
-    ignore_stop_tokens: bool = key(False, "Let every response reach its token limit, for benchmarks.")
+    mean_response_tokens: int = key(
+        0,
+        "For benchmarks: ignore stop tokens, and draw the length of each response, which depends only on run.seed, "
+        "epoch, prompt and sample. Lengths are lognormal with sigma 1 and this mean, and then cut at max_new_tokens. "
+        "If the mean is max_new_tokens or more, every response has that many tokens. 0: off.",
+        NOT_NEGATIVE,
+    )
     profile_step: int = key(0, "First step to profile, on all actors, into the run's profile/; 0: none.", NOT_NEGATIVE)
     profile_num_steps: int = key(1, "Number of steps to profile.", POSITIVE)
     num_collectives: int = key(2000, "Number of collectives that NCCL's flight recorder keeps; 0: off.", NOT_NEGATIVE)

@@ -72,7 +72,15 @@ class Evaluation:
         self._function = settings.function or read_rules(config.reward)[0].name
         max_new_tokens = settings.max_new_tokens or config.rollout.max_new_tokens
         answer_of = self._function if k > 1 else ""
-        self._sampling = Sampling(k, settings.temperature, max_new_tokens, settings.top_p, answer_of=answer_of)
+        self._sampling = Sampling(
+            k,
+            settings.temperature,
+            max_new_tokens,
+            settings.top_p,
+            answer_of=answer_of,
+            mean_tokens=config.debug.mean_response_tokens,
+            length_seed=config.run.seed,
+        )
 
     def run(self, step: int, version: int) -> dict[str, float]:
         """Evaluate and return the same metrics on every actor. All actors call it."""

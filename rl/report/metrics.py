@@ -27,7 +27,8 @@ METRICS = "metrics.jsonl"  # one line per step, in the run's folder
 CONSOLE = {"reward": "reward/mean", "errors": "reward/errors", "timeouts": "reward/timeouts", "eval": "eval/accuracy"}
 CONSOLE |= {"loss": "loss/policy", "mismatch": "policy/mismatch_kl", "length": "rollout/length_mean"}
 CONSOLE |= {"tokens/s": "perf/tokens_per_s", "seconds": "time/step"}
-WAITS = "perf/waits_for_"
+WAITS = {"sampling": "perf/waits_for_sampling", "training": "perf/waits_for_training"}
+WAITS |= {"publishing": "perf/waits_for_publishing"}
 FAILURES = ("errors", "timeouts")  # counts that are shown only if they are not 0
 
 
@@ -134,7 +135,7 @@ class MetricsWriter:
 
 def _describe_bound(values: Mapping[str, float]) -> str:
     """Return what most of the step was spent waiting for, and the share of that."""
-    waits = {name.removeprefix(WAITS): value for name, value in values.items() if name.startswith(WAITS)}
+    waits = {what: values[name] for what, name in WAITS.items() if name in values}
     if not waits:
         return ""
     bound = max(waits, key=waits.__getitem__)

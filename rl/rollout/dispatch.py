@@ -6,6 +6,7 @@ everything, and an engine that finishes early gets more.
 """
 
 import math
+import random
 import statistics
 import threading
 import time
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl.data.prompts import Prompt
+from rl.data.prompts import Prompt, sample_seed
 from rl.world.messages import Letter, Mailbox, Message
 
 
@@ -26,6 +27,20 @@ class Sampling:
     top_k: int = 0  # 0: no limit
     max_tokens_per_round: int = 0  # 0: no limit
     answer_of: str = ""  # name of the reward function that also extracts the final answer; empty: none
+    mean_tokens: int = 0  # if set, the length of each response is drawn; see `length`
+    length_seed: int = 0  # run.seed, also if responses themselves have no seeds
+
+    def length(self, prompt: Prompt, sample: int) -> int:
+        """Return the number of tokens at which a response ends, unless a stop token ends it before.
+
+        Drawn lengths are lognormal with sigma 1. `mean_tokens` is their mean before they are cut at `max_new_tokens`.
+        With a mean of `max_new_tokens` or more, that is the length of every response.
+        """
+        if not 0 < self.mean_tokens < self.max_new_tokens:
+            return self.max_new_tokens
+        source = random.Random(sample_seed(self.length_seed, prompt.epoch, prompt.id, sample))
+        drawn = round(source.lognormvariate(math.log(self.mean_tokens) - 0.5, 1.0))
+        return min(max(1, drawn), self.max_new_tokens)
 
 
 @dataclass(frozen=True)

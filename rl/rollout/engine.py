@@ -71,7 +71,7 @@ class EngineSeat:
     store: Store
     device: torch.device
     shares_device: bool  # a learner on this rank needs the memory between batches
-    stop_token_ids: list[int]  # if empty, all responses reach max_new_tokens
+    stop_token_ids: list[int]  # if empty, all responses reach `max_tokens` of their requests
 
 
 def build_engine(config: Config, model_folder: Path, seat: EngineSeat, failed: Engine | None = None) -> Engine:

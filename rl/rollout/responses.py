@@ -22,13 +22,17 @@ class Response:
     is_truncated: bool = False
     reward: float = 0.0  # once it has ended and was scored
 
-    def append(self, completion: Completion, version: int, max_new_tokens: int) -> None:
-        """Append what an engine has sampled. The response has ended unless only the limit of the round cut it."""
+    def append(self, completion: Completion, version: int, max_new_tokens: int, length: int | None = None) -> None:
+        """Append what an engine has sampled. The response has ended unless only the limit of the round cut it.
+
+        With a `length`, it ends at that many tokens, as if the last one were a stop token.
+        """
         self.tokens += completion.tokens
         self.logprobs += completion.logprobs
         self.versions += [version] * len(completion.tokens)
         self.is_truncated = completion.is_cut and len(self.tokens) >= max_new_tokens
-        self.is_ended = self.is_truncated or not completion.is_cut
+        is_complete = len(self.tokens) >= (max_new_tokens if length is None else length)
+        self.is_ended = is_complete or not completion.is_cut
         self.noise = b"" if self.is_ended else completion.noise
 
 

@@ -208,7 +208,8 @@ class RolloutService(Service):
         task, response = group.task, group.responses[sample]
         if task.is_carried:
             group.num_kept_tokens += completion.num_cached_tokens if self._keeps_kv else 0
-        response.append(completion, task.version, task.sampling.max_new_tokens)
+        sampling = task.sampling
+        response.append(completion, task.version, sampling.max_new_tokens, sampling.length(task.prompt, sample))
         group.running.discard(sample)
         group.num_preemptions += completion.num_preemptions
         if response.is_ended:
@@ -216,7 +217,7 @@ class RolloutService(Service):
             key, row = (batch, position, sample, group.attempt), task.prompt.row | {"answer": task.prompt.answer}
             text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
             assert self._rewards is not None
-            self._rewards.submit(key, task.prompt.text, text, row, task.sampling.answer_of)
+            self._rewards.submit(key, task.prompt.text, text, row, sampling.answer_of)
         self._deliver_if_done(group)
         return group.is_sampled
 
@@ -328,7 +329,8 @@ def make_requests(groups: Iterable[Group], run_seed: int | None, keeps_kv: bool 
         task, prompt, sampling = group.task, group.task.prompt, group.task.sampling
         for sample in sorted(group.running):
             response = group.responses[sample]
-            num_left = sampling.max_new_tokens - len(response.tokens)
+            # A carried response may be too long already, if the run was resumed with another mean length.
+            num_left = max(1, sampling.length(prompt, sample) - len(response.tokens))
             requests.append(
                 Request(
                     id=f"{task.batch}/{task.position}/{sample}",

@@ -130,6 +130,8 @@ def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
         rollout.top_p,
         rollout.top_k,
         rollout.max_tokens_per_round,
+        mean_tokens=config.debug.mean_response_tokens,
+        length_seed=config.run.seed,
     )
     state, held = _restore_rollouts(run, stream) if trains else (ScheduleState(), HeldGroups())
     start_step = run.resume.manifest.step if run.resume is not None else 0

@@ -34,7 +34,7 @@ def build_rollout_service(run: Run) -> RolloutService | None:
         store=world.store.unsealed,
         device=world.device,
         shares_device="actor" in run.roles,
-        stop_token_ids=[] if config.debug.ignore_stop_tokens else stop_token_ids(run.model_folder),
+        stop_token_ids=[] if config.debug.mean_response_tokens else stop_token_ids(run.model_folder),
     )
 
     def build(failed: Engine | None = None) -> Engine:

@@ -30,7 +30,7 @@ class Smoke(NamedTuple):
     present: str = ""  # keys of other values
 
 
-SMOKE = {
+SMOKE = {  # by program; what follows a comma names another run of it
     "checkpoint": Smoke(
         "--model 10m --rounds 1 --rollout-seconds 0.1",
         "blocked_s blocked_in_loop_s commit_s dcp_async_blocked_s blocked_ratio_to_dcp_async end_step_s wait_copied_s "
@@ -87,6 +87,13 @@ SMOKE = {
         "parameters seconds_per_step tokens_per_s prompt_tokens",
         "seconds mfu_update mfu_update_with_attention mfu_logprobs peak_memory_gib mismatch_kl settings",
     ),
+    "step, different lengths": Smoke(
+        "--model 10m --prompts 2 --samples 2 --new-tokens 16 --mean-new-tokens 6 --steps 2 --warm-up 1 "
+        "rollout.max_tokens_per_round=4 model.dtype=float32",
+        "parameters seconds_per_step tokens_per_s prompt_tokens steps rounds tokens_per_step length_mean length_max "
+        "lag_mean lag_max carried mean_new_tokens",
+        "seconds mfu_update mfu_update_with_attention mfu_logprobs peak_memory_gib mismatch_kl settings",
+    ),
     "weight_sync": Smoke(
         "--model 10m --rollouts 1 --rounds 1",
         "megabytes seconds gbps wire_gbps ratio ratio_bare_receivers naive_gbps peak_extra_mb",
@@ -108,8 +115,13 @@ def programs() -> list[str]:
     return [path.stem for path in sorted((ROOT / "benchmarks").glob("*.py")) if "__main__" in path.read_text()]
 
 
+def program(smoke: str) -> str:
+    """Return the benchmark of a smoke run."""
+    return smoke.partition(",")[0]
+
+
 def test_every_benchmark_has_a_smoke_run() -> None:
-    listed = sorted([*SMOKE, *NEEDS, *ELSEWHERE])
+    listed = sorted({*map(program, SMOKE), *NEEDS, *ELSEWHERE})
     missing = sorted(set(programs()) - set(listed))
     assert not missing, f"no smoke run in tests/e2e/test_benchmarks.py: {', '.join(missing)}"
     assert listed == programs()
@@ -149,11 +161,11 @@ def numbers(value: Any) -> Iterator[float]:
 @pytest.mark.parametrize("name", SMOKE)
 def test_it_runs(name: str) -> None:
     smoke = SMOKE[name]
-    process = spawn([sys.executable, f"benchmarks/{name}.py", *smoke.arguments.split()], plain_shell())
+    process = spawn([sys.executable, f"benchmarks/{program(name)}.py", *smoke.arguments.split()], plain_shell())
     output = finish(process, TIMEOUT_S)
     assert process.returncode == 0, output[-4000:]
     row = json.loads(output.splitlines()[-1])
-    assert row["benchmark"] == name
+    assert row["benchmark"] == program(name)
     for key in smoke.positive.split():
         values = list(numbers(row[key]))
         assert values and all(value > 0 for value in values), (key, row[key])

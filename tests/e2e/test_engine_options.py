@@ -29,7 +29,7 @@ def test_options_are_vllms_own(options: str, answer: str, tmp_path: Path) -> Non
 
 def test_a_small_kv_cache_shows_and_changes_nothing_else(tmp_path: Path) -> None:
     work = ["train.num_steps=1", "train.num_prompts_per_step=4", "eval.interval=0"]
-    work += ["rollout.max_new_tokens=40", "debug.ignore_stop_tokens=true"]
+    work += ["rollout.max_new_tokens=40", "debug.mean_response_tokens=40"]
     small = "rollout.engine_options={num_gpu_blocks_override: 7, block_size: 32}"  # sequences need two blocks each
     (without,) = train(tmp_path / "without", 1, *work).metrics
     (with_small,) = train(tmp_path / "with", 1, *work, small).metrics

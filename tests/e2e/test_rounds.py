@@ -202,6 +202,12 @@ ALGORITHMS: dict[str, Run] = {
     "an engine fails": (2, [], "engine, once"),
     "actor with engine, engine alone": (2, ["placement.rollout=0", "placement.actor,rollout=1"], ""),
 }
+# Runs whose responses have drawn lengths, without seeds of the tokens.
+LENGTHS = ["debug.mean_response_tokens=5", "rollout.deterministic=false"]
+DRAWN: dict[str, Run] = {
+    "drawn lengths": (1, [*LENGTHS, "rollout.max_tokens_per_round=0", "eval.interval=3", "eval.num_prompts=5"], ""),
+    "drawn lengths, rounds": (2, [*LENGTHS, "placement.rollout=0", "placement.actor=1"], ""),
+}
 DYNAMIC = (2, [f"reward.function={FUNCTIONS}:mostly_equal"], "")
 EPOCHS = (2, ["train.num_epochs=2"], "")
 METRICS = {f"rollout/{name}" for name in ("lag_mean", "lag_max", "carried", "queue")}
@@ -234,7 +240,7 @@ def variants(
     """Further runs with a limit of 3 tokens."""
     described: dict[str, Run] = {}
     for name, setting, (num_ranks, overrides, broken) in (
-        *((name, replace(setting_of(3, model), num_steps=3), run) for name, run in ALGORITHMS.items()),
+        *((name, replace(setting_of(3, model), num_steps=3), run) for name, run in (ALGORITHMS | DRAWN).items()),
         ("dynamic sampling", dynamic_setting(model), DYNAMIC),
         ("epochs", epochs_setting(model, small_data), EPOCHS),
     ):
@@ -266,6 +272,25 @@ def test_an_evaluation_ignores_the_limit(variants: dict[str, Result]) -> None:
     responses = [response for line in lines for response in json.loads(line)["responses"]]
     assert max(response["num_tokens"] for response in responses) > 3
     assert all(response["is_truncated"] <= (response["num_tokens"] == 12) for response in responses)
+
+
+def test_drawn_lengths_are_equal_for_every_limit_and_placement(variants: dict[str, Result], model: Path) -> None:
+    sampling = Sampling(3, 1.0, max_new_tokens=12, mean_tokens=5)
+    prompts = prompts_of(setting_of(3, model), 40)
+    found: dict[str, dict[int, list[int]]] = {}
+    for name in DRAWN:
+        files = (variants[name].folder / "rollouts").iterdir()
+        groups = [group for file in files for group in groups_from_bytes(file.read_bytes())]
+        found[name] = {each.number: each.batch.response_lengths.tolist() for each in groups}
+        assert len(found[name]) == len(groups) == 3 * 4
+        for number, lengths in found[name].items():
+            assert lengths == [sampling.length(prompts[number], sample) for sample in range(3)]
+        assert {length > 3 for lengths in found[name].values() for length in lengths} == {True, False}
+    whole, rounds = found.values()
+    assert whole != rounds and whole.keys() & rounds.keys(), "the limit changes which groups are trained on first"
+    lines = (variants["drawn lengths"].folder / "eval/step_3.eval.jsonl").read_text().splitlines()
+    lengths = [response["num_tokens"] for line in lines for response in json.loads(line)["responses"]]
+    assert len(set(lengths)) > 1, "every response of the evaluation is equally long"
 
 
 def test_dynamic_sampling_keeps_informative_groups_in_the_queue(variants: dict[str, Result], model: Path) -> None:

@@ -223,6 +223,7 @@ NOT_NEGATIVE = [
     "eval.num_prompts",
     "rollout.max_mismatch_kl",
     "rollout.max_tokens_per_round",
+    "debug.mean_response_tokens",
     "sync.bucket_mb",
     "sync.probe_interval",
     "sync.probe_limit",

@@ -1,5 +1,8 @@
 """The responses of a group over several rounds, as lists and as a Batch."""
 
+import statistics
+from dataclasses import replace
+
 import pytest
 
 from rl.data.batch import Batch
@@ -83,6 +86,62 @@ def test_without_a_limit_a_request_asks_for_the_whole_response() -> None:
     assert [(each.tokens, each.max_tokens, each.seed, each.noise) for each in requests] == [
         ([11, 12], 6, None, b"")
     ] * 2
+
+
+def test_drawn_lengths_are_lognormal_and_cut() -> None:
+    """The medians and the share above a limit are those of the distribution: 607, and 11.2 % above 2,048."""
+    sampling = Sampling(1, 1.0, max_new_tokens=8192, mean_tokens=1000, length_seed=3)
+    lengths = [sampling.length(replace(PROMPT, id=number), 0) for number in range(10_000)]
+    assert (min(lengths) >= 1, max(lengths)) == (True, 8192)
+    assert statistics.median(lengths) == pytest.approx(607, rel=0.05)
+    assert statistics.mean(lengths) == pytest.approx(1000, rel=0.05)
+    assert sum(length > 2048 for length in lengths) == pytest.approx(1120, rel=0.1)
+    assert sum(length == 8192 for length in lengths) == pytest.approx(46, rel=0.5)
+    for mean in (0, 9, 10):
+        same = Sampling(1, 1.0, max_new_tokens=9, mean_tokens=mean)
+        assert {same.length(PROMPT, sample) for sample in range(99)} == {9}
+
+
+def test_a_drawn_length_depends_on_seed_epoch_prompt_and_sample_alone() -> None:
+    sampling = Sampling(2, 1.0, max_new_tokens=10**12, mean_tokens=10**8, length_seed=3)
+    length = sampling.length(PROMPT, 0)
+    others = [sampling.length(PROMPT, 1), replace(sampling, length_seed=4).length(PROMPT, 0)]
+    others += [sampling.length(replace(PROMPT, **{name: 5}), 0) for name in ("id", "epoch")]
+    assert len({length, *others}) == 5
+    same = replace(sampling, num_samples=8, temperature=0.5, max_new_tokens=10**13, max_tokens_per_round=3)
+    assert same.length(replace(PROMPT, text="other", tokens=[1], place="there"), 0) == length
+
+
+def test_a_response_ends_at_its_drawn_length() -> None:
+    """Also if that is no multiple of the limit of a round. Only max_new_tokens counts as truncation."""
+    sampling = Sampling(40, 1.0, max_new_tokens=9, max_tokens_per_round=4, mean_tokens=5)
+    lengths = [sampling.length(PROMPT, sample) for sample in range(40)]
+    assert {4, 5, 8, 9} <= set(lengths)
+    group, num_tokens = Group(Task(2, 3, 0, PROMPT, sampling, version=7)), 0
+    group.begin()
+    while group.running:
+        requests = make_requests([group], run_seed=None)
+        for request in requests:
+            sample = int(request.id.split("/")[-1])
+            assert request.max_tokens == min(4, lengths[sample] - num_tokens)
+            group.responses[sample].append(
+                completion([1] * request.max_tokens, is_cut=True), 7, sampling.max_new_tokens, lengths[sample]
+            )
+        group.running = {number for number, each in enumerate(group.responses) if not each.is_ended}
+        num_tokens += 4
+    assert [len(each.tokens) for each in group.responses] == lengths
+    assert [each.is_truncated for each in group.responses] == [length == 9 for length in lengths]
+
+
+def test_a_carried_response_beyond_its_drawn_length_gets_one_more_token() -> None:
+    """A run may resume with a smaller mean. An engine accepts no request for less than a token."""
+    sampling = Sampling(1, 1.0, max_new_tokens=99, max_tokens_per_round=4, mean_tokens=1)
+    task = Task(2, 3, 0, PROMPT, sampling, version=7, is_carried=True)
+    response = Response([1] * 80, [0.0] * 80, [6] * 80)
+    group = Group(task, carried=pack_group(PROMPT.tokens, 3, [response]).to_bytes())
+    group.begin()
+    assert sampling.length(PROMPT, 0) < 80
+    assert [each.max_tokens for each in make_requests([group], run_seed=0)] == [1]
 
 
 def test_an_evaluation_never_uses_the_cache_of_older_weights() -> None:
