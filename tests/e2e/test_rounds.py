@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rl.data.group_file import groups_from_bytes
+from rl.rollout.dispatch import Sampling
 from tests.e2e.reward_functions import mostly_equal, varied
 from tests.launcher import Result, finish, start
 from tests.reference_rounds import TINY, Reference, Setting, Step, fake_engine, make_model, prompts_of, vllm_engine
