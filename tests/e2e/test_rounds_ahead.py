@@ -236,6 +236,38 @@ def test_a_run_resumes_after_every_step(
         assert_continues(result, step, place == FIRST, steps, whole, setting)
 
 
+# Settings that a run must bear, in which the data are those of the reference.
+ALGORITHMS: dict[str, tuple[str, list[str]]] = {
+    "mini-batches and epochs": ("1 engine, 2 actors", ["algo.num_mini_batches=2", "algo.num_epochs=2"]),
+    "critic": ("1 engine, 2 actors", ["algo.advantage=gae", "critic.lr=1e-3", "critic.warmup_steps=1"]),
+    "critic, and a KL of an inference rank": (
+        "2 actors, inference, engine",
+        ["algo.advantage=gae", "critic.lr=1e-3", "algo.kl_coef=0.1", "algo.kl_place=reward"],
+    ),
+    "KL and evaluation": (
+        "2 actors, inference, engine",
+        ["algo.kl_coef=0.1", "eval.interval=2", "eval.num_prompts=5", "actor.offload=rollout"],
+    ),
+    "few slots": ("1 engine, 1 actor", ["rollout.max_num_seqs=5", "algo.mask_truncated=true"]),
+}
+
+
+@pytest.mark.slow
+def test_every_algorithm_bears_a_round_ahead(references: dict[Key, list[Step]], model: Path, tmp_path: Path) -> None:
+    steps, setting = references[FIRST, 3][:4], replace(setting_of(3, model, ahead=1), num_steps=4)
+    described = {name: describe(place, setting, *overrides) for name, (place, overrides) in ALGORITHMS.items()}
+    results = run_named(described, tmp_path)
+    for name, result in results.items():
+        for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
+            assert_same_data(result.rollouts(number), step, setting)
+            assert row["rollout/lag_max"] == max(step.lags) <= 6, name
+            assert (row["rollout/carried"], row["rollout/queue"]) == (step.num_carried, step.num_queued), name
+        assert result.metrics[-1]["optim/grad_norm"] > 0, name
+    lines = (results["KL and evaluation"].folder / "eval/step_2.eval.jsonl").read_text().splitlines()
+    lengths = [response["num_tokens"] for line in lines for response in json.loads(line)["responses"]]
+    assert max(lengths) > 3, "an evaluation is no round, and has no limit"
+
+
 REAL_PLACEMENTS: dict[str, Run] = {
     "1 engine, 1 actor": (2, ["placement.rollout=0", "placement.actor=1"], "traced"),
     "2 actors, inference, engine": PLACEMENTS["2 actors, inference, engine"],
