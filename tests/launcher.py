@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from launch.environment import ROOT, TORCHRUN, activated_environment
+from rl.checkpoint.manifest import COMMITTED
 from rl.data.batch import Batch
 from rl.data.group_file import groups_from_bytes
 
@@ -122,3 +123,9 @@ def status_line(folder: Path) -> str:
     command = [sys.executable, "tools/status.py", str(folder)]
     shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return shown.splitlines()[0].removeprefix(f"{folder}: ")
+
+
+def steps_on(folder: Path) -> list[int]:
+    """Return the steps that have a checkpoint."""
+    found = [path.parent.name for path in (folder / "checkpoints").glob(f"step_*/{COMMITTED}")]
+    return sorted(int(name.removeprefix("step_")) for name in found)

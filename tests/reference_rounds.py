@@ -51,6 +51,7 @@ class Setting:
     num_samples: int  # responses per group
     max_new_tokens: int
     max_tokens_per_round: int = 0  # 0: no limit
+    ahead: int = 0  # rounds that are sampled before the updates of a round are made
     model: Path = TINY
     data: Path = TINY / "train.jsonl"
     lr: float = 2e-3
@@ -59,7 +60,13 @@ class Setting:
     temperature: float = 1.0
     num_groups: int | None = None  # of the whole run; None: no limit
     is_dynamic: bool = False  # only groups with different rewards are trained on
-    old_logprobs: Literal["rollout", "auto"] = "rollout"  # the recorded ones, or those of the learner before the step
+    # The recorded ones; those of the learner before the step; or the same with importance weights (decoupled PPO).
+    old_logprobs: Literal["rollout", "auto", "always"] = "rollout"
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether some tokens may have a lag above 0."""
+        return bool(self.max_tokens_per_round or self.ahead)
 
     @property
     def overrides(self) -> list[str]:
@@ -70,6 +77,7 @@ class Setting:
             "rollout.num_samples_per_prompt": self.num_samples,
             "rollout.max_new_tokens": self.max_new_tokens,
             "rollout.max_tokens_per_round": self.max_tokens_per_round,
+            "rollout.ahead": self.ahead,
             "model.path": self.model,
             "data.train": self.data,
             "actor.lr": self.lr,
@@ -77,6 +85,7 @@ class Setting:
             "algo.clip_high": self.clip_high,
             "rollout.temperature": self.temperature,
             "algo.old_logprobs": self.old_logprobs,
+            "algo.correction": "token" if self.old_logprobs == "always" else "none",
             "algo.dynamic_sampling": str(self.is_dynamic).lower(),
         }
         return [f"{name}={value}" for name, value in named.items()]
@@ -114,8 +123,8 @@ class Step:
     version: int  # before the update
     loss: float
     grad_norm: float
-    num_carried: int  # groups with an unfinished response
-    num_queued: int  # finished groups that wait for a later update
+    num_carried: int  # groups with an unfinished response, when the update begins
+    num_queued: int  # finished groups that wait for a later update, when the update begins
 
     @property
     def responses(self) -> list[Response]:
@@ -156,27 +165,38 @@ class Reference:
         self._stream = read_stream(setting)
         self.model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32).train()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=setting.lr, weight_decay=0.0)
+        assert setting.is_stale or not setting.is_dynamic, "a run would drop the surplus, and this class does not"
         self._num_started = 0
         self._carried: list[Group] = []
-        self._queue: list[Group] = []
+        self._queue: list[Group] = []  # of all rounds that have ended
         self._num_queued = [0]  # groups that have entered the queue by each round: C(r)
         self._num_finished = [0]  # groups that have finished by each round; more than C(r) only if dynamic
-        self._last_update = (0, 0)  # the same two numbers, at the last update
+        self._num_carried = [0]  # groups that each round has left unfinished
         self.steps: list[Step] = []
 
     def run(self) -> list[Step]:
-        """Return all updates. Each round is followed by as many updates as its finished groups allow."""
+        """Return all updates. When round r has ended, the model makes its first U(r - K) updates. So it is the version
+        from which round r + 1 must sample."""
         setting = self._setting
         while len(self.steps) < setting.num_steps:
             self._sample_round()
-            while len(self._queue) >= setting.num_prompts and len(self.steps) < setting.num_steps:
+            while len(self.steps) < min(self._num_possible(self._num_rounds - setting.ahead), setting.num_steps):
                 self._train()
         return self.steps
 
+    @property
+    def _num_rounds(self) -> int:
+        """Return the number of rounds that have been sampled."""
+        return len(self._num_queued) - 1
+
+    def _num_possible(self, number: int) -> int:
+        """Return U(r) = floor(C(r) / N), the number of updates that are possible after round r."""
+        return self._num_queued[max(0, number)] // self._setting.num_prompts
+
     def _sample_round(self) -> None:
-        """Round r samples from version U(r - 1), where U(r) = floor(C(r) / N) updates are possible after round r."""
+        """Round r samples from version U(r - 1 - K). The first version is 1 here, and 0 in the definition."""
         setting = self._setting
-        version = 1 + self._num_queued[-1] // setting.num_prompts
+        version = 1 + self._num_possible(self._num_rounds - setting.ahead)
         assert version == 1 + len(self.steps)  # so the reference's only model is that of the version
         started = [self._start_group() for _ in range(self._num_to_start())]
         sampled = sorted(self._carried + started, key=lambda group: group.number)
@@ -191,17 +211,30 @@ class Reference:
         self._queue += queued
         self._num_queued.append(self._num_queued[-1] + len(queued))
         self._num_finished.append(self._num_finished[-1] + len(finished))
+        self._num_carried.append(len(self._carried))
 
     def _num_to_start(self) -> int:
         """Return N, or what is left of the run. Dynamic sampling starts as many as should fill the batch, if a round
-        since the last update has finished groups, and if their share of groups with different rewards stays the same.
+        since the last one that allowed an update has finished groups, and if their share of groups with different
+        rewards stays the same.
         """
         setting = self._setting
-        count = setting.num_prompts
-        queued, finished = self._num_queued[-1] - self._last_update[0], self._num_finished[-1] - self._last_update[1]
+        count, total = setting.num_prompts, self._num_queued[-1]
+        last = self._first_round_with(self._num_possible(self._num_rounds))
+        queued, finished = total - self._num_queued[last], self._num_finished[-1] - self._num_finished[last]
         if setting.is_dynamic and finished:
-            count = min(count, math.ceil((setting.num_prompts - len(self._queue)) * finished / max(queued, 1)))
+            count = min(count, math.ceil((count - total % count) * finished / max(queued, 1)))
         return count if setting.num_groups is None else min(count, setting.num_groups - self._num_started)
+
+    def _first_round_with(self, num_updates: int) -> int:
+        """Return the first round after which so many updates are possible."""
+        return next(number for number in range(self._num_rounds + 1) if self._num_possible(number) >= num_updates)
+
+    def _num_ended(self, update: int) -> int:
+        """Return the number of rounds that have ended when an update begins. If it is the first one that a round
+        allows, no further round has ended. The others wait for the K rounds that begin before the first one."""
+        number = self._first_round_with(update)
+        return number if self._num_possible(number - 1) == update - 1 else number + self._setting.ahead
 
     def _start_group(self) -> Group:
         prompt = self._stream.at(self._num_started)
@@ -235,17 +268,21 @@ class Reference:
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
             for response, advantage in zip(group.responses, advantages.tolist(), strict=True):
                 new = self._logprobs(response)
-                old = new.detach() if self._setting.old_logprobs == "auto" else torch.tensor(response.logprobs)
-                ratio = torch.exp(new - old)
-                terms.append(-torch.minimum(ratio * advantage, ratio.clamp(lowest, highest) * advantage))
+                recorded, before = torch.tensor(response.logprobs), new.detach()
+                ratio = torch.exp(new - (recorded if self._setting.old_logprobs == "rollout" else before))
+                term = -torch.minimum(ratio * advantage, ratio.clamp(lowest, highest) * advantage)
+                if self._setting.old_logprobs == "always":
+                    term = term * torch.exp(before - recorded).clamp(max=2.0)
+                terms.append(term)
         loss = torch.cat(terms).mean()
         self._optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        step = Step(groups, 1 + len(self.steps), loss.item(), norm.item(), len(self._carried), len(self._queue))
+        ended = self._num_ended(len(self.steps) + 1)
+        num_queued = self._num_queued[ended] - (len(self.steps) + 1) * count
+        step = Step(groups, 1 + len(self.steps), loss.item(), norm.item(), self._num_carried[ended], num_queued)
         self._optimizer.step()
         self.steps.append(step)
-        self._last_update = (self._num_queued[-1], self._num_finished[-1])
 
     def _logprobs(self, response: Response) -> Tensor:
         prompt = response.prompt.tokens

@@ -5,6 +5,7 @@ WHAT may be several things, joined by ` + `. Those that need a culprit are broke
 
 import rl.world.bootstrap  # noqa: F401, I001  the watchdog before torch, as in train.py
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -139,6 +141,27 @@ def engine_class() -> type:
     return VllmEngine
 
 
+def trace_work() -> None:
+    """Write the beginning and the end of every update and engine step beside the run's folder. Ranks share a clock."""
+    settings = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
+    path = Path(settings["run.dir"]) / f"{settings['run.name']}.{os.environ['RANK']}.spans.jsonl"
+
+    def traced(name: str, method: Callable) -> Callable:
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            began = time.time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                with path.open("a") as file:
+                    print(json.dumps([name, began, time.time()]), file=file)
+
+        return replaced
+
+    engine = engine_class()
+    engine.step = traced("engine step", engine.step)
+    PolicyTrainer.update = traced("update", PolicyTrainer.update)
+
+
 def fail_engines(times: int) -> None:
     """Let engines fail several times in a row, after their first steps."""
     errors = iter([False] * 3 + [True] * times)
@@ -215,6 +238,8 @@ def break_(what: str, culprit: int) -> None:
         PolicyTrainer.update = broken(PolicyTrainer.update, kill)
     elif what in ("slow engine", "slow engines") and (is_culprit or what == "slow engines"):
         slow_down_engines()
+    elif what == "traced":
+        trace_work()
     elif what == "varied rewards":
         vary_rewards()
     elif what == "load" and is_culprit:

@@ -92,6 +92,33 @@ def test_demo_learns_with_a_token_limit_and_either_correction(correction: str, t
     assert after >= 0.9 > before
 
 
+AHEAD = ["rollout.ahead=1", "rollout.max_tokens_per_round=2"]
+THREE_RANKS = {
+    "synchronous": [],
+    "one round ahead": AHEAD,
+    "one round ahead, decoupled": [*AHEAD, "algo.correction=token"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", THREE_RANKS)
+def test_demo_learns_with_engines_on_ranks_of_their_own(name: str, tmp_path: Path) -> None:
+    """Two engines, and one actor. One round ahead, no update after the first trains on tokens of its own version."""
+    places = ("placement.rollout=0-1", "placement.actor=2")
+    result = train(tmp_path / "run", 3, *places, *THREE_RANKS[name], timeout_s=390)
+    rows = result.metrics
+    curve = {rows[last - 1]["step"]: round(mean_reward(rows[last - 5 : last]), 3) for last in range(5, 51, 5)}
+    print(f"{name}: mean reward of 5 steps of 256 samples, by the last step: {curve}")
+    if name != "synchronous":
+        assert statistics.mean(row["rollout/lag_mean"] for row in rows) > 1.0
+        assert max(row["policy/probe_gap"] for row in rows) < 1e-5
+    assert mean_reward(rows[:5]) < 0.5
+    assert mean_reward(rows[-5:]) >= 0.9
+    before, *_, after = accuracy(tmp_path / "run")
+    assert after >= 0.9 > before
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_demo_does_not_learn_from_shuffled_answers(tmp_path: Path) -> None:

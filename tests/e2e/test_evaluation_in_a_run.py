@@ -261,3 +261,24 @@ def test_real_engines_repeat_an_evaluation_from_the_checkpoint(num_ranks: int, t
     assert evaluations([again]) == {2: found[2]}
     assert files_of(folder) == before
     assert "engine vllm" in run.output
+
+
+@pytest.mark.slow
+def test_an_evaluation_between_rounds_ahead_equals_that_of_the_checkpoint(tmp_path: Path) -> None:
+    """With rollout.ahead, the newest weights are evaluated, and not those that the last round was sampled from. Both
+    evaluations of the run are repeated from the checkpoints, by an engine that shares a rank with the learner."""
+    folder = tmp_path / "run"
+    settings = ["train.num_prompts_per_step=4", "actor.lr=1e-3", "eval.interval=2", "eval.num_prompts=6"]
+    settings += ["eval.num_samples=4", "eval.temperature=0.8", "checkpoint.save_interval=1", "checkpoint.keep_last=9"]
+    ahead = ["placement.rollout=0", "placement.actor=1", "rollout.ahead=1", "rollout.max_tokens_per_round=2"]
+    run = train(folder, 2, *settings, *ahead, "train.num_steps=4")
+    assert all(row["rollout/lag_max"] > 0 for row in run.metrics[1:])
+    found = evaluations(lines_of(folder / "metrics.jsonl"))
+    assert list(found) == [0, 2, 4]
+    responses = {step: lines_of(folder / "eval" / f"step_{step}.eval.jsonl") for step in found}
+    assert responses[0] != responses[2] != responses[4], "what was learnt does not show"
+    for step in (2, 4):
+        alone, source = tmp_path / f"alone_{step}", folder / "checkpoints" / f"step_{step}"
+        must_succeed(evaluate(alone, 1, *settings, f"checkpoint.resume={source}"), alone)
+        assert lines_of(alone / "eval" / f"step_{step}.eval.jsonl") == responses[step]
+        assert evaluations(lines_of(alone / "eval.jsonl")) == {step: found[step]}

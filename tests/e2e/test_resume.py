@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rl.checkpoint.manifest import COMMITTED, MANIFEST
-from tests.launcher import Result, finish, start, status_line, train
+from rl.checkpoint.manifest import MANIFEST
+from tests.launcher import Result, finish, start, status_line, steps_on, train
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
 SETTINGS = ["rollout.engine=fake", "train.num_prompts_per_step=6", "eval.interval=0", "checkpoint.save_interval=1"]
@@ -43,11 +43,6 @@ def fail(folder: Path, *overrides: str) -> str:
     output = finish(process, 120)
     assert process.returncode != 0, output
     return output
-
-
-def steps_on(folder: Path) -> list[int]:
-    found = [path.parent.name for path in (folder / "checkpoints").glob(f"step_*/{COMMITTED}")]
-    return sorted(int(name.removeprefix("step_")) for name in found)
 
 
 def wait_for(folder: Path, process: subprocess.Popen[str], step: int) -> None:

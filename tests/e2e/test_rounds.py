@@ -4,44 +4,40 @@ The runs use the fake engine, unless a test says otherwise.
 """
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
-from launch.environment import activated_environment
-from rl.data.batch import Batch
 from rl.data.group_file import groups_from_bytes
 from rl.rollout.dispatch import Sampling
 from tests.e2e.reward_functions import mostly_equal, varied
-from tests.launcher import Result, command_of, finish, spawn, start
-from tests.reference_rounds import (
-    TINY,
-    Reference,
-    Setting,
-    Step,
-    fake_engine,
-    flat,
-    make_model,
-    prompts_of,
-    vllm_engine,
+from tests.launcher import Result, finish, start
+from tests.reference_rounds import TINY, Reference, Setting, Step, fake_engine, make_model, prompts_of, vllm_engine
+from tests.rounds_runs import (
+    COMMON,
+    FAKE,
+    FUNCTIONS,
+    REAL,
+    REAL_SHAPE,
+    SAVES,
+    Run,
+    assert_continues,
+    assert_same_data,
+    assert_same_metrics,
+    assert_same_responses,
+    kill_a_rank,
+    last_step,
+    learnt,
+    responses_of,
+    run_forked,
+    setting_of,
 )
 
 pytestmark = pytest.mark.timeout(330)  # the first test waits for the fixture's runs
-FUNCTIONS = "tests/e2e/reward_functions.py"
-FAKE, REAL = "rollout.engine=fake", "rollout.engine=vllm"
-COMMON = ["eval.interval=0", "debug.save_rollouts=true", f"reward.function={FUNCTIONS}:varied"]
-SAVES = ["checkpoint.save_interval=1", "checkpoint.keep_last=99"]
-SHAPE = {"num_steps": 6, "num_prompts": 4, "num_samples": 3, "max_new_tokens": 12}
 LIMITS = (0, 3, 5)  # tokens per round; 0: no limit
 # Number of ranks, overrides, and what is broken.
 PLACEMENTS: dict[str, tuple[int, list[str], str]] = {
@@ -51,71 +47,9 @@ PLACEMENTS: dict[str, tuple[int, list[str], str]] = {
 }
 
 
-Run = tuple[int, Sequence[str], str]  # number of ranks, overrides, and what is broken
-
-
-def run_forked(runs: dict[Path, Run], engine: str = FAKE, timeout_s: float = 300) -> dict[Path, Result]:
-    """Run train.py for each folder."""
-    described = [
-        {
-            "num_ranks": num_ranks,
-            "overrides": [f"run.dir={folder.parent}", f"run.name={folder.name}", engine, *COMMON, *overrides],
-            "broken": broken,
-        }
-        for folder, (num_ranks, overrides, broken) in runs.items()
-    ]
-    process = spawn([sys.executable, "tests/forked_runs.py", json.dumps(described)], activated_environment())
-    output = finish(process, timeout_s)
-    assert process.returncode == 0, output[-6000:]
-    return {folder: Result(output, folder) for folder in runs}
-
-
-def learnt(row: dict[str, float]) -> dict[str, float]:
-    """Return all metrics of a step but those of time."""
-    return {name: value for name, value in row.items() if name.partition("/")[0] not in ("time", "perf")}
-
-
-def assert_same_data(batch: Batch, step: Step, setting: Setting, tolerance: float = 1e-6) -> None:
-    """The groups, in the order of the update: tokens, versions, lags, rewards, and logprobs within the tolerance."""
-    mask, responses = batch.loss_mask, step.responses
-    assert batch.tokens.tolist() == flat(step.sequences)
-    assert batch.group_ids.tolist() == [
-        place for place in range(setting.num_prompts) for _ in range(setting.num_samples)
-    ]
-    assert batch.versions[mask].tolist() == flat(response.versions for response in responses)
-    assert batch.versions[~mask].unique().tolist() == [-1]
-    assert (batch.lags is not None) == bool(setting.max_tokens_per_round)
-    if batch.lags is not None:
-        assert batch.lags[mask].tolist() == step.lags
-        assert not batch.lags[~mask].any()
-    assert batch.rewards.tolist() == pytest.approx(step.rewards, abs=1e-7)
-    assert batch.truncated.tolist() == [response.is_truncated(setting) for response in responses]
-    logprobs = [logprob for response in responses for logprob in response.logprobs]
-    assert batch.rollout_logprobs[mask].tolist() == pytest.approx(logprobs, abs=tolerance)
-    assert batch.ended is None and batch.noise is None
-
-
-def assert_same_metrics(row: dict[str, float], step: Step, setting: Setting, tolerance: float = 1e-6) -> None:
-    assert row["version"] == step.version + 1  # after the update
-    assert row["loss/policy"] == pytest.approx(step.loss, abs=tolerance)
-    assert row["optim/grad_norm"] == pytest.approx(step.grad_norm, rel=100 * tolerance)
-    assert row["reward/mean"] == pytest.approx(sum(step.rewards) / len(step.rewards), abs=1e-6)
-    assert row["rollout/tokens"] == len(step.lags)
-    if setting.max_tokens_per_round:
-        assert row["rollout/lag_mean"] == pytest.approx(sum(step.lags) / len(step.lags), abs=1e-6)
-        assert row["rollout/lag_max"] == max(step.lags)
-        assert (row["rollout/carried"], row["rollout/queue"]) == (step.num_carried, step.num_queued)
-    else:
-        assert not {"rollout/lag_max", "rollout/carried", "rollout/queue"} & row.keys()
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
-
-
-def setting_of(limit: int, model: Path) -> Setting:
-    return Setting(**SHAPE, max_tokens_per_round=limit, model=model)
 
 
 @pytest.fixture(scope="module")
@@ -168,26 +102,6 @@ def test_the_bound_of_the_lag_is_printed(runs: dict[tuple[str, int], Result]) ->
         assert output.count(text) == len(PLACEMENTS)
 
 
-def responses_of(result: Result, steps: Sequence[int] = ()) -> dict[tuple[int, ...], list[list[int]]]:
-    """Return the responses of all groups of a run, or of some of its steps, by their prompt."""
-    found: dict[tuple[int, ...], list[list[int]]] = {}
-    for step in steps or [int(row["step"]) for row in result.metrics]:
-        batch = result.rollouts(step)
-        sequences = batch.tokens.split(batch.lengths.tolist())
-        for tokens, length in zip(sequences, batch.prompt_lengths.tolist(), strict=True):
-            found.setdefault(tuple(tokens[:length].tolist()), []).append(tokens[length:].tolist())
-    return found
-
-
-def assert_same_responses(results: Sequence[Result], num_groups: int) -> None:
-    """Every group that several runs have trained on has the same responses in all of them."""
-    first, *others = (responses_of(result) for result in results)
-    for other in others:
-        common = first.keys() & other.keys()
-        assert len(common) >= num_groups
-        assert {prompt: first[prompt] for prompt in common} == {prompt: other[prompt] for prompt in common}
-
-
 def test_tokens_do_not_depend_on_the_limit(runs: dict[tuple[str, int], Result]) -> None:
     """The fake engine ignores the weights, so this must hold whatever the learning rate is."""
     assert_same_responses([runs["collocated", limit] for limit in LIMITS], num_groups=16)
@@ -209,20 +123,6 @@ def fork_after(step: int, place: str, whole: Result, setting: Setting) -> Run:
     return num_ranks, [*setting.overrides, *overrides, resume], broken
 
 
-def assert_continues(
-    resumed: Result, after: int, place: str, steps: list[Step], whole: Result, setting: Setting
-) -> None:
-    assert [row["step"] for row in resumed.metrics] == list(range(after + 1, len(steps) + 1))
-    for row in resumed.metrics:
-        number = int(row["step"])
-        assert_same_data(resumed.rollouts(number), steps[number - 1], setting)
-        assert_same_metrics(row, steps[number - 1], setting)
-        if place == "same ranks":
-            assert learnt(row) == learnt(whole.metrics[number - 1])
-        else:
-            assert learnt(row) == pytest.approx(learnt(whole.metrics[number - 1]), rel=1e-4, abs=1e-5)
-
-
 RESUMED = {"same ranks": 2, "rollout 1, actor 2": 4}  # by placement, the step after which the run is forked
 
 
@@ -238,7 +138,7 @@ def test_a_resumed_run_continues_its_responses(
     whole, steps, setting, after = runs["collocated", 3], references[3], setting_of(3, model), RESUMED[place]
     assert steps[after - 1].num_carried
     assert any(steps[step - 1].num_queued for step in RESUMED.values()), "no checkpoint holds a finished group"
-    assert_continues(variants[f"resumed on {place}"], after, place, steps, whole, setting)
+    assert_continues(variants[f"resumed on {place}"], after, place == "same ranks", steps, whole, setting)
 
 
 @pytest.mark.slow
@@ -251,7 +151,7 @@ def test_a_run_resumes_after_every_step(
     described = {fork: fork_after(step, place, whole, setting) for (step, place), fork in forks.items()}
     results = run_forked(described, timeout_s=800)
     for (step, place), fork in forks.items():
-        assert_continues(results[fork], step, place, steps, whole, setting)
+        assert_continues(results[fork], step, place == "same ranks", steps, whole, setting)
 
 
 CHANGES = {
@@ -419,22 +319,13 @@ def test_epochs_are_drained(variants: dict[str, Result], model: Path, small_data
     assert (result.metrics[-1]["rollout/carried"], result.metrics[-1]["rollout/queue"]) == (0, 0)
 
 
-def kill_a_rank(process: subprocess.Popen[str], source: random.Random) -> bool:
-    """Kill a random rank of torchrun's world, if it has one now."""
-    ranks = [
-        child for child in psutil.Process(process.pid).children() if "tests/e2e/broken_train.py" in command_of(child)
-    ]
-    if ranks:
-        os.kill(source.choice(ranks).pid, signal.SIGKILL)
-    return bool(ranks)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_twenty_kills_change_nothing(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_twenty_kills_change_nothing(ahead: int, model: Path, tmp_path: Path) -> None:
     """Ranks are killed at random moments. Every group is trained on once, in the same order, with the same tokens, and
     all metrics are those of an undisturbed run."""
-    setting, source = replace(setting_of(3, model), num_steps=40), random.Random(0)
+    setting, source = replace(setting_of(3, model, ahead), num_steps=40), random.Random(0)
     overrides = [*setting.overrides, *SAVES, "placement.rollout=0-1", "placement.actor=2-3"]
     (undisturbed,) = run_forked({tmp_path / "undisturbed": (4, overrides, "")}).values()
     script = ["tests/e2e/broken_train.py", "slow engines", "0", f"run.dir={tmp_path}", "run.name=run", FAKE, *COMMON]
@@ -458,15 +349,6 @@ def test_twenty_kills_change_nothing(model: Path, tmp_path: Path) -> None:
         assert learnt(row) == learnt(undisturbed.metrics[number - 1])
 
 
-def last_step(result: Result) -> int:
-    """Return the last step in the metrics of a running run."""
-    file = result.folder / "metrics.jsonl"
-    lines = [line for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
-    return max((json.loads(line)["step"] for line in lines), default=0)
-
-
-REAL_SHAPE = {"num_steps": 4, "num_prompts": 4, "num_samples": 4, "max_new_tokens": 6, "temperature": 2.0}
-REAL_SHAPE |= {"lr": 3e-4, "clip_low": 0.2}
 REAL_PLACEMENTS: dict[str, Run] = {
     "collocated": (2, [], ""),
     "disaggregated": (2, ["placement.rollout=0", "placement.actor=1"], ""),

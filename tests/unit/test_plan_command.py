@@ -59,6 +59,17 @@ SHARED = {
         *("--plan", "--nproc-per-node=4", "placement.rollout=0", "placement.actor,rollout=1-2", "placement.actor=3"),
         *("rollout.max_tokens_per_round=2", "rollout.keep_kv=true"),
     ],
+    "a round ahead": ["--plan", "placement.rollout=0", "placement.actor=1", "rollout.ahead=1"],
+    "a round ahead with a limit": [
+        *("--plan", "--nproc-per-node=4", "placement.rollout=0", "placement.inference=1", "placement.actor=rest"),
+        *("rollout.ahead=1", "rollout.max_tokens_per_round=2", "algo.correction=token", "algo.dynamic_sampling=true"),
+    ],
+    "a round ahead, collocated": ["--plan", "--nproc-per-node=4", "rollout.ahead=1"],
+    "a round ahead, hybrid": [
+        *("--plan", "--nproc-per-node=4", "placement.rollout=0-1", "placement.actor,rollout=2", "placement.actor=3"),
+        "rollout.ahead=1",
+    ],
+    "two rounds ahead": ["--plan", "placement.rollout=0", "placement.actor=1", "rollout.ahead=2"],
     "stale and not corrected": ["--plan", "rollout.max_tokens_per_round=2", "algo.old_logprobs=always"],
     "tagged reward": ["--plan", "reward.function=rewards.py:tagged"],
     "chat of a model elsewhere": [
@@ -342,6 +353,17 @@ def test_engines_of_their_own_may_keep_kv_caches(answers: dict[str, Answer]) -> 
     assert (answer.code, answer.stderr) == (0, "")
 
 
+def test_engines_of_their_own_may_sample_ahead(answers: dict[str, Answer]) -> None:
+    """The demo's responses have up to 6 tokens, so they take 3 rounds of 2 tokens."""
+    for command, reason, bound in (
+        ("a round ahead", "engines sample while actors train", "1 update"),
+        ("a round ahead with a limit", "takes up to 3 rounds and engines sample while actors train", "5 updates"),
+    ):
+        answer = answers[command]
+        assert (answer.code, answer.stderr) == (0, "")
+        assert f"{reason}, so a token is trained on at most {bound} after it was sampled" in answer.section("tokens")
+
+
 def test_nested_columns_and_empty_texts(answers: dict[str, Answer]) -> None:
     answer = answers["nested columns"]
     assert answer.code == 0, answer.stderr
@@ -475,6 +497,18 @@ def test_the_ranks_of_a_recipe(answers: dict[str, Answer]) -> None:
                 "for example placement.rollout=75% placement.actor=rest",
             ],
         ),
+        (
+            "a round ahead, collocated",
+            [
+                "rollout.ahead: got 1, but ranks 0-3 have roles besides rollout; only an engine on ranks of its own",
+                "Set rollout.ahead=0, or separate the roles, for example placement.rollout=75% placement.actor=rest",
+            ],
+        ),
+        (
+            "a round ahead, hybrid",
+            ["rollout.ahead: got 1, but rank 2 has roles besides rollout", "Set rollout.ahead=0"],
+        ),
+        ("two rounds ahead", ["rollout.ahead: got 2; it must be 0 or 1"]),
         ("stale and not corrected", ["algo.old_logprobs: got always, but with rollout.max_tokens_per_round=2"]),
         ("a file as a run", ["run.name: cannot make saved/afile: saved/afile is not a directory; give another name"]),
         ("a file as checkpoints", ["run.name: cannot make", "saved/blocked/checkpoints is not a directory"]),

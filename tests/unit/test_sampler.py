@@ -210,7 +210,7 @@ class CarryingRank:
 
 
 def draw_carried(
-    num_ranks: int, num_steps: int, num_before: int = 0
+    num_ranks: int, num_steps: int, num_before: int = 0, ahead: int = 0
 ) -> list[tuple[list[int], dict[str, float], Batch]]:
     """Return groups, metrics and batch of each step. After `num_before` steps, new samplers continue from the state."""
     engines, store = CarryingEngines(num_ranks), dist.HashStore()
@@ -222,7 +222,7 @@ def draw_carried(
         pg = dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=20))
         rollouts: Any = CarryingRank(engines, rank)
         steps: list[tuple[list[int], dict[str, float], Batch]] = []
-        plan, state, held = SchedulePlan(4, max_rounds=3), ScheduleState(), HeldGroups()
+        plan, state, held = SchedulePlan(4, max_rounds=3, ahead=ahead), ScheduleState(), HeldGroups()
         for step in range(num_steps):
             if step in (0, num_before):
                 own = stream if rank == 0 else None
@@ -230,10 +230,11 @@ def draw_carried(
             measures = Measures()
             sampled = sampler.sample(7 + step, measures)
             steps.append((sampled.groups, measures.reduce(pg), sampled.batch))
+            sampler.end_round()
             saved = sampler.save()
             state = ScheduleState(**json.loads(json.dumps(saved.facts["schedule"])))
             files = [] if saved.write is None else [saved.write()]
-            held = HeldGroups.from_files(dict(saved.facts["owners"]), files, num_ranks)
+            held = HeldGroups.from_files(dict(saved.facts["owners"]), files, num_ranks, saved.facts["counts"])
         return steps
 
     with ThreadPoolExecutor(num_ranks) as pool:
@@ -242,22 +243,29 @@ def draw_carried(
 
 
 @pytest.mark.parametrize(("num_ranks", "num_before"), [(1, 0), (2, 0), (3, 0), (2, 1), (2, 3), (3, 4)])
-def test_groups_are_carried_until_they_end(num_ranks: int, num_before: int) -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_groups_are_carried_until_they_end(num_ranks: int, num_before: int, ahead: int) -> None:
     """Groups 0, 3, 6, ... take one round, 1, 4, 7, ... two, and 2, 5, 8, ... three."""
-    steps = draw_carried(num_ranks, 4, num_before)
-    #  round  version  sampled                  finished
-    #  1      7        0 1 2 3                  0 3
-    #  2      7        1 2 | 4 5 6 7            1 6, so update 1 follows
-    #  3      8        2 4 5 7 | 8 9 10 11      2 4 7 9, and update 2
-    #  4      9        5 8 10 11 | 12 13 14 15  5 10 12 15, and update 3
+    steps = draw_carried(num_ranks, 4, num_before, ahead)
+    #  round  version  one ahead  sampled                  finished
+    #  1      7        7          0 1 2 3                  0 3
+    #  2      7        7          1 2 | 4 5 6 7            1 6, so update 1 follows
+    #  3      8        7          2 4 5 7 | 8 9 10 11      2 4 7 9, and update 2
+    #  4      9        8          5 8 10 11 | 12 13 14 15  5 10 12 15, and update 3
     assert [groups for groups, _, _ in steps[:3]] == [[0, 3, 1, 6], [2, 4, 7, 9], [5, 10, 12, 15]]
     _, values, batch = steps[1]
     by_place = {int(batch.group_ids[row]): batch.select([row]) for row in range(batch.num_sequences)}
     assert [by_place[place].tokens.tolist() for place in range(4)] == [[0, 2, 2, 2], [0, 4, 4], [0, 7, 7], [0, 9]]
-    versions = [[-1, 7, 7, 8], [-1, 7, 8], [-1, 7, 8], [-1, 8]]
+    third = 7 if ahead else 8
+    versions = [[-1, 7, 7, third], [-1, 7, third], [-1, 7, third], [-1, third]]
     assert [by_place[place].versions.tolist() for place in range(4)] == versions
     lags = [by_place[place].lags for place in range(4)]
-    assert [lag.tolist() for lag in lags if lag is not None] == [[0, 1, 1, 0], [0, 1, 0], [0, 1, 0], [0, 0]]
+    assert [lag.tolist() for lag in lags if lag is not None] == [
+        [0, 1, 1, ahead],
+        [0, 1, ahead],
+        [0, 1, ahead],
+        [0, ahead],
+    ]
     assert batch.ended is None and batch.noise is None
     assert (values["rollout/lag_max"], values["rollout/carried"], values["rollout/queue"]) == (1, 4, 0)
     assert values["reward/made_up"] == 1.0
