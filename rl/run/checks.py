@@ -21,6 +21,13 @@ def check_settings(config: Config, placement: Placement) -> list[str]:
             "besides rollout; an engine keeps its KV cache between rounds only on ranks of its own. Set "
             "rollout.keep_kv=false, or separate the roles, for example {'rollout': '75%', 'actor': 'rest'}"
         )
+    hosts = [rank for rank in placement.actors if "rollout" in placement.roles[rank]]
+    if config.actor.overlap and hosts:
+        raise ConfigError(
+            f"actor.overlap: got true, but {format_ranks(hosts)} {'is' if len(hosts) == 1 else 'are'} both actor and "
+            "rollout, and cannot train while sampling. Set actor.overlap=false, or separate the roles, for example "
+            "{'rollout': '75%', 'actor': 'rest'}"
+        )
     if placement.scorers and not config.algo.fields_to_score:
         why, remedy = "a single update per batch needs no old logprobs", "algo.old_logprobs=always"
         if config.algo.has_recorded_ratio:
