@@ -37,9 +37,7 @@ class Actor:
     start_step: int = 0  # the last finished step when the run starts or resumes
     is_evaluated: bool = False  # the evaluation of start_step is done
     own_advantage: OwnAdvantage | None = None  # None: algo.advantage is built in
-    overlap: OverlappedUpdate | None = (
-        None  # which has trained on some groups of the batch already; None: there is none
-    )
+    overlap: OverlappedUpdate | None = None  # None: no group is trained on before the batch is whole
 
     @property
     def trainers(self) -> list[PolicyTrainer | CriticTrainer]:

@@ -167,10 +167,11 @@ class RunPlan:
 
     def _check_functions(self) -> None:
         from rl.algo.choose import check_functions, own_advantage  # imports torch
-        from rl.learner.overlap import why_overlap_waits
 
         check_functions(self.config.algo)
         if self.trains and self.config.actor.overlap:
+            from rl.learner.overlap import why_overlap_waits
+
             self.notes += filter(None, [why_overlap_waits(self.config.algo, own_advantage(self.config.algo))])
         self.checked.append("loss and advantage")
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,8 @@ from rl.sync.transfer import BucketTransfer
 
 CALL = 2  # the broken method fails at this call
 LATE_CALL = 4  # after three quick ones
+LATE_STEP = 30  # the engine fails at this step
+ENGINE_AFTER = "engine, once there is "  # a file, whose path follows
 LONG_S = 5.0  # longer than the silence that a test allows for known work
 
 
@@ -147,6 +150,22 @@ def fail_engines(times: int) -> None:
     engine.step = lambda engine: fail() if next(errors, False) else step(engine)
 
 
+def fail_engine_after(file: Path) -> None:
+    """Let an engine make its first steps, then wait for this file, and fail once."""
+    count, step = 0, FakeEngine.step
+
+    def replaced(engine: FakeEngine) -> Any:
+        nonlocal count
+        count += 1
+        if count == LATE_STEP:
+            while not file.exists():
+                time.sleep(0.01)
+            fail()
+        return step(engine)
+
+    FakeEngine.step = replaced
+
+
 def compile_and_sleep() -> None:
     """Call a compiled function in every step. The fourth call compiles another graph, which takes LONG_S seconds; the
     fifth only sleeps as long."""
@@ -187,6 +206,8 @@ def break_(what: str, culprit: int) -> None:
         RolloutService.work = broken(RolloutService.work, fail)
     elif what in ("engine, once", "engine, twice") and (is_culprit or culprit < 0):
         fail_engines(100 if what == "engine, twice" else 1)
+    elif what.startswith(ENGINE_AFTER) and is_culprit:
+        fail_engine_after(Path(what.removeprefix(ENGINE_AFTER)))
     elif what == "engine, twice in the first attempt" and is_culprit and is_first_attempt:
         fail_engines(2)
     elif what == "update, details" and is_culprit:

@@ -59,6 +59,14 @@ SHARED = {
         *("--plan", "--nproc-per-node=4", "placement.rollout=0", "placement.actor,rollout=1-2", "placement.actor=3"),
         *("rollout.max_tokens_per_round=2", "rollout.keep_kv=true"),
     ],
+    "overlap": ["--plan", "placement.rollout=0", "placement.actor=1", "actor.overlap=true"],
+    "overlap that waits": [
+        *("--plan", "placement.rollout=0", "placement.actor=1", "actor.overlap=true", "algo.advantage=reinforce_pp"),
+    ],
+    "overlap on shared ranks": [
+        *("--plan", "--nproc-per-node=4", "placement.rollout=0", "placement.actor,rollout=1-2", "placement.actor=3"),
+        "actor.overlap=true",
+    ],
     "stale and not corrected": ["--plan", "rollout.max_tokens_per_round=2", "algo.old_logprobs=always"],
     "tagged reward": ["--plan", "reward.function=rewards.py:tagged"],
     "chat of a model elsewhere": [
@@ -342,6 +350,14 @@ def test_engines_of_their_own_may_keep_kv_caches(answers: dict[str, Answer]) -> 
     assert (answer.code, answer.stderr) == (0, "")
 
 
+def test_a_plan_says_whether_updates_overlap(answers: dict[str, Answer]) -> None:
+    for command, waits in (("overlap", False), ("overlap that waits", True)):
+        answer = answers[command]
+        assert answer.code == 0, answer.stderr
+        said = "every update waits for its whole batch, because algo.advantage=reinforce_pp standardizes"
+        assert (said in answer.section("note")) == waits
+
+
 def test_nested_columns_and_empty_texts(answers: dict[str, Answer]) -> None:
     answer = answers["nested columns"]
     assert answer.code == 0, answer.stderr
@@ -472,6 +488,13 @@ def test_the_ranks_of_a_recipe(answers: dict[str, Answer]) -> None:
             [
                 "rollout.keep_kv: got true, but ranks 1-2 have roles besides rollout",
                 "Set rollout.keep_kv=false, or separate the roles, for example {'rollout': '75%', 'actor': 'rest'}",
+            ],
+        ),
+        (
+            "overlap on shared ranks",
+            [
+                "actor.overlap: got true, but ranks 1-2 are both actor and rollout, and cannot train while sampling",
+                "Set actor.overlap=false, or separate the roles, for example {'rollout': '75%', 'actor': 'rest'}",
             ],
         ),
         ("stale and not corrected", ["algo.old_logprobs: got always, but with rollout.max_tokens_per_round=2"]),
