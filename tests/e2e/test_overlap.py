@@ -205,7 +205,8 @@ def test_a_save_and_a_stop_while_a_batch_is_half_trained_on(
 ) -> None:
     """The checkpoint holds the step before, exactly: a fork and the resumed run equal an undisturbed one."""
     functions, serial = held_functions(tmp_path, model, 2, awaited="go"), runs["serial"]
-    overrides = [*shape(model), *KL, *TWO, *functions, OVERLAP, "reward.timeout_s=100"]
+    # With replicas, each rank holds the sum of its own gradients until the last part.
+    overrides = [*shape(model), *KL, *TWO, "actor.num_replicas=2", *functions, OVERLAP, "reward.timeout_s=100"]
     process = launch(tmp_path, overrides)
     metrics, committed = tmp_path / "run/metrics.jsonl", tmp_path / "run/checkpoints/step_1/COMMITTED"
     until(lambda: metrics.exists() and '"step": 1,' in metrics.read_text(), "step 1 ends")
