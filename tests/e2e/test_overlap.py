@@ -236,11 +236,14 @@ def test_every_setting_is_overlapped(model: Path, tmp_path: Path) -> None:
     for name, (num_ranks, overrides) in SETTINGS.items():
         described[tmp_path / f"{name}, serial"] = (num_ranks, [*shape(model), *overrides], "")
         described[tmp_path / name] = (num_ranks, [*shape(model), *overrides, OVERLAP], "slow engine")
+        described[tmp_path / f"{name}, quick"] = (num_ranks, [*shape(model), *overrides, OVERLAP], "")
     results = run_forked(described, timeout_s=500)
     for name in SETTINGS:
         assert_equal(results[tmp_path / name], results[tmp_path / f"{name}, serial"])
         early = [row["perf/overlap"] for row in results[tmp_path / name].metrics]
         assert all(early) or name == "an actor without groups", (name, early)
+        # How many parts were trained on early changes no bit.
+        assert_equal(results[tmp_path / name], results[tmp_path / f"{name}, quick"], tolerance=0)
 
 
 @pytest.mark.slow
