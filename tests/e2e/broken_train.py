@@ -29,7 +29,7 @@ from rl.sync.transfer import BucketTransfer
 
 CALL = 2  # the broken method fails at this call
 LATE_CALL = 4  # after three quick ones
-LATE_STEP = 30  # the engine fails at this step
+LATE_STEP = 30  # the engine fails after so many steps
 ENGINE_AFTER = "engine, once there is "  # a file, whose path follows
 LONG_S = 5.0  # longer than the silence that a test allows for known work
 
@@ -151,15 +151,16 @@ def fail_engines(times: int) -> None:
 
 
 def fail_engine_after(file: Path) -> None:
-    """Let an engine make its first steps, then wait for this file, and fail once."""
+    """Let an engine make its first steps, then sample nothing until there is this file, and then fail once."""
     count, step = 0, FakeEngine.step
 
     def replaced(engine: FakeEngine) -> Any:
         nonlocal count
+        if count == LATE_STEP and not file.exists():
+            time.sleep(0.01)
+            return []  # the rank goes on, and delivers the groups that have ended
         count += 1
-        if count == LATE_STEP:
-            while not file.exists():
-                time.sleep(0.01)
+        if count == LATE_STEP + 1:
             fail()
         return step(engine)
 
