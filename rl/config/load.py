@@ -218,6 +218,21 @@ def _round_problems(config: Config) -> Iterator[str]:
             f"algo.old_logprobs: got always, but with {cause} older weights have sampled some of the tokens, which "
             "algo.correction=none does not correct; set algo.correction=token, or algo.old_logprobs=rollout"
         )
+    if config.actor.overlap and rollout.max_rounds > 1:
+        yield (
+            f"actor.overlap: got true, but with {limit} an update trains on groups of several rounds; set "
+            "rollout.max_tokens_per_round=0, or actor.overlap=false"
+        )
+    if config.actor.overlap and rollout.ahead:
+        yield (
+            "actor.overlap: got true, but with rollout.ahead=1 all groups of an update are there before it begins; set "
+            "actor.overlap=false. rollout.ahead=0 with actor.overlap=true stays on-policy"
+        )
+    if config.actor.overlap and algo.dynamic_sampling:
+        yield (
+            "actor.overlap: got true, but with algo.dynamic_sampling=true it is not known which groups an update "
+            "trains on before all of them are sampled; set algo.dynamic_sampling=false, or actor.overlap=false"
+        )
     if rollout.keep_kv and rollout.max_rounds == 1:
         bounds = f"above 0 and below rollout.max_new_tokens = {rollout.max_new_tokens}"
         yield (

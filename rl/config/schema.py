@@ -334,6 +334,11 @@ class ActorConfig:
         "moments: only the optimizer state (two thirds of it) in that time; always: everything at all times, with "
         "optimizer steps on the CPU.",
     )
+    overlap: bool = key(
+        False,
+        "Train on the first groups of a batch while the engines still sample the others. The result is the same. Only "
+        "if no actor hosts an engine, and without max_tokens_per_round and dynamic_sampling. See docs/rounds.md.",
+    )
     num_replicas: int = key(1, "Copies of the policy (HSDP), each sharded over its share of the actors.", POSITIVE)
 
 

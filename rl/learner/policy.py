@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl.algo.choose import Loss
@@ -71,8 +72,31 @@ class PolicyTrainer(ShardedTrainer):
         logprobs that the engine recorded, whether the batch has old logprobs or not."""
         algo = self._algo
         assert batch.old_logprobs is not None or algo.has_recorded_ratio or algo.num_mini_batches * algo.num_epochs == 1
-        self._is_probe_due, self._num_updates_before = True, self.num_updates
+        self.begin_update()
         super().update(batch, num_prompts, measures)
+
+    def begin_update(self) -> None:
+        """Begin an update: its first forward pass includes the probe. `update` calls this. Otherwise `accumulate`
+        follows for each part of the batch, and then `end_update`."""
+        self._is_probe_due, self._num_updates_before = True, self.num_updates
+
+    def accumulate(self, part: Batch, measures: Measures, is_last: bool) -> None:
+        """Add the gradients of a part of the batch. This is a collective. `is_last` is True for the last part only.
+
+        The loss is not divided by its denominator, which is known only when the whole batch is.
+        """
+        kept = part.select(part.trained_sequences(self._algo.mask_truncated))
+        self._run_passes(kept, self._cut(kept), dist.get_world_size(self._pg), measures, is_last)
+
+    def end_update(self, batch: Batch, measures: Measures) -> None:
+        """Divide the gradients of all parts by the denominator of the batch, and make the optimizer step."""
+        kept = batch.select(batch.trained_sequences(self._algo.mask_truncated))
+        denominator = self._total_denominator(kept)
+        scale = 1 / max(denominator.item(), 1.0)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        self._step(kept, denominator, measures)
 
     def _score(self, micro_batch: Batch, reference: Reference | None) -> Scores:
         probe = self.probe_tokens if self._is_probe_due else ()

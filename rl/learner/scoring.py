@@ -66,6 +66,7 @@ class ScoringModels:
 class ScoreBatch(Message):
     """Asks the first inference rank to score the batch in the payload."""
 
+    request: int  # number of the actor's request
     version: int
     fields: list[str]
 
@@ -75,6 +76,7 @@ class ScorePart(Message):
     """Asks an inference rank to score the part of an actor's batch in the payload."""
 
     actor: int
+    request: int
     version: int
     fields: list[str]
     sequences: list[int]  # indices into the actor's batch
@@ -85,8 +87,17 @@ class ScorePart(Message):
 class PartScores(Message):
     """Returns the scores of some sequences of an actor's batch. The scores are in the payload."""
 
+    request: int
     sequences: list[int]
     awaited = "logprobs from the inference ranks"
+
+
+@dataclass(frozen=True)
+class PendingScores:
+    """A batch whose scores are not known yet."""
+
+    batch: Batch
+    request: int = 0  # 0: nobody was asked to score it
 
 
 class Scorer:
@@ -95,6 +106,17 @@ class Scorer:
     def score(self, batch: Batch, version: int) -> Batch:
         """Return the batch with the fields of AlgoConfig.fields_to_score."""
         raise NotImplementedError
+
+    def start(self, batch: Batch, version: int) -> PendingScores:
+        """Ask the inference ranks to score a batch, and do not wait. Without such ranks, this does nothing."""
+        return PendingScores(batch)
+
+    def finish(self, pending: Sequence[PendingScores], version: int) -> Batch:
+        """Return these batches as one, with scores. Without inference ranks, this is a collective of the actors."""
+        return self.score(Batch.concat([each.batch for each in pending]), version)
+
+    def wait(self) -> None:
+        """Wait until the inference ranks have answered all requests of this actor."""
 
     def offload(self) -> None:
         pass
@@ -138,19 +160,52 @@ class LocalScorer(Scorer):
 
 
 class RemoteScorer(Scorer):
+    """Scores on the inference ranks. Several requests may be under way at the same time."""
+
     def __init__(self, mail: Mailbox, scorers: list[int], fields: list[str]):
         self._mail, self._scorers, self._fields = mail, scorers, fields
+        self._num_requests = 0
+        self._num_missing: dict[int, int] = {}  # answers that are still to come, by request
+        self._answers: dict[int, list[Letter[PartScores]]] = {}  # by request, until `finish` takes them
 
     def score(self, batch: Batch, version: int) -> Batch:
-        merged = {name: torch.zeros(batch.num_tokens) for name in self._fields}
-        if batch.num_sequences == 0 or not merged:
-            return batch.replace(**merged)
-        self._mail.send(self._scorers[0], ScoreBatch(version, self._fields), payload=batch.to_bytes())
-        for _ in self._scorers:
-            letter = self._mail.receive(PartScores)
+        return self.finish([self.start(batch, version)], version)
+
+    def start(self, batch: Batch, version: int) -> PendingScores:
+        if batch.num_sequences == 0 or not self._fields:
+            return PendingScores(batch)
+        self._num_requests += 1
+        request = self._num_requests
+        self._num_missing[request], self._answers[request] = len(self._scorers), []
+        self._mail.send(self._scorers[0], ScoreBatch(request, version, self._fields), payload=batch.to_bytes())
+        return PendingScores(batch, request)
+
+    def finish(self, pending: Sequence[PendingScores], version: int) -> Batch:
+        if not pending:
+            return self._merge(PendingScores(Batch.concat([])))
+        return Batch.concat([self._merge(each) for each in pending])
+
+    def wait(self) -> None:
+        while self._num_missing:
+            self._receive()
+
+    def _merge(self, pending: PendingScores) -> Batch:
+        """Wait for the answers to a request, and return its batch with the scores."""
+        batch, merged = pending.batch, {name: torch.zeros(pending.batch.num_tokens) for name in self._fields}
+        while pending.request in self._num_missing:
+            self._receive()
+        for letter in self._answers.pop(pending.request, ()):
             for name, scores in safetensors.torch.load(bytes(letter.payload)).items():
                 merged[name] += batch.at_sequences(letter.message.sequences, scores)
         return batch.replace(**merged)
+
+    def _receive(self) -> None:
+        letter = self._mail.receive(PartScores)
+        request = letter.message.request
+        self._answers[request].append(letter)
+        self._num_missing[request] -= 1
+        if not self._num_missing[request]:
+            del self._num_missing[request]
 
 
 class LogprobService(Service):
@@ -205,7 +260,7 @@ class LogprobService(Service):
         parts = split_evenly(estimate_costs(lengths, models.hidden_size), len(self._scorers))
         count = max(count_micro_batches([lengths[s] for s in part], models.max_tokens) for part in parts)
         for rank, part in zip(self._scorers, parts, strict=True):
-            message = ScorePart(letter.source, asked.version, asked.fields, part, count)
+            message = ScorePart(letter.source, asked.request, asked.version, asked.fields, part, count)
             self._mail.send(rank, message, payload=batch.select(part).to_bytes())
 
     def _score_part(self, letter: Letter[ScorePart]) -> None:
@@ -213,4 +268,5 @@ class LogprobService(Service):
         assert asked.version == self.version, f"asked to score version {asked.version}, this rank holds {self.version}"
         micro_batches = cut(batch, models.max_tokens, models.hidden_size, asked.num_micro_batches)
         scores = models.score(asked.fields, batch, micro_batches)
-        self._mail.send(asked.actor, PartScores(asked.sequences), payload=safetensors.torch.save(scores))
+        answer = PartScores(asked.request, asked.sequences)
+        self._mail.send(asked.actor, answer, payload=safetensors.torch.save(scores))

@@ -147,16 +147,35 @@ class ShardedTrainer:
                 self._optimizer_step(batch.select(sequences), measures)
 
     def _optimizer_step(self, mini_batch: Batch, measures: Measures) -> None:
+        micro_batches = self._cut(mini_batch)
+        denominator = self._total_denominator(mini_batch)
+        scale = dist.get_world_size(self._pg) / max(denominator.item(), 1.0)
+        self._run_passes(mini_batch, micro_batches, scale, measures)
+        self._step(mini_batch, denominator, measures)
+
+    def _cut(self, batch: Batch) -> list[list[int]]:
         max_tokens = self._actor.max_tokens_per_micro_batch
-        micro_batches = cut_together(mini_batch, max_tokens, hidden_size_of(self.model), self._pg)
+        return cut_together(batch, max_tokens, hidden_size_of(self.model), self._pg)
+
+    def _total_denominator(self, mini_batch: Batch) -> Tensor:
+        """Return the denominator of the loss over all ranks."""
         denominator = self._denominator(mini_batch).to(torch.float64)
         dist.all_reduce(denominator, group=self._pg)
-        scale = dist.get_world_size(self._pg) / max(denominator.item(), 1.0)
-        for number, micro_batch in enumerate(micro_batches_of(mini_batch, micro_batches, self.kind)):
-            is_last = number + 1 == len(micro_batches)
+        return denominator
+
+    def _run_passes(
+        self, batch: Batch, micro_batches: list[list[int]], scale: float, measures: Measures, is_end: bool = True
+    ) -> None:
+        """Run the forward and backward passes of these micro-batches, whose losses are multiplied by `scale`. With
+        `is_end`, an optimizer step follows the last one."""
+        for number, micro_batch in enumerate(micro_batches_of(batch, micro_batches, self.kind)):
+            is_last = is_end and number + 1 == len(micro_batches)
             self._set_reduction(is_last)
             with self._reloading_moments() if is_last else nullcontext():
                 self._accumulate(micro_batch, scale, measures)
+
+    def _step(self, mini_batch: Batch, denominator: Tensor, measures: Measures) -> None:
+        """Check the gradients of a mini-batch, clip them, and run the optimizer."""
         for offloader in self._offloaders.values():
             offloader.start_reload()
         self._check(mini_batch, measures)

@@ -54,6 +54,12 @@ class Measures:
         self._sums.add(name)
         self.mean(name, total, 0)
 
+    def include(self, other: "Measures") -> None:
+        """Add everything that `other` has."""
+        self._sums |= other._sums
+        for name, pairs in other._pairs.items():
+            self._pairs.setdefault(name, []).extend(pairs)
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._pairs)

@@ -22,6 +22,7 @@ from rl.rollout.carried import CarriedGroups
 from rl.rollout.dispatch import BatchTime, Dispatcher, Sampling, Task
 from rl.rollout.failures import CallsFailed, FailureLog
 from rl.rollout.orders import Collected, OrderGate, OrderService
+from rl.rollout.overlap import OverlapGate, OverlapService
 from rl.rollout.service import RolloutService, ScoredGroup
 from rl.world.messages import Letter, Mailbox, Message
 from rl.world.orders import Action
@@ -123,12 +124,15 @@ class Rollouts(Service):
         execute: Callable[[Action], None],
         balancer: Balancer,
         all_failed: type[Exception] | None = None,  # raised if no sample can be scored; see FailureLog
+        overlap: OverlapService | None = None,  # trains on groups while others are sampled
     ):
         self._world, self._mail, self._actors, self.service = world, world.mail, placement.actors, service
         self._num_mini_batches, self._balancer = num_mini_batches, balancer
         followers = service.host.followers if service is not None else ()
         self._leader, self._orders = placement.leader, OrderService(world.mail, followers, execute)
-        self._services = [self, self._orders] if service is None else [self, self._orders, service]
+        self._overlap = overlap
+        others = [other for other in (service, overlap) if other is not None]
+        self._services: list[Service] = [self, self._orders, *others]
         self._dispatcher: Dispatcher | None = None
         self._gate: OrderGate | None = None
         self._failures: FailureLog | None = None
@@ -139,6 +143,8 @@ class Rollouts(Service):
             followers_of_any = {rank for ranks in placement.engines for rank in ranks[1:]}
             heads = [rank for rank in placement.actors if rank not in followers_of_any]
             self._gate = OrderGate(world.mail, len(placement.actors), heads)
+            if overlap is not None:
+                OverlapGate(world.mail, len(placement.actors), self._gate)
         self._awaited = ""
         self.engine_name = ""  # until the first group arrives
         self._times: list[BatchTime] = []
@@ -166,6 +172,8 @@ class Rollouts(Service):
         batch = self._num_started
         if is_dealt:
             self._training.add(batch)
+            if self._overlap is not None:
+                self._overlap.open(batch, version)
         carried = carried or Carried([], {})
         self._carried.offer(batch, carried.groups)
         if self._dispatcher is not None:
@@ -194,7 +202,10 @@ class Rollouts(Service):
         self._awaited = f"rank {self._leader} to start a batch"
         serve(self._world, self._services, until=lambda: batch in self._owners)
         owners = self._owners.pop(batch)
-        num_own = owners.count(self._actors.index(self._mail.rank))  # not in `until`, which runs at every engine step
+        me = self._actors.index(self._mail.rank)
+        num_own = owners.count(me)  # not in `until`, which runs at every engine step
+        if self._overlap is not None:
+            self._overlap.expect(batch, [position for position, owner in enumerate(owners) if owner == me])
         self._awaited = "groups from the engines"
         serve(self._world, self._services, until=lambda: len(self._arrived[batch]) == num_own)
         arrived = self._arrived.pop(batch)
@@ -233,12 +244,17 @@ class Rollouts(Service):
                 self.engine_name = group.engine
                 if group.failures:
                     self._mail.send(self._leader, CallsFailed(group.failures))
-                self._arrived[group.batch][group.position] = (group, Batch.from_bytes(letter.payload))
+                rollouts = Batch.from_bytes(letter.payload)
+                self._arrived[group.batch][group.position] = (group, rollouts)
+                if self._overlap is not None:
+                    self._overlap.add(group.batch, group.position, rollouts)
 
     def settle(self, groups: Groups, owners: Sequence[int]) -> Batch:
-        """Balance the groups of an update between actors. Return this rank's groups, by place. This is a collective."""
+        """Balance the groups of an update between actors. Return this rank's groups, by place. This is a collective.
+        With an overlap, groups stay where they are, since some were trained on already."""
         self._num_settled += 1
-        groups = self._balancer.balance(self._num_settled, groups, owners, self._mini_batches(len(owners)))
+        if self._overlap is None:
+            groups = self._balancer.balance(self._num_settled, groups, owners, self._mini_batches(len(owners)))
         return Batch.concat([groups[position] for position in sorted(groups)])
 
     def _mini_batches(self, num_prompts: int) -> list[int]:

@@ -62,6 +62,12 @@ class OrderGate:
             self._is_open = True
             self._pass_on()
 
+    def tell(self, message: Message) -> None:
+        """Send a message to the actors. All of them receive it at the same place among the orders."""
+        with self._lock:
+            for rank in self._heads:
+                self._mail.send(rank, message)
+
     def _on_order(self, letter: Letter[Order]) -> None:
         with self._lock:
             if letter.message.action not in self._waiting:

@@ -11,6 +11,7 @@ from rl.data.batch import Batch
 from rl.evaluation.evaluation import Evaluation
 from rl.learner.credit import assign_credit
 from rl.learner.critic import CriticTrainer
+from rl.learner.overlap import OverlappedUpdate
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
 from rl.report.describe import check_finite, describe
@@ -36,6 +37,7 @@ class Actor:
     start_step: int = 0  # the last finished step when the run starts or resumes
     is_evaluated: bool = False  # the evaluation of start_step is done
     own_advantage: OwnAdvantage | None = None  # None: algo.advantage is built in
+    overlap: OverlappedUpdate | None = None  # None: no group is trained on before the batch is whole
 
     @property
     def trainers(self) -> list[PolicyTrainer | CriticTrainer]:
@@ -43,7 +45,7 @@ class Actor:
 
     def score(self, batch: Batch, version: int) -> Batch:
         """Add logprobs of the policy and the reference, and values of the critic, if something needs them."""
-        batch = self.scorer.score(batch, version)
+        batch = self.scorer.score(batch, version) if self.overlap is None else self.overlap.score_rest(batch)
         batch = batch if self.critic is None else self.critic.add_values(batch)
         check_finite(batch)
         return batch
@@ -67,7 +69,10 @@ class Actor:
             if step <= self.config.critic.warmup_steps:
                 self.learner.run_probe()
                 return
-        self.learner.update(batch, num_prompts, measures)
+        if self.overlap is None:
+            self.learner.update(batch, num_prompts, measures)
+        else:
+            self.overlap.end(batch, measures)
 
     def adapt(self, values: Mapping[str, float], num_prompts: int) -> dict[str, float]:
         """Adapt the KL coefficient, warn if the policy collapses, and return further metrics."""

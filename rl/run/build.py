@@ -12,22 +12,26 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from rl.algo.choose import own_advantage
+from rl.algo.choose import OwnAdvantage, own_advantage
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.resume import check_prompts, read_groups, restore
 from rl.checkpoint.save import Saver
 from rl.checkpoint.write import RunDescription, read_hf_files
+from rl.common.text import count_of
 from rl.config.schema import Config, ConfigError
 from rl.data.prompts import PromptStream
 from rl.evaluation.evaluation import Evaluation
 from rl.learner.critic import CriticTrainer
+from rl.learner.overlap import OverlappedUpdate, why_overlap_waits
 from rl.learner.policy import PolicyTrainer
+from rl.learner.scoring import Scorer
 from rl.model.shards import TensorInfo
 from rl.report.metrics import METRICS, MetricsWriter, last_step
 from rl.rewards.find import read_rules
 from rl.rollout.collect import Balancer, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.held import HeldGroups
+from rl.rollout.overlap import OverlapService
 from rl.rollout.sampler import Sampler
 from rl.rollout.schedule import Schedule, ScheduleState, describe_lag, plan_schedule
 from rl.run.actor import Actor
@@ -68,22 +72,26 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     checkpoints = build_checkpoints(run, learner, tensors, critic)
     hidden_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().hidden_size
     balancer = Balancer(mail, run.groups.actor_pg, run.placement.actors, hidden_size)
+    own, scorer = own_advantage(config.algo), build_scorer(run, learner, load_reference)
+    overlap = _build_overlap(run, learner, scorer, own) if trains and config.actor.overlap else None
 
     def execute(action: Action) -> None:
         if action != "publish again":
             return checkpoints.execute(action)
+        if overlap is not None:  # inference ranks join a sync between two pieces of work
+            overlap.update.wait_scored()
         with run.world.stage("sync"):
             sync.publish_again()
 
     all_failed = error_if_all_fail(config, is_resumed=trains and resume is not None)
     num_mini_batches = config.algo.num_mini_batches
-    rollouts = Rollouts(run.world, run.placement, num_mini_batches, service, execute, balancer, all_failed)
+    rollouts = Rollouts(run.world, run.placement, num_mini_batches, service, execute, balancer, all_failed, overlap)
     start_step = resume.manifest.step if resume is not None else 0
     actor = Actor(
         config,
         learner,
         critic,
-        build_scorer(run, learner, load_reference),
+        scorer,
         _build_sampler(run, rollouts, trains),
         sync,
         checkpoints,
@@ -91,7 +99,8 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         _build_reporter(run, rollouts, start_step, trains),
         start_step,
         is_evaluated=resume is not None and resume.manifest.state["is_evaluated"],
-        own_advantage=own_advantage(config.algo),
+        own_advantage=own,
+        overlap=overlap.update if overlap is not None else None,
     )
     enable_garbage_collection()
     return actor
@@ -117,6 +126,16 @@ def build_checkpoints(
     saver = Saver(run.world, run.placement, run.store, description, config.checkpoint.copies)
     last_step = 0 if config.debug.dry_run else config.train.num_steps  # the last step is always saved
     return Checkpoints(saver, learner, config.checkpoint, last_step, run.resume, critic)
+
+
+def _build_overlap(run: Run, learner: PolicyTrainer, scorer: Scorer, own: OwnAdvantage | None) -> OverlapService | None:
+    """Return the service that trains on groups while others are sampled, or None if every update must wait."""
+    if reason := why_overlap_waits(run.config.algo, own):
+        if run.data is not None:
+            print(f"oneworld: {reason}", flush=True)
+        return None
+    update = OverlappedUpdate(learner, scorer, run.config, run.groups.actor_pg, own)
+    return OverlapService(run.world.mail, run.placement.leader, update)
 
 
 def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
@@ -168,6 +187,12 @@ def _restore_rollouts(run: Run, stream: PromptStream | None) -> tuple[ScheduleSt
             "its files, or resume from an older step in a new run with checkpoint.resume=PATH"
         ) from error
     held.check_lengths(run.config.rollout.max_new_tokens)
+    if run.config.actor.overlap and held.owners:
+        raise ConfigError(
+            f"actor.overlap: got true, but the checkpoint of step {resume.manifest.step} holds "
+            f"{count_of(len(held.owners), 'group')} of earlier rounds, and an overlapped update trains only on groups "
+            "of its own round. Set actor.overlap=false, or resume from a run without rollout.max_tokens_per_round"
+        )
     return state, held
 
 

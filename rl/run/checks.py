@@ -28,6 +28,12 @@ def check_settings(config: Config, placement: Placement) -> list[str]:
             f"train. Set rollout.ahead=0, or {remedy}. On shared ranks, rollout.max_tokens_per_round keeps long "
             "responses from holding up a step"
         )
+    hosts = [rank for rank in placement.actors if "rollout" in placement.roles[rank]]
+    if config.actor.overlap and hosts:
+        raise ConfigError(
+            f"actor.overlap: got true, but {format_ranks(hosts)} {'is' if len(hosts) == 1 else 'are'} both actor and "
+            f"rollout, and cannot train while sampling. Set actor.overlap=false, or {remedy}"
+        )
     if placement.scorers and not config.algo.fields_to_score:
         why, remedy = "a single update per batch needs no old logprobs", "algo.old_logprobs=always"
         if config.algo.has_recorded_ratio:

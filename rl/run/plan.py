@@ -166,9 +166,13 @@ class RunPlan:
         return trial.text
 
     def _check_functions(self) -> None:
-        from rl.algo.choose import check_functions  # imports torch
+        from rl.algo.choose import check_functions, own_advantage  # imports torch
 
         check_functions(self.config.algo)
+        if self.trains and self.config.actor.overlap:
+            from rl.learner.overlap import why_overlap_waits
+
+            self.notes += filter(None, [why_overlap_waits(self.config.algo, own_advantage(self.config.algo))])
         self.checked.append("loss and advantage")
 
     def _check_resume(self) -> None:

@@ -30,6 +30,8 @@ from rl.sync.transfer import BucketTransfer
 
 CALL = 2  # the broken method fails at this call
 LATE_CALL = 4  # after three quick ones
+LATE_STEP = 30  # the engine fails after so many steps
+ENGINE_AFTER = "engine, once there is "  # a file, whose path follows
 LONG_S = 5.0  # longer than the silence that a test allows for known work
 
 
@@ -186,6 +188,23 @@ def fail_engines_of_version(version: int) -> None:
     engine.step = replaced
 
 
+def fail_engine_after(file: Path) -> None:
+    """Let an engine make its first steps, then sample nothing until there is this file, and then fail once."""
+    count, step = 0, FakeEngine.step
+
+    def replaced(engine: FakeEngine) -> Any:
+        nonlocal count
+        if count == LATE_STEP and not file.exists():
+            time.sleep(0.01)
+            return []  # the rank goes on, and delivers the groups that have ended
+        count += 1
+        if count == LATE_STEP + 1:
+            fail()
+        return step(engine)
+
+    FakeEngine.step = replaced
+
+
 def compile_and_sleep() -> None:
     """Call a compiled function in every step. The fourth call compiles another graph, which takes LONG_S seconds; the
     fifth only sleeps as long."""
@@ -228,6 +247,8 @@ def break_(what: str, culprit: int) -> None:
         fail_engines(100 if what == "engine, twice" else 1)
     elif what == "last engine" and int(os.environ["RANK"]) >= culprit and is_first_attempt:  # all of its ranks
         fail_engines_of_version(3)
+    elif what.startswith(ENGINE_AFTER) and is_culprit:
+        fail_engine_after(Path(what.removeprefix(ENGINE_AFTER)))
     elif what == "engine, twice in the first attempt" and is_culprit and is_first_attempt:
         fail_engines(2)
     elif what == "update, details" and is_culprit:

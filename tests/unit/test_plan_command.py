@@ -70,6 +70,14 @@ SHARED = {
         "rollout.ahead=1",
     ],
     "two rounds ahead": ["--plan", "placement.rollout=0", "placement.actor=1", "rollout.ahead=2"],
+    "overlap": ["--plan", "placement.rollout=0", "placement.actor=1", "actor.overlap=true"],
+    "overlap that waits": [
+        *("--plan", "placement.rollout=0", "placement.actor=1", "actor.overlap=true", "algo.advantage=reinforce_pp"),
+    ],
+    "overlap on shared ranks": [
+        *("--plan", "--nproc-per-node=4", "placement.rollout=0", "placement.actor,rollout=1-2", "placement.actor=3"),
+        "actor.overlap=true",
+    ],
     "stale and not corrected": ["--plan", "rollout.max_tokens_per_round=2", "algo.old_logprobs=always"],
     "tagged reward": ["--plan", "reward.function=rewards.py:tagged"],
     "chat of a model elsewhere": [
@@ -364,6 +372,14 @@ def test_engines_of_their_own_may_sample_ahead(answers: dict[str, Answer]) -> No
         assert f"{reason}, so a token is trained on at most {bound} after it was sampled" in answer.section("tokens")
 
 
+def test_a_plan_says_whether_updates_overlap(answers: dict[str, Answer]) -> None:
+    for command, waits in (("overlap", False), ("overlap that waits", True)):
+        answer = answers[command]
+        assert answer.code == 0, answer.stderr
+        said = "every update waits for its whole batch, because algo.advantage=reinforce_pp standardizes"
+        assert (said in answer.section("note")) == waits
+
+
 def test_nested_columns_and_empty_texts(answers: dict[str, Answer]) -> None:
     answer = answers["nested columns"]
     assert answer.code == 0, answer.stderr
@@ -509,6 +525,13 @@ def test_the_ranks_of_a_recipe(answers: dict[str, Answer]) -> None:
             ["rollout.ahead: got 1, but rank 2 has roles besides rollout", "Set rollout.ahead=0"],
         ),
         ("two rounds ahead", ["rollout.ahead: got 2; it must be 0 or 1"]),
+        (
+            "overlap on shared ranks",
+            [
+                "actor.overlap: got true, but ranks 1-2 are both actor and rollout, and cannot train while sampling",
+                "Set actor.overlap=false, or separate the roles, for example placement.rollout=75%",
+            ],
+        ),
         ("stale and not corrected", ["algo.old_logprobs: got always, but with rollout.max_tokens_per_round=2"]),
         ("a file as a run", ["run.name: cannot make saved/afile: saved/afile is not a directory; give another name"]),
         ("a file as checkpoints", ["run.name: cannot make", "saved/blocked/checkpoints is not a directory"]),
