@@ -15,7 +15,7 @@ import pytest
 from launch.environment import activated_environment
 from rl.data.batch import Batch
 from tests.launcher import Result, command_of, finish, spawn
-from tests.reference_rounds import Setting, Step, flat
+from tests.reference_rounds import Setting, Step, flat, prompts_of
 
 FUNCTIONS = "tests/e2e/reward_functions.py"
 FAKE, REAL = "rollout.engine=fake", "rollout.engine=vllm"
@@ -119,6 +119,18 @@ def assert_continues(
             assert learnt(row) == learnt(whole.metrics[number - 1])
         else:
             assert learnt(row) == pytest.approx(learnt(whole.metrics[number - 1]), rel=1e-4, abs=1e-5)
+
+
+def assert_trains_once(fork: Result, whole: Result, step: int, setting: Setting) -> None:
+    """A fork of a run after this step trains on what was in flight, and no prompt is skipped or repeated."""
+    before, after, last = responses_of(whole, range(1, step + 1)).keys(), responses_of(fork), fork.metrics[-1]["step"]
+    assert all(len(samples) == setting.num_samples for samples in after.values()), fork.folder
+    assert not before & after.keys(), fork.folder
+    manifest = json.loads((fork.folder / "checkpoints" / f"step_{last}" / "manifest.json").read_text())
+    schedule, num_started = manifest["state"]["schedule"], manifest["state"]["position"]
+    num_left = len(schedule["carried"]) + len(schedule["queue"]) + sum(map(len, schedule["batches"]))
+    assert len(before | after.keys()) + num_left == num_started, fork.folder
+    assert before | after.keys() <= {tuple(prompt.tokens) for prompt in prompts_of(setting, num_started)}, fork.folder
 
 
 def kill_a_rank(process: subprocess.Popen[str], source: random.Random) -> bool:

@@ -29,6 +29,7 @@ from tests.rounds_runs import (
     assert_same_data,
     assert_same_metrics,
     assert_same_responses,
+    assert_trains_once,
     kill_a_rank,
     last_step,
     learnt,
@@ -173,15 +174,8 @@ def test_a_fork_with_other_settings_trains_on_every_prompt_once(
     num_ranks, overrides, broken = fork_after(3, "same ranks", whole, setting)
     forks = {name: tmp_path / name for name in CHANGES}
     results = run_forked({forks[name]: (num_ranks, [*overrides, *CHANGES[name]], broken) for name in CHANGES})
-    before = responses_of(whole, [1, 2, 3]).keys()
-    for name, fork in forks.items():
-        after, last = responses_of(results[fork]), results[fork].metrics[-1]
-        assert all(len(samples) == setting.num_samples for samples in after.values()), name
-        assert not before & after.keys(), name
-        manifest = json.loads((fork / "checkpoints" / f"step_{last['step']}" / "manifest.json").read_text())
-        num_started, num_left = manifest["state"]["position"], int(last["rollout/carried"] + last["rollout/queue"])
-        assert len(before | after.keys()) + num_left == num_started, name
-        assert before | after.keys() <= {tuple(prompt.tokens) for prompt in prompts_of(setting, num_started)}, name
+    for fork in forks.values():
+        assert_trains_once(results[fork], whole, 3, setting)
 
 
 # Settings that a run with a limit must bear, in which the data are those of the reference.

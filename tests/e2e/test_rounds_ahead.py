@@ -32,6 +32,7 @@ from tests.rounds_runs import (
     assert_continues,
     assert_same_data,
     assert_same_metrics,
+    assert_trains_once,
     last_step,
     learnt,
     responses_of,
@@ -236,6 +237,37 @@ def test_a_run_resumes_after_every_step(
         assert_continues(result, step, place == FIRST, steps, whole, setting)
 
 
+CHANGES: dict[str, Run] = {
+    "no round ahead": (2, ["rollout.ahead=0"], ""),
+    "no round ahead, no limit": (3, [*PLACEMENTS[FIRST][1], "rollout.ahead=0", "rollout.max_tokens_per_round=0"], ""),
+    "no limit": (3, [*PLACEMENTS[FIRST][1], "rollout.max_tokens_per_round=0"], "slow engine"),
+    "smaller batches": (3, [*PLACEMENTS[FIRST][1], "train.num_prompts_per_step=3", "train.num_steps=9"], ""),
+    "larger batches": (3, [*PLACEMENTS[FIRST][1], "train.num_prompts_per_step=9"], "slow engine"),
+}
+
+
+@pytest.mark.slow
+def test_a_fork_with_other_settings_trains_on_every_prompt_once(
+    runs: dict[Key, Result], model: Path, tmp_path: Path
+) -> None:
+    """Also where all ranks sample and train in turns. A run that took turns may continue one round ahead."""
+    whole, setting = runs[FIRST, 3], setting_of(3, model, ahead=1)
+    resume = f"checkpoint.resume={whole.folder / 'checkpoints/step_3'}"
+    described = {
+        name: (count, [*setting.overrides, *more, resume], what) for name, (count, more, what) in CHANGES.items()
+    }
+    forks = run_named(described, tmp_path / "forks")
+    for fork in forks.values():
+        assert_trains_once(fork, whole, 3, setting)
+    back = replace(setting, num_steps=9)
+    resume = f"checkpoint.resume={forks['no round ahead'].folder / 'checkpoints/step_6'}"
+    (again,) = run_named({"again": describe(FIRST, back, resume)}, tmp_path / "back").values()
+    assert [row["step"] for row in again.metrics] == [7, 8, 9]
+    both = {**responses_of(whole, [1, 2, 3]), **responses_of(forks["no round ahead"])}
+    assert not both.keys() & responses_of(again).keys()
+    assert again.metrics[-1]["rollout/lag_max"] > 0
+
+
 # Settings that a run must bear, in which the data are those of the reference.
 ALGORITHMS: dict[str, tuple[str, list[str]]] = {
     "mini-batches and epochs": ("1 engine, 2 actors", ["algo.num_mini_batches=2", "algo.num_epochs=2"]),
@@ -354,6 +386,7 @@ def test_signals_while_a_round_is_in_flight(model: Path, tmp_path: Path) -> None
     saved continues as the undisturbed run."""
     setting = replace(setting_of(3, model, ahead=1), num_steps=20)
     places = ["placement.rollout=0-1", "placement.actor=2-3", "rollout.max_num_seqs=4"]
+    places += ["eval.interval=2", "eval.num_prompts=3"]
     folder, overrides = tmp_path / "run", [*setting.overrides, *places]
     (undisturbed,) = run_forked({tmp_path / "undisturbed": (4, overrides, "")}).values()
     script = ["tests/e2e/broken_train.py", "slow engines", "0", f"run.dir={tmp_path}", "run.name=run", FAKE, *COMMON]
@@ -380,11 +413,13 @@ def test_signals_while_a_round_is_in_flight(model: Path, tmp_path: Path) -> None
     fork = (4, [*overrides, f"checkpoint.resume={folder / 'checkpoints' / f'step_{saved}'}"], "")
     (forked,) = run_forked({tmp_path / "fork": fork}).values()
     for run, numbers in ((result, range(1, 21)), (forked, range(saved + 1, 21))):
-        assert [row["step"] for row in run.metrics] == list(numbers)
+        rows: dict[int, dict[str, float]] = {}  # a resumed run adds the evaluation that a signal has prevented
         for row in run.metrics:
-            number = int(row["step"])
+            rows[int(row["step"])] = rows.get(int(row["step"]), {}) | learnt(row)
+        assert set(numbers) <= set(rows)
+        for number in numbers:
             assert_same_data(run.rollouts(number), steps[number - 1], setting)
-            assert learnt(row) == learnt(undisturbed.metrics[number - 1])
+            assert rows[number] == learnt(undisturbed.metrics[number - 1])
 
 
 @pytest.mark.slow
