@@ -250,7 +250,7 @@ def figures_of(
 
     def mfu(flops: float, stage: str) -> float | None:
         time_s = seconds.get(stage, 0.0)
-        return round(flops / time_s / peak / ranks, 4) if peak and time_s > 0.01 else None
+        return round(flops / time_s / peak / ranks, 4) if peak and time_s > 0.1 else None
 
     return {
         "model": args.model,

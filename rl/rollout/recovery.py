@@ -3,6 +3,9 @@
 A follower tells the lead that its step failed. If the step failed on all ranks, they rebuild the engine together.
 If it failed on only some, the others are stuck in the step, and the error ends the world. An error of a device or a
 process group also ends the world, because that rank cannot continue.
+
+The new engine gets the version of the failed one. Either the actors publish it again, or, if they already train the
+next version, another engine gives its weights (rl/sync/donation.py).
 """
 
 import threading
@@ -15,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rl.rollout.engine import Engine
+from rl.sync.donation import WeightDonation
 from rl.sync.weights import WeightSync
 from rl.watch.heart import HEART
 from rl.world.messages import Message
@@ -36,6 +40,7 @@ class EngineHost:
     def __init__(self, world: World, ranks: tuple[int, ...], engine: Engine, rebuild: Callable[[Engine], Engine]):
         self.engine = engine
         self.sync: WeightSync | None = None  # set once it is built; it refers to the engine's memory
+        self.donation: WeightDonation | None = None  # None: the actors publish the version again
         self.is_lead = world.rank == ranks[0]
         self.followers = ranks[1:] if self.is_lead else ()
         self.lead, self._world, self._rebuild = ranks[0], world, rebuild
@@ -49,17 +54,24 @@ class EngineHost:
         for _ in self.followers:
             if self._world.mail.receive_within(max(0.0, deadline - time.monotonic()), EngineFailed) is None:
                 raise error
+        if self.donation is not None:
+            self.donation.require_possible(error)
         clear_frames(error)
 
     def replace(self) -> None:
-        """Replace the failed engine. All of its ranks call this together."""
-        self._failure = None
+        """Replace the failed engine. All of its ranks call this together. With a `donation`, the new engine then takes
+        the version of the failed one from another engine."""
+        self._failure, version = None, self.engine.version
+        if self.donation is not None:
+            self.donation.release()
         if self.sync is not None:
             self.sync.remove_receiver(self.engine)
         self.engine = self._rebuild(self.engine)
         HEART.forget_shapes()  # every shape is new to this engine
         if self.sync is not None:
             self.sync.add_receiver(self.engine)
+        if self.donation is not None:
+            self.donation.begin(version)
 
     def follow(self, step: Callable[[], object], stage: str) -> None:
         """Run a step on a follower. If it fails, tell the lead. If the lead does not react, end the world."""

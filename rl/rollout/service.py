@@ -243,7 +243,8 @@ class RolloutService(Service):
         self._is_rebuilt = True
         self._tell_followers(RebuildEngine())
         self.host.replace()
-        self._mail.send(self._leader, Order("publish again"))
+        if self.host.donation is None:
+            self._mail.send(self._leader, Order("publish again"))
 
     def _tell_followers(self, message: Message) -> None:
         for rank in self.host.followers:

@@ -14,6 +14,7 @@ from rl.rollout.recovery import EngineHost
 from rl.rollout.service import RolloutService
 from rl.run.models import build_logprob_service
 from rl.run.open import Run
+from rl.sync.donation import WeightDonation
 from rl.sync.plan import make_plan
 from rl.sync.probe import probe_of_run
 from rl.sync.weights import Receiver, SyncService, SyncSettings, WeightSource, WeightSync, share_tensors
@@ -74,7 +75,10 @@ def build_sync(
     version = run.resume.version - 1 if run.resume is not None else 0  # the first publish adds 1
     sync = WeightSync(run.world.mail, settings, source, receivers, version)
     if service is not None:
-        service.host.sync = sync
+        host = service.host
+        host.sync = sync
+        if config.rollout.ahead:  # the actors cannot publish a version again that engines sample from
+            host.donation = WeightDonation(run.world.mail, settings, sync, lambda: host.engine)
     run.world.send_orders_to(placement.leader)
     return sync
 
@@ -88,8 +92,9 @@ def serve_run(run: Run) -> None:
     sync = build_sync(run, tensors, rollout, logprobs)
     end = EndService()
     followers = rollout.host.followers if rollout is not None else ()
+    donation = rollout.host.donation if rollout is not None else None
     services: list[Service] = [SyncService(sync, world.mail, followers, world.progress.begin_step), end]
-    services += [service for service in (rollout, logprobs) if service is not None]
+    services += [service for service in (donation, rollout, logprobs) if service is not None]
     enable_garbage_collection()
     with world.stage("serve"):
         serve(world, services, until=lambda: end.ended)

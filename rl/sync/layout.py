@@ -85,6 +85,10 @@ class MemoryLayout:
     def regions(self) -> list[list[Region]]:
         return [[destination.region for destination in destinations] for destinations in self._by_tensor]
 
+    @property
+    def destinations(self) -> list[Destination]:
+        return [destination for destinations in self._by_tensor for destination in destinations]
+
     def fill(self, whole: Mapping[int, Tensor]) -> None:
         destinations = [destination for index in whole for destination in self._by_tensor[index]]
         sources = [destination.region.of(whole[destination.tensor]) for destination in destinations]

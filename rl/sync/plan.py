@@ -59,7 +59,7 @@ class Bucket:
         return byte_slice.stop - byte_slice.start
 
     def packed_bytes(self, shard: int) -> int:
-        return max((_aligned(part.packed.stop) for part in self.ranges[shard]), default=0)
+        return max((aligned(part.packed.stop) for part in self.ranges[shard]), default=0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Plan:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
     def _bucket(self, tensors: range) -> Bucket:
-        sizes = (_aligned(self.tensors[index].num_bytes) for index in tensors)
+        sizes = (aligned(self.tensors[index].num_bytes) for index in tensors)
         *offsets, num_bytes = itertools.accumulate(sizes, initial=0)
         ranges = [self._ranges(tensors, offsets, shard) for shard in range(len(self.owners))]
         return Bucket(tensors, tuple(offsets), num_bytes, tuple(ranges))
@@ -114,7 +114,7 @@ class Plan:
                 begin, size = offset + start * itemsize, count * itemsize
                 places = slice(begin, begin + size), slice(packed, packed + size)
                 ranges.append(RowRange(index, start, count, *places))
-                packed += _aligned(size)
+                packed += aligned(size)
         return tuple(ranges)
 
 
@@ -128,11 +128,11 @@ def cut_buckets(tensors: tuple[TensorInfo, ...], max_bytes: int) -> list[range]:
     buckets: list[range] = []
     used = 0
     for index, info in enumerate(tensors):
-        if not buckets or used + _aligned(info.num_bytes) > max_bytes:
+        if not buckets or used + aligned(info.num_bytes) > max_bytes:
             buckets.append(range(index, index))
             used = 0
         buckets[-1] = range(buckets[-1].start, index + 1)
-        used += _aligned(info.num_bytes)
+        used += aligned(info.num_bytes)
     return buckets
 
 
@@ -144,5 +144,5 @@ def transferred_tensors(model: nn.Module, dtype: str) -> list[TensorInfo]:
     return [replace(info, dtype=dtype) if cast else info for info, cast in zip(infos, is_cast, strict=True)]
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

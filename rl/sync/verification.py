@@ -86,7 +86,7 @@ def differing(ours: Tensor, theirs: Tensor, tensors: Sequence[TensorInfo]) -> st
     return _listed([tensors[index].name for index in wrong])
 
 
-def _rows(digests: bytes) -> Tensor:
+def digest_rows(digests: bytes) -> Tensor:
     return torch.frombuffer(bytearray(digests), dtype=torch.int32).view(-1, NUM_SUMS)
 
 
@@ -149,8 +149,8 @@ class Verifier:
         """Check errors and digests. The digests of the actors' slices (`sent`) must be equal in all replicas. Their sum
         over one replica must equal the digests of the whole tensors that each receiver got (`received`)."""
         found = [f"{self.describe(rank)}: {text}" for rank, report in reports.items() for text in report.errors]
-        sent = {rank: _rows(report.sent) for rank, report in reports.items() if report.sent}
-        received = {rank: _rows(report.received) for rank, report in reports.items() if report.received}
+        sent = {rank: digest_rows(report.sent) for rank, report in reports.items() if report.sent}
+        received = {rank: digest_rows(report.received) for rank, report in reports.items() if report.received}
         if not sent:
             return "; ".join(found)
         for shard, owner in enumerate(self.placement.owners):

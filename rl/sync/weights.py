@@ -134,6 +134,9 @@ class WeightSync:
             raise SyncError(f"a rebuilt engine cannot be read back, though the first one could: {layout.reason}")
         self._receivers.append((receiver, layout))
 
+    def layout_of(self, receiver: Receiver) -> MemoryLayout | OpaqueLoader:
+        return next(layout for other, layout in self._receivers if other is receiver)
+
     @property
     def _layouts(self) -> list[MemoryLayout]:
         return [layout for _, layout in self._taking if isinstance(layout, MemoryLayout)]

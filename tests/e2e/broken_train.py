@@ -170,6 +170,22 @@ def fail_engines(times: int) -> None:
     engine.step = lambda engine: fail() if next(errors, False) else step(engine)
 
 
+def fail_engines_of_version(version: int) -> None:
+    """Let engines fail once, in their third step with this version of the weights."""
+    engine, num_steps = engine_class(), 0
+    step = engine.step
+
+    def replaced(engine: Any) -> Any:
+        nonlocal num_steps
+        num_steps += engine.version == version
+        if num_steps == 3:
+            num_steps += 1
+            fail()
+        return step(engine)
+
+    engine.step = replaced
+
+
 def compile_and_sleep() -> None:
     """Call a compiled function in every step. The fourth call compiles another graph, which takes LONG_S seconds; the
     fifth only sleeps as long."""
@@ -210,6 +226,8 @@ def break_(what: str, culprit: int) -> None:
         RolloutService.work = broken(RolloutService.work, fail)
     elif what in ("engine, once", "engine, twice") and (is_culprit or culprit < 0):
         fail_engines(100 if what == "engine, twice" else 1)
+    elif what == "last engine" and int(os.environ["RANK"]) >= culprit and is_first_attempt:  # all of its ranks
+        fail_engines_of_version(3)
     elif what == "engine, twice in the first attempt" and is_culprit and is_first_attempt:
         fail_engines(2)
     elif what == "update, details" and is_culprit:

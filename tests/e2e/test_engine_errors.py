@@ -21,18 +21,23 @@ FAKE = "rollout.engine=fake"
 PROMISE = "It is being rebuilt, and its unfinished groups"
 
 
-def broken(folder: Path, num_ranks: int, what: str, rank: int, *overrides: str) -> tuple[int, Result]:
+def broken(
+    folder: Path, num_ranks: int, what: str, rank: int, *overrides: str, restarts: bool = False
+) -> tuple[int, Result]:
     run = [f"run.dir={folder.parent}", f"run.name={folder.name}", *SETTINGS, *overrides]
-    process = start(f"--nproc-per-node={num_ranks}", "tests/e2e/broken_train.py", what, str(rank), *run)
+    program = ["tests/e2e/broken_train.py", what, str(rank)]
+    process = start(f"--nproc-per-node={num_ranks}", *program, *run, restarts=restarts)
     output = finish(process, 150)
     return process.returncode, Result(output, folder)
 
 
 def assert_same(one: Result, other: Result) -> None:
-    for step in (1, 2):
+    assert len(one.metrics) == len(other.metrics)
+    for step in range(1, len(one.metrics) + 1):
         first, second = one.rollouts(step), other.rollouts(step)
         assert first.tokens.tolist() == second.tokens.tolist()
         assert first.versions.tolist() == second.versions.tolist()
+        assert first.rollout_logprobs.tolist() == pytest.approx(second.rollout_logprobs.tolist(), abs=1e-5)
     losses = [[row["loss/policy"] for row in result.metrics] for result in (one, other)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
@@ -55,6 +60,43 @@ def test_an_engine_is_rebuilt(num_ranks: int, rank: int, overrides: list[str], t
     assert code == 0, result.output
     assert result.output.count(PROMISE) == 1, result.output
     assert_same(result, train(tmp_path / "whole", num_ranks, *SETTINGS, *overrides))
+
+
+AHEAD = [
+    "rollout.ahead=1",
+    "train.num_steps=4",
+    "placement.actor=0",
+]  # version 3 is sampled from while the actors train the next one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_engine_that_samples_ahead_gets_its_version_from_another_one(tp: int, tmp_path: Path) -> None:
+    """The actor has changed its weights since then, so logprobs and loss would differ if it published again."""
+    num_ranks, rank = 2 * tp + 1, tp + 1
+    overrides = [*AHEAD, f"placement.rollout=1-{2 * tp}", f"rollout.tensor_parallel_size={tp}"]
+    code, result = broken(tmp_path / "broken", num_ranks, "last engine", rank, *overrides)
+    assert code == 0, result.output
+    assert result.output.count(PROMISE) == 1, result.output
+    came = f"oneworld: the rebuilt engine of rank {rank} (engine 1) got version 3 of the weights from rank 1 (engine 0)"
+    assert result.output.count(came) == 1, result.output
+    assert all(row["optim/grad_norm"] > 0 for row in result.metrics), "every version differs from the one before"
+    assert_same(result, train(tmp_path / "whole", num_ranks, *SETTINGS, *overrides))
+
+
+@pytest.mark.slow
+def test_the_only_engine_that_samples_ahead_cannot_be_rebuilt_so_the_world_restarts(tmp_path: Path) -> None:
+    overrides = [*AHEAD, "placement.rollout=1", "checkpoint.save_interval=1"]
+    code, result = broken(tmp_path / "broken", 2, "last engine", 1, *overrides, restarts=True)
+    assert code == 0, result.output
+    assert PROMISE not in result.output
+    place, cause = (
+        "stage rollout, step 3",
+        "the engine of rank 1 failed (ZeroDivisionError: planted), and it is the only",
+    )
+    assert result.output.count(f"{place}: DonationError: {cause} engine") == 1, result.output
+    assert "resumes after step " in result.output
+    assert_same(result, train(tmp_path / "whole", 2, *SETTINGS, *overrides))
 
 
 @pytest.mark.slow
