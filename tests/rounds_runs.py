@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ SAVES = ["checkpoint.save_interval=1", "checkpoint.keep_last=99"]
 SHAPE = {"num_steps": 6, "num_prompts": 4, "num_samples": 3, "max_new_tokens": 12}
 REAL_SHAPE = {"num_steps": 4, "num_prompts": 4, "num_samples": 4, "max_new_tokens": 6, "temperature": 2.0}
 REAL_SHAPE |= {"lr": 3e-4, "clip_low": 0.2}
+Name = TypeVar("Name")
 Run = tuple[int, Sequence[str], str]  # number of ranks, overrides, and what is broken
 
 
@@ -41,6 +43,13 @@ def run_forked(runs: dict[Path, Run], engine: str = FAKE, timeout_s: float = 300
     output = finish(process, timeout_s)
     assert process.returncode == 0, output[-6000:]
     return {folder: Result(output, folder) for folder in runs}
+
+
+def run_named(runs: dict[Name, Run], folder: Path, timeout_s: float = 300) -> dict[Name, Result]:
+    """Run train.py for each name, in folders of their own."""
+    folders = {name: folder / str(number) / "run" for number, name in enumerate(runs)}
+    results = run_forked({folders[name]: run for name, run in runs.items()}, timeout_s=timeout_s)
+    return {name: results[folders[name]] for name in runs}
 
 
 def learnt(row: dict[str, float]) -> dict[str, float]:
@@ -80,6 +89,13 @@ def assert_same_metrics(row: dict[str, float], step: Step, setting: Setting, tol
         assert (row["rollout/carried"], row["rollout/queue"]) == (step.num_carried, step.num_queued)
     else:
         assert not {"rollout/lag_max", "rollout/carried", "rollout/queue"} & row.keys()
+
+
+def assert_same_run(result: Result, steps: list[Step], setting: Setting) -> None:
+    """Groups, tokens, versions, lags, rewards and losses are those of the reference."""
+    for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
+        assert_same_data(result.rollouts(number), step, setting)
+        assert_same_metrics(row, step, setting)
 
 
 def setting_of(limit: int, model: Path, ahead: int = 0) -> Setting:

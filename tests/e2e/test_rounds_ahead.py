@@ -32,11 +32,13 @@ from tests.rounds_runs import (
     assert_continues,
     assert_same_data,
     assert_same_metrics,
+    assert_same_run,
     assert_trains_once,
     last_step,
     learnt,
     responses_of,
     run_forked,
+    run_named,
     setting_of,
 )
 
@@ -69,6 +71,7 @@ SLOW = [
     *((FIRST, 5), ("2 actors, inference, engine", 0), ("2 actors, inference, engine", 5)),
     *(("tensor parallel, 2 replicas", limit) for limit in LIMITS),
 ]
+DYNAMIC = f"reward.function={FUNCTIONS}:mostly_equal"
 RESUMED = {FIRST: 2, "1 engine, 2 actors": 4}  # by placement, the step after which the run is forked
 Key = tuple[str, int]  # placement, and limit
 
@@ -91,20 +94,6 @@ def describe(placement: str, setting: Setting, *overrides: str) -> Run:
 def fork_after(step: int, place: str, whole: Result, setting: Setting) -> Run:
     """Return a run that forks another one after this step, in this placement."""
     return describe(place, setting, f"checkpoint.resume={whole.folder / 'checkpoints' / f'step_{step}'}")
-
-
-def run_named(runs: dict[Key, Run] | dict[str, Run], folder: Path, timeout_s: float = 300) -> dict:
-    """Run train.py for each name."""
-    folders = {name: folder / str(number) / "run" for number, name in enumerate(runs)}
-    results = run_forked({folders[name]: run for name, run in runs.items()}, timeout_s=timeout_s)
-    return {name: results[folders[name]] for name in runs}
-
-
-def assert_same_run(result: Result, steps: list[Step], setting: Setting) -> None:
-    """Groups, tokens, versions, lags, rewards and losses are those of the reference."""
-    for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
-        assert_same_data(result.rollouts(number), step, setting)
-        assert_same_metrics(row, step, setting)
 
 
 @pytest.fixture(scope="module")
@@ -179,10 +168,8 @@ def dynamic_setting(model: Path, limit: int) -> Setting:
 def variants(
     model: Path, small_data: Path, runs: dict[Key, Result], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Result]:
-    dynamic = f"reward.function={FUNCTIONS}:mostly_equal"
     described = {
-        "dynamic sampling": describe(FIRST, dynamic_setting(model, 0), dynamic),
-        "dynamic sampling with a limit": describe("1 engine, 2 actors", dynamic_setting(model, 3), dynamic),
+        "dynamic sampling": describe("1 engine, 2 actors", dynamic_setting(model, 3), DYNAMIC),
         "epochs": describe("1 engine, 2 actors", epochs_setting(model, small_data), "train.num_epochs=2"),
     }
     setting = setting_of(3, model, ahead=1)
@@ -191,14 +178,22 @@ def variants(
     return run_named(described, tmp_path_factory.mktemp("variants"))
 
 
-@pytest.mark.parametrize("limit", [0, 3])
-def test_dynamic_sampling_keeps_informative_groups_in_the_queue(
-    limit: int, variants: dict[str, Result], model: Path
-) -> None:
-    setting = dynamic_setting(model, limit)
+def assert_same_dynamic_run(result: Result, setting: Setting) -> None:
     steps = Reference(setting, fake_engine, mostly_equal).run()
     assert any(step.num_queued for step in steps), "no informative group is left over"
-    assert_same_run(variants["dynamic sampling with a limit" if limit else "dynamic sampling"], steps, setting)
+    assert_same_run(result, steps, setting)
+
+
+def test_dynamic_sampling_keeps_informative_groups_in_the_queue(variants: dict[str, Result], model: Path) -> None:
+    assert_same_dynamic_run(variants["dynamic sampling"], dynamic_setting(model, 3))
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_with_other_limits(model: Path, tmp_path: Path) -> None:
+    settings = {f"{limit}": dynamic_setting(model, limit) for limit in (0, 5)}
+    results = run_named({name: describe(FIRST, settings[name], DYNAMIC) for name in settings}, tmp_path)
+    for name, setting in settings.items():
+        assert_same_dynamic_run(results[name], setting)
 
 
 def test_epochs_are_drained(variants: dict[str, Result], model: Path, small_data: Path) -> None:
