@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from launch.environment import activated_environment
 from rl.data.batch import Batch
 from tests.launcher import Result, command_of, finish, spawn
-from tests.reference_rounds import Setting, Step, flat
+from tests.reference_rounds import Setting, Step, flat, prompts_of
 
 FUNCTIONS = "tests/e2e/reward_functions.py"
 FAKE, REAL = "rollout.engine=fake", "rollout.engine=vllm"
@@ -24,6 +25,7 @@ SAVES = ["checkpoint.save_interval=1", "checkpoint.keep_last=99"]
 SHAPE = {"num_steps": 6, "num_prompts": 4, "num_samples": 3, "max_new_tokens": 12}
 REAL_SHAPE = {"num_steps": 4, "num_prompts": 4, "num_samples": 4, "max_new_tokens": 6, "temperature": 2.0}
 REAL_SHAPE |= {"lr": 3e-4, "clip_low": 0.2}
+Name = TypeVar("Name")
 Run = tuple[int, Sequence[str], str]  # number of ranks, overrides, and what is broken
 
 
@@ -41,6 +43,13 @@ def run_forked(runs: dict[Path, Run], engine: str = FAKE, timeout_s: float = 300
     output = finish(process, timeout_s)
     assert process.returncode == 0, output[-6000:]
     return {folder: Result(output, folder) for folder in runs}
+
+
+def run_named(runs: dict[Name, Run], folder: Path, timeout_s: float = 300) -> dict[Name, Result]:
+    """Run train.py for each name, in folders of their own."""
+    folders = {name: folder / str(number) / "run" for number, name in enumerate(runs)}
+    results = run_forked({folders[name]: run for name, run in runs.items()}, timeout_s=timeout_s)
+    return {name: results[folders[name]] for name in runs}
 
 
 def learnt(row: dict[str, float]) -> dict[str, float]:
@@ -82,6 +91,13 @@ def assert_same_metrics(row: dict[str, float], step: Step, setting: Setting, tol
         assert not {"rollout/lag_max", "rollout/carried", "rollout/queue"} & row.keys()
 
 
+def assert_same_run(result: Result, steps: list[Step], setting: Setting) -> None:
+    """Groups, tokens, versions, lags, rewards and losses are those of the reference."""
+    for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
+        assert_same_data(result.rollouts(number), step, setting)
+        assert_same_metrics(row, step, setting)
+
+
 def setting_of(limit: int, model: Path, ahead: int = 0) -> Setting:
     return Setting(**SHAPE, max_tokens_per_round=limit, model=model, ahead=ahead)
 
@@ -119,6 +135,18 @@ def assert_continues(
             assert learnt(row) == learnt(whole.metrics[number - 1])
         else:
             assert learnt(row) == pytest.approx(learnt(whole.metrics[number - 1]), rel=1e-4, abs=1e-5)
+
+
+def assert_trains_once(fork: Result, whole: Result, step: int, setting: Setting) -> None:
+    """A fork of a run after this step trains on what was in flight, and no prompt is skipped or repeated."""
+    before, after, last = responses_of(whole, range(1, step + 1)).keys(), responses_of(fork), fork.metrics[-1]["step"]
+    assert all(len(samples) == setting.num_samples for samples in after.values()), fork.folder
+    assert not before & after.keys(), fork.folder
+    manifest = json.loads((fork.folder / "checkpoints" / f"step_{last}" / "manifest.json").read_text())
+    schedule, num_started = manifest["state"]["schedule"], manifest["state"]["position"]
+    num_left = len(schedule["carried"]) + len(schedule["queue"]) + sum(map(len, schedule["batches"]))
+    assert len(before | after.keys()) + num_left == num_started, fork.folder
+    assert before | after.keys() <= {tuple(prompt.tokens) for prompt in prompts_of(setting, num_started)}, fork.folder
 
 
 def kill_a_rank(process: subprocess.Popen[str], source: random.Random) -> bool:

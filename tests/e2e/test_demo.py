@@ -104,7 +104,7 @@ THREE_RANKS = {
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", THREE_RANKS)
 def test_demo_learns_with_engines_on_ranks_of_their_own(name: str, tmp_path: Path) -> None:
-    """Two engines, and one actor. One round ahead, no update after the first trains on tokens of its own version."""
+    """Two engines sample, and one actor trains."""
     places = ("placement.rollout=0-1", "placement.actor=2")
     result = train(tmp_path / "run", 3, *places, *THREE_RANKS[name], timeout_s=390)
     rows = result.metrics

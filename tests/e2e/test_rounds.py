@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,11 +30,14 @@ from tests.rounds_runs import (
     assert_same_data,
     assert_same_metrics,
     assert_same_responses,
+    assert_same_run,
+    assert_trains_once,
     kill_a_rank,
     last_step,
     learnt,
     responses_of,
     run_forked,
+    run_named,
     setting_of,
 )
 
@@ -45,6 +49,9 @@ PLACEMENTS: dict[str, tuple[int, list[str], str]] = {
     "disaggregated": (3, ["placement.rollout=0-1", "placement.actor=2"], "slow engine"),
     "tensor parallel, 2 replicas": (2, ["rollout.tensor_parallel_size=2", "actor.num_replicas=2"], ""),
 }
+ALL = [(placement, limit) for placement in PLACEMENTS for limit in LIMITS]
+SLOW = [(placement, limit) for placement, limit in ALL if limit == 5 and placement != "collocated"]
+QUICK = [key for key in ALL if key not in SLOW]
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +68,16 @@ def references(model: Path) -> dict[int, list[Step]]:
 @pytest.fixture(scope="module")
 def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Result]:
     """A run for each placement and limit. The first placement saves every step."""
-    folders = {(name, limit): tmp_path_factory.mktemp("runs") / "run" for name in PLACEMENTS for limit in LIMITS}
+    return run_placements(QUICK, tmp_path_factory.mktemp("runs"), model)
+
+
+def run_placements(keys: Sequence[tuple[str, int]], folder: Path, model: Path) -> dict[tuple[str, int], Result]:
     described = {}
-    for (name, limit), folder in folders.items():
+    for name, limit in keys:
         num_ranks, overrides, broken = PLACEMENTS[name]
         saves = SAVES if name == "collocated" else []
-        described[folder] = (num_ranks, [*setting_of(limit, model).overrides, *overrides, *saves], broken)
-    results = run_forked(described)
-    return {key: results[folder] for key, folder in folders.items()}
+        described[name, limit] = (num_ranks, [*setting_of(limit, model).overrides, *overrides, *saves], broken)
+    return run_named(described, folder)
 
 
 def test_the_reference_has_carried_queued_and_late_groups(references: dict[int, list[Step]]) -> None:
@@ -82,24 +91,28 @@ def test_the_reference_has_carried_queued_and_late_groups(references: dict[int, 
         assert any(len(set(response.versions)) > 2 for step in references[limit] for response in step.responses)
 
 
-@pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("placement", "limit"), QUICK)
 def test_a_run_equals_the_reference(
     placement: str, limit: int, runs: dict[tuple[str, int], Result], references: dict[int, list[Step]], model: Path
 ) -> None:
     """Groups, tokens, versions, lags, rewards and losses, whoever samples and trains, and however slowly."""
-    result, steps, setting = runs[placement, limit], references[limit], setting_of(limit, model)
-    for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
-        assert_same_data(result.rollouts(number), step, setting)
-        assert_same_metrics(row, step, setting)
+    assert_same_run(runs[placement, limit], references[limit], setting_of(limit, model))
+
+
+@pytest.mark.slow
+def test_the_other_placements_and_limits_equal_the_reference(
+    references: dict[int, list[Step]], model: Path, tmp_path: Path
+) -> None:
+    for (_, limit), result in run_placements(SLOW, tmp_path, model).items():
+        assert_same_run(result, references[limit], setting_of(limit, model))
 
 
 def test_the_bound_of_the_lag_is_printed(runs: dict[tuple[str, int], Result]) -> None:
     """12 tokens take 4 rounds of 3 tokens, and 3 rounds of 5. The bound is 2 M - 3."""
     output = runs["collocated", 0].output
-    for num_rounds, bound in ((4, 5), (3, 3)):
+    for used, num_rounds, bound in ((3, 4, 5), (5, 3, 3)):
         text = f"takes up to {num_rounds} rounds, so a token is trained on at most {bound} updates after"
-        assert output.count(text) == len(PLACEMENTS)
+        assert output.count(text) == sum(limit == used for _, limit in QUICK)
 
 
 def test_tokens_do_not_depend_on_the_limit(runs: dict[tuple[str, int], Result]) -> None:
@@ -173,15 +186,8 @@ def test_a_fork_with_other_settings_trains_on_every_prompt_once(
     num_ranks, overrides, broken = fork_after(3, "same ranks", whole, setting)
     forks = {name: tmp_path / name for name in CHANGES}
     results = run_forked({forks[name]: (num_ranks, [*overrides, *CHANGES[name]], broken) for name in CHANGES})
-    before = responses_of(whole, [1, 2, 3]).keys()
-    for name, fork in forks.items():
-        after, last = responses_of(results[fork]), results[fork].metrics[-1]
-        assert all(len(samples) == setting.num_samples for samples in after.values()), name
-        assert not before & after.keys(), name
-        manifest = json.loads((fork / "checkpoints" / f"step_{last['step']}" / "manifest.json").read_text())
-        num_started, num_left = manifest["state"]["position"], int(last["rollout/carried"] + last["rollout/queue"])
-        assert len(before | after.keys()) + num_left == num_started, name
-        assert before | after.keys() <= {tuple(prompt.tokens) for prompt in prompts_of(setting, num_started)}, name
+    for fork in forks.values():
+        assert_trains_once(results[fork], whole, 3, setting)
 
 
 # Settings that a run with a limit must bear, in which the data are those of the reference.
@@ -249,9 +255,7 @@ def variants(
         described[name] = (num_ranks, [*setting.overrides, *overrides], broken)
     for place, after in RESUMED.items():
         described[f"resumed on {place}"] = fork_after(after, place, runs["collocated", 3], setting_of(3, model))
-    folders = {name: tmp_path_factory.mktemp("variants") / "run" for name in described}
-    results = run_forked({folders[name]: run for name, run in described.items()})
-    return {name: results[folder] for name, folder in folders.items()}
+    return run_named(described, tmp_path_factory.mktemp("variants"))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -32,10 +32,13 @@ from tests.rounds_runs import (
     assert_continues,
     assert_same_data,
     assert_same_metrics,
+    assert_same_run,
+    assert_trains_once,
     last_step,
     learnt,
     responses_of,
     run_forked,
+    run_named,
     setting_of,
 )
 
@@ -68,6 +71,7 @@ SLOW = [
     *((FIRST, 5), ("2 actors, inference, engine", 0), ("2 actors, inference, engine", 5)),
     *(("tensor parallel, 2 replicas", limit) for limit in LIMITS),
 ]
+DYNAMIC = f"reward.function={FUNCTIONS}:mostly_equal"
 RESUMED = {FIRST: 2, "1 engine, 2 actors": 4}  # by placement, the step after which the run is forked
 Key = tuple[str, int]  # placement, and limit
 
@@ -90,20 +94,6 @@ def describe(placement: str, setting: Setting, *overrides: str) -> Run:
 def fork_after(step: int, place: str, whole: Result, setting: Setting) -> Run:
     """Return a run that forks another one after this step, in this placement."""
     return describe(place, setting, f"checkpoint.resume={whole.folder / 'checkpoints' / f'step_{step}'}")
-
-
-def run_named(runs: dict[Key, Run] | dict[str, Run], folder: Path, timeout_s: float = 300) -> dict:
-    """Run train.py for each name."""
-    folders = {name: folder / str(number) / "run" for number, name in enumerate(runs)}
-    results = run_forked({folders[name]: run for name, run in runs.items()}, timeout_s=timeout_s)
-    return {name: results[folders[name]] for name in runs}
-
-
-def assert_same_run(result: Result, steps: list[Step], setting: Setting) -> None:
-    """Groups, tokens, versions, lags, rewards and losses are those of the reference."""
-    for number, (row, step) in enumerate(zip(result.metrics, steps, strict=True), start=1):
-        assert_same_data(result.rollouts(number), step, setting)
-        assert_same_metrics(row, step, setting)
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +168,8 @@ def dynamic_setting(model: Path, limit: int) -> Setting:
 def variants(
     model: Path, small_data: Path, runs: dict[Key, Result], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Result]:
-    dynamic = f"reward.function={FUNCTIONS}:mostly_equal"
     described = {
-        "dynamic sampling": describe(FIRST, dynamic_setting(model, 0), dynamic),
-        "dynamic sampling with a limit": describe("1 engine, 2 actors", dynamic_setting(model, 3), dynamic),
+        "dynamic sampling": describe("1 engine, 2 actors", dynamic_setting(model, 3), DYNAMIC),
         "epochs": describe("1 engine, 2 actors", epochs_setting(model, small_data), "train.num_epochs=2"),
     }
     setting = setting_of(3, model, ahead=1)
@@ -190,14 +178,22 @@ def variants(
     return run_named(described, tmp_path_factory.mktemp("variants"))
 
 
-@pytest.mark.parametrize("limit", [0, 3])
-def test_dynamic_sampling_keeps_informative_groups_in_the_queue(
-    limit: int, variants: dict[str, Result], model: Path
-) -> None:
-    setting = dynamic_setting(model, limit)
+def assert_same_dynamic_run(result: Result, setting: Setting) -> None:
     steps = Reference(setting, fake_engine, mostly_equal).run()
     assert any(step.num_queued for step in steps), "no informative group is left over"
-    assert_same_run(variants["dynamic sampling with a limit" if limit else "dynamic sampling"], steps, setting)
+    assert_same_run(result, steps, setting)
+
+
+def test_dynamic_sampling_keeps_informative_groups_in_the_queue(variants: dict[str, Result], model: Path) -> None:
+    assert_same_dynamic_run(variants["dynamic sampling"], dynamic_setting(model, 3))
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_with_other_limits(model: Path, tmp_path: Path) -> None:
+    settings = {f"{limit}": dynamic_setting(model, limit) for limit in (0, 5)}
+    results = run_named({name: describe(FIRST, settings[name], DYNAMIC) for name in settings}, tmp_path)
+    for name, setting in settings.items():
+        assert_same_dynamic_run(results[name], setting)
 
 
 def test_epochs_are_drained(variants: dict[str, Result], model: Path, small_data: Path) -> None:
@@ -234,6 +230,37 @@ def test_a_run_resumes_after_every_step(
     results = run_named(described, tmp_path, timeout_s=800)
     for (place, step), result in results.items():
         assert_continues(result, step, place == FIRST, steps, whole, setting)
+
+
+CHANGES: dict[str, Run] = {
+    "no round ahead": (2, ["rollout.ahead=0"], ""),
+    "no round ahead, no limit": (3, [*PLACEMENTS[FIRST][1], "rollout.ahead=0", "rollout.max_tokens_per_round=0"], ""),
+    "no limit": (3, [*PLACEMENTS[FIRST][1], "rollout.max_tokens_per_round=0"], "slow engine"),
+    "smaller batches": (3, [*PLACEMENTS[FIRST][1], "train.num_prompts_per_step=3", "train.num_steps=9"], ""),
+    "larger batches": (3, [*PLACEMENTS[FIRST][1], "train.num_prompts_per_step=9"], "slow engine"),
+}
+
+
+@pytest.mark.slow
+def test_a_fork_with_other_settings_trains_on_every_prompt_once(
+    runs: dict[Key, Result], model: Path, tmp_path: Path
+) -> None:
+    """Also where all ranks sample and train in turns. A run that took turns may continue one round ahead."""
+    whole, setting = runs[FIRST, 3], setting_of(3, model, ahead=1)
+    resume = f"checkpoint.resume={whole.folder / 'checkpoints/step_3'}"
+    described = {
+        name: (count, [*setting.overrides, *more, resume], what) for name, (count, more, what) in CHANGES.items()
+    }
+    forks = run_named(described, tmp_path / "forks")
+    for fork in forks.values():
+        assert_trains_once(fork, whole, 3, setting)
+    back = replace(setting, num_steps=9)
+    resume = f"checkpoint.resume={forks['no round ahead'].folder / 'checkpoints/step_6'}"
+    (again,) = run_named({"again": describe(FIRST, back, resume)}, tmp_path / "back").values()
+    assert [row["step"] for row in again.metrics] == [7, 8, 9]
+    both = {**responses_of(whole, [1, 2, 3]), **responses_of(forks["no round ahead"])}
+    assert not both.keys() & responses_of(again).keys()
+    assert again.metrics[-1]["rollout/lag_max"] > 0
 
 
 # Settings that a run must bear, in which the data are those of the reference.
@@ -354,6 +381,7 @@ def test_signals_while_a_round_is_in_flight(model: Path, tmp_path: Path) -> None
     saved continues as the undisturbed run."""
     setting = replace(setting_of(3, model, ahead=1), num_steps=20)
     places = ["placement.rollout=0-1", "placement.actor=2-3", "rollout.max_num_seqs=4"]
+    places += ["eval.interval=2", "eval.num_prompts=3"]
     folder, overrides = tmp_path / "run", [*setting.overrides, *places]
     (undisturbed,) = run_forked({tmp_path / "undisturbed": (4, overrides, "")}).values()
     script = ["tests/e2e/broken_train.py", "slow engines", "0", f"run.dir={tmp_path}", "run.name=run", FAKE, *COMMON]
@@ -380,11 +408,13 @@ def test_signals_while_a_round_is_in_flight(model: Path, tmp_path: Path) -> None
     fork = (4, [*overrides, f"checkpoint.resume={folder / 'checkpoints' / f'step_{saved}'}"], "")
     (forked,) = run_forked({tmp_path / "fork": fork}).values()
     for run, numbers in ((result, range(1, 21)), (forked, range(saved + 1, 21))):
-        assert [row["step"] for row in run.metrics] == list(numbers)
+        rows: dict[int, dict[str, float]] = {}  # a resumed run adds the evaluation that a signal has prevented
         for row in run.metrics:
-            number = int(row["step"])
+            rows[int(row["step"])] = rows.get(int(row["step"]), {}) | learnt(row)
+        assert set(numbers) <= set(rows)
+        for number in numbers:
             assert_same_data(run.rollouts(number), steps[number - 1], setting)
-            assert learnt(row) == learnt(undisturbed.metrics[number - 1])
+            assert rows[number] == learnt(undisturbed.metrics[number - 1])
 
 
 @pytest.mark.slow
