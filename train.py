@@ -35,7 +35,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
     with world.stage("sync"):
         version = actor.publish(start + 1)  # engines start with dummy weights
     if not actor.is_evaluated:  # evaluate before training, or if a signal interrupted the evaluation
-        reporter.report(start, version, evaluate(world, config, actor, start, version))
+        reporter.report(start, version, evaluate(world, actor, start, version))
     for step in range(start + 1, config.train.num_steps + 1):
         world.progress.begin_step(step)
         with reporter.profile(), world.stage("step"):
@@ -56,12 +56,15 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 actor.update(batch, step, len(groups), measures)
                 values |= measures.reduce(actor.sampler.pg)
                 values |= actor.adapt(values, len(groups))
+            with world.stage("rollout"):
+                actor.sampler.end_round()  # with rollout.ahead, engines have sampled since the update began
             with world.stage("sync"):
                 version = actor.publish(step + 1)
-        actor.checkpoints.end_update(step, version, actor.sampler.save())
+                values |= actor.sync.metrics
         try:
-            values |= evaluate(world, config, actor, step, version)
-        finally:  # a signal may stop the run in the evaluation, after this step was saved
+            actor.checkpoints.end_update(step, version, actor.sampler.save(), not actor.is_evaluation_due(step))
+            values |= evaluate(world, actor, step, version)
+        finally:  # a signal may stop the run here, after this step was saved
             reporter.report(step, version, values, batch)
         with world.stage("checkpoint"):
             actor.checkpoints.end_step(step, values)
@@ -70,10 +73,9 @@ def train(world: World, config: Config, actor: Actor) -> None:
         actor.checkpoints.close()
 
 
-def evaluate(world: World, config: Config, actor: Actor, step: int, version: int) -> dict[str, float]:
-    """Evaluate on held-out prompts: before training, every eval.interval steps, and after the last step."""
-    interval = config.eval.interval
-    if actor.evaluation is None or (step % interval and step != config.train.num_steps):
+def evaluate(world: World, actor: Actor, step: int, version: int) -> dict[str, float]:
+    """Evaluate on held-out prompts, if that is due."""
+    if actor.evaluation is None or not actor.is_evaluation_due(step):
         return {}
     with world.stage("evaluate"):
         actor.give_device_to_engine()

@@ -13,6 +13,8 @@ from rl.data.rollout_state import RolloutState
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 
+Order = Literal["save", "stop"]
+
 
 class Best(NamedTuple):
     """The step at which `checkpoint.best_metric` was best so far."""
@@ -41,8 +43,9 @@ class Checkpoints:
         self._unprobed_step = 0  # the newest saved step while it has no logits, else 0
         self._best: Best | None = None
         self._origin = resume.origin if resume is not None else ""
+        self._is_updating = False  # the policy may have changed since the last `end_update`
         self._is_ending = False  # the update of a step has ended, but not its evaluation
-        self._is_save_wanted = False
+        self._postponed: set[Order] = set()
         if resume is not None and resume.is_own:
             self._saved_step = resume.manifest.step
             self._unprobed_step = 0 if resume.has_probe else resume.manifest.step
@@ -51,21 +54,30 @@ class Checkpoints:
             same = all(before[name] == getattr(config, name) for name in ("best_metric", "best_is_lowest"))
             self._best = Best(**best) if best and same else None
 
-    def end_update(self, step: int, version: int, rollouts: RolloutState) -> None:
-        """Record the state after a step's update. Any save before the next update saves this state."""
+    def begin_update(self) -> None:
+        """Wait until the policy may change. Until `end_update`, nothing can be saved."""
+        self.wait_copied()
+        self._is_updating = True
+
+    def end_update(self, step: int, version: int, rollouts: RolloutState, is_evaluated: bool = False) -> None:
+        """Record the state after a step's update. Any save before the next update saves this state. Stop if that was
+        ordered since `begin_update`. `is_evaluated` means that no evaluation of this step follows."""
         state: dict[str, Any] = {"version": version, "num_updates": self._learner.num_updates, "origin": self._origin}
-        state |= {"is_evaluated": False, "kl_coef": self._learner.kl_coef}
+        state |= {"is_evaluated": is_evaluated, "kl_coef": self._learner.kl_coef}
         if self._critic is not None:
             state["num_critic_updates"] = self._critic.num_updates
         self._ended = (step, state | rollouts.facts, get_rng_states(), rollouts.write)
-        self._is_ending = True
+        self._is_updating, self._is_ending = False, True
         self._add_probe()
+        if "stop" in self._postponed:
+            self.execute("stop")
 
     def end_step(self, step: int, values: Mapping[str, float]) -> None:
         """Start a save if a checkpoint is due. `values` are the metrics of the step."""
         assert self._ended is not None
         self._ended[1]["is_evaluated"] = True
-        is_wanted, self._is_save_wanted, self._is_ending = self._is_save_wanted, False, False
+        is_wanted, self._is_ending = "save" in self._postponed, False
+        self._postponed.clear()
         check_metric(values, self._config)
         best = update_best(self._best, step, values, self._config)
         is_best, self._best = best is not self._best, best
@@ -76,11 +88,13 @@ class Checkpoints:
         """Wait until the copy to the host is done, so that the policy may change."""
         self._saver.wait_copied()
 
-    def execute(self, order: Literal["save", "stop"]) -> None:
-        """Save, or save and stop, after a signal. All actors receive the order while they wait for rollouts. During an
-        evaluation, a save waits for its end, because the result decides which step is best."""
-        if order == "save" and self._is_ending:
-            self._is_save_wanted = True
+    def execute(self, order: Order) -> None:
+        """Save, or save and stop, after a signal. All actors receive the order while they wait for rollouts. If that is
+        the round that engines sample during the update, the order waits for its end, because the round belongs to the
+        state after the update. During an evaluation, a save waits for its end, because the result decides which step is
+        best."""
+        if self._is_updating or (order == "save" and self._is_ending):
+            self._postponed.add(order)
             return
         self._save()
         if order == "stop":

@@ -61,7 +61,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | None 
 def _resolve_old_logprobs(config: Config) -> Config:
     """Return the config with the algo.old_logprobs that corrects for older weights, if tokens may come from them."""
     algo = config.algo
-    if algo.old_logprobs != "auto" or config.rollout.max_rounds == 1:
+    if algo.old_logprobs != "auto" or not config.rollout.uses_older_weights:
         return config
     return replace(config, algo=replace(algo, old_logprobs="rollout" if algo.correction == "none" else "always"))
 
@@ -212,9 +212,10 @@ def _round_problems(config: Config) -> Iterator[str]:
             f"algo.correction: got {algo.correction}, but with algo.old_logprobs=rollout the ratio of the loss is "
             "already that of the policy to the engine; set algo.correction=none, or algo.old_logprobs=always"
         )
-    if rollout.max_rounds > 1 and algo.old_logprobs == "always" and algo.correction == "none":
+    if rollout.uses_older_weights and algo.old_logprobs == "always" and algo.correction == "none":
+        cause = limit if rollout.max_rounds > 1 else f"rollout.ahead={rollout.ahead}"
         yield (
-            f"algo.old_logprobs: got always, but with {limit} older weights have sampled some of the tokens, which "
+            f"algo.old_logprobs: got always, but with {cause} older weights have sampled some of the tokens, which "
             "algo.correction=none does not correct; set algo.correction=token, or algo.old_logprobs=rollout"
         )
     if rollout.keep_kv and rollout.max_rounds == 1:

@@ -29,12 +29,13 @@ def for_evaluation(config: Config) -> Config:
 
 def for_dry_run(config: Config, config_name: str) -> Config:
     """Return the config of a dry run. The folder is separate, since the real run's folder may have checkpoints. Rounds
-    have no token limit, because the only update must also train on the longest responses."""
+    have no token limit, because the only update must also train on the longest responses. None is sampled ahead,
+    because no update follows."""
     return dataclasses.replace(
         config,
         run=dataclasses.replace(config.run, name=f"{config.run.name or config_name}.dry-run"),
         train=dataclasses.replace(config.train, num_steps=1, num_epochs=0),
-        rollout=dataclasses.replace(config.rollout, max_tokens_per_round=0, keep_kv=False),
+        rollout=dataclasses.replace(config.rollout, max_tokens_per_round=0, keep_kv=False, ahead=0),
         eval=dataclasses.replace(config.eval, interval=0),
         checkpoint=dataclasses.replace(config.checkpoint, save_interval=0, best_metric="", resume="auto"),
         reward=dataclasses.replace(config.reward, stop_if_all_fail=True),

@@ -41,6 +41,7 @@ class Allowed(NamedTuple):
 POSITIVE = Allowed("greater than 0", lambda value: 0 < value < math.inf)
 POSITIVE_OR_INF = Allowed("greater than 0", lambda value: value > 0)
 NOT_NEGATIVE = Allowed("at least 0", lambda value: 0 <= value < math.inf)
+ZERO_OR_ONE = Allowed("0 or 1", lambda value: value in (0, 1))
 UP_TO_1 = Allowed("greater than 0 and at most 1", lambda value: 0 < value <= 1)
 BETWEEN_0_AND_1 = Allowed("greater than 0 and less than 1", lambda value: 0 < value < 1)
 BETA = Allowed("at least 0 and less than 1", lambda value: 0 <= value < 1)
@@ -143,6 +144,13 @@ class RolloutConfig:
         "round, so that no batch waits for its longest response. See docs/rounds.md.",
         NOT_NEGATIVE,
     )
+    ahead: int = key(
+        0,
+        "1: engines sample the next round while actors train on the last one, so both always work. Tokens are then one "
+        "update older. Only if all engines are on ranks whose single role is rollout. 0: sampling and training take "
+        "turns. See docs/rounds.md.",
+        ZERO_OR_ONE,
+    )
     keep_kv: bool = key(
         False,
         "With max_tokens_per_round: continue responses with the KV cache of older weights. Faster, but not exact. "
@@ -163,6 +171,11 @@ class RolloutConfig:
     def max_rounds(self) -> int:
         """Return the number of rounds that the longest response takes."""
         return -(-self.max_new_tokens // self.max_tokens_per_round) if self.max_tokens_per_round else 1
+
+    @property
+    def uses_older_weights(self) -> bool:
+        """Return whether an update may train on tokens that weights before the last update have sampled."""
+        return self.max_rounds > 1 or self.ahead > 0
 
 
 @dataclass(frozen=True)
@@ -249,8 +262,8 @@ class AlgoConfig:
     old_logprobs: Literal["auto", "always", "rollout"] = key(
         "auto",
         "Where the old logprobs in the ratio of the loss come from. auto: a separate pass, only if needed; always: a "
-        "separate pass; rollout: the engine, which recorded them when it sampled. If responses may take several rounds "
-        "(max_tokens_per_round), auto means rollout, or always if algo.correction is set.",
+        "separate pass; rollout: the engine, which recorded them when it sampled. If older weights sample some tokens "
+        "(max_tokens_per_round, ahead), auto means rollout, or always if algo.correction is set.",
     )
 
     @property

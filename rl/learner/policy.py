@@ -96,7 +96,7 @@ class PolicyTrainer(ShardedTrainer):
     def _check(self, mini_batch: Batch, measures: Measures) -> None:
         if self._measures_mismatch(mini_batch):
             mismatch = measures.reduce(self._pg, "policy/mismatch_kl")
-            check_mismatch(mismatch["policy/mismatch_kl"], self._rollout.max_mismatch_kl)
+            check_mismatch(mismatch.get("policy/mismatch_kl", 0.0), self._rollout.max_mismatch_kl)
         if self._loss.is_own and (num_bad := int(self._num_nan_losses)):
             raise FloatingPointError(
                 f"algo.loss: {self._loss.spec} returned NaN for {num_bad} of {int(mini_batch.loss_mask.sum())} "

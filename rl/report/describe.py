@@ -29,14 +29,14 @@ def measure_mismatch(
     measures: Measures, learner_logprobs: Tensor, rollout_logprobs: Tensor, lags: Tensor | None
 ) -> None:
     """Add the KL between engine and learner over tokens of lag 0, and that of older tokens as `policy/staleness_kl`.
-    All tensors are [R]. If `lags` is None, every lag is 0."""
+    A batch may have no tokens of one kind. All tensors are [R]. If `lags` is None, every lag is 0."""
     kl = mismatch_kl(learner_logprobs, rollout_logprobs)
     if lags is None:
         measures.mean("policy/mismatch_kl", kl.sum(), kl.numel())
         return
     is_fresh = lags == 0  # selecting the tokens by index would wait for the device
-    measures.mean("policy/mismatch_kl", kl.where(is_fresh, 0.0).sum(), is_fresh.sum())
-    measures.mean("policy/staleness_kl", kl.where(~is_fresh, 0.0).sum(), (~is_fresh).sum())
+    measures.mean_if_any("policy/mismatch_kl", kl.where(is_fresh, 0.0).sum(), is_fresh.sum())
+    measures.mean_if_any("policy/staleness_kl", kl.where(~is_fresh, 0.0).sum(), (~is_fresh).sum())
 
 
 def check_finite(batch: Batch) -> None:

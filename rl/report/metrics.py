@@ -27,6 +27,8 @@ METRICS = "metrics.jsonl"  # one line per step, in the run's folder
 CONSOLE = {"reward": "reward/mean", "errors": "reward/errors", "timeouts": "reward/timeouts", "eval": "eval/accuracy"}
 CONSOLE |= {"loss": "loss/policy", "mismatch": "policy/mismatch_kl", "length": "rollout/length_mean"}
 CONSOLE |= {"tokens/s": "perf/tokens_per_s", "seconds": "time/step"}
+WAITS = {"sampling": "perf/waits_for_sampling", "training": "perf/waits_for_training"}
+WAITS |= {"publishing": "perf/waits_for_publishing"}
 FAILURES = ("errors", "timeouts")  # counts that are shown only if they are not 0
 
 
@@ -36,11 +38,17 @@ class Measures:
     def __init__(self) -> None:
         self._pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}  # totals and counts, on any device
         self._sums: set[str] = set()
+        self._optional: set[str] = set()  # means that are left out if they are over nothing
 
     def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Add to a mean. This does not wait for a device that is still computing the arguments."""
         total, count = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (total, count))
         self._pairs.setdefault(name, []).append((total, count))
+
+    def mean_if_any(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Do the same as `mean`, but leave the mean out if no rank counts anything."""
+        self._optional.add(name)
+        self.mean(name, total, count)
 
     def sum(self, name: str, total: Tensor | float) -> None:
         self._sums.add(name)
@@ -51,13 +59,15 @@ class Measures:
         return tuple(self._pairs)
 
     def reduce(self, pg: dist.ProcessGroup, *only: str) -> dict[str, float]:
-        """Return the values over all ranks of the group, which all call this. A mean over nothing is 0."""
+        """Return the values over all ranks of the group, which all call this. A mean over nothing is 0, or left out."""
         names = only or self.names
         parts = [part for name in names for part in zip(*self._pairs[name])]  # totals and counts in turn
         table = torch.stack([torch.stack(part).sum().cpu() for part in parts]).reshape(-1, 2)
         dist.all_reduce(table, group=pg)
         reduced = {}
         for name, (total, count) in zip(names, table.tolist(), strict=True):
+            if name in self._optional and not count:
+                continue
             reduced[name] = total if name in self._sums else total / count if count else 0.0
         return reduced
 
@@ -97,7 +107,7 @@ class MetricsWriter:
             for label, name in CONSOLE.items()
             if name in values and (values[name] or label not in FAILURES)
         )
-        line = f"step {step}/{self._num_steps}  {shown}"
+        line = f"step {step}/{self._num_steps}  {shown}{_describe_bound(values)}"
         if shown and sys.stdout.isatty():  # overwrite the previous line
             width = os.get_terminal_size().columns - 1
             print("\r" + line[:width].ljust(width), end="\n" if step == self._num_steps else "", flush=True)
@@ -121,6 +131,15 @@ class MetricsWriter:
         print(f"{self._name}: reward {first:.2f} -> {last:.2f} in {steps}, {took}{engine}", flush=True)
         self._board.close()
         self._file.close()
+
+
+def _describe_bound(values: Mapping[str, float]) -> str:
+    """Return what most of the step was spent waiting for, and the share of that."""
+    waits = {what: values[name] for what, name in WAITS.items() if name in values}
+    if not waits:
+        return ""
+    bound = max(waits, key=waits.__getitem__)
+    return f"  waits {waits[bound]:.0%} for {bound}"
 
 
 def last_step(path: Path) -> int:

@@ -2,7 +2,7 @@
 
 `start` hands prompts to the engines, and `gather` waits for their groups. One or several such rounds bring the groups
 of an update, which `settle` balances between the actors. A group that is not finished returns to its owner too. In a
-later round, the engine that gets its prompt fetches it from there.
+later round, the engine that gets its prompt fetches it from there (carried.py).
 """
 
 from collections import defaultdict
@@ -18,10 +18,11 @@ from rl.data.packing import balance_owners, estimate_costs, mini_batch_of
 from rl.data.prompts import Prompt
 from rl.placement.roles import Placement
 from rl.rewards.totals import total
-from rl.rollout.dispatch import Dispatcher, Sampling, Task
+from rl.rollout.carried import CarriedGroups
+from rl.rollout.dispatch import BatchTime, Dispatcher, Sampling, Task
 from rl.rollout.failures import CallsFailed, FailureLog
 from rl.rollout.orders import Collected, OrderGate, OrderService
-from rl.rollout.service import CarriedGroup, FetchGroup, RolloutService, ScoredGroup
+from rl.rollout.service import RolloutService, ScoredGroup
 from rl.world.messages import Letter, Mailbox, Message
 from rl.world.orders import Action
 from rl.world.service import Service, serve
@@ -111,7 +112,7 @@ class Rollouts(Service):
     """Start and collect batches on an actor. While it waits for groups, its own engine samples, if it has one."""
 
     name = "rollout"
-    kinds = (BatchStarted, FetchGroup, ScoredGroup)
+    kinds = (BatchStarted, ScoredGroup)
 
     def __init__(
         self,
@@ -140,11 +141,12 @@ class Rollouts(Service):
             self._gate = OrderGate(world.mail, len(placement.actors), heads)
         self._awaited = ""
         self.engine_name = ""  # until the first group arrives
+        self._times: list[BatchTime] = []
         self._num_started = self._num_settled = 0
         self._num_expected = 0  # samples that the last batch has started; only on the leader
         self._training: set[int] = set()  # batches to train on; the others evaluate
         self._owners: dict[int, list[int]] = {}  # by batch
-        self._carried: dict[tuple[int, int], Batch] = {}  # groups that an engine will fetch, by batch and position
+        self._carried = CarriedGroups(world)
         self._arrived: dict[int, dict[int, tuple[ScoredGroup, Batch]]] = defaultdict(dict)  # by batch and position
 
     def start(
@@ -165,7 +167,7 @@ class Rollouts(Service):
         if is_dealt:
             self._training.add(batch)
         carried = carried or Carried([], {})
-        self._carried |= {(batch, position): group for position, group in carried.groups.items()}
+        self._carried.offer(batch, carried.groups)
         if self._dispatcher is not None:
             assert prompts is not None, "the leader must give the prompts"
             num_carried = len(carried.owners)
@@ -182,8 +184,7 @@ class Rollouts(Service):
         return batch
 
     def gather(self, batch: int) -> Gathered:
-        """Wait until every actor has all of its groups of this batch. Meanwhile, this rank's engine samples, if any,
-        and engines fetch the groups that they continue.
+        """Wait until every actor has all of its groups of this batch. Meanwhile, this rank's engine samples, if any.
 
         No order arrives between this call and the next one, so none can interrupt the collectives in between. The
         leader raises `all_failed` if the first batch shows that the reward functions always fail.
@@ -209,7 +210,14 @@ class Rollouts(Service):
             self._failures.check(totals, self._world.step, is_training, self._num_expected)
         num_preemptions = sum(group.num_preemptions for group, _ in arrived.values())
         num_kept_tokens = sum(group.num_kept_tokens for group, _ in arrived.values())
+        if self._dispatcher is not None and is_training and owners:
+            self._times.append(self._dispatcher.time_batch())
         return Gathered(groups, owners, scores, num_preemptions, num_kept_tokens)
+
+    def take_times(self) -> list[BatchTime]:
+        """Return how long the engines took for each batch to train on since the last call. Only the leader knows."""
+        taken, self._times = self._times, []
+        return taken
 
     @property
     def awaited(self) -> str:
@@ -221,9 +229,6 @@ class Rollouts(Service):
         match letter.message:
             case BatchStarted(batch, owners):
                 self._owners[batch] = owners
-            case FetchGroup(batch, position):
-                data = self._carried.pop((batch, position)).to_bytes()
-                self._mail.send(letter.source, CarriedGroup(batch, position), payload=data)
             case ScoredGroup() as group:
                 self.engine_name = group.engine
                 if group.failures:

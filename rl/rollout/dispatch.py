@@ -7,7 +7,9 @@ everything, and an engine that finishes early gets more.
 
 import math
 import random
+import statistics
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,10 +71,21 @@ class NewTasks(Message):
     tasks: list[Task]
 
 
+@dataclass(frozen=True)
+class BatchTime:
+    """How long the engines took for a batch, and which of them was the last to end."""
+
+    seconds: float
+    slowest: int  # lead of the engine
+    cost_s: float  # from the median end of the other engines to the end of the slowest; 0 without others
+
+
 class Dispatcher:
     def __init__(self, mail: Mailbox, num_engines: int):
         self._mail, self._num_engines = mail, num_engines
         self._lock = threading.Lock()
+        self._opened_at = 0.0
+        self._ended_at: dict[int, float] = {}  # engine lead -> when it had sampled its tasks; infinite until then
         self._tasks: deque[Task] = deque()
         self._share = 0
         self._waiting: dict[int, Pull] = {}  # engine lead -> latest pull
@@ -80,9 +93,20 @@ class Dispatcher:
 
     def open(self, tasks: Sequence[Task]) -> None:
         with self._lock:
+            self._opened_at, self._ended_at = time.monotonic(), {}
             self._tasks.extend(self._mix(tasks))
             self._share = -(-len(tasks) // self._num_engines)
             self._answer()
+
+    def time_batch(self) -> BatchTime:
+        """Return how long the last batch took. All of its groups have arrived."""
+        with self._lock:
+            now = time.monotonic()  # the end of an engine whose last pull has not arrived yet
+            ended_at = {lead: min(ended, now) for lead, ended in self._ended_at.items()}
+        slowest = max(ended_at, key=ended_at.__getitem__)
+        last = ended_at.pop(slowest)
+        cost_s = last - statistics.median(ended_at.values()) if ended_at else 0.0
+        return BatchTime(last - self._opened_at, slowest, cost_s)
 
     def _mix(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """Order the tasks so that consecutive ones have carried groups of all ages, and new ones. Otherwise one engine
@@ -94,11 +118,14 @@ class Dispatcher:
     def _on_pull(self, letter: Letter[Pull]) -> None:
         with self._lock:
             self._waiting[letter.source] = letter.message
+            if not letter.message.held and letter.source in self._ended_at:
+                self._ended_at[letter.source] = time.monotonic()
             self._answer()
 
     def _answer(self) -> None:
         for lead, pull in list(self._waiting.items()):
             count = min(pull.room, self._share - pull.held, len(self._tasks))
             if count > 0:
+                self._ended_at[lead] = math.inf
                 self._mail.send(lead, NewTasks([self._tasks.popleft() for _ in range(count)]))
                 del self._waiting[lead]

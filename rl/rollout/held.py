@@ -1,5 +1,6 @@
-"""The groups that the actors hold between rounds and updates: unfinished ones, and finished ones in the queue."""
+"""The groups that the actors hold between rounds and updates: unfinished ones, and finished ones that wait."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ class HeldGroups:
     owners: dict[int, int] = field(default_factory=dict)  # indices into the actors
     groups: dict[int, Batch] = field(default_factory=dict)
     results: dict[int, Results] = field(default_factory=dict)  # of the reward functions
+    counts: Counter[str] = field(default_factory=Counter)  # metrics of the rounds since the last batch was taken
 
     def to_continue(self, numbers: Sequence[int]) -> Carried:
         own = {position: self.groups[number] for position, number in enumerate(numbers) if number in self.groups}
@@ -47,11 +49,11 @@ class HeldGroups:
         return groups_to_bytes(stored)
 
     def copy(self) -> "HeldGroups":
-        return HeldGroups(dict(self.owners), dict(self.groups), dict(self.results))
+        return HeldGroups(dict(self.owners), dict(self.groups), dict(self.results), Counter(self.counts))
 
     def check(self, state: ScheduleState, actor: int) -> None:
         """Raise ValueError if these are not the groups of a schedule that this actor holds."""
-        carried, finished = set(state.carried), {*state.queue, *state.spare}
+        carried, finished = set(state.carried), state.finished
         own = {number for number, owner in self.owners.items() if owner == actor}
         if self.owners.keys() != carried | finished or self.groups.keys() != own:
             raise ValueError("the schedule, the list of owners and the files of groups do not fit together")
@@ -69,11 +71,14 @@ class HeldGroups:
                 )
 
     @staticmethod
-    def from_files(owners: dict[int, int], files: Iterable[bytes], num_actors: int) -> "HeldGroups":
+    def from_files(
+        owners: dict[int, int], files: Iterable[bytes], num_actors: int, counts: dict[str, int] | None = None
+    ) -> "HeldGroups":
         """Return the groups of saved files. Actor i takes those of the saved actors i, i + num_actors, and so on."""
         stored = [group for data in files for group in groups_from_bytes(data)]
         return HeldGroups(
             {number: owner % num_actors for number, owner in owners.items()},
             {group.number: group.batch for group in stored},
             {group.number: group.results or [None] * group.batch.num_sequences for group in stored},
+            Counter(counts),
         )

@@ -31,6 +31,13 @@ class Sampled(NamedTuple):
     groups: list[int]  # of the whole batch, as numbers of the schedule
 
 
+class InFlight(NamedTuple):
+    """A round that the engines sample now."""
+
+    round: Round
+    batch: int  # its number in `Rollouts`
+
+
 class Sampler:
     """Draw batches from the prompt stream. Runs on every actor; only the leader has the stream."""
 
@@ -48,67 +55,87 @@ class Sampler:
         self.rollouts, self.stream, self.pg = rollouts, stream, pg
         self._schedule, self.sampling, self._algo, self._rewards = schedule, sampling, algo, rewards
         self._held = held if held is not None else HeldGroups()
+        self._in_flight: InFlight | None = None
 
     def sample(self, version: int, measures: Measures) -> Sampled:
-        """Return the next batch. Sample rounds from this version of the weights until the schedule has one."""
+        """Return the next batch. Sample rounds from this version of the weights until the schedule has one. A round
+        that the schedule allows to run during the update is then in flight."""
         schedule, state, held = self._schedule, self._schedule.state, self._held
-        measures.sum("rollout/preemptions", 0.0)  # also in a step without a round
-        if schedule.plan.carries:
-            measures.sum("rollout/kept_kv_tokens", 0.0)
-        num_sampled = num_informative = 0
+        self._begin_round(version)
         while (numbers := schedule.take_batch()) is None:
-            now = schedule.begin_round()
-            made = self._run(now, version, measures)
-            informative = [number for number, outcome in made.items() if outcome == INFORMATIVE]
-            schedule.end_round(now, [n for n, outcome in made.items() if outcome != CARRIED], informative)
-            num_sampled, num_informative = num_sampled + len(now.started), num_informative + len(informative)
-        if self._algo.dynamic_sampling:
-            self._count(measures, "rollout/sampled_prompts", num_sampled)
-            self._count(measures, "rollout/informative_prompts", num_informative)
+            assert self._in_flight is not None, "the schedule has neither a batch nor a round"
+            self.end_round()
+            self._begin_round(version)
+        for name in self._counted:
+            self._count(measures, name, held.counts[name])
+        held.counts.clear()
         batch = self._settle(numbers)
         if state.max_lag:
             batch = self._with_lags(batch, version, measures)
             self._count(measures, "rollout/carried", len(state.carried))
-            self._count(measures, "rollout/queue", len(state.queue))
-        kept = {*state.carried, *state.queue, *state.spare}
+            self._count(measures, "rollout/queue", len(state.queue) + sum(map(len, state.batches)))
+        kept = {*state.carried, *state.finished}
         self._measure_rewards(kept, measures)
         held.drop_others(kept)
         return Sampled(batch, numbers)
 
+    def _begin_round(self, version: int) -> None:
+        """Hand the next round to the engines, if the schedule allows one now."""
+        now = self._schedule.begin_round()
+        if now is None:
+            return
+        numbers = [*now.carried, *now.started]
+        prompts = [self.stream.at(number) for number in numbers] if self.stream is not None else None
+        batch = self.rollouts.start(prompts, self.sampling, version, self._held.to_continue(now.carried))
+        self._in_flight = InFlight(now, batch)
+
+    def end_round(self) -> None:
+        """Wait for the round in flight, if there is one, and take its groups. No rank waits in a collective."""
+        if self._in_flight is None:
+            return
+        (now, batch), self._in_flight = self._in_flight, None
+        gathered = self.rollouts.gather(batch)
+        numbers = [*now.carried, *now.started]
+        self._held.add(numbers, gathered)
+        outcomes = dict(zip(numbers, self._outcomes(gathered), strict=True))
+        informative = [number for number, outcome in outcomes.items() if outcome == INFORMATIVE]
+        self._held.counts["rollout/sampled_prompts"] += len(now.started)
+        self._held.counts["rollout/informative_prompts"] += len(informative)
+        self._schedule.end_round(now, [n for n, outcome in outcomes.items() if outcome != CARRIED], informative)
+
     def save(self) -> RolloutState:
-        """Return the state after an update, for a checkpoint."""
+        """Return the state after an update, for a checkpoint. No round may be in flight."""
+        assert self._in_flight is None, "the round in flight must end before its state is saved"
         state, held = dataclasses.asdict(self._schedule.state), self._held.copy()
-        facts = {"position": state["num_started"], "schedule": state, "owners": held.owners}
+        facts = {"position": state["num_started"], "schedule": state, "owners": held.owners, "counts": held.counts}
         if self.stream is not None:
             facts["data"] = self.stream.digest
         return RolloutState(facts, held.to_bytes if held.groups else None)
 
-    def _run(self, now: Round, version: int, measures: Measures) -> dict[int, int]:
-        """Run a round. Return what it has made of each group."""
-        numbers = [*now.carried, *now.started]
-        prompts = [self.stream.at(number) for number in numbers] if self.stream is not None else None
-        carried = self._held.to_continue(now.carried)
-        gathered = self.rollouts.gather(self.rollouts.start(prompts, self.sampling, version, carried))
-        self._held.add(numbers, gathered)
-        measures.sum("rollout/preemptions", gathered.num_preemptions)
-        if self._schedule.plan.carries:
-            measures.sum("rollout/kept_kv_tokens", gathered.num_kept_tokens)
-        return dict(zip(numbers, self._outcomes(gathered), strict=True))
+    @property
+    def _counted(self) -> list[str]:
+        """The metrics that rounds count."""
+        names = ["rollout/preemptions"]
+        names += ["rollout/kept_kv_tokens"] if self._schedule.plan.carries else []
+        is_dynamic = self._algo.dynamic_sampling
+        return names + (["rollout/sampled_prompts", "rollout/informative_prompts"] if is_dynamic else [])
 
     def _outcomes(self, gathered: Gathered) -> list[int]:
         """Return what became of the groups of all actors. Masked responses make no group informative."""
-        is_dynamic, plan = self._algo.dynamic_sampling, self._schedule.plan
-        if not is_dynamic and not plan.carries:
-            return [INFORMATIVE] * len(gathered.owners)
-        outcomes = torch.zeros(len(gathered.owners), dtype=torch.int64)
+        is_dynamic = self._algo.dynamic_sampling
+        outcomes = torch.zeros(len(gathered.owners) + 2, dtype=torch.int64)
         for position, group in gathered.groups.items():
             if group.ended is not None:
                 continue
-            trained = group.select(group.trained_sequences(self._algo.mask_truncated))
+            trained = group.select(group.trained_sequences(self._algo.mask_truncated)) if is_dynamic else group
             is_kept = not is_dynamic or is_informative(trained.rewards, trained.group_ids).any()
             outcomes[position] = INFORMATIVE if is_kept else FINISHED
+        outcomes[-2:] = torch.tensor([gathered.num_preemptions, gathered.num_kept_tokens])
         dist.all_reduce(outcomes, group=self.pg)  # only the owner of a group adds something
-        return outcomes.tolist()
+        *found, num_preemptions, num_kept_tokens = outcomes.tolist()
+        self._held.counts["rollout/preemptions"] += num_preemptions
+        self._held.counts["rollout/kept_kv_tokens"] += num_kept_tokens
+        return found
 
     def _settle(self, numbers: list[int]) -> Batch:
         """Number the groups by their places in the batch, and balance them between the actors."""

@@ -2,8 +2,11 @@
 
 A round is one pass of the engines under one version of the weights. It starts new prompts, and continues the carried
 groups: those with a response that reached the token limit of a round. Finished groups form a queue, ordered by the
-round in which they finished and by their place in the prompt stream. Each update trains on the first groups of the
-queue. A round begins only if the queue is too short for another update.
+round in which they finished and by their place in the prompt stream. Batches are cut from the front of the queue. Each
+update trains on one batch.
+
+Without `ahead`, a round begins when no batch is left. With `ahead`, it begins when the batches that are left all come
+from the last round. So engines sample while the actors train on what the last round has finished.
 
 So the schedule depends on the sampled tokens alone, never on timing or on the number of ranks. Nothing here imports
 torch. A group is a number: its place in the prompt stream, counted from the start of the run.
@@ -11,6 +14,7 @@ torch. A group is a number: its place in the prompt stream, counted from the sta
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from rl.common.text import count_of
 from rl.config.schema import Config
@@ -26,6 +30,7 @@ class SchedulePlan:
     is_dynamic: bool = False  # only informative groups enter the queue
     max_sampling_rounds: int = 1  # if dynamic: after so many rounds without an update, train on what there is
     limits: tuple[int, int] = (0, 0)  # maximum tokens of a response, and those of a round, if `max_rounds` is above 1
+    ahead: int = 0  # 1: a round is sampled while the actors train on the groups of the one before
 
     @property
     def carries(self) -> bool:
@@ -33,20 +38,27 @@ class SchedulePlan:
         return self.max_rounds > 1
 
     @property
+    def keeps_surplus(self) -> bool:
+        """Whether informative groups that a batch has no place for wait for the next one."""
+        return self.carries or self.ahead > 0 or not self.is_dynamic
+
+    @property
     def max_lag(self) -> int:
         """The largest possible lag of a token: the number of updates between its version and its training.
 
-        Let N groups start in each round, and let a group start in round r and take M rounds. Of the groups that started
-        before it, at most N(M - 1) are neither finished nor trained on when round r begins. In the order of the queue,
-        no group of round r + M - 1 or later stands before it. So at most N(2M - 2) - 1 groups are trained on between
-        the two moments, in at most 2M - 3 updates. With dynamic sampling, the queue may hold N - 1 groups more.
+        Let N groups start in each round, and let a group start in round r and take M rounds. Round r has the version
+        of all updates that the rounds before r - K allow. Of the groups that started before it, at most N(M + K - 1)
+        are neither finished nor trained on then. In the order of the queue, no group of round r + M - 1 or later
+        stands before it, if M is above 1. So at most N(2M + K - 2) - 1 groups are trained on between the two moments,
+        in at most 2M + K - 3 updates. With dynamic sampling, the queue may hold N - 1 groups more.
         """
-        return max(0, 2 * self.max_rounds - (2 if self.is_dynamic else 3)) if self.carries else 0
+        return max(0, 2 * self.max_rounds - 3) + self.ahead + (self.is_dynamic and self.keeps_surplus)
 
     @property
     def key(self) -> str:
         """What the lag depends on. A resumed run may have another plan."""
-        return f"{self.num_prompts} {self.max_rounds} {self.is_dynamic} {self.limits}"
+        ahead = f" ahead {self.ahead}" if self.ahead else ""
+        return f"{self.num_prompts} {self.max_rounds} {self.is_dynamic} {self.limits}{ahead}"
 
 
 def plan_schedule(config: Config, start_step: int = 0) -> SchedulePlan:
@@ -59,13 +71,14 @@ def plan_schedule(config: Config, start_step: int = 0) -> SchedulePlan:
         is_dynamic=algo.dynamic_sampling,
         max_sampling_rounds=algo.max_sampling_rounds,
         limits=(rollout.max_new_tokens, rollout.max_tokens_per_round) if rollout.max_rounds > 1 else (0, 0),
+        ahead=rollout.ahead,
     )
 
 
-def describe_lag(max_rounds: int, max_lag: int) -> str:
-    reason = (
-        f"a response takes up to {max_rounds} rounds" if max_rounds > 1 else "older weights have sampled some groups"
-    )
+def describe_lag(plan: SchedulePlan, max_lag: int) -> str:
+    reasons = [f"a response takes up to {plan.max_rounds} rounds"] if plan.carries else []
+    reasons += ["engines sample while actors train"] if plan.ahead else []
+    reason = " and ".join(reasons) or "older weights have sampled some groups"
     return f"{reason}, so a token is trained on at most {count_of(max_lag, 'update')} after it was sampled"
 
 
@@ -80,23 +93,31 @@ class Round:
 
 @dataclass
 class ScheduleState:
-    """What a resumed run needs to continue the schedule. JSON can hold it."""
+    """What a resumed run needs to continue the schedule. No round is in flight. JSON can hold it."""
 
     num_rounds: int = 0
     num_started: int = 0  # groups
     carried: list[int] = field(default_factory=list)  # in stream order
-    queue: list[int] = field(default_factory=list)  # finished groups that wait for an update
-    # Since the last update:
+    batches: list[list[int]] = field(default_factory=list)  # of the next updates
+    num_new_batches: int = 0  # that the last round has brought
+    queue: list[int] = field(default_factory=list)  # finished groups that are in no batch yet
+    # Since the last batch was cut:
     num_idle_rounds: int = 0
     num_finished: int = 0  # groups
     num_informative: int = 0  # groups
     spare: list[int] = field(default_factory=list)  # groups that are not informative, used if no group is
+    dropped: list[int] = field(default_factory=list)  # finished groups without a batch, since the last was taken
     plan: str = ""  # the key of the plan; empty: there was none
     max_lag: int = 0  # the largest possible lag, also of what earlier plans have sampled
 
+    @property
+    def finished(self) -> set[int]:
+        """The finished groups that the actors still hold."""
+        return {*self.queue, *self.spare, *self.dropped, *chain(*self.batches)}
+
 
 class Schedule:
-    """Alternate between rounds and updates:
+    """Alternate between rounds and updates. Without `ahead`, a round ends before the next batch is taken:
 
     while (batch := schedule.take_batch()) is None:
         now = schedule.begin_round()
@@ -106,39 +127,44 @@ class Schedule:
 
     def __init__(self, plan: SchedulePlan, state: ScheduleState | None = None):
         self.plan, self.state = plan, state if state is not None else ScheduleState()
-        state, num_in_flight = self.state, len(self.state.queue) + len(self.state.carried)
+        state, num_in_flight = self.state, len(self.state.finished) + len(self.state.carried)
         if state.plan not in ("", plan.key) and num_in_flight:
             # What is in flight has its old lag already, may take all rounds of the new plan, and waits in the queue.
             state.max_lag += plan.max_lag + -(-num_in_flight // plan.num_prompts)
         elif state.plan != plan.key:
             state.max_lag = plan.max_lag
+        if state.plan != plan.key:  # the new plan may have other batches
+            state.queue, state.batches = [*chain(*state.batches), *state.queue], []
+            state.num_new_batches = 0
         state.plan = plan.key
+        self._in_flight: Round | None = None
         self._end: int | None = None  # the group at which the stream ends
         if plan.num_updates is not None:
             self._end = state.num_started - num_in_flight + plan.num_updates * plan.num_prompts
+        state.num_new_batches += self._cut_batches()
 
     def take_batch(self) -> list[int] | None:
         """Return the groups of the next update, or None if it needs another round first."""
-        plan, state = self.plan, self.state
-        if len(state.queue) < plan.num_prompts and not self._makes_do:
+        if not self.state.batches:
             return None
-        batch = (state.queue or state.spare)[: plan.num_prompts]
-        drops_rest = plan.is_dynamic and not plan.carries
-        state.queue = [] if drops_rest else state.queue[len(batch) :]
-        state.num_idle_rounds = state.num_finished = state.num_informative = 0
-        state.spare = []
-        return batch
+        self.state.dropped = []
+        return self.state.batches.pop(0)
 
-    def begin_round(self) -> Round:
-        """Return what to sample now."""
-        state = self.state
-        started = range(state.num_started, state.num_started + self._num_to_start())
+    def begin_round(self) -> Round | None:
+        """Return what to sample now, or None if an update must come first, a round is in flight, or nothing is left."""
+        state, count = self.state, self._num_to_start()
+        num_older_batches = len(state.batches) - (state.num_new_batches if self.plan.ahead else 0)
+        if self._in_flight is not None or num_older_batches > 0 or not (count or state.carried):
+            return None
         state.num_rounds += 1
+        started = range(state.num_started, state.num_started + count)
         state.num_started = started.stop
-        return Round(state.num_rounds, started, tuple(state.carried))
+        self._in_flight = Round(state.num_rounds, started, tuple(state.carried))
+        return self._in_flight
 
     def end_round(self, now: Round, finished: Iterable[int], informative: Iterable[int] | None = None) -> None:
-        """Take the result of a round. Without dynamic sampling, every finished group is informative."""
+        """Take the result of the round in flight. Without dynamic sampling, every finished group is informative."""
+        assert now is self._in_flight
         state, sampled, finished = self.state, sorted([*now.carried, *now.started]), set(finished)
         assert finished <= set(sampled), (finished, sampled)
         state.carried = [group for group in sampled if group not in finished]
@@ -150,10 +176,26 @@ class Schedule:
         state.num_idle_rounds += 1
         state.num_finished += len(finished)
         state.num_informative += len(kept)
+        self._in_flight, state.num_new_batches = None, self._cut_batches()
+
+    def _cut_batches(self) -> int:
+        """Cut off batches from the front of the queue, and return their number."""
+        plan, state, number = self.plan, self.state, 0
+        while len(state.queue) >= plan.num_prompts or self._makes_do:
+            batch = (state.queue or state.spare)[: plan.num_prompts]
+            state.batches.append(batch)
+            rest = state.queue[len(batch) :]
+            state.queue = rest if plan.keeps_surplus else []
+            state.dropped += [group for group in state.spare if group not in batch]
+            state.dropped += rest if not plan.keeps_surplus else []
+            state.num_idle_rounds = state.num_finished = state.num_informative = 0
+            state.spare = []
+            number += 1
+        return number
 
     @property
     def _is_exhausted(self) -> bool:
-        """Whether enough rounds have brought no update, so that the next one trains on what there is."""
+        """Whether enough rounds have brought no batch, so that the next one is what there is."""
         return self.plan.is_dynamic and self.state.num_idle_rounds >= self.plan.max_sampling_rounds
 
     @property

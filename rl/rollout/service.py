@@ -15,6 +15,7 @@ from rl.data.batch import Batch
 from rl.data.prompts import Tokenizer, sample_seed
 from rl.rewards.failure import RewardFailure, quote
 from rl.rewards.pool import RewardPool
+from rl.rollout.carried import CarriedGroup, FetchGroup
 from rl.rollout.dispatch import NewTasks, Pull, Task
 from rl.rollout.engine import Completion, Engine, Request
 from rl.rollout.recovery import EngineHost
@@ -44,22 +45,6 @@ class Scored(Message):
 
     key: tuple[int, ...]  # batch, position, sample, attempt
     result: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class FetchGroup(Message):
-    """Ask the owner of a carried group for its responses."""
-
-    batch: int
-    position: int
-
-
-@dataclass(frozen=True)
-class CarriedGroup(Message):
-    """Answer FetchGroup. The payload is the group as a Batch."""
-
-    batch: int
-    position: int
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Actor:
 
     def update(self, batch: Batch, step: int, num_prompts: int, measures: Measures) -> None:
         """Train on the batch: first the critic, then the policy unless the critic is still warming up."""
-        self.checkpoints.wait_copied()
+        self.checkpoints.begin_update()
         if self.critic is not None:
             self.critic.update(batch, num_prompts, measures)
             if step <= self.config.critic.warmup_steps:
@@ -89,6 +89,11 @@ class Actor:
                     flush=True,
                 )
         return found
+
+    def is_evaluation_due(self, step: int) -> bool:
+        """Return whether to evaluate before training, every eval.interval steps, or after the last step."""
+        interval = self.config.eval.interval
+        return self.evaluation is not None and (step % interval == 0 or step == self.config.train.num_steps)
 
     def publish(self, step: int) -> int:
         """Send the weights to all engines as the next version, which `step` samples from. Return the version."""

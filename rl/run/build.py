@@ -138,7 +138,7 @@ def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
     schedule = Schedule(plan_schedule(config, start_step), state)
     rewards = [rule.name for rule in read_rules(config.reward)]
     if schedule.state.max_lag and trains and stream is not None:
-        print(f"oneworld: {describe_lag(rollout.max_rounds, schedule.state.max_lag)}", flush=True)
+        print(f"oneworld: {describe_lag(schedule.plan, schedule.state.max_lag)}", flush=True)
     return Sampler(rollouts, stream, pg, schedule, sampling, config.algo, rewards, held)
 
 
@@ -159,7 +159,8 @@ def _restore_rollouts(run: Run, stream: PromptStream | None) -> tuple[ScheduleSt
     try:
         state = msgspec.convert(saved.get("schedule", {"num_started": saved["position"]}), ScheduleState)
         owners = msgspec.convert(saved.get("owners", {}), dict[int, int], strict=False)
-        held = HeldGroups.from_files(owners, files, num_actors)
+        counts = msgspec.convert(saved.get("counts", {}), dict[str, int])
+        held = HeldGroups.from_files(owners, files, num_actors, counts)
         held.check(state, run.placement.actors.index(run.world.rank))
     except ValueError as error:
         raise ConfigError(
@@ -197,4 +198,4 @@ def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Re
         _announce_repetition(run, step)
         writer = MetricsWriter(run.folder, run.config.train.num_steps, step)
         run.world.at_end(lambda: writer.close(rollouts.engine_name))
-    return Reporter(run.world, run.config, run.folder, run.tokenizer, writer)
+    return Reporter(run.world, run.config, run.folder, run.tokenizer, rollouts, writer)

@@ -15,11 +15,18 @@ def check_settings(config: Config, placement: Placement) -> list[str]:
             "ranks cannot do it; give these ranks another role, or choose k1, k2 or k3"
         )
     shared = [rank for rank in placement.ranks("rollout") if placement.roles[rank] != ("rollout",)]
+    others = f"{format_ranks(shared)} {'has' if len(shared) == 1 else 'have'} roles besides rollout"
+    remedy = "separate the roles, for example placement.rollout=75% placement.actor=rest"
     if config.rollout.keep_kv and shared:
         raise ConfigError(
-            f"rollout.keep_kv: got true, but {format_ranks(shared)} {'has' if len(shared) == 1 else 'have'} roles "
-            "besides rollout; an engine keeps its KV cache between rounds only on ranks of its own. Set "
-            "rollout.keep_kv=false, or separate the roles, for example {'rollout': '75%', 'actor': 'rest'}"
+            f"rollout.keep_kv: got true, but {others}; an engine keeps its KV cache between rounds only on ranks of "
+            f"its own. Set rollout.keep_kv=false, or {remedy}"
+        )
+    if config.rollout.ahead and shared:
+        raise ConfigError(
+            f"rollout.ahead: got 1, but {others}; only an engine on ranks of its own can sample while the actors "
+            f"train. Set rollout.ahead=0, or {remedy}. On shared ranks, rollout.max_tokens_per_round keeps long "
+            "responses from holding up a step"
         )
     if placement.scorers and not config.algo.fields_to_score:
         why, remedy = "a single update per batch needs no old logprobs", "algo.old_logprobs=always"

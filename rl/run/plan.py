@@ -251,8 +251,8 @@ class RunPlan:
             expected = f"{num_rollouts:,} x {mean:.1f} = {num_rollouts * mean:,.0f} of prompts"
             lines.append(f"expected: {expected}, and up to {num_rollouts * response:,} of responses")
         schedule = plan_schedule(config)
-        if schedule.carries:
-            lines.append(describe_lag(schedule.max_rounds, schedule.max_lag))
+        if schedule.max_lag:
+            lines.append(describe_lag(schedule, schedule.max_lag))
         return lines
 
     def _evaluation(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Write the reports of an actor rank: metrics, samples, saved rollouts and profiles."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from rl.placement.roles import plan
 from rl.report.describe import show
 from rl.report.metrics import MetricsWriter
 from rl.report.profile import profiled
+from rl.rollout.collect import Rollouts
+from rl.rollout.dispatch import BatchTime
 from rl.world.world import World
 
 ROLLOUTS = "rollouts"  # subfolder of the run
@@ -27,9 +29,17 @@ def rollout_file(step: int, rank: int) -> str:
 class Reporter:
     """Write the reports of an actor. Only the leader has a metrics writer, and only in a training run."""
 
-    def __init__(self, world: World, config: Config, folder: Path, tokenizer: Tokenizer, writer: MetricsWriter | None):
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        folder: Path,
+        tokenizer: Tokenizer,
+        rollouts: Rollouts,
+        writer: MetricsWriter | None,
+    ):
         self._world, self._config, self._folder = world, config, folder
-        self._tokenizer, self._writer = tokenizer, writer
+        self._tokenizer, self._rollouts, self._writer = tokenizer, rollouts, writer
 
     @property
     def is_writing(self) -> bool:
@@ -70,9 +80,26 @@ class Reporter:
         metrics = self._config.metrics
         if batch is not None:
             values = values | {"perf/tokens_per_s": values["rollout/tokens"] / seconds["time/step"]}
+            values |= measure_waits(seconds, self._rollouts.take_times())
             if metrics.samples_interval and (step - 1) % metrics.samples_interval == 0:
                 self._writer.write_text("rollout/samples", show(batch, self._tokenizer, metrics.num_samples), step)
         self._writer.write(step, version, values | seconds)
 
     def _name(self) -> str:
         return f"step_{self._world.step}.rank_{self._world.rank}"
+
+
+def measure_waits(seconds: Mapping[str, float], rounds: Sequence[BatchTime]) -> dict[str, float]:
+    """Return the share of a step in which actors wait for sampling, engines wait for training, and all wait for the
+    weight sync. The largest bounds the step. Also name the engine that cost a round the most time."""
+    step_s, sync_s = seconds["time/step"], seconds["time/sync"]
+    sampling_s = sum(each.seconds for each in rounds)
+    waits = {
+        "perf/waits_for_sampling": seconds["time/rollout"] / step_s,
+        "perf/waits_for_training": max(0.0, step_s - sampling_s - sync_s) / step_s,
+        "perf/waits_for_publishing": sync_s / step_s,
+    }
+    slowest = max(rounds, key=lambda each: each.cost_s, default=None)
+    if slowest is not None and slowest.cost_s:
+        waits |= {"perf/slowest_engine": float(slowest.slowest), "perf/slowest_engine_s": slowest.cost_s}
+    return waits

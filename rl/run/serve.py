@@ -1,6 +1,8 @@
 """Build the services of a rank: its engine, its rollout service and its weight sync. Ranks that are not actors run
 these services until the run ends."""
 
+from dataclasses import replace
+
 import torch
 
 from rl.data.prompts import sample_seed
@@ -63,7 +65,9 @@ def build_sync(
     """Build the weight sync of a rank. Its learner sends weights; its engine and its logprob service receive them."""
     config, placement, device = run.config, run.placement, run.world.device
     plan, probe = make_plan(tensors, placement, config.sync.bucket_mb, device), probe_of_run(config, run.model_folder)
-    settings = SyncSettings(placement, plan, run.groups.sync_pgs, config.sync, device, probe)
+    # With rollout.ahead, no token is sampled from the weights that train on it, so only probes show the mismatch.
+    sync_config = replace(config.sync, probe_interval=1) if config.rollout.ahead else config.sync
+    settings = SyncSettings(placement, plan, run.groups.sync_pgs, sync_config, device, probe)
     source = WeightSource(learner.model, learner.weight_slices) if learner is not None else None
     engine = service.engine if service is not None else None
     receivers: list[Receiver] = [receiver for receiver in (engine, logprobs) if receiver is not None]

@@ -163,17 +163,21 @@ class Verifier:
                 found.append(f"{self.describe(rank)}: received other bytes than were sent of {names}")
         return "; ".join(found)
 
-    def check_probe(self, reports: Mapping[int, SyncReport], limit: float) -> str:
-        """Check that the logprobs of engines and inference ranks are near the learner's. NaN is an error."""
+    def probe_gaps(self, reports: Mapping[int, SyncReport]) -> list[tuple[int, float]]:
+        """Return how far the logprobs of each engine and inference rank are from the learner's, on average."""
         learner = reports[self.placement.leader].learner
         assert learner is not None
-        found = []
-        for rank, logprobs in ((rank, each) for rank, report in reports.items() for each in report.receivers):
-            gap = sum(abs(a - b) for a, b in zip(learner, logprobs, strict=True)) / len(learner)
-            if not gap <= limit:
-                found.append(
-                    f"{self.describe(rank)}: its logprobs of the probe differ from the learner's by {gap:.3g} on "
-                    f"average (limit {limit:g}), though the weights arrived: it computes with others, such as a packed "
-                    "copy"
-                )
-        return "; ".join(found)
+        answers = [(rank, each) for rank, report in reports.items() for each in report.receivers]
+        return [
+            (rank, sum(abs(a - b) for a, b in zip(learner, logprobs, strict=True)) / len(learner))
+            for rank, logprobs in answers
+        ]
+
+    def check_probe(self, reports: Mapping[int, SyncReport], limit: float) -> str:
+        """Check that the logprobs of engines and inference ranks are near the learner's. NaN is an error."""
+        return "; ".join(
+            f"{self.describe(rank)}: its logprobs of the probe differ from the learner's by {gap:.3g} on average "
+            f"(limit {limit:g}), though the weights arrived: it computes with others, such as a packed copy"
+            for rank, gap in self.probe_gaps(reports)
+            if not gap <= limit
+        )

@@ -11,7 +11,6 @@ leader's verdict. Until then it serves nothing.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -106,6 +105,7 @@ class WeightSync:
     ):
         """`version` is the last published version. It is not 0 when a run resumes."""
         self.version = version
+        self.metrics: dict[str, float] = {}  # of the last version; only on the leader
         self._step = 0  # the step that samples from the current version; only actors know it
         self._round = self._num_published = 0
         self._has_opaque = False  # whether a receiver of any rank cannot be read back
@@ -187,12 +187,18 @@ class WeightSync:
             answers = [receiver.probe(self._probe.tokens) for receiver, _ in self._taking]
             known = [answer for answer in answers if answer is not None]
             report = SyncReport(self._round + 1, learner=self._learner_logprobs, receivers=known)
-            check = partial(self._verifier.check_probe, limit=self._probe.limit)
-            self._agree(f"{what}, not probed everywhere", report, check)
+            self._agree(f"{what}, not probed everywhere", report, self._check_probe)
         for receiver, _ in self._taking:
             receiver.confirm(version)
         self.version = version
         HEART.describe(version=version)
+
+    def _check_probe(self, reports: dict[int, SyncReport]) -> str:
+        if self._config.probe_interval == 1:  # otherwise only some steps would have the metric
+            self.metrics = {
+                "policy/probe_gap": max((gap for _, gap in self._verifier.probe_gaps(reports)), default=0.0)
+            }
+        return self._verifier.check_probe(reports, self._probe.limit)
 
     def _agree(self, failure: str, report: SyncReport, check: Check, is_timed: bool = True) -> None:
         """Report to the leader, which checks the reports of all ranks. If it finds an error, or if sync.join_timeout_s

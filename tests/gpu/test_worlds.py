@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from rl.report.metrics import WAITS
 from tests.launcher import Result, train
 from tools.merge_checkpoint import main as merge_checkpoint
 
@@ -41,7 +42,7 @@ def check(name: str, result: Result) -> None:
     rows = result.metrics
     assert len(rows) == NUM_STEPS
     assert "engine vllm" in result.output
-    mismatch = [row["policy/mismatch_kl"] for row in rows]
+    mismatch = [row["policy/mismatch_kl"] for row in rows if "policy/mismatch_kl" in row]
     line = {"world": name, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "steps": NUM_STEPS}
     line["mismatch_kl_mean"], line["mismatch_kl_max"] = statistics.mean(mismatch), max(mismatch)
     for key in ("time/step", "time/rollout", "time/logprobs", "time/update", "time/sync", "perf/tokens_per_s"):
@@ -60,9 +61,36 @@ def test_collocated_with_sleep_mode(offload: str, fraction: float, tmp_path: Pat
     check(f"collocated, 1 rank, actor.offload={offload}, fraction {fraction}", result)
 
 
+SEPARATE = ["placement.num_gpus_per_node=2", "placement.rollout=0", "placement.actor=1", "debug.share_gpu=true"]
+
+
 def test_disaggregated_on_one_card(tmp_path: Path) -> None:
-    placement = ["placement.num_gpus_per_node=2", "placement.rollout=0", "placement.actor=1", "debug.share_gpu=true"]
-    check("disaggregated, 2 ranks on one card", train(tmp_path / "run", 2, *settings(), *placement, timeout_s=500))
+    check("disaggregated, 2 ranks on one card", train(tmp_path / "run", 2, *settings(), *SEPARATE, timeout_s=500))
+
+
+def test_one_round_ahead_on_one_card(tmp_path: Path) -> None:
+    """Every update trains on the tokens of the version before, except the first, and each version is probed."""
+    result = train(tmp_path / "run", 2, *settings(), *SEPARATE, "rollout.ahead=1", timeout_s=500)
+    check("disaggregated, 2 ranks on one card, one round ahead", result)
+    assert [row["rollout/lag_max"] for row in result.metrics] == [0, *[1] * (NUM_STEPS - 1)]
+    assert [row["rollout/lag_mean"] for row in result.metrics] == [0, *[1] * (NUM_STEPS - 1)]
+    gaps = [row["policy/probe_gap"] for row in result.metrics]
+    waits = {name: statistics.median(row[name] for row in result.metrics) for name in WAITS.values()}
+    line = {"probe_gap_mean": statistics.mean(gaps), "probe_gap_max": max(gaps)}
+    line["staleness_kl_mean"] = statistics.mean(row["policy/staleness_kl"] for row in result.metrics[1:])
+    print(json.dumps(line | waits), flush=True)
+
+
+@pytest.mark.parametrize("limit", [64, 100])
+def test_rounds_of_a_few_tokens(limit: int, tmp_path: Path) -> None:
+    """A response that continues in another round is computed again. Engine and learner then agree as before."""
+    options = ["rollout.gpu_memory_fraction=0.4", f"rollout.max_tokens_per_round={limit}", "train.num_steps=6"]
+    result = train(tmp_path / "run", 1, *settings(), *options, timeout_s=500)
+    rows = result.metrics
+    names = ("policy/mismatch_kl", "policy/staleness_kl", "rollout/lag_mean", "rollout/lag_max", "rollout/carried")
+    print("\n" + json.dumps({name: [row.get(name) for row in rows] for name in names}), flush=True)
+    assert any(row["rollout/carried"] for row in rows) and any(row["rollout/lag_max"] for row in rows)
+    assert max(row.get("policy/mismatch_kl", 0.0) for row in rows) < MAX_MISMATCH_KL
 
 
 def test_a_checkpoint_holds_the_policy_and_another_placement_goes_on_from_it(
@@ -73,8 +101,7 @@ def test_a_checkpoint_holds_the_policy_and_another_placement_goes_on_from_it(
     train(folder, 1, *options, "train.num_steps=2", timeout_s=250)
     merge_checkpoint([str(folder), "--verify-logits"])
     difference = float(capsys.readouterr().out.partition("relative difference ")[2])
-    placement = ["placement.num_gpus_per_node=2", "placement.rollout=0", "placement.actor=1", "debug.share_gpu=true"]
-    result = train(folder, 2, *options, "train.num_steps=4", *placement, timeout_s=250)
+    result = train(folder, 2, *options, "train.num_steps=4", *SEPARATE, timeout_s=250)
     assert "resumes after step 2" in result.output
     assert [row["step"] for row in result.metrics] == [1, 2, 3, 4]
     mismatch = max(row["policy/mismatch_kl"] for row in result.metrics)

@@ -28,7 +28,7 @@ class Scorer:
 def make_actor(config: Config, learner: Any = None, scorer: Any = None) -> Actor:
     parts = dict.fromkeys(("sampler", "sync", "checkpoints", "evaluation"))
     world: Any = None
-    reporter = Reporter(world, config, Path(), tokenizer=world, writer=None)
+    reporter = Reporter(world, config, Path(), tokenizer=world, rollouts=world, writer=None)
     return Actor(config, learner, None, scorer, reporter=reporter, **parts)  # type: ignore[arg-type]
 
 

@@ -471,7 +471,8 @@ def test_the_ranks_of_a_recipe(answers: dict[str, Answer]) -> None:
             "kept KV caches on shared ranks",
             [
                 "rollout.keep_kv: got true, but ranks 1-2 have roles besides rollout",
-                "Set rollout.keep_kv=false, or separate the roles, for example {'rollout': '75%', 'actor': 'rest'}",
+                "Set rollout.keep_kv=false, or separate the roles",
+                "for example placement.rollout=75% placement.actor=rest",
             ],
         ),
         ("stale and not corrected", ["algo.old_logprobs: got always, but with rollout.max_tokens_per_round=2"]),

@@ -1,6 +1,7 @@
 """The table of a profile, by stage."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,8 @@ def test_a_window_of_steps(settings: list[str], steps: list[int], tmp_path: Path
     config = load_config(None, [texts[name] for name in settings])
     tokenizer = AutoTokenizer.from_pretrained(ROOT / config.model.path)
     with connected_worlds(1) as (world,):
-        reporter = Reporter(world, config, tmp_path, tokenizer, writer=None)
+        rollouts: Any = None
+        reporter = Reporter(world, config, tmp_path, tokenizer, rollouts, writer=None)
         for step in range(6):
             world.progress.begin_step(step)
             with reporter.profile():

@@ -141,7 +141,7 @@ def test_each_group_is_trained_on_once_in_the_order_of_the_queue(most: int) -> N
         trained = [group for batch in simulation.batches for group in batch]
         state = simulation.schedule.state
         assert max(Counter(trained).values()) == 1
-        assert sorted([*trained, *state.queue, *state.carried]) == list(range(state.num_started))
+        assert sorted([*trained, *state.finished, *state.carried]) == list(range(state.num_started))
         ends = {}
         for now in simulation.rounds:
             ends |= dict.fromkeys((*now.carried, *now.started), now.number)  # the last round wins
@@ -217,7 +217,7 @@ def test_a_run_may_resume_with_another_plan(before: int, rounds: int) -> None:
             second.update()
         trained = [group for batch in first.batches + second.batches for group in batch]
         assert max(Counter(trained).values()) == 1
-        assert sorted([*trained, *state.queue, *state.carried]) == list(range(state.num_started))
+        assert sorted([*trained, *state.finished, *state.carried]) == list(range(state.num_started))
         assert max(second.lags) <= state.max_lag, seed
 
 
