@@ -1,19 +1,27 @@
-"""Compare sampling with and without a token limit of rounds, on engines of modelled time. Prints one JSON line.
+"""Compare ways to sample and train, on engines of modelled time. Prints one JSON line.
 
     python benchmarks/rounds.py [--ranks 8] [--actors 0] [--max-rounds 4] [--mean 64] [--max-num-seqs 256]
         [--steps 16] [--step-ms 20]
 
 It starts its own torchrun, unless torchrun has started it. World, mailbox, dispatcher, rollout service, schedule,
 sampler and balancing are real. Engines and learner only sleep, so that the ranks can share few cores. Lengths are
-lognormal (sigma 1) and cut at --mean x 4. Both ways run in one world, with the same prompts and lengths. The limit is
-that maximum over --max-rounds. With --actors N, the first N ranks only train, and the others only sample.
+lognormal (sigma 1) and cut at --mean x 4. All ways run in one world, one after the other, with the same prompts and
+lengths. Each has an entry in `ways`:
+    synchronous           sampling and training take turns, and a round samples whole responses
+    limit                 rounds have a token limit: that maximum over --max-rounds
+With --actors N, the first N ranks only train, and the others only sample. Then there are also:
+    ahead                 engines sample the next round while the actors train (rollout.ahead)
+    ahead and limit       both
 
-    speedup               tokens that were trained on per second, with the limit over without
+The figures of a way:
+    speedup               tokens that were trained on per second, compared with `synchronous`
     idle                  by role: share of the time in which a rank neither samples, trains nor syncs
     overhead              share of the time that is not on the critical path of the modelled times: what messages,
-                          schedule, dispatch and packing cost, and what ranks lose because they share cores
+                          schedule, dispatch and packing cost, and what ranks lose because they share cores. With
+                          `ahead`, the critical path of a step is the longer one of sampling and training; if it has
+                          several rounds, they may take longer than that even without overhead
     schedule              share of the time in which the leader schedules and dispatches: CPU time of its main thread
-                          in `Sampler.sample` outside `gather` and `settle`, and of all of its other threads
+                          in the sampler, outside `gather` and `settle`, and of all of its other threads
     cpu                   share of the time in which the busiest rank computes anything at all
     decoded               mean number of sequences in a decode step
     lag_mean, lag_max     of the tokens that were trained on; `lag_bound` is the limit of the schedule
@@ -21,9 +29,10 @@ that maximum over --max-rounds. With --actors N, the first N ranks only train, a
 The modelled times have the ratios of a real step (RESULTS.md, "A whole step", aafd79c: 512 responses of 512 tokens to
 prompts of 63 tokens; rollout 6.17 s, update 5.16 s, handover and sync 0.14 s):
     a decode step         takes --step-ms, however many sequences run (at most --max-num-seqs)
-    an update             of responses of mean length takes 5.16 / 6.17 of the time that decoding them takes
+    an update             takes 5.16 / 6.17 of the time of a response of mean length; with --actors, it takes that time
     handover and sync     take 0.14 / 6.17 of that time, in each update
-    prefill               of a token takes a third of its update. All tokens of a continued response are prefilled
+    prefill               of a token takes a third of its update without --actors. All tokens of a continued response
+                          are prefilled
 """
 
 import argparse
@@ -35,8 +44,9 @@ import random
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +97,18 @@ class Costs:
         decoding = mean * step_s
         update_token = 5.16 / 6.17 * decoding / (NUM_PROMPTS_PER_RANK * NUM_SAMPLES * (mean + prompt))
         return Costs(step_s, update_token, update_token / 3, 0.14 / 6.17 * decoding)
+
+    def with_updates_of(self, seconds: float, num_tokens: float) -> "Costs":
+        """Return the costs if an update with this number of tokens per actor takes so long."""
+        return replace(self, update_token=seconds / num_tokens)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a run samples and trains."""
+
+    limit: int = 0  # tokens per round; 0: none
+    ahead: int = 0
 
 
 class Clock:
@@ -255,12 +277,13 @@ class VersionService(Service):
 
     kinds = (NewVersion,)
 
-    def __init__(self, engine: Engine, marks: Marks):
+    def __init__(self, engine: Engine, marks: Marks, count_sync: Callable[[], None]):
         self.num_versions = 0
-        self._engine, self._marks = engine, marks
+        self._engine, self._marks, self._count_sync = engine, marks, count_sync
 
     def handle(self, letter: Letter[NewVersion]) -> None:
         self._engine.confirm(letter.message.version)
+        self._count_sync()
         self._marks.add()
         self.num_versions += 1
 
@@ -272,6 +295,10 @@ class Benchmark:
         self._world, self._args = world, args
         self._mean, self._prompt, self._longest = args.mean, max(1, args.mean // 8), MAX_OVER_MEAN * args.mean
         self._costs = Costs.like_a_real_step(args.step_ms / 1000, self._mean, self._prompt)
+        if args.actors:
+            num_responses = NUM_PROMPTS_PER_RANK * NUM_SAMPLES * world.size / args.actors
+            num_tokens = num_responses * (self._mean + self._prompt)
+            self._costs = self._costs.with_updates_of(self._mean * args.step_ms / 1000, num_tokens)
         roles = {"actor": f"{args.actors} ranks", "rollout": "rest"} if args.actors else {"actor,rollout": "all"}
         self._placement = plan(roles, 1, world.size)
         world.progress.set_roles(",".join(self._placement.roles[world.rank]))
@@ -297,11 +324,11 @@ class Benchmark:
         max_num_groups, leader = self._args.max_num_seqs // NUM_SAMPLES, self._placement.leader
         return RolloutService(world, host, InstantRewards(world), NoTokenizer(), max_num_groups, 0, leader)
 
-    def run(self, limit: int) -> dict[str, Any]:
-        """Run all steps with this token limit of a round (0: none), and return the figures."""
-        longest, num_prompts = self._longest, NUM_PROMPTS_PER_RANK * self._world.size
-        plan = SchedulePlan(num_prompts, max_rounds=-(-longest // limit) if limit else 1)
-        num_warm_up = 2 * plan.max_rounds
+    def run(self, way: Way) -> dict[str, Any]:
+        """Run all steps, and return the figures."""
+        longest, num_prompts, limit = self._longest, NUM_PROMPTS_PER_RANK * self._world.size, way.limit
+        plan = SchedulePlan(num_prompts, max_rounds=-(-longest // limit) if limit else 1, ahead=way.ahead)
+        num_warm_up = 2 * (plan.max_rounds + plan.ahead)
         num_steps = num_warm_up + self._args.steps
         largest_lags = [0] * num_steps
         if self._rollouts is None:
@@ -319,22 +346,34 @@ class Benchmark:
         lag_max = torch.tensor(max(largest_lags[num_warm_up:]))
         dist.all_reduce(lag_max, dist.ReduceOp.MAX, group=self._all)
         lags = {"lag_mean": share(columns["lags"], columns["trained tokens"]), "lag_max": int(lag_max)}
-        return self._figures(columns) | lags | {"lag_bound": plan.max_lag}
+        return self._figures(columns, way) | lags | {"lag_bound": plan.max_lag}
 
     def _serve(self, num_steps: int) -> None:
         """Sample on a rank that only samples."""
         assert self._service is not None
-        versions = VersionService(self._service.engine, self._marks)
+        versions = VersionService(self._service.engine, self._marks, self._count_sync)
         serve(self._world, [self._service, versions], until=lambda: versions.num_versions == num_steps + 1)
 
-    def _step(self, sampler: Sampler) -> int:
-        """Sample and train. Return the largest lag of this rank's tokens."""
+    def _count_sync(self) -> None:
+        """Count a sync on a rank that only samples, which has waited for it."""
+        self._clock.spent["sync"] += self._costs.sync
+
+    @contextmanager
+    def _scheduling(self) -> Iterator[None]:
+        """Count the CPU time of the schedule."""
         assert self._rollouts is not None
         started, elsewhere_s = time.thread_time(), self._rollouts.elsewhere_s
-        batch = sampler.sample(self._version, Measures()).batch
+        yield
         self._clock.spent["schedule"] += time.thread_time() - started - (self._rollouts.elsewhere_s - elsewhere_s)
+
+    def _step(self, sampler: Sampler) -> int:
+        """Sample and train, in the order of train.py. Return the largest lag of this rank's tokens."""
+        with self._scheduling():
+            batch = sampler.sample(self._version, Measures()).batch
         self._clock.spend("update", batch.num_tokens * self._costs.update_token)
         self._clock.spent["trained tokens"] += int(batch.loss_mask.sum())
+        with self._scheduling():
+            sampler.end_round()
         dist.barrier(group=self._pg)
         self._clock.spend("sync", self._costs.sync)
         if batch.lags is None or not batch.num_tokens:
@@ -353,20 +392,21 @@ class Benchmark:
                 self._world.mail.send(rank, NewVersion(self._version))
         self._marks.add()
 
-    def _figures(self, columns: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def _figures(self, columns: dict[str, torch.Tensor], way: Way) -> dict[str, Any]:
         """Return the figures of the measured steps. Each column is [rank, step]."""
         wall, leader = columns["wall"], self._placement.leader
         seconds = float(wall[leader].sum())
         other_threads = columns["cpu"] - columns["main thread"]
         busy = columns["engine"] + columns["update"] + columns["sync"]
-        critical = sum(columns[name].amax(0).sum() for name in ("engine", "update", "sync"))
+        sampling, training, syncing = (columns[name].amax(0) for name in ("engine", "update", "sync"))
+        critical = (torch.maximum(sampling, training) if way.ahead else sampling + training) + syncing
         roles = [",".join(roles) for roles in self._placement.roles]
         members = {role: [rank for rank, own in enumerate(roles) if own == role] for role in roles}
         return {
             "steps_per_s": round(wall.shape[1] / seconds, 4),
             "tokens_per_s": round(float(columns["trained tokens"].sum()) / seconds, 1),
             "idle": {role: round(1 - share(busy[ranks], wall[ranks]), 4) for role, ranks in members.items()},
-            "overhead": round(1 - float(critical) / seconds, 4),
+            "overhead": round(1 - float(critical.sum()) / seconds, 4),
             "schedule": share((columns["schedule"] + other_threads)[leader], wall[leader]),
             "cpu": round(float((columns["cpu"].sum(1) / wall.sum(1)).max()), 4),
             "decoded": share(columns["decoded tokens"], columns["decode steps"]),
@@ -393,12 +433,16 @@ def main() -> None:
     with join() as world:
         benchmark = Benchmark(world, args)
         limit = -(-MAX_OVER_MEAN * args.mean // args.max_rounds)
-        without, limited = benchmark.run(0), benchmark.run(limit)
+        ways = {"synchronous": Way(), "limit": Way(limit)}
+        if args.actors:
+            ways |= {"ahead": Way(ahead=1), "ahead and limit": Way(limit, ahead=1)}
+        found = {name: benchmark.run(way) for name, way in ways.items()}
         if world.rank == 0:
             row = {"benchmark": "rounds", "ranks": world.size, "actors": args.actors or world.size}
             row |= {"mean": args.mean, "max_new_tokens": MAX_OVER_MEAN * args.mean, "max_tokens_per_round": limit}
-            row |= {"speedup": round(limited["tokens_per_s"] / without["tokens_per_s"], 3)}
-            print(json.dumps(row | {"without": without, "with": limited}), flush=True)
+            base = found["synchronous"]["tokens_per_s"]
+            speedups = {name: {"speedup": round(way["tokens_per_s"] / base, 3)} for name, way in found.items()}
+            print(json.dumps(row | {"ways": {name: speedups[name] | found[name] for name in found}}), flush=True)
 
 
 if __name__ == "__main__":
