@@ -5,6 +5,7 @@ The forward passes are stand-ins. tests/e2e/test_overlap.py compares whole runs.
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import NewTasks, Pull, Sampling
 from rl.rollout.orders import BatchComplete, Collected, Execute, OrderGate
 from rl.rollout.overlap import OverlapGate, OverlapService, PartsReady, TrainPart
-from rl.world.messages import Mailbox
+from rl.world.messages import Mailbox, Message
 from rl.world.orders import Order
 from tests.launcher import until
 from tests.mails import Mark, connected, connected_worlds, take
@@ -108,13 +109,22 @@ def test_a_batch_begins_with_its_first_part(mails: list[Mailbox]) -> None:
         assert told(mails) == []
 
 
-def test_all_actors_receive_parts_and_orders_in_the_same_order(mails: list[Mailbox]) -> None:
+def test_all_actors_receive_parts_and_orders_in_the_same_order(
+    mails: list[Mailbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parts are announced by the leader's main thread too, and orders by its I/O thread. Both are collectives."""
+    send, source = mails[0].send, random.Random(0)
+
+    def send_slowly(rank: int, message: Message, payload: bytes = b"") -> None:
+        time.sleep(source.random() / 1000)
+        send(rank, message, payload)
+
+    monkeypatch.setattr(mails[0], "send", send_slowly)
     orders = make_gate(mails)
-    num_parts = 300
+    num_parts = 100
 
     def give_orders() -> None:
-        for _ in range(200):
+        for _ in range(100):
             mails[2].send(0, Order("save"))
 
     def report_all(rank: int) -> None:
