@@ -10,6 +10,8 @@ lengths. Each has an entry in `ways`:
     synchronous           sampling and training take turns, and a round samples whole responses
     limit                 rounds have a token limit: that maximum over --max-rounds
 With --actors N, the first N ranks only train, and the others only sample. Then there are also:
+    overlap               actors train on the first groups of a batch while the others are sampled (actor.overlap), in
+                          parts of about 4 groups, as with the 20,480 tokens of a real micro-batch
     ahead                 engines sample the next round while the actors train (rollout.ahead)
     ahead and limit       both
 
@@ -18,8 +20,8 @@ The figures of a way:
     idle                  by role: share of the time in which a rank neither samples, trains nor syncs
     overhead              share of the time that is not on the critical path of the modelled times: what messages,
                           schedule, dispatch and packing cost, and what ranks lose because they share cores. With
-                          `ahead`, the critical path of a step is the longer one of sampling and training; if it has
-                          several rounds, they may take longer than that even without overhead
+                          `overlap` and `ahead`, the critical path of a step is the longer one of sampling and
+                          training, which cannot always be reached: some training must follow the last response
     schedule              share of the time in which the leader schedules and dispatches: CPU time of its main thread
                           in the sampler, outside `gather` and `settle`, and of all of its other threads
     cpu                   share of the time in which the busiest rank computes anything at all
@@ -56,9 +58,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.program import run_torchrun
-from rl.config.schema import AlgoConfig
+from rl.config.schema import ActorConfig, AlgoConfig, Config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, PromptStream
+from rl.learner.overlap import OverlappedUpdate
+from rl.learner.policy import PolicyTrainer
+from rl.learner.scoring import Scorer
 from rl.model.shards import TensorInfo
 from rl.placement.groups import make_groups
 from rl.placement.roles import plan
@@ -67,6 +72,7 @@ from rl.rewards.pool import RewardPool
 from rl.rollout.collect import Balancer, Gathered, Groups, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.engine import Completion, Engine, Request
+from rl.rollout.overlap import OverlapService
 from rl.rollout.recovery import EngineHost
 from rl.rollout.sampler import Sampler
 from rl.rollout.schedule import Schedule, SchedulePlan
@@ -79,6 +85,7 @@ from rl.world.world import World, join
 
 NUM_PROMPTS_PER_RANK, NUM_SAMPLES, HIDDEN_SIZE = 8, 8, 2048
 MAX_OVER_MEAN = 4
+GROUPS_PER_PART = 4  # of mean length
 MEDIAN_OVER_MEAN = 0.659  # so that lognormal lengths with sigma 1 have this mean after they are cut
 TIMEOUT_S = 60
 
@@ -109,6 +116,7 @@ class Way:
 
     limit: int = 0  # tokens per round; 0: none
     ahead: int = 0
+    overlaps: bool = False
 
 
 class Clock:
@@ -199,9 +207,12 @@ class InstantRewards(RewardPool):
 
 
 class TimedRollouts(Rollouts):
-    """Measure the CPU time that an actor samples and balances, rather than schedules."""
+    """Measure the CPU time that an actor samples and balances, rather than schedules. Only some ways overlap."""
 
     elsewhere_s = 0.0
+
+    def use(self, overlap: OverlapService | None) -> None:
+        self._overlap = overlap
 
     def gather(self, batch: int) -> Gathered:
         started = time.thread_time()
@@ -214,6 +225,35 @@ class TimedRollouts(Rollouts):
         batch = super().settle(groups, owners)
         self.elsewhere_s += time.thread_time() - started
         return batch
+
+
+class NoScores(Scorer):
+    """Leave batches as they are: a single update needs no separate pass."""
+
+    def score(self, batch: Batch, version: int) -> Batch:
+        return batch
+
+
+class SleepingLearner(PolicyTrainer):
+    """A learner without a model, whose passes take modelled time. Like real ones, they are collectives."""
+
+    kl_coef = 0.0
+
+    def __init__(self, clock: Clock, costs: Costs, pg: dist.ProcessGroup):
+        self._clock, self._costs, self._pg = clock, costs, pg
+
+    def begin_update(self) -> None:
+        pass
+
+    def accumulate(self, part: Batch, measures: Measures, is_last: bool) -> None:
+        dist.barrier(group=self._pg)
+        self.train(part)
+
+    def end_update(self, batch: Batch, measures: Measures) -> None:
+        pass
+
+    def train(self, part: Batch) -> None:
+        self._clock.spend("update", part.num_tokens * self._costs.update_token)
 
 
 class NoTokenizer:
@@ -310,10 +350,21 @@ class Benchmark:
         self._version = 0
         self._service = self._build_service()
         self._rollouts: TimedRollouts | None = None
+        self._learner = SleepingLearner(self._clock, self._costs, self._pg)
+        self._overlap: OverlapService | None = None
         if world.rank in self._placement.actors:
             balancer = Balancer(world.mail, self._pg, self._placement.actors, HIDDEN_SIZE)
-            self._rollouts = TimedRollouts(world, self._placement, 1, self._service, lambda action: None, balancer)
+            self._overlap = self._build_overlap() if args.actors else None
+            self._rollouts = TimedRollouts(
+                world, self._placement, 1, self._service, lambda action: None, balancer, overlap=self._overlap
+            )
         enable_garbage_collection()
+
+    def _build_overlap(self) -> OverlapService:
+        num_tokens = GROUPS_PER_PART * NUM_SAMPLES * (self._mean + self._prompt)
+        config = Config(actor=ActorConfig(max_tokens_per_micro_batch=num_tokens))
+        update = OverlappedUpdate(self._learner, NoScores(), config, self._pg)
+        return OverlapService(self._world.mail, self._placement.leader, update)
 
     def _build_service(self) -> RolloutService | None:
         world, index = self._world, self._placement.engine_of(self._world.rank)
@@ -338,9 +389,11 @@ class Benchmark:
             stream = PromptStream(prompts, seed=0) if self._world.rank == self._placement.leader else None
             sampling = Sampling(NUM_SAMPLES, 1.0, longest, max_tokens_per_round=limit)
             sampler = Sampler(self._rollouts, stream, self._pg, Schedule(plan), sampling, AlgoConfig(), ["none"])
+            overlap = self._overlap if way.overlaps else None
+            self._rollouts.use(overlap)
             self._publish()
             for step in range(num_steps):
-                largest_lags[step] = self._step(sampler)
+                largest_lags[step] = self._step(sampler, overlap.update if overlap is not None else None)
                 self._publish()
         columns = {name: column[:, num_warm_up:] for name, column in self._marks.gather(self._all).items()}
         lag_max = torch.tensor(max(largest_lags[num_warm_up:]))
@@ -366,11 +419,14 @@ class Benchmark:
         yield
         self._clock.spent["schedule"] += time.thread_time() - started - (self._rollouts.elsewhere_s - elsewhere_s)
 
-    def _step(self, sampler: Sampler) -> int:
+    def _step(self, sampler: Sampler, overlap: OverlappedUpdate | None) -> int:
         """Sample and train, in the order of train.py. Return the largest lag of this rank's tokens."""
         with self._scheduling():
             batch = sampler.sample(self._version, Measures()).batch
-        self._clock.spend("update", batch.num_tokens * self._costs.update_token)
+        if overlap is None:
+            self._learner.train(batch)
+        else:
+            overlap.end(overlap.score_rest(batch), Measures())
         self._clock.spent["trained tokens"] += int(batch.loss_mask.sum())
         with self._scheduling():
             sampler.end_round()
@@ -399,7 +455,8 @@ class Benchmark:
         other_threads = columns["cpu"] - columns["main thread"]
         busy = columns["engine"] + columns["update"] + columns["sync"]
         sampling, training, syncing = (columns[name].amax(0) for name in ("engine", "update", "sync"))
-        critical = (torch.maximum(sampling, training) if way.ahead else sampling + training) + syncing
+        is_parallel = way.ahead > 0 or way.overlaps
+        critical = (torch.maximum(sampling, training) if is_parallel else sampling + training) + syncing
         roles = [",".join(roles) for roles in self._placement.roles]
         members = {role: [rank for rank, own in enumerate(roles) if own == role] for role in roles}
         return {
@@ -435,7 +492,7 @@ def main() -> None:
         limit = -(-MAX_OVER_MEAN * args.mean // args.max_rounds)
         ways = {"synchronous": Way(), "limit": Way(limit)}
         if args.actors:
-            ways |= {"ahead": Way(ahead=1), "ahead and limit": Way(limit, ahead=1)}
+            ways |= {"overlap": Way(overlaps=True), "ahead": Way(ahead=1), "ahead and limit": Way(limit, ahead=1)}
         found = {name: benchmark.run(way) for name, way in ways.items()}
         if world.rank == 0:
             row = {"benchmark": "rounds", "ranks": world.size, "actors": args.actors or world.size}

@@ -105,6 +105,10 @@ SMOKE = {  # by program; what follows a comma names another run of it
         "verify_percent verify_full_percent",
     ),
 }
+WAYS = {  # the ways to sample and train that a run of benchmarks/rounds.py compares
+    "rounds": ["limit", "synchronous"],
+    "rounds, ranks that only train": ["ahead", "ahead and limit", "limit", "overlap", "synchronous"],
+}
 # Benchmarks that need more than this environment has: these packages, and a GPU.
 NEEDS = {
     "decode_attention": "",
@@ -175,6 +179,10 @@ def test_it_runs(name: str) -> None:
         values = list(numbers(row[key]))
         assert values and all(value > 0 for value in values), (key, row[key])
     assert set(smoke.present.split()) <= row.keys()
+    for way in row.get("ways", {}).values():
+        assert way["speedup"] > 0 and way["tokens_per_s"] > 0 and 0 <= way["lag_mean"] <= way["lag_max"]
+        assert way["lag_max"] <= way["lag_bound"] and way["idle"].keys() == row["ways"]["synchronous"]["idle"].keys()
+    assert sorted(row.get("ways", {})) == WAYS.get(name, [])
     assert row.get("leaked", 0) == 0
     assert row.get("mismatch_kl", 0.0) < 1e-6
 
