@@ -57,7 +57,7 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 values |= measures.reduce(actor.sampler.pg)
                 values |= actor.adapt(values, len(groups))
             with world.stage("rollout"):
-                actor.sampler.end_round()  # with rollout.ahead, engines have sampled since the update began
+                actor.sampler.end_round()  # with rollout.ahead, engines have sampled a round during the update
             with world.stage("sync"):
                 version = actor.publish(step + 1)
                 values |= actor.sync.metrics

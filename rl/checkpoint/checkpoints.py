@@ -13,7 +13,7 @@ from rl.data.rollout_state import RolloutState
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 
-Order = Literal["save", "stop"]
+SaveAction = Literal["save", "stop"]  # the actions of rl/world/orders.py that save
 
 
 class Best(NamedTuple):
@@ -45,7 +45,7 @@ class Checkpoints:
         self._origin = resume.origin if resume is not None else ""
         self._is_updating = False  # the policy may have changed since the last `end_update`
         self._is_ending = False  # the update of a step has ended, but not its evaluation
-        self._postponed: set[Order] = set()
+        self._postponed: set[SaveAction] = set()  # until `end_update` or `end_step`
         if resume is not None and resume.is_own:
             self._saved_step = resume.manifest.step
             self._unprobed_step = 0 if resume.has_probe else resume.manifest.step
@@ -88,16 +88,18 @@ class Checkpoints:
         """Wait until the copy to the host is done, so that the policy may change."""
         self._saver.wait_copied()
 
-    def execute(self, order: Order) -> None:
-        """Save, or save and stop, after a signal. All actors receive the order while they wait for rollouts. If that is
-        the round that engines sample during the update, the order waits for its end, because the round belongs to the
-        state after the update. During an evaluation, a save waits for its end, because the result decides which step is
-        best."""
-        if self._is_updating or (order == "save" and self._is_ending):
-            self._postponed.add(order)
+    def execute(self, action: SaveAction) -> None:
+        """Save, or save and stop, after a signal. All actors call this while they wait for rollouts.
+
+        If they wait for the round that engines sample during the update (rollout.ahead), the action is postponed to
+        `end_update`, because the round belongs to the state after the update. During an evaluation, a save is postponed
+        to `end_step`, because the result decides which step is best.
+        """
+        if self._is_updating or (action == "save" and self._is_ending):
+            self._postponed.add(action)
             return
         self._save()
-        if order == "stop":
+        if action == "stop":
             # The probe is a collective that needs the weights. If ranks offload them, the resumed run computes it.
             self.close(with_probe=not self._learner.offloads)
             self._saver.stop(f"step {self._saved_step} is saved" if self._saved_step else "no step had ended yet")

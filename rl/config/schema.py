@@ -140,21 +140,21 @@ class RolloutConfig:
     max_new_tokens: int = key(64, "Maximum length of a response.", POSITIVE)
     max_tokens_per_round: int = key(
         0,
-        "Maximum number of tokens that a response gets in one round; 0: no limit. A longer one continues in the next "
-        "round, so that no batch waits for its longest response. See docs/rounds.md.",
+        "Maximum number of tokens that a response gets in one round; 0: no limit. A longer response continues in the "
+        "next round, under newer weights. So no batch waits for its longest response. See docs/rounds.md.",
         NOT_NEGATIVE,
     )
     ahead: int = key(
         0,
-        "1: engines sample the next round while actors train on the last one, so both always work. Tokens are then one "
-        "update older. Only if all engines are on ranks whose single role is rollout. 0: sampling and training take "
-        "turns. See docs/rounds.md.",
+        "0: sampling and training take turns. 1: engines sample the next round while actors train on the last one. "
+        "Tokens are then one update older. Only if all engines are on ranks whose single role is rollout. See "
+        "docs/rounds.md.",
         ZERO_OR_ONE,
     )
     keep_kv: bool = key(
         False,
-        "With max_tokens_per_round: continue responses with the KV cache of older weights. Faster, but not exact. "
-        "Only for ranks whose single role is rollout.",
+        "With max_tokens_per_round: continue responses with the KV cache of older weights. Saves prefill, but recorded "
+        "logprobs then belong to no single version. Only if all engines are on ranks whose single role is rollout.",
     )
     tensor_parallel_size: int = key(1, "Number of consecutive ranks of one node that share an engine.", POSITIVE)
     max_num_seqs: int = key(256, "Maximum number of sequences that one engine decodes at once.", POSITIVE)
@@ -336,8 +336,9 @@ class ActorConfig:
     )
     overlap: bool = key(
         False,
-        "Train on the first groups of a batch while the engines still sample the others. The result is the same. Only "
-        "if no actor hosts an engine, and without max_tokens_per_round and dynamic_sampling. See docs/rounds.md.",
+        "Train on the first groups of a batch while the engines still sample the others. The result is the same, but "
+        "for rounding. Only if no actor hosts an engine, and without max_tokens_per_round, ahead and dynamic_sampling. "
+        "See docs/rounds.md.",
     )
     num_replicas: int = key(1, "Copies of the policy (HSDP), each sharded over its share of the actors.", POSITIVE)
 
@@ -433,9 +434,9 @@ class DebugConfig:
     share_gpu: bool = key(False, "Put all ranks of a node on GPU 0, to try a placement on one card.")
     mean_response_tokens: int = key(
         0,
-        "For benchmarks: ignore stop tokens, and draw the length of each response, which depends only on run.seed, "
-        "epoch, prompt and sample. Lengths are lognormal with sigma 1 and this mean, and then cut at max_new_tokens. "
-        "If the mean is max_new_tokens or more, every response has that many tokens. 0: off.",
+        "For benchmarks: ignore stop tokens, and draw the length of each response from a lognormal distribution with "
+        "sigma 1 and this mean. Lengths are cut at max_new_tokens, and depend only on run.seed, epoch, prompt and "
+        "sample. If the mean is max_new_tokens or more, every response has max_new_tokens tokens. 0: off.",
         NOT_NEGATIVE,
     )
     profile_step: int = key(0, "First step to profile, on all actors, into the run's profile/; 0: none.", NOT_NEGATIVE)

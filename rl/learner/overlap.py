@@ -66,7 +66,7 @@ class OverlappedUpdate:
         self._positions: list[int] | None = None  # of this actor's groups, in stream order
         self._groups: dict[int, PendingScores] = {}  # that have arrived, by position
         self._scored: list[Batch] = []  # the first parts; all of them, once `score_rest` was called
-        self._num_early = 0  # parts that were trained on before the batch was whole
+        self.num_trained = 0  # parts that were trained on before the batch was whole
 
     def expect(self, positions: Sequence[int]) -> None:
         """Learn the positions of this actor's groups."""
@@ -82,14 +82,10 @@ class OverlappedUpdate:
         num_parts = len(self._parts())
         return Readiness(num_parts if is_done else max(0, num_parts - 1), is_done)
 
-    @property
-    def num_trained(self) -> int:
-        return self._num_early
-
     def train_next(self) -> None:
         """Train on the next part, which is empty if this actor has no more groups. This is a collective, and another
         part must follow it."""
-        if not self._num_early:
+        if not self.num_trained:
             self._learner.begin_update()
         self._score_next()
         config = self._config
@@ -97,7 +93,7 @@ class OverlappedUpdate:
         # The metrics of credit assignment are those of the whole batch, which gets its advantages later.
         part = assign_credit(self._scored[-1], algo, longest, kl_coef, self._pg, Measures(), self._own)
         self._learner.accumulate(part, self._measures, is_last=False)
-        self._num_early += 1
+        self.num_trained += 1
 
     def wait_scored(self) -> None:
         """Wait until no inference rank computes for any actor. This is a collective."""
@@ -105,7 +101,8 @@ class OverlappedUpdate:
         dist.all_reduce(torch.zeros(1), group=self._pg)
 
     def score_rest(self, batch: Batch) -> Batch:
-        """Return this actor's whole batch with scores. This is a collective, once every actor has its groups."""
+        """Score the parts that `train_next` has not scored, and return this actor's whole batch with scores. `batch` is
+        the same without scores. This is a collective."""
         count = torch.tensor([len(self._parts())])
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self._pg)
         while len(self._scored) < count:
@@ -117,16 +114,16 @@ class OverlappedUpdate:
     def end(self, batch: Batch, measures: Measures) -> None:
         """Train on the parts that are left, and make the optimizer step. This is a collective. `batch` is what
         `score_rest` has returned, with advantages."""
-        if not self._num_early:
+        if not self.num_trained:
             self._learner.begin_update()
         measures.include(self._measures)
         ends = [0, *accumulate(part.num_sequences for part in self._scored)]
         for number, (start, end) in enumerate(pairwise(ends)):
-            if number >= self._num_early:
+            if number >= self.num_trained:
                 is_last = number + 1 == len(self._scored)
                 self._learner.accumulate(batch.select(range(start, end)), measures, is_last)
         self._learner.end_update(batch, measures)
-        num_early_tokens = sum(part.num_tokens for part in self._scored[: self._num_early])
+        num_early_tokens = sum(part.num_tokens for part in self._scored[: self.num_trained])
         measures.mean("perf/overlap", num_early_tokens, batch.num_tokens)
 
     def _parts(self) -> list[list[int]]:

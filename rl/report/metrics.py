@@ -46,7 +46,7 @@ class Measures:
         self._pairs.setdefault(name, []).append((total, count))
 
     def mean_if_any(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Do the same as `mean`, but leave the mean out if no rank counts anything."""
+        """Add to a mean that `reduce` leaves out if the count is 0 on all ranks."""
         self._optional.add(name)
         self.mean(name, total, count)
 
@@ -57,6 +57,7 @@ class Measures:
     def include(self, other: "Measures") -> None:
         """Add everything that `other` has."""
         self._sums |= other._sums
+        self._optional |= other._optional
         for name, pairs in other._pairs.items():
             self._pairs.setdefault(name, []).extend(pairs)
 
@@ -140,7 +141,7 @@ class MetricsWriter:
 
 
 def _describe_bound(values: Mapping[str, float]) -> str:
-    """Return what most of the step was spent waiting for, and the share of that."""
+    """Return the end of a step's line: what most of the step was spent waiting for, and its share of the step."""
     waits = {what: values[name] for what, name in WAITS.items() if name in values}
     if not waits:
         return ""

@@ -144,7 +144,7 @@ class Rollouts(Service):
             heads = [rank for rank in placement.actors if rank not in followers_of_any]
             self._gate = OrderGate(world.mail, len(placement.actors), heads)
             if overlap is not None:
-                OverlapGate(world.mail, len(placement.actors), self._gate)
+                OverlapGate(world.mail, len(placement.actors), self._gate)  # its handler keeps it alive
         self._awaited = ""
         self.engine_name = ""  # until the first group arrives
         self._times: list[BatchTime] = []
@@ -251,7 +251,7 @@ class Rollouts(Service):
 
     def settle(self, groups: Groups, owners: Sequence[int]) -> Batch:
         """Balance the groups of an update between actors. Return this rank's groups, by place. This is a collective.
-        With an overlap, groups stay where they are, since some were trained on already."""
+        With actor.overlap, groups stay where they are, because some were trained on already."""
         self._num_settled += 1
         if self._overlap is None:
             groups = self._balancer.balance(self._num_settled, groups, owners, self._mini_batches(len(owners)))

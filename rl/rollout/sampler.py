@@ -1,4 +1,6 @@
-"""Sample the batches that the schedule asks for, on every actor.
+"""Run the rounds of the schedule on every actor, and return the batches that it cuts from them.
+
+With rollout.ahead, `sample` returns while the next round is in flight. `end_round` waits for it after the update.
 
 With dynamic sampling, a group whose rewards are all equal is not trained on, because it has no advantages (DAPO,
 arXiv 2503.14476). The schedule then asks for further prompts until enough groups are informative.
@@ -27,8 +29,10 @@ CARRIED, FINISHED, INFORMATIVE = range(3)  # what a round has made of a group
 
 
 class Sampled(NamedTuple):
+    """What an update trains on."""
+
     batch: Batch  # this actor's share
-    groups: list[int]  # of the whole batch, as numbers of the schedule
+    groups: list[int]  # of all actors, as numbers of the schedule
 
 
 class InFlight(NamedTuple):
@@ -114,7 +118,7 @@ class Sampler:
 
     @property
     def _counted(self) -> list[str]:
-        """The metrics that rounds count."""
+        """The metrics that are counted in each round."""
         names = ["rollout/preemptions"]
         names += ["rollout/kept_kv_tokens"] if self._schedule.plan.carries else []
         is_dynamic = self._algo.dynamic_sampling

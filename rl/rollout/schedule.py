@@ -8,8 +8,9 @@ update trains on one batch.
 Without `ahead`, a round begins when no batch is left. With `ahead`, it begins when the batches that are left all come
 from the last round. So engines sample while the actors train on what the last round has finished.
 
-So the schedule depends on the sampled tokens alone, never on timing or on the number of ranks. Nothing here imports
-torch. A group is a number: its place in the prompt stream, counted from the start of the run.
+The schedule depends on the sampled tokens alone (with dynamic sampling, also on their rewards), never on timing or on
+the number of ranks. Nothing here imports torch. A group is a number: its place in the prompt stream, counted from the
+start of the run.
 """
 
 from collections.abc import Iterable
@@ -25,11 +26,11 @@ class SchedulePlan:
     """The settings that decide the schedule."""
 
     num_prompts: int  # groups per update
-    max_rounds: int = 1  # in which every response ends, because its token limit is reached
-    num_updates: int | None = None  # after which nothing must be left; None: the last rounds start prompts, too
+    max_rounds: int = 1  # the most rounds that a response can take
+    num_updates: int | None = None  # left in the run, which trains on all groups that it starts; None: some may be left
     is_dynamic: bool = False  # only informative groups enter the queue
-    max_sampling_rounds: int = 1  # if dynamic: after so many rounds without an update, train on what there is
-    limits: tuple[int, int] = (0, 0)  # maximum tokens of a response, and those of a round, if `max_rounds` is above 1
+    max_sampling_rounds: int = 1  # if dynamic: after so many rounds without a batch, one may be smaller
+    limits: tuple[int, int] = (0, 0)  # maximum tokens of a response, in all and per round; (0, 0): no round is limited
     ahead: int = 0  # 1: a round is sampled while the actors train on the groups of the one before
 
     @property
@@ -46,17 +47,17 @@ class SchedulePlan:
     def max_lag(self) -> int:
         """The largest possible lag of a token: the number of updates between its version and its training.
 
-        Let N groups start in each round, and let a group start in round r and take M rounds. Round r has the version
-        of all updates that the rounds before r - K allow. Of the groups that started before it, at most N(M + K - 1)
-        are neither finished nor trained on then. In the order of the queue, no group of round r + M - 1 or later
-        stands before it, if M is above 1. So at most N(2M + K - 2) - 1 groups are trained on between the two moments,
-        in at most 2M + K - 3 updates. With dynamic sampling, the queue may hold N - 1 groups more.
+        Let N groups start in each round, and let a group start in round r and take M rounds. Let K be `ahead`. Round r
+        has the version of all updates that the rounds before r - K allow. Of the groups that started before it, at most
+        N(M + K - 1) are neither finished nor trained on then. In the order of the queue, no group of round r + M - 1 or
+        later stands before it, if M is above 1. So at most N(2M + K - 2) - 1 groups are trained on between the two
+        moments, in at most 2M + K - 3 updates. With dynamic sampling, the queue may hold N - 1 groups more.
         """
         return max(0, 2 * self.max_rounds - 3) + self.ahead + (self.is_dynamic and self.keeps_surplus)
 
     @property
     def key(self) -> str:
-        """What the lag depends on. A resumed run may have another plan."""
+        """What the lag depends on, as text. A resumed run compares it with that of the saved state."""
         ahead = f" ahead {self.ahead}" if self.ahead else ""
         return f"{self.num_prompts} {self.max_rounds} {self.is_dynamic} {self.limits}{ahead}"
 
@@ -76,6 +77,7 @@ def plan_schedule(config: Config, start_step: int = 0) -> SchedulePlan:
 
 
 def describe_lag(plan: SchedulePlan, max_lag: int) -> str:
+    """Return a sentence for the console: the bound of the lag, and why there is one."""
     reasons = [f"a response takes up to {plan.max_rounds} rounds"] if plan.carries else []
     reasons += ["engines sample while actors train"] if plan.ahead else []
     reason = " and ".join(reasons) or "older weights have sampled some groups"
@@ -99,14 +101,15 @@ class ScheduleState:
     num_started: int = 0  # groups
     carried: list[int] = field(default_factory=list)  # in stream order
     batches: list[list[int]] = field(default_factory=list)  # of the next updates
-    num_new_batches: int = 0  # that the last round has brought
+    num_new_batches: int = 0  # that the last round has brought, including those that were taken
     queue: list[int] = field(default_factory=list)  # finished groups that are in no batch yet
     # Since the last batch was cut:
     num_idle_rounds: int = 0
     num_finished: int = 0  # groups
     num_informative: int = 0  # groups
     spare: list[int] = field(default_factory=list)  # groups that are not informative, used if no group is
-    dropped: list[int] = field(default_factory=list)  # finished groups without a batch, since the last was taken
+    # Finished groups that no batch will have. The actors hold them until the next batch is taken, for the metrics.
+    dropped: list[int] = field(default_factory=list)
     plan: str = ""  # the key of the plan; empty: there was none
     max_lag: int = 0  # the largest possible lag, also of what earlier plans have sampled
 
@@ -117,7 +120,7 @@ class ScheduleState:
 
 
 class Schedule:
-    """Alternate between rounds and updates. Without `ahead`, a round ends before the next batch is taken:
+    """Say what the next round samples, and what the next update trains on. Without `ahead`, both take turns:
 
     while (batch := schedule.take_batch()) is None:
         now = schedule.begin_round()
@@ -181,7 +184,7 @@ class Schedule:
     def _cut_batches(self) -> int:
         """Cut off batches from the front of the queue, and return their number."""
         plan, state, number = self.plan, self.state, 0
-        while len(state.queue) >= plan.num_prompts or self._makes_do:
+        while len(state.queue) >= plan.num_prompts or self._may_be_smaller:
             batch = (state.queue or state.spare)[: plan.num_prompts]
             state.batches.append(batch)
             rest = state.queue[len(batch) :]
@@ -195,12 +198,12 @@ class Schedule:
 
     @property
     def _is_exhausted(self) -> bool:
-        """Whether enough rounds have brought no batch, so that the next one is what there is."""
+        """Whether `max_sampling_rounds` rounds have brought no batch. Then no further prompts are started."""
         return self.plan.is_dynamic and self.state.num_idle_rounds >= self.plan.max_sampling_rounds
 
     @property
-    def _makes_do(self) -> bool:
-        """Whether the next batch is smaller. No group is carried then, which keeps the lag within its limit."""
+    def _may_be_smaller(self) -> bool:
+        """Whether a batch of fewer groups is cut. Carried groups are finished first, to keep the lag in its bound."""
         return self._is_exhausted and not self.state.carried
 
     def _num_to_start(self) -> int:

@@ -78,7 +78,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     def execute(action: Action) -> None:
         if action != "publish again":
             return checkpoints.execute(action)
-        if overlap is not None:  # inference ranks join a sync between two pieces of work
+        if overlap is not None:  # inference ranks join a sync only when they have scored all groups
             overlap.update.wait_scored()
         with run.world.stage("sync"):
             sync.publish_again()
@@ -191,7 +191,8 @@ def _restore_rollouts(run: Run, stream: PromptStream | None) -> tuple[ScheduleSt
         raise ConfigError(
             f"actor.overlap: got true, but the checkpoint of step {resume.manifest.step} holds "
             f"{count_of(len(held.owners), 'group')} of earlier rounds, and an overlapped update trains only on groups "
-            "of its own round. Set actor.overlap=false, or resume from a run without rollout.max_tokens_per_round"
+            "of its own round. Set actor.overlap=false, or resume from a run without rollout.max_tokens_per_round and "
+            "rollout.ahead"
         )
     return state, held
 

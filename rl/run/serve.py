@@ -66,7 +66,7 @@ def build_sync(
     """Build the weight sync of a rank. Its learner sends weights; its engine and its logprob service receive them."""
     config, placement, device = run.config, run.placement, run.world.device
     plan, probe = make_plan(tensors, placement, config.sync.bucket_mb, device), probe_of_run(config, run.model_folder)
-    # With rollout.ahead, no token is sampled from the weights that train on it, so only probes show the mismatch.
+    # With rollout.ahead, hardly any token has lag 0, so only probes compare the engines with the learner.
     sync_config = replace(config.sync, probe_interval=1) if config.rollout.ahead else config.sync
     settings = SyncSettings(placement, plan, run.groups.sync_pgs, sync_config, device, probe)
     source = WeightSource(learner.model, learner.weight_slices) if learner is not None else None
@@ -77,7 +77,7 @@ def build_sync(
     if service is not None:
         host = service.host
         host.sync = sync
-        if config.rollout.ahead:  # the actors cannot publish a version again that engines sample from
+        if config.rollout.ahead:  # then the actors cannot publish again the version that engines sample from
             host.donation = WeightDonation(run.world.mail, settings, sync, lambda: host.engine)
     run.world.send_orders_to(placement.leader)
     return sync

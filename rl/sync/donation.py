@@ -1,7 +1,7 @@
 """Give a rebuilt engine the weights of another engine, the donor, and verify them.
 
-With rollout.ahead=1, the actors already train the next version while engines sample. So they cannot publish the
-version of an engine that failed again, but every other engine still holds it.
+With rollout.ahead=1, the actors already train the next version while engines sample. If an engine fails then, they
+cannot publish its version again. But every other engine still holds it.
 
     rank of the rebuilt engine --AskChunk-->     rank with the same place in the donor
                                <--WeightChunk--  one chunk per message, between two steps of the donor
@@ -47,7 +47,7 @@ class WeightChunk(Message):
 
     chunk: int
     digests: bytes = b""  # of what the donor holds, by tensor
-    refusal: str = ""  # why this rank cannot give its weights; its subject is the rank
+    refusal: str = ""  # why the donor cannot give its weights, as the end of a sentence about it; empty: it can
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class PartFilled(Message):
 
 @dataclass(frozen=True)
 class Piece:
+    """A part of a tensor, and its place in a chunk."""
+
     part: TensorPart  # its values are a view of the engine's memory
     bytes: slice  # in the chunk
 
@@ -71,9 +73,8 @@ class ChunkedMemory:
         parts = [part for destination in layout.destinations for part in _cut(destination, max_bytes)]
         self._chunks = list(_pack(parts, max_bytes))
         places = [(p.tensor, p.start, p.row_stride, tuple(p.values.shape), str(p.dtype)) for p in parts]
-        self.fingerprint = hashlib.sha256(
-            repr((places, max_bytes)).encode()
-        ).hexdigest()  # equal if cut in the same way
+        # Two ranks with equal fingerprints have the same chunks.
+        self.fingerprint = hashlib.sha256(repr((places, max_bytes)).encode()).hexdigest()
 
     @property
     def num_chunks(self) -> int:
@@ -111,7 +112,8 @@ class ChunkedMemory:
 
 
 def _cut(destination: Destination, max_bytes: int) -> Iterator[TensorPart]:
-    """Cut a region into rows that fit together, or a longer row into columns. Values keep the engine's own dtype."""
+    """Cut a region into parts of at most `max_bytes`: whole rows, or columns of a row that is longer. Values keep the
+    engine's own dtype."""
     tensor, region, target = destination.tensor, destination.region, destination.target
     num_columns = min(region.num_columns, max_bytes // target.dtype.itemsize)
     num_rows = max_bytes // (num_columns * target.dtype.itemsize)
@@ -123,6 +125,7 @@ def _cut(destination: Destination, max_bytes: int) -> Iterator[TensorPart]:
 
 
 def _pack(parts: Iterable[TensorPart], max_bytes: int) -> Iterator[list[Piece]]:
+    """Put consecutive parts together into chunks. Each part starts at an aligned byte."""
     chunk: list[Piece] = []
     for part in parts:
         size, start = part.values.numel() * part.dtype.itemsize, aligned(chunk[-1].bytes.stop) if chunk else 0
@@ -233,7 +236,7 @@ class WeightDonation(Service):
         assert (letter.source, answer.chunk) == (intake.donors[0], intake.chunk), f"chunk {answer.chunk} was not asked"
         self._require_version(intake.version)
         if answer.refusal:
-            return self._ask_next(intake, memory, answer.refusal)
+            return self._ask_next_donor(intake, memory, answer.refusal)
         HEART.beat(f"chunk {intake.chunk + 1} of {memory.num_chunks} from rank {letter.source}")
         memory.write(answer.chunk, letter.payload)
         intake.sent += digest_rows(answer.digests)
@@ -258,8 +261,8 @@ class WeightDonation(Service):
             self._engine().confirm(intake.version)
             self._mail.send(self._ranks[0], PartFilled(intake.version))
 
-    def _ask_next(self, intake: _Intake, memory: ChunkedMemory, refusal: str) -> None:
-        """Ask the next donor for everything, because this one refused. It may have failed in the middle."""
+    def _ask_next_donor(self, intake: _Intake, memory: ChunkedMemory, refusal: str) -> None:
+        """Ask the next donor for all chunks, because this one refused. It may have failed after it had sent some."""
         intake.refusals.append(f"{self._describe(intake.donors.pop(0))} {refusal}")
         if not intake.donors:
             self._intake = None
@@ -277,7 +280,7 @@ class WeightDonation(Service):
             self._engine().confirm(version)
 
     def _require_version(self, version: int) -> None:
-        """Check that no sync ran meanwhile. It would need the groups that the rebuilt engine has to sample."""
+        """Check that no sync ran meanwhile. None can: it waits for the end of the round, which needs this engine."""
         published = self._sync.version
         assert published == version, f"version {published} was published while an engine takes version {version}"
 
