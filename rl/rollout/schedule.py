@@ -72,7 +72,7 @@ def plan_schedule(config: Config, start_step: int = 0) -> SchedulePlan:
         is_dynamic=algo.dynamic_sampling,
         max_sampling_rounds=algo.max_sampling_rounds,
         limits=(rollout.max_new_tokens, rollout.max_tokens_per_round) if rollout.max_rounds > 1 else (0, 0),
-        ahead=rollout.ahead,
+        ahead=0 if config.debug.dry_run else rollout.ahead,  # a dry run has no update after the first
     )
 
 

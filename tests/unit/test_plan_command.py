@@ -45,7 +45,10 @@ SHARED = {
     "sizes without a plan": ["--nnodes", "4"],
     "no ranks": ["--plan", "--nproc-per-node", "0"],
     "epochs": ["--plan", "train.num_epochs=2", "train.num_prompts_per_step=100", "rollout.num_samples_per_prompt=4"],
-    "evaluation alone": ["--plan", "--eval-only", "eval.num_prompts=7", "eval.num_samples=2", "eval.temperature=1"],
+    "evaluation alone": [
+        *("--plan", "--eval-only", "eval.num_prompts=7", "eval.num_samples=2", "eval.temperature=1"),
+        "rollout.ahead=1",  # of the training, on other ranks
+    ],
     "idle inference": ["--plan", "--nproc-per-node=3", "placement.actor,rollout=0-1", "placement.inference=2"],
     "idle inference in rounds": [
         *("--plan", "--nproc-per-node=3", "placement.actor,rollout=0-1", "placement.inference=2"),
@@ -65,9 +68,9 @@ SHARED = {
         *("rollout.ahead=1", "rollout.max_tokens_per_round=2", "algo.correction=token", "algo.dynamic_sampling=true"),
     ],
     "a round ahead, collocated": ["--plan", "--nproc-per-node=4", "rollout.ahead=1"],
-    "a round ahead, hybrid": [
+    "a round ahead, hybrid, dry run": [
         *("--plan", "--nproc-per-node=4", "placement.rollout=0-1", "placement.actor,rollout=2", "placement.actor=3"),
-        "rollout.ahead=1",
+        *("--dry-run", "rollout.ahead=1"),
     ],
     "two rounds ahead": ["--plan", "placement.rollout=0", "placement.actor=1", "rollout.ahead=2"],
     "overlap": ["--plan", "placement.rollout=0", "placement.actor=1", "actor.overlap=true"],
@@ -521,7 +524,7 @@ def test_the_ranks_of_a_recipe(answers: dict[str, Answer]) -> None:
             ],
         ),
         (
-            "a round ahead, hybrid",
+            "a round ahead, hybrid, dry run",
             ["rollout.ahead: got 1, but rank 2 has roles besides rollout", "Set rollout.ahead=0"],
         ),
         ("two rounds ahead", ["rollout.ahead: got 2; it must be 0 or 1"]),
