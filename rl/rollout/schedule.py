@@ -143,7 +143,8 @@ class Schedule:
         self._in_flight: Round | None = None
         self._end: int | None = None  # the group at which the stream ends
         if plan.num_updates is not None:
-            self._end = state.num_started - num_in_flight + plan.num_updates * plan.num_prompts
+            num_waiting = len(state.carried) + len(state.queue) + sum(map(len, state.batches))  # for updates
+            self._end = state.num_started - num_waiting + plan.num_updates * plan.num_prompts
         state.num_new_batches += self._cut_batches()
 
     def take_batch(self) -> list[int] | None:

@@ -40,6 +40,7 @@ class Simulation:
             self._begin()
             if (batch := self.schedule.take_batch()) is not None:
                 break
+            assert self._in_flight is not None, "the schedule has neither a batch nor a round"
             self._end()
         self.lags.append(max((self.version - min(self.versions[group]) for group in batch), default=0))
         self.batches.append(batch)
@@ -328,6 +329,26 @@ def test_a_run_that_continues_with_smaller_updates_ends() -> None:
     simulation.update()
     resumed = Schedule(SchedulePlan(2, num_updates=2), schedule.state)
     assert resumed.take_batch() is not None or resumed.begin_round() is not None, "it would wait for ever"
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_limited_run_that_continues_one_with_dynamic_sampling_ends(rounds: int, ahead: int) -> None:
+    """The checkpoint holds groups that no update will train on. They must not count as those of the last updates."""
+    num_left = 0
+    for seed in range(20):
+        plan = SchedulePlan(3, rounds, is_dynamic=True, max_sampling_rounds=3, ahead=1)
+        first = Simulation(Schedule(plan), lambda group: 1, random_choice(seed, 0.5))
+        for _ in range(4):
+            first.update()
+        state = stored(first.schedule.state)
+        num_left += len(state.spare) + len(state.dropped)
+        second = Simulation(Schedule(SchedulePlan(2, rounds, num_updates=3, ahead=ahead), state), lambda group: 1)
+        second.version, second.versions = first.version, first.versions
+        for _ in range(3):
+            second.update()
+        assert [len(batch) for batch in second.batches] == [2, 2, 2]
+    assert num_left, "no checkpoint holds such groups"
 
 
 @pytest.mark.parametrize(
