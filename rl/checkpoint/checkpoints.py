@@ -14,6 +14,8 @@ from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 
 SaveAction = Literal["save", "stop"]  # the actions of rl/world/orders.py that save
+# If tokens have lags, a step has these metrics only if it has tokens of lag 0, or tokens of a larger lag.
+METRICS_OF_LAGS, LAG = ("policy/mismatch_kl", "policy/staleness_kl"), "rollout/lag_max"
 
 
 class Best(NamedTuple):
@@ -161,9 +163,11 @@ def steps_to_keep(steps: Iterable[int], best: Best | None, config: CheckpointCon
 
 
 def check_metric(values: Mapping[str, float], config: CheckpointConfig) -> None:
-    """Raise if `checkpoint.best_metric` is missing. Metrics under eval/ are only expected after an evaluation."""
+    """Raise if `checkpoint.best_metric` is missing. Some metrics are not in every step: those under eval/ follow an
+    evaluation, and some depend on the lags of the tokens."""
     name = config.best_metric
     is_expected = not name.startswith("eval/") or any(other.startswith("eval/") for other in values)
+    is_expected &= name not in METRICS_OF_LAGS or LAG not in values
     if name and is_expected and name not in values:
         raise ConfigError(
             f"checkpoint.best_metric: got {name!r}, which no step reports; choose one of {', '.join(sorted(values))} "

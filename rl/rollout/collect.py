@@ -7,7 +7,7 @@ later round, the engine that gets its prompt fetches it from there (carried.py).
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -222,7 +222,8 @@ class Rollouts(Service):
         num_preemptions = sum(group.num_preemptions for group, _ in arrived.values())
         num_kept_tokens = sum(group.num_kept_tokens for group, _ in arrived.values())
         if self._dispatcher is not None and is_training and owners:
-            self._times.append(self._dispatcher.time_batch())
+            trained_s = self._overlap.trained_s if self._overlap is not None else 0.0
+            self._times.append(replace(self._dispatcher.time_batch(), trained_s=trained_s))
         return Gathered(groups, owners, scores, num_preemptions, num_kept_tokens)
 
     def take_times(self) -> list[BatchTime]:

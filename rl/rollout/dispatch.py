@@ -78,6 +78,7 @@ class BatchTime:
     seconds: float
     slowest: int  # lead of the engine
     cost_s: float  # from the median end of the other engines to the end of the slowest; 0 without others
+    trained_s: float = 0.0  # in which the leader trained on parts of the batch, with actor.overlap
 
 
 class Dispatcher:

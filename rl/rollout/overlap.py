@@ -9,6 +9,7 @@ The last part is left for the stage `update`, since FSDP must know which backwar
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,10 +83,11 @@ class OverlapService(Service):
         self._mail, self._leader = mail, leader
         self._batch = 0
         self._reported: Readiness | None = None
+        self.trained_s = 0.0  # in this batch
 
     def open(self, batch: int, version: int) -> None:
         """Begin a batch to train on. Groups of other batches are ignored."""
-        self._batch, self._reported = batch, None
+        self._batch, self._reported, self.trained_s = batch, None, 0.0
         self.update.open(version)
 
     def expect(self, batch: int, positions: Sequence[int]) -> None:
@@ -100,7 +102,9 @@ class OverlapService(Service):
 
     def handle(self, letter: Letter[TrainPart]) -> None:
         assert (letter.message.batch, letter.message.number) == (self._batch, self.update.num_trained), letter.message
+        started = time.perf_counter()
         self.update.train_next()
+        self.trained_s += time.perf_counter() - started
 
     def _report(self) -> None:
         if (now := self.update.readiness) != self._reported:

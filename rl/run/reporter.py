@@ -93,9 +93,9 @@ def measure_waits(seconds: Mapping[str, float], rounds: Sequence[BatchTime]) -> 
     """Return the share of a step in which actors wait for sampling, engines wait for training, and all wait for the
     weight sync. The largest bounds the step. Also name the engine that cost a round the most time."""
     step_s, sync_s = seconds["time/step"], seconds["time/sync"]
-    sampling_s = sum(each.seconds for each in rounds)
+    sampling_s, trained_s = sum(each.seconds for each in rounds), sum(each.trained_s for each in rounds)
     waits = {
-        "perf/waits_for_sampling": seconds["time/rollout"] / step_s,
+        "perf/waits_for_sampling": max(0.0, seconds["time/rollout"] - trained_s) / step_s,
         "perf/waits_for_training": max(0.0, step_s - sampling_s - sync_s) / step_s,
         "perf/waits_for_publishing": sync_s / step_s,
     }

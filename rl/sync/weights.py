@@ -83,6 +83,7 @@ class SyncVerdict(Message):
     round: int
     error: str
     has_opaque: bool  # whether any rank's receiver cannot be read back
+    metrics: dict[str, float]  # see WeightSync
     awaited = "the verdict on the weight sync"
 
 
@@ -105,7 +106,7 @@ class WeightSync:
     ):
         """`version` is the last published version. It is not 0 when a run resumes."""
         self.version = version
-        self.metrics: dict[str, float] = {}  # of the last version; only on the leader
+        self.metrics: dict[str, float] = {}  # of the last version; equal on all ranks
         self._step = 0  # the step that samples from the current version; only actors know it
         self._round = self._num_published = 0
         self._has_opaque = False  # whether a receiver of any rank cannot be read back
@@ -197,10 +198,9 @@ class WeightSync:
         HEART.describe(version=version)
 
     def _check_probe(self, reports: dict[int, SyncReport]) -> str:
-        if self._config.probe_interval == 1:  # otherwise only some steps would have the metric
-            self.metrics = {
-                "policy/probe_gap": max((gap for _, gap in self._verifier.probe_gaps(reports)), default=0.0)
-            }
+        gaps = [gap for _, gap in self._verifier.probe_gaps(reports)]  # none if no receiver has a model
+        if gaps and self._config.probe_interval == 1:  # otherwise only some steps would have the metric
+            self.metrics = {"policy/probe_gap": max(gaps)}
         return self._verifier.check_probe(reports, self._probe.limit)
 
     def _agree(self, failure: str, report: SyncReport, check: Check, is_timed: bool = True) -> None:
@@ -210,14 +210,15 @@ class WeightSync:
         self._mail.send(self._placement.leader, report)
         if self._mail.rank == self._placement.leader:
             error = self._collect(check, self._config.join_timeout_s if is_timed else UNLIMITED_S)
-            verdict = SyncVerdict(self._round, f"{failure}: {error}" if error else "", self._has_opaque)
+            error = f"{failure}: {error}" if error else ""
+            verdict = SyncVerdict(self._round, error, self._has_opaque, self.metrics)
             for rank in range(self._placement.world_size):
                 self._mail.send(rank, verdict)
         verdict = self._mail.receive(SyncVerdict).message
         assert verdict.round == self._round, f"{verdict} in round {self._round}"
         if verdict.error:
             raise SyncError(verdict.error)
-        self._has_opaque = verdict.has_opaque
+        self._has_opaque, self.metrics = verdict.has_opaque, verdict.metrics
 
     def _collect(self, check: Check, timeout_s: float) -> str:
         """Check the reports of this round. Return what is wrong, or which ranks sent none in time."""

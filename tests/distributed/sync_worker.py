@@ -113,7 +113,7 @@ class Job:
         self.model, self.engine, self.copy = self._build_model(), self._build_engine(), self._build_copy()
         self.tensors = tuple(share_tensors(world.mail, self.placement, self.model, job["dtype"]))
         self.scale = 1.0
-        self.seen: dict[str, Any] = {"errors": {}, "versions": []}
+        self.seen: dict[str, Any] = {"errors": {}, "versions": [], "metrics": []}
 
     def _build_model(self) -> nn.Module | None:
         if self.groups.actor_mesh is None:
@@ -163,6 +163,7 @@ class Job:
     def check(self, sync: WeightSync) -> None:
         """Check that this rank's receivers hold the weights of the files, times the scale."""
         self.seen["versions"].append(sync.version)
+        self.seen["metrics"].append(sync.metrics)
         files = load_file(self.folder / "model.safetensors")
         for index, info in enumerate(self.tensors):
             expected = (files[info.name].float() * self.scale).to(info.torch_dtype)

@@ -96,6 +96,15 @@ def test_every_receiver_holds_what_the_actors_hold(name: str, seen: dict[str, li
 
 
 @pytest.mark.timeout(240)
+def test_every_rank_knows_the_result_of_the_probe(seen: dict[str, list[dict]]) -> None:
+    """All actors decide by the metrics which step is best. The fake engines have no model that could be probed."""
+    first, *others = (rank["metrics"] for rank in seen["inference ranks"])
+    assert len(first) == 3 and all(0 <= metrics["policy/probe_gap"] < 0.25 for metrics in first)
+    assert others == [first] * (NUM_RANKS - 1)
+    assert all(not any(rank["metrics"]) for rank in seen["collocated"])
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("fault", "texts"),
     [

@@ -109,3 +109,12 @@ def test_a_mistyped_eval_metric_is_told_at_the_first_evaluation() -> None:
     with pytest.raises(ConfigError, match=message):
         check_metric(VALUES | {"eval/accuracy": 0.5}, config)
     check_metric(VALUES | {"eval/accuracy": 0.5, "eval/acuracy": 0.5}, config)
+
+
+@pytest.mark.parametrize("name", ["policy/mismatch_kl", "policy/staleness_kl"])
+def test_a_step_may_have_no_tokens_of_one_kind(name: str) -> None:
+    """With lags, nearly all tokens are old, or all are new. Without lags, one of the two metrics never comes."""
+    config = CheckpointConfig(best_metric=name)
+    check_metric(VALUES | {"rollout/lag_max": 1.0}, config)
+    with pytest.raises(ConfigError, match=f"checkpoint.best_metric: got '{name}', which no step reports"):
+        check_metric(VALUES, config)

@@ -37,6 +37,7 @@ class Saver:
     def stop(self, text: str) -> None:
         raise Stopped(text)
 
+    def wait_copied(self) -> None: ...
     def wait_committed(self) -> None: ...
     def wait_done(self) -> None: ...
 
@@ -136,6 +137,34 @@ def test_an_order_to_stop_during_an_evaluation_saves_at_once_and_notes_that_it_w
     assert saver.saved == [1]
     assert saver.probed == [(1, -1)]
     assert not saver.calls[0].state["is_evaluated"]
+
+
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_orders_in_the_round_of_an_update_wait_for_the_state_after_it(is_evaluated: bool) -> None:
+    """With rollout.ahead, actors wait for a round after the update. The weights are no longer those of the last step,
+    and the groups of the round are not known yet."""
+    checkpoints, saver, learner = make(save_interval=0)
+    train(checkpoints, learner, 1)
+    checkpoints.begin_update()
+    learner.update()
+    checkpoints.execute("save")
+    checkpoints.execute("save")
+    assert saver.saved == []
+    checkpoints.end_update(2, 3, NO_ROLLOUTS, is_evaluated)
+    assert saver.saved == [], "the evaluation decides which step is best"
+    checkpoints.end_step(2, {})
+    assert saver.saved == [2]
+    checkpoints.begin_update()
+    learner.update()
+    checkpoints.execute("stop")
+    checkpoints.execute("save")
+    assert saver.saved == [2]
+    with pytest.raises(Stopped, match="step 3 is saved"):
+        checkpoints.end_update(3, 4, NO_ROLLOUTS, is_evaluated)
+    assert saver.saved == [2, 3]
+    last = [call for call in saver.calls if isinstance(call, Snapshot)][-1]
+    assert (last.state["is_evaluated"], last.state["num_updates"]) == (is_evaluated, 3)
+    assert saver.probed == [(2, 2), (3, -1)]
 
 
 def test_a_stop_while_weights_may_lie_in_host_memory_asks_no_rank_for_a_forward() -> None:

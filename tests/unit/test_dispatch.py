@@ -1,5 +1,6 @@
 """Who gets which prompts of a batch: engines that pull from the dispatcher through real mailboxes."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -129,3 +130,27 @@ def test_tasks_arrive_unchanged(hall: Hall) -> None:
     hall.pull(FIRST)
     hall.dispatcher.open([task])
     assert take(hall.mails[FIRST], NewTasks).message == NewTasks([task])
+
+
+def test_the_engine_that_ends_last_is_named_with_what_it_cost(hall: Hall) -> None:
+    """The first engine ends its share, gets nothing more, and waits while the second one is still sampling."""
+    hall.pull(FIRST)
+    hall.pull(SECOND)
+    opened_at = time.monotonic()
+    hall.dispatcher.open(make_tasks(4))
+    assert sorted([hall.positions(FIRST), hall.positions(SECOND)]) == [[0, 1], [2, 3]]
+    hall.pull(FIRST)
+    assert hall.silent(FIRST), "so the dispatcher knows that it has ended"
+    hall.pull(SECOND, held=1)
+    time.sleep(0.2)
+    hall.pull(SECOND)
+    assert hall.silent(SECOND)
+    passed_s = time.monotonic() - opened_at
+    batch = hall.dispatcher.time_batch()
+    assert batch.slowest == SECOND
+    assert 0.2 < batch.cost_s < batch.seconds < passed_s
+    hall.dispatcher.open(make_tasks(1, batch=2))
+    only = FIRST if not hall.silent(FIRST) else SECOND
+    hall.pull(only)
+    alone = hall.dispatcher.time_batch()
+    assert (alone.slowest, alone.cost_s) == (only, 0.0), "there is nobody to compare it with"

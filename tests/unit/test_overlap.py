@@ -174,6 +174,7 @@ class Update:
         return Readiness(first if is_done else max(0, first - 1), is_done)
 
     def train_next(self) -> None:
+        time.sleep(0.05)
         self.events.append(("train", self.num_trained))
         self.num_trained += 1
 
@@ -209,6 +210,8 @@ def test_an_actor_trains_while_it_waits_for_groups() -> None:
         gathered = rollouts.gather(rollouts.start(prompts, Sampling(1, 1.0, 4), version=3))
         thread.join()
         assert sorted(gathered.groups) == [0, 1, 2, 3]
+        (batch_time,) = rollouts.take_times()
+        assert 3 * 0.05 <= batch_time.trained_s, "it did not wait for sampling in that time"
         assert update.events == [
             *(("version", 3), ("group", 2), ("group", 0), ("group", 1)),
             *(("train", 0), ("train", 1), "save", ("group", 3), ("train", 2)),
