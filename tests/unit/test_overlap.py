@@ -211,7 +211,7 @@ def test_an_actor_trains_while_it_waits_for_groups() -> None:
         thread.join()
         assert sorted(gathered.groups) == [0, 1, 2, 3]
         (batch_time,) = rollouts.take_times()
-        assert 3 * 0.05 <= batch_time.trained_s, "it did not wait for sampling in that time"
+        assert batch_time.trained_s >= 3 * 0.05, "it did not wait for sampling in that time"
         assert update.events == [
             *(("version", 3), ("group", 2), ("group", 0), ("group", 1)),
             *(("train", 0), ("train", 1), "save", ("group", 3), ("train", 2)),
