@@ -62,7 +62,8 @@ def train(world: World, config: Config, actor: Actor) -> None:
                 version = actor.publish(step + 1)
                 values |= actor.sync.metrics
         try:
-            actor.checkpoints.end_update(step, version, actor.sampler.save(), not actor.is_evaluation_due(step))
+            with world.stage("checkpoint"):
+                actor.checkpoints.end_update(step, version, actor.sampler.save(), not actor.is_evaluation_due(step))
             values |= evaluate(world, actor, step, version)
         finally:  # a signal may stop the run here, after this step was saved
             reporter.report(step, version, values, batch)

@@ -1,6 +1,6 @@
 """Compare ways to sample and train, on engines of modelled time. Prints one JSON line.
 
-    python benchmarks/rounds.py [--ranks 8] [--actors 0] [--max-rounds 4] [--mean 64] [--max-num-seqs 256]
+    python benchmarks/rounds.py [--ranks 8] [--actors 0] [--max-rounds 4] [--mean 64] [--max-num-seqs 0]
         [--steps 16] [--step-ms 20]
 
 It starts its own torchrun, unless torchrun has started it. World, mailbox, dispatcher, rollout service, schedule,
@@ -30,7 +30,8 @@ The figures of a way:
 
 The modelled times have the ratios of a real step (RESULTS.md, "A whole step", aafd79c: 512 responses of 512 tokens to
 prompts of 63 tokens; rollout 6.17 s, update 5.16 s, handover and sync 0.14 s):
-    a decode step         takes --step-ms, however many sequences run (at most --max-num-seqs)
+    a decode step         takes --step-ms, however many sequences run (at most --max-num-seqs; by default, 4 times as
+                          many as a round starts on an engine)
     an update             takes 5.16 / 6.17 of the time of a response of mean length; with --actors, it takes that time
     handover and sync     take 0.14 / 6.17 of that time, in each update
     prefill               of a token takes a third of its update without --actors. All tokens of a continued response
@@ -86,6 +87,7 @@ from rl.world.world import World, join
 NUM_PROMPTS_PER_RANK, NUM_SAMPLES, HIDDEN_SIZE = 8, 8, 2048
 MAX_OVER_MEAN = 4
 GROUPS_PER_PART = 4  # of mean length
+SLOTS_PER_RESPONSE = 4  # of an engine, for each response that a round starts on it
 MEDIAN_OVER_MEAN = 0.659  # so that lognormal lengths with sigma 1 have this mean after they are cut
 TIMEOUT_S = 60
 
@@ -341,6 +343,8 @@ class Benchmark:
             self._costs = self._costs.with_updates_of(self._mean * args.step_ms / 1000, num_tokens)
         roles = {"actor": f"{args.actors} ranks", "rollout": "rest"} if args.actors else {"actor,rollout": "all"}
         self._placement = plan(roles, 1, world.size)
+        num_new = NUM_PROMPTS_PER_RANK * NUM_SAMPLES * world.size / len(self._placement.engines)
+        self.max_num_seqs = args.max_num_seqs or round(SLOTS_PER_RESPONSE * num_new)
         world.progress.set_roles(",".join(self._placement.roles[world.rank]))
         world.connect(share_gpu=False, timeout_s=TIMEOUT_S)
         self._pg = make_groups(self._placement, world.rank, "cpu", TIMEOUT_S).actor_pg
@@ -370,9 +374,9 @@ class Benchmark:
         world, index = self._world, self._placement.engine_of(self._world.rank)
         if index is None:
             return None
-        engine = SleepingEngine(self._clock, self._costs, self._mean, self._prompt, self._args.max_num_seqs)
+        engine = SleepingEngine(self._clock, self._costs, self._mean, self._prompt, self.max_num_seqs)
         host = EngineHost(world, self._placement.engines[index], engine, lambda failed: failed)
-        max_num_groups, leader = self._args.max_num_seqs // NUM_SAMPLES, self._placement.leader
+        max_num_groups, leader = self.max_num_seqs // NUM_SAMPLES, self._placement.leader
         return RolloutService(world, host, InstantRewards(world), NoTokenizer(), max_num_groups, 0, leader)
 
     def run(self, way: Way) -> dict[str, Any]:
@@ -480,7 +484,9 @@ def main() -> None:
     parser.add_argument("--actors", type=int, default=0, help="ranks that only train; 0: every rank trains and samples")
     parser.add_argument("--max-rounds", type=int, default=4, help="rounds that the longest response takes")
     parser.add_argument("--mean", type=int, default=64, help="mean length of a response, in tokens")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences that an engine decodes at once")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=0, help="sequences that an engine decodes at once; 0: 4 per new response"
+    )
     parser.add_argument("--steps", type=int, default=16, help="measured after two warm-up steps per round")
     parser.add_argument("--step-ms", type=float, default=20.0, help="time of a decode step")
     args = parser.parse_args()
@@ -497,6 +503,7 @@ def main() -> None:
         if world.rank == 0:
             row = {"benchmark": "rounds", "ranks": world.size, "actors": args.actors or world.size}
             row |= {"mean": args.mean, "max_new_tokens": MAX_OVER_MEAN * args.mean, "max_tokens_per_round": limit}
+            row |= {"max_num_seqs": benchmark.max_num_seqs}
             base = found["synchronous"]["tokens_per_s"]
             speedups = {name: {"speedup": round(way["tokens_per_s"] / base, 3)} for name, way in found.items()}
             print(json.dumps(row | {"ways": {name: speedups[name] | found[name] for name in found}}), flush=True)

@@ -73,12 +73,12 @@ SMOKE = {  # by program; what follows a comma names another run of it
     ),
     "rounds": Smoke(
         "--ranks 2 --mean 4 --steps 1 --step-ms 2",
-        "ranks actors mean max_new_tokens max_tokens_per_round",
+        "ranks actors mean max_new_tokens max_tokens_per_round max_num_seqs",
         "ways",
     ),
     "rounds, ranks that only train": Smoke(
         "--ranks 2 --actors 1 --mean 4 --steps 1 --step-ms 2",
-        "ranks actors mean max_new_tokens max_tokens_per_round",
+        "ranks actors mean max_new_tokens max_tokens_per_round max_num_seqs",
         "ways",
     ),
     "scaling": Smoke(

@@ -106,6 +106,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (copy / "hosts.txt").write_text("node1\nnode2\n")
     (copy / "runs").mkdir()
     save_rollouts(copy / "runs" / "lengths" / "rollouts")
+    (copy / "runs" / "mine").mkdir()
+    (copy / "runs" / "mine" / "metrics.jsonl").write_text('{"step": 1, "perf/waits_for_sampling": 0.623}\n')
     return copy
 
 
