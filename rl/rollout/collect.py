@@ -221,9 +221,10 @@ class Rollouts(Service):
             self._failures.check(totals, self._world.step, is_training, self._num_expected)
         num_preemptions = sum(group.num_preemptions for group, _ in arrived.values())
         num_kept_tokens = sum(group.num_kept_tokens for group, _ in arrived.values())
-        if self._dispatcher is not None and is_training and owners:
+        took = self._dispatcher.time_batch() if self._dispatcher is not None and is_training else None
+        if took is not None:
             trained_s = self._overlap.trained_s if self._overlap is not None else 0.0
-            self._times.append(replace(self._dispatcher.time_batch(), trained_s=trained_s))
+            self._times.append(replace(took, trained_s=trained_s))
         return Gathered(groups, owners, scores, num_preemptions, num_kept_tokens)
 
     def take_times(self) -> list[BatchTime]:

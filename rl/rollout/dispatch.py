@@ -99,11 +99,14 @@ class Dispatcher:
             self._share = -(-len(tasks) // self._num_engines)
             self._answer()
 
-    def time_batch(self) -> BatchTime:
-        """Return how long the last batch took. All of its groups have arrived."""
+    def time_batch(self) -> BatchTime | None:
+        """Return how long the last batch took, all of whose groups have arrived. Return None if a later one is open,
+        and no engine has taken a task of it yet."""
         with self._lock:
             now = time.monotonic()  # the end of an engine whose last pull has not arrived yet
             ended_at = {lead: min(ended, now) for lead, ended in self._ended_at.items()}
+        if not ended_at:
+            return None
         slowest = max(ended_at, key=ended_at.__getitem__)
         last = ended_at.pop(slowest)
         cost_s = last - statistics.median(ended_at.values()) if ended_at else 0.0
