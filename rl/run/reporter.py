@@ -91,9 +91,12 @@ class Reporter:
 
 def measure_waits(seconds: Mapping[str, float], rounds: Sequence[BatchTime]) -> dict[str, float]:
     """Return the share of a step in which actors wait for sampling, engines wait for training, and all wait for the
-    weight sync. The largest bounds the step. Also name the engine that cost a round the most time."""
+    weight sync. Scoring is a part of sampling. The largest share bounds the step. Also name the engine that cost a
+    round the most time."""
     step_s, sync_s = seconds["time/step"], seconds["time/sync"]
-    sampling_s, trained_s = sum(each.seconds for each in rounds), sum(each.trained_s for each in rounds)
+    trained_s = sum(each.trained_s for each in rounds)
+    # The rounds, or what the actors waited for them if that is longer: then it includes the scores.
+    sampling_s = max(sum(each.seconds for each in rounds), seconds["time/rollout"])
     waits = {
         "perf/waits_for_sampling": max(0.0, seconds["time/rollout"] - trained_s) / step_s,
         "perf/waits_for_training": max(0.0, step_s - sampling_s - sync_s) / step_s,

@@ -17,6 +17,8 @@ def seconds(step: float, rollout: float, sync: float) -> dict[str, float]:
     [
         # They take turns: 6 s of sampling, 3 s of training, 1 s of sync.
         (seconds(10, 6, 1), [BatchTime(6, 1, 0)], (0.6, 0.3, 0.1)),
+        # The same, but scoring takes 4 s of the 6 s.
+        (seconds(10, 6, 1), [BatchTime(2, 1, 0)], (0.6, 0.3, 0.1)),
         # One round ahead. The engines sample for 8 s. The update takes 3 s of them, and the actors wait for the rest.
         (seconds(9, 5, 1), [BatchTime(8, 1, 0)], (5 / 9, 0.0, 1 / 9)),
         # The same, but the update takes the 8 s, and the engines are done after 3 s.
