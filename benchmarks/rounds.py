@@ -39,17 +39,13 @@ prompts of 63 tokens; rollout 6.17 s, update 5.16 s, handover and sync 0.14 s):
 """
 
 import argparse
-import heapq
 import json
-import math
 import os
-import random
 import sys
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,58 +54,43 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 import torch
 import torch.distributed as dist
 
+from benchmarks.modelled import (
+    NUM_PROMPTS_PER_RANK,
+    NUM_SAMPLES,
+    Clock,
+    Costs,
+    InstantRewards,
+    NoScores,
+    NoTokenizer,
+    SleepingEngine,
+    SleepingLearner,
+)
 from benchmarks.program import run_torchrun
 from rl.config.schema import ActorConfig, AlgoConfig, Config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, PromptStream
 from rl.learner.overlap import OverlappedUpdate
-from rl.learner.policy import PolicyTrainer
-from rl.learner.scoring import Scorer
-from rl.model.shards import TensorInfo
 from rl.placement.groups import make_groups
 from rl.placement.roles import plan
 from rl.report.metrics import Measures
-from rl.rewards.pool import RewardPool
 from rl.rollout.collect import Balancer, Gathered, Groups, Rollouts
 from rl.rollout.dispatch import Sampling
-from rl.rollout.engine import Completion, Engine, Request
+from rl.rollout.engine import Engine
 from rl.rollout.overlap import OverlapService
 from rl.rollout.recovery import EngineHost
 from rl.rollout.sampler import Sampler
 from rl.rollout.schedule import Schedule, SchedulePlan
-from rl.rollout.service import RolloutService, Scored
-from rl.sync.layout import MemoryLayout
+from rl.rollout.service import RolloutService
 from rl.world.bootstrap import enable_garbage_collection
 from rl.world.messages import Letter, Message
 from rl.world.service import Service, serve
 from rl.world.world import World, join
 
-NUM_PROMPTS_PER_RANK, NUM_SAMPLES, HIDDEN_SIZE = 8, 8, 2048
+HIDDEN_SIZE = 2048
 MAX_OVER_MEAN = 4
 GROUPS_PER_PART = 4  # of mean length
 SLOTS_PER_RESPONSE = 4  # of an engine, for each response that a round starts on it
-MEDIAN_OVER_MEAN = 0.659  # so that lognormal lengths with sigma 1 have this mean after they are cut
 TIMEOUT_S = 60
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Modelled times, in seconds."""
-
-    decode_step: float
-    update_token: float
-    prefill_token: float
-    sync: float
-
-    @staticmethod
-    def like_a_real_step(step_s: float, mean: int, prompt: int) -> "Costs":
-        decoding = mean * step_s
-        update_token = 5.16 / 6.17 * decoding / (NUM_PROMPTS_PER_RANK * NUM_SAMPLES * (mean + prompt))
-        return Costs(step_s, update_token, update_token / 3, 0.14 / 6.17 * decoding)
-
-    def with_updates_of(self, seconds: float, num_tokens: float) -> "Costs":
-        """Return the costs if an update with this number of tokens per actor takes so long."""
-        return replace(self, update_token=seconds / num_tokens)
 
 
 @dataclass(frozen=True)
@@ -119,93 +100,6 @@ class Way:
     limit: int = 0  # tokens per round; 0: none
     ahead: int = 0
     overlaps: bool = False
-
-
-class Clock:
-    """Let modelled time pass, and add it up by its purpose."""
-
-    def __init__(self) -> None:
-        self.spent: defaultdict[str, float] = defaultdict(float)
-        self._overslept = 0.0
-
-    def spend(self, purpose: str, seconds: float) -> None:
-        """Sleep. What one sleep takes too long is taken off the next, so that modelled times are exact on average."""
-        started = time.perf_counter()
-        time.sleep(max(0.0, seconds - self._overslept))
-        self._overslept += time.perf_counter() - started - seconds
-        self.spent[purpose] += seconds
-
-
-class SleepingEngine:
-    """An engine without a model. The seed of a request determines the length of its response."""
-
-    name, notice = "modelled", ""
-
-    def __init__(self, clock: Clock, costs: Costs, mean: int, prompt: int, max_num_seqs: int):
-        self.version = 0
-        self._clock, self._costs, self._median, self._prompt = clock, costs, MEDIAN_OVER_MEAN * mean, prompt
-        self._max_num_seqs = max_num_seqs
-        self._waiting: deque[Request] = deque()
-        self._running: list[tuple[int, str, int, bool]] = []  # last step, request, number of tokens, is cut; a heap
-        self._num_steps = 0
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._waiting) + len(self._running)
-
-    def add(self, requests: Sequence[Request]) -> None:
-        self._waiting += requests
-
-    def step(self) -> list[Completion]:
-        num_prefilled = 0
-        while self._waiting and len(self._running) < self._max_num_seqs:
-            request = self._waiting.popleft()
-            left = self._length(request) - (len(request.tokens) - self._prompt)
-            count = min(left, request.max_tokens)
-            heapq.heappush(self._running, (self._num_steps + count, request.id, count, left > count))
-            num_prefilled += len(request.tokens)
-        self._num_steps += 1
-        self._clock.spend("engine", self._costs.decode_step + num_prefilled * self._costs.prefill_token)
-        self._clock.spent["decode steps"] += 1
-        self._clock.spent["decoded tokens"] += len(self._running)
-        ended = []
-        while self._running and self._running[0][0] == self._num_steps:
-            _, name, count, is_cut = heapq.heappop(self._running)
-            ended.append(Completion(name, [1] * count, [-1.0] * count, is_cut))
-        return ended
-
-    def _length(self, request: Request) -> int:
-        return max(1, round(self._median * math.exp(random.Random(request.seed).gauss(0, 1))))
-
-    def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout:
-        raise NotImplementedError("it has no weights")
-
-    def begin_version(self) -> None:
-        self.version = 0
-
-    def confirm(self, version: int) -> None:
-        self.version = version
-
-    def probe(self, tokens: list[int]) -> None:
-        return None
-
-    def sleep(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class InstantRewards(RewardPool):
-    """Score every response with 0 at once, without processes."""
-
-    def __init__(self, world: World):
-        self._world = world
-
-    def submit(self, key: Hashable, prompt: str, response: str, row: dict[str, Any], answer_of: str = "") -> None:
-        assert isinstance(key, tuple)
-        result = {"score": 0.0, "parts": {"none": 0.0}, "status": "ok", "answer": None, "failure": None}
-        self._world.mail.send(self._world.rank, Scored(key, result))
 
 
 class TimedRollouts(Rollouts):
@@ -227,49 +121,6 @@ class TimedRollouts(Rollouts):
         batch = super().settle(groups, owners)
         self.elsewhere_s += time.thread_time() - started
         return batch
-
-
-class NoScores(Scorer):
-    """Leave batches as they are: a single update needs no separate pass."""
-
-    def score(self, batch: Batch, version: int) -> Batch:
-        return batch
-
-
-class SleepingLearner(PolicyTrainer):
-    """A learner without a model, whose passes take modelled time. Like real ones, they are collectives."""
-
-    kl_coef = 0.0
-
-    def __init__(self, clock: Clock, costs: Costs, pg: dist.ProcessGroup):
-        self._clock, self._costs, self._pg = clock, costs, pg
-
-    def begin_update(self) -> None:
-        pass
-
-    def accumulate(self, part: Batch, measures: Measures, is_last: bool) -> None:
-        dist.barrier(group=self._pg)
-        self.train(part)
-
-    def end_update(self, batch: Batch, measures: Measures) -> None:
-        pass
-
-    def train(self, part: Batch) -> None:
-        self._clock.spend("update", part.num_tokens * self._costs.update_token)
-
-
-class NoTokenizer:
-    bos_token_id: int | None = None
-    chat_template: Any = None
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return []
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return ""
-
-    def apply_chat_template(self, conversation: list[dict[str, str]], **options: bool) -> str:
-        return ""
 
 
 @dataclass(frozen=True)
