@@ -66,7 +66,7 @@ class OverlappedUpdate:
         self._positions: list[int] | None = None  # of this actor's groups, in stream order
         self._groups: dict[int, PendingScores] = {}  # that have arrived, by position
         self._scored: list[Batch] = []  # the first parts; all of them, once `score_rest` was called
-        self.num_trained = 0  # parts that were trained on before the batch was whole
+        self.num_trained = 0  # parts that were trained on before the stage `update`
 
     def expect(self, positions: Sequence[int]) -> None:
         """Learn the positions of this actor's groups."""

@@ -88,8 +88,7 @@ class Sampler:
         now = self._schedule.begin_round()
         if now is None:
             return
-        numbers = [*now.carried, *now.started]
-        prompts = [self.stream.at(number) for number in numbers] if self.stream is not None else None
+        prompts = [self.stream.at(number) for number in now.groups] if self.stream is not None else None
         batch = self.rollouts.start(prompts, self.sampling, version, self._held.to_continue(now.carried))
         self._in_flight = InFlight(now, batch)
 
@@ -99,9 +98,8 @@ class Sampler:
             return
         (now, batch), self._in_flight = self._in_flight, None
         gathered = self.rollouts.gather(batch)
-        numbers = [*now.carried, *now.started]
-        self._held.add(numbers, gathered)
-        outcomes = dict(zip(numbers, self._outcomes(gathered), strict=True))
+        self._held.add(now.groups, gathered)
+        outcomes = dict(zip(now.groups, self._outcomes(gathered), strict=True))
         informative = [number for number, outcome in outcomes.items() if outcome == INFORMATIVE]
         self._held.counts["rollout/sampled_prompts"] += len(now.started)
         self._held.counts["rollout/informative_prompts"] += len(informative)

@@ -92,6 +92,10 @@ class Round:
     started: range  # groups to start: the next ones of the prompt stream
     carried: tuple[int, ...]  # groups to continue, in stream order
 
+    @property
+    def groups(self) -> list[int]:
+        return [*self.carried, *self.started]
+
 
 @dataclass
 class ScheduleState:
@@ -169,7 +173,7 @@ class Schedule:
     def end_round(self, now: Round, finished: Iterable[int], informative: Iterable[int] | None = None) -> None:
         """Take the result of the round in flight. Without dynamic sampling, every finished group is informative."""
         assert now is self._in_flight
-        state, sampled, finished = self.state, sorted([*now.carried, *now.started]), set(finished)
+        state, sampled, finished = self.state, sorted(now.groups), set(finished)
         assert finished <= set(sampled), (finished, sampled)
         state.carried = [group for group in sampled if group not in finished]
         assert not state.carried or self.plan.carries, "without a limit, every response ends in its round"
