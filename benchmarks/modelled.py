@@ -102,6 +102,10 @@ class SleepingEngine:
             ended.append(Completion(name, [1] * count, [-1.0] * count, is_cut))
         return ended
 
+    def progress(self) -> dict[str, int]:
+        running = {name: count - (last - self._num_steps) for last, name, count, _ in self._running}
+        return running | {request.id: 0 for request in self._waiting}
+
     def _length(self, request: Request) -> int:
         return max(1, round(self._median * math.exp(random.Random(request.seed).gauss(0, 1))))
 

@@ -10,8 +10,7 @@ lengths. Each has an entry in `ways`:
     synchronous           sampling and training take turns, and a round samples whole responses
     limit                 rounds have a token limit: that maximum over --max-rounds
 With --actors N, the first N ranks only train, and the others only sample. Then there are also:
-    overlap               actors train on the first groups of a batch while the others are sampled (actor.overlap), in
-                          parts of about 4 groups, as with the 20,480 tokens of a real micro-batch
+    overlap               actors train on the first groups of a batch while the others are sampled (actor.overlap)
     ahead                 engines sample the next round while the actors train (rollout.ahead)
     ahead and limit       both
 
@@ -66,14 +65,15 @@ from benchmarks.modelled import (
     SleepingLearner,
 )
 from benchmarks.program import run_torchrun
-from rl.config.schema import ActorConfig, AlgoConfig, Config
+from rl.config.schema import AlgoConfig, Config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, PromptStream
 from rl.learner.overlap import OverlappedUpdate
 from rl.placement.groups import make_groups
 from rl.placement.roles import plan
 from rl.report.metrics import Measures
-from rl.rollout.collect import Balancer, Gathered, Groups, Rollouts
+from rl.rollout.balance import Balancer, Groups
+from rl.rollout.collect import Gathered, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.engine import Engine
 from rl.rollout.overlap import OverlapService
@@ -88,7 +88,6 @@ from rl.world.world import World, join
 
 HIDDEN_SIZE = 2048
 MAX_OVER_MEAN = 4
-GROUPS_PER_PART = 4  # of mean length
 SLOTS_PER_RESPONSE = 4  # of an engine, for each response that a round starts on it
 TIMEOUT_S = 60
 
@@ -209,17 +208,15 @@ class Benchmark:
         self._overlap: OverlapService | None = None
         if world.rank in self._placement.actors:
             balancer = Balancer(world.mail, self._pg, self._placement.actors, HIDDEN_SIZE)
-            self._overlap = self._build_overlap() if args.actors else None
+            self._overlap = self._build_overlap(balancer) if args.actors else None
             self._rollouts = TimedRollouts(
                 world, self._placement, 1, self._service, lambda action: None, balancer, overlap=self._overlap
             )
         enable_garbage_collection()
 
-    def _build_overlap(self) -> OverlapService:
-        num_tokens = GROUPS_PER_PART * NUM_SAMPLES * (self._mean + self._prompt)
-        config = Config(actor=ActorConfig(max_tokens_per_micro_batch=num_tokens))
-        update = OverlappedUpdate(self._learner, NoScores(), config, self._pg)
-        return OverlapService(self._world.mail, self._placement.leader, update)
+    def _build_overlap(self, balancer: Balancer) -> OverlapService:
+        update = OverlappedUpdate(self._learner, NoScores(), Config(), self._pg)
+        return OverlapService(self._world.mail, self._placement.leader, balancer, update)
 
     def _build_service(self) -> RolloutService | None:
         world, index = self._world, self._placement.engine_of(self._world.rank)

@@ -12,7 +12,7 @@ instead: see rl/data/group_file.py.
 import dataclasses
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import safetensors.torch
@@ -109,6 +109,10 @@ class Batch:
 
     def replace(self, **changes: Tensor) -> "Batch":
         return dataclasses.replace(self, **changes)
+
+    def without(self, names: Collection[str]) -> "Batch":
+        """Return the batch without these optional fields."""
+        return Batch(**{name: value for name, value in self.tensors().items() if name not in names})
 
     def to_bytes(self) -> bytes:
         """Return the batch as the bytes of a safetensors file."""

@@ -106,23 +106,6 @@ def over_micro_batches(
     return list(torch.zeros(len(scores), batch.num_tokens).index_copy(1, places, scores))
 
 
-def cut_in_order(sizes: Sequence[int], max_tokens: int) -> list[int]:
-    """Cut groups of these sizes, in tokens, into runs of consecutive groups. Return the number of groups of each run.
-
-    A run has at most `max_tokens` tokens, and a larger group is a run of its own. Further groups change only the last
-    run, so a run is final as soon as another one follows it.
-    """
-    counts: list[int] = []
-    room = 0
-    for size in sizes:
-        if not counts or size > room:
-            counts.append(0)
-            room = max_tokens
-        counts[-1] += 1
-        room -= size
-    return counts
-
-
 def mini_batch_of(position: int, num_prompts: int, num_mini_batches: int) -> int:
     """Return the index of a prompt's mini-batch. Mini-batches are consecutive prompts, in nearly equal numbers."""
     return position * num_mini_batches // num_prompts

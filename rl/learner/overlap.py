@@ -1,18 +1,16 @@
-"""Train on the first groups of a batch while the engines still sample the others (actor.overlap).
+"""Train on the first parts of a batch while the engines still sample the others (actor.overlap).
 
-An actor cuts its groups, in stream order, into parts of at most actor.max_tokens_per_micro_batch tokens. A part is
-scored, gets its advantages, and goes forward and backward. Only its loss is not divided by the denominator, which
-needs the whole batch. So the gradients of all parts are divided at the end, and one optimizer step follows.
+A part is some groups of each actor. It is scored, gets its advantages, and goes forward and backward. Only its loss is
+not divided by the denominator, which needs the whole batch. So the gradients of all parts are divided at the end, and
+one optimizer step follows:
 
-    groups arrive --> parts 0, 1, ... are trained on --> the batch is whole --> the parts that are left --> step
+    groups arrive --> parts 0, 1, ... are trained on --> the batch is whole --> the last part --> step
 
-The cuts depend on the lengths of the groups alone, and parts are trained on in order. So the result does not depend on
-how many of them were trained on early. rl/rollout/overlap.py decides when the actors train on the next part.
+The parts depend on lengths alone (rl/rollout/parts.py), and are trained on in order. So the result does not depend on
+how many of them were trained on early.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,6 @@ import torch.distributed as dist
 from rl.algo.choose import OwnAdvantage
 from rl.config.schema import AlgoConfig, Config
 from rl.data.batch import Batch
-from rl.data.packing import cut_in_order
 from rl.learner.credit import assign_credit
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import PendingScores, Scorer
@@ -41,13 +38,8 @@ def why_overlap_waits(algo: AlgoConfig, own: OwnAdvantage | None) -> str:
     return f"actor.overlap=true changes nothing in this run: every update waits for its whole batch, because {reason}"
 
 
-class Readiness(NamedTuple):
-    num_parts: int  # parts that an actor could train on, including those that it has trained on
-    is_done: bool  # the actor has all of its groups, and no further parts
-
-
 class OverlappedUpdate:
-    """The update of one step, on an actor. All actors train on the same number of parts; some parts may be empty."""
+    """The update of one step, on an actor. All actors train on the same parts; this actor's share may be empty."""
 
     def __init__(
         self,
@@ -63,80 +55,60 @@ class OverlappedUpdate:
     def open(self, version: int) -> None:
         """Begin a step. Its groups are sampled from this version of the weights."""
         self._version, self._measures = version, Measures()
-        self._positions: list[int] | None = None  # of this actor's groups, in stream order
-        self._groups: dict[int, PendingScores] = {}  # that have arrived, by position
-        self._scored: list[Batch] = []  # the first parts; all of them, once `score_rest` was called
-        self.num_trained = 0  # parts that were trained on before the stage `update`
-
-    def expect(self, positions: Sequence[int]) -> None:
-        """Learn the positions of this actor's groups."""
-        self._positions = sorted(positions)
+        self._groups: dict[int, PendingScores] = {}  # that have arrived and are in no part, by position
+        self._trained: list[Batch] = []  # this actor's shares of the parts, with scores
+        self._last = Batch.concat([])  # its share of the last part
+        self._num_early_tokens = 0
 
     def add(self, position: int, group: Batch) -> None:
         """Take a group when it arrives. The inference ranks, if there are any, begin to score it now."""
         self._groups[position] = self._scorer.start(group, self._version)
 
-    @property
-    def readiness(self) -> Readiness:
-        is_done = self._positions is not None and len(self._groups) == len(self._positions)
-        num_parts = len(self._parts())
-        return Readiness(num_parts if is_done else max(0, num_parts - 1), is_done)
+    def take(self, positions: Sequence[int]) -> dict[int, Batch]:
+        """Give away those of these groups that have arrived here, by place in `positions`. They have the scores of the
+        inference ranks, if there are any."""
+        arrived = {place: position for place, position in enumerate(positions) if position in self._groups}
+        return {place: self._scorer.take(self._groups.pop(position)) for place, position in arrived.items()}
 
-    def train_next(self) -> None:
-        """Train on the next part, which is empty if this actor has no more groups. This is a collective, and another
-        part must follow it."""
-        if not self.num_trained:
+    def train(self, groups: Sequence[Batch], is_early: bool) -> None:
+        """Train on this actor's groups of the next part. This is a collective, and another part must follow it."""
+        if not self._trained:
             self._learner.begin_update()
-        self._score_next()
+        part = self._scorer.finish(Batch.concat(groups), self._version)
+        self._trained.append(part)
+        self._num_early_tokens += part.num_tokens if is_early else 0
         config = self._config
         algo, longest, kl_coef = config.algo, config.rollout.max_new_tokens, self._learner.kl_coef
         # The metrics of credit assignment are those of the whole batch, which gets its advantages later.
-        part = assign_credit(self._scored[-1], algo, longest, kl_coef, self._pg, Measures(), self._own)
+        part = assign_credit(part, algo, longest, kl_coef, self._pg, Measures(), self._own)
         self._learner.accumulate(part, self._measures, is_last=False)
-        self.num_trained += 1
 
     def wait_scored(self) -> None:
         """Wait until no inference rank computes for any actor. This is a collective."""
         self._scorer.wait()
         dist.all_reduce(torch.zeros(1), group=self._pg)
 
+    def add_last(self, groups: Sequence[Batch]) -> Batch:
+        """Take this actor's groups of the last part. Return its groups of all parts, without scores."""
+        self._last = Batch.concat(groups)
+        scores = self._config.algo.fields_to_score
+        return Batch.concat([part.without(scores) for part in (*self._trained, self._last)])
+
     def score_rest(self, batch: Batch) -> Batch:
-        """Score the parts that `train_next` has not scored, and return this actor's whole batch with scores. `batch` is
-        the same without scores. This is a collective."""
-        count = torch.tensor([len(self._parts())])
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self._pg)
-        while len(self._scored) < count:
-            self._score_next()
-        scored = Batch.concat(self._scored)
+        """Score the last part, and return the whole batch with scores. This is a collective. `batch` is what `add_last`
+        has returned."""
+        self._last = self._scorer.finish(self._last, self._version)
+        scored = Batch.concat([*self._trained, self._last])
         assert torch.equal(scored.tokens, batch.tokens) and torch.equal(scored.group_ids, batch.group_ids)
         return scored
 
     def end(self, batch: Batch, measures: Measures) -> None:
-        """Train on the parts that are left, and make the optimizer step. This is a collective. `batch` is what
-        `score_rest` has returned, with advantages."""
-        if not self.num_trained:
+        """Train on the last part, and make the optimizer step. This is a collective. `batch` is what `score_rest` has
+        returned, with advantages."""
+        if not self._trained:
             self._learner.begin_update()
         measures.include(self._measures)
-        ends = [0, *accumulate(part.num_sequences for part in self._scored)]
-        for number, (start, end) in enumerate(pairwise(ends)):
-            if number >= self.num_trained:
-                is_last = number + 1 == len(self._scored)
-                self._learner.accumulate(batch.select(range(start, end)), measures, is_last)
+        last = range(batch.num_sequences - self._last.num_sequences, batch.num_sequences)
+        self._learner.accumulate(batch.select(last), measures, is_last=True)
         self._learner.end_update(batch, measures)
-        num_early_tokens = sum(part.num_tokens for part in self._scored[: self.num_trained])
-        measures.mean("perf/overlap", num_early_tokens, batch.num_tokens)
-
-    def _parts(self) -> list[list[int]]:
-        """Return the positions of each part, as far as the groups have arrived. The last part may still grow."""
-        sizes = []
-        for position in self._positions or ():
-            if position not in self._groups:
-                break
-            sizes.append(self._groups[position].batch.num_tokens)
-        ends = [0, *accumulate(cut_in_order(sizes, self._config.actor.max_tokens_per_micro_batch))]
-        return [(self._positions or [])[start:end] for start, end in pairwise(ends)]
-
-    def _score_next(self) -> None:
-        number, parts = len(self._scored), self._parts()
-        positions = parts[number] if number < len(parts) else ()
-        self._scored.append(self._scorer.finish([self._groups[position] for position in positions], self._version))
+        measures.mean("perf/overlap", self._num_early_tokens, batch.num_tokens)

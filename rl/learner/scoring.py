@@ -111,9 +111,14 @@ class Scorer:
         """Ask the inference ranks to score a batch, and do not wait. Without such ranks, this does nothing."""
         return PendingScores(batch)
 
-    def finish(self, pending: Sequence[PendingScores], version: int) -> Batch:
-        """Return these batches as one, with scores. Without inference ranks, this is a collective of the actors."""
-        return self.score(Batch.concat([each.batch for each in pending]), version)
+    def take(self, pending: PendingScores) -> Batch:
+        """Wait for the scores that `start` has asked for, and return the batch with them."""
+        return pending.batch
+
+    def finish(self, batch: Batch, version: int) -> Batch:
+        """Return a batch that `take` has returned, or several of them as one, with all scores. Without inference ranks,
+        this is a collective of the actors."""
+        return self.score(batch, version)
 
     def wait(self) -> None:
         """Wait until the inference ranks have answered all requests of this actor."""
@@ -169,7 +174,7 @@ class RemoteScorer(Scorer):
         self._answers: dict[int, list[Letter[PartScores]]] = {}  # by request, until `finish` takes them
 
     def score(self, batch: Batch, version: int) -> Batch:
-        return self.finish([self.start(batch, version)], version)
+        return self.take(self.start(batch, version))
 
     def start(self, batch: Batch, version: int) -> PendingScores:
         if batch.num_sequences == 0 or not self._fields:
@@ -180,17 +185,7 @@ class RemoteScorer(Scorer):
         self._mail.send(self._scorers[0], ScoreBatch(request, version, self._fields), payload=batch.to_bytes())
         return PendingScores(batch, request)
 
-    def finish(self, pending: Sequence[PendingScores], version: int) -> Batch:
-        if not pending:
-            return self._merge(PendingScores(Batch.concat([])))
-        return Batch.concat([self._merge(each) for each in pending])
-
-    def wait(self) -> None:
-        while self._num_missing:
-            self._receive()
-
-    def _merge(self, pending: PendingScores) -> Batch:
-        """Wait for the answers to a request, and return its batch with the scores."""
+    def take(self, pending: PendingScores) -> Batch:
         batch, merged = pending.batch, {name: torch.zeros(pending.batch.num_tokens) for name in self._fields}
         while pending.request in self._num_missing:
             self._receive()
@@ -198,6 +193,13 @@ class RemoteScorer(Scorer):
             for name, scores in safetensors.torch.load(bytes(letter.payload)).items():
                 merged[name] += batch.at_sequences(letter.message.sequences, scores)
         return batch.replace(**merged)
+
+    def finish(self, batch: Batch, version: int) -> Batch:
+        return batch if batch.num_sequences else self.score(batch, version)
+
+    def wait(self) -> None:
+        while self._num_missing:
+            self._receive()
 
     def _receive(self) -> None:
         letter = self._mail.receive(PartScores)

@@ -10,26 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from rl.data.batch import Batch
-from rl.data.packing import balance_owners, estimate_costs, mini_batch_of
+from rl.data.packing import mini_batch_of
 from rl.data.prompts import Prompt
 from rl.placement.roles import Placement
 from rl.rewards.totals import total
+from rl.rollout.balance import Balancer, Groups
 from rl.rollout.carried import CarriedGroups
 from rl.rollout.dispatch import BatchTime, Dispatcher, Sampling, Task
 from rl.rollout.failures import CallsFailed, FailureLog
 from rl.rollout.orders import Collected, OrderGate, OrderService
 from rl.rollout.overlap import OverlapGate, OverlapService
 from rl.rollout.service import RolloutService, ScoredGroup
-from rl.world.messages import Letter, Mailbox, Message
+from rl.world.messages import Letter, Message
 from rl.world.orders import Action
 from rl.world.service import Service, serve
 from rl.world.world import World
 
-Groups = dict[int, Batch]  # the groups of one actor, by position in the batch
 Results = list[dict[str, Any] | None]  # results of the reward functions, by sample; None: not scored yet
 
 
@@ -47,55 +44,6 @@ class BatchStarted(Message):
 
     batch: int
     owners: list[int]
-
-
-@dataclass(frozen=True)
-class MovedGroup(Message):
-    """Deliver a group to its new owner. The payload is the group as a Batch."""
-
-    batch: int
-    position: int
-    awaited = "groups from the other actors"
-
-
-class Balancer:
-    """Balance groups between actors, since all actors wait for the one with the most work.
-
-    Only whole groups move, so the advantages do not depend on which actor trains on a group. `actors` are the ranks of
-    `pg`, and an owner is an index into them.
-    """
-
-    def __init__(self, mail: Mailbox, pg: dist.ProcessGroup, actors: Sequence[int], hidden_size: int):
-        self._mail, self._pg, self._actors, self._hidden_size = mail, pg, actors, hidden_size
-        self._arrived: dict[int, Groups] = defaultdict(dict)  # by batch
-
-    def balance(self, batch: int, groups: Groups, owners: Sequence[int], mini_batches: Sequence[int]) -> Groups:
-        """Move groups between the actors, and return this rank's groups by position.
-
-        This is a collective, and no order may interrupt it. `owners` and `mini_batches` cover all groups of the batch.
-        """
-        if len(self._actors) == 1 or not owners:
-            return groups
-        costs = torch.zeros(len(owners), dtype=torch.float64)
-        for position, group in groups.items():
-            costs[position] = sum(estimate_costs(group.lengths.tolist(), self._hidden_size))
-        dist.all_reduce(costs, group=self._pg)  # only the owner of a group adds a cost, so the sum is exact
-        new_owners = balance_owners(costs.tolist(), owners, len(self._actors), mini_batches)
-        return self.exchange(batch, groups, owners, new_owners)
-
-    def exchange(self, batch: int, groups: Groups, owners: Sequence[int], new_owners: Sequence[int]) -> Groups:
-        """Send groups to their new owners, then wait for the groups that this rank now owns."""
-        me = self._actors.index(self._mail.rank)
-        kept = dict(groups)
-        for position in sorted(groups):
-            if new_owners[position] != me:
-                new_owner = self._actors[new_owners[position]]
-                self._mail.send(new_owner, MovedGroup(batch, position), payload=kept.pop(position).to_bytes())
-        num_moved = sum(old != me == new for old, new in zip(owners, new_owners, strict=True))
-        while len(self._arrived[batch]) < num_moved:
-            letter = self._mail.receive(MovedGroup)
-            self._arrived[letter.message.batch][letter.message.position] = Batch.from_bytes(letter.payload)
-        return kept | self._arrived.pop(batch)
 
 
 @dataclass(frozen=True)
@@ -135,6 +83,7 @@ class Rollouts(Service):
         self._services: list[Service] = [self, self._orders, *others]
         self._dispatcher: Dispatcher | None = None
         self._gate: OrderGate | None = None
+        self._overlap_gate: OverlapGate | None = None
         self._failures: FailureLog | None = None
         if world.rank == placement.leader:
             self._failures = FailureLog(world.mail, all_failed)
@@ -144,11 +93,11 @@ class Rollouts(Service):
             heads = [rank for rank in placement.actors if rank not in followers_of_any]
             self._gate = OrderGate(world.mail, len(placement.actors), heads)
             if overlap is not None:
-                OverlapGate(world.mail, len(placement.actors), self._gate)  # its handler keeps it alive
+                self._overlap_gate = OverlapGate(world.mail, len(placement.actors), self._gate)
         self._awaited = ""
         self.engine_name = ""  # until the first group arrives
         self._times: list[BatchTime] = []
-        self._num_started = self._num_settled = 0
+        self._num_started = 0
         self._num_expected = 0  # samples that the last batch has started; only on the leader
         self._training: set[int] = set()  # batches to train on; the others evaluate
         self._owners: dict[int, list[int]] = {}  # by batch
@@ -182,10 +131,16 @@ class Rollouts(Service):
             num_new = len(prompts) - num_carried
             self._num_expected = num_new * sampling.num_samples
             owners = carried.owners + (self._deal(num_new) if is_dealt else [0] * num_new)  # the leader is actor 0
+            is_followed = is_dealt and self._overlap is not None
             tasks = [
-                Task(batch, position, self._actors[owner], prompt, sampling, version, position < num_carried)
+                Task(
+                    batch, position, self._actors[owner], prompt, sampling, version, position < num_carried, is_followed
+                )
                 for position, (owner, prompt) in enumerate(zip(owners, prompts, strict=True))
             ]
+            if is_followed:
+                assert self._overlap_gate is not None
+                self._overlap_gate.open(batch, owners, sampling.max_new_tokens)
             for rank in self._actors:
                 self._mail.send(rank, BatchStarted(batch, owners))
             self._dispatcher.open(tasks)
@@ -202,10 +157,7 @@ class Rollouts(Service):
         self._awaited = f"rank {self._leader} to start a batch"
         serve(self._world, self._services, until=lambda: batch in self._owners)
         owners = self._owners.pop(batch)
-        me = self._actors.index(self._mail.rank)
-        num_own = owners.count(me)  # not in `until`, which runs at every engine step
-        if self._overlap is not None:
-            self._overlap.expect(batch, [position for position, owner in enumerate(owners) if owner == me])
+        num_own = owners.count(self._actors.index(self._mail.rank))  # not in `until`, which runs at every engine step
         self._awaited = "groups from the engines"
         serve(self._world, self._services, until=lambda: len(self._arrived[batch]) == num_own)
         arrived = self._arrived.pop(batch)
@@ -252,12 +204,11 @@ class Rollouts(Service):
                     self._overlap.add(group.batch, group.position, rollouts)
 
     def settle(self, groups: Groups, owners: Sequence[int]) -> Batch:
-        """Balance the groups of an update between actors. Return this rank's groups, by place. This is a collective.
-        With actor.overlap, groups stay where they are, because some were trained on already."""
-        self._num_settled += 1
-        if self._overlap is None:
-            groups = self._balancer.balance(self._num_settled, groups, owners, self._mini_batches(len(owners)))
-        return Batch.concat([groups[position] for position in sorted(groups)])
+        """Balance the groups of an update between actors, and return this rank's groups. This is a collective."""
+        if self._overlap is not None:
+            return self._overlap.settle(owners)
+        balanced = self._balancer.balance(groups, owners, self._mini_batches(len(owners)))
+        return Batch.concat([balanced[position] for position in sorted(balanced)])
 
     def _mini_batches(self, num_prompts: int) -> list[int]:
         return [mini_batch_of(position, num_prompts, self._num_mini_batches) for position in range(num_prompts)]

@@ -54,6 +54,7 @@ class Task:
     sampling: Sampling
     version: int  # of the weights to sample from
     is_carried: bool = False  # the owner holds responses to continue
+    is_followed: bool = False  # the leader wants to know how far it is; see GroupProgress
 
 
 @dataclass(frozen=True)

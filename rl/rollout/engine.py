@@ -54,6 +54,9 @@ class Engine(Receiver, Protocol):
     def step(self) -> list[Completion]:
         """Decode one token for each running request. Return the completions that ended."""
 
+    def progress(self) -> dict[str, int]:
+        """Return the number of tokens that each unfinished request has got."""
+
     def sleep(self) -> None:
         """Free device memory for the learner of this rank. The next weights and requests allocate it again."""
 

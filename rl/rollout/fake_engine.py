@@ -50,6 +50,9 @@ class FakeEngine:
                 self._running.remove(entry)
         return ended
 
+    def progress(self) -> dict[str, int]:
+        return {request.id: len(completion.tokens) for request, _, completion in self._running}
+
     def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout:
         destinations = []
         for index, info in enumerate(tensors):

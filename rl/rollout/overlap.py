@@ -1,9 +1,10 @@
-"""Decide when the actors train on the next part of a batch that the engines still sample (actor.overlap).
+"""Let the actors train on parts of a batch that the engines still sample (actor.overlap).
 
-A forward pass is a collective of the actors, and no rank may wait for engines inside a collective. So the actors train
-on a part only when each of them has it, or has no further groups:
+A forward pass is a collective of the actors, and no rank may wait for engines inside a collective. So the leader
+decides when all actors train on the next part (parts.py), and which actor on which of its groups:
 
-    actor --PartsReady--> OverlapGate, on the leader --TrainPart--> every actor     while the leader collects a batch
+    engine --GroupProgress--> OverlapGate, on the leader --TrainPart--> every actor     while the leader collects a batch
+    actor --GroupWhole-----> OverlapGate
 
 The last part is left for the stage `update`, since FSDP must know which backward pass is the last one.
 """
@@ -14,99 +15,118 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl.data.batch import Batch
-from rl.learner.overlap import OverlappedUpdate, Readiness
+from rl.data.packing import balance_owners
+from rl.learner.overlap import OverlappedUpdate
+from rl.rollout.balance import Balancer
 from rl.rollout.orders import OrderGate
+from rl.rollout.parts import Parts
+from rl.rollout.service import GroupProgress
 from rl.world.messages import Letter, Mailbox, Message
 from rl.world.service import Service
 
 
 @dataclass(frozen=True)
-class PartsReady(Message):
-    """Tell the leader how many parts of a batch an actor could train on by now."""
+class GroupWhole(Message):
+    """Tell the leader that a group has arrived at its owner."""
 
     batch: int
-    num_parts: int
-    is_done: bool
+    position: int
+    length: int  # of its longest response
+    cost: float  # of training on it
 
 
 @dataclass(frozen=True)
 class TrainPart(Message):
-    """Tell an actor to train on the next part of a batch."""
+    """Tell an actor to train on the next part of a batch. Owners are indices into the list of actors."""
 
     batch: int
-    number: int
+    positions: list[int]
+    owners: list[int]
+    new_owners: list[int]
+    is_early: bool  # the engines still sample other groups
 
 
 class OverlapGate:
-    """Let the actors train on a part when all of them have it. Runs on the leader, in the mailbox's I/O thread.
+    """Let the actors train on a part when all of its groups are there. Runs on the leader, in the mailbox's I/O thread.
 
     `orders` sends the messages, because all actors must receive parts and orders in the same order: both are
-    collectives. An actor reports its last parts before it tells that it has collected the batch. So no part follows the
+    collectives. An actor reports its last group before it tells that it has collected the batch. So no part follows the
     end of a batch.
     """
 
     def __init__(self, mail: Mailbox, num_actors: int, orders: OrderGate):
         self._num_actors, self._orders = num_actors, orders
         self._lock = threading.Lock()
-        self._batch = 0  # the newest
-        self._ready: dict[int, Readiness] = {}  # by actor
-        self._num_told = 0  # parts of this batch
-        mail.on(PartsReady, self._on_ready)
+        self.open(0, [], 0)
+        mail.on(GroupProgress, self._on_progress)
+        mail.on(GroupWhole, self._on_group)
 
-    def _on_ready(self, letter: Letter[PartsReady]) -> None:
+    def open(self, batch: int, owners: Sequence[int], max_length: int) -> None:
+        """Begin a batch to train on. `max_length` is the maximum length of a response."""
         with self._lock:
-            message = letter.message
-            if message.batch > self._batch:
-                self._batch, self._ready, self._num_told = message.batch, {}, 0
-            self._ready[letter.source] = Readiness(message.num_parts, message.is_done)
-            while self._can_train(self._num_told):
-                self._orders.tell(TrainPart(self._batch, self._num_told))
-                self._num_told += 1
+            self._batch, self._owners, self._costs = batch, owners, [0.0] * len(owners)
+            self._parts = Parts(len(owners), self._num_actors, max_length)
 
-    def _can_train(self, number: int) -> bool:
-        """Return whether every actor is ready for this part, and some actor has another one after it."""
-        actors = self._ready.values()
-        if len(actors) < self._num_actors:
-            return False
-        is_ready = all(number < actor.num_parts or actor.is_done for actor in actors)
-        return is_ready and any(number + 1 < actor.num_parts + (not actor.is_done) for actor in actors)
+    def _on_progress(self, letter: Letter[GroupProgress]) -> None:
+        with self._lock:
+            if letter.message.batch == self._batch:
+                self._parts.follow(letter.message.positions, letter.message.lengths)
+                self._pass_on()
+
+    def _on_group(self, letter: Letter[GroupWhole]) -> None:
+        message = letter.message
+        with self._lock:
+            assert message.batch == self._batch, message
+            self._costs[message.position] = message.cost
+            self._parts.add(message.position, message.length)
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while (positions := self._parts.take_next()) is not None:
+            owners = [self._owners[position] for position in positions]
+            costs = [self._costs[position] for position in positions]
+            new_owners = balance_owners(costs, owners, self._num_actors, [0] * len(positions))
+            self._orders.tell(TrainPart(self._batch, positions, owners, new_owners, not self._parts.is_whole))
 
 
 class OverlapService(Service):
-    """Follow the groups of a training batch on an actor, and train on its parts when the gate says so."""
+    """Take the groups of a training batch on an actor, and train on its parts when the gate says so."""
 
     name = "update"
     kinds = (TrainPart,)
 
-    def __init__(self, mail: Mailbox, leader: int, update: OverlappedUpdate):
+    def __init__(self, mail: Mailbox, leader: int, balancer: Balancer, update: OverlappedUpdate):
         self.update = update
-        self._mail, self._leader = mail, leader
+        self._mail, self._leader, self._balancer = mail, leader, balancer
         self._batch = 0
-        self._reported: Readiness | None = None
+        self._in_parts: set[int] = set()  # positions of all actors' groups in the parts so far
         self.trained_s = 0.0  # in this batch
 
     def open(self, batch: int, version: int) -> None:
         """Begin a batch to train on. Groups of other batches are ignored."""
-        self._batch, self._reported, self.trained_s = batch, None, 0.0
+        self._batch, self._in_parts, self.trained_s = batch, set(), 0.0
         self.update.open(version)
 
-    def expect(self, batch: int, positions: Sequence[int]) -> None:
-        if batch == self._batch:
-            self.update.expect(positions)
-            self._report()
-
     def add(self, batch: int, position: int, group: Batch) -> None:
-        if batch == self._batch:
-            self.update.add(position, group)
-            self._report()
+        if batch != self._batch:
+            return
+        self.update.add(position, group)
+        length = int(group.response_lengths.max())
+        self._mail.send(self._leader, GroupWhole(batch, position, length, self._balancer.cost(group)))
 
     def handle(self, letter: Letter[TrainPart]) -> None:
-        assert (letter.message.batch, letter.message.number) == (self._batch, self.update.num_trained), letter.message
-        started = time.perf_counter()
-        self.update.train_next()
+        part, started = letter.message, time.perf_counter()
+        assert part.batch == self._batch, part
+        self._in_parts.update(part.positions)
+        own = self.update.take(part.positions)
+        groups = self._balancer.exchange(own, part.owners, part.new_owners)
+        self.update.train([groups[place] for place in sorted(groups)], part.is_early)
         self.trained_s += time.perf_counter() - started
 
-    def _report(self) -> None:
-        if (now := self.update.readiness) != self._reported:
-            self._reported = now
-            self._mail.send(self._leader, PartsReady(self._batch, now.num_parts, now.is_done))
+    def settle(self, owners: Sequence[int]) -> Batch:
+        """Balance the last part, and return this actor's groups of all parts, without scores. This is a collective.
+        `owners` are the owners of all groups of the batch."""
+        left = [position for position in range(len(owners)) if position not in self._in_parts]
+        own = self.update.take(left)
+        groups = self._balancer.balance(own, [owners[position] for position in left], [0] * len(left))
+        return self.update.add_last([groups[place] for place in sorted(groups)])

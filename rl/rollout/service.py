@@ -7,7 +7,8 @@ inside a collective.
 
 import math
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from rl.world.orders import Order
 from rl.world.service import Service
 from rl.world.world import World
 
+PROGRESS_INTERVAL_S = 0.1  # between reports; a training step of an actor takes longer
 MIN_SEQUENCES, MIN_PROMPT_TOKENS = 8, 256  # heartbeats treat smaller steps as steps of this size
 
 
@@ -67,6 +69,15 @@ class ScoredGroup(Message):
     failures: list[RewardFailure] = field(default_factory=list)  # of the samples whose reward functions failed
 
 
+@dataclass(frozen=True)
+class GroupProgress(Message):
+    """Tell the leader how far the groups of a batch are that it follows."""
+
+    batch: int
+    positions: list[int]
+    lengths: list[int]  # that the longest response of each group will have at least
+
+
 @dataclass
 class Group:
     """The responses of one prompt in this round."""
@@ -91,6 +102,17 @@ class Group:
         would otherwise keep new groups out."""
         is_partial = self.task.is_carried and self.responses
         return len(self.running) / len(self.responses) if is_partial else 1.0
+
+    def least_length(self, progress: Mapping[str, int]) -> int:
+        """Return how long its longest response will be at least. `progress` is that of the engine, whose responses get
+        at least one more token."""
+        lengths = [len(response.tokens) for response in self.responses]
+        for sample in self.running:
+            lengths[sample] += progress[self.request_id(sample)] + 1
+        return max(lengths, default=0)
+
+    def request_id(self, sample: int) -> str:
+        return f"{self.task.batch}/{self.task.position}/{sample}"
 
     def begin(self) -> None:
         """Begin the round: continue the carried responses, or start new ones."""
@@ -132,6 +154,7 @@ class RolloutService(Service):
         self._to_restart: list[Group] = []  # groups of a failed engine, until the new engine has weights
         self._is_rebuilt = False  # the engine was replaced, and has sampled nothing yet
         self._num_prompt_tokens = 0  # in requests that were added since the last step
+        self._reported_at = 0.0  # when the leader was told of the progress
         self._pull()
 
     @property
@@ -198,6 +221,7 @@ class RolloutService(Service):
             return self._recover(error)
         HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
         is_last_of_group = [self._submit(completion) for completion in ended]
+        self._report_progress(is_urgent=any(is_last_of_group))
         if any(is_last_of_group):
             self._pull()
 
@@ -220,6 +244,19 @@ class RolloutService(Service):
             self._rewards.submit(key, task.prompt.text, text, row, sampling.answer_of)
         self._deliver_if_done(group)
         return group.is_sampled
+
+    def _report_progress(self, is_urgent: bool) -> None:
+        """Tell the leader how far the groups are that it follows. At other than urgent times, do so now and then."""
+        now = time.monotonic()
+        if not is_urgent and now < self._reported_at + PROGRESS_INTERVAL_S:
+            return
+        followed = [group for group in self._groups.values() if group.task.is_followed]
+        if not followed:
+            return
+        self._reported_at, progress = now, self.engine.progress()
+        lengths = [group.least_length(progress) for group in followed]
+        positions = [group.task.position for group in followed]
+        self._mail.send(self._leader, GroupProgress(followed[0].task.batch, positions, lengths))
 
     def _recover(self, error: Exception) -> None:
         """Replace the engine. Its groups are sampled again when the new engine has verified weights.
@@ -327,14 +364,14 @@ def make_requests(groups: Iterable[Group], run_seed: int | None, keeps_kv: bool 
     """Return one request per response that has not ended. Without `run_seed`, the engine's own generator is used."""
     requests = []
     for group in groups:
-        task, prompt, sampling = group.task, group.task.prompt, group.task.sampling
+        prompt, sampling = group.task.prompt, group.task.sampling
         for sample in sorted(group.running):
             response = group.responses[sample]
             # A carried response may be too long already, if the run was resumed with another mean length.
             num_left = max(1, sampling.length(prompt, sample) - len(response.tokens))
             requests.append(
                 Request(
-                    id=f"{task.batch}/{task.position}/{sample}",
+                    id=group.request_id(sample),
                     tokens=prompt.tokens + response.tokens,
                     sampling=sampling,
                     max_tokens=min(num_left, sampling.max_tokens_per_round or num_left),

@@ -28,7 +28,8 @@ from rl.learner.scoring import Scorer
 from rl.model.shards import TensorInfo
 from rl.report.metrics import METRICS, MetricsWriter, last_step
 from rl.rewards.find import read_rules
-from rl.rollout.collect import Balancer, Rollouts
+from rl.rollout.balance import Balancer
+from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.held import HeldGroups
 from rl.rollout.overlap import OverlapService
@@ -73,7 +74,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     hidden_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().hidden_size
     balancer = Balancer(mail, run.groups.actor_pg, run.placement.actors, hidden_size)
     own, scorer = own_advantage(config.algo), build_scorer(run, learner, load_reference)
-    overlap = _build_overlap(run, learner, scorer, own) if trains and config.actor.overlap else None
+    overlap = _build_overlap(run, learner, scorer, balancer, own) if trains and config.actor.overlap else None
 
     def execute(action: Action) -> None:
         if action != "publish again":
@@ -128,14 +129,16 @@ def build_checkpoints(
     return Checkpoints(saver, learner, config.checkpoint, last_step, run.resume, critic)
 
 
-def _build_overlap(run: Run, learner: PolicyTrainer, scorer: Scorer, own: OwnAdvantage | None) -> OverlapService | None:
+def _build_overlap(
+    run: Run, learner: PolicyTrainer, scorer: Scorer, balancer: Balancer, own: OwnAdvantage | None
+) -> OverlapService | None:
     """Return the service that trains on groups while others are sampled, or None if every update must wait."""
     if reason := why_overlap_waits(run.config.algo, own):
         if run.data is not None:
             print(f"oneworld: {reason}", flush=True)
         return None
     update = OverlappedUpdate(learner, scorer, run.config, run.groups.actor_pg, own)
-    return OverlapService(run.world.mail, run.placement.leader, update)
+    return OverlapService(run.world.mail, run.placement.leader, balancer, update)
 
 
 def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:

@@ -18,7 +18,8 @@ from rl.data.batch import Batch, batch_of_responses
 from rl.data.prompts import Prompt
 from rl.placement.groups import make_groups
 from rl.placement.roles import Placement, plan
-from rl.rollout.collect import Balancer, Rollouts
+from rl.rollout.balance import Balancer
+from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import NewTasks, Pull, Sampling, Task
 from rl.rollout.service import ScoredGroup
 from rl.world.messages import Mailbox

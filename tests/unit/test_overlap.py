@@ -17,13 +17,15 @@ from rl.algo.choose import own_advantage
 from rl.config.schema import AlgoConfig
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.learner.overlap import Readiness, why_overlap_waits
+from rl.learner.overlap import why_overlap_waits
 from rl.learner.scoring import PartScores, RemoteScorer, ScoreBatch
 from rl.placement.roles import plan
+from rl.rollout.balance import Balancer
 from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import NewTasks, Pull, Sampling
 from rl.rollout.orders import BatchComplete, Collected, Execute, OrderGate
-from rl.rollout.overlap import OverlapGate, OverlapService, PartsReady, TrainPart
+from rl.rollout.overlap import GroupWhole, OverlapGate, OverlapService, TrainPart
+from rl.rollout.service import GroupProgress
 from rl.world.messages import Mailbox, Message
 from rl.world.orders import Order
 from tests.launcher import until
@@ -32,7 +34,7 @@ from tests.unit.test_batch import make_batch
 from tests.unit.test_collect import deliver
 
 pytestmark = pytest.mark.timeout(60)
-ACTORS = (0, 1)
+ACTORS, ENGINE = (0, 1), 2
 
 
 @pytest.fixture
@@ -41,72 +43,77 @@ def mails() -> Iterator[list[Mailbox]]:
         yield made
 
 
-def report(mails: list[Mailbox], rank: int, num_parts: int, is_done: bool = False, batch: int = 1) -> None:
-    """Send what an actor has, and wait until the gate knows it."""
-    mails[rank].send(0, PartsReady(batch, num_parts, is_done))
+def report(mails: list[Mailbox], position: int, length: int, batch: int = 1) -> None:
+    """Report a group with a response of this length, and wait until the gate knows it. Groups are dealt in turn."""
+    tell(mails, position % 2, GroupWhole(batch, position, length, cost=length))
+
+
+def follow(mails: list[Mailbox], *lengths: int, batch: int = 1) -> None:
+    """Report how far all groups are, as an engine would do for its own."""
+    tell(mails, ENGINE, GroupProgress(batch, list(range(len(lengths))), list(lengths)))
+
+
+def tell(mails: list[Mailbox], rank: int, message: Message) -> None:
+    mails[rank].send(0, message)
     mails[rank].send(0, Mark())
     take(mails[0], Mark)
 
 
-def told(mails: list[Mailbox]) -> list[int | str]:
+def told(mails: list[Mailbox]) -> list[TrainPart | str]:
     """Return the parts that both actors were told to train on so far, and other messages, in order."""
-    found: list[list[int | str]] = []
+    found: list[list[TrainPart | str]] = []
     for rank in ACTORS:
         found.append([])
         mails[0].send(rank, Mark())
         while not isinstance(message := take(mails[rank], TrainPart, Execute, BatchComplete, Mark).message, Mark):
-            found[-1].append(message.number if isinstance(message, TrainPart) else type(message).__name__)
+            found[-1].append(message if isinstance(message, TrainPart) else type(message).__name__)
     assert found[0] == found[1]
     return found[0]
 
 
-def make_gate(mails: list[Mailbox]) -> OrderGate:
+def make_gate(mails: list[Mailbox]) -> tuple[OrderGate, OverlapGate]:
     orders = OrderGate(mails[0], len(ACTORS), ACTORS)
-    OverlapGate(mails[0], len(ACTORS), orders)
+    gate = OverlapGate(mails[0], len(ACTORS), orders)
     orders.open()
-    return orders
+    return orders, gate
 
 
-def test_a_part_begins_when_every_actor_has_it(mails: list[Mailbox]) -> None:
-    make_gate(mails)
-    report(mails, 0, 3)
+def test_a_part_begins_when_its_groups_are_there_and_no_other_can_precede_them(mails: list[Mailbox]) -> None:
+    _, gate = make_gate(mails)
+    gate.open(1, [0, 1] * 4, max_length=40)
+    report(mails, 4, 10)
+    report(mails, 6, 12)
     assert told(mails) == []
-    report(mails, 1, 0)
+    follow(mails, *[12] * 8)
     assert told(mails) == []
-    report(mails, 1, 1)
-    assert told(mails) == [0]
-    report(mails, 1, 4)
-    assert told(mails) == [1, 2]
+    follow(mails, *[13] * 8)
+    assert told(mails) == [TrainPart(1, [4, 6], owners=[0, 0], new_owners=[1, 0], is_early=True)]
 
 
-def test_an_actor_without_further_groups_takes_part_with_nothing(mails: list[Mailbox]) -> None:
-    make_gate(mails)
-    report(mails, 1, 1, is_done=True)
-    report(mails, 0, 2)
-    assert told(mails) == [0, 1]
-    report(mails, 0, 4, is_done=True)
-    assert told(mails) == [2], "the last part is left for the update"
+def test_parts_that_the_last_group_completes_are_not_early(mails: list[Mailbox]) -> None:
+    _, gate = make_gate(mails)
+    gate.open(1, [0, 1] * 3, max_length=40)
+    for position in (5, 4, 3, 2, 1):
+        report(mails, position, 10 + position)
+    assert told(mails) == []
+    report(mails, 0, 10)
+    parts = told(mails)
+    assert parts == [TrainPart(1, [0, 1], [0, 1], [0, 1], False), TrainPart(1, [2, 3], [0, 1], [0, 1], False)]
+    follow(mails, *[30] * 6)
+    assert told(mails) == [], "the last part is left for the update"
 
 
-@pytest.mark.parametrize(("ours", "theirs", "early"), [(1, 1, []), (0, 1, []), (2, 1, [0]), (3, 3, [0, 1])])
-def test_the_last_part_is_left_for_the_update(mails: list[Mailbox], ours: int, theirs: int, early: list[int]) -> None:
-    make_gate(mails)
-    report(mails, 0, ours, is_done=True)
-    report(mails, 1, theirs, is_done=True)
-    assert told(mails) == early
-
-
-def test_a_batch_begins_with_its_first_part(mails: list[Mailbox]) -> None:
-    make_gate(mails)
-    for batch in (2, 5):
-        report(mails, 0, 2, is_done=True, batch=batch)
-        assert told(mails) == []
-        report(mails, 1, 0, batch=batch)
-        assert told(mails) == []
-        report(mails, 1, 1, batch=batch)
-        assert told(mails) == [0]
-        report(mails, 1, 2, is_done=True, batch=batch)
-        assert told(mails) == []
+def test_reports_of_another_batch_are_ignored(mails: list[Mailbox]) -> None:
+    """An engine may tell of the last batch, or of an evaluation, while the next one is open."""
+    _, gate = make_gate(mails)
+    gate.open(1, [0, 1] * 2, max_length=40)
+    gate.open(2, [0, 1] * 2, max_length=40)
+    report(mails, 0, 3, batch=2)
+    report(mails, 1, 3, batch=2)
+    follow(mails, *[30] * 4, batch=1)
+    assert told(mails) == []
+    follow(mails, *[30] * 4, batch=2)
+    assert [part.batch for part in told(mails) if isinstance(part, TrainPart)] == [2]
 
 
 def test_all_actors_receive_parts_and_orders_in_the_same_order(
@@ -120,73 +127,76 @@ def test_all_actors_receive_parts_and_orders_in_the_same_order(
         send(rank, message, payload)
 
     monkeypatch.setattr(mails[0], "send", send_slowly)
-    orders = make_gate(mails)
-    num_parts = 100
+    orders, gate = make_gate(mails)
+    num_groups = 40
+    gate.open(1, [0, 1] * (num_groups // 2), max_length=1000)
 
     def give_orders() -> None:
         for _ in range(100):
             mails[2].send(0, Order("save"))
 
     def report_all(rank: int) -> None:
-        for number in range(num_parts):
-            mails[rank].send(0, PartsReady(1, number + 1, number + 1 == num_parts))
+        for position in range(rank, num_groups, 2):
+            lengths = [position + 2] * num_groups
+            mails[rank].send(0, GroupProgress(1, list(range(num_groups)), lengths))
+            mails[rank].send(0, GroupWhole(1, position, position, cost=1.0))
         mails[rank].send(0, Collected(1, {}))
 
     threads = [threading.Thread(target=give_orders), *(threading.Thread(target=report_all, args=[r]) for r in ACTORS)]
     for thread in threads:
         thread.start()
-    seen: dict[int, list[int | str]] = {rank: [] for rank in ACTORS}
+    seen: dict[int, list[Any]] = {rank: [] for rank in ACTORS}
     for rank in ACTORS:
         while "BatchComplete" not in seen[rank]:
             message = take(mails[rank], TrainPart, Execute, BatchComplete).message
-            seen[rank].append(message.number if isinstance(message, TrainPart) else type(message).__name__)
+            seen[rank].append(message.positions if isinstance(message, TrainPart) else type(message).__name__)
     for thread in threads:
         thread.join()
     assert seen[0] == seen[1]
-    assert [entry for entry in seen[0] if isinstance(entry, int)] == list(range(num_parts - 1))
+    parts = [entry for entry in seen[0] if isinstance(entry, list)]
+    assert [len(part) for part in parts] == [10, 8, 6, 4, 3, 3, 2, 2]
     assert "Execute" in seen[0]
     orders.open()
 
 
 class Update:
-    """Stands in for an OverlappedUpdate: each group is a part of its own."""
+    """Stands in for an OverlappedUpdate."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
-        self.num_trained = 0
-        self._positions: list[int] = []
-        self._arrived: set[int] = set()
+        self._groups: dict[int, Batch] = {}
 
     def open(self, version: int) -> None:
         self.events.append(("version", version))
 
-    def expect(self, positions: list[int]) -> None:
-        self._positions = positions
-
     def add(self, position: int, group: Batch) -> None:
-        self._arrived.add(position)
+        self._groups[position] = group
         self.events.append(("group", position))
 
-    @property
-    def readiness(self) -> Readiness:
-        first = next((n for n, p in enumerate(self._positions) if p not in self._arrived), len(self._positions))
-        is_done = bool(self._positions) and first == len(self._positions)
-        return Readiness(first if is_done else max(0, first - 1), is_done)
+    def take(self, positions: list[int]) -> dict[int, Batch]:
+        return {place: self._groups.pop(position) for place, position in enumerate(positions)}
 
-    def train_next(self) -> None:
+    def train(self, groups: list[Batch], is_early: bool) -> None:
         time.sleep(0.05)
-        self.events.append(("train", self.num_trained))
-        self.num_trained += 1
+        self.events.append(("train", [int(group.group_ids[0]) for group in groups], is_early))
+
+    def add_last(self, groups: list[Batch]) -> Batch:
+        return Batch.concat(groups)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(event[0] == "train" for event in self.events)
 
 
 def test_an_actor_trains_while_it_waits_for_groups() -> None:
-    """The engine sends its last groups only when the actor has trained on the first one. A save comes in between."""
+    """The engine sends its last group only when the actor has trained on the first ones. A save comes in between."""
     prompts = [Prompt(place, 0, "p", "a", [place]) for place in range(4)]
     update: Any = Update()
-    balancer: Any = None
+    pg: Any = None
     with connected_worlds(2) as worlds:
         actor, engine = worlds[0], worlds[1].mail
-        service = OverlapService(actor.mail, 0, update)
+        balancer = Balancer(actor.mail, pg, [0], hidden_size=1)
+        service = OverlapService(actor.mail, 0, balancer, update)
         placement, done = plan({"actor": "0", "rollout": "1"}, 1, 2), list[str]()
 
         def execute(action: str) -> None:
@@ -200,7 +210,8 @@ def test_an_actor_trains_while_it_waits_for_groups() -> None:
             tasks = take(engine, NewTasks).message.tasks
             for task in (tasks[2], tasks[0], tasks[1]):
                 deliver(engine, task)
-            until(lambda: update.num_trained == 2, "two parts are trained on")
+            engine.send(0, GroupProgress(tasks[0].batch, [3], [2]))
+            until(lambda: update.num_trained == 3, "three parts are trained on")
             engine.send(0, Order("save"))
             until(lambda: done, "the order is executed")
             deliver(engine, tasks[3])
@@ -214,20 +225,19 @@ def test_an_actor_trains_while_it_waits_for_groups() -> None:
         assert batch_time.trained_s >= 3 * 0.05, "it did not wait for sampling in that time"
         assert update.events == [
             *(("version", 3), ("group", 2), ("group", 0), ("group", 1)),
-            *(("train", 0), ("train", 1), "save", ("group", 3), ("train", 2)),
+            *(("train", [0], True), ("train", [1], True), ("train", [2], True), "save", ("group", 3)),
         ]
-        kept = {position: gathered.groups[position] for position in (1, 3)}
-        batch = rollouts.settle(kept, [0, 0])  # without a balancer
-        assert batch.group_ids.tolist() == [1, 3]
+        batch = rollouts.settle(gathered.groups, gathered.owners)
+        assert batch.group_ids.tolist() == [3], "the last part"
 
 
 def test_groups_of_an_evaluation_are_ignored() -> None:
     update: Any = Update()
     with connected(1) as mails:
-        service = OverlapService(mails[0], 0, update)
+        balancer: Any = None
+        service = OverlapService(mails[0], 0, balancer, update)
         service.open(2, version=1)
         service.add(1, 0, make_batch())
-        service.expect(3, [0])
         assert update.events == [("version", 1)]
 
 
@@ -248,19 +258,19 @@ def test_scores_of_several_requests_are_told_apart(mails: list[Mailbox]) -> None
     for rank, message, payload in answers:
         mails[rank].send(0, message, payload=payload)
     for number in (1, 0):
-        found = scorer.finish([pending[number]], version=4)
+        found = scorer.finish(scorer.take(pending[number]), version=4)
         assert found.ref_logprobs is not None
         assert torch.equal(found.ref_logprobs, batches[number].tokens.float() + 100 * number)
         assert torch.equal(found.rewards, batches[number].rewards)
     scorer.wait()
     assert mails[0].receive_within(0, PartScores) is None
-    assert scorer.finish([pending[2]], version=4).num_sequences == batches[2].num_sequences
-    assert scorer.finish([], version=4).ref_logprobs is not None, "an empty part has the same fields"
+    assert scorer.take(pending[2]).num_sequences == batches[2].num_sequences
+    assert scorer.finish(Batch.concat([]), version=4).ref_logprobs is not None, "an empty part has the same fields"
 
 
 def test_nothing_is_asked_for_an_empty_batch(mails: list[Mailbox]) -> None:
     scorer = RemoteScorer(mails[0], [1, 2], ["ref_logprobs"])
-    scorer.finish([scorer.start(Batch.concat([]), 1)], 1)
+    scorer.finish(scorer.take(scorer.start(Batch.concat([]), 1)), 1)
     scorer.wait()
     assert mails[1].receive_within(0, ScoreBatch) is None
 

@@ -10,7 +10,6 @@ from rl.data.packing import (
     balance_owners,
     count_micro_batches,
     cut,
-    cut_in_order,
     estimate_costs,
     mini_batch_of,
     pack,
@@ -161,29 +160,3 @@ def test_balancing_never_makes_it_worse_and_is_stable(seed: int) -> None:
         else:
             assert all(owners[group] == new_owners[group] for group in groups)
     assert balance_owners(costs, new_owners, num_owners, mini_batches) == new_owners
-
-
-@pytest.mark.parametrize(
-    ("sizes", "wanted"),
-    [
-        ([], []),
-        ([4], [1]),
-        ([4, 6, 1], [2, 1]),
-        ([10, 10], [1, 1]),
-        ([3, 25, 3, 3], [1, 1, 2]),
-        ([25, 25], [1, 1]),
-        ([5, 5, 5, 5, 5], [2, 2, 1]),
-    ],
-)
-def test_cut_in_order(sizes: list[int], wanted: list[int]) -> None:
-    assert cut_in_order(sizes, max_tokens=10) == wanted
-
-
-def test_cuts_in_order_are_final_as_soon_as_another_follows() -> None:
-    source = random.Random(0)
-    sizes = [source.randint(1, 14) for _ in range(200)]
-    whole = cut_in_order(sizes, max_tokens=10)
-    for count in range(len(sizes)):
-        known = cut_in_order(sizes[:count], max_tokens=10)
-        assert known[:-1] == whole[: max(0, len(known) - 1)]
-        assert sum(known) == count

@@ -1,6 +1,7 @@
 """Scores may come late, out of order, or after the engine was rebuilt; each group is delivered once."""
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from rl.rollout.dispatch import NewTasks, Pull, Sampling, Task
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.recovery import EngineHost
 from rl.rollout.responses import Response, pack_group
-from rl.rollout.service import CarriedGroup, RolloutService, Scored, ScoredGroup
+from rl.rollout.service import CarriedGroup, GroupProgress, RolloutService, Scored, ScoredGroup
 from rl.world.messages import Letter, Mailbox
 from rl.world.orders import Order
 from rl.world.service import serve
@@ -69,9 +70,10 @@ class Bench:
     def make_engine(self) -> FakeEngine:
         return FakeEngine(8, STOP)
 
-    def start(self, *positions: int) -> None:
+    def start(self, *positions: int, is_followed: bool = False) -> None:
         prompts = [Prompt(p, 0, f"prompt {p}", f"{p}", [11], {"level": p}, f"a.jsonl, line {p + 1}") for p in positions]
-        tasks = [Task(2, prompt.id, 1, prompt, Sampling(NUM_SAMPLES, 1.0, 9), 6) for prompt in prompts]
+        sampling = Sampling(NUM_SAMPLES, 1.0, 9)
+        tasks = [Task(2, prompt.id, 1, prompt, sampling, 6, is_followed=is_followed) for prompt in prompts]
         self.service.handle(Letter(1, NewTasks(tasks)))
 
     def sample(self, steps: int = 100) -> None:
@@ -244,3 +246,35 @@ def test_work_that_comes_while_there_is_no_engine_is_begun_with_the_rest(bench: 
 def test_messages_show_both_ends_of_a_long_prompt() -> None:
     assert quote("a\n" * 30) == repr("a\n" * 30)
     assert quote("a" * 40 + "b" * 40) == f"'{'a' * 30}' ... '{'b' * 30}'"
+
+
+def test_the_leader_knows_how_far_the_groups_are_that_it_follows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each report holds for the lengths that the groups have in the end, and gets better with each step."""
+    monkeypatch.setattr("rl.rollout.service.PROGRESS_INTERVAL_S", 0)
+    bench.start(0, 1, is_followed=True)
+    bench.start(5)
+    bench.sample()
+    ends: dict[int, int] = {}
+    for key, _, response, _ in bench.rewards.calls:
+        ends[key[1]] = max(ends.get(key[1], 0), len(response) + (len(response) < 9))  # with the stop token
+    bench.mail.send(1, Mark())
+    reports = []
+    while isinstance(message := take(bench.leader, GroupProgress, Mark).message, GroupProgress):
+        assert (message.batch, message.positions) == (2, [0, 1])
+        assert all(length <= ends[p] for p, length in zip(message.positions, message.lengths, strict=True))
+        reports.append(message.lengths)
+    assert [min(lengths) for lengths in reports[:3]] == [2, 3, 4]
+    assert reports[-1] == [ends[0], ends[1]], "both wait for their scores"
+
+
+def test_reports_of_progress_are_rare(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one for each group that ends, and one now and then."""
+    monkeypatch.setattr("rl.rollout.service.PROGRESS_INTERVAL_S", 1000)
+    bench.service._reported_at = time.monotonic()
+    bench.start(0, 1, is_followed=True)
+    bench.sample()
+    bench.mail.send(1, Mark())
+    num_reports = 0
+    while isinstance(take(bench.leader, GroupProgress, Mark).message, GroupProgress):
+        num_reports += 1
+    assert 1 <= num_reports <= 2

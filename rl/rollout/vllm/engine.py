@@ -109,6 +109,9 @@ class VllmEngine:
             ended.append(completion)
         return ended
 
+    def progress(self) -> dict[str, int]:
+        return {response.id: len(response.logprobs) for response in self.responses.values()}
+
     def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout | OpaqueLoader:
         """Return where each tensor goes in the model's parameters, or vLLM's loader if that cannot be known."""
         with self._group.entered(), set_current_vllm_config(self._engine.vllm_config):
