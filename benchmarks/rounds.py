@@ -216,7 +216,8 @@ class Benchmark:
 
     def _build_overlap(self, balancer: Balancer) -> OverlapService:
         update = OverlappedUpdate(self._learner, NoScores(), Config(), self._pg)
-        return OverlapService(self._world.mail, self._placement.leader, balancer, update)
+        num_at_once = self.max_num_seqs // NUM_SAMPLES * len(self._placement.engines)
+        return OverlapService(self._world.mail, self._placement.leader, balancer, update, num_at_once)
 
     def _build_service(self) -> RolloutService | None:
         world, index = self._world, self._placement.engine_of(self._world.rank)

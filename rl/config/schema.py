@@ -173,6 +173,11 @@ class RolloutConfig:
         return -(-self.max_new_tokens // self.max_tokens_per_round) if self.max_tokens_per_round else 1
 
     @property
+    def max_num_groups(self) -> int:
+        """Return the number of groups that one engine samples at once."""
+        return max(1, self.max_num_seqs // self.num_samples_per_prompt)
+
+    @property
     def uses_older_weights(self) -> bool:
         """Return whether an update may train on tokens that weights before the last update have sampled."""
         return self.max_rounds > 1 or self.ahead > 0

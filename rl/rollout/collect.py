@@ -131,16 +131,23 @@ class Rollouts(Service):
             num_new = len(prompts) - num_carried
             self._num_expected = num_new * sampling.num_samples
             owners = carried.owners + (self._deal(num_new) if is_dealt else [0] * num_new)  # the leader is actor 0
-            is_followed = is_dealt and self._overlap is not None
+            overlap = self._overlap if is_dealt else None
             tasks = [
                 Task(
-                    batch, position, self._actors[owner], prompt, sampling, version, position < num_carried, is_followed
+                    batch,
+                    position,
+                    self._actors[owner],
+                    prompt,
+                    sampling,
+                    version,
+                    position < num_carried,
+                    overlap is not None,
                 )
                 for position, (owner, prompt) in enumerate(zip(owners, prompts, strict=True))
             ]
-            if is_followed:
+            if overlap is not None:
                 assert self._overlap_gate is not None
-                self._overlap_gate.open(batch, owners, sampling.max_new_tokens)
+                self._overlap_gate.open(batch, owners, sampling.max_new_tokens, overlap.num_at_once)
             for rank in self._actors:
                 self._mail.send(rank, BatchStarted(batch, owners))
             self._dispatcher.open(tasks)

@@ -3,8 +3,8 @@
 A forward pass is a collective of the actors, and no rank may wait for engines inside a collective. So the leader
 decides when all actors train on the next part (parts.py), and which actor on which of its groups:
 
-    engine --GroupProgress--> OverlapGate, on the leader --TrainPart--> every actor     while the leader collects a batch
-    actor --GroupWhole-----> OverlapGate
+    engine --GroupProgress--> OverlapGate, on the leader --TrainPart--> every actor
+    actor --GroupWhole------> OverlapGate
 
 The last part is left for the stage `update`, since FSDP must know which backward pass is the last one.
 """
@@ -57,15 +57,15 @@ class OverlapGate:
     def __init__(self, mail: Mailbox, num_actors: int, orders: OrderGate):
         self._num_actors, self._orders = num_actors, orders
         self._lock = threading.Lock()
-        self.open(0, [], 0)
+        self.open(0, [], 0, 1)
         mail.on(GroupProgress, self._on_progress)
         mail.on(GroupWhole, self._on_group)
 
-    def open(self, batch: int, owners: Sequence[int], max_length: int) -> None:
-        """Begin a batch to train on. `max_length` is the maximum length of a response."""
+    def open(self, batch: int, owners: Sequence[int], max_length: int, num_at_once: int) -> None:
+        """Begin a batch to train on. For the lengths, see `Parts`."""
         with self._lock:
             self._batch, self._owners, self._costs = batch, owners, [0.0] * len(owners)
-            self._parts = Parts(len(owners), self._num_actors, max_length)
+            self._parts = Parts(len(owners), self._num_actors, max_length, num_at_once)
 
     def _on_progress(self, letter: Letter[GroupProgress]) -> None:
         with self._lock:
@@ -95,8 +95,8 @@ class OverlapService(Service):
     name = "update"
     kinds = (TrainPart,)
 
-    def __init__(self, mail: Mailbox, leader: int, balancer: Balancer, update: OverlappedUpdate):
-        self.update = update
+    def __init__(self, mail: Mailbox, leader: int, balancer: Balancer, update: OverlappedUpdate, num_at_once: int):
+        self.update, self.num_at_once = update, num_at_once  # see `Parts`
         self._mail, self._leader, self._balancer = mail, leader, balancer
         self._batch = 0
         self._in_parts: set[int] = set()  # positions of all actors' groups in the parts so far

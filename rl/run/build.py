@@ -138,7 +138,8 @@ def _build_overlap(
             print(f"oneworld: {reason}", flush=True)
         return None
     update = OverlappedUpdate(learner, scorer, run.config, run.groups.actor_pg, own)
-    return OverlapService(run.world.mail, run.placement.leader, balancer, update)
+    num_at_once = run.config.rollout.max_num_groups * len(run.placement.engines)
+    return OverlapService(run.world.mail, run.placement.leader, balancer, update, num_at_once)
 
 
 def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:

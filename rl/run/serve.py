@@ -48,12 +48,13 @@ def build_rollout_service(run: Run) -> RolloutService | None:
     torch.manual_seed(sample_seed(config.run.seed, 0, index, 0))  # each engine has its own seed
     host = EngineHost(world, ranks, engine, build)
     world.at_end(lambda: host.engine.close())
-    max_num_groups = max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt)
     # Requests without seeds use each rank's generator. Other code uses it too, so ranks could sample different tokens.
     run_seed = config.run.seed if config.rollout.deterministic or seat.tp_size > 1 else None
     leader = run.placement.leader
     keeps_kv = config.rollout.keep_kv
-    return RolloutService(world, host, run.rewards, run.tokenizer, max_num_groups, run_seed, leader, keeps_kv)
+    return RolloutService(
+        world, host, run.rewards, run.tokenizer, config.rollout.max_num_groups, run_seed, leader, keeps_kv
+    )
 
 
 def build_sync(

@@ -21,9 +21,9 @@ from tools.replay import main as replay
 
 pytestmark = pytest.mark.timeout(200)  # the first test waits for the fixture's runs
 OVERLAP = "actor.overlap=true"
-NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 3, 8, 3
-# A group has up to 3 x 17 tokens, so most parts are one group, in one or several micro-batches. AdamW turns rounding of
-# tiny gradients into large differences, which a large epsilon prevents.
+NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 3, 8, 3, 40
+# An engine samples two groups at once, unless a placement says otherwise. A part has two groups, in several
+# micro-batches. AdamW turns rounding of tiny gradients into large differences, which a large epsilon prevents.
 COMMON = [
     *("actor.max_tokens_per_micro_batch=30", "inference.max_tokens_per_micro_batch=64", "actor.eps=1e-3"),
     *("rollout.deterministic=true", "rollout.max_num_seqs=6", "algo.clip_low=0.2"),
@@ -34,7 +34,7 @@ TWO = ["placement.rollout=0", "placement.actor=1-2"]
 WITH_INFERENCE = ["placement.rollout=0", "placement.inference=1", "placement.actor=2-3"]
 TWO_INFERENCE = ["placement.rollout=0", "placement.inference=1-2", "placement.actor=3-4"]
 # Placements of the first test: number of ranks, and overrides.
-PLACES = {"1 + 1": (2, ONE), "2 + 1": (3, TWO), "2 + 1 + 1": (4, WITH_INFERENCE)}
+PLACES = {"1 + 1": (2, [*ONE, "rollout.max_num_seqs=24"]), "2 + 1": (3, TWO), "2 + 1 + 1": (4, WITH_INFERENCE)}
 HELD = "2 + 1"
 # Further settings: number of ranks, and overrides.
 SETTINGS: dict[str, tuple[int, list[str]]] = {
@@ -62,7 +62,7 @@ SETTINGS: dict[str, tuple[int, list[str]]] = {
 
 
 def shape(model: Path) -> list[str]:
-    setting = Setting(NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES, max_new_tokens=12, model=model, old_logprobs="auto")
+    setting = Setting(NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES, max_new_tokens=MAX_TOKENS, model=model, old_logprobs="auto")
     return [*setting.overrides, *COMMON]
 
 
@@ -119,7 +119,7 @@ def traced(new_logprobs, old_logprobs, advantages, clip_low, clip_high):
 def held_functions(folder: Path, model: Path, step: int, awaited: str) -> list[str]:
     """Write a reward function like `varied`, which scores the last group of a step when the awaited file exists, and a
     loss that leaves a trace: a file for each forward pass, and a line with process and time."""
-    setting = Setting(NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES, max_new_tokens=12, model=model)
+    setting = Setting(NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES, max_new_tokens=MAX_TOKENS, model=model)
     texts = [prompt.text for prompt in prompts_of(setting, step * NUM_PROMPTS)]
     assert texts.count(texts[-1]) == 1
     folder.mkdir(exist_ok=True)

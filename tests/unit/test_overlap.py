@@ -80,7 +80,7 @@ def make_gate(mails: list[Mailbox]) -> tuple[OrderGate, OverlapGate]:
 
 def test_a_part_begins_when_its_groups_are_there_and_no_other_can_precede_them(mails: list[Mailbox]) -> None:
     _, gate = make_gate(mails)
-    gate.open(1, [0, 1] * 4, max_length=40)
+    gate.open(1, [0, 1] * 4, max_length=40, num_at_once=9)
     report(mails, 4, 10)
     report(mails, 6, 12)
     assert told(mails) == []
@@ -92,7 +92,7 @@ def test_a_part_begins_when_its_groups_are_there_and_no_other_can_precede_them(m
 
 def test_parts_that_the_last_group_completes_are_not_early(mails: list[Mailbox]) -> None:
     _, gate = make_gate(mails)
-    gate.open(1, [0, 1] * 3, max_length=40)
+    gate.open(1, [0, 1] * 3, max_length=40, num_at_once=9)
     for position in (5, 4, 3, 2, 1):
         report(mails, position, 10 + position)
     assert told(mails) == []
@@ -106,8 +106,8 @@ def test_parts_that_the_last_group_completes_are_not_early(mails: list[Mailbox])
 def test_reports_of_another_batch_are_ignored(mails: list[Mailbox]) -> None:
     """An engine may tell of the last batch, or of an evaluation, while the next one is open."""
     _, gate = make_gate(mails)
-    gate.open(1, [0, 1] * 2, max_length=40)
-    gate.open(2, [0, 1] * 2, max_length=40)
+    gate.open(1, [0, 1] * 2, max_length=40, num_at_once=9)
+    gate.open(2, [0, 1] * 2, max_length=40, num_at_once=9)
     report(mails, 0, 3, batch=2)
     report(mails, 1, 3, batch=2)
     follow(mails, *[30] * 4, batch=1)
@@ -129,7 +129,7 @@ def test_all_actors_receive_parts_and_orders_in_the_same_order(
     monkeypatch.setattr(mails[0], "send", send_slowly)
     orders, gate = make_gate(mails)
     num_groups = 40
-    gate.open(1, [0, 1] * (num_groups // 2), max_length=1000)
+    gate.open(1, [0, 1] * (num_groups // 2), max_length=1000, num_at_once=50)
 
     def give_orders() -> None:
         for _ in range(100):
@@ -196,7 +196,7 @@ def test_an_actor_trains_while_it_waits_for_groups() -> None:
     with connected_worlds(2) as worlds:
         actor, engine = worlds[0], worlds[1].mail
         balancer = Balancer(actor.mail, pg, [0], hidden_size=1)
-        service = OverlapService(actor.mail, 0, balancer, update)
+        service = OverlapService(actor.mail, 0, balancer, update, num_at_once=9)
         placement, done = plan({"actor": "0", "rollout": "1"}, 1, 2), list[str]()
 
         def execute(action: str) -> None:
@@ -235,7 +235,7 @@ def test_groups_of_an_evaluation_are_ignored() -> None:
     update: Any = Update()
     with connected(1) as mails:
         balancer: Any = None
-        service = OverlapService(mails[0], 0, balancer, update)
+        service = OverlapService(mails[0], 0, balancer, update, num_at_once=9)
         service.open(2, version=1)
         service.add(1, 0, make_batch())
         assert update.events == [("version", 1)]

@@ -14,9 +14,9 @@ def take_all(parts: Parts) -> list[list[int]]:
     return taken
 
 
-def parts_of(lengths: list[int], num_actors: int, max_length: int = 1000) -> list[list[int]]:
+def parts_of(lengths: list[int], num_actors: int, max_length: int = 1000, num_at_once: int = 99) -> list[list[int]]:
     """Return the parts of a batch that is whole, without the last one."""
-    parts = Parts(len(lengths), num_actors, max_length)
+    parts = Parts(len(lengths), num_actors, max_length, num_at_once)
     for position, length in enumerate(lengths):
         parts.add(position, length)
     return take_all(parts)
@@ -48,8 +48,22 @@ def test_groups_with_a_response_of_the_maximum_length_are_in_the_last_part() -> 
     assert parts_of([9, 1, 9, 9, 9, 9, 9, 9], 1, max_length=9) == [], "the first part has two groups"
 
 
+def test_windows_of_the_stream_stay_in_order() -> None:
+    """Engines begin the groups of the second window when those of the first end."""
+    lengths = [7, 3, 9, 4, 5, 8, 1, 9]
+    assert parts_of(lengths, 1, max_length=9, num_at_once=4) == [[1, 3], [0, 2], [6], [4], [5]]
+
+
+def test_a_part_does_not_wait_for_a_later_window() -> None:
+    parts = Parts(8, 2, max_length=50, num_at_once=4)
+    parts.add(1, 20)
+    parts.add(2, 30)
+    parts.follow([0, 3], [31, 31])
+    assert parts.take_next() == [1, 2]
+
+
 def test_a_part_waits_for_a_group_that_may_precede_it() -> None:
-    parts = Parts(8, 2, max_length=50)
+    parts = Parts(8, 2, max_length=50, num_at_once=8)
     parts.add(3, 10)
     assert parts.take_next() is None
     parts.add(5, 12)
@@ -64,7 +78,7 @@ def test_a_part_waits_for_a_group_that_may_precede_it() -> None:
 
 
 def test_a_report_that_comes_late_changes_nothing() -> None:
-    parts = Parts(4, 1, max_length=50)
+    parts = Parts(4, 1, max_length=50, num_at_once=8)
     parts.follow([0, 1, 2], [9, 9, 9])
     parts.add(3, 8)
     parts.follow([0, 3], [4, 4])
@@ -77,8 +91,9 @@ def test_time_changes_no_part() -> None:
     for _ in range(200):
         num_groups, num_actors, max_length = source.randint(1, 40), source.randint(1, 4), 30
         lengths = [min(max_length, round(source.lognormvariate(2.5, 0.8)) + 1) for _ in range(num_groups)]
+        num_at_once = source.choice([99, 8])
         begins, speeds = [source.choice([0, 0, 10]) for _ in lengths], [source.choice([1, 2]) for _ in lengths]
-        parts, taken = Parts(num_groups, num_actors, max_length), list[list[int]]()
+        parts, taken = Parts(num_groups, num_actors, max_length, num_at_once), list[list[int]]()
         unfinished, now = set(range(num_groups)), 0
         while unfinished:
             now += 1
@@ -91,4 +106,4 @@ def test_time_changes_no_part() -> None:
                     parts.follow([position], [sampled + 1])
                 taken += take_all(parts)
         assert parts.is_whole
-        assert taken == parts_of(lengths, num_actors, max_length)
+        assert taken == parts_of(lengths, num_actors, max_length, num_at_once)
