@@ -50,11 +50,8 @@ def build_rollout_service(run: Run) -> RolloutService | None:
     world.at_end(lambda: host.engine.close())
     # Requests without seeds use each rank's generator. Other code uses it too, so ranks could sample different tokens.
     run_seed = config.run.seed if config.rollout.deterministic or seat.tp_size > 1 else None
-    leader = run.placement.leader
-    keeps_kv = config.rollout.keep_kv
-    return RolloutService(
-        world, host, run.rewards, run.tokenizer, config.rollout.max_num_groups, run_seed, leader, keeps_kv
-    )
+    leader, max_num_groups, keeps_kv = run.placement.leader, config.rollout.max_num_groups, config.rollout.keep_kv
+    return RolloutService(world, host, run.rewards, run.tokenizer, max_num_groups, run_seed, leader, keeps_kv)
 
 
 def build_sync(

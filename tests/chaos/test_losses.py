@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.faults import kill, kill_node, lose_node
+from tests.chaos.faults import kill, kill_node, lose_node, stop
 from tests.chaos.harness import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+# Ways in which engines and actors work at the same time.
+WAYS = {
+    "ahead": ["rollout.ahead=1"],
+    "ahead in short rounds": ["rollout.ahead=1", "rollout.max_tokens_per_round=2"],
+    "overlap": ["actor.overlap=true"],
+}
 
 
 @pytest.mark.parametrize("copies", [2, 1])
@@ -42,6 +48,25 @@ def test_32_ranks_lose_a_node(undisturbed: list[dict[str, Any]], tmp_path: Path)
         kill_node(1).happen(world)
         world.finish_well(undisturbed, 400)
         assert "24 ranks on 3 nodes: rollout 0-14, inference 15-17, actor 18-23" in world.output()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_stops_and_a_node_is_lost_while_engines_and_actors_work_at_the_same_time(
+    way: str, tmp_path: Path
+) -> None:
+    """A stopped engine is named while the others wait for its round. Then three nodes go on without the actors'."""
+    settings = [*WAYS[way], "checkpoint.copies=2"]
+    with running(tmp_path / "undisturbed", *settings) as world:
+        assert world.finish() == [0, 0, 0, 0], world.output()[-6000:]
+        undisturbed = world.metrics()
+    with running(tmp_path / "disturbed", *settings, nnodes="3:4", loop=True) as world:
+        world.wait_for_step(2)
+        stop(1).happen(world)
+        world.wait_for_step(4)
+        lose_node(3).happen(world)
+        world.finish_well(undisturbed, 300)
+        assert "6 ranks on 3 nodes: rollout 0-2, inference 3" in world.output()
 
 
 @pytest.fixture
