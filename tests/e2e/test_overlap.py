@@ -180,6 +180,7 @@ def test_an_update_that_needs_the_whole_batch_waits_and_says_so(runs: dict[str, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_an_engine_fails_while_a_batch_is_half_trained_on(model: Path, runs: dict[str, Result], tmp_path: Path) -> None:
     """The new engine gets the same version again, between two parts and between two pieces of work of the inference
     ranks."""
