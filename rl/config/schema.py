@@ -386,7 +386,10 @@ class CheckpointConfig:
         RESUME,
     )
     hub_name: str = key(
-        "", "Repository on the Hugging Face hub to which tools/merge_checkpoint.py --upload sends the model.", HUB_NAME
+        "",
+        "Repository on the Hugging Face hub to which tools/merge_checkpoint.py --upload sends the model. Empty: the "
+        "run's name, in the namespace of your login.",
+        HUB_NAME,
     )
 
 

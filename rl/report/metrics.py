@@ -1,6 +1,6 @@
 """Reduce metrics over ranks. Write them to TensorBoard, to metrics.jsonl (one line per step) and to the console.
 
-Names have stable prefixes: reward/ loss/ policy/ rollout/ optim/ eval/ time/ perf/. A mean is kept as a sum and a
+Names have stable prefixes: reward/ loss/ policy/ rollout/ optim/ eval/ time/ perf/ gpu/. A mean is kept as a sum and a
 count until the ranks are summed up, so it does not depend on which rank held which sequences.
 """
 

@@ -226,6 +226,7 @@ def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Re
     writer = None
     if run.data is not None and trains and not run.config.debug.dry_run:
         _announce_repetition(run, step)
+        run.world.collect_gpus()
         writer = MetricsWriter(run.folder, run.config.train.num_steps, step)
         run.world.at_end(lambda: writer.close(rollouts.engine_name))
     return Reporter(run.world, run.config, run.folder, run.tokenizer, rollouts, writer)

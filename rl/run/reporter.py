@@ -83,7 +83,7 @@ class Reporter:
             values |= measure_waits(seconds, self._rollouts.take_times())
             if metrics.samples_interval and (step - 1) % metrics.samples_interval == 0:
                 self._writer.write_text("rollout/samples", show(batch, self._tokenizer, metrics.num_samples), step)
-        self._writer.write(step, version, values | seconds)
+        self._writer.write(step, version, values | seconds | self._world.take_gpus())
 
     def _name(self) -> str:
         return f"step_{self._world.step}.rank_{self._world.rank}"
