@@ -12,8 +12,7 @@ import torch
 
 from rl.watch.gpu import MEMORY, UTILIZATION, GpuMeter
 from rl.world.world import gpu_uuid
-from tests.e2e.test_endings import launch
-from tests.launcher import ROOT, finish, until
+from tests.launcher import ROOT, finish, start, until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 GIB = 1 << 30
@@ -56,7 +55,8 @@ def test_memory_and_work_are_seen() -> None:
 
 
 def test_a_run_shows_its_card_in_status_and_metrics(tmp_path: Path) -> None:
-    process = launch(tmp_path, 1, "", 0, "actor.compile=false", "train.num_steps=20")
+    settings = ["rollout.engine=fake", "eval.interval=0", "actor.compile=false", "train.num_steps=20"]
+    process = start("--nproc-per-node=1", "train.py", f"run.dir={tmp_path}", "run.name=run", *settings)
     status, run = tmp_path / "run" / "status" / "board.json", tmp_path / "run"
     shown: list[dict[str, int]] = []
 

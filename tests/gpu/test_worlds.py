@@ -84,7 +84,8 @@ def test_one_round_ahead_on_one_card(tmp_path: Path) -> None:
 
 def test_overlapped_updates_on_one_card(tmp_path: Path) -> None:
     """The first step trains on the tokens of a serial run, so its gradients are the same but for rounding."""
-    options = [*settings(), *SEPARATE, "train.num_steps=6"]
+    lengths = ["rollout.max_new_tokens=512", "debug.mean_response_tokens=100"]  # otherwise most have the maximum
+    options = [*settings(), *SEPARATE, *lengths, "train.num_steps=6"]
     serial = train(tmp_path / "serial", 2, *options, timeout_s=250).metrics
     overlapped = train(tmp_path / "overlapped", 2, *options, "actor.overlap=true", timeout_s=250).metrics
     names = ("perf/overlap", "time/step", "policy/mismatch_kl", "optim/grad_norm", "rollout/tokens")
