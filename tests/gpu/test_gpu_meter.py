@@ -30,7 +30,7 @@ def test_an_index_and_a_uuid_select_the_same_card() -> None:
     for index, uuid in cards().items():
         for visible in (index, uuid):
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-            environment["PYTHONPATH"] = str(ROOT)
+            environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
             said = subprocess.run([sys.executable, "-c", TELL], env=environment, check=True, capture_output=True)
             assert said.stdout.decode().strip() == uuid, visible
 

@@ -88,7 +88,7 @@ def test_overlapped_updates_on_one_card(tmp_path: Path) -> None:
     options = [*settings(), *SEPARATE, *lengths, "train.num_steps=6"]
     serial = train(tmp_path / "serial", 2, *options, timeout_s=250).metrics
     overlapped = train(tmp_path / "overlapped", 2, *options, "actor.overlap=true", timeout_s=250).metrics
-    names = ("perf/overlap", "time/step", "policy/mismatch_kl", "optim/grad_norm", "rollout/tokens")
+    names = ("perf/overlap", "time/step", "policy/mismatch_kl", "optim/grad_norm", "reward/mean", "rollout/tokens")
     for rows in (serial, overlapped):
         print("\n" + json.dumps({name: [row.get(name) for row in rows] for name in names}), flush=True)
     assert all(row["perf/overlap"] > 0 for row in overlapped)
