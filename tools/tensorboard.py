@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
+from rl.common.files import UnsafeName
 from rl.common.text import count_of
 from rl.config.schema import ROOT
 from rl.export.errors import MergeError
@@ -184,7 +185,7 @@ def show(args: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sys.exit(show(parse_arguments(arguments)))
-    except MergeError as error:
+    except (MergeError, UnsafeName) as error:
         sys.exit(f"tensorboard: {error}")
     except OSError as error:
         sys.exit(f"tensorboard: {error.filename or 'a file'}: {error.strerror}; fix that and start again")

@@ -102,6 +102,14 @@ def test_two_clusters_side_by_side_with_disks_of_their_own(tmp_path: Path) -> No
         for disk in nodes.disks:
             assert saved_step(disk / "one") >= 3
 
+        # The events are on the node that had the leader. The desk knows the nodes from the job.
+        gather = nodes.at_desk(sys.executable, "tools/tensorboard.py", nodes.runs / "one", "--gather-only")
+        done = subprocess.run(gather, env=activated_environment(), capture_output=True, text=True, timeout=60)
+        (written,) = [path for disk in nodes.disks for path in (disk / "one").glob("events.*")]
+        copied = nodes.runs / "one" / "tensorboard" / written.name
+        assert f"copied 1 file of {written.parent.parent.name}:{nodes.runs}/one to {copied.parent}" in done.stdout, done
+        assert copied.read_bytes() == written.read_bytes()
+
 
 def test_nodes_on_the_loopback_train_on_vllm(tmp_path: Path) -> None:
     """Both nodes are 127.0.0.1 and share the run's directory. The embedded default trains a few steps."""
