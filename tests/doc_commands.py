@@ -84,6 +84,11 @@ ELSEWHERE = {
         "tests/unit/test_answer_forms.py",
         '"-m", "tests.answer_forms"',
     ),
+    "python tools/tensorboard.py runs/x": ("tests/distributed/test_tensorboard_gather.py", 'tool("tensorboard.py"'),
+    "python tools/tensorboard.py runs/x --nodes NAME:sky_workdir/runs/x,NAME-worker1:sky_workdir/runs/x": (
+        "tests/distributed/test_tensorboard_gather.py",
+        '"--nodes"',
+    ),
     "scancel JOB": ("tests/e2e/test_launch_slurm.py", "scancel"),
     "scancel --signal=USR1 JOB": ("tests/e2e/test_launch_slurm.py", '"--signal=USR1"'),
     "python tools/merge_checkpoint.py --upload": ("tests/distributed/test_merge_upload.py", "--upload"),
@@ -115,6 +120,8 @@ NEEDS_BY_PROGRAM = {
     "torchrun --nproc-per-node 1 train.py --config configs/gsm8k_": "a GPU and a model from the hub",
     "sky ": "a cloud account",
     "dstack ": "a cloud account",
+    "kubectl ": "a Kubernetes cluster",
+    "ssh ": "a person at another machine",
     "ARGS='--config my.yaml": "a cloud account",
 }
 
