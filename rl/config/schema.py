@@ -352,14 +352,14 @@ class ReferenceConfig:
 
 @dataclass(frozen=True)
 class ActorConfig:
+    lr: float = key(1e-6, "Peak learning rate.", NOT_NEGATIVE)
+    lr_schedule: Schedule = key("constant", "Schedule of the learning rate after the warm-up, over train.num_steps.")
+    warmup_steps: int = key(0, "Number of optimizer steps of linear warm-up.", NOT_NEGATIVE)
     optimizer: Optimizer = key(
         "adamw",
         "Optimizer of policy and critic: adamw; adamw_8bit (8-bit moments, needs torchao); sgd; muon (for the matrices "
         "of the layers, and adamw for the rest). See docs/algorithms.md.",
     )
-    lr: float = key(1e-6, "Peak learning rate.", NOT_NEGATIVE)
-    lr_schedule: Schedule = key("constant", "Schedule of the learning rate after the warm-up, over train.num_steps.")
-    warmup_steps: int = key(0, "Number of optimizer steps of linear warm-up.", NOT_NEGATIVE)
     weight_decay: float = key(0.0, "Weight decay.", NOT_NEGATIVE)
     beta1: float = key(0.9, "AdamW beta1, and the momentum of sgd and muon.", BETA)
     beta2: float = key(0.999, "AdamW beta2.", BETA)

@@ -27,6 +27,7 @@ from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
 from rl.model.shards import TensorInfo
 from rl.report.metrics import METRICS, MetricsWriter, last_step
+from rl.report.writers import open_writers
 from rl.rewards.find import read_rules
 from rl.rollout.collect import Balancer, Rollouts
 from rl.rollout.dispatch import Sampling
@@ -222,6 +223,8 @@ def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Re
     writer = None
     if run.data is not None and trains and not run.config.debug.dry_run:
         _announce_repetition(run, step)
-        writer = MetricsWriter(run.folder, run.config.train.num_steps, step)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        others = open_writers(run.config, run.folder, is_new=not step)
+        writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others)
         run.world.at_end(lambda: writer.close(rollouts.engine_name))
     return Reporter(run.world, run.config, run.folder, run.tokenizer, rollouts, writer)

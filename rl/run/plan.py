@@ -19,10 +19,11 @@ from rl.config.schema import ConfigError, resolve_path
 from rl.data.sources import Data, check_files, read_data
 from rl.model.hub import find_in_cache, warn_of_typo
 from rl.model.memory import estimate
-from rl.model.shape import check_folder, check_model, check_weights, count_parameters
+from rl.model.shape import check_folder, check_model, check_weights, measure_size
 from rl.model.tokenizer import load_tokenizer
 from rl.placement.roles import Placement, plan
 from rl.report.console import print_or_exit
+from rl.report.writers import check_writers
 from rl.rewards.find import check_rewards
 from rl.rewards.trial import TrialRow, score_one_row
 from rl.rollout.schedule import describe_lag, plan_schedule
@@ -89,6 +90,7 @@ class RunPlan:
         self.placement = self._place(args)
         self.notes += check_settings(self.config, self.placement)
         check_rewards(self.config.reward)
+        check_writers(self.config.metrics.writers)
         self._check_run_folder()
         self.models = {setting: self._find_model(setting, path) for setting, path in self.config.model_paths.items()}
         check_files(self.config)
@@ -167,8 +169,10 @@ class RunPlan:
 
     def _check_functions(self) -> None:
         from rl.algo.choose import check_functions, own_advantage  # imports torch
+        from rl.learner.optimizers import check_optimizer
 
         check_functions(self.config.algo)
+        check_optimizer(self.config.actor.optimizer)
         if self.trains and self.config.actor.overlap:
             from rl.learner.overlap import why_overlap_waits
 
@@ -219,17 +223,21 @@ class RunPlan:
 
     def _memory(self) -> list[str]:
         """Return a line for each set of roles, or why there is no estimate."""
-        counts = {setting: count_parameters(folder) if folder else None for setting, folder in self.models.items()}
-        if missing := [setting for setting, count in counts.items() if count is None]:
+        sizes = {setting: measure_size(folder) if folder else None for setting, folder in self.models.items()}
+        if missing := [setting for setting, size in sizes.items() if size is None]:
             return [f"not estimated, because the weights of {missing[0]} are not here"]
-        policy = counts["model.path"] or 0
-        critic = (counts.get("critic.path") or policy) if self.config.algo.has_critic else 0
+        policy = sizes["model.path"]
+        assert policy is not None
+        critic = (sizes.get("critic.path") or policy) if self.config.algo.has_critic else None
         lines = []
         for role in estimate(self.config, self.placement, policy, critic, self.trains):
             offloaded = f" ({format_bytes(role.offloaded)} offloaded during rollouts)" if role.offloaded else ""
             host = f"{format_bytes(role.host)} of host memory ({format_bytes(role.host_on_cpu)} without a GPU)"
             lines.append(f"{role.who}: each {role.parts}{offloaded}, {host}")
-        return [*lines, f"estimated from {policy / 1e6:.2f} M parameters, without activations and KV cache"]
+        return [
+            *lines,
+            f"estimated from {policy.num_parameters / 1e6:.2f} M parameters, without activations and KV cache",
+        ]
 
     def _steps(self) -> list[str]:
         config, num_prompts = self.config, len(self.data.stream)

@@ -308,7 +308,7 @@ def test_memory_steps_and_tokens(answers: dict[str, Answer]) -> None:
     two-digit sums, such as 12+34=, and 200 held-out ones."""
     answer = answers["default"]
     assert answer.section("memory").startswith(
-        "rollout,actor (ranks 0-1): each 2.46 MB learner, 1.23 MB engine's weights, 1.08 GB of host memory"
+        "rollout,actor (ranks 0-1): each 2.46 MB policy, 1.23 MB engine's weights, 1.08 GB of host memory"
     )
     assert "estimated from 0.31 M parameters" in answer.section("memory")
     steps = "50 steps of 32 prompts x 8 samples = 256 rollouts; 0.21 epochs of 7702 prompts"
@@ -341,7 +341,7 @@ def test_an_evaluation_alone_has_no_steps(answers: dict[str, Answer]) -> None:
     answer = answers["evaluation alone"]
     assert answer.code == 0, answer.stderr
     assert answer.section("evaluation") == "once: eval 7 prompts x 2 samples"
-    assert "\nsteps " not in answer.stdout and "615.68 kB learner" in answer.section("memory")
+    assert "\nsteps " not in answer.stdout and "615.68 kB policy" in answer.section("memory")
 
 
 def test_the_runs_own_warnings_are_notes(answers: dict[str, Answer]) -> None:
