@@ -46,9 +46,14 @@ class ModelState:
         return 0 if self.offload == "always" else self.total  # then one layer at a time is on the device
 
     @property
-    def offloaded(self) -> int:
+    def moved(self) -> int:
+        """What is in host memory while the rank's engine works. Gradients exist only during an update."""
+        return {"rollout": self.weights + self.moments, "moments": self.moments}.get(self.offload, 0)
+
+    @property
+    def freed(self) -> int:
         """What is not on the device while the rank's engine works."""
-        return {"rollout": self.total, "moments": self.moments}.get(self.offload, 0)
+        return self.total if self.offload == "rollout" else self.moved
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class RoleMemory:
     ranks: tuple[int, ...]
     models: dict[str, int]  # on the device, by name: training states, reference, copies for logprobs
     engine: int  # on the device: the engine's weights
-    offloaded: int  # part of `learner` that is not on the device while the engine works
+    offloaded: int  # part of `learner` that is not on the device while the engine works, gradients included
     host: int  # in addition: libraries, copies of checkpoints, offloaded state
     host_on_cpu: int  # host memory if the CPU is the device
 
@@ -90,7 +95,7 @@ def estimate(
     for roles in dict.fromkeys(placement.roles):
         is_actor, has_engine = "actor" in roles, "rollout" in roles
         models: dict[str, int] = {}
-        engine = offloaded = engine_on_cpu = 0
+        engine = freed = moved = engine_on_cpu = 0
         host = LIBRARIES
         if is_actor:
             num_shards = len(placement.replicas[0])
@@ -99,14 +104,15 @@ def estimate(
                 sizes["critic"] = (critic, config.critic_offload)
             for name, (size, offload) in sizes.items():
                 state = _state(config, size, num_shards, offload, trains)
-                models[name], offloaded = state.on_device, offloaded + state.offloaded
+                models[name], freed, moved = state.on_device, freed + state.freed, moved + state.moved
                 host += state.total - state.on_device
                 if trains and config.checkpoint.save_interval >= 0:
                     host += state.weights + state.moments  # the copy of a checkpoint that is being written
             if has_reference and (not scorers or config.algo.kl_estimator == "full"):
                 reference, offload = COPY * policy.num_parameters // num_shards, config.reference_offload
                 models["reference"], host = (0, host + reference) if offload == "always" else (reference, host)
-                offloaded += reference if offload == "rollout" else 0
+                if offload == "rollout":
+                    freed, moved = freed + reference, moved + reference
         if "inference" in roles and scorers:
             copy = COPY * policy.num_parameters // len(scorers)
             models["copy of the policy"] = copy
@@ -117,10 +123,11 @@ def estimate(
             engine = DTYPE_BYTES[config.model.dtype] * policy.num_parameters // config.rollout.tensor_parallel_size
             if config.rollout.engine == "vllm":
                 engine_on_cpu = engine + (config.rollout.kv_cache_mb << 20 or CPU_KV_CACHE)
-        offloaded = offloaded if has_engine and is_actor else 0
+        if not has_engine:
+            freed = moved = 0
         ranks = tuple(rank for rank, others in enumerate(placement.roles) if others == roles)
         host_on_cpu = host + sum(models.values()) + engine_on_cpu
-        found.append(RoleMemory(roles, ranks, models, engine, offloaded, host + offloaded, host_on_cpu))
+        found.append(RoleMemory(roles, ranks, models, engine, freed, host + moved, host_on_cpu))
     return found
 
 

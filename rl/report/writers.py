@@ -76,6 +76,7 @@ class ProcessWriter:
         if self._process is not None:
             with suppress(ProcessLookupError):  # also its helpers
                 os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def _put(self, row: str | None) -> None:
         try:

@@ -19,6 +19,7 @@ from rl.model.shape import check_model
 from rl.model.tokenizer import load_tokenizer
 from rl.placement.groups import Groups, make_groups
 from rl.placement.roles import Placement, plan
+from rl.report.sizes import describe_data_parallelism
 from rl.report.writers import check_writers
 from rl.rewards.pool import RewardPool
 from rl.rollout.service import Scored
@@ -86,6 +87,7 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     if is_leader:
         check_writers(config.metrics.writers)
         print(f"{folder}: {placement.summary()}; loading", flush=True)
+        print(f"oneworld: {describe_data_parallelism(config, placement)}", flush=True)
         for warning in warnings:
             print(f"oneworld: {warning}", flush=True)
     with world.stage("find models"):

@@ -23,6 +23,7 @@ from rl.model.shape import check_folder, check_model, check_weights, measure_siz
 from rl.model.tokenizer import load_tokenizer
 from rl.placement.roles import Placement, plan
 from rl.report.console import print_or_exit
+from rl.report.sizes import describe_data_parallelism, max_step_tokens
 from rl.report.writers import check_writers
 from rl.rewards.find import check_rewards
 from rl.rewards.trial import TrialRow, score_one_row
@@ -256,8 +257,9 @@ class RunPlan:
         config, stream = self.config, self.data.stream
         num_rollouts = config.train.num_prompts_per_step * config.rollout.num_samples_per_prompt
         prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-        most = num_rollouts * (prompt + response)
+        most = max_step_tokens(config)
         lines = [f"a step has at most {num_rollouts:,} x ({prompt} + {response}) = {most:,} tokens"]
+        lines.append(describe_data_parallelism(config, self.placement))
         if self.has_tokenizer:
             mean = fmean(len(each.tokens) for each in map(stream.at, range(min(len(stream), MAX_SAMPLE))))
             expected = f"{num_rollouts:,} x {mean:.1f} = {num_rollouts * mean:,.0f} of prompts"
@@ -274,4 +276,5 @@ class RunPlan:
         sizes = {name: len(prompts[: config.num_prompts or None]) for name, prompts in self.data.eval_sets.items()}
         sets = ", ".join(f"{name} {count_of(size, 'prompt')}" for name, size in sizes.items())
         when = f"every {count_of(config.interval, 'step')}" if self.trains else "once"
+        when += "" if config.before_training or not self.trains else ", not before training"
         return [f"{when}: {sets} x {count_of(config.num_samples, 'sample')}"]
