@@ -1,8 +1,11 @@
 """A package `wandb` that notes what it is told, and fails if a test asks for it."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+from rl.config.schema import ROOT
 
 SOURCE = """
 import json, os, sys, time
@@ -40,8 +43,9 @@ def install(folder: Path) -> dict[str, str]:
     """Write the package, and return the variables with which a run finds it."""
     (folder / "packages").mkdir()
     (folder / "packages" / "wandb.py").write_text(SOURCE)
+    search = [str(folder / "packages"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
-        "PYTHONPATH": str(folder / "packages"),
+        "PYTHONPATH": os.pathsep.join(filter(None, search)),
         "WANDB_NOTES": str(folder / "notes.jsonl"),
         "WANDB_API_KEY": "a-key-of-wandb-0123456789",
     }
