@@ -197,6 +197,12 @@ def _training_problems(config: Config) -> Iterator[str]:
     if algo.kl_estimator == "full" and algo.has_kl_in_reward:
         need = "the distributions of policy and reference at once, which only the update has"
         yield f"algo.kl_estimator=full needs {need}; set algo.kl_place=loss, or choose k1, k2 or k3"
+    if algo.kl_coef and algo.kl_estimator == "full" and config.reference.max_tokens_per_micro_batch:
+        yield (
+            f"reference.max_tokens_per_micro_batch: got {config.reference.max_tokens_per_micro_batch}, but with "
+            "algo.kl_estimator=full the reference runs on the micro-batches of the update; set it to 0, and use "
+            "actor.max_tokens_per_micro_batch"
+        )
     if algo.dynamic_sampling and rollout.num_samples_per_prompt < 2:
         yield f"{samples}; algo.dynamic_sampling keeps only groups with different rewards, so set it to 2 or more"
     if algo.dynamic_sampling and config.train.num_epochs:
@@ -277,6 +283,11 @@ def _evaluation_problems(config: Config) -> Iterator[str]:
         yield f"eval.function: got {settings.function!r}; it must be one of reward.function: {', '.join(names)}"
     if settings.interval and not config.data.eval:
         yield "eval.interval is set, but data.eval is empty: give held-out prompts or set eval.interval=0"
+    if metric and config.checkpoint.save_interval < 0:
+        yield (
+            f"checkpoint.best_metric: got {metric!r}, but checkpoint.save_interval=-1 saves nothing; set "
+            "checkpoint.save_interval=0 to save the best and the last step, or remove the metric"
+        )
     if metric.startswith("eval/") and not settings.interval:
         yield f"checkpoint.best_metric: got {metric!r}, but nothing is evaluated; set eval.interval"
 

@@ -24,6 +24,9 @@ LOSS_NAMES = ("clip", "gspo", "cispo")
 Correction = Literal["none", "token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided"]
 Schedule = Literal["constant", "linear", "cosine"]
 Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "rollout", "moments", "always"]
+Optimizer = Literal["adamw", "adamw_8bit", "sgd", "muon"]
+WRITERS = ("wandb", "swanlab")
 Verify = Literal["full", "transport", "off"]
 
 
@@ -41,6 +44,7 @@ class Allowed(NamedTuple):
 POSITIVE = Allowed("greater than 0", lambda value: 0 < value < math.inf)
 POSITIVE_OR_INF = Allowed("greater than 0", lambda value: value > 0)
 NOT_NEGATIVE = Allowed("at least 0", lambda value: 0 <= value < math.inf)
+AT_LEAST_MINUS_1 = Allowed("at least -1", lambda value: value >= -1)
 ZERO_OR_ONE = Allowed("0 or 1", lambda value: value in (0, 1))
 UP_TO_1 = Allowed("greater than 0 and at most 1", lambda value: 0 < value <= 1)
 BETWEEN_0_AND_1 = Allowed("greater than 0 and less than 1", lambda value: 0 < value < 1)
@@ -61,6 +65,11 @@ ADVANTAGE_OR_FILE = Allowed(
     f"{', '.join(ADVANTAGE_NAMES)} or file.py:function", lambda spec: spec in ADVANTAGE_NAMES or ":" in spec
 )
 LOSS_OR_FILE = Allowed(f"{', '.join(LOSS_NAMES)} or file.py:function", lambda spec: spec in LOSS_NAMES or ":" in spec)
+PROJECT = Allowed("a name of letters, digits, '_', '-' and '.'", lambda name: re.fullmatch(r"[\w.-]+", name, re.ASCII))
+WRITER_NAMES = Allowed(
+    f"a list of different names among {', '.join(WRITERS)}",
+    lambda names: len(set(names)) == len(names) and set(names) <= set(WRITERS),
+)
 HUB_NAME = Allowed("ORG/NAME, NAME or empty", re.compile(r"([\w.-]+(/[\w.-]+)?)?", re.ASCII).fullmatch)
 
 
@@ -85,6 +94,11 @@ def keys_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
 class RunConfig:
     dir: str = key("runs", "Directory that holds the run directories.", PATH)
     name: str = key("", "Name of the run directory. Empty: the config file's name and the launch time.", DIRECTORY_NAME)
+    project: str = key(
+        "oneworld",
+        "Project under which wandb and swanlab list the run. It does not change the run directory.",
+        PROJECT,
+    )
     seed: int = key(0, "Seed of the prompt order and of every sample.")
 
 
@@ -316,6 +330,29 @@ class CriticConfig:
     lr: float = key(1e-5, "Learning rate.", NOT_NEGATIVE)
     clip: float = key(0.2, "Maximum change of a value in an update.", POSITIVE)
     warmup_steps: int = key(0, "Number of initial steps in which only the critic learns.", NOT_NEGATIVE)
+    max_tokens_per_micro_batch: int = key(
+        0, "Maximum tokens per pass of an update; 0: actor.max_tokens_per_micro_batch.", NOT_NEGATIVE
+    )
+    recompute: Literal["actor", "none", "selective", "full"] = key(
+        "actor", "Activation checkpointing, as actor.recompute. actor: the same value."
+    )
+    offload: Literal["actor", "none", "rollout", "moments", "always"] = key(
+        "actor", "Keep the critic's training state in host memory, as actor.offload. actor: the same value."
+    )
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """The reference policy of algo.kl_coef. It has no backward pass, so there is nothing to recompute."""
+
+    max_tokens_per_micro_batch: int = key(
+        0, "Maximum tokens per pass; 0: inference.max_tokens_per_micro_batch.", NOT_NEGATIVE
+    )
+    offload: Literal["actor", "none", "rollout", "always"] = key(
+        "actor",
+        "Keep the reference in host memory: rollout: while the rank's engine works; always: at all times, also on "
+        "inference ranks. actor: as actor.offload says on the actors, where moments means none.",
+    )
 
 
 @dataclass(frozen=True)
@@ -323,8 +360,13 @@ class ActorConfig:
     lr: float = key(1e-6, "Peak learning rate.", NOT_NEGATIVE)
     lr_schedule: Schedule = key("constant", "Schedule of the learning rate after the warm-up, over train.num_steps.")
     warmup_steps: int = key(0, "Number of optimizer steps of linear warm-up.", NOT_NEGATIVE)
-    weight_decay: float = key(0.0, "AdamW weight decay.", NOT_NEGATIVE)
-    beta1: float = key(0.9, "AdamW beta1.", BETA)
+    optimizer: Optimizer = key(
+        "adamw",
+        "Optimizer of policy and critic: adamw; adamw_8bit (8-bit moments, needs torchao); sgd; muon (for the matrices "
+        "of the layers, and adamw for the rest). See docs/algorithms.md.",
+    )
+    weight_decay: float = key(0.0, "Weight decay.", NOT_NEGATIVE)
+    beta1: float = key(0.9, "AdamW beta1, and the momentum of sgd and muon.", BETA)
     beta2: float = key(0.999, "AdamW beta2.", BETA)
     eps: float = key(1e-8, "AdamW epsilon.", POSITIVE)
     max_grad_norm: float = key(1.0, "Maximum global gradient norm; larger gradients are scaled down.", POSITIVE)
@@ -333,11 +375,11 @@ class ActorConfig:
     recompute: Recompute = key(
         "none", "Activation checkpointing: of no layer, of every second layer, or of all layers."
     )
-    offload: Literal["none", "rollout", "moments", "always"] = key(
+    offload: Offload = key(
         "none",
         "Keep training state in host memory. rollout: weights and optimizer state, while the rank's engine works; "
-        "moments: only the optimizer state (two thirds of it) in that time; always: everything at all times, with "
-        "optimizer steps on the CPU.",
+        "moments: only the optimizer state (two thirds of it, with adamw) in that time; always: everything at all "
+        "times, with optimizer steps on the CPU.",
     )
     overlap: bool = key(
         False,
@@ -372,7 +414,12 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save_interval: int = key(20, "Save every N steps; 0: save only the last step, which is always saved.", NOT_NEGATIVE)
+    save_interval: int = key(
+        20,
+        "Save every N steps, and at the last step. 0: only at the last step. -1: never, except on SIGUSR1; SIGTERM "
+        "then stops the run without a save.",
+        AT_LEAST_MINUS_1,
+    )
     keep_last: int = key(2, "Number of newest checkpoints to keep.", POSITIVE)
     keep_every: int = key(0, "Keep the checkpoint of every Nth step forever; 0: none.", NOT_NEGATIVE)
     best_metric: str = key("", "Metric whose best step is also saved and kept, such as eval/accuracy. Empty: none.")
@@ -407,6 +454,7 @@ class TrainConfig:
 @dataclass(frozen=True)
 class EvalConfig:
     interval: int = key(0, "Evaluate every N steps, and before and after training; 0: never.", NOT_NEGATIVE)
+    before_training: bool = key(True, "With eval.interval: also evaluate before the first step.")
     num_prompts: int = key(0, "Number of prompts of each held-out set per evaluation; 0: all.", NOT_NEGATIVE)
     num_samples: int = key(1, "Responses per prompt, for avg@k, pass@k and maj@k. Above 1, set temperature.", POSITIVE)
     temperature: float = key(0.0, "Sampling temperature; 0: greedy.", NOT_NEGATIVE)
@@ -417,6 +465,12 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
+    writers: list[str] = key(
+        [],
+        "Further writers beside TensorBoard and metrics.jsonl, such as [wandb, swanlab]. They must be installed on the "
+        "leader's node. Their own variables, such as WANDB_MODE, apply. See docs/performance.md.",
+        WRITER_NAMES,
+    )
     samples_interval: int = key(10, "Write sample responses to TensorBoard every N steps; 0: never.", NOT_NEGATIVE)
     num_samples: int = key(4, "Number of sample responses to write.", NOT_NEGATIVE)
 
@@ -467,6 +521,7 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -481,6 +536,31 @@ class Config:
         """Return the models of the run by the settings that name them."""
         has_own_critic = self.algo.has_critic and self.critic.path
         return {"model.path": self.model.path} | ({"critic.path": self.critic.path} if has_own_critic else {})
+
+    @property
+    def critic_offload(self) -> Offload:
+        return self.actor.offload if self.critic.offload == "actor" else self.critic.offload
+
+    @property
+    def critic_recompute(self) -> Recompute:
+        return self.actor.recompute if self.critic.recompute == "actor" else self.critic.recompute
+
+    @property
+    def critic_max_tokens(self) -> int:
+        """Return the maximum tokens of a micro-batch in which the critic is trained."""
+        return self.critic.max_tokens_per_micro_batch or self.actor.max_tokens_per_micro_batch
+
+    @property
+    def reference_offload(self) -> Offload:
+        """Return what the reference offloads on the actors. It has no moments."""
+        if self.reference.offload != "actor":
+            return self.reference.offload
+        return "none" if self.actor.offload == "moments" else self.actor.offload
+
+    @property
+    def reference_max_tokens(self) -> int:
+        """Return the maximum tokens of a pass of the reference."""
+        return self.reference.max_tokens_per_micro_batch or self.inference.max_tokens_per_micro_batch
 
     @property
     def max_sequence_tokens(self) -> int:

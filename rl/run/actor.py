@@ -98,7 +98,9 @@ class Actor:
     def is_evaluation_due(self, step: int) -> bool:
         """Return whether to evaluate before training, every eval.interval steps, or after the last step."""
         interval = self.config.eval.interval
-        return self.evaluation is not None and (step % interval == 0 or step == self.config.train.num_steps)
+        if self.evaluation is None or (step == 0 and not self.config.eval.before_training):
+            return False
+        return step % interval == 0 or step == self.config.train.num_steps
 
     def publish(self, step: int) -> int:
         """Send the weights to all engines as the next version, which `step` samples from. Return the version."""
@@ -109,7 +111,7 @@ class Actor:
     def give_device_to_engine(self) -> None:
         """Offload the trainers if this rank hosts an engine. First wait for a pending copy of a checkpoint."""
         if self.sampler.rollouts.service is not None:
-            if self.learner.offloads:
+            if any(trainer.offloads for trainer in self.trainers):
                 self.checkpoints.wait_copied()
             for part in (self.scorer, *self.trainers):
                 part.offload()

@@ -27,6 +27,7 @@ from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
 from rl.model.shards import TensorInfo
 from rl.report.metrics import METRICS, MetricsWriter, last_step
+from rl.report.writers import open_writers
 from rl.rewards.find import read_rules
 from rl.rollout.balance import Balancer
 from rl.rollout.collect import Rollouts
@@ -36,7 +37,7 @@ from rl.rollout.overlap import OverlapService
 from rl.rollout.sampler import Sampler
 from rl.rollout.schedule import Schedule, ScheduleState, describe_lag, plan_schedule
 from rl.run.actor import Actor
-from rl.run.models import build_critic, build_learner, build_scorer, load
+from rl.run.models import build_critic, build_learner, build_scorer, load_reference
 from rl.run.open import Run
 from rl.run.reporter import Reporter
 from rl.run.serve import build_rollout_service, build_sync
@@ -53,8 +54,8 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     config, mail, resume = run.config, run.world.mail, run.resume
     HEART.describe(num_steps=config.train.num_steps if trains else 0)
     # Load the reference after the engine, which measures the free device memory while it is built.
-    load_reference = functools.cache(lambda: load(run, trainable=False))
-    learner = build_learner(run, load_reference)
+    reference = functools.cache(lambda: load_reference(run))
+    learner = build_learner(run, reference)
     critic = build_critic(run)
     tensors = share_tensors(mail, run.placement, learner.model, config.model.dtype)
     # The engine must find as much free memory as it will have later, so the trainers are offloaded while it is built.
@@ -73,7 +74,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     checkpoints = build_checkpoints(run, learner, tensors, critic)
     hidden_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().hidden_size
     balancer = Balancer(mail, run.groups.actor_pg, run.placement.actors, hidden_size)
-    own, scorer = own_advantage(config.algo), build_scorer(run, learner, load_reference)
+    own, scorer = own_advantage(config.algo), build_scorer(run, learner, reference)
     overlap = _build_overlap(run, learner, scorer, balancer, own) if trains and config.actor.overlap else None
 
     def execute(action: Action) -> None:
@@ -125,7 +126,7 @@ def build_checkpoints(
     hf_files = read_hf_files(run.model_folder, config.model.dtype)
     description = RunDescription(run.folder.name, dataclasses.asdict(config), tuple(tensors), hf_files)
     saver = Saver(run.world, run.placement, run.store, description, config.checkpoint.copies)
-    last_step = 0 if config.debug.dry_run else config.train.num_steps  # the last step is always saved
+    last_step = 0 if config.debug.dry_run else config.train.num_steps  # a dry run does not save it
     return Checkpoints(saver, learner, config.checkpoint, last_step, run.resume, critic)
 
 
@@ -227,6 +228,8 @@ def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Re
     if run.data is not None and trains and not run.config.debug.dry_run:
         _announce_repetition(run, step)
         run.world.collect_gpus()
-        writer = MetricsWriter(run.folder, run.config.train.num_steps, step)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        others = open_writers(run.config, run.folder, is_new=not step)
+        writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others)
         run.world.at_end(lambda: writer.close(rollouts.engine_name))
     return Reporter(run.world, run.config, run.folder, run.tokenizer, rollouts, writer)

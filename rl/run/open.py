@@ -14,10 +14,13 @@ from rl.checkpoint.store import CheckpointStore
 from rl.config.schema import Config, ConfigError, with_debugger_timeouts
 from rl.data.prompts import Tokenizer
 from rl.data.sources import Data, check_files, read_data
+from rl.learner.optimizers import check_optimizer
 from rl.model.shape import check_model
 from rl.model.tokenizer import load_tokenizer
 from rl.placement.groups import Groups, make_groups
 from rl.placement.roles import Placement, plan
+from rl.report.sizes import describe_data_parallelism
+from rl.report.writers import check_writers
 from rl.rewards.pool import RewardPool
 from rl.rollout.service import Scored
 from rl.run.checks import check_settings
@@ -79,9 +82,12 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     warnings = check_settings(config, placement)
     if "actor" in placement.roles[world.rank]:  # the only ranks that need the user's file
         check_functions(config.algo)
+        check_optimizer(config.actor.optimizer)
     rewards = _start_rewards(world, config, placement)
     if is_leader:
+        check_writers(config.metrics.writers)
         print(f"{folder}: {placement.summary()}; loading", flush=True)
+        print(f"oneworld: {describe_data_parallelism(config, placement)}", flush=True)
         for warning in warnings:
             print(f"oneworld: {warning}", flush=True)
     with world.stage("find models"):

@@ -19,10 +19,12 @@ from rl.config.schema import ConfigError, resolve_path
 from rl.data.sources import Data, check_files, read_data
 from rl.model.hub import find_in_cache, warn_of_typo
 from rl.model.memory import estimate
-from rl.model.shape import check_folder, check_model, check_weights, count_parameters
+from rl.model.shape import check_folder, check_model, check_weights, measure_size
 from rl.model.tokenizer import load_tokenizer
 from rl.placement.roles import Placement, plan
 from rl.report.console import print_or_exit
+from rl.report.sizes import describe_data_parallelism, max_step_tokens
+from rl.report.writers import check_writers
 from rl.rewards.find import check_rewards
 from rl.rewards.trial import TrialRow, score_one_row
 from rl.rollout.schedule import describe_lag, plan_schedule
@@ -89,6 +91,7 @@ class RunPlan:
         self.placement = self._place(args)
         self.notes += check_settings(self.config, self.placement)
         check_rewards(self.config.reward)
+        check_writers(self.config.metrics.writers)
         self._check_run_folder()
         self.models = {setting: self._find_model(setting, path) for setting, path in self.config.model_paths.items()}
         check_files(self.config)
@@ -167,8 +170,10 @@ class RunPlan:
 
     def _check_functions(self) -> None:
         from rl.algo.choose import check_functions, own_advantage  # imports torch
+        from rl.learner.optimizers import check_optimizer
 
         check_functions(self.config.algo)
+        check_optimizer(self.config.actor.optimizer)
         if self.trains and self.config.actor.overlap:
             from rl.learner.overlap import why_overlap_waits
 
@@ -219,17 +224,21 @@ class RunPlan:
 
     def _memory(self) -> list[str]:
         """Return a line for each set of roles, or why there is no estimate."""
-        counts = {setting: count_parameters(folder) if folder else None for setting, folder in self.models.items()}
-        if missing := [setting for setting, count in counts.items() if count is None]:
+        sizes = {setting: measure_size(folder) if folder else None for setting, folder in self.models.items()}
+        if missing := [setting for setting, size in sizes.items() if size is None]:
             return [f"not estimated, because the weights of {missing[0]} are not here"]
-        policy = counts["model.path"] or 0
-        critic = (counts.get("critic.path") or policy) if self.config.algo.has_critic else 0
+        policy = sizes["model.path"]
+        assert policy is not None
+        critic = (sizes.get("critic.path") or policy) if self.config.algo.has_critic else None
         lines = []
         for role in estimate(self.config, self.placement, policy, critic, self.trains):
             offloaded = f" ({format_bytes(role.offloaded)} offloaded during rollouts)" if role.offloaded else ""
             host = f"{format_bytes(role.host)} of host memory ({format_bytes(role.host_on_cpu)} without a GPU)"
             lines.append(f"{role.who}: each {role.parts}{offloaded}, {host}")
-        return [*lines, f"estimated from {policy / 1e6:.2f} M parameters, without activations and KV cache"]
+        return [
+            *lines,
+            f"estimated from {policy.num_parameters / 1e6:.2f} M parameters, without activations and KV cache",
+        ]
 
     def _steps(self) -> list[str]:
         config, num_prompts = self.config, len(self.data.stream)
@@ -248,8 +257,9 @@ class RunPlan:
         config, stream = self.config, self.data.stream
         num_rollouts = config.train.num_prompts_per_step * config.rollout.num_samples_per_prompt
         prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-        most = num_rollouts * (prompt + response)
+        most = max_step_tokens(config)
         lines = [f"a step has at most {num_rollouts:,} x ({prompt} + {response}) = {most:,} tokens"]
+        lines.append(describe_data_parallelism(config, self.placement))
         if self.has_tokenizer:
             mean = fmean(len(each.tokens) for each in map(stream.at, range(min(len(stream), MAX_SAMPLE))))
             expected = f"{num_rollouts:,} x {mean:.1f} = {num_rollouts * mean:,.0f} of prompts"
@@ -266,4 +276,5 @@ class RunPlan:
         sizes = {name: len(prompts[: config.num_prompts or None]) for name, prompts in self.data.eval_sets.items()}
         sets = ", ".join(f"{name} {count_of(size, 'prompt')}" for name, size in sizes.items())
         when = f"every {count_of(config.interval, 'step')}" if self.trains else "once"
+        when += "" if config.before_training or not self.trains else ", not before training"
         return [f"{when}: {sets} x {count_of(config.num_samples, 'sample')}"]
