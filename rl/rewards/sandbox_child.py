@@ -19,6 +19,7 @@ import ast
 import builtins
 import ctypes
 import errno
+import functools
 import gc
 import itertools
 import json
@@ -69,8 +70,7 @@ MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME = 4096, 16384, 1 << 18, 1 << 21
 KEPT_FLAGS = 1 | 2 | 4 | 8 | 1024 | 2048  # of a mount, with the same numbers in statvfs; a remount must repeat them
 ST_RELATIME = 4096
 MNT_DETACH = 2
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 38, 22, 24
-NUM_CAPABILITIES = 64
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 4, 38, 22
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -174,6 +174,7 @@ def start(connection: socket.socket) -> None:
     build_root(sources)
     for name in PRELOADED:
         __import__(name)
+    filter_program(machine())
     os.environ.clear()
     sys.set_int_max_str_digits(0)
     gc.collect()
@@ -278,8 +279,6 @@ def confine(memory: int, cpu_s: float) -> None:
         highest = resource.getrlimit(limit)[1]
         most = most if highest == resource.RLIM_INFINITY else min(most, highest)
         resource.setrlimit(limit, (most, most))
-    for number in range(NUM_CAPABILITIES):
-        LIBC.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)  # fails for numbers that this kernel does not know
     header, nothing = struct.pack("<Ii", 0x20080522, 0), bytes(24)
     check(LIBC.syscall(machine().capset, header, nothing), "capset")
     check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
@@ -287,7 +286,16 @@ def confine(memory: int, cpu_s: float) -> None:
 
 
 def filter_calls(about: Machine) -> None:
-    """Install the filter of system calls, a program for the kernel's packet filter."""
+    """Install the filter of system calls."""
+    code = filter_program(about)
+    kept = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("<HxxxxxxQ", len(code) // 8, ctypes.addressof(kept))
+    check(LIBC.prctl(PR_SET_SECCOMP, 2, program, 0, 0), "seccomp")
+
+
+@functools.cache
+def filter_program(about: Machine) -> bytes:
+    """Return the filter as a program for the kernel's packet filter."""
     load, equal, at_least, test, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
     # (operation, value, steps to skip if true, steps to skip if false)
@@ -298,10 +306,7 @@ def filter_calls(about: Machine) -> None:
     steps += [(equal, CLONE3, 0, 1), (give, unknown, 0, 0)]  # then libc calls clone, whose flags can be read
     steps += [(equal, about.clone, 0, 3), (load, 16, 0, 0), (test, CLONE_THREAD, 1, 0), (give, refuse, 0, 0)]
     steps += [(give, allow, 0, 0)]
-    code = b"".join(struct.pack("<HBBI", kind, yes, no, value) for kind, value, yes, no in steps)
-    kept = ctypes.create_string_buffer(code, len(code))
-    program = struct.pack("<HxxxxxxQ", len(steps), ctypes.addressof(kept))
-    check(LIBC.prctl(PR_SET_SECCOMP, 2, program, 0, 0), "seccomp")
+    return b"".join(struct.pack("<HBBI", kind, yes, no, value) for kind, value, yes, no in steps)
 
 
 def run_job(job: int, memory: int, cpu_s: float) -> NoReturn:
@@ -316,12 +321,12 @@ def run_job(job: int, memory: int, cpu_s: float) -> NoReturn:
             fd = os.dup2(theirs.detach(), 3) if theirs.fileno() != 3 else theirs.detach()
             os.closerange(fd + 1, 1 << 20)
             confine(memory, cpu_s)
-            Program(Channel(socket.socket(fileno=fd))).serve()
+            Program(JsonChannel(socket.socket(fileno=fd))).serve()
         finally:
             os._exit(1)
     theirs.close()
     confine(TESTER_MEMORY, math.inf if cpu_s == math.inf else 60 + cpu_s)
-    run_tests(socket.socket(fileno=job), Channel(ours))
+    run_tests(socket.socket(fileno=job), JsonChannel(ours))
     os._exit(0)
 
 
@@ -332,7 +337,7 @@ class ProgramEnded(BaseException):
     """The program's process has ended, or sent what cannot be read. No test may catch this by `except Exception`."""
 
 
-class Channel:
+class JsonChannel:
     """Sends and receives JSON with a length before it."""
 
     def __init__(self, connection: socket.socket):
@@ -421,7 +426,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 class Program:
     """Runs the program, and answers calls of its functions."""
 
-    def __init__(self, channel: Channel):
+    def __init__(self, channel: JsonChannel):
         self._channel = channel
         self._names: dict[str, Any] = {"__name__": "program"}
         self._kept: list[Any] = []  # values that the tester has handles of
@@ -491,7 +496,7 @@ class Handle:
 class ProgramSide:
     """The tester's connection to the program."""
 
-    def __init__(self, channel: Channel):
+    def __init__(self, channel: JsonChannel):
         self._channel = channel
 
     def ask(self, action: str, *arguments: Any) -> Any:
@@ -523,21 +528,21 @@ def error_named(name: Any) -> Exception:
     return kind("the program raised it") if is_safe and kind is not None else RuntimeError(f"the program raised {name}")
 
 
-def run_tests(job: socket.socket, channel: Channel) -> None:
+def run_tests(job: socket.socket, channel: JsonChannel) -> None:
     """Read the job, run its tests, and send the worker one byte for each of them."""
     with job.makefile("rb") as file:
         task = json.load(file)
     try:
         tests = split_tests(task["tests"])
-        codes = [compile(test, f"test {number}", "exec") for number, test in enumerate(tests)]
-        setup = compile(task["setup"], "setup", "exec")
+        codes = [compile(test, "test", "exec") for test in tests]
+        setup = ast.parse(task["setup"])
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         job.sendall(COUNT.pack(BAD_TESTS) + str(error).encode())
         return
     job.sendall(COUNT.pack(len(tests)))
     side, names, entry = ProgramSide(channel), dict[str, Any](), task["entry_point"]
     names["__name__"] = "tests"
-    wanted = sorted(free_names(task["setup"], *tests) | {entry} - {""})
+    wanted = sorted(free_names(setup, *tests) | {entry} - {""})
     try:
         starter, program = join_program(task["starter"], task["program"])
         defined = side.ask("load", starter, program, encode(wanted, str)[1])
@@ -550,7 +555,7 @@ def run_tests(job: socket.socket, channel: Channel) -> None:
                 names[name] = side.ask("find", name)
         if entry:
             names["candidate"] = names[entry]
-        exec(setup, names)
+        exec(compile(setup, "setup", "exec"), names)
     except (Exception, ProgramEnded):
         job.sendall(bytes(len(tests)))
         return
@@ -573,43 +578,44 @@ def join_program(starter: str, program: str) -> tuple[str, str]:
     return starter, program
 
 
-def split_tests(sources: list[str]) -> list[str]:
+def split_tests(sources: list[str]) -> list[ast.Module]:
     """Return the tests. A function `check(candidate)`, as HumanEval has, becomes one test for each assertion."""
     tests = []
     for source in sources:
         tree = ast.parse(source)
         checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
         if not checks:
-            tests.append(source)
+            tests.append(tree)
             continue
-        check, body = checks[-1], checks[-1].body
-        asserting = [any(isinstance(inner, ast.Assert) for inner in ast.walk(node)) for node in body]
-        parts = [number for number, is_test in enumerate(asserting) if is_test] or [len(body)]
-        for part in parts:
-            check.body = [node for number, node in enumerate(body) if number == part or not asserting[number]]
-            called = any(
-                isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Call)
-                and ast.unparse(node).startswith("check(")
-                for node in tree.body
-            )
-            tests.append(ast.unparse(tree) + ("" if called else "\ncheck(candidate)"))
+        body = checks[-1].body
+        others = [node for node in tree.body if node is not checks[-1] and not _calls_check(node)]
+        is_test = [any(isinstance(inner, ast.Assert) for inner in ast.walk(node)) for node in body]
+        call = ast.parse("check(candidate)").body
+        for part in [number for number, is_one in enumerate(is_test) if is_one] or [len(body)]:
+            kept = [node for number, node in enumerate(body) if number == part or not is_test[number]]
+            own = ast.copy_location(ast.FunctionDef(**dict(ast.iter_fields(checks[-1])) | {"body": kept}), checks[-1])
+            tests.append(ast.Module([*others, own, *call], []))
     return tests
 
 
-def free_names(*sources: str) -> set[str]:
+def _calls_check(node: ast.stmt) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "check"
+
+
+def free_names(*trees: ast.Module) -> set[str]:
     """Return the names that the sources use but do not define, without builtins."""
     used, bound = set[str](), {"candidate", "check", *dir(builtins)}
-    for source in sources:
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Name):
-                (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                bound.add(node.name)
-            elif isinstance(node, ast.arg):
-                bound.add(node.arg)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                bound.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+    for node in {id(node): node for tree in trees for node in tree.body}.values():  # tests share most of their nodes
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Name):
+                (used if isinstance(inner.ctx, ast.Load) else bound).add(inner.id)
+            elif isinstance(inner, ast.FunctionDef | ast.ClassDef):
+                bound.add(inner.name)
+            elif isinstance(inner, ast.arg):
+                bound.add(inner.arg)
+            elif isinstance(inner, ast.Import | ast.ImportFrom):
+                bound.update((alias.asname or alias.name).split(".")[0] for alias in inner.names)
     return used - bound
 
 

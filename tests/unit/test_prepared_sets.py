@@ -45,7 +45,7 @@ HUMAN = {
     "entry_point": "total",
 }
 HUMAN |= {
-    "test": "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n"
+    "test": "METADATA = {}\n\ndef check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n"
 }
 MBPP = {"task_id": 601, "text": "Write a function to add.", "code": "def add(a, b):\r\n  return a + b"}
 MBPP |= {
@@ -68,7 +68,9 @@ FILES: dict[str, dict[str, bytes]] = {
         for split in ("train", "test")
     },
     "EleutherAI/hendrycks_math": {
-        f"{subject}/{split}{SHARD}": parquet(SUM) for subject in SUBJECTS for split in ("train", "test")
+        f"{subject}/{split}{SHARD}": parquet(SUM | {"type": f"{subject} {split}"})
+        for subject in SUBJECTS
+        for split in ("train", "test")
     },
     "HuggingFaceH4/MATH-500": {"test.jsonl": lines(SUM | {"answer": "2", "subject": "Algebra", "unique_id": "x"})},
     "HuggingFaceH4/aime_2024": {f"data/train{SHARD}": parquet(AIME, AIME)},
@@ -84,7 +86,7 @@ FILES: dict[str, dict[str, bytes]] = {
     },
     "openai/openai_humaneval": {f"openai_humaneval/test{SHARD}": parquet(HUMAN)},
     "google-research-datasets/mbpp": {
-        f"{config}/{split}{SHARD}": parquet(row)
+        f"{config}/{split}{SHARD}": parquet(row | {"split": split})
         for config, row in (("full", MBPP), ("sanitized", CLEAN))
         for split in ("train", "test", "validation", "prompt")
     },

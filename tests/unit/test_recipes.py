@@ -114,7 +114,7 @@ def test_its_head_names_its_world_and_its_data(file: Path) -> None:
     one_node = "1 GPU." if num_gpus == 1 else f"{num_gpus} GPUs of one node."
     assert f"Hardware: {one_node if num_nodes == 1 else f'{num_nodes} nodes of {num_gpus} GPUs.'}" in head
     name = Path(config.data.train).parent
-    assert f"python tools/prepare_data.py {name.name} --input FOLDER --output {name}" in head
+    assert f"python tools/prepare_data.py {name.name} --output {name}" in head
     assert config.model.path.rpartition("/")[2] in head
 
 
