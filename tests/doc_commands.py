@@ -24,7 +24,7 @@ SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")  # may continue in the next line
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 # Words that a reader replaces, and what replaces them in the tests.
-PLACEHOLDERS = {"DOWNLOADED": "gsm8k", "~/Downloads/gsm8k/main": "gsm8k", "~/Downloads/math": "math"}
+PLACEHOLDERS = {"~/Downloads/gsm8k": "gsm8k", "~/Downloads/math": "math"}
 PLACEHOLDERS |= {"RUN": "runs/mine", "runs/demo": "runs/mine"}
 # The only other changes to what is run, to save time.
 SHORTER = {"num_steps: 40": "num_steps: 2", "train.num_steps=60": "train.num_steps=3"}
@@ -55,7 +55,14 @@ BENCHMARKS = {  # with the options that make each shorter
     "python benchmarks/recovery.py": "--faults 1",
 }
 # Commands that another test or file runs: the file, and the text in it that does.
+SETS = ("math500", "humaneval")
 ELSEWHERE = {
+    f"python tools/prepare_data.py {name} --output data/{name}": (
+        "tests/unit/test_prepared_sets.py",
+        '"--output", "data"',
+    )
+    for name in SETS
+} | {
     "make demo": ("tests/e2e/test_demo.py", '"make", "demo"'),
     "make test": (".github/workflows/test.yml", "run: make test"),
     "make test-quick": ("Makefile", "test-quick:"),

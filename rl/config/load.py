@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from rl.config.functions import is_own
+from rl.config.hub_path import read_hub_path
 from rl.config.schema import DEFAULT_CONFIG, PLACEHOLDER, PLACEMENT_SIZES, Config, ConfigError, keys_of, resolve_path
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "a mapping"}
@@ -256,6 +257,12 @@ def _data_problems(config: Config) -> Iterator[str]:
             yield f"data.train: got {weight!r} for {path}; a mixing weight must be greater than 0"
     if sets and not _are_distinct_paths([*sets.values()] if isinstance(sets, dict) else sets):
         yield f"data.eval: got {sets!r}; it must be a path, a list of different paths, or a mapping name -> path"
+    paths = [*(data.train_weights if train else ()), *data.eval_paths.values()]
+    for path in (path for path in paths if isinstance(path, str)):
+        try:
+            read_hub_path(path)
+        except ValueError as error:
+            yield f"data.train or data.eval: {error}"
     if bad := [name for name in data.eval_paths if not re.fullmatch(r"[\w.-]+", name, re.ASCII)]:
         rule = "a set's name has only letters, digits, '_', '-' and '.': give a mapping name -> path"
         yield f"data.eval: got the name {bad[0]!r}; {rule}"

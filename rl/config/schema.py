@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rl.common.files import is_plain
+from rl.config.hub_path import read_hub_path
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
@@ -108,10 +109,25 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = key("float32", "Dtype of forward passes and engines. Masters are float32.")
 
 
+def _set_name(path: str) -> str:
+    """Return the name of an evaluation set, which is part of its metrics' names."""
+    try:
+        dataset = read_hub_path(path)
+    except ValueError:  # it is reported later
+        dataset = None
+    return Path(path).stem if dataset is None else dataset.repo.rpartition("/")[2]
+
+
 @dataclass(frozen=True)
 class DataConfig:
-    train: Any = key("configs/tiny/train.jsonl", "Training prompts: a path, a list, or a mapping path -> weight.")
-    eval: Any = key("", "Held-out prompts: a path, a list, or a mapping name -> path. Empty: no evaluation.")
+    train: Any = key(
+        "configs/tiny/train.jsonl",
+        "Training prompts: a path, a list, or a mapping path -> weight. hub:ORG/NAME/PATH is a dataset on the Hugging "
+        "Face hub, and PATH its folder, split or file, such as hub:openai/gsm8k/main/train. See docs/data.md.",
+    )
+    eval: Any = key(
+        "", "Held-out prompts: a path, a list, or a mapping name -> path, as in data.train. Empty: no evaluation."
+    )
     prompt_key: str = key(
         "prompt",
         "Column with the prompt: a text, or a list of messages with role and content. a.b is b inside of a.",
@@ -137,11 +153,11 @@ class DataConfig:
 
     @property
     def eval_paths(self) -> dict[str, str]:
-        """Return paths by the name of the evaluation set, which defaults to the file's stem."""
+        """Return paths by the name of the evaluation set, which defaults to the file's stem or the dataset's name."""
         if isinstance(self.eval, dict):
             return {str(name): path for name, path in self.eval.items()}
         paths = [self.eval] if isinstance(self.eval, str) else self.eval
-        return {Path(path).stem: path for path in paths or [] if path}
+        return {_set_name(path): path for path in paths or [] if path}
 
 
 @dataclass(frozen=True)

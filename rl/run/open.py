@@ -24,6 +24,7 @@ from rl.report.writers import check_writers
 from rl.rewards.pool import RewardPool
 from rl.rollout.service import Scored
 from rl.run.checks import check_settings
+from rl.run.find_data import find_datasets
 from rl.run.find_models import find_models
 from rl.run.lease import take_lease
 from rl.world.bootstrap import reward_server
@@ -93,6 +94,8 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     with world.stage("find models"):
         models = find_models(world.mail, placement, config, folder)
     check_model(config, models["model.path"])
+    with world.stage("find data"):
+        datasets = find_datasets(world.mail, placement, config, folder)
     if rewards is not None:
         rewards.wait_ready()
     world.meet("model found")  # a download may take long, and the calls below have a timeout
@@ -101,8 +104,8 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     with world.stage("read data"):
         data = None
         if is_leader:
-            check_files(config)
-            data = read_data(config, load_tokenizer(models["model.path"]))
+            check_files(config, datasets)
+            data = read_data(config, load_tokenizer(models["model.path"]), datasets=datasets)
         config = agree_on_steps(world, placement, config, data)
     source = None if config.checkpoint.resume in ("auto", "never") else Path(config.checkpoint.resume)
     store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads, lease)

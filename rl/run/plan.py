@@ -29,6 +29,9 @@ from rl.rewards.find import check_rewards
 from rl.rewards.trial import TrialRow, score_one_row
 from rl.rollout.schedule import describe_lag, plan_schedule
 from rl.run.checks import check_settings
+from rl.run.find_data import choose_commits, download_datasets
+from rl.run.find_models import RECORD, read_record
+from rl.watch.reports import ServiceUnavailable
 from rl.world.bootstrap import exit_before_join, is_first_on_node
 
 LINE_LENGTH = 120
@@ -94,7 +97,8 @@ class RunPlan:
         check_writers(self.config.metrics.writers)
         self._check_run_folder()
         self.models = {setting: self._find_model(setting, path) for setting, path in self.config.model_paths.items()}
-        check_files(self.config)
+        self.datasets = self._find_datasets()
+        check_files(self.config, self.datasets)
         # What follows may import torch, which takes seconds.
         self.data = self._read_data()
         self.reward = self._try_rewards()
@@ -148,11 +152,20 @@ class RunPlan:
         self.checked.append(f"{setting}={path}")
         return found
 
+    def _find_datasets(self) -> dict[str, Path]:
+        """Return the folders of datasets on the hub. Unlike a model, a dataset is downloaded for the plan."""
+        run = Path(self.config.run.dir) / self.config.run.name
+        try:
+            return download_datasets(self.config, choose_commits(self.config, read_record(run / RECORD)))
+        except ServiceUnavailable as error:
+            raise ConfigError(str(error)) from None
+
     def _read_data(self) -> Data:
         folder = self.models["model.path"]
         if folder is None:
             self.unchecked.append("length of prompts, chat template (they need the tokenizer)")
-        data = read_data(self.config, None if folder is None else load_tokenizer(folder), self.notes.append)
+        tokenizer = None if folder is None else load_tokenizer(folder)
+        data = read_data(self.config, tokenizer, self.notes.append, self.datasets)
         self.checked.append("every row of data.train" + (" and data.eval" if data.eval_sets else ""))
         if self.config.data.eval and not data.eval_sets:
             self.unchecked.append("data.eval (not read, because eval.interval=0)")

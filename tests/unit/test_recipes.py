@@ -116,7 +116,7 @@ def test_its_head_names_its_world_and_its_data(file: Path) -> None:
     where = "" if num_gpus == 1 else " of one node"
     assert f"Hardware: {f'{gpus}{where}' if num_nodes == 1 else f'{num_nodes} nodes of {gpus}'}." in head
     name = Path(config.data.train).parent
-    assert f"python tools/prepare_data.py {name.name} --input FOLDER --output {name}" in head
+    assert f"python tools/prepare_data.py {name.name} --output {name}" in head
     assert config.model.path.rpartition("/")[2] in head
 
 
