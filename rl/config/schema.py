@@ -25,6 +25,8 @@ Correction = Literal["none", "token", "sequence", "token_mask", "sequence_mask",
 Schedule = Literal["constant", "linear", "cosine"]
 Recompute = Literal["none", "selective", "full"]
 Verify = Literal["full", "transport", "off"]
+Phase = Literal["both", "rollout", "update"]  # what a command does of a step: --rl-phase, docs/phases.md
+Split = Literal["all", "train-only", "eval-only"]  # what the phase rollout samples: --rollout-split
 
 
 class ConfigError(ValueError):

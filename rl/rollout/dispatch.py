@@ -54,6 +54,7 @@ class Task:
     sampling: Sampling
     version: int  # of the weights to sample from
     is_carried: bool = False  # the owner holds responses to continue
+    round: int = 0  # in the phase rollout: the round of the step, under which the group is recorded; 0: it is not
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from rl.data.batch import Batch
 from rl.data.prompts import Tokenizer, sample_seed
@@ -56,7 +56,8 @@ class AddRequests(Message):
 
 @dataclass(frozen=True)
 class ScoredGroup(Message):
-    """Deliver a group to the actor that owns it, at the end of its round. The payload is the group as a Batch."""
+    """Deliver a group to the actor that owns it, at the end of its round. The payload is the group as a Batch. It is
+    empty if the group is missing in the files that the phase update trains on."""
 
     batch: int
     position: int
@@ -65,6 +66,12 @@ class ScoredGroup(Message):
     num_preemptions: int
     num_kept_tokens: int = 0  # tokens of carried responses whose KV cache older weights have computed
     failures: list[RewardFailure] = field(default_factory=list)  # of the samples whose reward functions failed
+
+
+class Recorder(Protocol):
+    """Writes groups to files: see rl/rollout/archive.py."""
+
+    def record(self, task: Task, group: ScoredGroup, rollouts: Batch) -> None: ...
 
 
 @dataclass
@@ -132,6 +139,7 @@ class RolloutService(Service):
         self._to_restart: list[Group] = []  # groups of a failed engine, until the new engine has weights
         self._is_rebuilt = False  # the engine was replaced, and has sampled nothing yet
         self._num_prompt_tokens = 0  # in requests that were added since the last step
+        self.recorder: Recorder | None = None  # in the phase rollout: writes groups to files
         self._pull()
 
     @property
@@ -316,6 +324,8 @@ class RolloutService(Service):
         message = ScoredGroup(
             task.batch, task.position, self.engine.name, kept, group.num_preemptions, group.num_kept_tokens, failures
         )
+        if self.recorder is not None and task.round:
+            self.recorder.record(task, message, rollouts)
         self._mail.send(task.owner, message, payload=rollouts.to_bytes())
 
     def _show(self, task: Task, response: Response) -> str:

@@ -69,8 +69,10 @@ def load(
     mesh = run.groups.actor_mesh or run.groups.scorer_mesh
     assert mesh is not None
     config = run.config
-    compiled = config.actor.compile and run.world.device.type == "cuda"
-    on_host = config.actor.offload == "always" and "actor" in run.roles
+    is_cuda = run.world.device.type == "cuda"
+    # In the phase rollout, a model is loaded only to send it to the engines, one of which has this rank's device.
+    compiled = config.actor.compile and is_cuda and run.phase.name != "rollout"
+    on_host = is_cuda if run.phase.name == "rollout" else config.actor.offload == "always" and "actor" in run.roles
     compute = Compute(compiled, config.actor.recompute, on_host)
     dtype, folder = config.model.dtype, folder or run.model_folder
     is_made_up = filled and config.debug.dry_run and not has_weights(folder)
