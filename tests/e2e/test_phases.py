@@ -1,0 +1,163 @@
+"""Steps in two commands, `--rl-phase rollout` and `--rl-phase update`, compared with runs that do both at once.
+
+The runs use the fake engine, unless a test says otherwise.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch.environment import activated_environment
+from rl.data.trajectories import GroupKey, list_files, read_trajectory, trajectory_folder
+from tests.launcher import Result, finish, spawn, start, until
+from tests.rounds_runs import FAKE, FUNCTIONS, REAL, learnt
+
+pytestmark = pytest.mark.timeout(330)  # the first test waits for the fixture's runs
+ROLLOUT, UPDATE = ("--rl-phase", "rollout"), ("--rl-phase", "update")
+VARIED = f"reward.function={FUNCTIONS}:varied"
+COMMON = [
+    *("train.num_steps=2", "train.num_prompts_per_step=5", "rollout.num_samples_per_prompt=3", VARIED),
+    *("checkpoint.keep_last=9", "checkpoint.save_interval=1", "debug.save_rollouts=true", "eval.num_prompts=6"),
+    *("eval.interval=1", "actor.lr=1e-3", "actor.lr_schedule=linear", "algo.num_mini_batches=2"),
+    *("algo.kl_coef=0.1", "algo.kl_target=0.01", "algo.kl_place=reward"),
+]
+STATE = ("version", "num_updates", "kl_coef", "position", "schedule", "owners", "counts", "data")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of train.py in the folder of a run."""
+
+    folder: Path
+    num_ranks: int
+    arguments: Sequence[str]
+    may_fail: bool = False
+
+
+def run_all(commands: Sequence[Command], engine: str = FAKE, timeout_s: float = 300) -> list[str]:
+    """Run the commands one after the other, and return what each has printed."""
+    described = [
+        {
+            "num_ranks": each.num_ranks,
+            "overrides": [f"run.dir={each.folder.parent}", f"run.name={each.folder.name}", engine, *each.arguments],
+            "may_fail": each.may_fail,
+        }
+        for each in commands
+    ]
+    process = spawn([sys.executable, "tests/forked_runs.py", json.dumps(described)], activated_environment())
+    output = finish(process, timeout_s)
+    assert process.returncode == 0, output[-6000:]
+    parts, rest = [], output
+    for _ in commands:
+        part, _, rest = rest.partition("\nthis took ")
+        parts.append(part)
+        rest = rest.partition("\n")[2]
+    return parts
+
+
+def manifest_of(run: Path, step: int) -> dict[str, Any]:
+    return json.loads((run / "checkpoints" / f"step_{step}" / "manifest.json").read_text())
+
+
+def weights_of(run: Path, step: int) -> dict[tuple[str, ...], str]:
+    """Return the digest of every slice of the checkpoint: weights and optimizer state of each shard."""
+    slices = [part for file in manifest_of(run, step)["files"] for part in file["slices"]]
+    return {(file_kind, name, str(offsets)): digest for file_kind, name, _, _, offsets, *_, digest in slices}
+
+
+def assert_same_checkpoint(run: Path, other: Path, step: int) -> None:
+    ours, theirs = weights_of(run, step), weights_of(other, step)
+    assert {kind for kind, _, _ in ours} >= {"model", "exp_avg", "exp_avg_sq"}
+    assert ours == theirs
+    states = [manifest_of(folder, step)["state"] for folder in (run, other)]
+    assert {name: states[0].get(name) for name in STATE} == {name: states[1].get(name) for name in STATE}
+
+
+def assert_same_batch(run: Path, other: Path, step: int) -> None:
+    """The update had the same batch, with all fields that the learner has added."""
+    ours, theirs = (Result("", folder).rollouts(step).tensors() for folder in (run, other))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def rows_of(run: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / file).read_text().splitlines()]
+
+
+def tokens_of(run: Path, step: int) -> dict[GroupKey, list[int]]:
+    files = list_files(trajectory_folder(run, step))
+    return {key: read_trajectory(key, path.read_bytes()).batch.tokens.tolist() for key, path in files.items()}
+
+
+@dataclass(frozen=True)
+class Runs:
+    both: Path
+    phases: Path
+    outputs: list[str]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Two steps at once on two actors, and in phases: with other ranks for each rollout, and the same for updates."""
+    folder = tmp_path_factory.mktemp("phases")
+    both, phases = folder / "both", folder / "phases"
+    outputs = run_all(
+        [
+            Command(both, 2, COMMON),
+            Command(phases, 3, [*ROLLOUT, *COMMON, "placement.rollout=all"]),
+            Command(phases, 3, [*UPDATE, *COMMON, "placement.rollout=0", "placement.actor=1-2"]),
+            Command(phases, 2, [*ROLLOUT, *COMMON]),
+            Command(phases, 2, [*UPDATE, *COMMON, "placement.actor=all"]),
+            Command(phases, 1, [*ROLLOUT, *COMMON]),
+            Command(phases, 1, [*UPDATE, *COMMON]),
+        ]
+    )
+    return Runs(both, phases, outputs[1:])
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_phases_give_the_weights_of_both(runs: Runs, step: int) -> None:
+    assert_same_batch(runs.phases, runs.both, step)
+    assert_same_checkpoint(runs.phases, runs.both, step)
+
+
+def test_phases_give_the_metrics_of_both(runs: Runs) -> None:
+    ours = {row["step"]: learnt(row) for row in rows_of(runs.phases) if "reward/mean" in row}
+    theirs = {row["step"]: learnt(row) for row in rows_of(runs.both) if "reward/mean" in row}
+    assert ours == {
+        step: {name: value for name, value in row.items() if not name.startswith("eval/")}
+        for step, row in theirs.items()
+    }
+
+
+def test_each_evaluation_takes_place_once_and_in_the_phase_rollout(runs: Runs) -> None:
+    assert rows_of(runs.phases, "eval.jsonl") == rows_of(runs.both, "eval.jsonl")
+    ours = {row["step"]: row["eval/accuracy"] for row in rows_of(runs.phases) if "eval/accuracy" in row}
+    assert ours == {row["step"]: row["eval/accuracy"] for row in rows_of(runs.both) if "eval/accuracy" in row}
+    assert set(ours) == {0, 1, 2}
+    assert manifest_of(runs.both, 1)["state"]["is_evaluated"]
+    assert not manifest_of(runs.phases, 1)["state"]["is_evaluated"]
+
+
+def test_the_console_says_what_a_phase_does(runs: Runs) -> None:
+    first_rollout, first_update, second_rollout, _, last_rollout, last_update = runs.outputs
+    assert "phase rollout, 3 ranks on 1 node: rollout 0-2; 3 engines" in first_rollout
+    assert "0 of the 5 groups of step 1 are in" in first_rollout
+    assert "the phase rollout of step 1 is done: 5 groups sampled" in first_rollout
+    assert "phase update, 3 ranks on 1 node: actor 1-2; 0 engines" in first_update
+    assert "5 of the 5 groups of step 1 are in" in first_update
+    assert "phase rollout, 2 ranks on 1 node: rollout 0-1; 2 engines" in second_rollout
+    for output in (last_rollout, last_update):
+        assert "all 2 steps are done" in output
+    assert "groups sampled" not in last_rollout
+    assert not trajectory_folder(runs.phases, 3).exists()
