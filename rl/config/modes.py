@@ -90,6 +90,8 @@ def _phase_problems(config: Config, phase: PhaseOptions) -> Iterator[str]:
         )
     if phase.split == "eval-only":
         return
+    if config.checkpoint.save_interval < 0:
+        yield "checkpoint.save_interval: got -1, but a phase needs the step that the last one saved; set 0 or more"
     if rollout.ahead:
         yield (
             "rollout.ahead: got 1, but separate commands cannot sample and train at the same time; set rollout.ahead=0"

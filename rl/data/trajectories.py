@@ -1,40 +1,26 @@
-"""The files between the phases rollout and update: one group per file, in the format of rl/data/group_file.py.
-
-    RUN/trajectories/step_3/round_1.group_12.safetensors    group 12 of the prompt stream, for the update of step 3
+"""Read and write the files between the phases rollout and update. Each holds one group, as rl/data/group_file.py says.
 
 A file gets its name when it is whole, so a kill leaves only whole files. The facts about its step hold its provenance:
 everything that decides what the group is, by names that a user knows, such as rollout.temperature. Groups are used only
-where the provenance is the same.
+where the provenance is the same. rl/data/trajectory_files.py names the files.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from rl.common.files import write_atomically
-from rl.common.text import format_ranges
 from rl.data.batch import Batch
 from rl.data.group_file import State, StoredGroup, groups_from_bytes, groups_to_bytes, step_from_bytes
+from rl.data.trajectory_files import GroupKey
 
-TRAJECTORIES = "trajectories"  # subfolder of the run
-FILE = re.compile(r"round_([1-9]\d{0,17})\.group_(\d{1,18})\.safetensors", re.ASCII)
 MAX_SHOWN = 80  # characters of a value in a message
 
 Provenance = dict[str, Any]  # what decides the content of a group, by name; JSON can hold it
-
-
-class GroupKey(NamedTuple):
-    round: int  # of the step, from 1
-    number: int  # place in the prompt stream, counted from the start of the run
-
-    @property
-    def file(self) -> str:
-        return f"round_{self.round}.group_{self.number}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -63,20 +49,6 @@ class _Facts:
     engine: str
     num_preemptions: int
     num_kept_tokens: int
-
-
-def trajectory_folder(run: Path, step: int) -> Path:
-    """Return the folder of the groups that the update of a step trains on."""
-    return run / TRAJECTORIES / f"step_{step}"
-
-
-def list_files(folder: Path) -> dict[GroupKey, Path]:
-    """Return the files of a step's folder, in the order of rounds and groups."""
-    found = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if match := FILE.fullmatch(path.name):
-            found[GroupKey(int(match[1]), int(match[2]))] = path
-    return dict(sorted(found.items()))
 
 
 def write_trajectory(folder: Path, key: GroupKey, group: Trajectory, step: int, provenance: Provenance) -> None:
@@ -126,10 +98,3 @@ def compare_provenance(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> l
 def _show(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
-
-
-def describe_steps(run: Path) -> str:
-    """Say which steps a run has groups of, for messages."""
-    folders = [path for path in (run / TRAJECTORIES).glob("step_*") if path.is_dir()]
-    steps = sorted(int(path.name[5:]) for path in folders if path.name[5:].isdecimal())
-    return f"{run} has groups of step {format_ranges(steps)}" if steps else f"{run} has none"

@@ -15,16 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl.data.batch import Batch
-from rl.data.trajectories import (
-    GroupKey,
-    Provenance,
-    Trajectory,
-    compare_provenance,
-    list_files,
-    read_provenance,
-    trajectory_folder,
-    write_trajectory,
-)
+from rl.data.trajectories import Provenance, Trajectory, compare_provenance, read_provenance, write_trajectory
+from rl.data.trajectory_files import GroupKey, list_files, trajectory_folder
 from rl.placement.roles import Placement
 from rl.rollout.dispatch import BatchTime, Dispatcher, Task
 from rl.rollout.service import ScoredGroup
@@ -34,12 +26,13 @@ from rl.world.messages import Letter, Mailbox, Message
 
 @dataclass(frozen=True)
 class FindGroups(Message):
-    """Tell every rank where the groups of a step are, and what they must come from. One rank per node looks for them.
-    In the phase rollout, the leads of engines write groups to the first folder."""
+    """Tell every rank where the groups of a step are, and what they must come from. The first rank of each node looks
+    for them. In the phase rollout, the leads of engines write groups to the first folder."""
 
     step: int
     runs: list[str]  # folders of runs
     provenance: Provenance
+    is_done: bool = False  # the phase has nothing left to do, so no groups are needed
     awaited = "the leader to say where sampled groups are"
 
 
@@ -190,6 +183,8 @@ def gather_files(
         for rank in range(placement.world_size):
             mail.send(rank, order)
     order = mail.receive(FindGroups).message
+    if order.is_done:
+        return order, {}
     if mail.rank in leads:
         found = list(_find(order))
         mail.send(leader, GroupsFound(found))

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from rl.data.batch import Batch
 from rl.data.packing import balance_owners, estimate_costs, mini_batch_of
 from rl.data.prompts import Prompt
-from rl.data.trajectories import GroupKey, Trajectory
+from rl.data.trajectories import Trajectory
+from rl.data.trajectory_files import GroupKey
 from rl.placement.roles import Placement
 from rl.rewards.totals import total
 from rl.rollout.archive import ArchiveDispatcher

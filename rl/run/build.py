@@ -70,7 +70,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         with run.world.stage("resume"):
             restore(learner, critic, resume, run.store, run.placement)
     start_step, num_steps = run.start_step, config.train.num_steps
-    last_step = min(start_step + 1, num_steps) if run.phase.name == "update" else num_steps
+    last_step = start_step + (run.stored is not None) if run.phase.name == "update" else num_steps
     checkpoints = build_checkpoints(run, learner, tensors, critic, last_step)
     hidden_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().hidden_size
     balancer = Balancer(mail, run.groups.actor_pg, run.placement.actors, hidden_size)

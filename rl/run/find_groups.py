@@ -18,15 +18,8 @@ from rl.checkpoint.write import read_hf_files
 from rl.common.text import count_of, format_ranges
 from rl.config.schema import Config, ConfigError
 from rl.data.prompts import PromptStream
-from rl.data.trajectories import (
-    TRAJECTORIES,
-    GroupKey,
-    Provenance,
-    Trajectory,
-    describe_steps,
-    read_trajectory,
-    trajectory_folder,
-)
+from rl.data.trajectories import Provenance, Trajectory, read_trajectory
+from rl.data.trajectory_files import GroupKey, describe_steps, run_folder, trajectory_folder
 from rl.model.load import stop_token_ids
 from rl.model.shape import tensor_files
 from rl.rollout.archive import FindGroups, FoundFile, StoredFile, StoredGroups, choose_files, gather_files
@@ -34,6 +27,7 @@ from rl.rollout.schedule import Schedule, ScheduleState, plan_schedule
 from rl.run.build import saved_schedule
 from rl.run.open import Run
 from rl.watch.heart import HEART
+from rl.world.restarts import launcher_process
 
 CHUNK_BYTES = 16 << 20
 MAX_LINES = 10
@@ -54,14 +48,16 @@ def find_groups(run: Run) -> Run:
     with run.world.stage("find groups"):
         order = None
         if run.data is not None:  # on the leader
-            runs = [str(_run_folder(folder)) for folder in phase.folders] or [str(run.folder)]
-            order = FindGroups(run.start_step + 1, runs, provenance_of(run, run.data.stream))
+            runs = [str(run_folder(folder)) for folder in phase.folders] or [str(run.folder)]
+            order = FindGroups(run.start_step + 1, runs, provenance_of(run, run.data.stream), _has_trained(run))
 
         def choose(lists: Mapping[int, Sequence[FoundFile]]) -> Mapping[int, list[int]]:
             _refuse_others(lists, phase.name == "update")
             return choose_files(lists)
 
         found, files = gather_files(run.world.mail, run.placement, order, choose)
+        if found.is_done:
+            return run
         groups: dict[GroupKey, Trajectory] = {}
         if run.data is not None:
             groups = _read(run, run.data.stream, files)
@@ -69,10 +65,13 @@ def find_groups(run: Run) -> Run:
     return replace(run, stored=StoredGroups(found, groups))
 
 
-def _run_folder(folder: str) -> Path:
-    """Return the folder of a run, also if its folder of trajectories or of a step was given."""
-    path = Path(folder)
-    return next((each.parent for each in (path, path.parent) if each.name == TRAJECTORIES), path)
+def _has_trained(run: Run) -> bool:
+    """Return whether this launch is a restart of a phase update that has saved its step already."""
+    saved_at = run.resume.manifest.saved_at if run.resume is not None and run.resume.is_own else 0.0
+    is_done = run.phase.name == "update" and saved_at > launcher_process().create_time()
+    if is_done:
+        print(f"oneworld: step {run.start_step} was saved before this restart, so nothing is left to do", flush=True)
+    return is_done
 
 
 def provenance_of(run: Run, stream: PromptStream) -> Provenance:

@@ -14,7 +14,7 @@ from torch import nn
 
 from rl.checkpoint.resume import SliceReader, fill
 from rl.common.text import count_of
-from rl.data.trajectories import trajectory_folder
+from rl.data.trajectory_files import trajectory_folder
 from rl.evaluation.evaluation import Evaluation, is_evaluation_due, show_evaluation
 from rl.model.shards import local_slices
 from rl.report.metrics import MetricsWriter, read_metrics
@@ -42,9 +42,14 @@ class RolloutLead:
     evaluation: Evaluation | None
     archive: ArchiveDispatcher | None  # None: all steps are done, or only an evaluation was asked for
 
+    @property
+    def step(self) -> int:
+        """The step whose groups are sampled."""
+        return self.run.start_step + 1
+
     def publish(self) -> int:
         """Send the weights to all engines, and return their version."""
-        return self.sync.publish(self.run.start_step + 1)
+        return self.sync.publish(self.step)
 
     def evaluate(self, version: int) -> None:
         """Evaluate the weights, if that is due and was not done yet."""
@@ -72,7 +77,7 @@ class RolloutLead:
         began = time.perf_counter()
         self.sampler.sample_rounds(version)
         took = time.perf_counter() - began
-        done, step = self.archive, self.run.start_step + 1
+        done, step = self.archive, self.step
         if not done.num_stored + done.num_asked + done.num_missing:
             print(f"oneworld: step {step} needs no further groups: the checkpoint has them", flush=True)
             return
@@ -86,14 +91,14 @@ class RolloutLead:
 
     @property
     def _folder(self) -> str:
-        return str(trajectory_folder(self.run.folder, self.run.start_step + 1))
+        return str(trajectory_folder(self.run.folder, self.step))
 
     def stop(self) -> None:
         """End the phase after a signal. What is finished is in files already."""
         text = "nothing was being sampled"
         if self.archive is not None:
             num_done = self.archive.num_stored + self.archive.num_written
-            text = f"{count_of(num_done, 'group')} of step {self.run.start_step + 1} are in {self._folder}"
+            text = f"{count_of(num_done, 'group')} of step {self.step} are in {self._folder}"
         raise Stopped(f"{text}; the same command continues (run.name={self.run.folder.name})")
 
 

@@ -45,7 +45,9 @@ def build_rollout_service(run: Run) -> RolloutService | None:
     engine = build()
     if engine.notice and index == seat.tp_rank == 0:
         print(f"oneworld: {engine.notice}", flush=True)
-    torch.manual_seed(sample_seed(config.run.seed, 0, index, 0))  # each engine has its own seed
+    # Each engine has its own seed. Each command of the phase rollout has others, because it samples a part of the run.
+    start = int(world.id, 16) if run.phase.name == "rollout" else 0
+    torch.manual_seed(sample_seed(config.run.seed, start, index, 0))
     host = EngineHost(world, ranks, engine, build)
     world.at_end(lambda: host.engine.close())
     max_num_groups = max(1, config.rollout.max_num_seqs // config.rollout.num_samples_per_prompt)

@@ -4,10 +4,7 @@ The runs use the fake engine, unless a test says otherwise.
 """
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +15,10 @@ import pytest
 import torch
 
 from launch.environment import activated_environment
-from rl.data.trajectories import GroupKey, list_files, read_trajectory, trajectory_folder
-from tests.launcher import Result, finish, spawn, start, until
-from tests.rounds_runs import FAKE, FUNCTIONS, REAL, learnt
+from rl.data.trajectories import read_trajectory
+from rl.data.trajectory_files import GroupKey, list_files, trajectory_folder
+from tests.launcher import Result, finish, spawn
+from tests.rounds_runs import FAKE, FUNCTIONS, learnt
 
 pytestmark = pytest.mark.timeout(330)  # the first test waits for the fixture's runs
 ROLLOUT, UPDATE = ("--rl-phase", "rollout"), ("--rl-phase", "update")
@@ -161,3 +159,125 @@ def test_the_console_says_what_a_phase_does(runs: Runs) -> None:
         assert "all 2 steps are done" in output
     assert "groups sampled" not in last_rollout
     assert not trajectory_folder(runs.phases, 3).exists()
+
+
+PLAIN = [*COMMON, "eval.interval=0", "rollout.max_new_tokens=12"]
+ROUNDS = {
+    "dynamic": [f"reward.function={FUNCTIONS}:mostly_equal", "algo.dynamic_sampling=true", "train.num_steps=3"],
+    "limited": ["rollout.max_tokens_per_round=5", "train.num_steps=4"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ROUNDS)
+def test_steps_of_several_rounds_are_those_of_both(kind: str, tmp_path: Path) -> None:
+    """With dynamic sampling, a step asks for further prompts. With a token limit, the checkpoints hold carried groups,
+    which the next phase rollout continues."""
+    settings = [*PLAIN, *ROUNDS[kind]]
+    num_steps = int(settings[-1].partition("=")[2])
+    both, phases = tmp_path / "both", tmp_path / "phases"
+    turns = [Command(phases, 2, [*ROLLOUT, *settings]), Command(phases, 2, [*UPDATE, *settings])]
+    run_all([Command(both, 2, settings), *turns * num_steps])
+    for step in range(1, num_steps + 1):
+        assert_same_batch(phases, both, step)
+        assert_same_checkpoint(phases, both, step)
+    keys = [key for step in range(1, num_steps + 1) for key in list_files(trajectory_folder(phases, step))]
+    assert max(key.round for key in keys) > 1
+    has_groups = any("groups-" in file["name"] for file in manifest_of(both, 2)["files"])
+    assert has_groups == (kind == "limited")
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Runs in which groups are missing, damaged, foreign or twice there."""
+
+    folder: Path
+    outputs: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def partial(tmp_path_factory: pytest.TempPathFactory) -> Partial:
+    folder = tmp_path_factory.mktemp("partial")
+    whole, left, right, alone = (folder / name for name in ("whole", "left", "right", "alone"))
+    run_all([Command(whole, 2, [*ROLLOUT, *PLAIN]), Command(folder / "broken", 2, [*ROLLOUT, *PLAIN])])
+    files = [*list_files(trajectory_folder(folder / "broken", 1)).values()]
+    files[0].unlink()
+    files[1].write_bytes(files[1].read_bytes()[:-100])
+    files[2].with_name(f"{files[2].name}.0123.part").write_bytes(b"half of a file")
+    shutil.copytree(folder / "broken", alone)
+    sources = [f"--trajectories={folder}/{name}" for name in ("left", "right/trajectories", "right")]
+    commands = {
+        "resumed": Command(folder / "broken", 1, [*ROLLOUT, *PLAIN]),
+        "damaged": Command(alone, 2, [*UPDATE, *PLAIN, "--partial-batch"], may_fail=True),
+        "half": Command(left, 1, [*ROLLOUT, *PLAIN, "--rollout-part=1/2"]),
+        "other half": Command(right, 1, [*ROLLOUT, *PLAIN, "--rollout-part=2/2"]),
+        "too few": Command(left, 2, [*UPDATE, *PLAIN], may_fail=True),
+        "several folders": Command(folder / "joined", 2, [*UPDATE, *PLAIN, *sources]),
+        "partial": Command(left, 2, [*UPDATE, *PLAIN, "--partial-batch"]),
+        "whole": Command(whole, 2, [*UPDATE, *PLAIN]),
+        "nothing": Command(whole, 2, [*UPDATE, *PLAIN], may_fail=True),
+        "other temperature": Command(right, 2, [*UPDATE, *PLAIN, "rollout.temperature=0.5"], may_fail=True),
+        "other weights": Command(folder / "broken", 2, [*UPDATE, *PLAIN, f"model.path={folder}/model"], may_fail=True),
+        "other tokenizer": Command(right, 2, [*ROLLOUT, *PLAIN, f"model.path={folder}/words"], may_fail=True),
+    }
+    for name in ("model", "words"):
+        shutil.copytree("configs/tiny", folder / name)
+    change_last_byte(folder / "model" / "model.safetensors")
+    tokenizer = json.loads((folder / "words" / "tokenizer_config.json").read_text())
+    (folder / "words" / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"another": 1}))
+    shutil.copytree(trajectory_folder(whole, 1), folder / "stale" / "trajectories" / "step_2")
+    outputs = run_all([*commands.values()])
+    return Partial(folder, dict(zip(commands, outputs, strict=True)))
+
+
+def change_last_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_an_interrupted_rollout_continues_with_what_is_missing(partial: Partial) -> None:
+    output = partial.outputs["resumed"]
+    assert "3 of the 5 groups of step 1 are in" in output
+    assert "the group is sampled again" in output
+    assert "2 groups sampled" in output and "3 were there before" in output
+    assert len(tokens_of(partial.folder / "broken", 1)) == 5
+    assert tokens_of(partial.folder / "broken", 1) == tokens_of(partial.folder / "whole", 1)
+
+
+def test_parts_of_several_runs_make_a_whole(partial: Partial) -> None:
+    assert "part 1 of 2 is done" in partial.outputs["half"]
+    numbers = [[key.number for key in tokens_of(partial.folder / name, 1)] for name in ("left", "right")]
+    assert numbers == [[0, 2, 4], [1, 3]]
+    assert "5 of the 5 groups of step 1 are in" in partial.outputs["several folders"]
+    assert_same_checkpoint(partial.folder / "joined", partial.folder / "whole", 1)
+
+
+def test_a_partial_batch_is_taken_only_on_request(partial: Partial) -> None:
+    output = partial.outputs["too few"]
+    assert "3 of the 5 groups of step 1 are in" in output
+    assert "2 of the 5 groups of step 1 are missing: numbers 1,3 of the prompt stream" in output
+    assert output.count("--partial-batch") == 1
+    batch = Result("", partial.folder / "left").rollouts(1)
+    tokens = tokens_of(partial.folder / "left", 1)
+    assert batch.tokens.tolist() == [token for key in sorted(tokens) for token in tokens[key]]
+    assert batch.group_ids.unique().tolist() == [0, 1, 2]
+    assert manifest_of(partial.folder / "left", 1)["state"]["position"] == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("damaged", ["1 file of groups cannot be read", "Copy them again, or delete them"]),
+        ("nothing", ["there is nothing to train on: no group of step 2", "has groups of step 1", "--trajectories DIR"]),
+        ("other temperature", ["2 groups cannot be used here", "rollout.temperature is 1.0 there and 0.5 here"]),
+        ("other weights", ["5 groups cannot be used here", "the digest of the weights is "]),
+        ("other tokenizer", ["2 groups cannot be used here", "the digest of the tokenizer is "]),
+    ],
+)
+def test_other_groups_are_refused_by_name(partial: Partial, name: str, words: list[str]) -> None:
+    output = partial.outputs[name]
+    for word in words:
+        assert output.count(word) >= 1, output
+    assert output.count("cannot be used here") <= 1
+    assert "Traceback" not in output
