@@ -31,6 +31,7 @@ from rl.world.restarts import launcher_process
 
 CHUNK_BYTES = 16 << 20
 MAX_LINES = 10
+CLOCK_S = 1.0  # tolerance when the time of a save is compared with the start of a process; no launch saves so soon
 # The settings that decide which tokens are sampled and how they are scored.
 SETTINGS = (
     *("model.dtype", "run.seed", "rollout.engine", "rollout.num_samples_per_prompt", "rollout.temperature"),
@@ -68,7 +69,7 @@ def find_groups(run: Run) -> Run:
 def _has_trained(run: Run) -> bool:
     """Return whether this launch is a restart of a phase update that has saved its step already."""
     saved_at = run.resume.manifest.saved_at if run.resume is not None and run.resume.is_own else 0.0
-    is_done = run.phase.name == "update" and saved_at > launcher_process().create_time()
+    is_done = run.phase.name == "update" and saved_at > launcher_process().create_time() + CLOCK_S
     if is_done:
         print(f"oneworld: step {run.start_step} was saved before this restart, so nothing is left to do", flush=True)
     return is_done
