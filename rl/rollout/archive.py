@@ -26,14 +26,13 @@ from rl.world.messages import Letter, Mailbox, Message
 
 @dataclass(frozen=True)
 class FindGroups(Message):
-    """Tell every rank where the groups of a step are, and what they must come from. The first rank of each node looks
-    for them. In the phase rollout, the leads of engines write groups to the first folder."""
+    """Tell every rank which groups are needed, and what they must come from. The first rank of each node looks for
+    them on its disk. In the phase rollout, the leads of engines write such groups."""
 
     step: int
-    runs: list[str]  # folders of runs
     provenance: Provenance
     is_done: bool = False  # the phase has nothing left to do, so no groups are needed
-    awaited = "the leader to say where sampled groups are"
+    awaited = "the leader to say which groups are needed"
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,10 @@ class StoredFile:
 class GroupRecorder:
     """Write the groups of one engine, on its lead."""
 
-    def __init__(self, mail: Mailbox, leader: int, order: FindGroups):
+    def __init__(self, mail: Mailbox, leader: int, run: Path, order: FindGroups):
+        """`run` is the folder of the run on this node."""
         self._mail, self._leader, self._order = mail, leader, order
-        self._folder = trajectory_folder(Path(order.runs[0]), order.step)
+        self._folder = trajectory_folder(run, order.step)
 
     def record(self, task: Task, group: ScoredGroup, rollouts: Batch) -> None:
         key = GroupKey(task.round, task.prompt.number)
@@ -170,13 +170,15 @@ class StoredGroups:
 def gather_files(
     mail: Mailbox,
     placement: Placement,
+    runs: Sequence[Path],
     order: FindGroups | None,
     choose: Callable[[Mapping[int, Sequence[FoundFile]]], Mapping[int, list[int]]],
 ) -> tuple[FindGroups, dict[GroupKey, StoredFile]]:
     """Gather the files of a step from the disks of all nodes. Return the leader's order, and on the leader the files.
 
-    Every rank calls this; only the leader has the `order`. `choose` gets the list of each node, by its first rank, and
-    returns the places of the files to send. It is called on the leader, and may raise an error that ends the run.
+    Every rank calls this, with the folders of runs on its node; only the leader has the `order`. `choose` gets the list
+    of each node, by its first rank, and returns the places of the files to send. It is called on the leader, and may
+    raise an error that ends the run.
     """
     leader, leads, found = placement.leader, placement.node_leads, list[FoundFile]()
     if order is not None:
@@ -186,7 +188,7 @@ def gather_files(
     if order.is_done:
         return order, {}
     if mail.rank in leads:
-        found = list(_find(order))
+        found = list(_find(runs, order))
         mail.send(leader, GroupsFound(found))
     lists: dict[int, list[FoundFile]] = {}
     num_chosen = 0
@@ -220,10 +222,10 @@ def choose_files(lists: Mapping[int, Sequence[FoundFile]]) -> dict[int, list[int
     return chosen
 
 
-def _find(order: FindGroups) -> Iterator[FoundFile]:
+def _find(runs: Sequence[Path], order: FindGroups) -> Iterator[FoundFile]:
     """Yield the files of a step on this node."""
-    for run in order.runs:
-        for key, path in list_files(trajectory_folder(Path(run), order.step)).items():
+    for run in runs:
+        for key, path in list_files(trajectory_folder(run, order.step)).items():
             HEART.beat(f"reads the header of {path}")
             try:
                 differences, damage = compare_provenance(read_provenance(path), order.provenance), ""

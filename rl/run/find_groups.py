@@ -47,22 +47,22 @@ def find_groups(run: Run) -> Run:
     if phase.name == "both" or phase.split == "eval-only" or run.start_step >= run.config.train.num_steps:
         return run
     with run.world.stage("find groups"):
+        runs = [run_folder(folder) for folder in phase.folders] or [run.folder]
         order = None
         if run.data is not None:  # on the leader
-            runs = [str(run_folder(folder)) for folder in phase.folders] or [str(run.folder)]
-            order = FindGroups(run.start_step + 1, runs, provenance_of(run, run.data.stream), _has_trained(run))
+            order = FindGroups(run.start_step + 1, provenance_of(run, run.data.stream), _has_trained(run))
 
         def choose(lists: Mapping[int, Sequence[FoundFile]]) -> Mapping[int, list[int]]:
             _refuse_others(lists, phase.name == "update")
             return choose_files(lists)
 
-        found, files = gather_files(run.world.mail, run.placement, order, choose)
+        found, files = gather_files(run.world.mail, run.placement, runs, order, choose)
         if found.is_done:
             return run
         groups: dict[GroupKey, Trajectory] = {}
         if run.data is not None:
             groups = _read(run, run.data.stream, files)
-            _announce(run, run.data.stream, found, groups)
+            _announce(run, run.data.stream, runs, groups)
     return replace(run, stored=StoredGroups(found, groups))
 
 
@@ -178,27 +178,28 @@ def _check_prompt(group: Trajectory, stream: PromptStream, number: int, num_samp
         raise ValueError(f"its prompt is not that of place {number} in the prompt stream")
 
 
-def _announce(run: Run, stream: PromptStream, order: FindGroups, groups: Mapping[GroupKey, Trajectory]) -> None:
+def _announce(run: Run, stream: PromptStream, runs: Sequence[Path], groups: Mapping[GroupKey, Trajectory]) -> None:
     """Say how much of the first round is there. The phase update refuses to train on a part of it, unless asked to."""
     wanted = first_round(run, stream)
     if not wanted:
         return
     missing = [number for number in wanted if GroupKey(1, number) not in groups]
-    num_found = len(wanted) - len(missing)
-    where = ", ".join(str(trajectory_folder(Path(folder), order.step)) for folder in order.runs)
-    print(f"oneworld: {num_found} of the {len(wanted)} groups of step {order.step} are in {where}", flush=True)
+    num_found, step = len(wanted) - len(missing), run.start_step + 1
+    where = ", ".join(str(trajectory_folder(folder, step)) for folder in runs)
+    where += " on the nodes" if run.placement.num_nodes > 1 else ""
+    print(f"oneworld: {num_found} of the {len(wanted)} groups of step {step} are in {where}", flush=True)
     if run.phase.name != "update" or not missing:
         return
     if not num_found:
-        steps = "; ".join(describe_steps(Path(folder)) for folder in order.runs)
+        steps = "; ".join(describe_steps(folder) for folder in runs)
         raise ConfigError(
-            f"there is nothing to train on: no group of step {order.step} was found ({steps}). Run the phase rollout "
+            f"there is nothing to train on: no group of step {step} was found ({steps}). Run the phase rollout "
             "first: train.py --rl-phase rollout, with the same settings. If another run has sampled the groups, give "
             "its folder: --trajectories DIR"
         )
     if not run.phase.takes_partial:
         raise ConfigError(
-            f"{len(missing)} of the {len(wanted)} groups of step {order.step} are missing: numbers "
+            f"{len(missing)} of the {len(wanted)} groups of step {step} are missing: numbers "
             f"{format_ranges(missing)} of the prompt stream. Run the phase rollout again, which samples them; give the "
             "folders of all runs that have sampled a part, with --trajectories DIR; or train without them, with "
             "--partial-batch: then these prompts are skipped"

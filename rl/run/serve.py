@@ -57,7 +57,7 @@ def build_rollout_service(run: Run) -> RolloutService | None:
     keeps_kv = config.rollout.keep_kv
     service = RolloutService(world, host, run.rewards, run.tokenizer, max_num_groups, run_seed, leader, keeps_kv)
     if run.stored is not None and host.is_lead:
-        service.recorder = GroupRecorder(world.mail, leader, run.stored.order)
+        service.recorder = GroupRecorder(world.mail, leader, run.folder, run.stored.order)
     return service
 
 

@@ -4,7 +4,9 @@ The runs use the fake engine, unless a test says otherwise.
 """
 
 import json
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +20,9 @@ from launch.environment import activated_environment
 from rl.data.group_file import groups_from_bytes
 from rl.data.trajectories import read_trajectory
 from rl.data.trajectory_files import GroupKey, list_files, trajectory_folder
-from tests.launcher import Result, finish, spawn
-from tests.rounds_runs import FAKE, FUNCTIONS, learnt
+from tests.cluster import cluster, end
+from tests.launcher import Result, finish, spawn, start, until
+from tests.rounds_runs import FAKE, FUNCTIONS, REAL, learnt
 
 pytestmark = pytest.mark.timeout(330)  # the first test waits for the fixture's runs
 ROLLOUT, UPDATE = ("--rl-phase", "rollout"), ("--rl-phase", "update")
@@ -41,6 +44,7 @@ class Command:
     num_ranks: int
     arguments: Sequence[str]
     may_fail: bool = False
+    broken: str = ""  # see tests/e2e/broken_train.py
 
 
 def run_all(commands: Sequence[Command], engine: str = FAKE, timeout_s: float = 300) -> list[str]:
@@ -50,6 +54,7 @@ def run_all(commands: Sequence[Command], engine: str = FAKE, timeout_s: float = 
             "num_ranks": each.num_ranks,
             "overrides": [f"run.dir={each.folder.parent}", f"run.name={each.folder.name}", engine, *each.arguments],
             "may_fail": each.may_fail,
+            "broken": each.broken,
         }
         for each in commands
     ]
@@ -292,3 +297,96 @@ def test_other_groups_are_refused_by_name(partial: Partial, name: str, words: li
         assert output.count(word) >= 1, output
     assert output.count("cannot be used here") <= 1
     assert "Traceback" not in output
+
+
+LEADERS = {"inference": ["algo.advantage=rloo"], "critic": ["algo.advantage=gae", "critic.lr=1e-3"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LEADERS)
+def test_placements_of_every_role(kind: str, tmp_path: Path) -> None:
+    """Inference ranks or a critic, and engines of two ranks each that fail once in the phase rollout: the first of them
+    has the leader, whose other rank is not an actor."""
+    settings = [*PLAIN, *LEADERS[kind]]
+    placement = ["placement.rollout=0", "placement.inference=1", "placement.actor=2-3"]
+    engines = ["placement.rollout=all", "rollout.tensor_parallel_size=2"]
+    both, phases = tmp_path / "both", tmp_path / "phases"
+    broken = Command(phases, 4, [*ROLLOUT, *settings, *engines], broken="all engines, once")
+    turns = [broken, Command(phases, 4, [*UPDATE, *settings, *placement])]
+    outputs = run_all([Command(both, 4, [*settings, *placement]), *turns * 2])
+    assert "It is being rebuilt, and its unfinished groups" in outputs[1]
+    for step in (1, 2):
+        assert_same_batch(phases, both, step)
+        assert_same_checkpoint(phases, both, step)
+
+
+@pytest.mark.slow
+def test_phases_of_real_engines_give_the_weights_of_both(tmp_path: Path) -> None:
+    """Engines sample from the trained weights. The update cannot import vLLM."""
+    (tmp_path / "poison" / "vllm").mkdir(parents=True)
+    (tmp_path / "poison" / "vllm" / "__init__.py").write_text("raise ImportError('the phase update imports vLLM')\n")
+    settings = [*PLAIN, "rollout.max_new_tokens=6", "rollout.temperature=2.0", "eval.interval=1"]
+    both, phases = tmp_path / "both", tmp_path / "phases"
+    run_all([Command(both, 2, settings)], REAL)
+    for step, num_ranks in ((1, 1), (2, 2)):
+        run_all([Command(phases, num_ranks, [*ROLLOUT, *settings, "placement.rollout=all"])], REAL)
+        run = [f"run.dir={tmp_path}", "run.name=phases", REAL, *settings]
+        search = f"{tmp_path / 'poison'}:{os.environ.get('PYTHONPATH', '.')}"
+        update = start("--nproc-per-node=2", "train.py", *UPDATE, *run, PYTHONPATH=search)
+        output = finish(update, 200)
+        assert update.returncode == 0, output[-6000:]
+        assert_same_checkpoint(phases, both, step)
+    run_all([Command(phases, 2, [*ROLLOUT, *settings])], REAL)
+    assert rows_of(phases, "eval.jsonl") == rows_of(both, "eval.jsonl")
+    assert weights_of(both, 1) != weights_of(both, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_signals_and_kills_keep_what_is_finished(tmp_path: Path) -> None:
+    settings = [*PLAIN, FAKE, "train.num_prompts_per_step=40", "rollout.max_num_seqs=3", f"run.dir={tmp_path}"]
+    run = tmp_path / "run"
+    script = ["--nproc-per-node=2", "tests/e2e/broken_train.py", "slow engines", "-1"]
+    num_files = 0
+    for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
+        process = start(*script, *ROLLOUT, *settings, "run.name=run")
+        goal = num_files + 4
+        until(lambda goal=goal: len(list_files(trajectory_folder(run, 1))) >= goal, f"{goal} groups", 120)
+        if number == signal.SIGKILL:
+            os.killpg(process.pid, number)
+            process.communicate()
+        else:
+            process.send_signal(number)
+            output = finish(process, 60)
+            assert process.returncode != 0
+            assert f"groups of step 1 are in {trajectory_folder(run, 1)}; the same command continues" in output
+            assert "Traceback" not in output
+        num_files = len(list_files(trajectory_folder(run, 1)))
+        assert goal <= num_files < 40
+    outputs = run_all([Command(run, 1, [*ROLLOUT, *settings]), Command(tmp_path / "whole", 2, [*ROLLOUT, *settings])])
+    assert f"{num_files} of the 40 groups of step 1 are in" in outputs[0]
+    assert tokens_of(run, 1) == tokens_of(tmp_path / "whole", 1)
+
+
+@pytest.mark.slow
+def test_nodes_with_disks_of_their_own(tmp_path: Path) -> None:
+    """Each node writes what its engines have sampled, and the update finds the groups on both disks."""
+    settings = [*PLAIN, FAKE, "run.name=x"]
+    whole = tmp_path / "whole"
+    run_all([Command(whole, 2, [*PLAIN])])
+    with cluster(2) as nodes:
+        for phase in (ROLLOUT, UPDATE):
+            command = ["torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-endpoint=head:29500", "train.py", *phase]
+            agents = [node.start(" ".join([*command, *settings, f"run.dir={tmp_path / node.name}"])) for node in nodes]
+            try:
+                codes = [agent.wait(timeout=200) for agent in agents]
+            finally:
+                end(agents)
+            assert codes == [0, 0], "\n".join(node.output for node in nodes)[-6000:]
+    keys = [set(list_files(trajectory_folder(tmp_path / node / "x", 1))) for node in ("node0", "node1")]
+    assert all(keys) and not keys[0] & keys[1]
+    assert {key.number for key in keys[0] | keys[1]} == set(range(5))
+    ours = {
+        kind: digest for node in ("node0", "node1") for kind, digest in weights_of(tmp_path / node / "x", 1).items()
+    }
+    assert ours == weights_of(whole, 1)

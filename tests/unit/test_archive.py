@@ -1,7 +1,6 @@
 """Groups in files: written by engines, gathered from the disks of several nodes, and given out instead of engines."""
 
 import shutil
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -115,7 +114,7 @@ def test_a_group_counts_as_scored_unless_all_of_its_samples_failed() -> None:
 
 
 def test_engines_write_groups_before_the_leader_hears_of_them(mails: list[Mailbox], tmp_path: Path) -> None:
-    recorder = GroupRecorder(mails[1], 0, FindGroups(3, [str(tmp_path)], PROVENANCE))
+    recorder = GroupRecorder(mails[1], 0, tmp_path, FindGroups(3, PROVENANCE))
     group = make_group(12)
     message = ScoredGroup(9, 0, "fake", group.scores, 4, 5)
     recorder.record(
@@ -158,22 +157,15 @@ def test_files_are_gathered_from_the_disks_of_all_nodes(mails: list[Mailbox], tm
     (trajectory_folder(disks[2], 5) / "round_1.group_6.safetensors").write_bytes(b"damaged")
     shutil.copytree(disks[2], disks[2].with_name("twin"))
     placement, seen = plan({"actor": "1", "rollout": "rest"}, 3, 1), dict[int, list[FoundFile]]()
-    runs = [str(disks[2]), str(disks[2].with_name("twin"))]
-    lock = threading.Lock()
+    runs = {0: [disks[0]], 1: [disks[1]], 2: [disks[2], disks[2].with_name("twin")]}
 
     def choose(lists: Any) -> Any:
-        with lock:
-            seen.update(lists)
+        seen.update(lists)
         return choose_files(lists)
 
     def of_rank(rank: int) -> Any:
-        # Each rank looks under its own disk, as if the path meant another disk there.
-        own = FindGroups(5, runs if rank == 2 else [str(disks[rank])], PROVENANCE)
-        mail = mails[rank]
-        if rank == 1:
-            for other in range(3):
-                mail.send(other, own if other == 1 else FindGroups(5, runs if other == 2 else own.runs, PROVENANCE))
-        return gather_files(mail, placement, None, choose)
+        order = FindGroups(5, PROVENANCE) if rank == placement.leader else None
+        return gather_files(mails[rank], placement, runs[rank], order, choose)
 
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(of_rank, range(3)))
