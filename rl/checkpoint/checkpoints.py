@@ -77,7 +77,8 @@ class Checkpoints:
     def end_step(self, step: int, values: Mapping[str, float]) -> None:
         """Start a save if a checkpoint is due. `values` are the metrics of the step."""
         assert self._ended is not None
-        self._ended[1]["is_evaluated"] = True
+        # In the phase update, an evaluation that is due is left to the phase rollout.
+        self._ended[1]["is_evaluated"] |= any(name.startswith("eval/") for name in values)
         is_wanted, self._is_ending = "save" in self._postponed, False
         self._postponed.clear()
         check_metric(values, self._config)

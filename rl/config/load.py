@@ -20,7 +20,17 @@ from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, Omega
 
 from rl.config.functions import is_own
 from rl.config.hub_path import read_hub_path
-from rl.config.schema import DEFAULT_CONFIG, PLACEHOLDER, PLACEMENT_SIZES, Config, ConfigError, keys_of, resolve_path
+from rl.config.schema import (
+    DEFAULT_CONFIG,
+    PLACEHOLDER,
+    PLACEMENT_SIZES,
+    Config,
+    ConfigError,
+    Phase,
+    Split,
+    keys_of,
+    resolve_path,
+)
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "a mapping"}
 TYPE_NAMES |= {list: "a list"}
@@ -34,7 +44,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds.add_argument("--eval-only", action="store_true", help=what)
     what = "run one step and save nothing; the model may have no weights"
     kinds.add_argument("--dry-run", action="store_true", help=what)
+    _add_phase_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the config file")
+
+
+def _add_phase_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that choose a part of a step. docs/phases.md describes them."""
+    phases = parser.add_argument_group("phases of a step (docs/phases.md)")
+    what = "rollout: only sample the groups of the next step, into files; update: only train on them; default: both"
+    phases.add_argument("--rl-phase", choices=get_args(Phase), default="both", help=what)
+    what = "with --rl-phase rollout: only sample training prompts, or only evaluate; default: both if they are due"
+    phases.add_argument("--rollout-split", choices=get_args(Split)[1:], default="all", help=what)
+    what = "with --rl-phase rollout: sample only the Kth of N equal parts of the batch, such as 1/2"
+    phases.add_argument("--rollout-part", metavar="K/N", default="1/1", help=what)
+    what = "with --rl-phase update: folder of a run whose groups to train on; repeat it for several; default: this run"
+    phases.add_argument("--trajectories", metavar="DIR", action="append", default=[], help=what)
+    what = "with --rl-phase update: train even if groups of the batch are missing"
+    phases.add_argument("--partial-batch", action="store_true", help=what)
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] | None = ()) -> Config:

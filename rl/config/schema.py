@@ -29,6 +29,8 @@ Offload = Literal["none", "rollout", "moments", "always"]
 Optimizer = Literal["adamw", "adamw_8bit", "sgd", "muon"]
 WRITERS = ("wandb", "swanlab")
 Verify = Literal["full", "transport", "off"]
+Phase = Literal["both", "rollout", "update"]  # what a command does of a step: --rl-phase, docs/phases.md
+Split = Literal["all", "train-only", "eval-only"]  # what the phase rollout samples: --rollout-split
 
 
 class ConfigError(ValueError):

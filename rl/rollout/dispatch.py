@@ -55,6 +55,7 @@ class Task:
     version: int  # of the weights to sample from
     is_carried: bool = False  # the owner holds responses to continue
     is_followed: bool = False  # the leader wants to know how far it is; see GroupProgress
+    round: int = 0  # in the phase rollout: the round of the step, under which the group is recorded; 0: it is not
 
 
 @dataclass(frozen=True)

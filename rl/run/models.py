@@ -84,9 +84,11 @@ def load(
     mesh = run.groups.actor_mesh or run.groups.scorer_mesh
     assert mesh is not None
     config = run.config
-    compiled = config.actor.compile and run.world.device.type == "cuda"
+    is_cuda, is_sampling = run.world.device.type == "cuda", run.phase.name == "rollout"
+    # In the phase rollout, a model is loaded only to send it to the engines, one of which has this rank's device.
+    compiled = config.actor.compile and is_cuda and not is_sampling
     recomputed = config.critic_recompute if as_critic else config.actor.recompute
-    compute = Compute(compiled, recomputed, on_host)
+    compute = Compute(compiled, recomputed, on_host=is_cuda if is_sampling else on_host)
     dtype, folder = config.model.dtype, folder or run.model_folder
     is_made_up = filled and config.debug.dry_run and not has_weights(folder)
     filled = filled and not is_made_up

@@ -11,6 +11,7 @@ from typing import Any
 from rl.algo.choose import check_functions
 from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
+from rl.config.modes import BOTH, PhaseOptions
 from rl.config.schema import Config, ConfigError, with_debugger_timeouts
 from rl.data.prompts import Tokenizer
 from rl.data.sources import Data, check_files, read_data
@@ -22,6 +23,7 @@ from rl.placement.roles import Placement, plan
 from rl.report.sizes import describe_data_parallelism
 from rl.report.writers import check_writers
 from rl.rewards.pool import RewardPool
+from rl.rollout.archive import StoredGroups
 from rl.rollout.service import Scored
 from rl.run.checks import check_settings
 from rl.run.find_data import find_datasets
@@ -57,6 +59,18 @@ class Run:
     resume: Resume | None  # the checkpoint to resume from
     data: Data | None = None  # on the leader
     rewards: RewardPool | None = None  # on ranks that lead an engine
+    phase: PhaseOptions = BOTH
+    stored: StoredGroups | None = None  # the groups of the next step that are in files; None in the phase both
+
+    @property
+    def start_step(self) -> int:
+        """The last finished step."""
+        return self.resume.manifest.step if self.resume is not None else 0
+
+    @property
+    def drives(self) -> bool:
+        """Whether this rank runs the loop of the command. The others serve it."""
+        return self.world.rank in self.placement.actors
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -71,13 +85,13 @@ class Run:
         return load_tokenizer(self.model_folder)
 
 
-def open_run(world: World, config: Config, config_name: str) -> Run:
+def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions = BOTH) -> Run:
     """Check everything that can be checked without loading a model, then connect the process groups."""
     config = with_debugger_timeouts(config)
     folder = Path(config.run.dir) / _run_name(world, config, config_name)
     lease = take_lease(world, folder)  # before anything is written to the folder
     world.begin_run(folder, config)
-    placement = _place(world, config)
+    placement = _place(world, config, phase)
     is_leader = world.rank == placement.leader
     world.progress.set_roles(",".join(placement.roles[world.rank]))
     warnings = check_settings(config, placement)
@@ -87,7 +101,8 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     rewards = _start_rewards(world, config, placement)
     if is_leader:
         check_writers(config.metrics.writers)
-        print(f"{folder}: {placement.summary()}; loading", flush=True)
+        only = "" if phase.name == "both" else f"phase {phase.name}, "
+        print(f"{folder}: {only}{placement.summary()}; loading", flush=True)
         print(f"oneworld: {describe_data_parallelism(config, placement)}", flush=True)
         for warning in warnings:
             print(f"oneworld: {warning}", flush=True)
@@ -112,7 +127,7 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     world.at_end(store.close)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, store, config)
-    return Run(world, config, placement, groups, folder, models, store, resume, data, rewards)
+    return Run(world, config, placement, groups, folder, models, store, resume, data, rewards, phase)
 
 
 def agree_on_steps(world: World, placement: Placement, config: Config, data: Data | None) -> Config:
@@ -128,7 +143,7 @@ def agree_on_steps(world: World, placement: Placement, config: Config, data: Dat
     return dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=num_steps))
 
 
-def _place(world: World, config: Config) -> Placement:
+def _place(world: World, config: Config, phase: PhaseOptions) -> Placement:
     num_nodes, remainder = divmod(world.size, world.num_ranks_per_node)
     if remainder:
         raise ConfigError(
@@ -136,7 +151,7 @@ def _place(world: World, config: Config) -> Placement:
             "need the same number of ranks: give the same --nproc-per-node on each"
         )
     sizes = (num_nodes, world.num_ranks_per_node, config.rollout.tensor_parallel_size, config.actor.num_replicas)
-    return plan(config.placement, *sizes)
+    return plan(config.placement, *sizes, phase.name)
 
 
 def _start_rewards(world: World, config: Config, placement: Placement) -> RewardPool | None:

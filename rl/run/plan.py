@@ -14,14 +14,15 @@ from typing import Any, NoReturn
 
 from rl.common.text import count_of, format_bytes
 from rl.config.load import add_arguments
-from rl.config.modes import load_settings
+from rl.config.modes import load_settings, read_phase
 from rl.config.schema import ConfigError, resolve_path
 from rl.data.sources import Data, check_files, read_data
+from rl.data.trajectory_files import list_files, run_folder, trajectory_folder
 from rl.model.hub import find_in_cache, warn_of_typo
 from rl.model.memory import estimate
 from rl.model.shape import check_folder, check_model, check_weights, measure_size
 from rl.model.tokenizer import load_tokenizer
-from rl.placement.roles import Placement, plan
+from rl.placement.roles import IDLE, Placement, plan
 from rl.report.console import print_or_exit
 from rl.report.sizes import describe_data_parallelism, max_step_tokens
 from rl.report.writers import check_writers
@@ -89,8 +90,9 @@ class RunPlan:
     def __init__(self, args: argparse.Namespace):
         """Make all checks. Raise ConfigError for the first mistake."""
         self.checked, self.unchecked, self.notes = ["settings", "placement"], list[str](), list[str]()
-        self.trains = not args.eval_only
         self.config, _ = load_settings(args)
+        self.phase, self.start_step = read_phase(args), 0
+        self.trains = not args.eval_only and self.phase.split != "eval-only"
         self.placement = self._place(args)
         self.notes += check_settings(self.config, self.placement)
         check_rewards(self.config.reward)
@@ -119,7 +121,7 @@ class RunPlan:
         num_nodes = args.nnodes or config.placement.get("num_nodes") or 1
         num_ranks = args.nproc_per_node or config.placement.get("num_gpus_per_node") or 2
         sizes = (num_nodes, num_ranks, config.rollout.tensor_parallel_size, config.actor.num_replicas)
-        return plan(config.placement, *sizes)
+        return plan(config.placement, *sizes, self.phase.name)
 
     def _check_run_folder(self) -> None:
         """Check that run.dir, and what exists of the run's own folder, can be written."""
@@ -210,6 +212,7 @@ class RunPlan:
             return
         if found is None:
             return
+        self.start_step = found.manifest.step
         self.notes.append(announcement(found, root, config))
         if self.trains and self.has_tokenizer and (warning := check_prompts(found, self.data.stream)):
             self.notes.append(warning)
@@ -218,6 +221,7 @@ class RunPlan:
     def text(self) -> str:
         """Return the table of ranks, then numbers and what was checked, in lines that fit a wide terminal."""
         sections = {
+            "phase": self._phase(),
             "memory": self._memory(),
             "steps": self._steps() if self.trains else [],
             "tokens": self._tokens() if self.trains else [],
@@ -235,6 +239,28 @@ class RunPlan:
             lines += [f"{'' if index else name:<{width}}{line}" for index, line in enumerate(wrapped)]
         return "\n".join([self.placement.table(), "", *lines])
 
+    def _phase(self) -> list[str]:
+        """Return what a command with --rl-phase does."""
+        phase, config, step = self.phase, self.config, self.start_step + 1
+        if phase.name == "both":
+            return []
+        run = Path(config.run.dir) / config.run.name
+        source = f"the checkpoint of step {self.start_step}" if self.start_step else "model.path"
+        lead = f"rollout: rank {self.placement.leader} loads {source} into its host memory, and sends it to all engines"
+        if phase.split == "eval-only":
+            return [f"{lead}, which evaluate it. Nothing else is sampled"]
+        if step > config.train.num_steps:
+            return ["all steps are done, so nothing is sampled or trained on"]
+        folders = [trajectory_folder(run_folder(each), step) for each in phase.folders or [str(run)]]
+        found = len({key for folder in folders for key in list_files(folder)})
+        there = f"{count_of(found, 'group')} of step {step} {'is' if found == 1 else 'are'} there now"
+        if phase.name == "update":
+            listed = ", ".join(map(str, folders))
+            partial = ". A partial batch is accepted" if phase.takes_partial else ""
+            return [f"update: the actors train step {step} on the groups in {listed}, and save it. {there}{partial}"]
+        part = f"part {phase.part[0]} of {phase.part[1]} of " if phase.samples_part else ""
+        return [f"{lead}. They sample what is missing of {part}step {step} into {folders[0]}. {there}"]
+
     def _memory(self) -> list[str]:
         """Return a line for each set of roles, or why there is no estimate."""
         sizes = {setting: measure_size(folder) if folder else None for setting, folder in self.models.items()}
@@ -245,6 +271,9 @@ class RunPlan:
         critic = (sizes.get("critic.path") or policy) if self.config.algo.has_critic else None
         lines = []
         for role in estimate(self.config, self.placement, policy, critic, self.trains):
+            if role.roles == IDLE:
+                lines.append(f"{role.who}: nothing to do in this phase")
+                continue
             offloaded = f" ({format_bytes(role.offloaded)} offloaded during rollouts)" if role.offloaded else ""
             host = f"{format_bytes(role.host)} of host memory ({format_bytes(role.host_on_cpu)} without a GPU)"
             lines.append(f"{role.who}: each {role.parts}{offloaded}, {host}")
@@ -284,7 +313,7 @@ class RunPlan:
 
     def _evaluation(self) -> list[str]:
         config = self.config.eval
-        if not config.interval:
+        if not config.interval or self.phase.name == "update" or self.phase.split == "train-only":
             return []
         sizes = {name: len(prompts[: config.num_prompts or None]) for name, prompts in self.data.eval_sets.items()}
         sets = ", ".join(f"{name} {count_of(size, 'prompt')}" for name, size in sizes.items())

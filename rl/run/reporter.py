@@ -10,7 +10,6 @@ from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.group_file import groups_to_bytes, split_groups
 from rl.data.prompts import Tokenizer
-from rl.placement.roles import plan
 from rl.report.describe import show
 from rl.report.metrics import MetricsWriter
 from rl.report.profile import profiled
@@ -37,9 +36,10 @@ class Reporter:
         tokenizer: Tokenizer,
         rollouts: Rollouts,
         writer: MetricsWriter | None,
+        actors: Sequence[int] = (0,),
     ):
         self._world, self._config, self._folder = world, config, folder
-        self._tokenizer, self._rollouts, self._writer = tokenizer, rollouts, writer
+        self._tokenizer, self._rollouts, self._writer, self._actors = tokenizer, rollouts, writer, actors
 
     @property
     def is_writing(self) -> bool:
@@ -59,11 +59,10 @@ class Reporter:
         if not self._config.debug.save_rollouts:
             return
         world, config = self._world, self._config
-        sizes = (world.size // world.num_ranks_per_node, world.num_ranks_per_node, config.rollout.tensor_parallel_size)
         facts = {
             "step": world.step,
             "world": world.id,  # files of an earlier start may be left if the run was resumed with other ranks
-            "actors": plan(config.placement, *sizes, config.actor.num_replicas).actors,
+            "actors": self._actors,
             "config": dataclasses.asdict(config),
         }
         file = self._folder / ROLLOUTS / rollout_file(world.step, world.rank)
