@@ -1,4 +1,4 @@
-"""The files for SkyPilot, dstack and Kubernetes, read by the parsers of these tools or checked against published schemas.
+"""The files for SkyPilot and dstack, read by the parsers of these tools. Kubernetes: against the schema.
 
 These packages are installed into a separate environment."""
 
