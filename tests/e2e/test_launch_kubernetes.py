@@ -16,7 +16,7 @@ from tests.cluster import SUBNET, Node, cluster, end
 from tests.launcher import ROOT, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-NUM_STEPS = 400
+NUM_STEPS = 40
 SETTINGS = f"--nproc 1 rollout.engine=fake train.num_steps={NUM_STEPS} train.num_prompts_per_step=4 eval.interval=0"
 SAVING = "checkpoint.save_interval=2 checkpoint.keep_last=2"
 
