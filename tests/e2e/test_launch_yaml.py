@@ -65,9 +65,10 @@ FLEET = """
 import json, sys, yaml
 from dstack._internal.core.models.configurations import parse_apply_configuration
 fleet = parse_apply_configuration(yaml.safe_load(open(sys.argv[1])))
-print(json.dumps({"kind": type(fleet).__name__, "name": fleet.name, "nodes": fleet.nodes.target,
-                  "placement": fleet.placement.value, "gpus": fleet.resources.gpu.count.min,
-                  "memory": fleet.resources.memory.min}))
+print(json.dumps({"kind": type(fleet).__name__, "name": fleet.name, "placement": fleet.placement.value,
+                  "nodes": fleet.nodes.target if fleet.nodes else len(fleet.ssh_config.hosts),
+                  "gpus": fleet.resources.gpu.count.min if fleet.resources else 0,
+                  "memory": fleet.resources.memory.min if fleet.resources else 0}))
 """
 # The strict schemas know no other fields. The first version has every field in its final form.
 KUBERNETES = """
@@ -184,6 +185,14 @@ def test_dstack_accepts_the_fleet(tmp_path: Path) -> None:
     task = yaml.safe_load((LAUNCH / "dstack.yml").read_text())
     nodes = yaml.safe_load((LAUNCH / "dstack_fleet.yml").read_text())["resources"]
     assert {key: task["resources"][key] for key in nodes} == nodes, "the nodes fit the task"
+    # Its comment says what to write for machines that one reaches over ssh.
+    text = (LAUNCH / "dstack_fleet.yml").read_text()
+    ssh = re.search(r"ssh_config: \{.*\}", text)
+    assert ssh
+    kept = text.split("\nresources:")[0].replace("\nnodes: 2\n", f"\n{ssh[0]}\n")
+    (tmp_path / "fleet.yml").write_text(kept)
+    own = parse(FLEET, tmp_path / "fleet.yml", tmp_path)
+    assert own == fleet | {"gpus": 0, "memory": 0}
 
 
 def test_kubernetes_accepts_the_manifest(tmp_path: Path) -> None:
