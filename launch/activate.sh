@@ -7,7 +7,7 @@
 # Launchers call this with the FILE of --activate. Messages name the node, which launch/ssh.sh gives in ONEWORLD_NODE.
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 oneworld_node=${ONEWORLD_NODE:-${SLURM_NODEID:+$SLURM_NODEID (${SLURMD_NODENAME-})}}
-oneworld_file=$1
+oneworld_root=$PWD oneworld_file=$1
 shift
 oneworld_command=("$@")
 oneworld_fail() {
@@ -29,4 +29,5 @@ set -- # otherwise the file would see the command as its own arguments
 # shellcheck source=/dev/null
 . "$oneworld_file" || oneworld_fail "$oneworld_file returned status $?; --activate needs a file that succeeds, so fix its last command"
 trap - EXIT
+cd "$oneworld_root" || exit # the file may have gone elsewhere
 exec "${oneworld_command[@]}"

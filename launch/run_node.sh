@@ -69,7 +69,7 @@ if [ "$nnodes" = 1 ]; then make_secret; else check_secret; fi
 [ -z "$node_rank" ] || check_number --node-rank "$node_rank" 0 999999
 
 if [ ! -d "${TMPDIR:-/tmp}" ] || [ ! -w "${TMPDIR:-/tmp}" ]; then
-  fail "TMPDIR is $TMPDIR, which is no folder on $(hostname) that you can write to; create it there, or unset TMPDIR"
+  fail "TMPDIR is ${TMPDIR:-/tmp}, which is no folder on $(hostname) that you can write to; create it there, or unset TMPDIR"
 fi
 
 trap '' USR1 # there is nothing to save yet

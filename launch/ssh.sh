@@ -199,12 +199,12 @@ trap '"$root/launch/ssh.sh" stop "$name" >&2; exit 130' INT
 for k in "${!hosts[@]}"; do
   {
     for variable in ${variables[@]+"${variables[@]}"}; do printf 'export %s=%q\n' "$variable" "${!variable}"; done
-    printf 'export ONEWORLD_NODE=%q activate=%q\n' "$k (${hosts[$k]})" "$activate"
+    printf 'export ONEWORLD_NODE=%q; activate=%q\n' "$k (${hosts[$k]})" "$activate"
     printf 'set -- %s\n' "$(printf '%q ' "${node[@]}" --node-rank "$k" -- "$@")"
     cat <<'REMOTE'
 [ -e launch/run_node.sh ] || { echo "oneworld: no repository in $PWD; give --dir" >&2; exit 2; }
 if [ -n "$activate" ]; then
-  launch/activate.sh "$activate" true || exit # so that an error is seen here, not in the log
+  launch/activate.sh "$activate" true </dev/null || exit # so that an error is seen here, not in the log
   set -- launch/activate.sh "$activate" "$@"
 fi
 unwritable() {

@@ -128,6 +128,7 @@ NEEDS_BY_PROGRAM = {
     "sky ": "a cloud account",
     "dstack ": "a cloud account",
     "kubectl ": "a Kubernetes cluster",
+    "printf 'ONEWORLD_SECRET": "a Kubernetes cluster",
     "ssh ": "a person at another machine",
     "ARGS='--config my.yaml": "a cloud account",
 }

@@ -83,10 +83,13 @@ def find_places(run: Path, nodes: str, ssh: Sequence[str]) -> list[EventPlace]:
             raise MergeError(f"{error.filename}: {error.strerror}; give --nodes HOST:FOLDER,...") from None
         return places + [RemoteEvents(host, os.path.join(folder, job["folder"]), ssh) for host in hosts]
     rows = status.read(run).rows
-    if leaders := [row for row in rows if "actor" in row["roles"]]:
-        say(f"the leader, which writes the events, is rank {leaders[0]['rank']} on {leaders[0]['host']}")
-    hosts = sorted({row["host"] for row in rows} - {socket.gethostname()})
-    return places + [RemoteEvents(host, str(run.resolve()), ssh) for host in hosts if HOST.fullmatch(host)]
+    if rows:
+        leader = next((row for row in rows if "actor" in row["roles"]), rows[0])
+        say(f"the leader, which writes the events, is rank {leader['rank']} on {leader['host']}")
+    hosts = sorted(host for host in {row["host"] for row in rows} - {socket.gethostname()} if HOST.fullmatch(host))
+    if any(f".{host}." in file for file in places[0].list() for host in hosts):
+        return places  # events of another host are here, so the disk is shared
+    return places + [RemoteEvents(host, str(run.resolve()), ssh) for host in hosts]
 
 
 def describe_absence(run: Path, found: EventFiles) -> str:

@@ -88,6 +88,8 @@ def find_events(places: Sequence[EventPlace]) -> EventFiles:
                 found.holders.setdefault(file, (place, size))
         except MergeError as error:
             found.failures[place.name] = error
+        except OSError as error:  # there is no ssh, or the folder cannot be read
+            found.failures[place.name] = MergeError(f"{place.name}: {error.filename}: {error.strerror}")
     return found
 
 

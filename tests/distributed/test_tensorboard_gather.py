@@ -104,10 +104,14 @@ def test_the_status_says_which_node_has_the_leader(run: Run) -> None:
     (run.here / "status").mkdir()
     own = socket.gethostname()
     (run.here / "status" / "rank_0.json").write_text(status_of([own] * 8 + ["node1"] * 8 + ["node2"] * 8 + ["node3"]))
-    write_rewards(run.here, range(1, 4))
+    events = write_rewards(run.here, range(1, 4))
     said = run.gather(run.here)
     assert "the leader, which writes the events, is rank 24 on node3" in said
-    assert f"the events are in {run.here}\n" in said and not (run.here / "tensorboard").exists(), "on a shared disk"
+    assert f"the events are in {run.here}\n" in said and not (run.here / "tensorboard").exists(), "the same files"
+    # A file of another host shows that the disk is shared. Then no node is asked.
+    events.rename(events.with_name(events.name.replace(f".{own}.", ".node3.")))
+    run.ssh[1] = "false"
+    assert f"the events are in {run.here}\n" in run.gather(run.here)
 
 
 def test_what_is_missing_is_said(run: Run) -> None:
@@ -116,6 +120,9 @@ def test_what_is_missing_is_said(run: Run) -> None:
     said = run.gather(run.here, "--nodes", f"node1:{run.here}/none,node2:{run.here}", code=1)
     assert f"found no events of {run.here}" in said and f"node1:{run.here}/none: " in said
     assert "there is no directory" in run.gather(run.here / "none", code=1)
+    run.ssh[1] = f"none {run.ssh[1]}"
+    assert "none: No such file or directory" in run.gather(run.here, "--nodes", run.nodes, code=1)
+    run.ssh[1] = run.server.command
     assert "with --nodes also name the run" in run.gather("--nodes", run.nodes, code=2)
     assert "--nodes: got 'node1'" in run.gather(run.here, "--nodes", "node1", code=1)
     write_rewards(run.folders[2], range(1, 2))

@@ -16,7 +16,7 @@ from tests.cluster import SUBNET, Node, cluster, end
 from tests.launcher import ROOT, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-NUM_STEPS = 400
+NUM_STEPS = 40
 SETTINGS = f"--nproc 1 rollout.engine=fake train.num_steps={NUM_STEPS} train.num_prompts_per_step=4 eval.interval=0"
 SAVING = "checkpoint.save_interval=2 checkpoint.keep_last=2"
 
@@ -68,7 +68,7 @@ def test_pods_that_fail_are_replaced_and_the_run_continues(tmp_path: Path) -> No
             head, worker = pods.start(0), pods.start(1)
             until(lambda: len(steps(tmp_path)) >= 4, "the first steps", 100)
             assert nodes[0].output.count("preflight: ready, 2 nodes, 2 ranks") == 1, nodes[0].output
-            assert nodes[1].output.count("preflight") == 0, "one rank prints the table"
+            assert "preflight: ready" not in nodes[1].output, "one rank prints the table"
 
             nodes[1].kill()  # the pod is lost; torchrun on the head waits for another one
             worker.wait(timeout=10)

@@ -1,6 +1,7 @@
 """launch/ssh.sh and tools/jobs.py over real sshds, with real training: two nodes of one rank each."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -109,6 +110,23 @@ def test_two_clusters_side_by_side_with_disks_of_their_own(tmp_path: Path) -> No
         copied = nodes.runs / "one" / "tensorboard" / written.name
         assert f"copied 1 file of {written.parent.parent.name}:{nodes.runs}/one to {copied.parent}" in done.stdout, done
         assert copied.read_bytes() == written.read_bytes()
+
+
+def test_the_node_of_rank_0_finds_the_events_of_a_leader_elsewhere(tmp_path: Path) -> None:
+    """Rank 0 has an engine, and rank 1 on the other node is the leader. Each node has its own disk."""
+    with ssh_cluster(tmp_path, 2) as nodes:
+        settings = [*SETTINGS[:-1], "train.num_steps=3", "placement.rollout=0", "placement.actor=1"]
+        jobs(nodes, "submit", "--hosts", nodes.hosts, "x", "--nproc", "1", *settings)
+        jobs(nodes, "logs", "-f", "x")
+        (written,) = [path for disk in nodes.disks for path in (disk / "x").glob("events.*")]
+        leader = written.parent.parent.name
+        other = next(disk for disk in nodes.disks if disk.name != leader)
+        ssh = f"ssh -F {tmp_path}/ssh_config -i {tmp_path}/identity"
+        tool = f"{sys.executable} tools/tensorboard.py {nodes.runs}/x --gather-only --ssh {shlex.quote(ssh)}"
+        command = nodes.at_desk("launch/ssh.sh", "run", "x", "--node", other.name.removeprefix("node"), tool)
+        done = subprocess.run(command, env=activated_environment(), capture_output=True, text=True, timeout=60)
+        assert f"the leader, which writes the events, is rank 1 on {leader}\n" in done.stdout, done
+        assert (other / "x" / "tensorboard" / written.name).read_bytes() == written.read_bytes()
 
 
 def test_nodes_on_the_loopback_train_on_vllm(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.launcher import ROOT
-from tests.unit.test_launchers import ARGUMENTS, LAUNCH, Machine, expected
+from tests.unit.test_launchers import ARGUMENTS, LAUNCH, Machine, dstack_script, expected
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -101,15 +101,12 @@ def test_the_init_container_runs_preflight_and_the_other_one_trains(machine: Mac
 def test_dstack_keeps_runs_on_the_volume(machine: Machine) -> None:
     """The containers are lost at the end, and runs/ with them, unless it is a link to the volume."""
     task = yaml.safe_load((LAUNCH / "dstack.yml").read_text())
-    (machine.root / "Makefile").write_text("setup:\n\t@true\n")
-    volume = machine.folder / "checkpoints"
-    commands = [command.replace("/checkpoints", str(volume)) for command in task["commands"]]
     assert "/checkpoints:/checkpoints" in task["volumes"]
     cluster = {"DSTACK_NODES_NUM": "1", "DSTACK_MASTER_NODE_IP": "127.0.0.1", "DSTACK_NODE_RANK": "0"}
     cluster |= {"DSTACK_GPUS_PER_NODE": "1", "DSTACK_RUN_NAME": "oneworld", "ARGS": "run.name=x"}
     machine.script("mkdir -p runs/x && touch runs/x/metrics.jsonl")
     done = subprocess.run(
-        ["sh", "-ec", " && ".join(commands)],
+        ["sh", "-ec", dstack_script(machine, task)],
         cwd=machine.root,
         env=machine.environment | cluster,
         text=True,
@@ -117,7 +114,7 @@ def test_dstack_keeps_runs_on_the_volume(machine: Machine) -> None:
         timeout=20,
     )
     assert done.returncode == 0, done.stderr
-    assert (volume / "runs" / "x" / "metrics.jsonl").exists()
+    assert (machine.folder / "checkpoints" / "runs" / "x" / "metrics.jsonl").exists()
 
 
 def test_skypilot_mounts_data_where_settings_expect_it() -> None:

@@ -137,7 +137,9 @@ def start(machine: Machine, *options: str) -> list[str]:
 
 def test_ssh_sources_a_file_on_every_node(nodes: Machine) -> None:
     for host in ("alpha", "beta"):
-        write_activation(nodes, nodes.folder / f"home-{host}" / "env.sh")
+        write_activation(
+            nodes, nodes.folder / f"home-{host}" / "env.sh", "cat; cd /"
+        )  # reads what ssh sends, if it can
     nodes.run("ssh.sh", *start(nodes, "--activate", "~/env.sh"))
     until(lambda: nodes.num_calls == 2)
     seen = nodes.seen()
