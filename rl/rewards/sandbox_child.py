@@ -321,12 +321,12 @@ def run_job(job: int, memory: int, cpu_s: float) -> NoReturn:
             fd = os.dup2(theirs.detach(), 3) if theirs.fileno() != 3 else theirs.detach()
             os.closerange(fd + 1, 1 << 20)
             confine(memory, cpu_s)
-            Program(JsonChannel(socket.socket(fileno=fd))).serve()
+            Program(ValueChannel(socket.socket(fileno=fd))).serve()
         finally:
             os._exit(1)
     theirs.close()
     confine(TESTER_MEMORY, math.inf if cpu_s == math.inf else 60 + cpu_s)
-    run_tests(socket.socket(fileno=job), JsonChannel(ours))
+    run_tests(socket.socket(fileno=job), ValueChannel(ours))
     os._exit(0)
 
 
@@ -337,7 +337,7 @@ class ProgramEnded(BaseException):
     """The program's process has ended, or sent what cannot be read. No test may catch this by `except Exception`."""
 
 
-class JsonChannel:
+class ValueChannel:
     """Sends and receives JSON with a length before it."""
 
     def __init__(self, connection: socket.socket):
@@ -426,7 +426,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 class Program:
     """Runs the program, and answers calls of its functions."""
 
-    def __init__(self, channel: JsonChannel):
+    def __init__(self, channel: ValueChannel):
         self._channel = channel
         self._names: dict[str, Any] = {"__name__": "program"}
         self._kept: list[Any] = []  # values that the tester has handles of
@@ -496,7 +496,7 @@ class Handle:
 class ProgramSide:
     """The tester's connection to the program."""
 
-    def __init__(self, channel: JsonChannel):
+    def __init__(self, channel: ValueChannel):
         self._channel = channel
 
     def ask(self, action: str, *arguments: Any) -> Any:
@@ -528,7 +528,7 @@ def error_named(name: Any) -> Exception:
     return kind("the program raised it") if is_safe and kind is not None else RuntimeError(f"the program raised {name}")
 
 
-def run_tests(job: socket.socket, channel: JsonChannel) -> None:
+def run_tests(job: socket.socket, channel: ValueChannel) -> None:
     """Read the job, run its tests, and send the worker one byte for each of them."""
     with job.makefile("rb") as file:
         task = json.load(file)

@@ -28,7 +28,7 @@ SETTINGS = [
         "rollout.engine=fake",
         "train.num_prompts_per_step=4",
         "rollout.max_new_tokens=8",
-        "eval.num_samples_per_prompt=1",
+        "eval.num_samples=1",
     ),
     *("reward.function=code", "checkpoint.save_interval=1", "run.name=sums"),
 ]

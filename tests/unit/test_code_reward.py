@@ -1,8 +1,10 @@
 """The reward function `code`: right programs pass, forged ones do not, and nothing gets out of the sandbox."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from rl.config.schema import ConfigError, RewardConfig
+from rl.config.schema import ROOT, ConfigError, RewardConfig
 from rl.rewards import sandbox as sandbox_module
 from rl.rewards.code import code, find_program, read_limits
 from rl.rewards.find import check_rewards, read_rules
 from rl.rewards.launch import launch
 from rl.rewards.pool import RewardPool
 from rl.rewards.sandbox import CodeTask, Limits, MachineError, Sandbox, check_sandbox, run_in_sandbox
+from tests.launcher import command_of
 from tests.reward_attacks import BOMBS, ESCAPES, FORGERIES, SUM, SUM_ROW, Results, escape
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,7 +41,7 @@ def sandbox_of_this_process() -> Iterator[None]:
 def processes() -> list[psutil.Process]:
     """Return the processes of sandboxes below this process."""
     found = psutil.Process().children(recursive=True)
-    return [process for process in found if any("sandbox_child" in part for part in process.cmdline())]
+    return [process for process in found if any("sandbox_child" in part for part in command_of(process))]
 
 
 def score(response: str, row: dict[str, Any] = SUM_ROW, **options: Any) -> float:
@@ -329,11 +332,43 @@ def test_a_machine_without_namespaces_is_refused() -> None:
     )
     command = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1" "$2"'
     outer = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command, sys.executable, script]
-    result = subprocess.run([*outer, str(Path(__file__).parents[2])], capture_output=True, text=True, timeout=50)
+    result = subprocess.run([*outer, str(ROOT)], capture_output=True, text=True, timeout=50)
     assert result.stdout.startswith(
         "reward.function: code: this machine does not allow to isolate programs: unshare: "
     ), result
     assert "As root, run: sysctl user.max_user_namespaces=10000" in result.stdout
+
+
+OTHER_PYTHON = Path("/usr/bin/python3")  # other users may be unable to read the one that runs the tests
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not OTHER_PYTHON.exists(), reason="needs root and the system's Python")
+def test_as_another_user() -> None:
+    """Root gives its sandboxes the user nobody. Others can only give them their own id."""
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\nfrom rl.rewards.sandbox import *\n"
+        "check_sandbox(Limits())\nsandbox = Sandbox()\n"
+        "print(sandbox.run(CodeTask('def f(): return 1', ['assert f() == 1', 'assert f() == 2']), Limits()))\n"
+        "sandbox.run(CodeTask('import os\\nos.kill(0, 9)\\nos.kill(-1, 9)', ['assert True']), Limits())\n"
+        "print('alive')\nsandbox.close()\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        shutil.copytree(ROOT / "rl" / "rewards", Path(folder) / "rl" / "rewards")
+        command = [
+            "setpriv",
+            "--reuid",
+            "1234",
+            "--regid",
+            "1234",
+            "--clear-groups",
+            str(OTHER_PYTHON),
+            "-c",
+            script,
+            folder,
+        ]
+        result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=50)
+    assert result.stdout.splitlines() == ["[True, False]", "alive"], result.stderr
 
 
 @contextmanager
