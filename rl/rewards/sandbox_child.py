@@ -43,6 +43,7 @@ JOB = struct.Struct("<Qdd")  # memory in bytes, CPU seconds of the program, seco
 COUNT = struct.Struct("<i")  # number of tests, or BAD_TESTS
 BAD_TESTS = -1
 UNSHARED, MAPPED, READY, DONE, FAILED = b"u", b"m", b"r", b"d", b"!"
+CONFINED = "confined"
 PRELOADED = (
     "bisect",
     "collections",
@@ -432,6 +433,8 @@ class Program:
         self._kept: list[Any] = []  # values that the tester has handles of
 
     def serve(self) -> NoReturn:
+        """Say that the walls stand, and answer the tester. The first request runs the program."""
+        self._channel.send(CONFINED)
         while True:
             action, *arguments = self._channel.receive()
             try:
@@ -529,7 +532,9 @@ def error_named(name: Any) -> Exception:
 
 
 def run_tests(job: socket.socket, channel: ValueChannel) -> None:
-    """Read the job, run its tests, and send the worker one byte for each of them."""
+    """Read the job, run its tests, and send the worker one byte for each of them. Send nothing if the setup failed."""
+    if channel.receive() != CONFINED:
+        return
     with job.makefile("rb") as file:
         task = json.load(file)
     try:

@@ -20,7 +20,7 @@ from rl.rewards.code import code, find_program, read_limits
 from rl.rewards.find import check_rewards, read_rules
 from rl.rewards.launch import launch
 from rl.rewards.pool import RewardPool
-from rl.rewards.sandbox import CodeTask, Limits, MachineError, Sandbox, check_sandbox, run_in_sandbox
+from rl.rewards.sandbox import CodeTask, Limits, MachineError, Sandbox, SandboxError, check_sandbox, run_in_sandbox
 from tests.launcher import command_of
 from tests.reward_attacks import BOMBS, ESCAPES, FORGERIES, SUM, SUM_ROW, Results, escape
 
@@ -394,6 +394,23 @@ def test_walls_that_do_not_work_are_refused(tmp_path: Path) -> None:
         pytest.raises(MachineError, match="a program can start a process and open a socket"),
     ):
         check_sandbox(Limits())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '    mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, TMP)\n',  # the tester cannot start
+        "            confine(memory, cpu_s)\n",  # the program cannot
+    ],
+)
+def test_a_program_that_could_not_be_started_is_an_error_and_not_wrong(line: str, tmp_path: Path) -> None:
+    indent = line[: len(line) - len(line.lstrip())]
+    with (
+        broken_sandbox(tmp_path, line, f"{indent}raise OSError\n"),
+        pytest.raises(SandboxError, match="could not start"),
+    ):
+        score(fenced(SUM))
+    assert score(fenced(SUM)) == 1.0
 
 
 @pytest.mark.parametrize("name", ["searches frames", "searches memory"])
