@@ -324,19 +324,14 @@ def test_in_the_pool() -> None:
 
 
 def test_a_machine_without_namespaces_is_refused() -> None:
-    """Namespaces are forbidden in the user namespace of this process's child, as some machines do for all users."""
-    script = (
-        "import sys\nsys.path.insert(0, sys.argv[1])\nfrom rl.rewards.find import check_rewards\n"
-        "from rl.config.schema import ConfigError, RewardConfig\n"
-        "try:\n    check_rewards(RewardConfig(function='code'))\nexcept ConfigError as error:\n    print(error)\n"
-    )
-    command = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1" "$2"'
-    outer = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command, sys.executable, script]
-    result = subprocess.run([*outer, str(ROOT)], capture_output=True, text=True, timeout=50)
-    assert result.stdout.startswith(
-        "reward.function: code: this machine does not allow to isolate programs: unshare: "
-    ), result
-    assert "As root, run: sysctl user.max_user_namespaces=10000" in result.stdout
+    """Namespaces are forbidden in the user namespace of the command, as some machines do for all users."""
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
+    outer = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh"]
+    command = [*outer, sys.executable, "train.py", "--plan", "reward.function=code"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    text = "oneworld: reward.function: code: this machine does not allow to isolate programs: unshare: "
+    assert result.returncode == 2 and result.stderr.startswith(text), result
+    assert "As root, run: sysctl user.max_user_namespaces=10000. Or choose another reward function" in result.stderr
 
 
 OTHER_PYTHON = Path("/usr/bin/python3")  # other users may be unable to read the one that runs the tests

@@ -1,13 +1,17 @@
 """Paths of datasets on the hub: their form, and the files that they mean."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rl.config.hub_path import HubPath, read_hub_path
 from rl.config.load import load_config
-from rl.config.schema import ConfigError
+from rl.config.schema import ROOT, ConfigError
 from rl.data.read import choose_files, data_files
+from tests.hub import hub
 
 PARQUET = [f"main/{split}-0000{shard}-of-00002.parquet" for split in ("train", "test") for shard in (1, 0)]
 FILES = {
@@ -109,3 +113,36 @@ def test_held_out_sets_are_named_after_their_dataset() -> None:
 def test_a_local_path_that_is_missing_hints_at_the_hub() -> None:
     with pytest.raises(ConfigError, match="for a dataset on the hub, write hub:openai/gsm8k"):
         data_files("openai/gsm8k")
+
+
+def test_a_plan_downloads_what_the_paths_name_and_checks_it(tmp_path: Path) -> None:
+    """The reward function of the rows runs programs."""
+    rows = [
+        {"prompt": f"{number}+1=", "tests": [f"assert f() == {number + 1}"], "code": "def f(): return 1"}
+        for number in range(3)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    with hub() as fake:
+        fake.add_repo(
+            "datasets/ada/sums", files={"main/train.jsonl": text, "main/test.jsonl": text, "x/train.jsonl": b"?"}
+        )
+        settings = [
+            "data.train=hub:ada/sums/main/train",
+            "data.answer_key=code",
+            "reward.function=code",
+            "eval.interval=0",
+        ]
+        command = [sys.executable, str(ROOT / "train.py"), "--plan", *settings, f"run.dir={tmp_path}"]
+        environment = fake.environment(tmp_path / "home")
+        plan = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+        assert plan.returncode == 0, plan.stderr
+        shown = " ".join(plan.stdout.split())
+        assert "hub:ada/sums/main/train: 3 prompts in 3 rows" in shown
+        assert "its answer 'def f(): return 1' scores 1" in shown and "'I do not know.' scores 0" in shown
+        assert [line.rpartition("/")[2] for line in fake.requests if line.startswith("GET /datasets/")] == [
+            "train.jsonl"
+        ]
+        wrong = subprocess.run([*command, "data.train=hub:ada/sums"], env=environment, capture_output=True, text=True)
+        assert (
+            wrong.returncode == 2 and "name one of its files or splits: main/test, main/train, x/train" in wrong.stderr
+        )
