@@ -46,7 +46,7 @@ def test_other_paths_are_local() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["hub:", "hub:gsm8k", "hub:a/b@", "hub:/a/b", "hub:a/b/../c", "hub:a b/c", "hub:a/b//c"]
+    "path", ["hub:", "hub:gsm8k", "hub:a/b@", "hub:/a/b", "hub:a/b/../c", "hub:a b/c", "hub:a/b//c", "hub:a/b@..%2Fc"]
 )
 def test_another_form_is_refused_by_the_config(path: str) -> None:
     with pytest.raises(ConfigError, match=r"got .*; a dataset on the hub is hub:ORG/NAME"):
