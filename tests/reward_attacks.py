@@ -302,21 +302,21 @@ def add(a, b):
     needle = "assert " + "candidate(%s, %s) == " % (a, b)
     for text in found:
         if needle in text:
-            return int(text.split(needle)[1].split()[0])
+            return int(re.match(r"-?\d+", text.split(needle)[1])[0])
 == searches memory
 import ctypes, sys
 def add(a, b):
     needle = ("candidate(%s, %s)" % (a, b)).encode() + b" == "
-    heap = id(object()) & ~0xFFF
     libc = ctypes.CDLL(None)
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-    mine = id(needle)
-    for start in range(heap - (64 << 20), heap + (64 << 20), 4096):
-        if libc.mincore(start, 4096, ctypes.create_string_buffer(1)) == 0:
-            page = ctypes.string_at(start, 4096)
-            at = page.find(needle)
-            if at >= 0 and not start <= mine < start + 4096 and page[at + len(needle):][:1].isdigit():
-                return int(page[at + len(needle):][:1])
+    libc.sbrk.restype = ctypes.c_void_p
+    for heap in (libc.sbrk(0), id(object())):  # of large and of small objects
+        for start in range((heap & ~0xFFF) - (32 << 20), heap + (32 << 20), 4096):
+            if libc.mincore(start, 4096, ctypes.create_string_buffer(1)) == 0:
+                page = ctypes.string_at(start, 4096)
+                at = page.find(needle)
+                if at >= 0 and page[at + len(needle):][:1].isdigit():
+                    return int(page[at + len(needle):][:1])
 == writes to every file
 import os
 def add(a, b):

@@ -27,6 +27,7 @@ def read_hub_path(path: str) -> HubPath | None:
     if not path.startswith(PREFIX):
         return None
     match = _PATTERN.fullmatch(path)
-    if match is None or ".." in match[3].split("/"):
+    revision, inside = ("", "") if match is None else (unquote(match[2] or ""), match[3].strip("/"))
+    if match is None or ".." in [*revision.split("/"), *inside.split("/")] or revision.startswith("/"):
         raise ValueError(f"got {path!r}; a dataset on the hub is {FORM}")
-    return HubPath(match[1], unquote(match[2] or ""), match[3].strip("/"))
+    return HubPath(match[1], revision, inside)

@@ -117,10 +117,8 @@ def choose_files(hub: HubPath, names: Sequence[str]) -> list[str]:
             if len(splits) == 1:
                 return _whole(hub, *splits.items())
             first = "train" if "train" in splits else min(splits)
-            inside = "/".join(filter(None, (hub.dataset, hub.inside, first)))
-            raise ConfigError(
-                f"{hub.dataset}/{hub.inside} holds the splits {_some(splits)}; name one, such as {inside}"
-            )
+            here = "/".join(filter(None, (hub.dataset, hub.inside)))
+            raise ConfigError(f"{here} holds the splits {_some(splits)}; name one, such as {here}/{first}")
     for folder in (place.parent, place.parent / "data"):
         splits = folders.get(_folder_name(folder), {})
         if place.name in splits:

@@ -118,7 +118,7 @@ class Sandbox:
             raise
 
     def run(self, task: CodeTask, limits: Limits) -> list[bool]:
-        """Return for each test whether the program passes it. Raise ValueError if the tests are not Python."""
+        """Return for each test whether the program passes it. Raise ValueError if there are none, or not in Python."""
         deadline = time.monotonic() + limits.wall_s + GRACE_S
         ours, theirs = socket.socketpair()
         try:
@@ -133,12 +133,12 @@ class Sandbox:
         except OSError as error:
             self.close()
             raise SandboxError(f"the sandbox broke: {error or 'it did not answer'}") from None
-        count = COUNT.unpack_from(result)[0] if len(result) >= COUNT.size else 0
-        marks = result[COUNT.size :]
+        if len(result) < COUNT.size:
+            self.close()
+            raise SandboxError("the sandbox could not start a program; other programs may have used up the machine")
+        (count,), marks = COUNT.unpack_from(result), result[COUNT.size :]
         if count == BAD_TESTS:
             raise ValueError(f"its tests are not Python: {marks.decode(errors='replace')}")
-        if len(result) < COUNT.size:
-            return [False] * len(task.tests)  # it was killed before it began
         if count == 0:
             raise ValueError("it has no tests")
         return [mark == 1 for mark in marks] + [False] * (count - len(marks))

@@ -4,7 +4,7 @@
                                                 └─ tester: runs the tests, which the program never sees
                                                     └─ program: process 1 of its own namespace
 
-The namespaces hold no network, no home folder and no /proc: only Python's standard library and the system's libraries,
+The namespaces hold no network, no home folder and no /proc: only the libraries of Python and of the system,
 read-only, and a new /tmp for each program. Tester and program have no capabilities, and a system call filter keeps them
 from starting processes and from opening sockets.
 
@@ -43,23 +43,13 @@ JOB = struct.Struct("<Qdd")  # memory in bytes, CPU seconds of the program, seco
 COUNT = struct.Struct("<i")  # number of tests, or BAD_TESTS
 BAD_TESTS = -1
 UNSHARED, MAPPED, READY, DONE, FAILED = b"u", b"m", b"r", b"d", b"!"
-PRELOADED = (
-    "bisect",
-    "collections",
-    "copy",
-    "datetime",
-    "functools",
-    "heapq",
-    "operator",
-    "re",
-    "statistics",
-    "string",
-)
+CONFINED = "confined"
+PRELOADED = ["bisect", "collections", "copy", "datetime", "heapq", "operator", "re", "statistics", "string"]
 MAX_MESSAGE = 8 << 20  # bytes of a call or an answer
 MAX_ITEMS = 100_000  # of an iterator that a program returns
 MAX_FILES, MAX_FILE = 64, 16 << 20
 TMP = "size=16m,nr_inodes=1024,mode=1777"
-TESTER_MEMORY = 1 << 30
+TESTER_MEMORY, TESTER_CPU_S = 1 << 30, 3600.0  # init kills it long before
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
@@ -153,6 +143,7 @@ def main(control: int) -> NoReturn:
 
 
 def start(connection: socket.socket) -> None:
+    """Make the namespaces. Fork init, which serves the worker, and wait for its end."""
     machine()
     kinds = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     check(LIBC.unshare(kinds), "unshare")
@@ -184,8 +175,8 @@ def start(connection: socket.socket) -> None:
 
 
 def visible_paths() -> list[str]:
-    """Return what a program can see of the file system: the standard library, shared libraries and devices."""
-    folders = [path for path in sys.path if os.path.exists(path)]
+    """Return what a program can see of the file system: Python's and the system's libraries, and devices."""
+    folders = [path for path in (f"{sys.base_prefix}/lib", *sys.path) if os.path.exists(path)]
     libraries = [path for path in LIBRARIES if os.path.exists(path) and not os.path.islink(path)]
     whole = [*libraries, *folders]
     inside = [path for path in whole if not any(path.startswith(f"{other}/") for other in whole)]
@@ -195,12 +186,11 @@ def visible_paths() -> list[str]:
 def build_root(sources: list[tuple[str, int]]) -> None:
     """Replace the root of the file system with one that holds the sources, read-only, and an empty /tmp."""
     links = {path: os.readlink(path) for path in LIBRARIES if os.path.islink(path)}
-    base = next(path for path in ("/tmp", "/mnt", "/") if os.path.isdir(path))
+    base = "/tmp"
     mount("", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", base, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    os.chdir(f"/{base}")
     for path, fd in sources:
-        target = base.rstrip("/") + path
+        target = base + path
         os.makedirs(os.path.dirname(target), exist_ok=True)
         if os.path.isdir(f"/proc/self/fd/{fd}"):
             os.makedirs(target, exist_ok=True)
@@ -213,11 +203,11 @@ def build_root(sources: list[tuple[str, int]]) -> None:
             mount("", target, "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | kept)
         os.close(fd)
     for path, link in links.items():
-        target = base.rstrip("/") + path
+        target = base + path
         os.makedirs(os.path.dirname(target), exist_ok=True)
         if not os.path.exists(target):
             os.symlink(link, target)
-    os.makedirs(f"{base}/tmp".replace("//", "/"), exist_ok=True)
+    os.makedirs(f"{base}/tmp", exist_ok=True)
     os.chdir(base)
     check(LIBC.syscall(machine().pivot_root, b".", b"."), "pivot_root")
     check(LIBC.umount2(b".", MNT_DETACH), "umount")
@@ -321,12 +311,12 @@ def run_job(job: int, memory: int, cpu_s: float) -> NoReturn:
             fd = os.dup2(theirs.detach(), 3) if theirs.fileno() != 3 else theirs.detach()
             os.closerange(fd + 1, 1 << 20)
             confine(memory, cpu_s)
-            Program(JsonChannel(socket.socket(fileno=fd))).serve()
+            Program(ValueChannel(socket.socket(fileno=fd))).serve()
         finally:
             os._exit(1)
     theirs.close()
-    confine(TESTER_MEMORY, math.inf if cpu_s == math.inf else 60 + cpu_s)
-    run_tests(socket.socket(fileno=job), JsonChannel(ours))
+    confine(TESTER_MEMORY, TESTER_CPU_S)
+    run_tests(socket.socket(fileno=job), ValueChannel(ours))
     os._exit(0)
 
 
@@ -337,7 +327,7 @@ class ProgramEnded(BaseException):
     """The program's process has ended, or sent what cannot be read. No test may catch this by `except Exception`."""
 
 
-class JsonChannel:
+class ValueChannel:
     """Sends and receives JSON with a length before it."""
 
     def __init__(self, connection: socket.socket):
@@ -426,12 +416,14 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 class Program:
     """Runs the program, and answers calls of its functions."""
 
-    def __init__(self, channel: JsonChannel):
+    def __init__(self, channel: ValueChannel):
         self._channel = channel
         self._names: dict[str, Any] = {"__name__": "program"}
         self._kept: list[Any] = []  # values that the tester has handles of
 
     def serve(self) -> NoReturn:
+        """Say that the walls stand, and answer the tester. The first request runs the program."""
+        self._channel.send(CONFINED)
         while True:
             action, *arguments = self._channel.receive()
             try:
@@ -496,7 +488,7 @@ class Handle:
 class ProgramSide:
     """The tester's connection to the program."""
 
-    def __init__(self, channel: JsonChannel):
+    def __init__(self, channel: ValueChannel):
         self._channel = channel
 
     def ask(self, action: str, *arguments: Any) -> Any:
@@ -528,8 +520,10 @@ def error_named(name: Any) -> Exception:
     return kind("the program raised it") if is_safe and kind is not None else RuntimeError(f"the program raised {name}")
 
 
-def run_tests(job: socket.socket, channel: JsonChannel) -> None:
-    """Read the job, run its tests, and send the worker one byte for each of them."""
+def run_tests(job: socket.socket, channel: ValueChannel) -> None:
+    """Read the job, run its tests, and send the worker one byte for each of them. Send nothing if the setup failed."""
+    if channel.receive() != CONFINED:
+        return
     with job.makefile("rb") as file:
         task = json.load(file)
     try:

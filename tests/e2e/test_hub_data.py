@@ -1,17 +1,15 @@
 """Runs whose data are on the hub, and whose reward runs programs."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from launch.environment import ROOT, TORCHRUN, activated_environment
+from launch.environment import TORCHRUN, activated_environment
 from tests.hub import FakeHub, hub
 from tests.launcher import finish, spawn, start
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TASKS = [
     {"prompt": f"{number}+1=", "tests": [f"assert f() == {number + 1}"], "code": f"def f(): return {number + 1}"}
     for number in range(9)
@@ -28,7 +26,7 @@ SETTINGS = [
         "rollout.engine=fake",
         "train.num_prompts_per_step=4",
         "rollout.max_new_tokens=8",
-        "eval.num_samples_per_prompt=1",
+        "eval.num_samples=1",
     ),
     *("reward.function=code", "checkpoint.save_interval=1", "run.name=sums"),
 ]
@@ -44,16 +42,7 @@ def test_a_run_reads_its_data_from_the_hub_and_keeps_the_commit(tmp_path: Path) 
         repo = fake.add_repo("datasets/ada/sums", files=FILES)
         environment = {name: value for name, value in fake.environment(tmp_path / "home").items() if "HF_" in name}
         commit = repo.branches["main"][-1].oid
-        command = [sys.executable, "train.py", "--plan", *SETTINGS, f"run.dir={tmp_path}", "train.num_steps=1"]
-        plan = subprocess.run(
-            command, cwd=ROOT, env=activated_environment(**environment), capture_output=True, text=True
-        )
-        assert plan.returncode == 0, plan.stderr
-        assert "hub:ada/sums/main/train: 9 prompts in 9 rows" in plan.stdout
-        assert "its answer 'def f(): return 1' scores 1" in " ".join(plan.stdout.split())
-
         wanted = ["test.jsonl", "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"]
-        assert downloads(fake) == wanted
         for number in (1, 2):
             arguments = ["--nproc-per-node=2", "train.py", *SETTINGS, *APART, f"run.dir={tmp_path}"]
             run = start(*arguments, f"train.num_steps={number}", **environment)
@@ -63,13 +52,13 @@ def test_a_run_reads_its_data_from_the_hub_and_keeps_the_commit(tmp_path: Path) 
             assert output.count(f"oneworld: data: hub:ada/sums at commit {commit}{recorded}\n") == 1
             # A later commit has other data, with which no run can resume.
             fake.push("datasets/ada/sums", {"main/train-00000-of-00002.jsonl": b'{"prompt": "x", "code": "1"}\n'})
-        assert downloads(fake) == wanted  # the cache had them
+        assert downloads(fake) == wanted  # once, by the leader
     assert json.loads((tmp_path / "sums" / "hub_commits.json").read_text()) == {"hub:ada/sums": commit}
     rows = [json.loads(line) for line in (tmp_path / "sums" / "metrics.jsonl").read_text().splitlines()]
     steps = {row["step"]: row for row in rows}
     assert set(steps) >= {1, 2}
     assert all(steps[step]["reward/errors"] == steps[step]["reward/timeouts"] == 0 for step in (1, 2))
-    assert "eval/sums/accuracy" in steps[2]
+    assert any(name.startswith("eval/sums/") for row in rows for name in row)
     assert all("reward/code/passed" in steps[step] for step in (1, 2))
 
 
@@ -85,4 +74,4 @@ def test_a_machine_that_cannot_isolate_programs_ends_the_run_at_its_start(tmp_pa
     text = "reward.function: code: this machine does not allow to isolate programs: unshare: No space left on device"
     assert text in output and "As root, run: sysctl user.max_user_namespaces=10000" in output
     assert not (tmp_path / "sums" / "metrics.jsonl").exists()
-    assert "step 1/" not in output and "restart" not in output.lower()
+    assert "step 1/" not in output and "will not be restarted" in output

@@ -1,8 +1,10 @@
 """The reward function `code`: right programs pass, forged ones do not, and nothing gets out of the sandbox."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from rl.config.schema import ConfigError, RewardConfig
+from rl.config.schema import ROOT, ConfigError, RewardConfig
 from rl.rewards import sandbox as sandbox_module
 from rl.rewards.code import code, find_program, read_limits
 from rl.rewards.find import check_rewards, read_rules
 from rl.rewards.launch import launch
 from rl.rewards.pool import RewardPool
-from rl.rewards.sandbox import CodeTask, Limits, MachineError, Sandbox, check_sandbox, run_in_sandbox
+from rl.rewards.sandbox import CodeTask, Limits, MachineError, Sandbox, SandboxError, check_sandbox, run_in_sandbox
+from tests.launcher import command_of
 from tests.reward_attacks import BOMBS, ESCAPES, FORGERIES, SUM, SUM_ROW, Results, escape
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,7 +41,7 @@ def sandbox_of_this_process() -> Iterator[None]:
 def processes() -> list[psutil.Process]:
     """Return the processes of sandboxes below this process."""
     found = psutil.Process().children(recursive=True)
-    return [process for process in found if any("sandbox_child" in part for part in process.cmdline())]
+    return [process for process in found if any("sandbox_child" in part for part in command_of(process))]
 
 
 def score(response: str, row: dict[str, Any] = SUM_ROW, **options: Any) -> float:
@@ -321,19 +324,46 @@ def test_in_the_pool() -> None:
 
 
 def test_a_machine_without_namespaces_is_refused() -> None:
-    """Namespaces are forbidden in the user namespace of this process's child, as some machines do for all users."""
+    """Namespaces are forbidden in the user namespace of the command, as some machines do for all users."""
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
+    outer = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh"]
+    command = [*outer, sys.executable, "train.py", "--plan", "reward.function=code"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    text = "oneworld: reward.function: code: this machine does not allow to isolate programs: unshare: "
+    assert result.returncode == 2 and result.stderr.startswith(text), result
+    assert "As root, run: sysctl user.max_user_namespaces=10000. Or choose another reward function" in result.stderr
+
+
+OTHER_PYTHON = Path("/usr/bin/python3")  # other users may be unable to read the one that runs the tests
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not OTHER_PYTHON.exists(), reason="needs root and the system's Python")
+def test_as_another_user() -> None:
+    """Root gives its sandboxes the user nobody. Others can only give them their own id."""
     script = (
-        "import sys\nsys.path.insert(0, sys.argv[1])\nfrom rl.rewards.find import check_rewards\n"
-        "from rl.config.schema import ConfigError, RewardConfig\n"
-        "try:\n    check_rewards(RewardConfig(function='code'))\nexcept ConfigError as error:\n    print(error)\n"
+        "import sys; sys.path.insert(0, sys.argv[1])\nfrom rl.rewards.sandbox import *\n"
+        "check_sandbox(Limits())\nsandbox = Sandbox()\n"
+        "print(sandbox.run(CodeTask('def f(): return 1', ['assert f() == 1', 'assert f() == 2']), Limits()))\n"
+        "sandbox.run(CodeTask('import os\\nos.kill(0, 9)\\nos.kill(-1, 9)', ['assert True']), Limits())\n"
+        "print('alive')\nsandbox.close()\n"
     )
-    command = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1" "$2"'
-    outer = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command, sys.executable, script]
-    result = subprocess.run([*outer, str(Path(__file__).parents[2])], capture_output=True, text=True, timeout=50)
-    assert result.stdout.startswith(
-        "reward.function: code: this machine does not allow to isolate programs: unshare: "
-    ), result
-    assert "As root, run: sysctl user.max_user_namespaces=10000" in result.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        shutil.copytree(ROOT / "rl" / "rewards", Path(folder) / "rl" / "rewards")
+        command = [
+            "setpriv",
+            "--reuid",
+            "1234",
+            "--regid",
+            "1234",
+            "--clear-groups",
+            str(OTHER_PYTHON),
+            "-c",
+            script,
+            folder,
+        ]
+        result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=50)
+    assert result.stdout.splitlines() == ["[True, False]", "alive"], result.stderr
 
 
 @contextmanager
@@ -359,6 +389,23 @@ def test_walls_that_do_not_work_are_refused(tmp_path: Path) -> None:
         pytest.raises(MachineError, match="a program can start a process and open a socket"),
     ):
         check_sandbox(Limits())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '    mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, TMP)\n',  # the tester cannot start
+        "            confine(memory, cpu_s)\n",  # the program cannot
+    ],
+)
+def test_a_program_that_could_not_be_started_is_an_error_and_not_wrong(line: str, tmp_path: Path) -> None:
+    indent = line[: len(line) - len(line.lstrip())]
+    with (
+        broken_sandbox(tmp_path, line, f"{indent}raise OSError\n"),
+        pytest.raises(SandboxError, match="could not start"),
+    ):
+        score(fenced(SUM))
+    assert score(fenced(SUM)) == 1.0
 
 
 @pytest.mark.parametrize("name", ["searches frames", "searches memory"])
