@@ -54,6 +54,10 @@ def fail():
     reason = "planted"
     raise ZeroDivisionError(reason)
 
+def add(number):
+    total = number + 1
+    return total
+
 ticker = threading.Thread(target=tick, name="ticker")
 ticker.start()
 time.sleep(0.2)
@@ -64,7 +68,10 @@ try:
     fail()
 except ZeroDivisionError as error:
     debugger.post_mortem(error)
-print("the end, debugged", is_debugged(), flush=True)
+total = add(1)
+while is_debugged():  # debugpy says that a thread continues a moment after it does
+    time.sleep(0.01)
+print("the end,", total, flush=True)
 """
 
 
@@ -148,12 +155,15 @@ def test_a_client_attaches_steps_continues_and_attaches_again(
         assert one.read() == "went on with 1 debugged False"
         assert re.search(r"stands at .*program.py:\d+; attach a debugpy client there: 127.0.0.1:", one.read())
         with Client(port + 3) as client:
-            client.attach()
+            client.attach(**{str(one.run / "program.py"): [line_of("    return total")]})
             stopped = client.wait("stopped")
             assert stopped["reason"] == "exception" and stopped["text"].startswith("ZeroDivisionError")
             assert client.evaluate(stopped["threadId"], "reason", function="fail") == "'planted'"
             client.request("continue", threadId=stopped["threadId"])
-            assert one.read() == "the end, debugged False"
+            thread = client.wait("stopped")["threadId"]  # at a breakpoint of the editor
+            assert client.evaluate(thread, "total, is_debugged()") == "(2, True)"
+            client.request("continue", threadId=thread)
+            assert one.read() == "the end, 2"
         assert one.process.wait(TIMEOUT_S) == 0
         assert not one.sign.exists()
 
