@@ -54,6 +54,7 @@ BETWEEN_0_AND_1 = Allowed("greater than 0 and less than 1", lambda value: 0 < va
 BETA = Allowed("at least 0 and less than 1", lambda value: 0 <= value < 1)
 ABOVE_1 = Allowed("greater than 1", lambda value: 1 < value < math.inf)
 ZERO_OR_ABOVE_1 = Allowed("0 or greater than 1", lambda value: value == 0 or value > 1)
+PORT = Allowed("0, or 1024 to 65535", lambda port: port == 0 or 1024 <= port <= 65535)
 FINITE = Allowed("a finite number", math.isfinite)
 PATH = Allowed("a path", bool)
 COLUMN = Allowed("the name of a column", bool)
@@ -524,6 +525,12 @@ class DebugConfig:
     num_collectives: int = key(2000, "Number of collectives that NCCL's flight recorder keeps; 0: off.", NOT_NEGATIVE)
     dry_run: bool = key(False, "Set by --dry-run: save nothing, and accept a model directory without weights.")
     breakpoints: bool = key(False, "Let ranks wait a day, not transfer_timeout_s, for a rank at a breakpoint().")
+    debugpy_port: int = key(
+        0,
+        "Let breakpoint() and post_mortem wait for a debugpy client such as VS Code, not for tools/debug.py. Rank R "
+        "listens on port debugpy_port + R of its node's loopback interface. 0: off. See docs/debugging.md.",
+        PORT,
+    )
     post_mortem: bool = key(False, "Open a debugger where an exception was raised. The other ranks wait for a day.")
     save_rollouts: bool = key(False, "Write each step's groups to the run directory. See docs/replay.md.")
 

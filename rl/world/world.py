@@ -105,7 +105,8 @@ class World:
         self.faults.tell_watchdog("run", folder=str(folder), collectives=collectives, **silence)
         self._restarts.back_off(limits.max_fruitless_attempts)
         is_allowed = config.debug.breakpoints or config.debug.post_mortem or self.size == 1
-        self._debugger.begin_run(folder, None if is_allowed else limits.transfer_timeout_s)
+        peer_timeout_s = None if is_allowed else limits.transfer_timeout_s
+        self._debugger.begin_run(folder, peer_timeout_s, config.debug.debugpy_port)
         self.faults.has_post_mortem = config.debug.post_mortem
 
     def at_end(self, closer: Callable[[], None]) -> None:

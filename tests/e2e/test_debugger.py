@@ -5,12 +5,14 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pexpect
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.dap import Client
 from tests.e2e.test_endings import launch
 from tests.launcher import ROOT, finish
 from tests.nvml import StandIn
@@ -117,6 +119,38 @@ def test_a_breakpoint_is_attached_to_by_rank_and_nobody_is_blamed(
     busy = {"gpu/utilization/rank_0": 10.0, "gpu/utilization/rank_1": 90.0}
     assert scalars == (pytest.approx(memory | busy) if engine == "fake" else {})
     assert "2 engines; loading" in logs[0] and "in 2 steps" in logs[0] and "went on" not in logs[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("debugpy") is None, reason="debugpy is not installed")
+def test_vs_code_attaches_to_a_rank_and_nobody_is_blamed(tmp_path: Path) -> None:
+    """The other rank stands in a collective for longer than it may be silent, and than a transfer may take."""
+    limits = ["world.silence_floor_s=2", "world.transfer_timeout_s=3"]
+    settings = ["debug.debugpy_port=15678", "debug.breakpoints=true"]
+    process, run = launch(tmp_path, 2, "breakpoint", 1, *limits, *TWO, *settings), tmp_path / "run"
+    wait_for_debugger(run, 1, process)
+    person = tool("debug.py", run, "--rank", "1")
+    person.expect(r"ssh -N -L (\d+):127.0.0.1:\d+ ")
+    port = int(person.match[1])
+    assert leave(person) == 0
+    time.sleep(5)
+    with Client(port) as client:
+        client.attach()
+        thread = client.wait("stopped")["threadId"]
+        assert client.frames(thread)[0]["name"] == "stop_here"
+        assert client.evaluate(thread, "answer") == "42"
+        time.sleep(5)  # the thread stands for longer than it may be silent, too
+        rows = json.loads((run / "status" / "board.json").read_text())["ranks"]
+        assert [(row["debugged"], row["frozen"]) for row in rows] == [(False, ""), (True, "")]
+        client.evaluate(thread, "answer = 43")
+        client.request("disconnect", terminateDebuggee=False)
+    output = finish(process, 60)
+    assert process.returncode == 0, output
+    assert "went on with 43" in output and "in 2 steps" in output
+    (said,) = [line for line in output.splitlines() if line.startswith("oneworld: rank ")]
+    assert said.startswith(f"oneworld: rank 1 (rollout,actor) on {socket.gethostname()} stands at ")
+    assert said.endswith(f"; attach a debugpy client there: 127.0.0.1:{port}")
+    assert not any((run / "debug").iterdir())
 
 
 @pytest.mark.slow
