@@ -7,7 +7,8 @@
     answers.py        compares two answers
     code.py           the function that runs programs against tests
     sandbox.py        the worker's side of the sandbox for programs
-    sandbox_child.py  the processes in the sandbox
+    sandbox_child.py  the walls of the sandbox
+    sandbox_tests.py  the program and its tests in the sandbox
     totals.py         sums scores over samples and computes metrics
     pool.py           the rank's side: sends calls and receives results
     launch.py         starts the server

@@ -15,9 +15,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rl.rewards import sandbox_child
-from rl.rewards.sandbox_child import BAD_TESTS, COUNT, DONE, FAILED, JOB, MAPPED, READY, UNSHARED, USER
+from rl.rewards.sandbox_child import DONE, FAILED, JOB, MAPPED, READY, UNSHARED, USER
+from rl.rewards.sandbox_tests import BAD_TESTS, COUNT
 
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[2]); import rl.rewards.sandbox_child as child; del sys.path[0]; "
+    "child.main(int(sys.argv[1]))"
+)
 START_S = 30.0
 GRACE_S = 1.0  # after the time limit of a job; then the sandbox counts as broken
 FLAGS = ("-s", "-S", "-P", "-B")  # no packages, and nothing from the working directory
@@ -89,7 +94,7 @@ class Sandbox:
     def __init__(self) -> None:
         """Start the processes. Raise SandboxError if this machine does not allow it."""
         self._control, theirs = socket.socketpair()
-        command = [sys.executable, *FLAGS, sandbox_child.__file__, str(theirs.fileno())]
+        command = [sys.executable, *FLAGS, "-c", PROGRAM, str(theirs.fileno()), str(ROOT)]
         environment = {"PYTHONHASHSEED": "0"}  # so that a program gives the same result every time
         nothing = subprocess.DEVNULL
         with theirs:

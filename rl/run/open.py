@@ -108,9 +108,8 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
             print(f"oneworld: {warning}", flush=True)
     with world.stage("find models"):
         models = find_models(world.mail, placement, config, folder)
-    check_model(config, models["model.path"])
-    with world.stage("find data"):
         datasets = find_datasets(world.mail, placement, config, folder)
+    check_model(config, models["model.path"])
     if rewards is not None:
         rewards.wait_ready()
     world.meet("model found")  # a download may take long, and the calls below have a timeout

@@ -368,12 +368,14 @@ def test_as_another_user() -> None:
 
 @contextmanager
 def broken_sandbox(folder: Path, old: str, new: str) -> Iterator[None]:
-    """Let sandboxes run another child, with a line of its source replaced."""
-    source = Path(sandbox_module.sandbox_child.__file__).read_text()
+    """Let sandboxes run other code, with a line of sandbox_child.py replaced."""
+    shutil.copytree(ROOT / "rl" / "rewards", folder / "rl" / "rewards")
+    child = folder / "rl" / "rewards" / "sandbox_child.py"
+    source = child.read_text()
     assert source.count(old) == 1
-    (folder / "sandbox_child.py").write_text(source.replace(old, new))
+    child.write_text(source.replace(old, new))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sandbox_module.sandbox_child, "__file__", str(folder / "sandbox_child.py"))
+        patch.setattr(sandbox_module, "ROOT", folder)
         patch.setattr(sandbox_module, "_current", None)
         try:
             yield
