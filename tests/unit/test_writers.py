@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -101,9 +102,9 @@ def test_a_writer_that_hangs_delays_nothing(
 
 def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """wandb writes into a folder `wandb` of the working directory."""
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     (tmp_path / "swanlab").mkdir()
-    with pytest.raises(ConfigError, match="metrics.writers: got swanlab, which is not installed here"):
+    with pytest.raises(ConfigError, match=r"metrics\.writers: got swanlab, which is not installed here"):
         check_writers(["swanlab"])
     (tmp_path / "swanlab" / "__init__.py").touch()
     importlib.invalidate_caches()
