@@ -13,7 +13,7 @@ from rl.config.schema import Config
 from rl.model.shape import ModelSize
 from rl.placement.roles import Placement
 
-WEIGHTS = GRADIENTS = COPY = 4  # bytes per parameter, all float32; a copy is a reference, or a policy for logprobs
+WEIGHTS = COPY = 4  # bytes per parameter, float32, as are gradients; a copy is a reference, or a policy for logprobs
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "sgd": 4.0}  # bytes per parameter; 8 bits and a scale per 256
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 LIBRARIES = 1 << 30  # host memory of a rank without any model
@@ -132,10 +132,10 @@ def estimate(
 
 
 def _state(config: Config, size: ModelSize, num_shards: int, offload: str, trains: bool) -> ModelState:
-    weights = WEIGHTS * size.num_parameters // num_shards
+    weights = -(-WEIGHTS * size.num_parameters // num_shards)
     if not trains:
         return ModelState(weights, 0, 0, offload)
-    return ModelState(weights, moment_bytes(config, size) // num_shards, weights, offload)
+    return ModelState(weights, -(-moment_bytes(config, size) // num_shards), weights, offload)
 
 
 def host_bytes(roles: Sequence[RoleMemory], placement: Placement, has_gpus: bool) -> list[int]:

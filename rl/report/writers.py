@@ -32,7 +32,8 @@ MAX_ROWS = 10_000  # that wait for a slow writer; later ones are dropped
 def check_writers(names: Sequence[str]) -> None:
     """Raise ConfigError if the package of a writer is not installed. Called on the leader, and by --plan."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a folder of that name, such as wandb's own, is no package
             raise ConfigError(
                 f"metrics.writers: got {name}, which is not installed here; run `pip install {name}` in the "
                 "environment of the leader's node, or remove it. TensorBoard and metrics.jsonl need nothing"

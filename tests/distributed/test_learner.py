@@ -68,6 +68,13 @@ FROZEN = [
     | {"frozen": ["model.layers.0.mlp.up_proj.weight"]}
     for offload in ("none", "moments")
 ]
+OPTIMIZERS = {
+    optimizer: [
+        job(f"{optimizer}, {offload}", MODELS[0], optimizer=optimizer, offload=offload)
+        for offload in ("none", "moments", "rollout", "always")
+    ]
+    for optimizer in ("sgd", "muon")
+}
 # A logprob that makes the ratio of one token infinite in float32, in a response that is learnt from or in a masked one.
 FAR = -500.0
 SPOILT = {
@@ -127,6 +134,7 @@ EXTRA = {
         *DISAGREEING.values(),
         *EMPTY,
         *FROZEN,
+        *(each for jobs in OPTIMIZERS.values() for each in jobs),
         *SPOILT.values(),
         MASKED,
         REJECTED,
@@ -325,6 +333,16 @@ def test_moments_of_a_part_that_is_not_trained(reference: Reference) -> None:
     begun = load_file(reference.folder / MODELS[0] / "model.safetensors")
     for name, tensor in on_device.items():
         assert torch.equal(tensor, begun[name]) == (name in FROZEN[0]["frozen"]), name
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_state_of_an_optimizer_that_is_offloaded(reference: Reference, optimizer: str) -> None:
+    """tests/distributed/test_optimizers.py compares the optimizers with those of torch."""
+    plain, *others = (weights_of(reference.folder, each) for each in OPTIMIZERS[optimizer])
+    begun = load_file(reference.folder / MODELS[0] / "model.safetensors")
+    assert not any(torch.equal(plain[name], begun[name]) for name in plain)
+    for other, each in zip(others, OPTIMIZERS[optimizer][1:], strict=True):
+        check_weights(other, plain, 0.0, each)
 
 
 @pytest.mark.parametrize("num_ranks", IN_BF16)

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.timeout(250)
 FAKE = ["rollout.engine=fake", "train.num_prompts_per_step=6", "eval.num_prompts=6"]
 PPO = ["algo.advantage=gae", "algo.kl_coef=0.1", "algo.num_mini_batches=2"]
 NEVER = ["checkpoint.save_interval=-1"]
+TINY = json.loads((ROOT / "configs/tiny/config.json").read_text())
+VARIED = "reward.function=tests/e2e/reward_functions.py:varied"
 OWN_KEYS = [
     *("critic.offload=moments", "critic.recompute=full", "critic.max_tokens_per_micro_batch=40"),
     *("reference.offload=always", "reference.max_tokens_per_micro_batch=50"),
@@ -57,8 +59,9 @@ def test_a_run_that_neither_evaluates_first_nor_saves(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_keys_of_critic_and_reference_change_no_result(tmp_path: Path) -> None:
     """They change only how passes are cut and where the state is, so that losses differ by rounding."""
-    common = [*FAKE, *PPO, "train.num_steps=3", "eval.interval=0"]
+    common = [*FAKE, *PPO, "train.num_steps=3", "eval.interval=0", "actor.lr=0.001", "critic.lr=0.001", VARIED]
     plain = train(tmp_path / "plain", 2, *common)
+    assert all(row[metric] for row in plain.metrics for metric in ("critic/loss", "loss/policy", "loss/kl"))
     for name, settings in {
         "own": OWN_KEYS,
         "always": ["critic.offload=always", "reference.offload=rollout"],
@@ -67,7 +70,9 @@ def test_keys_of_critic_and_reference_change_no_result(tmp_path: Path) -> None:
         other = train(tmp_path / name, 3 if name == "inference" else 2, *common, *settings)
         for one, two in zip(plain.metrics, other.metrics, strict=True):
             for metric in ("critic/loss", "critic/grad_norm", "loss/policy", "loss/kl", "policy/entropy"):
-                assert two[metric] == pytest.approx(one[metric], rel=2e-3, abs=2e-5), (name, metric)
+                assert two[metric] == pytest.approx(one[metric], rel=1e-4), (name, metric)
+        is_cut_anew = [one["critic/loss"] != two["critic/loss"] for one, two in zip(plain.metrics, other.metrics)]
+        assert any(is_cut_anew) == (name != "always"), name
 
 
 @pytest.mark.slow
@@ -94,7 +99,7 @@ def test_orders_to_a_run_that_never_saves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "muon", pytest.param("adamw_8bit", marks=installed("torchao"))])
 def test_an_optimizer_in_a_run_that_resumes_on_other_ranks(optimizer: str, tmp_path: Path) -> None:
     """Another optimizer cannot use its state, and is refused by name before anything is loaded."""
-    common = [*FAKE, "eval.interval=0", "actor.lr=0.01", "reward.function=tests/e2e/reward_functions.py:varied"]
+    common = [*FAKE, "eval.interval=0", "actor.lr=0.01", VARIED]
     chosen = [*common, f"actor.optimizer={optimizer}"]
     train(tmp_path / "run", 2, *chosen, "train.num_steps=2")
     resumed = train(tmp_path / "run", 1, *chosen, "train.num_steps=4")
@@ -136,34 +141,40 @@ def test_a_real_writer_without_a_network(package: str, files: str, tmp_path: Pat
     assert [path for path in written if key.encode() in path.read_bytes()] == []
 
 
-# Of a model that is large enough to be seen beside the libraries: 24 layers with 3.1 million parameters each.
+# A model that is large enough to be seen beside the libraries: 24 layers with 3.4 million parameters each.
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24, "num_attention_heads": 8}
 LARGE |= {"num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 128}
+SEPARATE = ["placement.rollout=0", "placement.actor=1", "rollout.num_samples_per_prompt=2"]
+
+
+def measured_actor(folder: Path, shape: dict[str, int], optimizer: str) -> float:
+    """Return the bytes of host memory that a dry run measures for the only actor of a model without weights."""
+    folder.mkdir()
+    for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((ROOT / "configs/tiny" / file).read_bytes())
+    (folder / "config.json").write_text(json.dumps(TINY | shape))
+    settings = [f"run.dir={folder}/runs", f"model.path={folder}", f"actor.optimizer={optimizer}", *FAKE, *SEPARATE]
+    process = start("--nproc-per-node=2", "train.py", "--dry-run", *settings, "train.num_prompts_per_step=1")
+    output = finish(process, 240)
+    found = re.search(r"rank 1 \(actor\): at most ([\d.]+) ([MG])B of host memory", output)
+    assert process.returncode == 0 and found, output[-4000:]
+    return float(found[1]) * {"M": 1e6, "G": 1e9}[found[2]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
-def test_the_memory_estimate_is_what_a_dry_run_measures(optimizer: str, tmp_path: Path) -> None:
-    """The difference between a large and the tiny model, so that what both need does not count. A dry run holds no
-    copy of a checkpoint. The rest, such as gathered layers and activations, is below a quarter."""
-    config_json = json.loads((ROOT / "configs/tiny/config.json").read_text())
-    measured = {}
-    for name, shape in (("tiny", {}), ("large", LARGE)):
-        model = tmp_path / name
-        model.mkdir()
-        for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-            (model / file).write_bytes((ROOT / "configs/tiny" / file).read_bytes())
-        (model / "config.json").write_text(json.dumps(config_json | shape))
-        settings = [f"run.dir={tmp_path}/runs", f"model.path={model}", f"actor.optimizer={optimizer}", *FAKE]
-        process = start("--nproc-per-node=2", "train.py", "--dry-run", *settings)
-        output = finish(process, 240)
-        found = re.search(r"ranks 0-1 \(rollout,actor\): at most ([\d.]+) ([MG])B of host memory each", output)
-        assert process.returncode == 0 and found, output[-4000:]
-        measured[name] = float(found[1]) * {"M": 1e6, "G": 1e9}[found[2]]
+@pytest.mark.timeout(600)
+def test_the_memory_estimate_is_what_a_dry_run_measures(tmp_path: Path) -> None:
+    """Compare the growth from the tiny to a large model, so that what both need does not count. The estimate is a
+    lower bound: gathered layers, buckets of the weight sync and activations come on top. Measured: 28 % with adamw and
+    26 % with sgd. The optimizers differ by a moment of 4 bytes per parameter."""
     per_layer = 4 * 512 * 512 + 3 * 512 * 1536
-    size = ModelSize(24 * (per_layer + 2 * 512) + (config_json["vocab_size"] + 1) * 512, 24 * per_layer)
-    config = load_config(overrides=[f"actor.optimizer={optimizer}", *NEVER, "rollout.engine=fake"])
-    (role,) = estimate(config, plan(config.placement, 1, 2), size)
-    estimated = role.host_on_cpu - LIBRARIES
-    grown = measured["large"] - measured["tiny"]
-    assert estimated <= 1.05 * grown and grown <= 1.25 * estimated, (estimated, measured)
+    size = ModelSize(24 * (per_layer + 2 * 512) + (TINY["vocab_size"] + 1) * 512, 24 * per_layer)
+    tiny, grown = measured_actor(tmp_path / "tiny", {}, "adamw"), {}
+    for optimizer in ("adamw", "sgd"):
+        config = load_config(overrides=[f"actor.optimizer={optimizer}", *NEVER, *SEPARATE])
+        *_, role = estimate(config, plan(config.placement, 1, 2), size)
+        assert role.roles == ("actor",)
+        estimated = role.host_on_cpu - LIBRARIES
+        grown[optimizer] = measured_actor(tmp_path / optimizer, LARGE, optimizer) - tiny
+        assert estimated <= grown[optimizer] <= 1.4 * estimated, (optimizer, estimated, grown, tiny)
+    assert grown["adamw"] - grown["sgd"] >= 0.9 * 4 * size.num_parameters

@@ -1,7 +1,9 @@
 """Writers beside TensorBoard (metrics.writers): what they get, what stays secret, and what happens if they fail."""
 
+import importlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -9,9 +11,10 @@ import psutil
 import pytest
 
 from rl.config.load import load_config
+from rl.config.schema import ConfigError
 from rl.report import writers
 from rl.report.metrics import MetricsWriter
-from rl.report.writers import open_writers, public_settings
+from rl.report.writers import check_writers, open_writers, public_settings
 from tests import fake_wandb
 
 SETTINGS = ["metrics.writers=[wandb]", "run.project=mine"]
@@ -95,6 +98,17 @@ def test_a_writer_that_hangs_delays_nothing(
     assert out.count("oneworld: metrics.writers: wandb has failed: ") == 1, out
     mine = {child.pid for child in psutil.Process(os.getpid()).children(recursive=True) if "wandb" in child.cmdline()}
     assert not mine, "its process is left"
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb writes into a folder `wandb` of the working directory."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (tmp_path / "swanlab").mkdir()
+    with pytest.raises(ConfigError, match=r"metrics\.writers: got swanlab, which is not installed here"):
+        check_writers(["swanlab"])
+    (tmp_path / "swanlab" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    check_writers(["swanlab"])
 
 
 def test_a_program_that_cannot_be_started(
