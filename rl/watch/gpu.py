@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 LIBRARY = "libnvidia-ml.so.1"
@@ -81,27 +82,40 @@ def measurements(abouts: Mapping[int, Mapping[str, int]]) -> list[Measurement]:
     return [Measurement(rank, *pair) for rank, pair in values.items() if pair != (-1, -1)]
 
 
+@dataclass
+class _Use:
+    """What one rank's card did since the last report."""
+
+    max_memory_mb: int = -1  # not known
+    utilization_sum: int = 0
+    utilization_count: int = 0
+
+
 class GpuUse:
     """The measurements of all ranks since the last report. The I/O thread adds them, the main thread takes them."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, list[Measurement]] = defaultdict(list)
+        self._uses: dict[int, _Use] = defaultdict(_Use)
         self._lock = threading.Lock()
 
     def add(self, rows: Iterable[Iterable[Any]]) -> None:
+        """Add measurements. Each row has the fields of a Measurement."""
         with self._lock:
-            for row in rows:
-                measurement = Measurement(*row)
-                self._seen[measurement.rank].append(measurement)
+            for rank, memory_mb, utilization in rows:
+                use = self._uses[rank]
+                use.max_memory_mb = max(use.max_memory_mb, memory_mb)
+                if utilization >= 0:
+                    use.utilization_sum += utilization
+                    use.utilization_count += 1
 
     def take(self) -> dict[str, float]:
         """Return metrics for each rank: the highest memory in GB and the mean utilization in percent."""
         with self._lock:
-            seen, self._seen = self._seen, defaultdict(list)
+            uses, self._uses = self._uses, defaultdict(_Use)
         metrics: dict[str, float] = {}
-        for rank, rows in sorted(seen.items()):
-            memory = [row.memory_mb for row in rows if row.memory_mb >= 0]
-            busy = [row.utilization for row in rows if row.utilization >= 0]
-            metrics |= {f"gpu/memory_gb/rank_{rank}": max(memory) * 2**20 / 1e9} if memory else {}
-            metrics |= {f"gpu/utilization/rank_{rank}": sum(busy) / len(busy)} if busy else {}
+        for rank, use in sorted(uses.items()):
+            if use.max_memory_mb >= 0:
+                metrics[f"gpu/memory_gb/rank_{rank}"] = use.max_memory_mb * 2**20 / 1e9
+            if use.utilization_count:
+                metrics[f"gpu/utilization/rank_{rank}"] = use.utilization_sum / use.utilization_count
         return metrics
