@@ -22,7 +22,8 @@ def test_the_definition_is_built_and_the_image_trains(tmp_path: Path) -> None:
     if not shutil.which("apptainer"):
         pytest.skip("needs apptainer: https://apptainer.org, or Debian's package of that name")
     definition, image = tmp_path / "apptainer.def", tmp_path / "oneworld.sif"
-    text, options = (ROOT / "launch" / "apptainer.def").read_text(), ["--build-arg", "DEVICE=cpu"]
+    text = (ROOT / "launch" / "apptainer.def").read_text()
+    options = ["--build-arg", "DEVICE=cpu", "--mksquashfs-args", "-noI -noD -noF -noX"]  # compression takes minutes
     if base := os.environ.get("ONEWORLD_TEST_BASE"):
         text = text.replace("Bootstrap: docker", "Bootstrap: localimage")
         options += ["--build-arg", f"BASE={base}"]
