@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rl.common.text import format_bytes, format_ranks
 from rl.config.schema import Config
-from rl.placement.roles import Placement
+from rl.placement.roles import IDLE, Placement
 
 STATE = 16  # bytes per parameter of policy and critic: float32 weights, gradients and two moments
 MOMENTS = 8
@@ -51,7 +51,7 @@ def estimate(config: Config, placement: Placement, policy: int, critic: int, tra
     """Estimate the memory of each combination of roles. `policy` and `critic` are numbers of parameters."""
     has_reference, offload, scorers = bool(config.algo.kl_coef), config.actor.offload, placement.scorers
     found = []
-    for roles in dict.fromkeys(placement.roles):
+    for roles in dict.fromkeys(roles for roles in placement.roles if roles != IDLE):
         is_actor, has_engine = "actor" in roles, "rollout" in roles
         state = moments = reference = scorer = engine = offloaded = engine_on_cpu = 0
         host = LIBRARIES
