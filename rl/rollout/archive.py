@@ -122,6 +122,7 @@ class ArchiveDispatcher:
     ):
         self._mail, self._engines, self._groups, self._samples = mail, engines, groups, samples
         self._round, self._shown_at = 0, time.monotonic()
+        self._resampled: set[int] = set()  # groups that engines sample now; files of later rounds do not continue these
         self._lock = threading.Lock()
         # Groups of the rounds so far: from files, sampled now, tokens of the latter, missing, and left to sample.
         self.num_stored = self.num_written = self.num_tokens = self.num_missing = self.num_asked = 0
@@ -136,11 +137,12 @@ class ArchiveDispatcher:
         for task in tasks:
             number = task.prompt.number
             stored = self._groups.get(GroupKey(self._round, number))
-            if stored is not None:
+            if stored is not None and number not in self._resampled:
                 self.num_stored += 1
                 self._answer(task, stored)
             elif self._samples(number):
                 asked.append(replace(task, round=self._round))
+                self._resampled.add(number)
             else:
                 self.num_missing += 1
                 self._mail.send(task.owner, ScoredGroup(task.batch, task.position, "", [], 0))

@@ -201,6 +201,23 @@ def test_steps_of_several_rounds_are_those_of_both(kind: str, tmp_path: Path) ->
     keys = [key for step in range(1, num_steps + 1) for key in list_files(trajectory_folder(phases, step))]
     assert max(key.round for key in keys) > 1
     assert bool(held_groups_of(both, 2)) == (kind == "limited")
+    assert_incomplete_rounds_are_refused(phases, settings)
+
+
+def assert_incomplete_rounds_are_refused(phases: Path, settings: Sequence[str]) -> None:
+    """The first step again, without a group of its last round: the update refuses it, and the rollout continues it."""
+    again = phases.with_name("again")
+    shutil.copytree(trajectory_folder(phases, 1), trajectory_folder(again, 1))
+    before = tokens_of(again, 1)
+    *_, last = list_files(trajectory_folder(again, 1))
+    assert last.round > 1
+    (trajectory_folder(again, 1) / last.file).unlink()
+    update, rollout = Command(again, 2, [*UPDATE, *settings], may_fail=True), Command(again, 2, [*ROLLOUT, *settings])
+    refusal, resumed = run_all([update, rollout])
+    assert f"group {last.number} of step 1 is missing in a later round of sampling" in refusal
+    assert not (again / "checkpoints" / "step_1").exists()
+    assert "1 group sampled" in resumed
+    assert tokens_of(again, 1) == before
 
 
 @dataclass(frozen=True)
