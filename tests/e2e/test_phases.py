@@ -21,7 +21,7 @@ from rl.data.group_file import groups_from_bytes
 from rl.data.trajectories import read_trajectory
 from rl.data.trajectory_files import GroupKey, list_files, trajectory_folder
 from tests.cluster import cluster, end
-from tests.launcher import Result, finish, spawn, start, until
+from tests.launcher import Result, finish, spawn, start, steps_on, until
 from tests.rounds_runs import FAKE, FUNCTIONS, REAL, learnt
 
 pytestmark = pytest.mark.timeout(330)  # the first test waits for the fixture's runs
@@ -232,6 +232,7 @@ class Partial:
 def partial(tmp_path_factory: pytest.TempPathFactory) -> Partial:
     folder = tmp_path_factory.mktemp("partial")
     whole, left, right, alone = (folder / name for name in ("whole", "left", "right", "alone"))
+    joined, fork = folder / "joined", folder / "fork"
     run_all([Command(whole, 2, [*ROLLOUT, *PLAIN]), Command(folder / "broken", 2, [*ROLLOUT, *PLAIN])])
     files = [*list_files(trajectory_folder(folder / "broken", 1)).values()]
     files[0].unlink()
@@ -245,9 +246,12 @@ def partial(tmp_path_factory: pytest.TempPathFactory) -> Partial:
         "half": Command(left, 1, [*ROLLOUT, *PLAIN, "--rollout-part=1/2"]),
         "other half": Command(right, 1, [*ROLLOUT, *PLAIN, "--rollout-part=2/2"]),
         "too few": Command(left, 2, [*UPDATE, *PLAIN], may_fail=True),
-        "several folders": Command(folder / "joined", 2, [*UPDATE, *PLAIN, *sources]),
+        "several folders": Command(joined, 2, [*UPDATE, *PLAIN, *sources]),
         "partial": Command(left, 2, [*UPDATE, *PLAIN, "--partial-batch"]),
         "whole": Command(whole, 2, [*UPDATE, *PLAIN]),
+        "second half": Command(joined, 1, [*ROLLOUT, *PLAIN, "--rollout-part=2/2"]),
+        "half of a fork": Command(fork, 1, [*ROLLOUT, *PLAIN, "--rollout-part=1/2", f"checkpoint.resume={joined}"]),
+        "second step": Command(joined, 2, [*UPDATE, *PLAIN, f"--trajectories={joined}", f"--trajectories={fork}"]),
         "eval-only": Command(left, 2, [*ROLLOUT, *PLAIN, "--rollout-split=eval-only"]),
         "train-only": Command(left, 2, [*ROLLOUT, *PLAIN, "--rollout-split=train-only", "eval.interval=1"]),
         "nothing": Command(whole, 2, [*UPDATE, *PLAIN], may_fail=True),
@@ -290,6 +294,15 @@ def test_parts_of_several_runs_make_a_whole(partial: Partial) -> None:
     assert numbers == [[0, 2, 4], [1, 3]]
     assert "5 of the 5 groups of step 1 are in" in partial.outputs["several folders"]
     assert_same_checkpoint(partial.folder / "joined", partial.folder / "whole", 1)
+
+
+@pytest.mark.slow
+def test_a_fork_samples_a_part_of_a_later_step(partial: Partial) -> None:
+    numbers = [[key.number for key in tokens_of(partial.folder / name, 2)] for name in ("fork", "joined")]
+    assert numbers == [[6, 8], [5, 7, 9]]
+    assert f"{partial.folder / 'joined'}: resumes after step 1" in partial.outputs["half of a fork"]
+    assert Result("", partial.folder / "joined").rollouts(2).group_ids.unique().tolist() == [0, 1, 2, 3, 4]
+    assert steps_on(partial.folder / "joined") == [1, 2] and not steps_on(partial.folder / "fork")
 
 
 @pytest.mark.slow
