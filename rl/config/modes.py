@@ -40,7 +40,11 @@ def load_settings(args: argparse.Namespace) -> tuple[Config, str]:
     for problem in _phase_problems(config, phase):
         raise ConfigError(f"--rl-phase {phase.name}: {problem}")
     only_evaluates = args.eval_only or phase.split == "eval-only"
-    config = for_evaluation(config, "--eval-only" if args.eval_only else "eval-only") if only_evaluates else config
+    config = (
+        for_evaluation(config, "--eval-only" if args.eval_only else "--rollout-split eval-only")
+        if only_evaluates
+        else config
+    )
     return for_dry_run(config, name) if args.dry_run else config, name
 
 

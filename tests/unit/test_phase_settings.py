@@ -88,7 +88,7 @@ def test_several_rounds_exclude_parts_of_a_batch(setting: str) -> None:
         ),
         (
             "--rl-phase rollout --rollout-split eval-only data.eval= eval.interval=0",
-            "eval-only has nothing to evaluate on: data.eval is empty; give held-out prompts",
+            "--rollout-split eval-only has nothing to evaluate on: data.eval is empty; give held-out prompts",
         ),
     ],
 )
