@@ -107,7 +107,6 @@ def roll_out(world: World, lead: RolloutLead) -> None:
         version = lead.publish()
     with world.stage("evaluate"):
         lead.evaluate(version)
-    world.progress.begin_step(lead.step)
     with world.stage("rollout"):
         lead.sample(version)
 

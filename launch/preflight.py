@@ -63,8 +63,8 @@ def coordinate(coordinator: Coordinator, args: argparse.Namespace, began: float,
         coordinator.wait_for_ranks(JOIN_S)
         coordinator.deadline = time.monotonic() + limit_s
         config = load_config(args.config, args.overrides)
-        trains, saves = not args.eval_only, not (args.dry_run or args.eval_only)
-        check = ClusterCheck(coordinator, num_local, config, saves, trains)
+        trains, saves = not args.eval_only, not (args.dry_run or args.eval_only or args.rl_phase == "rollout")
+        check = ClusterCheck(coordinator, num_local, config, saves, trains, args.rl_phase)
         results, all_alive = check.run(), check.all_alive
         code = int(any(result.state == FAILED for result in results))
         verdict = format_verdict(results, num_ranks // num_local, num_ranks, time.monotonic() - began)

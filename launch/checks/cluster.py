@@ -12,7 +12,7 @@ from launch.checks.memory import check_placement
 from launch.checks.results import FAILED, OK, WARNING, CheckResult
 from launch.checks.rpc import Coordinator, NoAnswer
 from rl.common.text import count_of
-from rl.config.schema import Config, ConfigError
+from rl.config.schema import Config, ConfigError, Phase
 from rl.model.memory import num_kept
 
 DESCRIBE_S = 25.0  # ranks with GPUs import torch before they answer
@@ -27,9 +27,17 @@ NUM_REPEATS = 3
 class ClusterCheck:
     """All checks of a cluster, as rank 0 runs them. `all_alive` is False if a rank died or hung in the last check."""
 
-    def __init__(self, coordinator: Coordinator, num_local: int, config: Config, saves: bool, trains: bool):
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        num_local: int,
+        config: Config,
+        saves: bool,
+        trains: bool,
+        phase: Phase = "both",
+    ):
         self._coordinator, self._ask = coordinator, coordinator.ask
-        self._config, self._saves, self._trains = config, saves, trains
+        self._config, self._saves, self._trains, self._phase = config, saves, trains, phase
         self._num_nodes, self._num_local = coordinator.num_ranks // num_local, num_local
         self._ranks = range(coordinator.num_ranks)
         self._firsts = self._ranks[::num_local]  # the first rank of each node
@@ -53,7 +61,8 @@ class ClusterCheck:
         self._sinks = {rank: facts[rank]["sink"] for rank in self._ranks}
         gpus = [facts[rank]["gpu"] for rank in self._ranks]
         has_gpus, share_gpu = all("total" in gpu for gpu in gpus), self._config.debug.share_gpu
-        placement, memory, disk = check_placement(self._config, self._num_nodes, self._num_local, gpus, self._trains)
+        world = (self._num_nodes, self._num_local)
+        placement, memory, disk = check_placement(self._config, *world, gpus, self._trains, self._phase)
         size = f"{count_of(self._num_nodes, 'node')} with {count_of(self._num_local, 'rank')} each"
         results = [CheckResult("nodes", OK, size), rules.check_versions(self._nodes, self._names)]
         users = [node["gpu_users"] for node in self._nodes]

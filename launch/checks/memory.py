@@ -8,7 +8,7 @@ from typing import Any
 
 from launch.checks.results import FAILED, OK, WARNING, CheckResult, Finding, summarize
 from rl.common.text import format_bytes
-from rl.config.schema import Config, ConfigError
+from rl.config.schema import Config, ConfigError, Phase
 from rl.model.memory import RoleMemory, checkpoint_bytes, estimate, host_bytes
 from rl.model.shape import check_model, local_folder, measure_size
 from rl.placement.roles import plan
@@ -17,7 +17,12 @@ ACTIVATION_SHARE = 0.1  # fraction of a GPU that should stay free
 
 
 def check_placement(
-    config: Config, num_nodes: int, num_local: int, gpus: Sequence[Mapping[str, Any]], trains: bool = True
+    config: Config,
+    num_nodes: int,
+    num_local: int,
+    gpus: Sequence[Mapping[str, Any]],
+    trains: bool = True,
+    phase: Phase = "both",
 ) -> tuple[CheckResult, list[int], list[int]]:
     """Check the placement as train.py would, then the estimated memory. `trains` is False with --eval-only.
 
@@ -25,7 +30,7 @@ def check_placement(
     """
     tp = config.rollout.tensor_parallel_size
     try:
-        placement = plan(config.placement, num_nodes, num_local, tp, config.actor.num_replicas)
+        placement = plan(config.placement, num_nodes, num_local, tp, config.actor.num_replicas, phase)
         if folder := local_folder(config.model.path):
             check_model(config, folder)
     except ConfigError as error:

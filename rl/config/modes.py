@@ -39,8 +39,8 @@ def load_settings(args: argparse.Namespace) -> tuple[Config, str]:
     phase = read_phase(args)
     for problem in _phase_problems(config, phase):
         raise ConfigError(f"--rl-phase {phase.name}: {problem}")
-    only_evaluates = args.eval_only or phase.split == "eval-only"
-    config = for_evaluation(config, "--eval-only" if args.eval_only else "eval-only") if only_evaluates else config
+    if args.eval_only or phase.split == "eval-only":
+        config = for_evaluation(config, "--eval-only" if args.eval_only else "--rollout-split eval-only")
     return for_dry_run(config, name) if args.dry_run else config, name
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rl.common.text import format_bytes, format_ranks
 from rl.config.schema import Config
 from rl.model.shape import ModelSize
-from rl.placement.roles import Placement
+from rl.placement.roles import IDLE, Placement
 
 WEIGHTS = COPY = 4  # bytes per parameter, float32, as are gradients; a copy is a reference, or a policy for logprobs
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "sgd": 4.0}  # bytes per parameter; 8 bits and a scale per 256
@@ -92,7 +92,7 @@ def estimate(
     """Estimate the memory of each combination of roles, from the sizes of policy and critic."""
     has_reference, scorers = bool(config.algo.kl_coef), placement.scorers
     found = []
-    for roles in dict.fromkeys(placement.roles):
+    for roles in dict.fromkeys(roles for roles in placement.roles if roles != IDLE):
         is_actor, has_engine = "actor" in roles, "rollout" in roles
         models: dict[str, int] = {}
         engine = freed = moved = engine_on_cpu = 0

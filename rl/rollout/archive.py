@@ -10,10 +10,12 @@ those of a run that samples and trains at once.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rl.common.text import count_of
 from rl.data.batch import Batch
 from rl.data.trajectories import Provenance, Trajectory, compare_provenance, read_provenance, write_trajectory
 from rl.data.trajectory_files import GroupKey, list_files, trajectory_folder
@@ -22,6 +24,8 @@ from rl.rollout.dispatch import BatchTime, Dispatcher, Task
 from rl.rollout.service import ScoredGroup
 from rl.watch.heart import HEART
 from rl.world.messages import Letter, Mailbox, Message
+
+PROGRESS_S = 30.0  # between two lines of the console about the progress of a phase rollout
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,8 @@ class ArchiveDispatcher:
         samples: Callable[[int], bool],
     ):
         self._mail, self._engines, self._groups, self._samples = mail, engines, groups, samples
-        self._round = 0
+        self._round, self._shown_at = 0, time.monotonic()
+        self._resampled: set[int] = set()  # groups that engines sample now; files of later rounds do not continue these
         self._lock = threading.Lock()
         # Groups of the rounds so far: from files, sampled now, tokens of the latter, missing, and left to sample.
         self.num_stored = self.num_written = self.num_tokens = self.num_missing = self.num_asked = 0
@@ -132,11 +137,12 @@ class ArchiveDispatcher:
         for task in tasks:
             number = task.prompt.number
             stored = self._groups.get(GroupKey(self._round, number))
-            if stored is not None:
+            if stored is not None and number not in self._resampled:
                 self.num_stored += 1
                 self._answer(task, stored)
             elif self._samples(number):
                 asked.append(replace(task, round=self._round))
+                self._resampled.add(number)
             else:
                 self.num_missing += 1
                 self._mail.send(task.owner, ScoredGroup(task.batch, task.position, "", [], 0))
@@ -157,6 +163,9 @@ class ArchiveDispatcher:
         with self._lock:
             self.num_written += 1
             self.num_tokens += letter.message.num_tokens
+            if (now := time.monotonic()) - self._shown_at > PROGRESS_S:
+                self._shown_at = now
+                print(f"oneworld: {self.num_written} of {count_of(self.num_asked, 'group')} sampled", flush=True)
 
 
 @dataclass(frozen=True)

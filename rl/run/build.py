@@ -92,7 +92,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     num_mini_batches = config.algo.num_mini_batches
     rollouts = Rollouts(run.world, run.placement, num_mini_batches, service, execute, balancer, all_failed, overlap)
     if run.stored is not None and run.data is not None:
-        rollouts.use_archive(run.stored.groups, samples=lambda number: False)
+        rollouts.use_archive(run.stored.groups, samples=functools.partial(_skip_missing, run))
     actor = Actor(
         config,
         learner,
@@ -111,6 +111,17 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     )
     enable_garbage_collection()
     return actor
+
+
+def _skip_missing(run: Run, number: int) -> bool:
+    """Let the phase update go without a group that is in no file, if that was asked for. Otherwise raise ConfigError.
+    At the start, the groups of the first round were checked already."""
+    if run.phase.takes_partial:
+        return False
+    raise ConfigError(
+        f"group {number} of step {run.start_step + 1} is missing in a later round of sampling; run the phase rollout "
+        "again, which samples it"
+    )
 
 
 def error_if_all_fail(config: Config, is_resumed: bool) -> type[Exception] | None:

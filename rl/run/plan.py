@@ -22,7 +22,7 @@ from rl.model.hub import find_in_cache, warn_of_typo
 from rl.model.memory import estimate
 from rl.model.shape import check_folder, check_model, check_weights, measure_size
 from rl.model.tokenizer import load_tokenizer
-from rl.placement.roles import IDLE, Placement, plan
+from rl.placement.roles import Placement, plan
 from rl.report.console import print_or_exit
 from rl.report.sizes import describe_data_parallelism, max_step_tokens
 from rl.report.writers import check_writers
@@ -271,9 +271,6 @@ class RunPlan:
         critic = (sizes.get("critic.path") or policy) if self.config.algo.has_critic else None
         lines = []
         for role in estimate(self.config, self.placement, policy, critic, self.trains):
-            if role.roles == IDLE:
-                lines.append(f"{role.who}: nothing to do in this phase")
-                continue
             offloaded = f" ({format_bytes(role.offloaded)} offloaded during rollouts)" if role.offloaded else ""
             host = f"{format_bytes(role.host)} of host memory ({format_bytes(role.host_on_cpu)} without a GPU)"
             lines.append(f"{role.who}: each {role.parts}{offloaded}, {host}")

@@ -74,6 +74,7 @@ class RolloutLead:
         """Sample the groups of the next step that are in no file yet."""
         if self.archive is None:
             return
+        self.run.world.progress.begin_step(self.step)
         began = time.perf_counter()
         self.sampler.sample_rounds(version)
         took = time.perf_counter() - began

@@ -261,6 +261,8 @@ def break_(what: str, culprit: int) -> None:
         fail_engines(100 if what == "engine, twice" else 1)
     elif what == "all engines, once":
         fail_engines(1)
+    elif what == "no weights" and is_culprit:
+        MemoryLayout.fill = lambda layout, whole: None
     elif what == "last engine" and int(os.environ["RANK"]) >= culprit and is_first_attempt:  # all of its ranks
         fail_engines_of_version(3)
     elif what.startswith(ENGINE_AFTER) and is_culprit:

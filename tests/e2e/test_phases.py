@@ -21,7 +21,7 @@ from rl.data.group_file import groups_from_bytes
 from rl.data.trajectories import read_trajectory
 from rl.data.trajectory_files import GroupKey, list_files, trajectory_folder
 from tests.cluster import cluster, end
-from tests.launcher import Result, finish, spawn, start, until
+from tests.launcher import Result, finish, spawn, start, steps_on, until
 from tests.rounds_runs import FAKE, FUNCTIONS, REAL, learnt
 
 pytestmark = pytest.mark.timeout(330)  # the first test waits for the fixture's runs
@@ -201,6 +201,23 @@ def test_steps_of_several_rounds_are_those_of_both(kind: str, tmp_path: Path) ->
     keys = [key for step in range(1, num_steps + 1) for key in list_files(trajectory_folder(phases, step))]
     assert max(key.round for key in keys) > 1
     assert bool(held_groups_of(both, 2)) == (kind == "limited")
+    assert_incomplete_rounds_are_refused(phases, settings)
+
+
+def assert_incomplete_rounds_are_refused(phases: Path, settings: Sequence[str]) -> None:
+    """The first step again, without a group of its last round: the update refuses it, and the rollout continues it."""
+    again = phases.with_name("again")
+    shutil.copytree(trajectory_folder(phases, 1), trajectory_folder(again, 1))
+    before = tokens_of(again, 1)
+    *_, last = list_files(trajectory_folder(again, 1))
+    assert last.round > 1
+    (trajectory_folder(again, 1) / last.file).unlink()
+    update, rollout = Command(again, 2, [*UPDATE, *settings], may_fail=True), Command(again, 2, [*ROLLOUT, *settings])
+    refusal, resumed = run_all([update, rollout])
+    assert f"group {last.number} of step 1 is missing in a later round of sampling" in refusal
+    assert not (again / "checkpoints" / "step_1").exists()
+    assert "1 group sampled" in resumed
+    assert tokens_of(again, 1) == before
 
 
 @dataclass(frozen=True)
@@ -215,6 +232,7 @@ class Partial:
 def partial(tmp_path_factory: pytest.TempPathFactory) -> Partial:
     folder = tmp_path_factory.mktemp("partial")
     whole, left, right, alone = (folder / name for name in ("whole", "left", "right", "alone"))
+    joined, fork = folder / "joined", folder / "fork"
     run_all([Command(whole, 2, [*ROLLOUT, *PLAIN]), Command(folder / "broken", 2, [*ROLLOUT, *PLAIN])])
     files = [*list_files(trajectory_folder(folder / "broken", 1)).values()]
     files[0].unlink()
@@ -228,10 +246,16 @@ def partial(tmp_path_factory: pytest.TempPathFactory) -> Partial:
         "half": Command(left, 1, [*ROLLOUT, *PLAIN, "--rollout-part=1/2"]),
         "other half": Command(right, 1, [*ROLLOUT, *PLAIN, "--rollout-part=2/2"]),
         "too few": Command(left, 2, [*UPDATE, *PLAIN], may_fail=True),
-        "several folders": Command(folder / "joined", 2, [*UPDATE, *PLAIN, *sources]),
+        "several folders": Command(joined, 2, [*UPDATE, *PLAIN, *sources]),
         "partial": Command(left, 2, [*UPDATE, *PLAIN, "--partial-batch"]),
         "whole": Command(whole, 2, [*UPDATE, *PLAIN]),
+        "second half": Command(joined, 1, [*ROLLOUT, *PLAIN, "--rollout-part=2/2"]),
+        "half of a fork": Command(fork, 1, [*ROLLOUT, *PLAIN, "--rollout-part=1/2", f"checkpoint.resume={joined}"]),
+        "second step": Command(joined, 2, [*UPDATE, *PLAIN, f"--trajectories={joined}", f"--trajectories={fork}"]),
+        "eval-only": Command(left, 2, [*ROLLOUT, *PLAIN, "--rollout-split=eval-only"]),
+        "train-only": Command(left, 2, [*ROLLOUT, *PLAIN, "--rollout-split=train-only", "eval.interval=1"]),
         "nothing": Command(whole, 2, [*UPDATE, *PLAIN], may_fail=True),
+        "no weights": Command(folder / "empty", 2, [*ROLLOUT, *PLAIN], may_fail=True, broken="no weights"),
         "other temperature": Command(right, 2, [*UPDATE, *PLAIN, "rollout.temperature=0.5"], may_fail=True),
         "other weights": Command(folder / "broken", 2, [*UPDATE, *PLAIN, f"model.path={folder}/model"], may_fail=True),
         "other tokenizer": Command(right, 2, [*ROLLOUT, *PLAIN, f"model.path={folder}/words"], may_fail=True),
@@ -241,9 +265,10 @@ def partial(tmp_path_factory: pytest.TempPathFactory) -> Partial:
     change_last_byte(folder / "model" / "model.safetensors")
     tokenizer = json.loads((folder / "words" / "tokenizer_config.json").read_text())
     (folder / "words" / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"another": 1}))
-    shutil.copytree(trajectory_folder(whole, 1), folder / "stale" / "trajectories" / "step_2")
-    outputs = run_all([*commands.values()])
-    return Partial(folder, dict(zip(commands, outputs, strict=True)))
+    outputs = dict(zip(commands, run_all([*commands.values()]), strict=True))
+    change_last_byte(whole / "checkpoints" / "step_1" / "model-00001-of-00002.safetensors")
+    (outputs["damaged weights"],) = run_all([Command(whole, 2, [*ROLLOUT, *PLAIN], may_fail=True)])
+    return Partial(folder, outputs)
 
 
 def change_last_byte(file: Path) -> None:
@@ -252,6 +277,7 @@ def change_last_byte(file: Path) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_an_interrupted_rollout_continues_with_what_is_missing(partial: Partial) -> None:
     output = partial.outputs["resumed"]
     assert "3 of the 5 groups of step 1 are in" in output
@@ -261,6 +287,7 @@ def test_an_interrupted_rollout_continues_with_what_is_missing(partial: Partial)
     assert tokens_of(partial.folder / "broken", 1) == tokens_of(partial.folder / "whole", 1)
 
 
+@pytest.mark.slow
 def test_parts_of_several_runs_make_a_whole(partial: Partial) -> None:
     assert "part 1 of 2 is done" in partial.outputs["half"]
     numbers = [[key.number for key in tokens_of(partial.folder / name, 1)] for name in ("left", "right")]
@@ -269,6 +296,16 @@ def test_parts_of_several_runs_make_a_whole(partial: Partial) -> None:
     assert_same_checkpoint(partial.folder / "joined", partial.folder / "whole", 1)
 
 
+@pytest.mark.slow
+def test_a_fork_samples_a_part_of_a_later_step(partial: Partial) -> None:
+    numbers = [[key.number for key in tokens_of(partial.folder / name, 2)] for name in ("fork", "joined")]
+    assert numbers == [[6, 8], [5, 7, 9]]
+    assert f"{partial.folder / 'joined'}: resumes after step 1" in partial.outputs["half of a fork"]
+    assert Result("", partial.folder / "joined").rollouts(2).group_ids.unique().tolist() == [0, 1, 2, 3, 4]
+    assert steps_on(partial.folder / "joined") == [1, 2] and not steps_on(partial.folder / "fork")
+
+
+@pytest.mark.slow
 def test_a_partial_batch_is_taken_only_on_request(partial: Partial) -> None:
     output = partial.outputs["too few"]
     assert "3 of the 5 groups of step 1 are in" in output
@@ -281,11 +318,14 @@ def test_a_partial_batch_is_taken_only_on_request(partial: Partial) -> None:
     assert manifest_of(partial.folder / "left", 1)["state"]["position"] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("damaged", ["1 file of groups cannot be read", "Copy them again, or delete them"]),
         ("nothing", ["there is nothing to train on: no group of step 2", "has groups of step 1", "--trajectories DIR"]),
+        ("damaged weights", ["step 1 cannot be read: the bytes of ", "differ from those that were saved"]),
+        ("no weights", ["rank 0 (engine 0): holds other values than it received of "]),
         ("other temperature", ["2 groups cannot be used here", "rollout.temperature is 1.0 there and 0.5 here"]),
         ("other weights", ["5 groups cannot be used here", "the digest of the weights is "]),
         ("other tokenizer", ["2 groups cannot be used here", "the digest of the tokenizer is "]),
@@ -296,7 +336,29 @@ def test_other_groups_are_refused_by_name(partial: Partial, name: str, words: li
     for word in words:
         assert output.count(word) >= 1, output
     assert output.count("cannot be used here") <= 1
-    assert "Traceback" not in output
+    assert "Traceback" not in output or name == "no weights"
+
+
+@pytest.mark.slow
+def test_splits(partial: Partial) -> None:
+    """An evaluation alone is that of the checkpoint, and is reported as in a run. Training prompts alone are sampled
+    without the evaluation that is due."""
+    run = partial.folder / "left"
+    (evaluated,) = rows_of(run, "eval.jsonl")
+    (row,) = [row for row in rows_of(run) if "eval/accuracy" in row]
+    assert (evaluated["step"], evaluated["version"]) == (row["step"], row["version"]) == (1, 2)
+    assert row["eval/accuracy"] == evaluated["eval/accuracy"]
+    assert "step 1  eval/avg@1  " in partial.outputs["eval-only"]
+    assert len((run / "eval" / "step_1.eval.jsonl").read_text().splitlines()) == 6
+    assert "groups sampled" not in partial.outputs["eval-only"]
+    assert "5 groups sampled" in partial.outputs["train-only"]
+    assert [key.number for key in list_files(trajectory_folder(run, 2))] == [5, 6, 7, 8, 9]
+
+
+@pytest.mark.slow
+def test_nothing_is_sampled_from_weights_that_are_not_proven(partial: Partial) -> None:
+    assert not list_files(trajectory_folder(partial.folder / "whole", 2))
+    assert not list_files(trajectory_folder(partial.folder / "empty", 1))
 
 
 LEADERS = {"inference": ["algo.advantage=rloo"], "critic": ["algo.advantage=gae", "critic.lr=1e-3"]}

@@ -126,7 +126,7 @@ def test_engines_write_groups_before_the_leader_hears_of_them(mails: list[Mailbo
 
 def test_stored_groups_stand_in_for_engines(mails: list[Mailbox]) -> None:
     """Rank 0 leads, rank 1 owns the groups, and rank 2 is an engine."""
-    groups = {GroupKey(1, 10): make_group(10), GroupKey(2, 11): make_group(11)}
+    groups = {GroupKey(1, 10): make_group(10), GroupKey(2, 11): make_group(11), GroupKey(2, 10): make_group(10)}
     archive = ArchiveDispatcher(mails[0], Dispatcher(mails[0], 1), groups, samples=lambda number: number != 12)
     mails[2].send(0, Pull(8, 0))
     archive.open([task_of(10, 0), task_of(11, 1), task_of(12, 2)])
@@ -137,13 +137,16 @@ def test_stored_groups_stand_in_for_engines(mails: list[Mailbox]) -> None:
     assert (stored.message.num_preemptions, stored.message.num_kept_tokens) == (4, 5)
     assert stored.payload == make_group(10).batch.to_bytes()
     assert (missing.message.position, missing.payload) == (2, b"")
-    archive.open([task_of(11, 0)])  # the second round, which is stored
-    assert take(mails[1], ScoredGroup).payload
+    mails[2].send(0, Pull(8, 0))
+    archive.open([task_of(10, 0), task_of(11, 1)])  # the file of 11 continues another group than the one sampled now
+    assert take(mails[1], ScoredGroup).message.position == 0
+    (asked,) = take(mails[2], NewTasks).message.tasks
+    assert (asked.prompt.number, asked.round) == (11, 2)
     mails[2].send(0, Pull(8, 0))
     archive.open([task_of(-1, 0)])  # an evaluation, which is no round
     (asked,) = take(mails[2], NewTasks).message.tasks
     assert asked.round == 0
-    assert (archive.num_stored, archive.num_asked, archive.num_missing) == (2, 1, 1)
+    assert (archive.num_stored, archive.num_asked, archive.num_missing) == (2, 2, 1)
 
 
 def test_files_are_gathered_from_the_disks_of_all_nodes(mails: list[Mailbox], tmp_path: Path) -> None:

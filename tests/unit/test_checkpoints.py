@@ -84,7 +84,7 @@ def make(resume: Resume | None = None, **config: Any) -> tuple[Checkpoints, Save
 
 def train(checkpoints: Checkpoints, learner: Learner, step: int, **values: float) -> None:
     learner.update()
-    checkpoints.end_update(step, step + 1, NO_ROLLOUTS)
+    checkpoints.end_update(step, step + 1, NO_ROLLOUTS, is_evaluated=True)
     checkpoints.end_step(step, {name.replace("_", "/"): value for name, value in values.items()})
 
 
@@ -126,6 +126,16 @@ def test_an_order_to_save_during_an_evaluation_waits_for_what_is_best() -> None:
     checkpoints.end_step(1, {"eval/accuracy": 0.5})
     assert saver.saved == [1]
     assert saver.calls[0].state["best"] == {"step": 1, "value": 0.5}
+
+
+@pytest.mark.parametrize("values", [{}, {"eval/accuracy": 0.5}])
+def test_an_evaluation_that_is_due_is_noted_as_done_only_if_there_are_values(values: dict[str, float]) -> None:
+    """In the phase update there are none: the phase rollout evaluates the step."""
+    checkpoints, saver, learner = make(save_interval=1)
+    learner.update()
+    checkpoints.end_update(1, 2, NO_ROLLOUTS)
+    checkpoints.end_step(1, values)
+    assert saver.calls[0].state["is_evaluated"] == bool(values)
 
 
 def test_an_order_to_stop_during_an_evaluation_saves_at_once_and_notes_that_it_was_not_done() -> None:

@@ -72,7 +72,7 @@ def test_several_rounds_exclude_parts_of_a_batch(setting: str) -> None:
             "--rl-phase rollout --eval-only",
             "--eval-only and --rl-phase rollout exclude each other; write --rl-phase rollout --rollout-split eval-only",
         ),
-        ("--rl-phase update --dry-run", "--dry-run and --rl-phase update exclude each other; leave one out"),
+        ("--rl-phase update --dry-run", "--dry-run and --rl-phase update exclude each other; leave one of them out"),
         (
             "--rl-phase rollout --rollout-part 3/2",
             "--rollout-part: got '3/2'; it must be K/N with K from 1 to N, such as 1/2",
@@ -88,7 +88,7 @@ def test_several_rounds_exclude_parts_of_a_batch(setting: str) -> None:
         ),
         (
             "--rl-phase rollout --rollout-split eval-only data.eval= eval.interval=0",
-            "eval-only has nothing to evaluate on: data.eval is empty; give held-out prompts",
+            "--rollout-split eval-only has nothing to evaluate on: data.eval is empty; give held-out prompts",
         ),
     ],
 )

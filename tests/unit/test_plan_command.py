@@ -92,6 +92,17 @@ SHARED = {
         *("--plan", "--nproc-per-node=4", "placement.rollout=0", "placement.actor,rollout=1-2", "placement.actor=3"),
         "actor.overlap=true",
     ],
+    "phase rollout": [
+        *("--plan", "--nproc-per-node=3", "--rl-phase", "rollout", "run.dir=saved", "run.name=mine"),
+        *("placement.rollout=0-1", "placement.actor=2", "--rollout-part=2/2"),
+    ],
+    "phase update": [
+        *("--plan", "--rl-phase", "update", "run.name=new", "placement.actor=all"),
+        *("--trajectories", "a", "--trajectories", "b/trajectories", "--partial-batch"),
+    ],
+    "phase of evaluation": ["--plan", "--rl-phase=rollout", "--rollout-split=eval-only", "run.name=new"],
+    "phase without its role": ["--plan", "--rl-phase", "update", "run.name=new", "placement.rollout=all"],
+    "phase ahead": ["--plan", "--rl-phase", "rollout", "run.name=new", "placement.rollout=all", "rollout.ahead=1"],
     "stale and not corrected": ["--plan", "rollout.max_tokens_per_round=2", "algo.old_logprobs=always"],
     "tagged reward": ["--plan", "reward.function=rewards.py:tagged"],
     "chat of a model elsewhere": [
@@ -421,6 +432,25 @@ def test_an_evaluation_alone_has_no_steps(answers: dict[str, Answer]) -> None:
     assert "\nsteps " not in answer.stdout and "615.68 kB policy" in answer.section("memory")
 
 
+def test_a_phase_says_what_it_does(answers: dict[str, Answer]) -> None:
+    rollout, update, evaluation = (answers[f"phase {name}"] for name in ("rollout", "update", "of evaluation"))
+    for answer in (rollout, update, evaluation):
+        assert (answer.code, answer.stderr) == (0, "")
+    assert [line.split()[2] for line in table_of(rollout)[1:]] == ["rollout", "rollout", "idle"]
+    assert rollout.section("phase") == (
+        "rollout: rank 0 loads the checkpoint of step 4 into its host memory, and sends it to all engines. They sample "
+        "what is missing of part 2 of 2 of step 5 into saved/mine/trajectories/step_5. 0 groups of step 5 are there now"
+    )
+    assert "learner" not in rollout.section("memory") and "idle" not in rollout.section("memory")
+    assert update.section("phase") == (
+        "update: the actors train step 1 on the groups in a/trajectories/step_1, b/trajectories/step_1, and save it. 0 "
+        "groups of step 1 are there now. A partial batch is accepted"
+    )
+    assert "engine" not in update.section("memory") and "\nevaluation " not in update.stdout
+    assert evaluation.section("phase").endswith("sends it to all engines, which evaluate it. Nothing else is sampled")
+    assert evaluation.section("evaluation").startswith("once: ")
+
+
 def test_the_runs_own_warnings_are_notes(answers: dict[str, Answer]) -> None:
     idle = "the inference ranks have nothing to compute. algo.kl_coef=0 needs no reference logprobs, and "
     single = "a single update per batch needs no old logprobs. Give these ranks another role, or set algo.old_logprobs="
@@ -575,6 +605,8 @@ def test_the_ranks_of_a_recipe(answers: dict[str, Answer]) -> None:
         ("no such metric", ["got 'eval/acuracy', which no evaluation reports", "eval/accuracy, eval/eval/avg@1"]),
         ("no such loss", ["own.py has no function 'absent'", "it has whole, other"]),
         ("a loss of other names", ["other takes (logprobs), but missing a required argument", "must be among new_log"]),
+        ("phase without its role", ["no rank has the role 'actor', which the phase update needs"]),
+        ("phase ahead", ["--rl-phase rollout: rollout.ahead: got 1", "set rollout.ahead=0"]),
         ("nothing to evaluate", ["--eval-only has nothing to evaluate on", "data.eval is empty"]),
         (
             "failing reward",

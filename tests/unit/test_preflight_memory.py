@@ -167,3 +167,13 @@ def test_a_scorer_beside_an_engine_is_not_told_to_offload_an_actor() -> None:
     row, *_ = check_placement(load_config(overrides=settings), 1, 2, [{"total": 9_000_000}] * 2)
     (line,) = [line for line in [row.text, *row.details] if "rollout,inference" in line and "at once" in line]
     assert row.state == FAILED and line.endswith("lower rollout.gpu_memory_fraction, or give inference more ranks")
+
+
+def test_a_phase_counts_only_its_own_roles() -> None:
+    """A card that cannot hold learner and engine at once holds each alone."""
+    gpus, spec = [{"total": 4_200_000}] * 2, load_config(overrides=["placement.rollout=all"])
+    assert check_placement(spec, 1, 2, gpus)[0].state == FAILED  # there is no actor
+    row, *_ = check_placement(spec, 1, 2, gpus, phase="rollout")
+    assert row.state == OK and all("learner" not in line for line in row.details), row
+    row, *_ = check_placement(load_config(), 1, 2, gpus, phase="update")
+    assert row.state == OK and all("engine" not in line for line in row.details), row
