@@ -17,7 +17,11 @@ ACTIVATION_SHARE = 0.1  # fraction of a GPU that should stay free
 
 
 def check_placement(
-    config: Config, num_nodes: int, num_local: int, gpus: Sequence[Mapping[str, Any]], trains: bool = True
+    config: Config,
+    num_nodes: int,
+    num_local: int | Sequence[int],  # ranks on every node, or on each
+    gpus: Sequence[Mapping[str, Any]],
+    trains: bool = True,
 ) -> tuple[CheckResult, list[int], list[int]]:
     """Check the placement as train.py would, then the estimated memory. `trains` is False with --eval-only.
 

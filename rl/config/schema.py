@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
 PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 PLACEMENT_SIZES = ("num_nodes", "num_gpus_per_node")
+PLACEMENT_SETTINGS = (*PLACEMENT_SIZES, "rank_weights")  # keys of the section that are not roles
 DAY_S = 86_400.0
 
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae")

@@ -86,7 +86,7 @@ def host_bytes(roles: Sequence[RoleMemory], placement: Placement, has_gpus: bool
     found = [0] * placement.num_nodes
     for role in roles:
         for rank in role.ranks:
-            found[rank // placement.num_ranks_per_node] += role.host if has_gpus else role.host_on_cpu
+            found[placement.nodes.node_of(rank)] += role.host if has_gpus else role.host_on_cpu
     return found
 
 
@@ -94,7 +94,7 @@ def checkpoint_bytes(config: Config, placement: Placement, policy: int, critic: 
     """Return how much of one copy of a checkpoint each node writes. Each actor writes its shard."""
     dtype = DTYPE_BYTES[config.model.dtype]
     size = (policy + critic) * (dtype + MOMENTS + (4 if dtype < 4 else 0))  # with float32 masters if that is narrower
-    nodes = [actor // placement.num_ranks_per_node for actor in placement.actors]
+    nodes = [placement.nodes.node_of(actor) for actor in placement.actors]
     return [size * nodes.count(node) // len(nodes) for node in range(placement.num_nodes)]
 
 

@@ -88,7 +88,8 @@ class Rollouts(Service):
         if world.rank == placement.leader:
             self._failures = FailureLog(world.mail, all_failed)
             world.at_end(self._failures.summarize)
-            self._dispatcher = Dispatcher(world.mail, len(placement.engines))
+            leads = [ranks[0] for ranks in placement.engines]
+            self._dispatcher = Dispatcher(world.mail, leads, placement.engine_shares)
             followers_of_any = {rank for ranks in placement.engines for rank in ranks[1:]}
             heads = [rank for rank in placement.actors if rank not in followers_of_any]
             self._gate = OrderGate(world.mail, len(placement.actors), heads)
@@ -185,6 +186,10 @@ class Rollouts(Service):
             trained_s = self._overlap.trained_s if self._overlap is not None else 0.0
             self._times.append(replace(took, trained_s=trained_s))
         return Gathered(groups, owners, scores, num_preemptions, num_kept_tokens)
+
+    @property
+    def actors(self) -> list[int]:
+        return self._actors
 
     def take_times(self) -> list[BatchTime]:
         """Return how long the engines took for each batch to train on since the last call. Only the leader knows."""

@@ -1,8 +1,15 @@
 """Hand out the prompts of a round to the engines. Runs on the leader.
 
 The dispatcher runs in the mailbox's I/O thread, so that engines never wait for a busy leader. Engines pull when they
-have room. At any time, an engine holds at most an equal share of the batch. So the first engine to ask does not take
-everything, and an engine that finishes early gets more.
+have room.
+
+By default, shares follow from measured speeds (speeds.py). At any time, an engine holds at most its share of the batch.
+So the first engine to ask does not take everything, and an engine that finishes early gets more. Equal engines have
+equal shares. When few groups are left, a slow engine takes none that faster ones would finish sooner.
+
+With placement.rank_weights, each engine gets exactly the share that the user states.
+
+Only the choice of engines depends on time. Which groups a batch has, and their seeds, do not.
 """
 
 import math
@@ -11,10 +18,11 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rl.data.prompts import Prompt, sample_seed
+from rl.rollout.speeds import EngineSpeeds, StepTimes
 from rl.world.messages import Letter, Mailbox, Message
 
 
@@ -63,6 +71,7 @@ class Pull(Message):
 
     room: int  # number of groups that the engine can take
     held: int  # number of groups that the engine is sampling
+    step_times: StepTimes = field(default_factory=list)  # since the last pull
 
 
 @dataclass(frozen=True)
@@ -74,22 +83,33 @@ class NewTasks(Message):
 
 @dataclass(frozen=True)
 class BatchTime:
-    """How long the engines took for a batch, and which of them was the last to end."""
+    """How long the engines took for a batch, and what the slowest of them cost.
+
+    The slowest engine is the one with the lowest measured speed. If all engines are equally fast, it is the one that
+    ended last. It costs the time from the median end of the other engines to its own end. If its speed is low, it also
+    costs the time that the batch would have taken less if it were as fast as the median engine.
+    """
 
     seconds: float
     slowest: int  # lead of the engine
-    cost_s: float  # from the median end of the other engines to the end of the slowest; 0 without others
+    cost_s: float  # 0 without other engines
+    speed: float = 1.0  # of the slowest engine, relative to the median engine
     trained_s: float = 0.0  # in which the leader trained on parts of the batch, with actor.overlap
 
 
 class Dispatcher:
-    def __init__(self, mail: Mailbox, num_engines: int):
-        self._mail, self._num_engines = mail, num_engines
+    def __init__(self, mail: Mailbox, engines: Sequence[int], stated: Mapping[int, float] | None = None):
+        """`engines` are the leads of all engines. `stated` are their shares of the work, which add up to 1."""
+        self._mail, self._stated = mail, stated
         self._lock = threading.Lock()
         self._opened_at = 0.0
         self._ended_at: dict[int, float] = {}  # engine lead -> when it had sampled its tasks; infinite until then
         self._tasks: deque[Task] = deque()
-        self._share = 0
+        self.measured = EngineSpeeds(engines)
+        self._speeds = dict.fromkeys(engines, 1.0)
+        self._shares = dict.fromkeys(engines, 0)  # of the open batch, by engine lead
+        self.num_taken = dict.fromkeys(engines, 0)  # of the open batch
+        self._slots: dict[int, int] = {}  # number of groups that an engine can sample at once, once it has pulled
         self._waiting: dict[int, Pull] = {}  # engine lead -> latest pull
         mail.on(Pull, self._on_pull)
 
@@ -97,7 +117,10 @@ class Dispatcher:
         with self._lock:
             self._opened_at, self._ended_at = time.monotonic(), {}
             self._tasks.extend(self._mix(tasks))
-            self._share = -(-len(tasks) // self._num_engines)
+            self._speeds = self.measured.measure()
+            count = len(self._tasks)
+            self._shares = divide(count, self._stated) if self._stated else share_by_speed(count, self._speeds)
+            self.num_taken = dict.fromkeys(self._shares, 0)
             self._answer()
 
     def time_batch(self) -> BatchTime | None:
@@ -106,31 +129,77 @@ class Dispatcher:
         with self._lock:
             now = time.monotonic()  # the end of an engine whose last pull has not arrived yet
             ended_at = {lead: min(ended, now) for lead, ended in self._ended_at.items()}
+            speeds = self.measured.measure()
         if not ended_at:
             return None
-        slowest = max(ended_at, key=ended_at.__getitem__)
-        last = ended_at.pop(slowest)
-        cost_s = last - statistics.median(ended_at.values()) if ended_at else 0.0
-        return BatchTime(last - self._opened_at, slowest, cost_s)
+        last = max(ended_at, key=ended_at.__getitem__)
+        slowest = min(speeds, key=speeds.__getitem__)
+        if speeds[slowest] == 1.0:
+            slowest = last
+        others = [ended for lead, ended in ended_at.items() if lead != slowest]
+        seconds = ended_at[last] - self._opened_at
+        late_s = max(0.0, ended_at[slowest] - statistics.median(others)) if slowest in ended_at and others else 0.0
+        missing = 1.0 - speeds[slowest]  # speed that the engines would have together if it were as fast as the others
+        cost_s = late_s + (seconds - late_s) * missing / (sum(speeds.values()) + missing)
+        return BatchTime(seconds, slowest, cost_s, speeds[slowest])
 
     def _mix(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """Order the tasks so that consecutive ones have carried groups of all ages, and new ones. Otherwise one engine
         would read the longest responses again, while another only starts new ones."""
         if not any(task.is_carried for task in tasks):
             return tasks
-        return [task for first in range(self._num_engines) for task in tasks[first :: self._num_engines]]
+        num_engines = len(self._shares)
+        return [task for first in range(num_engines) for task in tasks[first::num_engines]]
 
     def _on_pull(self, letter: Letter[Pull]) -> None:
+        lead, pull = letter.source, letter.message
         with self._lock:
-            self._waiting[letter.source] = letter.message
-            if not letter.message.held and letter.source in self._ended_at:
-                self._ended_at[letter.source] = time.monotonic()
+            self._waiting[lead] = pull
+            self._slots[lead] = pull.room + pull.held
+            self.measured.add(lead, pull.step_times)
+            if not pull.held and lead in self._ended_at:
+                self._ended_at[lead] = time.monotonic()
             self._answer()
 
     def _answer(self) -> None:
         for lead, pull in list(self._waiting.items()):
-            count = min(pull.room, self._share - pull.held, len(self._tasks))
+            count = min(pull.room, self._num_allowed(lead, pull.held), len(self._tasks))
             if count > 0:
                 self._ended_at[lead] = math.inf
+                self.num_taken[lead] += count
                 self._mail.send(lead, NewTasks([self._tasks.popleft() for _ in range(count)]))
                 del self._waiting[lead]
+
+    def _num_allowed(self, lead: int, num_held: int) -> int:
+        """Return how many groups an engine may take now, if it has room."""
+        share, num_taken = self._shares[lead], self.num_taken[lead]
+        if self._stated is not None:
+            return share - num_taken
+        first_fill = min(share, self._slots[lead]) - num_taken
+        return min(share - num_held, max(first_fill, len(self._tasks) - self._num_reserved(lead)))
+
+    def _num_reserved(self, lead: int) -> int:
+        """Return how many of the waiting groups faster engines would finish sooner than this one.
+
+        Let a group take d seconds at speed 1. On this engine it takes d / speed. Faster engines free `rate` slots in d
+        seconds, so the n-th waiting group begins after d x n / rate there, and then takes d / fastest.
+        """
+        speed, fastest = self._speeds[lead], max(self._speeds.values())
+        slots = {other: min(share, self._slots.get(other, share)) for other, share in self._shares.items()}
+        rate = sum(slots[other] * faster for other, faster in self._speeds.items() if faster > speed)
+        return math.ceil(rate * (1 / speed - 1 / fastest))
+
+
+def divide(count: int, shares: Mapping[int, float]) -> dict[int, int]:
+    """Divide a number of groups by shares that add up to 1. Rounded down; the largest remainders get what is left."""
+    found = {key: math.floor(count * share + 1e-9) for key, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda key: found[key] - count * shares[key])
+    for key in by_remainder[: count - sum(found.values())]:
+        found[key] += 1
+    return found
+
+
+def share_by_speed(count: int, speeds: Mapping[int, float]) -> dict[int, int]:
+    """Return how many groups each engine may hold at a time: a share in proportion to its speed, rounded up."""
+    total = sum(speeds.values())
+    return {lead: math.ceil(count * speed / total - 1e-9) for lead, speed in speeds.items()}

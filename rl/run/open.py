@@ -11,12 +11,13 @@ from typing import Any
 from rl.algo.choose import check_functions
 from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
-from rl.config.schema import Config, ConfigError, with_debugger_timeouts
+from rl.config.schema import Config, with_debugger_timeouts
 from rl.data.prompts import Tokenizer
 from rl.data.sources import Data, check_files, read_data
 from rl.model.shape import check_model
 from rl.model.tokenizer import load_tokenizer
 from rl.placement.groups import Groups, make_groups
+from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement, plan
 from rl.rewards.pool import RewardPool
 from rl.rollout.service import Scored
@@ -120,13 +121,8 @@ def agree_on_steps(world: World, placement: Placement, config: Config, data: Dat
 
 
 def _place(world: World, config: Config) -> Placement:
-    num_nodes, remainder = divmod(world.size, world.num_ranks_per_node)
-    if remainder:
-        raise ConfigError(
-            f"got {world.size} ranks, {world.num_ranks_per_node} of them on the node of rank {world.rank}; all nodes "
-            "need the same number of ranks: give the same --nproc-per-node on each"
-        )
-    sizes = (num_nodes, world.num_ranks_per_node, config.rollout.tensor_parallel_size, config.actor.num_replicas)
+    nodes = Nodes.from_local_ranks(world.local_ranks)
+    sizes = (nodes.num_nodes, nodes.sizes, config.rollout.tensor_parallel_size, config.actor.num_replicas)
     return plan(config.placement, *sizes)
 
 
@@ -140,7 +136,7 @@ def _start_rewards(world: World, config: Config, placement: Placement) -> Reward
     def deliver(key: tuple[int, ...], result: dict[str, Any]) -> None:
         world.mail.send(world.rank, Scored(key, result))
 
-    share = len(os.sched_getaffinity(0)) // world.num_ranks_per_node
+    share = len(os.sched_getaffinity(0)) // placement.nodes.sizes[placement.nodes.node_of(world.rank)]
     num_workers = config.reward.num_workers or max(1, min(MAX_REWARD_WORKERS, share))
     pool = RewardPool(server, config.reward, num_workers, deliver, world.mail.fail)
     world.at_end(pool.close)

@@ -10,7 +10,6 @@ from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.group_file import groups_to_bytes, split_groups
 from rl.data.prompts import Tokenizer
-from rl.placement.roles import plan
 from rl.report.describe import show
 from rl.report.metrics import MetricsWriter
 from rl.report.profile import profiled
@@ -59,11 +58,10 @@ class Reporter:
         if not self._config.debug.save_rollouts:
             return
         world, config = self._world, self._config
-        sizes = (world.size // world.num_ranks_per_node, world.num_ranks_per_node, config.rollout.tensor_parallel_size)
         facts = {
             "step": world.step,
             "world": world.id,  # files of an earlier start may be left if the run was resumed with other ranks
-            "actors": plan(config.placement, *sizes, config.actor.num_replicas).actors,
+            "actors": self._rollouts.actors,
             "config": dataclasses.asdict(config),
         }
         file = self._folder / ROLLOUTS / rollout_file(world.step, world.rank)
@@ -105,4 +103,5 @@ def measure_waits(seconds: Mapping[str, float], rounds: Sequence[BatchTime]) -> 
     slowest = max(rounds, key=lambda each: each.cost_s, default=None)
     if slowest is not None and slowest.cost_s:
         waits |= {"perf/slowest_engine": float(slowest.slowest), "perf/slowest_engine_s": slowest.cost_s}
+        waits |= {"perf/slowest_engine_speed": slowest.speed}
     return waits

@@ -91,7 +91,7 @@ def check(
     coordinator: FakeCoordinator, *settings: str, trains: bool = True
 ) -> tuple[dict[str, CheckResult], ClusterCheck]:
     config = load_config(overrides=[*settings])
-    cluster = ClusterCheck(cast(Coordinator, coordinator), NUM_LOCAL, config, saves=trains, trains=trains)
+    cluster = ClusterCheck(cast(Coordinator, coordinator), config, saves=trains, trains=trains)
     return {result.name: result for result in cluster.run()}, cluster
 
 
