@@ -25,6 +25,8 @@ from rl.data.prompts import Prompt, sample_seed
 from rl.rollout.speeds import EngineSpeeds, StepTimes
 from rl.world.messages import Letter, Mailbox, Message
 
+MAX_IDLE = 16  # after so many batches without a group, a slow engine gets one, to see whether it is still slow
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -109,7 +111,10 @@ class Dispatcher:
         self._speeds = dict.fromkeys(engines, 1.0)
         self._shares = dict.fromkeys(engines, 0)  # of the open batch, by engine lead
         self.num_taken = dict.fromkeys(engines, 0)  # of the open batch
+        self._num_idle = dict.fromkeys(engines, 0)  # batches in a row of which an engine took nothing
         self._slots: dict[int, int] = {}  # number of groups that an engine can sample at once, once it has pulled
+        self._held = dict.fromkeys(engines, 0)
+        self._fit_at_once = True  # the engines can sample all groups of the open batch at once
         self._waiting: dict[int, Pull] = {}  # engine lead -> latest pull
         mail.on(Pull, self._on_pull)
 
@@ -118,10 +123,19 @@ class Dispatcher:
             self._opened_at, self._ended_at = time.monotonic(), {}
             self._tasks.extend(self._mix(tasks))
             self._speeds = self.measured.measure()
-            count = len(self._tasks)
-            self._shares = divide(count, self._stated) if self._stated else share_by_speed(count, self._speeds)
+            self._shares = self._divide()
+            for lead, taken in self.num_taken.items():
+                self._num_idle[lead] = 0 if taken else self._num_idle[lead] + 1
             self.num_taken = dict.fromkeys(self._shares, 0)
+            self._fit_at_once = len(self._tasks) <= sum(self._slots_of(lead) for lead in self._shares)
             self._answer()
+
+    def _divide(self) -> dict[int, int]:
+        """Return how many of the waiting groups are the share of each engine."""
+        if self._stated is not None:
+            return divide(len(self._tasks), self._stated)
+        num_samples = self._tasks[0].sampling.num_samples if self._tasks else 1
+        return share_by_speed(len(self._tasks), self._speeds, self.measured.overhead / num_samples)
 
     def time_batch(self) -> BatchTime | None:
         """Return how long the last batch took, all of whose groups have arrived. Return None if a later one is open,
@@ -155,7 +169,7 @@ class Dispatcher:
         lead, pull = letter.source, letter.message
         with self._lock:
             self._waiting[lead] = pull
-            self._slots[lead] = pull.room + pull.held
+            self._slots[lead], self._held[lead] = pull.room + pull.held, pull.held
             self.measured.add(lead, pull.step_times)
             if not pull.held and lead in self._ended_at:
                 self._ended_at[lead] = time.monotonic()
@@ -167,6 +181,7 @@ class Dispatcher:
             if count > 0:
                 self._ended_at[lead] = math.inf
                 self.num_taken[lead] += count
+                self._held[lead] += count
                 self._mail.send(lead, NewTasks([self._tasks.popleft() for _ in range(count)]))
                 del self._waiting[lead]
 
@@ -175,19 +190,28 @@ class Dispatcher:
         share, num_taken = self._shares[lead], self.num_taken[lead]
         if self._stated is not None:
             return share - num_taken
-        first_fill = min(share, self._slots[lead]) - num_taken
-        return min(share - num_held, max(first_fill, len(self._tasks) - self._num_reserved(lead)))
+        if self._num_idle[lead] >= MAX_IDLE and not num_taken:
+            return max(1, share)
+        # If all groups fit at once, the shares say who takes which. Otherwise faster engines may soon have room.
+        num_due = share - num_taken if self._fit_at_once else 0
+        return min(share - num_held, max(num_due, len(self._tasks) - self._num_reserved(lead)))
 
     def _num_reserved(self, lead: int) -> int:
         """Return how many of the waiting groups faster engines would finish sooner than this one.
 
-        Let a group take d seconds at speed 1. On this engine it takes d / speed. Faster engines free `rate` slots in d
-        seconds, so the n-th waiting group begins after d x n / rate there, and then takes d / fastest.
+        Let a group take d seconds at speed 1. On this engine it takes d / speed. Faster engines begin some groups at
+        once, if they have free slots. They free `rate` slots in d seconds, so the n-th of the other groups begins after
+        d x n / rate, and then takes d / fastest.
         """
         speed, fastest = self._speeds[lead], max(self._speeds.values())
-        slots = {other: min(share, self._slots.get(other, share)) for other, share in self._shares.items()}
-        rate = sum(slots[other] * faster for other, faster in self._speeds.items() if faster > speed)
-        return math.ceil(rate * (1 / speed - 1 / fastest))
+        faster = [other for other, its_speed in self._speeds.items() if its_speed > speed]
+        num_free = sum(max(0, self._slots_of(other) - self._held[other]) for other in faster)
+        rate = sum(self._slots_of(other) * self._speeds[other] for other in faster)
+        return num_free + math.ceil(rate * (1 / speed - 1 / fastest) - 1e-9)
+
+    def _slots_of(self, lead: int) -> int:
+        """Return how many groups an engine samples at once in this batch."""
+        return min(self._shares[lead], self._slots.get(lead, self._shares[lead]))
 
 
 def divide(count: int, shares: Mapping[int, float]) -> dict[int, int]:
@@ -199,7 +223,18 @@ def divide(count: int, shares: Mapping[int, float]) -> dict[int, int]:
     return found
 
 
-def share_by_speed(count: int, speeds: Mapping[int, float]) -> dict[int, int]:
-    """Return how many groups each engine may hold at a time: a share in proportion to its speed, rounded up."""
-    total = sum(speeds.values())
-    return {lead: math.ceil(count * speed / total - 1e-9) for lead, speed in speeds.items()}
+def share_by_speed(count: int, speeds: Mapping[int, float], overhead: float = 0.0) -> dict[int, int]:
+    """Return how many groups each engine may hold at a time, rounded up, so that all engines end together.
+
+    An engine with k groups takes (k + overhead) / speed: the overhead is the number of groups that take as long as the
+    fixed part of its decode steps. An engine that would take longer than the others with a single group gets none.
+    Equal engines have equal shares, and so do all engines without speeds.
+    """
+    engines = sorted(speeds, key=speeds.__getitem__)
+    while True:
+        seconds = (count + len(engines) * overhead) / sum(speeds[lead] for lead in engines)
+        if seconds * speeds[engines[0]] > overhead or len(engines) == 1:
+            break
+        del engines[0]
+    shares = {lead: math.ceil(seconds * speeds[lead] - overhead - 1e-9) for lead in engines}
+    return dict.fromkeys(speeds, 0) | shares

@@ -10,7 +10,7 @@ This module has no torch and no messages.
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rl.watch.heart import size_class
 
@@ -20,6 +20,7 @@ MAX_OVER_MEDIAN = 4.0  # longer steps, such as one that compiles, count as this 
 TOLERANCE = 0.1  # engines this close to the median count as equal, so that noise changes nothing
 SMOOTHING = 0.5  # weight of a new measurement
 NUM_ITERATIONS = 20
+MEAN_IN_CLASS = 0.75  # mean number of sequences in a class, over its largest
 
 StepTimes = list[tuple[int, int, float]]  # size class of the sequences, number of steps, their seconds
 
@@ -50,6 +51,7 @@ class EngineSpeeds:
         self._slowness = dict.fromkeys(engines, 0.0)  # logarithm of an engine's time for the same work
         self._is_known = dict.fromkeys(self._slowness, False)
         self._times: dict[int, dict[int, tuple[int, float]]] = {engine: {} for engine in self._slowness}
+        self.overhead = 0.0  # number of sequences that take as long as the fixed part of a decode step
 
     def add(self, engine: int, times: Sequence[tuple[int, int, float]]) -> None:
         own = self._times[engine]
@@ -90,12 +92,26 @@ class EngineSpeeds:
         for _ in range(NUM_ITERATIONS):
             by_size = _weighted_means((size, count, log - slowness[engine]) for engine, size, count, log in cells)
             slowness = _weighted_means((engine, count, log - by_size[size]) for engine, size, count, log in cells)
+        if len(by_size) > 1:
+            self.overhead = _overhead({size: math.exp(log) for size, log in by_size.items()})
         return slowness
 
     def _relative(self) -> dict[int, float]:
         usual = statistics.median_low(self._slowness.values())
         speeds = {engine: math.exp(usual - slowness) for engine, slowness in self._slowness.items()}
         return {engine: 1.0 if abs(speed - 1.0) < TOLERANCE else speed for engine, speed in speeds.items()}
+
+
+def _overhead(seconds: Mapping[int, float]) -> float:
+    """Return the fixed part of a step's time over the part of one sequence, from the times of steps by their size.
+
+    It is at most the largest size. A larger one could not be told from noise, and would leave out engines that are
+    hardly slower than others.
+    """
+    sizes = {size: MEAN_IN_CLASS * size for size in seconds}
+    slope, fixed = statistics.linear_regression([sizes[size] for size in seconds], [*seconds.values()])
+    largest = max(sizes.values())
+    return largest if slope * largest <= fixed else max(0.0, fixed / slope)
 
 
 def _weighted_means(values: Iterable[tuple[int, int, float]]) -> dict[int, float]:
