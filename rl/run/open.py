@@ -11,6 +11,7 @@ from typing import Any
 from rl.algo.choose import check_functions
 from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
+from rl.common.text import format_ranks
 from rl.config.schema import Config, with_debugger_timeouts
 from rl.data.prompts import Tokenizer
 from rl.data.sources import Data, check_files, read_data
@@ -83,6 +84,8 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     rewards = _start_rewards(world, config, placement)
     if is_leader:
         print(f"{folder}: {placement.summary()}; loading", flush=True)
+        if placement.rank_weights is not None or not placement.nodes.are_equal:
+            print(f"oneworld: {_name_nodes(world, placement)}", flush=True)
         for warning in warnings:
             print(f"oneworld: {warning}", flush=True)
     with world.stage("find models"):
@@ -124,6 +127,13 @@ def _place(world: World, config: Config) -> Placement:
     nodes = Nodes.from_local_ranks(world.local_ranks)
     sizes = (nodes.num_nodes, nodes.sizes, config.rollout.tensor_parallel_size, config.actor.num_replicas)
     return plan(config.placement, *sizes)
+
+
+def _name_nodes(world: World, placement: Placement) -> str:
+    """Return the host and the ranks of each node. torchrun numbers the nodes, in the order of their addresses."""
+    nodes = placement.nodes
+    names = [f"node {nodes.node_of(lead)} is {world.hosts[lead]}" for lead in nodes.leads]
+    return ", ".join(f"{name} ({format_ranks(nodes.ranks_of(node))})" for node, name in enumerate(names))
 
 
 def _start_rewards(world: World, config: Config, placement: Placement) -> RewardPool | None:

@@ -54,7 +54,7 @@ class World:
 
     def __init__(self, mail: Mailbox, local_rank: int, size: int, store: SealedStore, watchdog: JsonChannel):
         self.rank, self.local_rank, self.size = mail.rank, local_rank, size
-        self.local_ranks: list[int] = []  # of all ranks, once `enter` has found them
+        self.local_ranks, self.hosts = list[int](), list[str]()  # of all ranks, once `enter` has found them
         self.store, self.mail = store, mail
         self.id = store.world[:8]  # unique to this start of the world
         self.device = torch.device("cpu")
@@ -90,10 +90,10 @@ class World:
         self.faults.tell_watchdog("join", world=self.id, key=board_key, **place)
         self.faults.listen()
         self._signals.listen()
-        self.store.set(f"mail/{self.rank}", [self.local_rank, asdict(self.mail.contact)])
+        self.store.set(f"mail/{self.rank}", [self.local_rank, socket.gethostname(), asdict(self.mail.contact)])
         peers = self.store.get_all([f"mail/{peer}" for peer in range(self.size)])
-        self.local_ranks = [local_rank for local_rank, _ in peers]
-        self.mail.learn({peer: Contact(**contact) for peer, (_, contact) in enumerate(peers)})
+        self.local_ranks, self.hosts = [local_rank for local_rank, *_ in peers], [host for _, host, _ in peers]
+        self.mail.learn({peer: Contact(**contact) for peer, (*_, contact) in enumerate(peers)})
 
     def begin_run(self, folder: Path, config: Config) -> None:
         """Use the run's folder for restarts, logs, the watchdog and debuggers from now on."""
