@@ -11,7 +11,7 @@ all engines sample at once, 8 groups each. All ways run in one world, with the s
                           equally fast: an engine holds at most an even share of the round at a time
     auto                  the same engines. Shares follow from measured speeds (placement.rank_weights=auto)
 
-The figures of a way:
+The figures, by way:
     round_s               mean seconds of a round, which is the time/rollout of a step. A step also has an update, which
                           takes the same time in all ways, and would make the ratios look better
     ratio                 that time compared with `ideal`
@@ -171,10 +171,12 @@ def main() -> None:
             "auto": leader.run(uneven, EngineSpeeds(leader.engines)),
         }
         leader.end()
-        best = found["ideal"]["round_s"]
-        ways = {name: {"ratio": round(way["round_s"] / best, 3)} | way for name, way in found.items()}
         row = {"benchmark": "uneven", "engines": args.engines, "speed": args.speed, "waves": args.waves}
-        print(json.dumps(row | {"mean": args.mean, "rounds": args.rounds, "ways": ways}), flush=True)
+        row |= {"mean": args.mean, "rounds": args.rounds}
+        row |= {figure: {name: way[figure] for name, way in found.items()} for figure in found["ideal"]}
+        best = found["ideal"]["round_s"]
+        row["ratio"] = {name: round(way["round_s"] / best, 3) for name, way in found.items()}
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

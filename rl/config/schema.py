@@ -456,7 +456,9 @@ class DebugConfig:
 
 @dataclass(frozen=True)
 class Config:
-    placement: dict[str, Any] = key({"actor,rollout": "all"}, "Roles of the ranks. docs/placement.md has the grammar.")
+    placement: dict[str, Any] = key(
+        {"actor,rollout": "all"}, "Roles of the ranks, and shares of rollout work. See docs/placement.md."
+    )
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
