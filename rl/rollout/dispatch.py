@@ -153,8 +153,9 @@ class Dispatcher:
         others = [ended for lead, ended in ended_at.items() if lead != slowest]
         seconds = ended_at[last] - self._opened_at
         late_s = max(0.0, ended_at[slowest] - statistics.median(others)) if slowest in ended_at and others else 0.0
-        missing = 1.0 - speeds[slowest]  # speed that the engines would have together if it were as fast as the others
-        cost_s = late_s + (seconds - late_s) * missing / (sum(speeds.values()) + missing)
+        total = sum(speeds[lead] for lead in ended_at)  # speed of the engines that took part
+        missing = 1.0 - (speeds[slowest] if slowest in ended_at else 0.0)  # to the speed of the median engine
+        cost_s = late_s + (seconds - late_s) * missing / (total + missing)
         return BatchTime(seconds, slowest, cost_s, speeds[slowest])
 
     def _mix(self, tasks: Sequence[Task]) -> Sequence[Task]:
@@ -176,7 +177,7 @@ class Dispatcher:
             self._answer()
 
     def _answer(self) -> None:
-        for lead, pull in list(self._waiting.items()):
+        for lead, pull in list(self._waiting.items()) if self._tasks else ():
             count = min(pull.room, self._num_allowed(lead, pull.held), len(self._tasks))
             if count > 0:
                 self._ended_at[lead] = math.inf
@@ -204,6 +205,8 @@ class Dispatcher:
         d x n / rate, and then takes d / fastest.
         """
         speed, fastest = self._speeds[lead], max(self._speeds.values())
+        if speed == fastest:
+            return 0
         faster = [other for other, its_speed in self._speeds.items() if its_speed > speed]
         num_free = sum(max(0, self._slots_of(other) - self._held[other]) for other in faster)
         rate = sum(self._slots_of(other) * self._speeds[other] for other in faster)
@@ -227,8 +230,8 @@ def share_by_speed(count: int, speeds: Mapping[int, float], overhead: float = 0.
     """Return how many groups each engine may hold at a time, rounded up, so that all engines end together.
 
     An engine with k groups takes (k + overhead) / speed: the overhead is the number of groups that take as long as the
-    fixed part of its decode steps. An engine that would take longer than the others with a single group gets none.
-    Equal engines have equal shares, and so do all engines without speeds.
+    fixed part of its decode steps. An engine gets no group if its fixed part alone takes as long as the others need.
+    Equal engines have equal shares.
     """
     engines = sorted(speeds, key=speeds.__getitem__)
     while True:

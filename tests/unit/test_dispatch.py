@@ -32,14 +32,14 @@ class Hall:
         """Ask for groups, and report 40 decode steps with 16 sequences if `step_s` is given."""
         self.mails[engine].send(LEADER, Pull(room, held, [(16, 40, 40 * step_s)] if step_s else []))
 
-    def teach(self, first_s: float, second_s: float) -> None:
-        """Let both engines sample a batch, with decode steps that take so long."""
+    def teach(self, first_s: float, second_s: float, room: int = 100) -> None:
+        """Let both engines sample a batch, with decode steps that take so long, and ask for more."""
         self.pull(FIRST)
         self.pull(SECOND)
         self.dispatcher.open(make_tasks(2))
         for engine, step_s in ((FIRST, first_s), (SECOND, second_s)):
             self.positions(engine)
-            self.pull(engine, room=0, step_s=step_s)
+            self.pull(engine, room=room, step_s=step_s)
             assert self.silent(engine), "so the dispatcher knows the times"
 
     def positions(self, engine: int) -> list[int]:
@@ -157,25 +157,19 @@ def test_a_slow_engine_gets_a_smaller_share(hall: Hall) -> None:
     """Its decode steps take twice as long, with as many sequences."""
     hall.teach(0.01, 0.02)
     hall.dispatcher.open(make_tasks(9, batch=2))
-    hall.pull(FIRST)
-    hall.pull(SECOND)
     assert (len(hall.positions(FIRST)), len(hall.positions(SECOND))) == (6, 3)
 
 
 def test_noise_leaves_shares_equal(hall: Hall) -> None:
     hall.teach(0.0100, 0.0109)
     hall.dispatcher.open(make_tasks(6, batch=2))
-    hall.pull(SECOND)
     assert len(hall.positions(SECOND)) == 3
 
 
 def test_a_slow_engine_takes_no_group_that_a_fast_one_would_finish_sooner(hall: Hall) -> None:
     """Both have room for two groups, and the second takes twice as long for one. The first frees two slots meanwhile,
     so the second takes another group only while at least two wait besides it."""
-    hall.teach(0.01, 0.02)
-    hall.pull(FIRST, room=0)
-    hall.pull(SECOND, room=2)
-    hall.pull(FIRST, room=2)
+    hall.teach(0.01, 0.02, room=2)
     hall.dispatcher.open(make_tasks(8, batch=2))
     assert sorted([hall.positions(FIRST), hall.positions(SECOND)]) == [[0, 1], [2, 3]]
     hall.pull(SECOND, room=1, held=1)
@@ -194,9 +188,7 @@ def test_a_slow_engine_is_named_though_it_ends_with_the_others(hall: Hall) -> No
     """At half speed, it costs a quarter of the round: two fast engines would need 1.5 / 2 of the time."""
     hall.teach(0.01, 0.02)
     hall.dispatcher.open(make_tasks(3, batch=2))
-    for engine in (FIRST, SECOND):
-        hall.pull(engine)
-        hall.positions(engine)
+    assert (len(hall.positions(FIRST)), len(hall.positions(SECOND))) == (2, 1)
     time.sleep(0.4)
     hall.pull(SECOND)
     hall.pull(FIRST)

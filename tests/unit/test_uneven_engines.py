@@ -159,7 +159,7 @@ def test_divide(count: int, shares: list[float], expected: list[int]) -> None:
         (7, [1.0, 1.0], 5.0, [4, 4]),
         (9, [1.0, 0.5], 0.0, [6, 3]),
         (9, [1.0, 0.5], 3.0, [7, 2]),  # (7 + 3) / 1 = (2 + 3) / 0.5
-        (9, [1.0, 0.5], 9.0, [9, 0]),  # even a single group would take (1 + 9) / 0.5 = 20 there, and 18 with the others
+        (9, [1.0, 0.5], 9.0, [9, 0]),  # 9 / 0.5 = 18 without a group, and (9 + 9) / 1 for the other with all of them
     ],
 )
 def test_shares_by_speed(count: int, speeds: list[float], overhead: float, expected: list[int]) -> None:
