@@ -175,7 +175,13 @@ def test_nodes_with_different_numbers_of_ranks(tmp_path: Path) -> None:
         assert sorted(file.name for file in step.glob("model-*")) == names, "both disks have all shards"
     launcher = "launch/run_node.sh --nnodes 2 --nproc {} --head head --node-rank {} -- train.num_steps=3"
     output = run([launcher.format(1, 0), launcher.format(2, 1)])
-    assert "2 nodes with 1 and 2 ranks" in output and "preflight: ready, 2 nodes, 3 ranks" in output
+    # torchrun numbers the nodes by their addresses, as the launcher gives them: node1 comes first.
+    assert "2 nodes with 2 and 1 ranks" in output and "preflight: ready, 2 nodes, 3 ranks" in output
+    assert "node 0 is node1 (ranks 0-1), node 1 is node0 (rank 2)" in output
     assert "resumes after step 2" in output
-    rows = [json.loads(line) for line in (tmp_path / "node0" / "x" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for node in ("node0", "node1"):
+        step = tmp_path / node / "x" / "checkpoints" / "step_3"
+        assert (step / "COMMITTED").exists() and sorted(file.name for file in step.glob("model-*")) == names
+    metrics = (tmp_path / node / "x" / "metrics.jsonl" for node in ("node0", "node1"))
+    rows = [json.loads(line) for file in metrics for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3], "the leader of each run has written its steps"

@@ -29,8 +29,11 @@ class FakeCoordinator:
         self.markers: dict[str, str] = {}
         self.asked: list[str] = []
 
+    def node_of(self, rank: int) -> int:
+        return rank // NUM_LOCAL
+
     def addresses(self) -> dict[int, str]:
-        return {rank: f"10.0.0.{rank // NUM_LOCAL}" for rank in range(6)}
+        return {rank: f"10.0.0.{self.node_of(rank)}" for rank in range(6)}
 
     def ask(self, question: str, arguments: Mapping[int, Mapping[str, Any]], timeout_s: float = 1.0) -> dict[int, Any]:
         self.asked += [question] if arguments else []
@@ -83,7 +86,7 @@ class FakeCoordinator:
         def rate(partner: int) -> float:
             if self.slow is not None and {rank, partner} == {*self.slow}:
                 return 4.0 * GB
-            return (300.0 if partner // NUM_LOCAL == rank // NUM_LOCAL else 40.0) * GB
+            return (300.0 if self.node_of(partner) == self.node_of(rank) else 40.0) * GB
 
         self.links |= {frozenset((rank, partner)) for partner in partners if partner is not None}
         return [None if partner is None else rate(partner) for partner in partners]
@@ -91,6 +94,9 @@ class FakeCoordinator:
 
 class UnevenCoordinator(FakeCoordinator):
     """Two nodes: ranks 0-3 on the first one, ranks 4-5 on the second."""
+
+    def node_of(self, rank: int) -> int:
+        return rank // 4
 
     def describe(self, rank: int) -> dict[str, Any]:
         found = super().describe(2 * (rank // 4))
