@@ -1,6 +1,8 @@
 """RL post-training in one torchrun world. Start the same command on every node; the config gives each rank its roles.
 
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint head:29500 train.py [--config F] [key=value ...]
+    torchrun ... train.py --rl-phase rollout [--config F] [key=value ...]     only sample, into files (docs/phases.md)
+    torchrun ... train.py --rl-phase update [--config F] [key=value ...]      only train, on such files
     torchrun ... train.py --eval-only [--config F] [key=value ...]
     torchrun ... train.py --dry-run [--config F] [key=value ...]
     python train.py --plan [--config F] [--nnodes N --nproc-per-node M] [key=value ...]
@@ -17,26 +19,30 @@ from rl.run.plan import parse_or_plan
 if __name__ == "__main__":
     arguments = parse_or_plan(__doc__)  # --plan ends here, because the imports below take seconds
 
-from rl.config.modes import load_settings
-from rl.config.schema import Config
+from rl.config.modes import load_settings, read_phase
 from rl.evaluation.evaluation import show_evaluation
 from rl.report.metrics import Measures
 from rl.run.actor import Actor
 from rl.run.build import build_actor
 from rl.run.dry_run import share_footprints
+from rl.run.find_groups import find_groups
 from rl.run.open import Run, open_run
+from rl.run.rollout_phase import RolloutLead, build_rollout_lead
 from rl.run.serve import end_run, serve_run
 from rl.world.world import World, join
 
 
-def train(world: World, config: Config, actor: Actor) -> None:
-    """Train: prompts -> rollout and reward -> old logprobs -> advantages -> update -> weight sync -> checkpoint."""
+def train(world: World, actor: Actor) -> None:
+    """Train: prompts -> rollout and reward -> old logprobs -> advantages -> update -> weight sync -> checkpoint.
+
+    In the phase update, there is one step, and its rollouts come from files.
+    """
     start, reporter = actor.start_step, actor.reporter
     with world.stage("sync"):
         version = actor.publish(start + 1)  # engines start with dummy weights
     if not actor.is_evaluated:  # evaluate before training, or if a signal interrupted the evaluation
         reporter.report(start, version, evaluate(world, actor, start, version))
-    for step in range(start + 1, config.train.num_steps + 1):
+    for step in range(start + 1, actor.last_step + 1):
         world.progress.begin_step(step)
         with reporter.profile(), world.stage("step"):
             with world.stage("handover"):
@@ -95,19 +101,30 @@ def evaluate_alone(run: Run, actor: Actor) -> None:
         show_evaluation(run.folder, actor.start_step, values)
 
 
+def roll_out(world: World, lead: RolloutLead) -> None:
+    """The phase rollout: evaluate the newest weights, and sample the groups of the next step into files."""
+    with world.stage("sync"):
+        version = lead.publish()
+    with world.stage("evaluate"):
+        lead.evaluate(version)
+    world.progress.begin_step(lead.step)
+    with world.stage("rollout"):
+        lead.sample(version)
+
+
 def main(args: Namespace) -> None:
     with join() as world:
         config, name = load_settings(args)
-        run = open_run(world, config, name)
-        if "actor" in run.roles:
-            actor = build_actor(run, trains=not args.eval_only)
-            if args.eval_only:
-                evaluate_alone(run, actor)
-            else:
-                train(world, run.config, actor)
-            end_run(run)
+        run = find_groups(open_run(world, config, name, read_phase(args)))
+        if run.drives and run.phase.name == "rollout":
+            roll_out(world, build_rollout_lead(run))
+        elif run.drives and args.eval_only:
+            evaluate_alone(run, build_actor(run, trains=False))
+        elif run.drives:
+            train(world, build_actor(run))
         else:
             serve_run(run)
+        end_run(run)
         if args.dry_run:
             share_footprints(world, run.placement.leader)
 

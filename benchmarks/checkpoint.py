@@ -158,7 +158,7 @@ class Bench:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what dcp saves. A tied parameter is saved once, as in our checkpoints."""
-        model, optimizer = get_state_dict(self.learner.model, self.learner._optimizer)
+        model, optimizer = get_state_dict(self.learner.model, self.learner.optimizer.inner)
         return {"model": {name: model[name] for name in self.names}, "optimizer": optimizer}
 
     def next_step(self) -> int:

@@ -33,6 +33,13 @@ SURVIVE = ("prints", "leaves_children")
 OPTIONS = {"length": {"most": 2000}}
 
 
+def programs(count: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return programs with five tests each, half of them right."""
+    tests = [f"assert total(range({number})) == {number * (number - 1) // 2}" for number in range(5)]
+    wrong, right = ("def total(xs):\n    return len(xs)", "def total(xs):\n    return sum(xs)")
+    return [(f"```python\n{right if number % 2 else wrong}\n```", {"tests": tests}) for number in range(count)]
+
+
 def responses(count: int) -> list[tuple[str, str]]:
     """Return pairs of a response and an answer, half of them right."""
     lots = random.Random(0)
@@ -72,8 +79,10 @@ def run_pool(config: RewardConfig, workers: int, calls: list[tuple[str, dict[str
 def rate_functions(workers: int, count: int) -> dict[str, float]:
     rates = {}
     for name in FUNCTIONS:
-        pairs = responses(count // 10 if name == "math" else count)
+        slow = name in ("math", "code")
+        pairs = responses(count // 10 if slow else count)
         calls: list[tuple[str, dict[str, Any]]] = [(response, {"answer": answer}) for response, answer in pairs]
+        calls = programs(count // 10) if name == "code" else calls
         options = {name: OPTIONS[name]} if name in OPTIONS else {}
         outcome = run_pool(RewardConfig(function=name, options=options), workers, calls)
         for number, (response, row) in enumerate(calls[:200]):

@@ -70,7 +70,7 @@ class MeasuredRollouts(Rollouts):
 
     @property
     def dispatcher(self) -> Dispatcher:
-        assert self._dispatcher is not None
+        assert isinstance(self._dispatcher, Dispatcher)
         return self._dispatcher
 
 

@@ -10,6 +10,7 @@
 #   --port P         port of the rendezvous, 1 to 65534; preflight uses the next one (default: 29500)
 #   --node-rank R    0 on the head (default: SLURM_NODEID; otherwise the head recognizes its own address)
 #   --launch ID      the same on every node; names the run if run.name does not (default on one node: the time)
+#   --preflight-only check the cluster and exit, as an init container does
 #   --print          show the torchrun command and exit
 #
 # torchrun itself restarts a world that fails. This script starts torchrun again if torchrun ends with an error, for
@@ -41,7 +42,7 @@ fail() {
   exit 2
 }
 
-nnodes=1 nproc='' head='' port=29500 node_rank=${SLURM_NODEID:-} launch='' print=''
+nnodes=1 nproc='' head='' port=29500 node_rank=${SLURM_NODEID:-} launch='' print='' preflight_only=''
 while [ $# -gt 0 ]; do
   case $1 in
     --nnodes | --nproc | --head | --port | --node-rank | --launch)
@@ -51,6 +52,7 @@ while [ $# -gt 0 ]; do
       shift 2
       ;;
     --print) print=1 && shift ;;
+    --preflight-only) preflight_only=1 && shift ;;
     --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
     --) shift && break ;;
     *) break ;;
@@ -65,6 +67,10 @@ check_port "$port"
 if [ "$nnodes" = 1 ]; then make_secret; else check_secret; fi
 [ -z "$nproc" ] || check_ranks "$nproc"
 [ -z "$node_rank" ] || check_number --node-rank "$node_rank" 0 999999
+
+if [ ! -d "${TMPDIR:-/tmp}" ] || [ ! -w "${TMPDIR:-/tmp}" ]; then
+  fail "TMPDIR is ${TMPDIR:-/tmp}, which is no folder on $(hostname) that you can write to; create it there, or unset TMPDIR"
+fi
 
 trap '' USR1 # there is nothing to save yet
 cd "$root"
@@ -206,6 +212,7 @@ if [ "$preflight" != 0 ]; then
   if [ -e "$state/preflight" ]; then status=$(cat "$state/preflight"); fi
   end_unless_passed
 fi
+[ -z "$preflight_only" ] || exit 0
 
 max_attempts=${ONEWORLD_MAX_ATTEMPTS:-10} lasted_s=${ONEWORLD_LASTED_S:-300} back_off_s=${ONEWORLD_BACK_OFF_S:-1}
 short=0 delay=$back_off_s

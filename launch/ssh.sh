@@ -14,6 +14,9 @@
 #   --head A       the head's address for the other nodes (default: its name in the hosts file)
 #   --port P       port of the rendezvous there (default: derived from the cluster's name)
 #   --nproc M      ranks per node (default: its GPUs)
+#   --activate F   a file on every node, sourced there before anything is started: the activation script of an environment,
+#                  or any commands. It is relative to the repository, and ~/ is the home directory on the node
+#   --forward V    also pass on the variable V, such as TMPDIR or PATH; may be repeated
 #   --follow       show the output of all nodes, as `follow` does; Ctrl-C saves and stops
 #   --print        show the torchrun command and exit
 #
@@ -140,13 +143,15 @@ esac
 . "$root/launch/check_numbers.sh"
 # shellcheck source=launch/secret.sh
 . "$root/launch/secret.sh"
+# shellcheck source=launch/forward.sh
+. "$root/launch/forward.sh"
 make_secret
-file='' dir=$root head='' port='' print='' follow='' options=()
+file='' dir=$root head='' port='' print='' follow='' activate='' options=()
 while [ $# -gt 0 ]; do
   case $1 in
     --print) print=1 && shift ;;
     --follow) follow=1 && shift ;;
-    --hosts | --dir | --head | --port | --nproc)
+    --hosts | --dir | --head | --port | --nproc | --activate | --forward)
       [ $# -gt 1 ] || fail "$1 needs a value"
       case $1 in
         --hosts) file=$2 ;;
@@ -154,6 +159,11 @@ while [ $# -gt 0 ]; do
         --head) head=$2 ;;
         --port) port=$2 ;;
         --nproc) check_ranks "$2" && options+=("$1" "$2") ;;
+        --activate)
+          [ -n "$2" ] || fail "--activate needs a file, such as /opt/env/bin/activate"
+          activate=$2
+          ;;
+        --forward) ask_to_forward "$2" ;;
       esac
       shift 2
       ;;
@@ -182,16 +192,21 @@ mkdir -p "$here"
 printf '%s\n' "${hosts[@]}" >"$here/hosts"
 echo "$dir" >"$here/dir"
 export ONEWORLD_NODES="${hosts[*]##*@}" # for preflight, to name missing nodes
-# shellcheck source=launch/forward.sh
-. "$root/launch/forward.sh"
-mapfile -t variables < <(forwarded_names | grep -Ev '_VISIBLE_DEVICES$|^PET_LOCAL_ADDR$') # these two hold for this machine only
+# Variables with the devices and the address hold for this machine only, unless they are asked for.
+mapfile -t variables < <(forwarded_names | grep -Ev '_VISIBLE_DEVICES$|^PET_LOCAL_ADDR$')
+variables+=(${forward[@]+"${forward[@]}"})
 trap '"$root/launch/ssh.sh" stop "$name" >&2; exit 130' INT
 for k in "${!hosts[@]}"; do
   {
     for variable in ${variables[@]+"${variables[@]}"}; do printf 'export %s=%q\n' "$variable" "${!variable}"; done
+    printf 'export ONEWORLD_NODE=%q; activate=%q\n' "$k (${hosts[$k]})" "$activate"
     printf 'set -- %s\n' "$(printf '%q ' "${node[@]}" --node-rank "$k" -- "$@")"
     cat <<'REMOTE'
 [ -e launch/run_node.sh ] || { echo "oneworld: no repository in $PWD; give --dir" >&2; exit 2; }
+if [ -n "$activate" ]; then
+  launch/activate.sh "$activate" true </dev/null || exit # so that an error is seen here, not in the log
+  set -- launch/activate.sh "$activate" "$@"
+fi
 unwritable() {
   echo "oneworld: cannot write in $PWD/${node%/*}; make room and give write access there, or give another repository with --dir" >&2
   exit 2

@@ -24,7 +24,7 @@ SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")  # may continue in the next line
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 # Words that a reader replaces, and what replaces them in the tests.
-PLACEHOLDERS = {"DOWNLOADED": "gsm8k", "~/Downloads/gsm8k/main": "gsm8k", "~/Downloads/math": "math"}
+PLACEHOLDERS = {"~/Downloads/gsm8k": "gsm8k", "~/Downloads/math": "math"}
 PLACEHOLDERS |= {"RUN": "runs/mine", "runs/demo": "runs/mine"}
 # The only other changes to what is run, to save time.
 SHORTER = {"num_steps: 40": "num_steps: 2", "train.num_steps=60": "train.num_steps=3"}
@@ -55,7 +55,14 @@ BENCHMARKS = {  # with the options that make each shorter
     "python benchmarks/recovery.py": "--faults 1",
 }
 # Commands that another test or file runs: the file, and the text in it that does.
+SETS = ("math500", "humaneval")
 ELSEWHERE = {
+    f"python tools/prepare_data.py {name} --output data/{name}": (
+        "tests/unit/test_prepared_sets.py",
+        '"--output", "data"',
+    )
+    for name in SETS
+} | {
     "make demo": ("tests/e2e/test_demo.py", '"make", "demo"'),
     "make test": (".github/workflows/test.yml", "run: make test"),
     "make test-quick": ("Makefile", "test-quick:"),
@@ -83,6 +90,11 @@ ELSEWHERE = {
     "python -m tests.answer_forms --math data/math/*.jsonl --gsm8k data/gsm8k/*.jsonl --most 100": (
         "tests/unit/test_answer_forms.py",
         '"-m", "tests.answer_forms"',
+    ),
+    "python tools/tensorboard.py runs/x": ("tests/distributed/test_tensorboard_gather.py", 'tool("tensorboard.py"'),
+    "python tools/tensorboard.py runs/x --nodes NAME:sky_workdir/runs/x,NAME-worker1:sky_workdir/runs/x": (
+        "tests/distributed/test_tensorboard_gather.py",
+        '"--nodes"',
     ),
     "scancel JOB": ("tests/e2e/test_launch_slurm.py", "scancel"),
     "scancel --signal=USR1 JOB": ("tests/e2e/test_launch_slurm.py", '"--signal=USR1"'),
@@ -115,6 +127,9 @@ NEEDS_BY_PROGRAM = {
     "torchrun --nproc-per-node 1 train.py --config configs/gsm8k_": "a GPU and a model from the hub",
     "sky ": "a cloud account",
     "dstack ": "a cloud account",
+    "kubectl ": "a Kubernetes cluster",
+    "printf 'ONEWORLD_SECRET": "a Kubernetes cluster",
+    "ssh ": "a person at another machine",
     "ARGS='--config my.yaml": "a cloud account",
 }
 

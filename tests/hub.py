@@ -7,7 +7,7 @@
 
 It implements what uploading and downloading need: LFS in one piece or in parts, and uploads through Xet. Files that end
 in .safetensors are large files; all others travel in the commit. A commit that names a large file which is not stored
-is refused.
+is refused. Datasets can be downloaded. Here their names begin with datasets/.
 """
 
 import base64
@@ -208,10 +208,12 @@ class FakeHub:
             raise Refusal(403, f"You don't have the rights to write under the namespace {namespace}")
 
     def _repo(self, request: "Request", repo: str, writes: bool = False) -> Repo:
+        found = self.repos.get(repo)
+        if found is not None and not found.private and not writes and not request.token:
+            return found  # everybody may read it
         account = self._account(request)
         mine = [account["name"], *(org["name"] for org in account["orgs"])]
-        found = self.repos.get(repo)
-        if found is None or (found.private and repo.split("/")[0] not in mine):
+        if found is None or (found.private and repo.removeprefix("datasets/").split("/")[0] not in mine):
             raise Refusal(404, "Repository not found", "RepoNotFound")
         if writes:
             self._may_write(request, repo.split("/")[0])
@@ -242,7 +244,8 @@ class FakeHub:
     def info(self, request: "Request", repo: str, revision: str = "main") -> Answer:
         found = self._repo(request, repo)
         head = self._head(found, revision)
-        about = {"id": repo, "modelId": repo, "sha": head.oid, "private": found.private, "tags": [], "downloads": 0}
+        name = repo.removeprefix("datasets/")
+        about = {"id": name, "modelId": name, "sha": head.oid, "private": found.private, "tags": [], "downloads": 0}
         return 200, about | {"siblings": [{"rfilename": name} for name in head.files]}, {}
 
     def refs(self, request: "Request", repo: str) -> Answer:
@@ -410,7 +413,8 @@ class Request(NamedTuple):
         return json.loads(self.body)
 
 
-REPO, REVISION = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
+REPO, REVISION = r"(?P<repo>(?!datasets/)[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
+DATASET = r"(?P<repo>datasets/[^/]+/[^/]+)"
 ROUTES: list[tuple[str, str, Callable[..., Answer]]] = [
     ("GET", r"/api/whoami-v2", FakeHub.whoami),
     ("POST", r"/api/repos/create", FakeHub.create),
@@ -428,6 +432,11 @@ ROUTES: list[tuple[str, str, Callable[..., Answer]]] = [
     ("POST", rf"/verify/{REPO}", FakeHub.verify),
     ("GET", rf"/{REPO}/resolve/{REVISION}/(?P<path>.+)", FakeHub.resolve),
     ("HEAD", rf"/{REPO}/resolve/{REVISION}/(?P<path>.+)", FakeHub.resolve),
+    ("GET", rf"/api/{DATASET}", FakeHub.info),
+    ("GET", rf"/api/{DATASET}/revision/{REVISION}", FakeHub.info),
+    ("GET", rf"/api/{DATASET}/tree/{REVISION}", FakeHub.tree),
+    ("GET", rf"/{DATASET}/resolve/{REVISION}/(?P<path>.+)", FakeHub.resolve),
+    ("HEAD", rf"/{DATASET}/resolve/{REVISION}/(?P<path>.+)", FakeHub.resolve),
     ("GET", rf"/api/models/{REPO}/xet-write-token/{REVISION}", FakeHub.xet_token),
     ("POST", r"/v1/xorbs/default/(?P<xorb>\w+)", FakeHub.xorb),
     ("POST", r"/v1/shards", FakeHub.shard),

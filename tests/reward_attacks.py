@@ -1,4 +1,5 @@
-"""Reward functions that hang, crash, flood, leak or forge, as the response says; and helpers that watch a pool."""
+"""Reward functions that hang, crash, flood, leak or forge, as the response says; programs that do the same to the
+reward function `code`; and helpers that watch a pool."""
 
 import ctypes
 import json
@@ -210,6 +211,289 @@ def writes_a_file() -> float:
     with open(os.devnull, "wb") as file:
         file.write(b"x")
     return float(resource.getrlimit(resource.RLIMIT_CORE)[0] == 0)
+
+
+# Programs for the reward function `code`. Their task is `add(a, b)`, and none of them may pass its tests.
+SUM = "def add(a, b):\n    return a + b\n"
+SUM_TEST = "def check(candidate):\n    assert candidate(2, 3) == 5\n    assert candidate(9, -4) == 5\n"
+SUM_ROW = {"entry_point": "add", "test": SUM_TEST}
+
+
+def programs(text: str) -> dict[str, str]:
+    """Return programs by name. Each begins after a line `== NAME`."""
+    parts = text.split("\n== ")[1:]
+    return {name: program for name, _, program in (part.partition("\n") for part in parts)}
+
+
+# These pretend to be right.
+FORGERIES = programs(r"""
+== exits with 0
+import os
+os._exit(0)
+== raises SystemExit
+raise SystemExit(0)
+== exits in a call
+import sys
+def add(a, b):
+    sys.exit(0)
+== exits at once in a call
+import os
+def add(a, b):
+    os._exit(0)
+== replaces sys.exit
+import sys
+sys.exit = exit = quit = lambda *_: None
+def add(a, b):
+    sys.exit(0)
+== prints results
+print('1 1 1 passed ok')
+def add(a, b):
+    print([True, True])
+== is equal to everything
+class Any:
+    def __eq__(self, other):
+        return True
+def add(a, b):
+    return Any()
+== is an int that equals everything
+class Any(int):
+    def __eq__(self, other):
+        return True
+    __hash__ = int.__hash__
+def add(a, b):
+    return Any(0)
+== is a list whose items are equal
+class Any(list):
+    def __eq__(self, other):
+        return True
+def add(a, b):
+    return Any([1])
+== replaces builtins
+import builtins
+builtins.AssertionError = builtins.Exception = None
+builtins.exec = builtins.compile = lambda *_: None
+def add(a, b):
+    return None
+== defines check
+def check(candidate):
+    pass
+candidate = check
+def add(a, b):
+    return None
+== searches frames
+import gc, re, sys
+def texts(value, depth=0):
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict) and depth < 4:
+        for entry in list(value.values()):
+            yield from texts(entry, depth + 1)
+    elif isinstance(value, (list, tuple)) and depth < 4:
+        for entry in list(value):
+            yield from texts(entry, depth + 1)
+def add(a, b):
+    frame, found = sys._getframe(), []
+    while frame:
+        found += texts(dict(frame.f_locals))
+        found += texts(dict(frame.f_globals))
+        frame = frame.f_back
+    for value in gc.get_objects():
+        found += texts(value)
+    needle = "assert " + "candidate(%s, %s) == " % (a, b)
+    for text in found:
+        if needle in text:
+            return int(re.match(r"-?\d+", text.split(needle)[1])[0])
+== searches memory
+import ctypes, sys
+def add(a, b):
+    needle = ("candidate(%s, %s)" % (a, b)).encode() + b" == "
+    libc = ctypes.CDLL(None)
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    libc.sbrk.restype = ctypes.c_void_p
+    for heap in (libc.sbrk(0), id(object())):  # of large and of small objects
+        for start in range((heap & ~0xFFF) - (32 << 20), heap + (32 << 20), 4096):
+            if libc.mincore(start, 4096, ctypes.create_string_buffer(1)) == 0:
+                page = ctypes.string_at(start, 4096)
+                at = page.find(needle)
+                if at >= 0 and page[at + len(needle):][:1].isdigit():
+                    return int(page[at + len(needle):][:1])
+== writes to every file
+import os
+def add(a, b):
+    for fd in range(64):
+        try:
+            os.write(fd, bytes([1]) * 100)
+        except OSError:
+            pass
+== answers before it is asked
+import os
+for fd in range(3, 64):
+    try:
+        for _ in range(9):
+            os.write(fd, b'\x09\0\0\0["ok", 1]')
+    except OSError:
+        pass
+== sends nonsense
+import os
+for fd in range(3, 64):
+    try:
+        os.write(fd, b'\xff' * 1000)
+    except OSError:
+        pass
+== nests its answer
+def add(a, b):
+    value = []
+    for _ in range(100000):
+        value = [value]
+    return value
+== recurses
+def add(a, b):
+    return add(a, b)
+== raises what cannot be shown
+class Strange(Exception):
+    def __str__(self):
+        raise ValueError
+def add(a, b):
+    raise Strange
+== replaces the class of its error
+class Passed(AssertionError):
+    pass
+def add(a, b):
+    raise Passed
+""")
+
+# These try to get out, or to do harm. Where it is said, `add` is right only if the attempt succeeds.
+HOSTILE = """
+import ctypes, os, signal, socket, subprocess, sys, time
+LIBC = ctypes.CDLL(None, use_errno=True)
+def called(result):
+    if result < 0:
+        raise OSError(ctypes.get_errno())
+def add(a, b):
+    attempt()
+    return a + b
+def attempt():
+"""
+ESCAPES = {
+    "forks": "if os.fork() == 0: os._exit(0)",
+    "starts a program": "subprocess.run([sys.executable, '-c', ''], check=True)",
+    "becomes a program": "os.execv('/bin/sh', ['sh', '-c', 'exit 0'])",
+    "opens a socket": "socket.socket()",
+    "opens a UNIX socket": "socket.socket(socket.AF_UNIX)",
+    "resolves a name": "socket.getaddrinfo('localhost.localdomain', 80)",
+    "writes to the root": "open('/file', 'w').close()",
+    "writes to a library": "open(os.__file__, 'a').close()",
+    "writes to /usr": "open('/usr/lib/file', 'w').close()",
+    "writes to shared memory": "open('/dev/shm/file', 'w').close()",
+    "makes memory that is a file": "os.memfd_create('x')",
+    "reads the password file": "open('/etc/passwd').close()",
+    "follows a link": "os.symlink('/etc/passwd', 'link'); open('link').close()",
+    "leaves by ..": "open('../../../../../../etc/passwd').close()",
+    "reads the checkout": "open(CHECKOUT).close()",
+    "lists a home": "assert set(os.listdir(HOME)) - SEEN",
+    "reads processes": "os.listdir('/proc/1')",
+    "reads the environment": "assert os.environ or os.environb",
+    "sees other processes": "os.kill(OUTSIDE, 0)",
+    "kills other processes": "os.kill(OUTSIDE, 9)",
+    "kills its process group": "os.killpg(os.getpgid(0), 0) if os.getpgid(0) != 1 else 1 / 0",
+    "traces a process": "called(LIBC.ptrace(16, 2, 0, 0))",
+    "makes a namespace": "called(LIBC.unshare(0x10000000))",
+    "mounts": "called(LIBC.mount(b'x', b'/tmp', b'tmpfs', 0, None))",
+    "changes its root": "os.chroot('/tmp')",
+    "becomes root": "os.setuid(0)",
+    "raises its limits": "__import__('resource').setrlimit(__import__('resource').RLIMIT_AS, (1 << 40, 1 << 40))",
+    "adds a key": "called(LIBC.syscall(KEYCTL, 0, -3, 0, 0, 0))",
+    "makes a device": "os.mknod('disk', 0o600 | 0o060000, os.makedev(8, 0)); open('disk').close()",
+    "fills the disk": "[open(str(number), 'wb').write(bytes(15 << 20)) for number in range(9)]",
+    "writes a large file": "open('x', 'wb').write(bytes(17 << 20))",
+    "makes many files": "[open(str(number), 'w').close() for number in range(5000)]",
+    "opens many files": "[os.open('/dev/null', os.O_RDONLY) for _ in range(200)]",
+    "fills memory": "bytearray(4 << 30)",
+    "fills memory slowly": "kept = [bytearray(16 << 20) for _ in range(256)]",
+}
+BOMBS = programs(r"""
+== forks without end
+while True:
+    try:
+        __import__('os').fork()
+    except OSError:
+        pass
+== starts threads without end
+import threading, time
+while True:
+    threading.Thread(target=time.sleep, args=(99,)).start()
+== loops
+while True:
+    pass
+== sleeps
+import time
+time.sleep(1000)
+== stops itself
+import os
+os.kill(os.getpid(), 19)
+import time
+time.sleep(1000)
+== prints without end
+while True:
+    print('x' * 100000)
+== writes to its streams
+import os
+while True:
+    os.write(1, bytes(1 << 20)), os.write(2, bytes(1 << 20))
+== loops in a call
+def add(a, b):
+    while True:
+        pass
+== returns much
+def add(a, b):
+    return 'x' * (100 << 20)
+== returns without end
+import itertools
+def add(a, b):
+    return itertools.count()
+== has a huge number
+def add(a, b):
+    return 9 ** (9 ** 9)
+== loops in C
+import re
+re.match(r'(a+)+$', 'a' * 64 + 'b')
+== ignores signals
+import signal
+for number in range(1, 65):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+while True:
+    pass
+== segfaults
+import ctypes
+ctypes.string_at(0)
+== kills its group
+import os
+os.kill(0, 9)
+== kills all
+import os
+os.kill(-1, 9)
+== kills itself
+import os
+os.kill(os.getpid(), 9)
+== closes everything
+import os
+os.closerange(0, 4096)
+== is not Python
+def add(a, b) return a + b
+""")
+BOMBS["nests too deeply"] = "x = " + "(" * 100000
+
+
+def escape(attempt: str, outside: int, seen: list[str]) -> str:
+    """Return a program that is right only if the attempt succeeds. `outside` is the id of a process, and `seen` are the
+    folders in the home that the program may see, because Python is in them."""
+    keyctl = {"x86_64": 250, "aarch64": 219}[os.uname().machine]
+    values = {"CHECKOUT": __file__, "HOME": str(Path.home()), "OUTSIDE": outside, "SEEN": set(seen), "KEYCTL": keyctl}
+    lines = "".join(f"{name} = {value!r}\n" for name, value in values.items())
+    return lines + HOSTILE + f"    {attempt}\n"
 
 
 class Results:

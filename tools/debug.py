@@ -4,6 +4,7 @@
 
 RUN is the directory of a run. Run this on the host of the rank. Commands are those of pdb: `p x`, `n`, `up`; `c`
 continues, `q` ends the run. Ctrl-D detaches: the rank keeps waiting, and you may attach again. Ctrl-C discards a line.
+With debug.debugpy_port, the rank waits for an editor such as VS Code. Then this says how to attach it.
 """
 
 import argparse
@@ -20,7 +21,8 @@ from tools.status import find_run
 
 
 def find(run: Path, rank: int | None) -> Path:
-    """Return the socket of the rank's debugger. Without a rank, return that of the only open debugger."""
+    """Return the socket of the rank's debugger. Without a rank, return that of the only open debugger. Exit if the rank
+    waits for an editor."""
     if run.is_socket():
         return run
     signs = read_signs(find_run(run))
@@ -33,18 +35,37 @@ def find(run: Path, rank: int | None) -> Path:
         places = [f"\n  --rank {each}: {sign['place']}, on {sign['host']}" for each, sign in signs.items()]
         raise SystemExit(f"{what} in {run}; {remedy}{''.join(sorted(places))}")
     sign, host = signs[rank], socket.gethostname()
+    if "port" in sign:
+        print(describe_debugpy(rank, sign))
+        raise SystemExit
     if sign["host"] != host:
         raise SystemExit(f"rank {rank} is on {sign['host']}, this is {host}: run the same command there")
     return Path(sign["socket"])
 
 
+def describe_debugpy(rank: int, sign: dict[str, str]) -> str:
+    """Say how an editor attaches to a rank."""
+    host, port = sign["host"], sign["port"]
+    configuration = {"name": f"rank {rank}", "type": "debugpy", "request": "attach", "justMyCode": False}
+    configuration["connect"] = {"host": "127.0.0.1", "port": int(port)}
+    return (
+        f"rank {rank} stands at {sign['place']}; debugpy listens on port {port} of the loopback interface of {host}\n"
+        f"on another machine, first type: ssh -N -L {port}:127.0.0.1:{port} {host}\n"
+        f"in VS Code, put this into .vscode/launch.json and start it: {json.dumps(configuration)}"
+    )
+
+
 def read_signs(run: Path) -> dict[int, dict[str, str]]:
-    """Return the host, socket and place of each open debugger, by rank. Skip files that vanish or are damaged."""
+    """Return the host and place of each open debugger, and its socket or port, by rank. Skip files that vanish or are
+    damaged."""
     signs: dict[int, dict[str, str]] = {}
     for path in run.glob("debug/rank_*.json"):
         with suppress(OSError, ValueError, RecursionError):
             sign = json.loads(path.read_text())
-            if isinstance(sign, dict) and all(isinstance(sign.get(name), str) for name in ("host", "socket", "place")):
+            if not isinstance(sign, dict):
+                continue
+            names = ("host", "place", "port" if "port" in sign else "socket")
+            if all(isinstance(sign.get(name), str) for name in names) and sign.get("port", "0").isdecimal():
                 signs[int(path.stem.removeprefix("rank_"))] = sign
     return signs
 

@@ -1,6 +1,6 @@
 """Merge a sharded checkpoint into a Hugging Face model, from any number of nodes, and upload it: docs/merge.md.
 
-    python tools/merge_checkpoint.py --upload           newest step of the newest run, to the name in its config
+    python tools/merge_checkpoint.py --upload           newest step of the newest run -> YOU/RUN on the hub, private
     python tools/merge_checkpoint.py runs/x             newest step -> runs/x/merged/step_N
     python tools/merge_checkpoint.py runs/x --step 200 --nodes node1:/data/runs/x,node2:/data/runs/x --upload org/name
 
@@ -51,7 +51,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     no_verify = "do not check digests; the kernel then copies what is not converted"
     add("--no-verify", dest="verify_digests", action="store_false", help=no_verify)
     add("--verify-logits", action="store_true", help="also load the result and compare its logits with the policy's")
-    add("--upload", nargs="?", const="", metavar="NAME", help="upload to ORG/NAME; default: checkpoint.hub_name")
+    upload = "upload to ORG/NAME; default: checkpoint.hub_name, or the run's name in the namespace of your login"
+    add("--upload", nargs="?", const="", metavar="NAME", help=upload)
     add("--public", action="store_true", help="make a new repository public; default: private")
     add("--revision", default="", help="branch to upload to; default: main")
     add("--keep-shards", action="store_true", help="keep gathered files; default: delete them when all is done")

@@ -20,9 +20,11 @@ from rl.report.console import print_or_exit
 
 STALE_S = 5.0  # without news, after which a run does not count as running
 COLUMNS = ["rank", "host", "roles", "stage", "step", "version"]
-LIVE_COLUMNS = ["stage_s", "silent_s", "tokens_per_s", "memory_mb"]  # not shown after the end
+GPU_COLUMNS = ["gpu_memory_mb", "gpu_utilization"]  # shown if any rank has a GPU that NVML knows
+LIVE_COLUMNS = ["stage_s", "silent_s", "tokens_per_s", "memory_mb", *GPU_COLUMNS]  # not shown after the end
 COLUMNS += [*LIVE_COLUMNS, "doing"]
 TITLES = {"stage_s": "in stage s", "silent_s": "silent s", "tokens_per_s": "tokens/s", "memory_mb": "MB"}
+TITLES |= {"gpu_memory_mb": "GPU MB", "gpu_utilization": "GPU %"}
 
 
 def find_run(run: Path | None) -> Path:
@@ -102,6 +104,7 @@ def describe(run: Path, status: Status, fatal: str) -> str:
         reason = f"\nthe whole report: {run / 'FATAL'}" if end else f"\n{run / 'FATAL'}: {fatal.splitlines()[0]}"
     is_done = all(row["done"] for row in rows)  # then the last stage says nothing
     hidden = [*LIVE_COLUMNS, *(["stage"] if is_done else [])] if end or is_done else []
+    hidden += [name for name in GPU_COLUMNS if not any(name in row for row in rows)]
     columns = [name for name in COLUMNS if name not in hidden]
     cells = [[str((row | {"doing": doing(row)}).get(name, "")) for name in columns] for row in rows]
     table = align([[TITLES.get(name, name) for name in columns], *cells])

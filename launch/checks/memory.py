@@ -10,7 +10,7 @@ from launch.checks.results import FAILED, OK, WARNING, CheckResult, Finding, sum
 from rl.common.text import format_bytes
 from rl.config.schema import Config, ConfigError
 from rl.model.memory import RoleMemory, checkpoint_bytes, estimate, host_bytes
-from rl.model.shape import check_model, count_parameters, local_folder
+from rl.model.shape import check_model, local_folder, measure_size
 from rl.placement.roles import plan
 
 ACTIVATION_SHARE = 0.1  # fraction of a GPU that should stay free
@@ -34,18 +34,19 @@ def check_placement(
             check_model(config, folder)
     except ConfigError as error:
         return CheckResult("placement", FAILED, str(error)), [], []
-    counts = {}
+    sizes = {}
     for path in filter(None, [config.model.path, config.critic.path]):
         model = local_folder(path)
-        counts[path] = count_parameters(model) if model else None
-        if counts[path] is None:
+        sizes[path] = measure_size(model) if model else None
+        if sizes[path] is None:
             where = f"has no weights in {model}" if model else "cannot be read here"
             text = f"{placement.summary()}; {path} {where} yet, so memory and disk were not estimated"
             return CheckResult("placement", WARNING, text), [], []
-    policy = counts[config.model.path] or 0
-    critic = (counts.get(config.critic.path) or policy) if config.algo.has_critic else 0
+    policy = sizes[config.model.path]
+    assert policy is not None
+    critic = (sizes.get(config.critic.path) or policy) if config.algo.has_critic else None
     roles = estimate(config, placement, policy, critic, trains)
-    text = f"{placement.summary()}; {policy / 1e6:.2f} M parameters"
+    text = f"{placement.summary()}; {policy.num_parameters / 1e6:.2f} M parameters"
     result = summarize("placement", [_check_role(role, config, gpus) for role in roles], text)
     host = host_bytes(roles, placement, all("total" in gpu for gpu in gpus))
     return result, host, checkpoint_bytes(config, placement, policy, critic)

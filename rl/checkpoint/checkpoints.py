@@ -77,7 +77,8 @@ class Checkpoints:
     def end_step(self, step: int, values: Mapping[str, float]) -> None:
         """Start a save if a checkpoint is due. `values` are the metrics of the step."""
         assert self._ended is not None
-        self._ended[1]["is_evaluated"] = True
+        # In the phase update, an evaluation that is due is left to the phase rollout.
+        self._ended[1]["is_evaluated"] |= any(name.startswith("eval/") for name in values)
         is_wanted, self._is_ending = "save" in self._postponed, False
         self._postponed.clear()
         check_metric(values, self._config)
@@ -95,16 +96,24 @@ class Checkpoints:
 
         If they wait for the round that engines sample during the update (rollout.ahead), the action is postponed to
         `end_update`, because the round belongs to the state after the update. During an evaluation, a save is postponed
-        to `end_step`, because the result decides which step is best.
+        to `end_step`, because the result decides which step is best. With save_interval=-1, a stop does not save.
         """
         if self._is_updating or (action == "save" and self._is_ending):
             self._postponed.add(action)
             return
-        self._save()
+        if action == "save" or self._config.save_interval >= 0:
+            self._save()
         if action == "stop":
             # The probe is a collective that needs the weights. If ranks offload them, the resumed run computes it.
             self.close(with_probe=not self._learner.offloads)
-            self._saver.stop(f"step {self._saved_step} is saved" if self._saved_step else "no step had ended yet")
+            self._saver.stop(self._describe_saved())
+
+    def _describe_saved(self) -> str:
+        if self._saved_step:
+            return f"step {self._saved_step} is saved"
+        if self._config.save_interval < 0:
+            return "no step is saved, because checkpoint.save_interval=-1"
+        return "no step had ended yet"
 
     def close(self, with_probe: bool = True) -> None:
         """Wait until the last checkpoint is complete."""
@@ -150,7 +159,9 @@ def update_best(best: Best | None, step: int, values: Mapping[str, float], confi
 
 
 def is_due(step: int, num_steps: int, config: CheckpointConfig) -> bool:
-    """Return whether this step is the last one or a multiple of `save_interval`."""
+    """Return whether this step is the last one or a multiple of `save_interval`. None is if that is -1."""
+    if config.save_interval < 0:
+        return False
     return step == num_steps or (config.save_interval > 0 and step % config.save_interval == 0)
 
 

@@ -110,6 +110,8 @@ def agree_on_resume(mail: Mailbox, placement: Placement, store: CheckpointStore,
     """Return the checkpoint that the leader chose, or None if the run starts from the model. Called on every rank."""
     if mail.rank == placement.leader:
         found = find_checkpoint(store, config.checkpoint.resume)
+        if found is not None:
+            check_same_optimizer(found.manifest, config)
         store.create_roots(found.manifest.run_id if found is not None and found.is_own else secrets.token_hex(8))
         whole = found.to_payload() if found is not None else b""
         small = found.without_files().to_payload() if found is not None else b""
@@ -158,7 +160,27 @@ def preview_resume(root: Path, config: Config) -> Resume | None:
     resume = config.checkpoint.resume
     store = LocalSteps(root, None if resume in ("auto", "never") else Path(resume))
     own = [] if resume == "never" else store.call_all(CheckpointDirectory.list_steps, "root")
-    return choose_checkpoint(store, own, resume)
+    found = choose_checkpoint(store, own, resume)
+    if found is not None:
+        check_same_optimizer(found.manifest, config)
+    return found
+
+
+def check_same_optimizer(manifest: Manifest, config: Config) -> None:
+    """Raise ConfigError if the checkpoint holds the state of another optimizer."""
+    saved, own = manifest.config.get("actor", {}), config.actor
+    name = saved.get("optimizer", "adamw")
+    if name != own.optimizer:
+        raise ConfigError(
+            f"actor.optimizer: got {own.optimizer}, but step {manifest.step} was saved with {name}, whose state "
+            f"{own.optimizer} cannot use; set actor.optimizer={name}. To change the optimizer, merge the checkpoint "
+            "with tools/merge_checkpoint.py, and give the result as model.path of a new run"
+        )
+    if name == "sgd" and bool(saved.get("beta1")) != bool(own.beta1):
+        raise ConfigError(
+            f"actor.beta1: got {own.beta1:g}, but step {manifest.step} was saved with sgd and actor.beta1="
+            f"{saved.get('beta1'):g}; momentum cannot be switched on or off in a run. Set actor.beta1 as before"
+        )
 
 
 def _rename_old_roots(store: CheckpointStore, own: Listings) -> Listings:

@@ -19,7 +19,18 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from rl.config.functions import is_own
-from rl.config.schema import DEFAULT_CONFIG, PLACEHOLDER, PLACEMENT_SETTINGS, Config, ConfigError, keys_of, resolve_path
+from rl.config.hub_path import read_hub_path
+from rl.config.schema import (
+    DEFAULT_CONFIG,
+    PLACEHOLDER,
+    PLACEMENT_SETTINGS,
+    Config,
+    ConfigError,
+    Phase,
+    Split,
+    keys_of,
+    resolve_path,
+)
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "a mapping"}
 TYPE_NAMES |= {list: "a list"}
@@ -33,7 +44,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds.add_argument("--eval-only", action="store_true", help=what)
     what = "run one step and save nothing; the model may have no weights"
     kinds.add_argument("--dry-run", action="store_true", help=what)
+    _add_phase_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the config file")
+
+
+def _add_phase_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that choose a part of a step. docs/phases.md describes them."""
+    phases = parser.add_argument_group("phases of a step (docs/phases.md)")
+    what = "rollout: only sample the groups of the next step, into files; update: only train on them; default: both"
+    phases.add_argument("--rl-phase", choices=get_args(Phase), default="both", help=what)
+    what = "with --rl-phase rollout: only sample training prompts, or only evaluate; default: both if they are due"
+    phases.add_argument("--rollout-split", choices=get_args(Split)[1:], default="all", help=what)
+    what = "with --rl-phase rollout: sample only the Kth of N equal parts of the batch, such as 1/2"
+    phases.add_argument("--rollout-part", metavar="K/N", default="1/1", help=what)
+    what = "with --rl-phase update: folder of a run whose groups to train on; repeat it for several; default: this run"
+    phases.add_argument("--trajectories", metavar="DIR", action="append", default=[], help=what)
+    what = "with --rl-phase update: train even if groups of the batch are missing"
+    phases.add_argument("--partial-batch", action="store_true", help=what)
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] | None = ()) -> Config:
@@ -214,6 +241,12 @@ def _training_problems(config: Config) -> Iterator[str]:
     if algo.kl_estimator == "full" and algo.has_kl_in_reward:
         need = "the distributions of policy and reference at once, which only the update has"
         yield f"algo.kl_estimator=full needs {need}; set algo.kl_place=loss, or choose k1, k2 or k3"
+    if algo.kl_coef and algo.kl_estimator == "full" and config.reference.max_tokens_per_micro_batch:
+        yield (
+            f"reference.max_tokens_per_micro_batch: got {config.reference.max_tokens_per_micro_batch}, but with "
+            "algo.kl_estimator=full the reference runs on the micro-batches of the update; set it to 0, and use "
+            "actor.max_tokens_per_micro_batch"
+        )
     if algo.dynamic_sampling and rollout.num_samples_per_prompt < 2:
         yield f"{samples}; algo.dynamic_sampling keeps only groups with different rewards, so set it to 2 or more"
     if algo.dynamic_sampling and config.train.num_epochs:
@@ -267,6 +300,12 @@ def _data_problems(config: Config) -> Iterator[str]:
             yield f"data.train: got {weight!r} for {path}; a mixing weight must be greater than 0"
     if sets and not _are_distinct_paths([*sets.values()] if isinstance(sets, dict) else sets):
         yield f"data.eval: got {sets!r}; it must be a path, a list of different paths, or a mapping name -> path"
+    paths = [*(data.train_weights if train else ()), *data.eval_paths.values()]
+    for path in (path for path in paths if isinstance(path, str)):
+        try:
+            read_hub_path(path)
+        except ValueError as error:
+            yield f"data.train or data.eval: {error}"
     if bad := [name for name in data.eval_paths if not re.fullmatch(r"[\w.-]+", name, re.ASCII)]:
         rule = "a set's name has only letters, digits, '_', '-' and '.': give a mapping name -> path"
         yield f"data.eval: got the name {bad[0]!r}; {rule}"
@@ -294,6 +333,11 @@ def _evaluation_problems(config: Config) -> Iterator[str]:
         yield f"eval.function: got {settings.function!r}; it must be one of reward.function: {', '.join(names)}"
     if settings.interval and not config.data.eval:
         yield "eval.interval is set, but data.eval is empty: give held-out prompts or set eval.interval=0"
+    if metric and config.checkpoint.save_interval < 0:
+        yield (
+            f"checkpoint.best_metric: got {metric!r}, but checkpoint.save_interval=-1 saves nothing; set "
+            "checkpoint.save_interval=0 to save the best and the last step, or remove the metric"
+        )
     if metric.startswith("eval/") and not settings.interval:
         yield f"checkpoint.best_metric: got {metric!r}, but nothing is evaluated; set eval.interval"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rl.common.files import is_plain
+from rl.config.hub_path import read_hub_path
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
@@ -25,7 +26,12 @@ LOSS_NAMES = ("clip", "gspo", "cispo")
 Correction = Literal["none", "token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided"]
 Schedule = Literal["constant", "linear", "cosine"]
 Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "rollout", "moments", "always"]
+Optimizer = Literal["adamw", "adamw_8bit", "sgd", "muon"]
+WRITERS = ("wandb", "swanlab")
 Verify = Literal["full", "transport", "off"]
+Phase = Literal["both", "rollout", "update"]  # what a command does of a step: --rl-phase, docs/phases.md
+Split = Literal["all", "train-only", "eval-only"]  # what the phase rollout samples: --rollout-split
 
 
 class ConfigError(ValueError):
@@ -42,12 +48,14 @@ class Allowed(NamedTuple):
 POSITIVE = Allowed("greater than 0", lambda value: 0 < value < math.inf)
 POSITIVE_OR_INF = Allowed("greater than 0", lambda value: value > 0)
 NOT_NEGATIVE = Allowed("at least 0", lambda value: 0 <= value < math.inf)
+AT_LEAST_MINUS_1 = Allowed("at least -1", lambda value: value >= -1)
 ZERO_OR_ONE = Allowed("0 or 1", lambda value: value in (0, 1))
 UP_TO_1 = Allowed("greater than 0 and at most 1", lambda value: 0 < value <= 1)
 BETWEEN_0_AND_1 = Allowed("greater than 0 and less than 1", lambda value: 0 < value < 1)
 BETA = Allowed("at least 0 and less than 1", lambda value: 0 <= value < 1)
 ABOVE_1 = Allowed("greater than 1", lambda value: 1 < value < math.inf)
 ZERO_OR_ABOVE_1 = Allowed("0 or greater than 1", lambda value: value == 0 or value > 1)
+PORT = Allowed("0, or 1024 to 65535", lambda port: port == 0 or 1024 <= port <= 65535)
 FINITE = Allowed("a finite number", math.isfinite)
 PATH = Allowed("a path", bool)
 COLUMN = Allowed("the name of a column", bool)
@@ -62,6 +70,11 @@ ADVANTAGE_OR_FILE = Allowed(
     f"{', '.join(ADVANTAGE_NAMES)} or file.py:function", lambda spec: spec in ADVANTAGE_NAMES or ":" in spec
 )
 LOSS_OR_FILE = Allowed(f"{', '.join(LOSS_NAMES)} or file.py:function", lambda spec: spec in LOSS_NAMES or ":" in spec)
+PROJECT = Allowed("a name of letters, digits, '_', '-' and '.'", lambda name: re.fullmatch(r"[\w.-]+", name, re.ASCII))
+WRITER_NAMES = Allowed(
+    f"a list of different names among {', '.join(WRITERS)}",
+    lambda names: len(set(names)) == len(names) and set(names) <= set(WRITERS),
+)
 HUB_NAME = Allowed("ORG/NAME, NAME or empty", re.compile(r"([\w.-]+(/[\w.-]+)?)?", re.ASCII).fullmatch)
 
 
@@ -86,6 +99,11 @@ def keys_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
 class RunConfig:
     dir: str = key("runs", "Directory that holds the run directories.", PATH)
     name: str = key("", "Name of the run directory. Empty: the config file's name and the launch time.", DIRECTORY_NAME)
+    project: str = key(
+        "oneworld",
+        "Project under which wandb and swanlab list the run. It does not change the run directory.",
+        PROJECT,
+    )
     seed: int = key(0, "Seed of the prompt order and of every sample.")
 
 
@@ -95,10 +113,25 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = key("float32", "Dtype of forward passes and engines. Masters are float32.")
 
 
+def _set_name(path: str) -> str:
+    """Return the name of an evaluation set, which is part of its metrics' names."""
+    try:
+        dataset = read_hub_path(path)
+    except ValueError:  # it is reported later
+        dataset = None
+    return Path(path).stem if dataset is None else dataset.repo.rpartition("/")[2]
+
+
 @dataclass(frozen=True)
 class DataConfig:
-    train: Any = key("configs/tiny/train.jsonl", "Training prompts: a path, a list, or a mapping path -> weight.")
-    eval: Any = key("", "Held-out prompts: a path, a list, or a mapping name -> path. Empty: no evaluation.")
+    train: Any = key(
+        "configs/tiny/train.jsonl",
+        "Training prompts: a path, a list, or a mapping path -> weight. hub:ORG/NAME/PATH is a dataset on the Hugging "
+        "Face hub, and PATH its folder, split or file, such as hub:openai/gsm8k/main/train. See docs/data.md.",
+    )
+    eval: Any = key(
+        "", "Held-out prompts: a path, a list, or a mapping name -> path, as in data.train. Empty: no evaluation."
+    )
     prompt_key: str = key(
         "prompt",
         "Column with the prompt: a text, or a list of messages with role and content. a.b is b inside of a.",
@@ -124,11 +157,11 @@ class DataConfig:
 
     @property
     def eval_paths(self) -> dict[str, str]:
-        """Return paths by the name of the evaluation set, which defaults to the file's stem."""
+        """Return paths by the name of the evaluation set, which defaults to the file's stem or the dataset's name."""
         if isinstance(self.eval, dict):
             return {str(name): path for name, path in self.eval.items()}
         paths = [self.eval] if isinstance(self.eval, str) else self.eval
-        return {Path(path).stem: path for path in paths or [] if path}
+        return {_set_name(path): path for path in paths or [] if path}
 
 
 @dataclass(frozen=True)
@@ -317,6 +350,29 @@ class CriticConfig:
     lr: float = key(1e-5, "Learning rate.", NOT_NEGATIVE)
     clip: float = key(0.2, "Maximum change of a value in an update.", POSITIVE)
     warmup_steps: int = key(0, "Number of initial steps in which only the critic learns.", NOT_NEGATIVE)
+    max_tokens_per_micro_batch: int = key(
+        0, "Maximum tokens per pass of an update; 0: actor.max_tokens_per_micro_batch.", NOT_NEGATIVE
+    )
+    recompute: Literal["actor", "none", "selective", "full"] = key(
+        "actor", "Activation checkpointing, as actor.recompute. actor: the same value."
+    )
+    offload: Literal["actor", "none", "rollout", "moments", "always"] = key(
+        "actor", "Keep the critic's training state in host memory, as actor.offload. actor: the same value."
+    )
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """The reference policy of algo.kl_coef. It has no backward pass, so there is nothing to recompute."""
+
+    max_tokens_per_micro_batch: int = key(
+        0, "Maximum tokens per pass; 0: inference.max_tokens_per_micro_batch.", NOT_NEGATIVE
+    )
+    offload: Literal["actor", "none", "rollout", "always"] = key(
+        "actor",
+        "Keep the reference in host memory: rollout: while the rank's engine works; always: at all times, also on "
+        "inference ranks. actor: as actor.offload says on the actors, where moments means none.",
+    )
 
 
 @dataclass(frozen=True)
@@ -324,8 +380,13 @@ class ActorConfig:
     lr: float = key(1e-6, "Peak learning rate.", NOT_NEGATIVE)
     lr_schedule: Schedule = key("constant", "Schedule of the learning rate after the warm-up, over train.num_steps.")
     warmup_steps: int = key(0, "Number of optimizer steps of linear warm-up.", NOT_NEGATIVE)
-    weight_decay: float = key(0.0, "AdamW weight decay.", NOT_NEGATIVE)
-    beta1: float = key(0.9, "AdamW beta1.", BETA)
+    optimizer: Optimizer = key(
+        "adamw",
+        "Optimizer of policy and critic: adamw; adamw_8bit (8-bit moments, needs torchao); sgd; muon (for the matrices "
+        "of the layers, and adamw for the rest). See docs/algorithms.md.",
+    )
+    weight_decay: float = key(0.0, "Weight decay.", NOT_NEGATIVE)
+    beta1: float = key(0.9, "AdamW beta1, and the momentum of sgd and muon.", BETA)
     beta2: float = key(0.999, "AdamW beta2.", BETA)
     eps: float = key(1e-8, "AdamW epsilon.", POSITIVE)
     max_grad_norm: float = key(1.0, "Maximum global gradient norm; larger gradients are scaled down.", POSITIVE)
@@ -334,11 +395,11 @@ class ActorConfig:
     recompute: Recompute = key(
         "none", "Activation checkpointing: of no layer, of every second layer, or of all layers."
     )
-    offload: Literal["none", "rollout", "moments", "always"] = key(
+    offload: Offload = key(
         "none",
         "Keep training state in host memory. rollout: weights and optimizer state, while the rank's engine works; "
-        "moments: only the optimizer state (two thirds of it) in that time; always: everything at all times, with "
-        "optimizer steps on the CPU.",
+        "moments: only the optimizer state (two thirds of it, with adamw) in that time; always: everything at all "
+        "times, with optimizer steps on the CPU.",
     )
     overlap: bool = key(
         False,
@@ -373,7 +434,12 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save_interval: int = key(20, "Save every N steps; 0: save only the last step, which is always saved.", NOT_NEGATIVE)
+    save_interval: int = key(
+        20,
+        "Save every N steps, and at the last step. 0: only at the last step. -1: never, except on SIGUSR1; SIGTERM "
+        "then stops the run without a save.",
+        AT_LEAST_MINUS_1,
+    )
     keep_last: int = key(2, "Number of newest checkpoints to keep.", POSITIVE)
     keep_every: int = key(0, "Keep the checkpoint of every Nth step forever; 0: none.", NOT_NEGATIVE)
     best_metric: str = key("", "Metric whose best step is also saved and kept, such as eval/accuracy. Empty: none.")
@@ -387,7 +453,10 @@ class CheckpointConfig:
         RESUME,
     )
     hub_name: str = key(
-        "", "Repository on the Hugging Face hub to which tools/merge_checkpoint.py --upload sends the model.", HUB_NAME
+        "",
+        "Repository on the Hugging Face hub to which tools/merge_checkpoint.py --upload sends the model. Empty: the "
+        "run's name, in the namespace of your login.",
+        HUB_NAME,
     )
 
 
@@ -405,6 +474,7 @@ class TrainConfig:
 @dataclass(frozen=True)
 class EvalConfig:
     interval: int = key(0, "Evaluate every N steps, and before and after training; 0: never.", NOT_NEGATIVE)
+    before_training: bool = key(True, "With eval.interval: also evaluate before the first step.")
     num_prompts: int = key(0, "Number of prompts of each held-out set per evaluation; 0: all.", NOT_NEGATIVE)
     num_samples: int = key(1, "Responses per prompt, for avg@k, pass@k and maj@k. Above 1, set temperature.", POSITIVE)
     temperature: float = key(0.0, "Sampling temperature; 0: greedy.", NOT_NEGATIVE)
@@ -415,6 +485,12 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
+    writers: list[str] = key(
+        [],
+        "Further writers beside TensorBoard and metrics.jsonl, such as [wandb, swanlab]. They must be installed on the "
+        "leader's node. Their own variables, such as WANDB_MODE, apply. See docs/performance.md.",
+        WRITER_NAMES,
+    )
     samples_interval: int = key(10, "Write sample responses to TensorBoard every N steps; 0: never.", NOT_NEGATIVE)
     num_samples: int = key(4, "Number of sample responses to write.", NOT_NEGATIVE)
 
@@ -450,6 +526,12 @@ class DebugConfig:
     num_collectives: int = key(2000, "Number of collectives that NCCL's flight recorder keeps; 0: off.", NOT_NEGATIVE)
     dry_run: bool = key(False, "Set by --dry-run: save nothing, and accept a model directory without weights.")
     breakpoints: bool = key(False, "Let ranks wait a day, not transfer_timeout_s, for a rank at a breakpoint().")
+    debugpy_port: int = key(
+        0,
+        "Let breakpoint() and post_mortem wait for a debugpy client such as VS Code, not for tools/debug.py. Rank R "
+        "listens on port debugpy_port + R of its node's loopback interface. 0: off. See docs/debugging.md.",
+        PORT,
+    )
     post_mortem: bool = key(False, "Open a debugger where an exception was raised. The other ranks wait for a day.")
     save_rollouts: bool = key(False, "Write each step's groups to the run directory. See docs/replay.md.")
 
@@ -467,6 +549,7 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -481,6 +564,31 @@ class Config:
         """Return the models of the run by the settings that name them."""
         has_own_critic = self.algo.has_critic and self.critic.path
         return {"model.path": self.model.path} | ({"critic.path": self.critic.path} if has_own_critic else {})
+
+    @property
+    def critic_offload(self) -> Offload:
+        return self.actor.offload if self.critic.offload == "actor" else self.critic.offload
+
+    @property
+    def critic_recompute(self) -> Recompute:
+        return self.actor.recompute if self.critic.recompute == "actor" else self.critic.recompute
+
+    @property
+    def critic_max_tokens(self) -> int:
+        """Return the maximum tokens of a micro-batch in which the critic is trained."""
+        return self.critic.max_tokens_per_micro_batch or self.actor.max_tokens_per_micro_batch
+
+    @property
+    def reference_offload(self) -> Offload:
+        """Return what the reference offloads on the actors. It has no moments."""
+        if self.reference.offload != "actor":
+            return self.reference.offload
+        return "none" if self.actor.offload == "moments" else self.actor.offload
+
+    @property
+    def reference_max_tokens(self) -> int:
+        """Return the maximum tokens of a pass of the reference."""
+        return self.reference.max_tokens_per_micro_batch or self.inference.max_tokens_per_micro_batch
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The file format of groups, finished or carried: checkpoints, debug.save_rollouts and tools/replay.py use it.
+"""The file format of groups, finished or carried: checkpoints, phases, debug.save_rollouts and tools/replay.py use it.
 
 A group is the samples of one prompt. A file is a safetensors file. Its tensors are the fields of one `Batch`, which
 holds all groups in order. Its metadata are:

@@ -36,6 +36,7 @@ class Prompt:
     tokens: list[int]  # empty if the prompts were read without a tokenizer
     row: dict[str, Any] = field(default_factory=dict)  # all columns, for rewards
     place: str = ""  # file and line of the row, for messages
+    number: int = -1  # place in the prompt stream, counted from the start of the run; -1: not from the stream
 
 
 def sample_seed(run_seed: int, epoch: int, prompt_id: int, sample_index: int) -> int:
@@ -79,7 +80,8 @@ class PromptStream:
         weights = [source.weight for source in self.sources]
         index, count = source_at(position, weights) if len(weights) > 1 else (0, position)
         epoch, place = divmod(count, self.sources[index].num_rows)
-        return replace(self.prompts[self._starts[index] + self._order(index, epoch)[place]], epoch=epoch)
+        row = self._starts[index] + self._order(index, epoch)[place]
+        return replace(self.prompts[row], epoch=epoch, number=position)
 
     def _order(self, index: int, epoch: int) -> list[int]:
         """Return the order of the rows of a source in an epoch. The last two are kept, because a round may continue

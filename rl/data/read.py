@@ -3,7 +3,10 @@
     path -> data_files: which files, in which order -> read_rows: DataRow(place, values or problem)
 
 A folder is the output of `Dataset.save_to_disk` or a copy of a hub repository with files named by split. `FOLDER/SPLIT`
-is one of its splits. A malformed row is returned with a description of its problem. An unreadable file is an error.
+is one of its splits. A path may also be a place in a dataset on the hub (rl/config/hub_path.py). Its files were
+downloaded before, and `datasets` has their folder.
+
+A malformed row is returned with a description of its problem. An unreadable file is an error.
 """
 
 import csv
@@ -12,16 +15,20 @@ import decimal
 import json
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from rl.config.hub_path import HubPath, read_hub_path
 from rl.config.schema import ConfigError, resolve_path
 
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})(-[0-9a-f]+)?$")
 HUB_NOTES = ("dataset_info.json", "dataset_infos.json", "state.json")  # metadata files of a dataset folder
 PLAIN = (str, int, float, bool, type(None))
+NO_DATASETS: Mapping[str, Path] = MappingProxyType({})
+MAX_NAMES = 8  # that a message lists
 AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 
 
@@ -31,13 +38,18 @@ class DataRow(NamedTuple):
     problem: str = ""  # why the row has no values
 
 
-def read_rows(path: str) -> Iterator[DataRow]:
-    for file in data_files(path):
+def read_rows(path: str, datasets: Mapping[str, Path] = NO_DATASETS) -> Iterator[DataRow]:
+    """Yield the rows of a path. `datasets` has the folders of datasets on the hub, by `HubPath.dataset`."""
+    for file in data_files(path, datasets):
         yield from FORMATS[file.suffix](file)
 
 
-def data_files(path: str) -> list[Path]:
-    """Return the files at a path: a file, a folder with a single split, or FOLDER/SPLIT."""
+def data_files(path: str, datasets: Mapping[str, Path] = NO_DATASETS) -> list[Path]:
+    """Return the files at a path: a file, a folder with a single split, FOLDER/SPLIT, or a place on the hub."""
+    if (hub := read_hub_path(path)) is not None:
+        folder = datasets[hub.dataset]
+        names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+        return [folder / name for name in choose_files(hub, names)]
     place = resolve_path(path)
     if place.is_file():
         if place.suffix not in FORMATS:
@@ -49,7 +61,8 @@ def data_files(path: str) -> list[Path]:
         if place.name in splits:
             return splits[place.name]
         has = f"; {folder} has the splits {', '.join(splits)}" if splits else ""
-        raise ConfigError(f"no prompts at {path}{has}; {NEEDED}")
+        hint = f"; for a dataset on the hub, write hub:{path}" if re.fullmatch(r"[\w.-]+(/[\w.-]+)+", path) else ""
+        raise ConfigError(f"no prompts at {path}{has}; {NEEDED}{hint}")
     splits = find_splits(place)
     if not splits:
         folders = sorted(entry.name for entry in place.iterdir() if entry.is_dir() and entry.name[0] != ".")
@@ -83,6 +96,58 @@ def find_splits(folder: Path) -> dict[str, list[Path]]:
             names = " and as ".join(file.name for file in files)
             raise ConfigError(f"{folder} holds the split {split!r} as {names}; give a file's path")
     return found or (find_splits(folder / "data") if (folder / "data").is_dir() else {})
+
+
+def choose_files(hub: HubPath, names: Sequence[str]) -> list[str]:
+    """Return those names of a dataset's files that a path on the hub means, in the order of their shards.
+
+    The path leads to a file, to a folder with a single split, or to FOLDER/SPLIT. A file is named after its split, or
+    by a number in a folder that is, as in train/0000.parquet. Files may also be in the subfolder `data`.
+    """
+    folders: dict[str, dict[str, list[str]]] = {}  # files by folder and split
+    for path in map(PurePosixPath, sorted(names)):
+        if path.suffix in FORMATS and path.name[0] != "." and path.name not in HUB_NOTES:
+            split = path.parent.name if path.stem.isdigit() else SHARD.sub("", path.stem)
+            folders.setdefault(_folder_name(path.parent), {}).setdefault(split, []).append(str(path))
+    place = PurePosixPath(hub.inside)
+    if hub.inside in names and place.suffix in FORMATS:
+        return [hub.inside]
+    for folder in (place, place / "data"):
+        if splits := folders.get(_folder_name(folder), {}):
+            if len(splits) == 1:
+                return _whole(hub, *splits.items())
+            first = "train" if "train" in splits else min(splits)
+            here = "/".join(filter(None, (hub.dataset, hub.inside)))
+            raise ConfigError(f"{here} holds the splits {_some(splits)}; name one, such as {here}/{first}")
+    for folder in (place.parent, place.parent / "data"):
+        splits = folders.get(_folder_name(folder), {})
+        if place.name in splits:
+            return _whole(hub, (place.name, splits[place.name]))
+    has = [f"{folder}/{split}".lstrip("/") for folder, splits in folders.items() for split in splits]
+    needed = f"name one of its files or splits: {_some(has)}" if has else f"it has no files in {', '.join(FORMATS)}"
+    raise ConfigError(f"{hub.dataset} has no data files at {hub.inside or 'its top'}; {needed}")
+
+
+def _folder_name(folder: PurePosixPath) -> str:
+    return "" if str(folder) == "." else str(folder)
+
+
+def _some(names: Sequence[str] | Mapping[str, Any]) -> str:
+    shown = [*names][:MAX_NAMES]
+    return ", ".join(shown) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+
+
+def _whole(hub: HubPath, split: tuple[str, list[str]]) -> list[str]:
+    """Return the files of a split. Raise ConfigError if shards are missing, or if it is there in two formats."""
+    name, files = split
+    totals = [int(match[2]) for file in files if (match := SHARD.search(PurePosixPath(file).stem))]
+    if totals and totals != [len(files)] * len(files):
+        raise ConfigError(
+            f"{hub.dataset}: the split {name!r} has {len(files)} files, but their names say {max(totals)}"
+        )
+    if not totals and len({PurePosixPath(file).suffix for file in files}) > 1:
+        raise ConfigError(f"{hub.dataset} holds the split {name!r} as {' and as '.join(files)}; give a file's path")
+    return files
 
 
 def _saved_files(folder: Path) -> list[Path]:

@@ -5,12 +5,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rl.common.text import count_of
 from rl.config.schema import PLACEHOLDER, Config, ConfigError, DataConfig
 from rl.data.prompts import Prompt, PromptStream, Tokenizer, WeightedSource
-from rl.data.read import DataRow, read_rows
+from rl.data.read import NO_DATASETS, DataRow, read_rows
 from rl.watch.heart import HEART
 
 ROWS_PER_BEAT = 1000
@@ -39,10 +40,15 @@ def held_out_paths(config: Config) -> dict[str, str]:
     return config.data.eval_paths if config.eval.interval else {}
 
 
-def check_files(config: Config) -> None:
+def used_paths(config: Config) -> list[str]:
+    """Return all paths that a run reads."""
+    return [*config.data.train_weights, *held_out_paths(config).values()]
+
+
+def check_files(config: Config, datasets: Mapping[str, Path] = NO_DATASETS) -> None:
     """Raise ConfigError if a file is missing, or if its first row lacks a column. This needs no tokenizer."""
-    for path in (*config.data.train_weights, *held_out_paths(config).values()):
-        first = next(read_rows(path), None)
+    for path in used_paths(config):
+        first = next(read_rows(path, datasets), None)
         if first is not None and config.data.bad_rows == "fatal":
             try:
                 _make_prompt(first, 0, config.data, None, [])
@@ -50,7 +56,12 @@ def check_files(config: Config) -> None:
                 raise _fatal(first, problem) from None
 
 
-def read_data(config: Config, tokenizer: Tokenizer | None, report: Callable[[str], None] = say) -> Data:
+def read_data(
+    config: Config,
+    tokenizer: Tokenizer | None,
+    report: Callable[[str], None] = say,
+    datasets: Mapping[str, Path] = NO_DATASETS,
+) -> Data:
     """Read all files of the config, and report what was read and skipped.
 
     Call `check_files` first, which finds a missing file before the others are read. Without a tokenizer, prompts have
@@ -64,24 +75,28 @@ def read_data(config: Config, tokenizer: Tokenizer | None, report: Callable[[str
     prompts: list[Prompt] = []
     sources: list[WeightedSource] = []
     for path, weight in config.data.train_weights.items():
-        found = read_prompts(path, config.data, tokenizer, report)
+        found = read_prompts(path, config.data, tokenizer, report, datasets)
         prompts += [replace(prompt, id=len(prompts) + prompt.id) for prompt in found]
         if weight is not None:
             sources.append(WeightedSource(len(found), Fraction(str(weight))))
     held_out = held_out_paths(config)
-    eval_sets = {name: read_prompts(path, config.data, tokenizer, report) for name, path in held_out.items()}
+    eval_sets = {name: read_prompts(path, config.data, tokenizer, report, datasets) for name, path in held_out.items()}
     return Data(PromptStream(prompts, config.run.seed, sources), eval_sets)
 
 
 def read_prompts(
-    path: str, data: DataConfig, tokenizer: Tokenizer | None, report: Callable[[str], None] = say
+    path: str,
+    data: DataConfig,
+    tokenizer: Tokenizer | None,
+    report: Callable[[str], None] = say,
+    datasets: Mapping[str, Path] = NO_DATASETS,
 ) -> list[Prompt]:
     """Read the prompts of one path, with ids from 0, and report what was skipped."""
     prompts: list[Prompt] = []
     num_rows = num_bad = num_long = longest = 0
     limit = f"data.max_prompt_tokens = {data.max_prompt_tokens}"
     bos = _bos_tokens(data, tokenizer)
-    for num_rows, row in enumerate(read_rows(path), start=1):
+    for num_rows, row in enumerate(read_rows(path, datasets), start=1):
         if num_rows % ROWS_PER_BEAT == 0:
             HEART.beat(f"row {num_rows} of {path}")
         try:

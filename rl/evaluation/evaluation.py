@@ -117,6 +117,14 @@ class Evaluation:
             yield ScoredResponse(text, score, result["answer"], result["status"], end - first, is_truncated)
 
 
+def is_evaluation_due(config: Config, step: int) -> bool:
+    """Return whether to evaluate before training, every eval.interval steps, or after the last step."""
+    interval = config.eval.interval
+    if interval == 0 or (step == 0 and not config.eval.before_training):
+        return False
+    return step % interval == 0 or step == config.train.num_steps
+
+
 def show_evaluation(folder: Path, step: int, values: Mapping[str, float]) -> None:
     """Write the metrics to the console and to TensorBoard."""
     with SummaryWriter(str(folder / "eval")) as board:

@@ -13,6 +13,7 @@ from rl.export.errors import MergeError
 from rl.export.folders import CHECKPOINTS, Inventory, LocalFolder, Place, RemoteFolder, StepListing
 
 MAX_LINES = 20
+SAME_TIME_S = 1.0  # saves less than this apart count as equally new; some file systems store whole seconds
 HOST = re.compile(r"[\w.:%][\w.:%-]*", re.ASCII)  # becomes an argument of ssh, and perhaps of the user's ProxyCommand
 
 
@@ -38,9 +39,13 @@ def resolve_request(path: Path, step: int | None, is_elsewhere: bool) -> tuple[P
     runs = [(_newest_save_time(root), root) for root in path.glob(f"*/{CHECKPOINTS}")] if path.is_dir() else []
     saved_at, root = max(runs, default=(0.0, path))
     if not saved_at:
-        problem = "holds no committed checkpoint" if path.is_dir() else "is not a folder"
+        problem = "holds no run with a committed checkpoint" if path.is_dir() else "is not a folder"
         remedy = "give the folder of a run, such as runs/NAME, or --nodes HOST:FOLDER,... if it lies on other nodes"
         raise MergeError(f"{path} {problem}; {remedy}")
+    newest = sorted(str(root.parent) for time, root in runs if saved_at - time < SAME_TIME_S)
+    if len(newest) > 1:
+        remedy = f"name one of them, as in tools/merge_checkpoint.py {newest[0]}"
+        raise MergeError(f"several runs are equally new: {', '.join(newest)}; {remedy}")
     return root.parent, root, step
 
 

@@ -122,11 +122,13 @@ def ssh_command(program: str, user: str, identity: str) -> list[str]:
 class RemoteFolder:
     """A folder on another node. `root` is the run's folder there, or its checkpoints folder."""
 
+    ENTER = ENTER  # the beginning of every script
+
     def __init__(self, host: str, root: str, ssh: Sequence[str]):
         self.host, self.name = host, f"{host}:{root}"
         self._command = [*ssh, "--", host, "sh -s"]
         home = "~/" if root.startswith("~/") else ""  # the shell does not expand ~ inside quotes
-        self._enter = ENTER.format(root=home + shlex.quote(root.removeprefix(home)))
+        self._enter = self.ENTER.format(root=home + shlex.quote(root.removeprefix(home)))
 
     def steps(self) -> list[StepListing]:
         head, _, text = self._answer(LIST).decode(errors="replace").partition("\n")

@@ -24,7 +24,7 @@ from rl.export.find import Checkpoint, CheckpointNotFound, find_checkpoint, is_m
 from rl.export.folders import LocalFolder, Place
 from rl.export.gather import Gatherer
 from rl.export.plan import index_of, lay_out, read_tensors
-from rl.export.upload import HubRepository
+from rl.export.upload import HubRepository, name_for_run
 from rl.export.work_folder import RECORD, WorkFolder, find_gathered, read_record
 from rl.export.write import CorruptFile, Merger, OpenFiles, Progress
 from rl.report.console import print_and_go_on
@@ -46,7 +46,7 @@ class MergeOptions:
     verify_logits: bool
     keep_shards: bool
     dry_run: bool
-    upload: str | None  # name on the hub; "" means checkpoint.hub_name of the run's config, None no upload
+    upload: str | None  # name on the hub; "" means checkpoint.hub_name or the run's name, None no upload
     revision: str
     public: bool
 
@@ -66,7 +66,10 @@ def merge_checkpoint(options: MergeOptions) -> None:
         if options.upload is None or not record or options.step not in (None, record["step"]):
             raise
         print_and_go_on(f"step {record['step']} no longer exists; {finished} is complete")
-        hub = _name_hub(options, "")
+        if not options.upload:
+            text = "the removed step had the config that names the repository; give the name: --upload NAME"
+            raise MergeError(text) from None
+        hub = _name_hub(options, "", record["run"], record["run_id"])
         _open_hub(hub, options.dry_run)
         if not options.dry_run:
             _upload(hub, finished, record["run"], record["step"])
@@ -76,31 +79,38 @@ def merge_checkpoint(options: MergeOptions) -> None:
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
     title = f"step {manifest.step} of {manifest.run_name}, saved {saved}"
     size = format_bytes(sum(file.num_bytes for file in shards))
-    print_and_go_on(f"{title}: {len(shards)} shards of the model, {size}")
+    print_and_go_on(f"{title}: {count_of(len(shards), 'shard')} of the model, {size}, in {run}")
     merge = CheckpointMerge(checkpoint, run, output or results / step_folder(manifest.step), options)
-    hub = _name_hub(options, manifest.config.get("checkpoint", {}).get("hub_name", ""))  # fails before any slow work
+    hub_name = manifest.config.get("checkpoint", {}).get("hub_name", "")
+    hub = _name_hub(options, hub_name, manifest.run_name, manifest.run_id)  # fails before any slow work
     merge.prepare()
     _open_hub(hub, options.dry_run)
     if not options.dry_run:
         merge.run(hub)
 
 
-def _name_hub(options: MergeOptions, default_name: str) -> HubRepository | None:
-    """Return the repository of the upload, if there is to be one. This does not contact the hub."""
+def _name_hub(options: MergeOptions, hub_name: str, run_name: str, run_id: str) -> HubRepository | None:
+    """Return the repository of the upload, if there is to be one. This does not contact the hub.
+
+    The name is --upload's, or checkpoint.hub_name of the run's config, or the run's name.
+    """
     if options.upload is None:
         return None
-    name = options.upload or default_name
-    if not name:
-        raise MergeError("the run's config has no checkpoint.hub_name; give the name: --upload ORG/NAME")
-    return HubRepository(name, options.revision, options.public)
+    chosen = options.upload or hub_name
+    name = chosen or name_for_run(run_name)
+    return HubRepository(name, options.revision, options.public, run_id, is_default=not chosen)
 
 
 def _open_hub(hub: HubRepository | None, dry_run: bool) -> None:
-    """Create the repository before the merge, so that a refused login fails at once. A dry run only checks it."""
-    if hub is not None and dry_run:
-        print_and_go_on(f"would upload to {hub.check()}")
-    elif hub is not None:
-        hub.create()
+    """Say where the upload goes, and create the repository before the merge, so that a refused login fails at once."""
+    if hub is not None:
+        print_and_go_on(f"{_will(dry_run)} upload to {hub.describe()}")
+        if not dry_run:
+            hub.create()
+
+
+def _will(dry_run: bool) -> str:
+    return "would" if dry_run else "will"
 
 
 def _upload(hub: HubRepository | None, folder: Path, run_name: str, step: int) -> None:
@@ -126,7 +136,7 @@ class CheckpointMerge:
         self._work = WorkFolder(output, record)
 
     def prepare(self) -> None:
-        """Check that all files can be reached and that the result fits on the disk. A dry run prints what it found."""
+        """Check that all files can be reached and that the result fits on the disk. Say what will be done."""
         checkpoint, output = self._checkpoint, self._work.output
         if self._work.is_merged():
             print_and_go_on(f"{output} is complete already")
@@ -136,13 +146,15 @@ class CheckpointMerge:
             warn(f"continuing without {error}")
         remote = checkpoint.remote_files()
         needed = self._work.missing_bytes(self._outputs, remote)
-        if remote and self._options.dry_run:
+        will = _will(self._options.dry_run)
+        if remote:
             hosts = sorted({checkpoint.holders(file.name)[0].name for file in remote})
             size = format_bytes(sum(file.num_bytes for file in remote))
-            print_and_go_on(f"would gather {count_of(len(remote), 'file')}, {size}, from {', '.join(hosts)}")
-        if self._options.dry_run:
-            files = count_of(len(self._outputs), "file")
-            print_and_go_on(f"would merge into {output}: {files}, {format_bytes(needed)} to write in all")
+            print_and_go_on(f"{will} gather {count_of(len(remote), 'file')}, {size}, from {', '.join(hosts)}")
+        else:
+            print_and_go_on(f"{will} gather nothing, because all files are on this machine")
+        files = count_of(len(self._outputs), "file")
+        print_and_go_on(f"{will} merge into {output}: {files}, {format_bytes(needed)} to write in all")
         self._work.check_space(needed)
 
     def run(self, hub: HubRepository | None) -> None:

@@ -6,6 +6,7 @@ The hub client finds the token itself. Our messages never contain it.
 """
 
 import re
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -16,18 +17,26 @@ from rl.common.credentials import hide_credentials
 from rl.common.files import UnsafeName, join_inside
 from rl.common.text import count_of
 from rl.export.errors import MergeError, warn
+from rl.export.work_folder import RECORD, read_record
 from rl.model.hub import client_with_timeouts, describe, http_status, is_temporary
 
 WAITS_S = (2.0, 8.0)  # pause before each retry; the hub client itself also retries most requests
 WEIGHTS = (".safetensors", ".safetensors.index.json")
+NOT_A_MODEL = {".gitattributes", ".gitignore", "README.md"}  # files of a repository that holds no model yet
+MAX_RECORD_BYTES = 1 << 16
+MAX_NAME = 96  # characters of a repository's name
 BRANCH = re.compile(r"(?!refs/)\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
 T = TypeVar("T")
 
 
 class HubRepository:
-    """A model repository on the hub. `name` is org/name, or a name in the user's own namespace."""
+    """A model repository on the hub. `name` is org/name, or a name in the user's own namespace.
 
-    def __init__(self, name: str, revision: str = "", public: bool = False):
+    Models of the run `run_id` may always be replaced. With `is_default`, the user did not choose the name, so models of
+    other runs may not be replaced.
+    """
+
+    def __init__(self, name: str, revision: str = "", public: bool = False, run_id: str = "", is_default: bool = False):
         from huggingface_hub.utils import HFValidationError, validate_repo_id
 
         try:
@@ -37,15 +46,22 @@ class HubRepository:
         if revision and (not BRANCH.fullmatch(revision) or ".." in revision or revision.endswith((".", ".lock"))):
             raise MergeError(f"--revision: got {revision!r}; expected the name of a branch, such as main or step-40")
         self._name, self._revision, self._public = name, revision, public
+        self._run_id, self._is_default = run_id, is_default
         self._account: Mapping[str, Any] = {}
         self._token = ""  # needed to remove it from messages of other libraries
-        self._has_warned = False
+        self._has_warned = self._is_public = False
         self._remains = "Nothing was uploaded; to merge now, leave out --upload"  # end of an error message
 
-    def check(self) -> str:
-        """Return the repository's full id. Raise if this login may not upload there. Change nothing."""
-        self._exists()
-        return self._repo
+    def describe(self) -> str:
+        """Return the repository's full id and what an upload does to it. Raise if that is refused. Change nothing."""
+        hub, visibility = hide_credentials(self._api.endpoint), "public" if self._public else "private"
+        if self._exists():
+            visibility = "public" if self._is_public else "private"
+            state = f"{visibility}, exists, and {self._retry(self._describe_content)}"
+        else:
+            state = f"new and {visibility}"
+        branch = f", branch {self._revision}" if self._revision else ""
+        return f"{self._repo} on {hub}{branch} ({state})"
 
     def create(self) -> str:
         """Create the repository, private unless asked otherwise, and the branch. An existing one stays as it is."""
@@ -119,7 +135,8 @@ class HubRepository:
         info = self._retry(look)
         if info is None:
             return False
-        if not info.private and not self._public:
+        self._is_public = not info.private
+        if self._is_public and not self._public:
             raise MergeError(
                 f"{repo} exists and is public, so these weights would be public too: add --public to upload there, or "
                 "choose another name for a private repository"
@@ -128,6 +145,31 @@ class HubRepository:
             self._has_warned = True
             warn(f"{repo} exists and stays private in spite of --public; its settings page changes that")
         return True
+
+    def _describe_content(self) -> str:
+        """Say what the repository holds, and what happens to it. Raise if an upload must not replace it."""
+        entries = list(self._api.list_repo_tree(self._repo, recursive=True))
+        sizes = {entry.path: entry.size for entry in entries if hasattr(entry, "size")}
+        if not sizes.keys() - NOT_A_MODEL:
+            return "has no model yet"
+        record = self._read_record() if sizes.get(RECORD, MAX_RECORD_BYTES) < MAX_RECORD_BYTES else {}
+        if record and record.get("run_id") == self._run_id:
+            return f"its step {record.get('step')!r} of this run is replaced"
+        holds = "holds other files"
+        if record:
+            holds = f"holds step {record.get('step')!r} of another run, {record.get('run')!r}"
+        if self._is_default:
+            raise MergeError(
+                f"{self._repo} {holds}, which an upload without a name does not replace: give --upload {self._repo} to "
+                f"replace it, or another name, such as --upload {self._repo}-2. {self._remains}"
+            )
+        return f"{holds}; its weights are replaced"
+
+    def _read_record(self) -> dict[str, Any]:
+        """Return what the repository's model was made from, or {} if that cannot be read."""
+        with tempfile.TemporaryDirectory() as folder:
+            self._api.hf_hub_download(self._repo, RECORD, local_dir=folder)
+            return read_record(Path(folder))
 
     def _commit(self, files: Mapping[str, Path], message: str) -> str:
         """Commit the files on top of the repository's current state. A retry after a lost answer is safe."""
@@ -202,6 +244,15 @@ def _read_token() -> str:
     if not re.fullmatch(r"[!-~]+", token):
         raise MergeError("the token contains invalid characters; run `hf auth login` or export HF_TOKEN again")
     return token
+
+
+def name_for_run(run_name: str) -> str:
+    """Return a name for the repository of a run: the run's name, without what the hub does not accept in names."""
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", run_name)[:MAX_NAME]
+    name = re.sub(r"[.-]*([.-])", r"\1", name).removesuffix(".git").strip(".-")
+    if not name:
+        raise MergeError(f"the run's name, {run_name!r}, has no letter or digit for the hub; give one: --upload NAME")
+    return name
 
 
 def may_write(org: Mapping[str, Any]) -> bool:

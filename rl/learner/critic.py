@@ -7,7 +7,7 @@ from rl.algo.losses import value_loss
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.packing import cut_together, over_micro_batches
-from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer
+from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer, TrainerSettings
 from rl.model.logprobs import hidden_size_of, value_responses
 from rl.model.shards import reshard
 from rl.report.metrics import Measures
@@ -17,7 +17,8 @@ class CriticTrainer(ShardedTrainer):
     kind, metric, outputs, remedy = "critic", "critic", "values of the critic", ""
 
     def __init__(self, sharded: ShardedModel, config: Config):
-        super().__init__(sharded, config, config.critic.lr, lambda step: 1.0)
+        settings = TrainerSettings(config.critic.lr, config.critic_offload, config.critic_max_tokens)
+        super().__init__(sharded, config, settings, lambda step: 1.0)
         self._clip, self._max_tokens = config.critic.clip, config.inference.max_tokens_per_micro_batch
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from rl.algo.losses import token_weights
 from rl.algo.mismatch import check_mismatch
 from rl.config.schema import Config
 from rl.data.batch import Batch, empty_batch
-from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer, lr_schedule
+from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer, TrainerSettings, lr_schedule
 from rl.model.head import Reference, Scores
 from rl.model.logprobs import reference_of_responses, score_responses
 from rl.model.shards import reshard
@@ -39,7 +39,9 @@ class PolicyTrainer(ShardedTrainer):
         update. Every update includes the probe tokens, so saving a checkpoint does not change the numerics of training.
         """
         schedule = lr_schedule(config.actor.lr_schedule, config.actor.warmup_steps, num_optimizer_steps)
-        super().__init__(sharded, config, config.actor.lr, schedule)
+        actor = config.actor
+        settings = TrainerSettings(actor.lr, actor.offload, actor.max_tokens_per_micro_batch)
+        super().__init__(sharded, config, settings, schedule)
         self._rollout, self._reference = config.rollout, reference
         self.kl_coef = config.algo.kl_coef  # adapted during the run if algo.kl_target is set
         self.probe_tokens = probe_tokens

@@ -38,7 +38,7 @@ def local_models(algo: AlgoConfig, policy: nn.Module, load_reference: Callable[[
 @dataclass(frozen=True)
 class ScoringModels:
     by_field: Mapping[str, nn.Module]  # the model that fills each batch field
-    max_tokens: int  # maximum of one forward pass
+    max_tokens: Mapping[str, int]  # maximum of one forward pass of each model
     temperature: float
     device: torch.device
 
@@ -46,14 +46,18 @@ class ScoringModels:
     def hidden_size(self) -> int:
         return hidden_size_of(next(iter(self.by_field.values())))
 
+    def passes(self, fields: Sequence[str]) -> list[str]:
+        """Return the fields for which a model runs. Self-certainty comes from the pass for old_logprobs."""
+        return [name for name in self.by_field if name in fields]
+
     @torch.no_grad()
-    def score(self, fields: Sequence[str], batch: Batch, micro_batches: list[list[int]]) -> dict[str, Tensor]:
-        """Return [T] scores for each field. Self-certainty comes from the same forward pass as old_logprobs."""
+    def score(self, fields: Sequence[str], batch: Batch, cuts: Mapping[str, list[list[int]]]) -> dict[str, Tensor]:
+        """Return [T] scores for each field. `cuts` are the micro-batches of each pass."""
         scores: dict[str, Tensor] = {}
-        for name in (name for name in self.by_field if name in fields):
+        for name in self.passes(fields):
             names = [name, "certainty"] if name == "old_logprobs" and "certainty" in fields else [name]
             compute = partial(self._forward, self.by_field[name], len(names) == 2)
-            scores |= zip(names, over_micro_batches(batch, micro_batches, compute, name), strict=True)
+            scores |= zip(names, over_micro_batches(batch, cuts[name], compute, name), strict=True)
         return scores
 
     def _forward(self, model: nn.Module, with_certainty: bool, micro_batch: Batch) -> Sequence[Tensor]:
@@ -80,7 +84,7 @@ class ScorePart(Message):
     version: int
     fields: list[str]
     sequences: list[int]  # indices into the actor's batch
-    num_micro_batches: int
+    num_micro_batches: dict[str, int]  # by field
 
 
 @dataclass(frozen=True)
@@ -158,8 +162,11 @@ class LocalScorer(Scorer):
     def score(self, batch: Batch, version: int) -> Batch:
         if not self._fields:
             return batch
-        micro_batches = cut_together(batch, self._models.max_tokens, self._models.hidden_size, self._pg)
-        scores = self._models.score(self._fields, batch, micro_batches)
+        models, cuts = self._models, dict[int, list[list[int]]]()
+        limits = {name: models.max_tokens[name] for name in models.passes(self._fields)}
+        for limit in dict.fromkeys(limits.values()):
+            cuts[limit] = cut_together(batch, limit, models.hidden_size, self._pg)
+        scores = models.score(self._fields, batch, {name: cuts[limit] for name, limit in limits.items()})
         self._reshard_reference()
         return batch.replace(**scores)
 
@@ -260,15 +267,21 @@ class LogprobService(Service):
         asked, models, batch = letter.message, self._models, Batch.from_bytes(letter.payload)
         lengths = batch.lengths.tolist()
         parts = split_evenly(estimate_costs(lengths, models.hidden_size), len(self._scorers))
-        count = max(count_micro_batches([lengths[s] for s in part], models.max_tokens) for part in parts)
+        counts = {
+            name: max(count_micro_batches([lengths[s] for s in part], models.max_tokens[name]) for part in parts)
+            for name in models.passes(asked.fields)
+        }
         for rank, part in zip(self._scorers, parts, strict=True):
-            message = ScorePart(letter.source, asked.request, asked.version, asked.fields, part, count)
+            message = ScorePart(letter.source, asked.request, asked.version, asked.fields, part, counts)
             self._mail.send(rank, message, payload=batch.select(part).to_bytes())
 
     def _score_part(self, letter: Letter[ScorePart]) -> None:
         asked, models, batch = letter.message, self._models, Batch.from_bytes(letter.payload)
         assert asked.version == self.version, f"asked to score version {asked.version}, this rank holds {self.version}"
-        micro_batches = cut(batch, models.max_tokens, models.hidden_size, asked.num_micro_batches)
-        scores = models.score(asked.fields, batch, micro_batches)
+        cuts = {
+            name: cut(batch, models.max_tokens[name], models.hidden_size, count)
+            for name, count in asked.num_micro_batches.items()
+        }
+        scores = models.score(asked.fields, batch, cuts)
         answer = PartScores(asked.request, asked.sequences)
         self._mail.send(asked.actor, answer, payload=safetensors.torch.save(scores))

@@ -1,4 +1,4 @@
-"""Train a sharded model with AdamW: slices of the training state, offloading, and optimizer steps over micro-batches.
+"""Train a sharded model: slices of the training state, offloading, and optimizer steps over micro-batches.
 
 A loss is a sum over tokens. It is divided once, by the denominator of the mini-batch over all ranks. So the result
 depends neither on the number of ranks nor on the split into micro-batches. FSDP averages gradients over the mesh, and
@@ -8,7 +8,7 @@ the loss is multiplied by the size of the mesh to undo that.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,16 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rl.config.schema import Config
+from rl.config.schema import Config, Offload
 from rl.data.batch import Batch
 from rl.data.packing import cut_together, micro_batches_of, mini_batch_of
 from rl.learner.offload import Offloader
+from rl.learner.optimizers import StatePart, build_optimizer
 from rl.model.host_memory import to_device
 from rl.model.logprobs import hidden_size_of
 from rl.model.shards import LocalSlice, local_slices, reshard
 from rl.report.metrics import Measures
-
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's own names
 
 
 @dataclass(frozen=True)
@@ -37,36 +36,49 @@ class ShardedModel:
     device: torch.device
 
 
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Settings that policy and critic may have of their own."""
+
+    lr: float
+    offload: Offload
+    max_tokens: int  # of a micro-batch
+
+
 class ShardedTrainer:
     kind = "model"  # name of the weights in a checkpoint
     metric = "optim"  # prefix of the metrics
     outputs = "logprobs of the policy"  # what the model computes, for error messages
     remedy = " or set algo.dual_clip"  # what helps against infinite gradients, besides a lower learning rate
 
-    def __init__(self, sharded: ShardedModel, config: Config, lr: float, schedule: Callable[[int], float]):
+    def __init__(
+        self, sharded: ShardedModel, config: Config, settings: TrainerSettings, schedule: Callable[[int], float]
+    ):
         self.model, self._pg, self._device = sharded.model, sharded.pg, sharded.device
         parameter = next(self.model.parameters())
         assert isinstance(parameter, DTensor)
         self._mesh = parameter.device_mesh  # [shard], or [replica, shard]
         self._actor, self._algo = config.actor, config.algo
-        # Build the optimizer right after sharding. After a forward pass it would silently miss the root's parameters.
-        betas, eps, decay = (self._actor.beta1, self._actor.beta2), self._actor.eps, self._actor.weight_decay
-        fused = self._device.type == "cuda" or None  # also if actor.offload keeps parameters in host memory
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr, betas, eps, decay, fused=fused)
         # Number of infinite or NaN outputs, counted on the device and read once per optimizer step.
         self._num_bad_outputs = torch.zeros((), dtype=torch.int64, device=self._device)
         self._offloaders: dict[str, Offloader] = {}  # by kind of state; made at its first offload
         _, *layers = (module for module in self.model.modules() if isinstance(module, FSDPModule))  # skip the root
         self._layers = [(layer, [each for each in layer.parameters() if each.requires_grad]) for layer in layers]
+        # Build the optimizer right after sharding. After a forward pass it would silently miss the root's parameters.
+        in_layers = [parameter for layer in layers for parameter in layer.parameters()]
+        self.optimizer = build_optimizer(self.model, in_layers, self._actor, self._device)
         self.num_updates = 0  # optimizer steps so far
-        self._max_lr, self._schedule = lr, schedule
+        self._settings, self._schedule = settings, schedule
 
     @property
     def lr(self) -> float:
-        return self._max_lr * self._schedule(self.num_updates)
+        return self._settings.lr * self._schedule(self.num_updates)
 
-    def _moment_kind(self, moment: str) -> str:
-        return moment if self.kind == "model" else f"{self.kind}_{moment}"
+    def _moments(self, parameter: nn.Parameter) -> Iterator[tuple[str, StatePart]]:
+        """Yield the optimizer's state of a parameter, by its kind in a checkpoint."""
+        prefix = "" if self.kind == "model" else f"{self.kind}_"
+        for of, part in self.optimizer.state_of(parameter).items():
+            yield prefix + of, part
 
     def state_slices(self, with_moments: bool = True) -> list[tuple[str, LocalSlice]]:
         """Return this rank's part of the training state as (kind, slice): parameters and buffers, then moments. Slices
@@ -75,8 +87,10 @@ class ShardedTrainer:
         infos = {part.info.name: part.info for _, part in parts}
         for name, parameter in self.model.named_parameters() if with_moments else ():
             if parameter.requires_grad:
-                state = self._moments(parameter)
-                parts += [(self._moment_kind(of), LocalSlice(infos[name], _local(state[of]))) for of in MOMENTS]
+                for kind, moment in self._moments(parameter):
+                    dtype = str(moment.data.dtype).removeprefix("torch.")
+                    info = replace(infos[name], shape=moment.shape, dtype=dtype)
+                    parts.append((kind, LocalSlice(info, moment.data)))
         for kind, offloader in self._offloaders.items():
             if offloader.is_offloaded:
                 host = offloader.host_copy
@@ -92,7 +106,7 @@ class ShardedTrainer:
     @property
     def offloads(self) -> bool:
         """Whether some of the state is offloaded while an engine of the same rank uses the device."""
-        return self._actor.offload in ("rollout", "moments")
+        return self._settings.offload in ("rollout", "moments")
 
     def start_offload(self) -> None:
         """Start to copy the moments to host memory; `offload` waits for it. Run no update in between."""
@@ -101,12 +115,12 @@ class ShardedTrainer:
                 offloader.start_offload()
 
     def offload(self) -> None:
-        """Free device memory for an engine of this rank: temporary memory, and the state that actor.offload names."""
+        """Free device memory for an engine of this rank: temporary memory, and the state that is to be offloaded."""
         reshard(self.model)  # a probe leaves the root's parameters gathered
         tensors: dict[str, list[Tensor]] = {}
         # Make no moments only to offload them. After the first update all trained parameters have moments.
-        for kind, part in self.state_slices(with_moments=bool(self._optimizer.state)) if self.offloads else ():
-            if kind != self.kind or self._actor.offload != "moments":
+        for kind, part in self.state_slices(with_moments=self.optimizer.has_state) if self.offloads else ():
+            if kind != self.kind or self._settings.offload != "moments":
                 tensors.setdefault(kind, []).append(part.data)
         for kind, each in tensors.items():
             if kind not in self._offloaders:
@@ -124,17 +138,7 @@ class ShardedTrainer:
     def restore_schedule(self, num_updates: int) -> None:
         """Continue after this number of optimizer steps, with the learning rate and schedule of this run."""
         self.num_updates = num_updates
-        for parameter in self._optimizer.param_groups[0]["params"]:
-            self._moments(parameter)["step"].fill_(num_updates)
-
-    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a parameter's moments. AdamW makes them in its first step, but a checkpoint may need them earlier."""
-        state = self._optimizer.state[parameter]
-        if not state:
-            where = parameter.device if self._optimizer.defaults["fused"] else None
-            state["step"] = torch.tensor(0.0, dtype=torch.float32, device=where)
-            state |= {of: torch.zeros_like(parameter.detach()) for of in MOMENTS}
-        return state
+        self.optimizer.set_step(num_updates)
 
     def update(self, batch: Batch, num_prompts: int, measures: Measures) -> None:
         """Run algo.num_epochs epochs of optimizer steps, one for each mini-batch. A mini-batch holds whole groups of
@@ -154,8 +158,7 @@ class ShardedTrainer:
         self._step(mini_batch, denominator, measures)
 
     def _cut(self, batch: Batch) -> list[list[int]]:
-        max_tokens = self._actor.max_tokens_per_micro_batch
-        return cut_together(batch, max_tokens, hidden_size_of(self.model), self._pg)
+        return cut_together(batch, self._settings.max_tokens, hidden_size_of(self.model), self._pg)
 
     def _total_denominator(self, mini_batch: Batch) -> Tensor:
         """Return the denominator of the loss over all ranks."""
@@ -201,22 +204,21 @@ class ShardedTrainer:
         measures.mean(f"{self.metric}/lr", self.lr, 1)
         for offloader in self._offloaders.values():
             offloader.wait()
-        if denominator and is_finite:  # even without tokens AdamW would move the weights, by its momentum
-            self._optimizer.param_groups[0]["lr"] = self.lr
-            self._optimizer.step()
+        if denominator and is_finite:  # even without tokens the optimizer would move the weights, by its momentum
+            self.optimizer.step(self.lr)
             self.num_updates += 1
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
 
     @contextmanager
     def _reloading_moments(self) -> Iterator[None]:
         """Reload a layer's moments as soon as its backward pass has freed its activations, so that the device never
         holds both. The copies run in parallel with the backward passes of the preceding layers."""
-        kinds = {moment: self._moment_kind(moment) for moment in MOMENTS}
-        offloaders = {of: self._offloaders[kind] for of, kind in kinds.items() if kind in self._offloaders}
+        offloaders = {kind: offloader for kind, offloader in self._offloaders.items() if kind != self.kind}
 
         def start_reload(parameters: list[nn.Parameter], gradient: Tensor) -> None:
-            for moment, offloader in offloaders.items():
-                offloader.start_reload(_local(self._moments(parameter)[moment]) for parameter in parameters)
+            moments = [moment for parameter in parameters for moment in self._moments(parameter)]
+            for kind, offloader in offloaders.items():
+                offloader.start_reload(part.data for of, part in moments if of == kind)
 
         def before_forward(parameters: list[nn.Parameter], layer: Any, inputs: Any, options: dict[str, Any]) -> None:
             for value in (*inputs, *options.values()):
@@ -235,7 +237,7 @@ class ShardedTrainer:
         whole model, and between the replicas of a shard. Between shards, gradients are reduced after each micro-batch.
         """
         assert isinstance(self.model, FSDPModule)
-        if self._actor.offload == "always":  # FSDP moves gradients to host memory only once they are reduced
+        if self._settings.offload == "always":  # FSDP moves gradients to host memory only once they are reduced
             return
         if self._mesh.size(self._mesh.ndim - 1) == 1:
             self.model.set_requires_gradient_sync(is_last)
@@ -258,10 +260,6 @@ class ShardedTrainer:
 
     def _move(self, tensor: Tensor) -> Tensor:
         return to_device(tensor, self._device)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def lr_schedule(name: str, warmup_steps: int, num_steps: int) -> Callable[[int], float]:

@@ -1,4 +1,4 @@
-"""Find and download models on the Hugging Face hub, retry after temporary errors, and explain the other errors.
+"""Find and download models and datasets on the Hugging Face hub, retry after temporary errors, explain the others.
 
 The hub client retries some requests by itself, and logs several lines for each. Here a failed request raises an error
 at once, and we retry. Each of our retries prints one line. Messages never contain a token.
@@ -6,6 +6,7 @@ at once, and we retry. Each of our retries prints one line. Messages never conta
 
 import difflib
 import errno
+import glob
 import json
 import random
 import re
@@ -16,7 +17,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rl.common.credentials import hide_credentials
 from rl.common.files import write_atomically
@@ -37,6 +38,8 @@ XET_STATUS = re.compile(r"HTTP status \w+ error \((\d+)")
 # closed the client that they share.
 TEMPORARY = ("Consistency check failed", "the client has been closed")
 PERMANENT = ("UnsupportedProtocol", "LocalProtocolError", "InvalidURL", "OfflineModeIsEnabled")  # error classes
+Kind = Literal["model", "dataset"]
+COMMIT = re.compile(r"[0-9a-f]{40}")
 T = TypeVar("T")
 
 
@@ -64,6 +67,80 @@ def find_commit(setting: str, name: str) -> str:
     return _retry(setting, name, look)
 
 
+def find_dataset_commit(setting: str, name: str, revision: str) -> str:
+    """Return the commit of a dataset's revision (by default main), from the cache if the hub cannot be reached."""
+    from huggingface_hub import HfApi, constants
+
+    if COMMIT.fullmatch(revision):
+        return revision
+    cache, revision = _dataset_cache(name), revision or "main"
+
+    def look() -> str:
+        problem = "HF_HUB_OFFLINE is set"
+        try:
+            if not constants.HF_HUB_OFFLINE:
+                return str(HfApi().dataset_info(name, revision=revision).sha)
+        except Exception as error:  # as in `find_commit`
+            if not is_temporary(error):
+                raise
+            problem, failure = describe(error), error
+        try:
+            commit = (cache / "refs" / revision).read_text()
+        except OSError:
+            raise (LookupError(name) if constants.HF_HUB_OFFLINE else failure) from None
+        print(f"oneworld: {setting}: {problem}; using {name} from the cache: {cache}", flush=True)
+        return commit
+
+    commit = _retry(setting, name, look, "dataset")
+    _note_commit(cache, revision, commit)
+    return commit
+
+
+def download_dataset(setting: str, name: str, commit: str, choose: Callable[[list[str]], list[str]]) -> Path:
+    """Download some files of a dataset that the hub's cache does not have yet. Return its folder in the cache.
+
+    `choose` gets the names of all files, and returns those to download. If the hub cannot be reached, it gets the names
+    of those in the cache.
+    """
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    cached = _dataset_cache(name) / "snapshots" / commit
+
+    def list_files() -> tuple[bool, list[str]]:
+        try:
+            if not constants.HF_HUB_OFFLINE:
+                return True, list(HfApi().list_repo_files(name, repo_type="dataset", revision=commit))
+        except Exception as error:  # as in `find_commit`
+            if not is_temporary(error):
+                raise
+            failure = error
+        if not cached.is_dir():
+            raise LookupError(name) if constants.HF_HUB_OFFLINE else failure
+        return False, [str(path.relative_to(cached)) for path in cached.rglob("*") if path.is_file()]
+
+    is_online, names = _retry(setting, name, list_files, "dataset")
+    wanted = [glob.escape(file) for file in choose(names)]
+    if not is_online:
+        return cached
+    options: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "allow_patterns": wanted}
+    options |= {"tqdm_class": _progress_class(name)}
+    return Path(_retry(setting, name, lambda: snapshot_download(name, **options), "dataset"))
+
+
+def _dataset_cache(name: str) -> Path:
+    """Return the folder of all commits of a dataset in the hub's cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}"
+
+
+def _note_commit(cache: Path, revision: str, commit: str) -> None:
+    """Note the commit of a branch or tag for later runs without the hub. The client does so only if it downloads it."""
+    with suppress(OSError):  # the cache may be read-only
+        (cache / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(cache / "refs" / revision, commit)
+
+
 def find_in_cache(setting: str, name: str) -> Path | None:
     """Return the folder of a model in the hub's cache, without a request. Return None if a run would ask the hub."""
     from huggingface_hub import constants, snapshot_download
@@ -87,10 +164,7 @@ def download(setting: str, name: str, commit: str) -> Path:
     progress = _progress_class(name)
     options: dict[str, Any] = {"revision": commit, "allow_patterns": MODEL_FILES, "tqdm_class": progress}
     folder = Path(_retry(setting, name, lambda: snapshot_download(name, **options)))
-    with suppress(OSError):  # the cache may be read-only
-        # Offline, the client looks here for the newest commit. It writes this file only if it was asked for a branch.
-        (folder.parent.parent / "refs").mkdir(exist_ok=True)
-        write_atomically(folder.parent.parent / "refs" / "main", commit)
+    _note_commit(folder.parent.parent, "main", commit)
     return folder
 
 
@@ -104,7 +178,7 @@ def warn_of_typo(setting: str, name: str) -> str:
     return f"{setting}: there is a folder {Path(name).parent}, but no {name}, so the hub is asked for it{hint}"
 
 
-def _retry(setting: str, name: str, action: Callable[[], T]) -> T:
+def _retry(setting: str, name: str, action: Callable[[], T], kind: Kind = "model") -> T:
     """Retry an action while the network or the hub fails. After the last retry, raise ServiceUnavailable."""
     for number in range(1, MAX_RETRIES + 2):
         try:
@@ -113,12 +187,12 @@ def _retry(setting: str, name: str, action: Callable[[], T]) -> T:
         except Exception as error:  # the client, its HTTP library and its downloader share no base class
             text = describe(error)
             if not is_temporary(error):
-                raise ConfigError(f"{setting}: {_explain(name, error, text)}") from None
+                raise ConfigError(f"{setting}: {_explain(name, error, text, kind)}") from None
             if number > MAX_RETRIES:
                 raise ServiceUnavailable(
-                    f"{setting}: {name}: the hub failed {number} times: {text}. Check the network and HF_ENDPOINT, and "
-                    "the name: there is no such folder either. If the cache of every node holds the model, "
-                    "HF_HUB_OFFLINE=1 runs without the hub"
+                    f"{setting}: {name}: the hub failed {number} times: {text}. Check the network and HF_ENDPOINT"
+                    + (", and the name: there is no such folder either" if kind == "model" else "")
+                    + f". If the cache of every node holds the {kind}, HF_HUB_OFFLINE=1 runs without the hub"
                 ) from None
             wait_s = _seconds_to_wait(number, error)
         print(f"oneworld: {setting}: {name}: {text}; retry {number} of {MAX_RETRIES} in {wait_s:.0f} s", flush=True)
@@ -146,7 +220,7 @@ def retry_after_s(error: Exception) -> float:
     return 0.0
 
 
-def _explain(name: str, error: Exception, text: str) -> str:
+def _explain(name: str, error: Exception, text: str, kind: Kind = "model") -> str:
     """Return what was wrong and what to change, after an error that a retry cannot fix."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -162,31 +236,33 @@ def _explain(name: str, error: Exception, text: str) -> str:
     if full is not None:
         return f"no space for {name} in {constants.HF_HUB_CACHE}: free some, or set HF_HOME to a folder on another disk"
     if isinstance(error, HFValidationError):
-        return f"{name!r} is neither a local folder nor a name on the hub (ORG/NAME): {text}"
+        what = "neither a local folder nor a name" if kind == "model" else "no name"
+        return f"{name!r} is {what} on the hub (ORG/NAME): {text}"
     if isinstance(error, GatedRepoError):
-        return (
-            f"{name} is gated: accept its licence at {hub}/{name}, with the account of your token, and {login}: {text}"
-        )
+        page = f"{hub}/{name}" if kind == "model" else f"{hub}/datasets/{name}"
+        return f"{name} is gated: accept its licence at {page}, with the account of your token, and {login}: {text}"
     if isinstance(error, RevisionNotFoundError):
         return (
             f"the hub no longer has the recorded commit of {name}: {text}. To use the newest commit, delete "
             "hub_commits.json in the run folder"
-        )
+        ) + (", or name a revision that the dataset has" if kind == "dataset" else "")
     if isinstance(error, RepositoryNotFoundError) or http_status(error) == 401:
+        local = " It is not a local folder, either: check the" if kind == "model" else " Check the"
         return (
-            f"the hub has no model {name}, or it does not show it to you. It is not a local folder, either: check the "
-            f"name; if the model is private, {login}: {text}"
+            f"the hub has no {kind} {name}, or it does not show it to you.{local} name; if the {kind} is private, "
+            f"{login}: {text}"
         )
-    if constants.HF_HUB_OFFLINE and isinstance(error, LocalEntryNotFoundError):
+    if constants.HF_HUB_OFFLINE and isinstance(error, LocalEntryNotFoundError | LookupError):
         return (
             f"HF_HUB_OFFLINE is set, and {name} is not complete in {constants.HF_HUB_CACHE}: unset HF_HUB_OFFLINE, or "
-            f"download the model on this node with `hf download {name}`"
+            f"download the {kind} on this node with `hf download {name}{' --repo-type dataset' * (kind == 'dataset')}`"
         )
     if http_status(error) == 403:
-        return f"{hub} does not let you read {name}: {login} that has access to this model: {text}"
+        return f"{hub} does not let you read {name}: {login} that has access to this {kind}: {text}"
     if isinstance(error, OSError) and error.filename:
         return f"cannot write {error.filename}: {error.strerror}; set HF_HOME to a folder that can be written"
-    return f"{name} is not a local folder, and it could not be downloaded from {hub}: {text}"
+    missing = "is not a local folder, and it " if kind == "model" else ""
+    return f"{name} {missing}could not be downloaded from {hub}: {text}"
 
 
 def describe(error: Exception, *secrets: str) -> str:

@@ -10,15 +10,50 @@ from dataclasses import dataclass
 
 from rl.common.text import format_bytes, format_ranks
 from rl.config.schema import Config
+from rl.model.shape import ModelSize
 from rl.placement.roles import Placement
 
-STATE = 16  # bytes per parameter of policy and critic: float32 weights, gradients and two moments
-MOMENTS = 8
-COPY = 4  # a float32 copy: of the reference, for logprobs, or instead of the state with --eval-only
-HOST_COPY = 12  # of a checkpoint that is being written: weights and moments
+WEIGHTS = GRADIENTS = COPY = 4  # bytes per parameter, all float32; a copy is a reference, or a policy for logprobs
+MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "sgd": 4.0}  # bytes per parameter; 8 bits and a scale per 256
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 LIBRARIES = 1 << 30  # host memory of a rank without any model
 CPU_KV_CACHE = 256 << 20
+
+
+def moment_bytes(config: Config, size: ModelSize) -> int:
+    """Return the bytes of an optimizer's state of a whole model."""
+    optimizer = config.actor.optimizer
+    if optimizer == "muon":  # one moment for a matrix of a layer, and AdamW's two for the rest
+        return 4 * size.num_in_matrices + 8 * (size.num_parameters - size.num_in_matrices)
+    return int(MOMENTS[optimizer] * size.num_parameters) if optimizer != "sgd" or config.actor.beta1 else 0
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes of the training state of a policy or critic on one rank, and where they are."""
+
+    weights: int
+    moments: int
+    gradients: int
+    offload: str
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.moments + self.gradients
+
+    @property
+    def on_device(self) -> int:
+        return 0 if self.offload == "always" else self.total  # then one layer at a time is on the device
+
+    @property
+    def moved(self) -> int:
+        """What is in host memory while the rank's engine works. Gradients exist only during an update."""
+        return {"rollout": self.weights + self.moments, "moments": self.moments}.get(self.offload, 0)
+
+    @property
+    def freed(self) -> int:
+        """What is not on the device while the rank's engine works."""
+        return self.total if self.offload == "rollout" else self.moved
 
 
 @dataclass(frozen=True)
@@ -27,11 +62,15 @@ class RoleMemory:
 
     roles: tuple[str, ...]
     ranks: tuple[int, ...]
-    learner: int  # on the device: training state, reference, copies for logprobs
+    models: dict[str, int]  # on the device, by name: training states, reference, copies for logprobs
     engine: int  # on the device: the engine's weights
-    offloaded: int  # part of `learner` that is not on the device while the engine works
+    offloaded: int  # part of `learner` that is not on the device while the engine works, gradients included
     host: int  # in addition: libraries, copies of checkpoints, offloaded state
     host_on_cpu: int  # host memory if the CPU is the device
+
+    @property
+    def learner(self) -> int:
+        return sum(self.models.values())
 
     @property
     def who(self) -> str:
@@ -39,7 +78,7 @@ class RoleMemory:
 
     @property
     def parts(self) -> str:
-        parts = {"learner": self.learner, "engine's weights": self.engine}
+        parts = self.models | {"engine's weights": self.engine}
         return ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size)
 
     def on_device(self, engine_share: int) -> int:
@@ -47,38 +86,56 @@ class RoleMemory:
         return max(self.learner, self.learner - self.offloaded + (engine_share if self.engine else 0))
 
 
-def estimate(config: Config, placement: Placement, policy: int, critic: int, trains: bool = True) -> list[RoleMemory]:
-    """Estimate the memory of each combination of roles. `policy` and `critic` are numbers of parameters."""
-    has_reference, offload, scorers = bool(config.algo.kl_coef), config.actor.offload, placement.scorers
+def estimate(
+    config: Config, placement: Placement, policy: ModelSize, critic: ModelSize | None = None, trains: bool = True
+) -> list[RoleMemory]:
+    """Estimate the memory of each combination of roles, from the sizes of policy and critic."""
+    has_reference, scorers = bool(config.algo.kl_coef), placement.scorers
     found = []
     for roles in dict.fromkeys(placement.roles):
         is_actor, has_engine = "actor" in roles, "rollout" in roles
-        state = moments = reference = scorer = engine = offloaded = engine_on_cpu = 0
+        models: dict[str, int] = {}
+        engine = freed = moved = engine_on_cpu = 0
         host = LIBRARIES
         if is_actor:
             num_shards = len(placement.replicas[0])
-            state = (STATE if trains else COPY) * (policy + critic) // num_shards
-            if trains:
-                moments = MOMENTS * (policy + critic) // num_shards
-                host += HOST_COPY * (policy + critic) // num_shards
+            sizes = {"policy": (policy, config.actor.offload)}
+            if critic is not None:
+                sizes["critic"] = (critic, config.critic_offload)
+            for name, (size, offload) in sizes.items():
+                state = _state(config, size, num_shards, offload, trains)
+                models[name], freed, moved = state.on_device, freed + state.freed, moved + state.moved
+                host += state.total - state.on_device
+                if trains and config.checkpoint.save_interval >= 0:
+                    host += state.weights + state.moments  # the copy of a checkpoint that is being written
             if has_reference and (not scorers or config.algo.kl_estimator == "full"):
-                reference = COPY * policy // num_shards
+                reference, offload = COPY * policy.num_parameters // num_shards, config.reference_offload
+                models["reference"], host = (0, host + reference) if offload == "always" else (reference, host)
+                if offload == "rollout":
+                    freed, moved = freed + reference, moved + reference
         if "inference" in roles and scorers:
-            copies = int(config.algo.has_old_pass or bool(config.algo.certainty_coef)) + int(has_reference)
-            scorer = COPY * max(1, copies) * policy // len(scorers)
+            copy = COPY * policy.num_parameters // len(scorers)
+            models["copy of the policy"] = copy
+            if has_reference and config.algo.kl_estimator != "full":
+                on_host = config.reference.offload == "always"
+                models["reference"], host = (0, host + copy) if on_host else (copy, host)
         if has_engine:
-            engine = DTYPE_BYTES[config.model.dtype] * policy // config.rollout.tensor_parallel_size
+            engine = DTYPE_BYTES[config.model.dtype] * policy.num_parameters // config.rollout.tensor_parallel_size
             if config.rollout.engine == "vllm":
                 engine_on_cpu = engine + (config.rollout.kv_cache_mb << 20 or CPU_KV_CACHE)
-        learner = state + reference + scorer
-        if offload == "always":  # one layer at a time is on the device
-            host, learner = host + state + reference, scorer
-        host_on_cpu = host + learner + engine_on_cpu
-        if has_engine and is_actor:
-            offloaded = {"rollout": learner, "moments": moments}.get(offload, 0)
+        if not has_engine:
+            freed = moved = 0
         ranks = tuple(rank for rank, others in enumerate(placement.roles) if others == roles)
-        found.append(RoleMemory(roles, ranks, learner, engine, offloaded, host + offloaded, host_on_cpu))
+        host_on_cpu = host + sum(models.values()) + engine_on_cpu
+        found.append(RoleMemory(roles, ranks, models, engine, freed, host + moved, host_on_cpu))
     return found
+
+
+def _state(config: Config, size: ModelSize, num_shards: int, offload: str, trains: bool) -> ModelState:
+    weights = WEIGHTS * size.num_parameters // num_shards
+    if not trains:
+        return ModelState(weights, 0, 0, offload)
+    return ModelState(weights, moment_bytes(config, size) // num_shards, weights, offload)
 
 
 def host_bytes(roles: Sequence[RoleMemory], placement: Placement, has_gpus: bool) -> list[int]:
@@ -90,10 +147,14 @@ def host_bytes(roles: Sequence[RoleMemory], placement: Placement, has_gpus: bool
     return found
 
 
-def checkpoint_bytes(config: Config, placement: Placement, policy: int, critic: int) -> list[int]:
+def checkpoint_bytes(
+    config: Config, placement: Placement, policy: ModelSize, critic: ModelSize | None = None
+) -> list[int]:
     """Return how much of one copy of a checkpoint each node writes. Each actor writes its shard."""
-    dtype = DTYPE_BYTES[config.model.dtype]
-    size = (policy + critic) * (dtype + MOMENTS + (4 if dtype < 4 else 0))  # with float32 masters if that is narrower
+    dtype, size = DTYPE_BYTES[config.model.dtype], 0
+    for model in filter(None, (policy, critic)):
+        # The weights, float32 masters if model.dtype is narrower, and moments.
+        size += model.num_parameters * (dtype + (WEIGHTS if dtype < 4 else 0)) + moment_bytes(config, model)
     nodes = [placement.nodes.node_of(actor) for actor in placement.actors]
     return [size * nodes.count(node) // len(nodes) for node in range(placement.num_nodes)]
 
@@ -101,5 +162,7 @@ def checkpoint_bytes(config: Config, placement: Placement, policy: int, critic: 
 def num_kept(config: Config) -> int:
     """Return how many checkpoints lie on disk at once. A new one is written before an old one is removed."""
     keep, num_steps = config.checkpoint, config.train.num_steps
+    if keep.save_interval < 0:
+        return 0
     permanent = num_steps // keep.keep_every if keep.keep_every else 0
     return keep.keep_last + 1 + bool(keep.best_metric) + permanent

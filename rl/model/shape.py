@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -58,16 +59,25 @@ def tensor_files(folder: Path) -> dict[str, str]:
         return dict.fromkeys(handle.keys(), SINGLE)
 
 
-def count_parameters(folder: Path) -> int | None:
+class ModelSize(NamedTuple):
+    num_parameters: int
+    num_in_matrices: int = 0  # in the matrices of its layers, which Muon trains
+
+
+def measure_size(folder: Path) -> ModelSize | None:
     """Count parameters from the headers of the safetensors files. Return None if a file is missing or unreadable."""
-    total = 0
+    total = in_matrices = 0
     try:
         for file in set(tensor_files(folder).values()):
             with safe_open(folder / file, framework="numpy") as handle:
-                total += sum(math.prod(handle.get_slice(name).get_shape()) for name in handle.keys())  # noqa: SIM118
+                for name in handle.keys():  # noqa: SIM118
+                    shape = handle.get_slice(name).get_shape()
+                    total += math.prod(shape)
+                    is_in_layer = any(part.isdigit() for part in name.split("."))  # layers are numbered
+                    in_matrices += math.prod(shape) if is_in_layer and len(shape) == 2 else 0
     except (OSError, ValueError, KeyError, SafetensorError):
         return None
-    return total
+    return ModelSize(total, in_matrices)
 
 
 def check_model(config: Config, model_folder: Path) -> None:

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.common.text import count_of, format_ranges, format_ranks
-from rl.config.schema import PLACEMENT_SETTINGS, PLACEMENT_SIZES, ConfigError
+from rl.config.schema import PLACEMENT_SETTINGS, PLACEMENT_SIZES, ConfigError, Phase
 from rl.placement.nodes import Nodes, parse_weights
 
 ROLES = ("rollout", "inference", "actor")
+IDLE = ("idle",)  # the roles of a rank that has nothing to do in a phase
+PHASE_ROLES: dict[Phase, tuple[str, ...]] = {"both": ROLES, "rollout": ("rollout",), "update": ("inference", "actor")}
+NEEDED_ROLES: dict[Phase, list[str]] = {"both": ["actor", "rollout"], "rollout": ["rollout"], "update": ["actor"]}
 Entry = tuple[str, str]  # roles in the order of ROLES, joined by commas, and the text that gives their ranks
 
 
@@ -37,7 +40,9 @@ class Placement:
 
     @property
     def actors(self) -> list[int]:
-        return self.ranks("actor")
+        """The ranks that drive the run and send the weights. In the phase rollout, which has no actors, it is the lead
+        of the first engine."""
+        return self.ranks("actor") or list(self.engines[0][:1])
 
     @property
     def scorers(self) -> list[int]:
@@ -118,8 +123,12 @@ def plan(
     num_ranks_per_node: int | Sequence[int],  # the same on every node, or one number per node
     tensor_parallel_size: int = 1,
     num_replicas: int = 1,
+    phase: Phase = "both",
 ) -> Placement:
-    """Turn the placement section into the roles of every rank. A ConfigError contains a corrected example."""
+    """Turn the placement section into the roles of every rank. A ConfigError contains a corrected example.
+
+    In a phase, ranks keep only the roles that it needs. A rank that is left without a role is idle.
+    """
     nodes = Nodes.of(num_nodes, num_ranks_per_node)
     _check_sizes(spec, nodes)
     entries = [
@@ -131,10 +140,12 @@ def plan(
         raise ConfigError("placement names no role; for example {'actor,rollout': all}")
     assigned = _assign(entries, nodes.num_ranks, tensor_parallel_size)
     roles = _roles_by_rank(entries, assigned, nodes.num_ranks)
+    roles = tuple(tuple(role for role in own if role in PHASE_ROLES[phase]) or IDLE for own in roles)
     rollout = [rank for rank, own in enumerate(roles) if "rollout" in own]
     engines = _group_engines(rollout, nodes, tensor_parallel_size)
+    num_replicas = 1 if phase == "rollout" else num_replicas
     placement = Placement(nodes, roles, engines, num_replicas, parse_weights(spec.get("rank_weights"), nodes))
-    _check_roles(placement, tensor_parallel_size)
+    _check_roles(placement, tensor_parallel_size, phase)
     return placement
 
 
@@ -321,12 +332,13 @@ def _remedy(rank: int, nodes: Nodes, tp: int) -> str:
     return f"leave out the ranks of a node that do not fill an engine, for example rollout: {fitting}"
 
 
-def _check_roles(placement: Placement, tp: int) -> None:
-    for role in ("actor", "rollout"):
+def _check_roles(placement: Placement, tp: int, phase: Phase) -> None:
+    for role in NEEDED_ROLES[phase]:
         if not placement.ranks(role):
+            needs = "" if phase == "both" else f", which the phase {phase} needs"
             raise ConfigError(
-                f"placement: no rank has the role {role!r}; for example {{'rollout': '75%', 'actor': 'rest'}} or "
-                "{'actor,rollout': 'all'}"
+                f"placement: no rank has the role {role!r}{needs}; for example {{'rollout': '75%', 'actor': 'rest'}} "
+                "or {'actor,rollout': 'all'}"
             )
     num_actors = len(placement.actors)
     if num_actors % placement.num_replicas:

@@ -1,6 +1,7 @@
 """Reduce metrics over ranks. Write them to TensorBoard, to metrics.jsonl (one line per step) and to the console.
+rl/report/writers.py passes them on to other services.
 
-Names have stable prefixes: reward/ loss/ policy/ rollout/ optim/ eval/ time/ perf/. A mean is kept as a sum and a
+Names have stable prefixes: reward/ loss/ policy/ rollout/ optim/ eval/ time/ perf/ gpu/. A mean is kept as a sum and a
 count until the ranks are summed up, so it does not depend on which rank held which sequences.
 """
 
@@ -9,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rl.common.files import write_atomically
 from rl.common.text import count_of
+from rl.report.writers import ProcessWriter
 
 METRICS = "metrics.jsonl"  # one line per step, in the run's folder
 # Labels and metrics of the line that a step prints.
@@ -83,21 +85,30 @@ class MetricsWriter:
     """Write the metrics of a run. Only the leader has a writer.
 
     `step` is the step from which the run resumes. Rows after it are dropped, since the run writes them again. If it is
-    0, the files of an earlier run with the same name are renamed.
+    0, the files of an earlier run with the same name are renamed, unless this command `continues` a run in phases.
+    `others` are the writers of metrics.writers.
     """
 
-    def __init__(self, run_dir: Path, num_steps: int, step: int = 0):
+    def __init__(
+        self,
+        run_dir: Path,
+        num_steps: int,
+        step: int = 0,
+        others: Sequence[ProcessWriter] = (),
+        continues: bool = False,
+    ):
         run_dir.mkdir(parents=True, exist_ok=True)
+        self._others = others
         self._name, self._num_steps, self._started = run_dir.name, num_steps, time.perf_counter()
         path = run_dir / METRICS
         for old in (path, run_dir / "eval.jsonl"):
-            if not step and old.exists():
+            if not step and not continues and old.exists():
                 stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
                 old.rename(old.with_name(f"{old.stem}.{stamp}{old.suffix}"))
         rows = [row for row in read_metrics(path) if row["step"] <= step]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = path.open("a", buffering=1)
-        self._board = SummaryWriter(str(run_dir), purge_step=step + 1 if step else 0, flush_secs=5)
+        self._board = SummaryWriter(str(run_dir), purge_step=step + 1 if step or continues else 0, flush_secs=5)
         self._rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
         self._num_before = len(self._rewards)  # steps of earlier starts
 
@@ -107,6 +118,8 @@ class MetricsWriter:
         self._file.write(json.dumps({"step": step, "version": version, **finite}) + "\n")
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
+        for writer in self._others:
+            writer.write(step, values)
         if "reward/mean" in values:
             self._rewards.append(values["reward/mean"])
         shown = "  ".join(
@@ -136,8 +149,13 @@ class MetricsWriter:
         steps = count_of(len(self._rewards), "step")
         engine = engine_name and f", engine {engine_name}"  # without one, nothing was sampled
         print(f"{self._name}: reward {first:.2f} -> {last:.2f} in {steps}, {took}{engine}", flush=True)
+        self.close_files()
+
+    def close_files(self) -> None:
         self._board.close()
         self._file.close()
+        for writer in self._others:
+            writer.close()
 
 
 def _describe_bound(values: Mapping[str, float]) -> str:

@@ -5,6 +5,9 @@
     extract.py        finds the final answer of a response
     notation.py       normalizes the notation of answers
     answers.py        compares two answers
+    code.py           the function that runs programs against tests
+    sandbox.py        the worker's side of the sandbox for programs
+    sandbox_child.py  the processes in the sandbox
     totals.py         sums scores over samples and computes metrics
     pool.py           the rank's side: sends calls and receives results
     launch.py         starts the server

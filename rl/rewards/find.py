@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 from rl.config.functions import check_spec, files_of, import_function, signature_of
 from rl.config.schema import ConfigError, RewardConfig
 from rl.rewards.functions import FUNCTIONS
+from rl.rewards.sandbox import Limits, MachineError
 from rl.rewards.worker import RewardFunction
 
+SPARE_S = 2.0  # of a call of `code`, to start a sandbox
 TAKEN = ("mean", "timeouts", "errors", "overlong", "certainty", "kl")  # reward/NAME is already a metric
 
 
@@ -48,9 +50,21 @@ def read_rules(config: RewardConfig) -> list[Rule]:
         if not isinstance(options, dict):
             raise ConfigError(f"reward.options.{name}: got {options!r}; it must be a mapping of arguments")
         rules[name] = Rule(spec, float(weight), options)
+        if spec == "code":
+            _check_timeout(config, options)
     if unknown := [name for name in config.options if name not in rules]:
         raise ConfigError(f"reward.options: got options of {unknown[0]!r}; reward.function has {', '.join(rules)}")
     return list(rules.values())
+
+
+def _check_timeout(config: RewardConfig, options: dict[str, Any]) -> None:
+    """Raise ConfigError if calls would be killed before the time limit of their programs."""
+    limit_s = options.get("timeout_s", Limits.cpu_s)
+    if isinstance(limit_s, int | float) and config.timeout_s < (least := Limits(limit_s).wall_s + SPARE_S):
+        raise ConfigError(
+            f"reward.timeout_s: got {config.timeout_s:g}, but with reward.options.code.timeout_s = {limit_s:g} a call "
+            f"may take {least:g} s; set reward.timeout_s to at least that, or lower the other limit"
+        )
 
 
 def own_files(config: RewardConfig) -> dict[str, Path]:
@@ -63,11 +77,16 @@ def load(rule: dict[str, Any]) -> RewardFunction:
     read = Rule(**rule)
     call = FUNCTIONS.get(read.spec) or import_function("reward.function", read.spec)
     _check_signature(read, call)
-    if read.spec in FUNCTIONS:  # these accept any text, so a failure is due to the options
+    if read.spec in FUNCTIONS:
         try:
-            call("", "\\boxed{1}", {"answer": "1"}, **read.options)
+            if (check := getattr(call, "check", None)) is not None:
+                check(**read.options)
+            else:  # these accept any text, so a failure is due to the options
+                call("", "\\boxed{1}", {"answer": "1"}, **read.options)
         except ImportError as error:
             raise ConfigError(f"reward.function: {read.spec} needs {error.name}; install requirements.txt") from None
+        except MachineError as error:
+            raise ConfigError(f"reward.function: {read.spec}: {error}") from None
         except Exception as error:
             raise ConfigError(f"reward.options.{read.name}: {error}") from None
     return RewardFunction(read.name, read.weight, call, read.options)

@@ -2,7 +2,8 @@
 is the text of the column that data.answer_key names. reward.options sets further parameters.
 
 A function may have an attribute `answer`, which extracts the final answer of a response as text. It should return equal
-texts for equal answers.
+texts for equal answers. Its attribute `check`, if it has one, gets the options before a run starts, and raises
+ValueError if the function cannot work with them on this machine.
 """
 
 import re
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl.rewards.answers import is_same, text_of
+from rl.rewards.code import code
 from rl.rewards.extract import last_number_of, marked_number_of
 
 UNITS: dict[str, Callable[[str], int]] = {"characters": len, "words": lambda text: len(text.split())}
@@ -88,5 +90,5 @@ def length(
 
 
 FUNCTIONS: dict[str, Callable[..., float | dict[str, float]]] = {
-    function.__name__: function for function in (exact_match, last_number, gsm8k, math, regex, format, length)
+    function.__name__: function for function in (exact_match, last_number, gsm8k, math, code, regex, format, length)
 }

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from rl.common.framing import FrameReader, pack
 from rl.rewards.failure import CallTrace, RewardFailure, describe_error
-from rl.rewards.process_tree import adopt_orphans
+from rl.rewards.process_tree import adopt_orphans, children_of
+from rl.rewards.sandbox import sandbox_processes
 from rl.watch.parent import die_with_parent
 
 MAX_CALL_ID, MAX_CALL = 20, (1 << 32) - 1  # maximum bytes of a frame's id and body
@@ -99,13 +100,14 @@ def _pages(field: int) -> int:
 
 
 def _has_children() -> bool:
-    """Return whether this process has living children. Reap the dead ones."""
+    """Return whether this process has living children, besides its sandbox. Reap the dead ones."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     except ChildProcessError:
         return False
-    return True
+    kept = sandbox_processes()
+    return not kept or not kept.issuperset(children_of(os.getpid()))
 
 
 def score(

@@ -6,15 +6,18 @@ later round, the engine that gets its prompt fetches it from there (carried.py).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.data.batch import Batch
 from rl.data.packing import mini_batch_of
 from rl.data.prompts import Prompt
+from rl.data.trajectories import Trajectory
+from rl.data.trajectory_files import GroupKey
 from rl.placement.roles import Placement
 from rl.rewards.totals import total
+from rl.rollout.archive import ArchiveDispatcher
 from rl.rollout.balance import Balancer, Groups
 from rl.rollout.carried import CarriedGroups
 from rl.rollout.dispatch import BatchTime, Dispatcher, Sampling, Task
@@ -55,6 +58,7 @@ class Gathered:
     scores: dict[int, Results]  # of this actor's groups, by position; what this batch has scored
     num_preemptions: int  # of this actor's groups
     num_kept_tokens: int  # see ScoredGroup
+    missing: frozenset[int] = frozenset()  # positions of this actor's groups that are in no file, in the phase update
 
 
 class Rollouts(Service):
@@ -76,12 +80,13 @@ class Rollouts(Service):
     ):
         self._world, self._mail, self._actors, self.service = world, world.mail, placement.actors, service
         self._num_mini_batches, self._balancer = num_mini_batches, balancer
-        followers = service.host.followers if service is not None else ()
+        # In the phase rollout, the other ranks of the leader's engine are not actors, and execute no orders.
+        followers = [rank for rank in service.host.followers if rank in placement.actors] if service is not None else []
         self._leader, self._orders = placement.leader, OrderService(world.mail, followers, execute)
         self._overlap = overlap
         others = [other for other in (service, overlap) if other is not None]
         self._services: list[Service] = [self, self._orders, *others]
-        self._dispatcher: Dispatcher | None = None
+        self._dispatcher: Dispatcher | ArchiveDispatcher | None = None
         self._gate: OrderGate | None = None
         self._overlap_gate: OverlapGate | None = None
         self._failures: FailureLog | None = None
@@ -103,7 +108,15 @@ class Rollouts(Service):
         self._training: set[int] = set()  # batches to train on; the others evaluate
         self._owners: dict[int, list[int]] = {}  # by batch
         self._carried = CarriedGroups(world)
-        self._arrived: dict[int, dict[int, tuple[ScoredGroup, Batch]]] = defaultdict(dict)  # by batch and position
+        # By batch and position. A group without a batch is missing.
+        self._arrived: dict[int, dict[int, tuple[ScoredGroup, Batch | None]]] = defaultdict(dict)
+
+    def use_archive(self, groups: Mapping[GroupKey, Trajectory], samples: Callable[[int], bool]) -> ArchiveDispatcher:
+        """Take groups from files where they exist. Engines sample the numbers that `samples` accepts of the others.
+        Called on the leader, before the first batch."""
+        assert isinstance(self._dispatcher, Dispatcher)
+        self._dispatcher = ArchiveDispatcher(self._mail, self._dispatcher, groups, samples)
+        return self._dispatcher
 
     def start(
         self,
@@ -169,8 +182,8 @@ class Rollouts(Service):
         self._awaited = "groups from the engines"
         serve(self._world, self._services, until=lambda: len(self._arrived[batch]) == num_own)
         arrived = self._arrived.pop(batch)
-        groups = {position: rollouts for position, (_, rollouts) in arrived.items()}
-        scores = {position: arrived[position][0].scores for position in sorted(arrived)}
+        groups = {position: rollouts for position, (_, rollouts) in arrived.items() if rollouts is not None}
+        scores = {position: arrived[position][0].scores for position in sorted(groups)}
         totals = total(score for group in scores.values() for score in group if score is not None)
         self._mail.send(self._leader, Collected(batch, totals))
         # Leave out `self`, which has all of its groups: then reports show only the actors that still wait for groups.
@@ -185,11 +198,8 @@ class Rollouts(Service):
         if took is not None:
             trained_s = self._overlap.trained_s if self._overlap is not None else 0.0
             self._times.append(replace(took, trained_s=trained_s))
-        return Gathered(groups, owners, scores, num_preemptions, num_kept_tokens)
-
-    @property
-    def actors(self) -> list[int]:
-        return self._actors
+        missing = frozenset(arrived.keys() - groups.keys())
+        return Gathered(groups, owners, scores, num_preemptions, num_kept_tokens, missing)
 
     def take_times(self) -> list[BatchTime]:
         """Return how long the engines took for each batch to train on since the last call. Only the leader knows."""
@@ -210,9 +220,9 @@ class Rollouts(Service):
                 self.engine_name = group.engine
                 if group.failures:
                     self._mail.send(self._leader, CallsFailed(group.failures))
-                rollouts = Batch.from_bytes(letter.payload)
+                rollouts = Batch.from_bytes(letter.payload) if letter.payload else None
                 self._arrived[group.batch][group.position] = (group, rollouts)
-                if self._overlap is not None:
+                if self._overlap is not None and rollouts is not None:
                     self._overlap.add(group.batch, group.position, rollouts)
 
     def settle(self, groups: Groups, owners: Sequence[int]) -> Batch:

@@ -65,6 +65,7 @@ class Task:
     version: int  # of the weights to sample from
     is_carried: bool = False  # the owner holds responses to continue
     is_followed: bool = False  # the leader wants to know how far it is; see GroupProgress
+    round: int = 0  # in the phase rollout: the round of the step, under which the group is recorded; 0: it is not
 
 
 @dataclass(frozen=True)
@@ -141,11 +142,11 @@ class Dispatcher:
         """Return how long the last batch took, all of whose groups have arrived. Return None if a later one is open,
         and no engine has taken a task of it yet."""
         with self._lock:
+            if not self._ended_at:
+                return None
             now = time.monotonic()  # the end of an engine whose last pull has not arrived yet
             ended_at = {lead: min(ended, now) for lead, ended in self._ended_at.items()}
             speeds = self.measured.measure()
-        if not ended_at:
-            return None
         last = max(ended_at, key=ended_at.__getitem__)
         slowest = min(speeds, key=speeds.__getitem__)
         if speeds[slowest] == 1.0:

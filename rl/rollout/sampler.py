@@ -25,7 +25,7 @@ from rl.rollout.dispatch import Sampling
 from rl.rollout.held import HeldGroups
 from rl.rollout.schedule import Round, Schedule
 
-CARRIED, FINISHED, INFORMATIVE = range(3)  # what a round has made of a group
+CARRIED, FINISHED, INFORMATIVE, MISSING = range(4)  # what a round has made of a group
 
 
 class Sampled(NamedTuple):
@@ -64,12 +64,7 @@ class Sampler:
     def sample(self, version: int, measures: Measures) -> Sampled:
         """Return the next batch. Sample rounds from this version of the weights until the schedule has one. A round
         that the schedule allows to run during the update is then in flight."""
-        schedule, state, held = self._schedule, self._schedule.state, self._held
-        self._begin_round(version)
-        while (numbers := schedule.take_batch()) is None:
-            assert self._in_flight is not None, "the schedule has neither a batch nor a round"
-            self.end_round()
-            self._begin_round(version)
+        state, held, numbers = self._schedule.state, self._held, self.sample_rounds(version)
         for name in self._counted:
             self._count(measures, name, held.counts[name])
         held.counts.clear()
@@ -82,6 +77,15 @@ class Sampler:
         self._measure_rewards(kept, measures)
         held.drop_others(kept)
         return Sampled(batch, numbers)
+
+    def sample_rounds(self, version: int) -> list[int]:
+        """Sample rounds until the schedule has a batch. Return its groups, as numbers of the schedule."""
+        self._begin_round(version)
+        while (numbers := self._schedule.take_batch()) is None:
+            assert self._in_flight is not None, "the schedule has neither a batch nor a round"
+            self.end_round()
+            self._begin_round(version)
+        return numbers
 
     def _begin_round(self, version: int) -> None:
         """Hand the next round to the engines, if the schedule allows one now."""
@@ -103,7 +107,9 @@ class Sampler:
         informative = [number for number, outcome in outcomes.items() if outcome == INFORMATIVE]
         self._held.counts["rollout/sampled_prompts"] += len(now.started)
         self._held.counts["rollout/informative_prompts"] += len(informative)
-        self._schedule.end_round(now, [n for n, outcome in outcomes.items() if outcome != CARRIED], informative)
+        finished = [number for number, outcome in outcomes.items() if outcome in (FINISHED, INFORMATIVE)]
+        missing = [number for number, outcome in outcomes.items() if outcome == MISSING]
+        self._schedule.end_round(now, finished, informative, missing)
 
     def save(self) -> RolloutState:
         """Return the state after an update, for a checkpoint. No round may be in flight."""
@@ -132,6 +138,7 @@ class Sampler:
             trained = group.select(group.trained_sequences(self._algo.mask_truncated)) if is_dynamic else group
             is_kept = not is_dynamic or is_informative(trained.rewards, trained.group_ids).any()
             outcomes[position] = INFORMATIVE if is_kept else FINISHED
+        outcomes[list(gathered.missing)] = MISSING
         outcomes[-2:] = torch.tensor([gathered.num_preemptions, gathered.num_kept_tokens])
         dist.all_reduce(outcomes, group=self.pg)  # only the owner of a group adds something
         *found, num_preemptions, num_kept_tokens = outcomes.tolist()

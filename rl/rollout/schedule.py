@@ -13,7 +13,7 @@ the number of ranks. Nothing here imports torch. A group is a number: its place 
 start of the run.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -170,10 +170,17 @@ class Schedule:
         self._in_flight = Round(state.num_rounds, started, tuple(state.carried))
         return self._in_flight
 
-    def end_round(self, now: Round, finished: Iterable[int], informative: Iterable[int] | None = None) -> None:
-        """Take the result of the round in flight. Without dynamic sampling, every finished group is informative."""
+    def end_round(
+        self,
+        now: Round,
+        finished: Iterable[int],
+        informative: Iterable[int] | None = None,
+        missing: Collection[int] = (),
+    ) -> None:
+        """Take the result of the round in flight. Without dynamic sampling, every finished group is informative. If
+        groups are missing, because the phase update takes a partial batch, the batch has only the others."""
         assert now is self._in_flight
-        state, sampled, finished = self.state, sorted(now.groups), set(finished)
+        state, sampled, finished = self.state, sorted(set(now.groups) - set(missing)), set(finished)
         assert finished <= set(sampled), (finished, sampled)
         state.carried = [group for group in sampled if group not in finished]
         assert not state.carried or self.plan.carries, "without a limit, every response ends in its round"
@@ -184,12 +191,12 @@ class Schedule:
         state.num_idle_rounds += 1
         state.num_finished += len(finished)
         state.num_informative += len(kept)
-        self._in_flight, state.num_new_batches = None, self._cut_batches()
+        self._in_flight, state.num_new_batches = None, self._cut_batches(is_partial=bool(missing))
 
-    def _cut_batches(self) -> int:
+    def _cut_batches(self, is_partial: bool = False) -> int:
         """Cut off batches from the front of the queue, and return their number."""
         plan, state, number = self.plan, self.state, 0
-        while len(state.queue) >= plan.num_prompts or self._may_be_smaller:
+        while len(state.queue) >= plan.num_prompts or self._may_be_smaller or (is_partial and state.queue):
             batch = (state.queue or state.spare)[: plan.num_prompts]
             state.batches.append(batch)
             rest = state.queue[len(batch) :]

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from rl.data.batch import Batch
 from rl.data.prompts import Tokenizer, sample_seed
@@ -59,7 +59,8 @@ class AddRequests(Message):
 
 @dataclass(frozen=True)
 class ScoredGroup(Message):
-    """Deliver a group to the actor that owns it, at the end of its round. The payload is the group as a Batch."""
+    """Deliver a group to the actor that owns it, at the end of its round. The payload is the group as a Batch. It is
+    empty if the group is missing in the files that the phase update trains on."""
 
     batch: int
     position: int
@@ -77,6 +78,12 @@ class GroupProgress(Message):
     batch: int
     positions: list[int]
     lengths: list[int]  # that the longest response of each group will have at least
+
+
+class Recorder(Protocol):
+    """Writes groups to files: see rl/rollout/archive.py."""
+
+    def record(self, task: Task, group: ScoredGroup, rollouts: Batch) -> None: ...
 
 
 @dataclass
@@ -157,6 +164,7 @@ class RolloutService(Service):
         self._num_prompt_tokens = 0  # in requests that were added since the last step
         self._reported_at = 0.0  # when the leader was told of the progress
         self._timer, self._is_decoding = StepTimer(), False  # whether the last step read no prompts
+        self.recorder: Recorder | None = None  # in the phase rollout: writes groups to files
         self._pull()
 
     @property
@@ -361,6 +369,8 @@ class RolloutService(Service):
         message = ScoredGroup(
             task.batch, task.position, self.engine.name, kept, group.num_preemptions, group.num_kept_tokens, failures
         )
+        if self.recorder is not None and task.round:
+            self.recorder.record(task, message, rollouts)
         self._mail.send(task.owner, message, payload=rollouts.to_bytes())
 
     def _show(self, task: Task, response: Response) -> str:

@@ -8,7 +8,7 @@ from rl.algo.mismatch import check_mismatch
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.evaluation.evaluation import Evaluation
+from rl.evaluation.evaluation import Evaluation, is_evaluation_due
 from rl.learner.credit import assign_credit
 from rl.learner.critic import CriticTrainer
 from rl.learner.overlap import OverlappedUpdate
@@ -32,9 +32,10 @@ class Actor:
     sampler: Sampler
     sync: WeightSync
     checkpoints: Checkpoints
-    evaluation: Evaluation | None  # None: never evaluate
+    evaluation: Evaluation | None  # None: never evaluate, or leave it to the phase rollout
     reporter: Reporter
     start_step: int = 0  # the last finished step when the run starts or resumes
+    last_step: int = 0  # the last step of this command
     is_evaluated: bool = False  # the evaluation of start_step is done
     own_advantage: OwnAdvantage | None = None  # None: algo.advantage is built in
     overlap: OverlappedUpdate | None = None  # None: no group is trained on before the batch is whole
@@ -96,9 +97,8 @@ class Actor:
         return found
 
     def is_evaluation_due(self, step: int) -> bool:
-        """Return whether to evaluate before training, every eval.interval steps, or after the last step."""
-        interval = self.config.eval.interval
-        return self.evaluation is not None and (step % interval == 0 or step == self.config.train.num_steps)
+        """Return whether the weights after this step are to be evaluated, by this command or in the phase rollout."""
+        return is_evaluation_due(self.config, step)
 
     def publish(self, step: int) -> int:
         """Send the weights to all engines as the next version, which `step` samples from. Return the version."""
@@ -109,7 +109,7 @@ class Actor:
     def give_device_to_engine(self) -> None:
         """Offload the trainers if this rank hosts an engine. First wait for a pending copy of a checkpoint."""
         if self.sampler.rollouts.service is not None:
-            if self.learner.offloads:
+            if any(trainer.offloads for trainer in self.trainers):
                 self.checkpoints.wait_copied()
             for part in (self.scorer, *self.trainers):
                 part.offload()

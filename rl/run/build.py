@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from rl.algo.choose import OwnAdvantage, own_advantage
 from rl.checkpoint.checkpoints import Checkpoints
-from rl.checkpoint.resume import check_prompts, read_groups, restore
+from rl.checkpoint.resume import Resume, check_prompts, read_groups, restore
 from rl.checkpoint.save import Saver
 from rl.checkpoint.write import RunDescription, read_hf_files
 from rl.common.text import count_of
@@ -27,6 +27,7 @@ from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
 from rl.model.shards import TensorInfo
 from rl.report.metrics import METRICS, MetricsWriter, last_step
+from rl.report.writers import open_writers
 from rl.rewards.find import read_rules
 from rl.rollout.balance import Balancer
 from rl.rollout.collect import Rollouts
@@ -36,11 +37,11 @@ from rl.rollout.overlap import OverlapService
 from rl.rollout.sampler import Sampler
 from rl.rollout.schedule import Schedule, ScheduleState, describe_lag, plan_schedule
 from rl.run.actor import Actor
-from rl.run.models import build_critic, build_learner, build_scorer, load
+from rl.run.models import build_critic, build_learner, build_scorer, load_reference
 from rl.run.open import Run
 from rl.run.reporter import Reporter
 from rl.run.serve import build_rollout_service, build_sync
-from rl.sync.weights import share_tensors
+from rl.sync.weights import WeightSource, share_tensors
 from rl.watch.heart import HEART
 from rl.watch.reports import ServiceUnavailable
 from rl.world.bootstrap import enable_garbage_collection
@@ -53,8 +54,8 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     config, mail, resume = run.config, run.world.mail, run.resume
     HEART.describe(num_steps=config.train.num_steps if trains else 0)
     # Load the reference after the engine, which measures the free device memory while it is built.
-    load_reference = functools.cache(lambda: load(run, trainable=False))
-    learner = build_learner(run, load_reference)
+    reference = functools.cache(lambda: load_reference(run))
+    learner = build_learner(run, reference)
     critic = build_critic(run)
     tensors = share_tensors(mail, run.placement, learner.model, config.model.dtype)
     # The engine must find as much free memory as it will have later, so the trainers are offloaded while it is built.
@@ -62,7 +63,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     for trainer in offloaded:
         trainer.offload()
     service = build_rollout_service(run)
-    sync = build_sync(run, tensors, service, learner=learner)
+    sync = build_sync(run, tensors, service, source=WeightSource(learner.model, learner.weight_slices))
     if service is not None:
         service.engine.sleep()
     for trainer in offloaded:
@@ -70,10 +71,12 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     if resume is not None:  # after the engine, because vLLM seeds the random generators
         with run.world.stage("resume"):
             restore(learner, critic, resume, run.store, run.placement)
-    checkpoints = build_checkpoints(run, learner, tensors, critic)
+    start_step, num_steps = run.start_step, config.train.num_steps
+    last_step = start_step + (run.stored is not None) if run.phase.name == "update" else num_steps
+    checkpoints = build_checkpoints(run, learner, tensors, critic, last_step)
     hidden_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().hidden_size
     balancer = Balancer(mail, run.groups.actor_pg, run.placement.actors, hidden_size)
-    own, scorer = own_advantage(config.algo), build_scorer(run, learner, load_reference)
+    own, scorer = own_advantage(config.algo), build_scorer(run, learner, reference)
     overlap = _build_overlap(run, learner, scorer, balancer, own) if trains and config.actor.overlap else None
 
     def execute(action: Action) -> None:
@@ -84,22 +87,25 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         with run.world.stage("sync"):
             sync.publish_again()
 
-    all_failed = error_if_all_fail(config, is_resumed=trains and resume is not None)
+    has_engines = bool(run.placement.engines)
+    all_failed = error_if_all_fail(config, is_resumed=trains and resume is not None) if has_engines else None
     num_mini_batches = config.algo.num_mini_batches
     rollouts = Rollouts(run.world, run.placement, num_mini_batches, service, execute, balancer, all_failed, overlap)
-    start_step = resume.manifest.step if resume is not None else 0
+    if run.stored is not None and run.data is not None:
+        rollouts.use_archive(run.stored.groups, samples=lambda number: False)
     actor = Actor(
         config,
         learner,
         critic,
         scorer,
-        _build_sampler(run, rollouts, trains),
+        build_sampler(run, rollouts, trains),
         sync,
         checkpoints,
-        _build_evaluation(run, rollouts),
+        build_evaluation(run, rollouts) if has_engines else None,
         _build_reporter(run, rollouts, start_step, trains),
         start_step,
-        is_evaluated=resume is not None and resume.manifest.state["is_evaluated"],
+        last_step,
+        is_evaluated=not has_engines or (resume is not None and resume.manifest.state["is_evaluated"]),
         own_advantage=own,
         overlap=overlap.update if overlap is not None else None,
     )
@@ -119,13 +125,19 @@ def error_if_all_fail(config: Config, is_resumed: bool) -> type[Exception] | Non
 
 
 def build_checkpoints(
-    run: Run, learner: PolicyTrainer, tensors: list[TensorInfo], critic: CriticTrainer | None = None
+    run: Run,
+    learner: PolicyTrainer,
+    tensors: list[TensorInfo],
+    critic: CriticTrainer | None = None,
+    last_step: int | None = None,
 ) -> Checkpoints:
+    """Build the checkpoints of a command. Its last step is always saved. By default, that is the last of the run."""
     config = run.config
     hf_files = read_hf_files(run.model_folder, config.model.dtype)
     description = RunDescription(run.folder.name, dataclasses.asdict(config), tuple(tensors), hf_files)
     saver = Saver(run.world, run.placement, run.store, description, config.checkpoint.copies)
-    last_step = 0 if config.debug.dry_run else config.train.num_steps  # the last step is always saved
+    last_step = config.train.num_steps if last_step is None else last_step
+    last_step = 0 if config.debug.dry_run else last_step  # a dry run does not save it
     return Checkpoints(saver, learner, config.checkpoint, last_step, run.resume, critic)
 
 
@@ -142,7 +154,8 @@ def _build_overlap(
     return OverlapService(run.world.mail, run.placement.leader, balancer, update, num_at_once)
 
 
-def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
+def build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
+    """Build the sampler, with the schedule and the groups of the checkpoint if the command trains."""
     config, pg = run.config, run.groups.actor_pg
     rollout = config.rollout
     stream = run.data.stream if run.data is not None else None
@@ -157,8 +170,7 @@ def _build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
         length_seed=config.run.seed,
     )
     state, held = _restore_rollouts(run, stream) if trains else (ScheduleState(), HeldGroups())
-    start_step = run.resume.manifest.step if run.resume is not None else 0
-    schedule = Schedule(plan_schedule(config, start_step), state)
+    schedule = Schedule(plan_schedule(config, run.start_step), state)
     rewards = [rule.name for rule in read_rules(config.reward)]
     if schedule.state.max_lag and trains and stream is not None:
         print(f"oneworld: {describe_lag(schedule.plan, schedule.state.max_lag)}", flush=True)
@@ -180,7 +192,7 @@ def _restore_rollouts(run: Run, stream: PromptStream | None) -> tuple[ScheduleSt
         return ScheduleState(), HeldGroups()
     saved, files = resume.manifest.state, read_groups(resume, run.store, run.placement)
     try:
-        state = msgspec.convert(saved.get("schedule", {"num_started": saved["position"]}), ScheduleState)
+        state = saved_schedule(resume)
         owners = msgspec.convert(saved.get("owners", {}), dict[int, int], strict=False)
         counts = msgspec.convert(saved.get("counts", {}), dict[str, int])
         held = HeldGroups.from_files(owners, files, num_actors, counts)
@@ -201,7 +213,13 @@ def _restore_rollouts(run: Run, stream: PromptStream | None) -> tuple[ScheduleSt
     return state, held
 
 
-def _build_evaluation(run: Run, rollouts: Rollouts) -> Evaluation | None:
+def saved_schedule(resume: Resume) -> ScheduleState:
+    """Return the schedule of a checkpoint. Raise ValueError if it is damaged."""
+    saved = resume.manifest.state
+    return msgspec.convert(saved.get("schedule", {"num_started": saved["position"]}), ScheduleState)
+
+
+def build_evaluation(run: Run, rollouts: Rollouts) -> Evaluation | None:
     config = run.config
     if not config.eval.interval:
         return None
@@ -226,6 +244,10 @@ def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Re
     writer = None
     if run.data is not None and trains and not run.config.debug.dry_run:
         _announce_repetition(run, step)
-        writer = MetricsWriter(run.folder, run.config.train.num_steps, step)
+        run.world.collect_gpus()
+        run.folder.mkdir(parents=True, exist_ok=True)
+        is_phase = run.phase.name != "both"
+        others = open_writers(run.config, run.folder, is_new=not step)
+        writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, continues=is_phase)
         run.world.at_end(lambda: writer.close(rollouts.engine_name))
-    return Reporter(run.world, run.config, run.folder, run.tokenizer, rollouts, writer)
+    return Reporter(run.world, run.config, run.folder, run.tokenizer, rollouts, writer, run.placement.actors)

@@ -1,14 +1,19 @@
 """Checks of a run's settings that need no model and no torch. A run makes them at its start, and so does `--plan`."""
 
+from importlib.util import find_spec
+
 from rl.common.text import format_ranges, format_ranks
 from rl.config.schema import Config, ConfigError
 from rl.evaluation.best_metric import check_best_metric
 from rl.placement.roles import Placement
 
+MAX_PORT = 65535
+
 
 def check_settings(config: Config, placement: Placement) -> list[str]:
     """Raise ConfigError if settings do not fit each other or the placement. Return warnings."""
     check_best_metric(config)
+    _check_debugpy(config.debug.debugpy_port, placement.world_size)
     if placement.scorers and config.algo.kl_coef and config.algo.kl_estimator == "full":
         raise ConfigError(
             "algo.kl_estimator=full computes the reference on the actors, together with the policy, so the inference "
@@ -52,3 +57,18 @@ def check_settings(config: Config, placement: Placement) -> list[str]:
             f"{why}. Give these ranks another role, or set {remedy}"
         )
     return warnings
+
+
+def _check_debugpy(port: int, num_ranks: int) -> None:
+    if not port:
+        return
+    if find_spec("debugpy") is None:
+        raise ConfigError(
+            f"debug.debugpy_port: got {port}, but debugpy is not installed here; run `pip install debugpy` in the "
+            "environment of every node, or leave the setting out: then breakpoint() waits for tools/debug.py"
+        )
+    if port + num_ranks - 1 > MAX_PORT:
+        raise ConfigError(
+            f"debug.debugpy_port: got {port}, but {num_ranks} ranks need the ports {port} to {port + num_ranks - 1}; "
+            f"choose at most {MAX_PORT - num_ranks + 1}, such as 5678"
+        )

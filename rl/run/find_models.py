@@ -59,10 +59,7 @@ def find_models(mail: Mailbox, placement: Placement, config: Config, run_folder:
 
 def _choose_commits(settings: Mapping[str, str], record: Path) -> dict[str, str]:
     """Return the commit of each model, empty for a local folder. Reuse commits that an earlier attempt recorded."""
-    try:
-        recorded = msgspec.json.decode(record.read_bytes(), type=dict[str, str])
-    except (OSError, ValueError, RecursionError):  # there is none, or it is damaged
-        recorded = {}
+    recorded = read_record(record)
     commits: dict[str, str] = {}
     for setting, path in settings.items():
         if resolve_path(path).exists():
@@ -76,8 +73,20 @@ def _choose_commits(settings: Mapping[str, str], record: Path) -> dict[str, str]
             commits[path] = find_commit(setting, path)
             print(f"oneworld: {setting}: {path} at commit {commits[path]}", flush=True)
     if on_hub := {path: commit for path, commit in commits.items() if commit}:
-        write_atomically(record, json.dumps(on_hub, indent=2))
+        write_record(record, recorded | on_hub)
     return commits
+
+
+def read_record(record: Path) -> dict[str, str]:
+    """Return the commits that an earlier attempt of the run has used, by the names of models and datasets."""
+    try:
+        return msgspec.json.decode(record.read_bytes(), type=dict[str, str])
+    except (OSError, ValueError, RecursionError):  # there is none, or it is damaged
+        return {}
+
+
+def write_record(record: Path, commits: Mapping[str, str]) -> None:
+    write_atomically(record, json.dumps(commits, indent=2))
 
 
 def _find(setting: str, path: str, commit: str) -> Path:

@@ -16,9 +16,9 @@ from rl.run.open import Run
 from rl.sync.probe import probe_of_run
 
 
-def build_learner(run: Run, load_reference: Callable[[], nn.Module]) -> PolicyTrainer:
+def build_learner(run: Run, reference: Callable[[], nn.Module]) -> PolicyTrainer:
     config, algo = run.config, run.config.algo
-    model = load(run, trainable=True, filled=run.resume is None)
+    model = load(run, trainable=True, filled=run.resume is None, on_host=config.actor.offload == "always")
     num_updates = config.train.num_steps * algo.num_epochs * algo.num_mini_batches
     is_leader = run.world.rank == run.placement.leader
     return PolicyTrainer(
@@ -26,7 +26,7 @@ def build_learner(run: Run, load_reference: Callable[[], nn.Module]) -> PolicyTr
         config,
         num_updates,
         probe_of_run(config, run.model_folder).tokens if is_leader else (),
-        load_reference if algo.kl_coef and algo.kl_estimator == "full" else None,
+        reference if algo.kl_coef and algo.kl_estimator == "full" else None,
     )
 
 
@@ -36,42 +36,59 @@ def build_critic(run: Run) -> CriticTrainer | None:
         return None
     folder = run.models.get("critic.path", run.model_folder)
     is_saved = run.resume is not None and run.resume.has_critic
-    model = load(run, trainable=True, filled=not is_saved, folder=folder, as_critic=True)
+    on_host = config.critic_offload == "always"
+    model = load(run, trainable=True, filled=not is_saved, folder=folder, as_critic=True, on_host=on_host)
     return CriticTrainer(ShardedModel(model, run.groups.actor_pg, run.world.device), config)
 
 
-def build_scorer(run: Run, learner: PolicyTrainer, load_reference: Callable[[], nn.Module]) -> scoring.Scorer:
+def build_scorer(run: Run, learner: PolicyTrainer, reference: Callable[[], nn.Module]) -> scoring.Scorer:
     config, fields = run.config, run.config.algo.fields_to_score
     if run.placement.scorers:
         return scoring.RemoteScorer(run.world.mail, run.placement.scorers, fields)
-    models = scoring.local_models(config.algo, learner.model, load_reference)
-    offloads_reference = config.actor.offload == "rollout"
+    models = scoring.local_models(config.algo, learner.model, reference)
+    offloads_reference = config.reference_offload == "rollout"
     return scoring.LocalScorer(_scoring_models(run, models), fields, run.groups.actor_pg, offloads_reference)
 
 
 def build_logprob_service(run: Run) -> scoring.LogprobService:
     names = dict.fromkeys(["old_logprobs", *run.config.algo.fields_to_score])
     names.pop("certainty", None)  # computed by the model of old_logprobs
-    models = {name: load(run, trainable=False) for name in names}
+    models = {name: load_reference(run) if name == "ref_logprobs" else load(run, trainable=False) for name in names}
     return scoring.LogprobService(run.world.mail, run.placement.scorers, _scoring_models(run, models))
 
 
 def _scoring_models(run: Run, models: Mapping[str, nn.Module]) -> scoring.ScoringModels:
     config = run.config
-    max_tokens, temperature = config.inference.max_tokens_per_micro_batch, config.rollout.temperature
-    return scoring.ScoringModels(models, max_tokens, temperature, run.world.device)
+    max_tokens = dict.fromkeys(models, config.inference.max_tokens_per_micro_batch)
+    if "ref_logprobs" in models:
+        max_tokens["ref_logprobs"] = config.reference_max_tokens
+    return scoring.ScoringModels(models, max_tokens, config.rollout.temperature, run.world.device)
+
+
+def load_reference(run: Run) -> nn.Module:
+    """Load the reference policy. On inference ranks, actor.offload has no effect on it."""
+    offload = run.config.reference_offload if "actor" in run.roles else run.config.reference.offload
+    return load(run, trainable=False, on_host=offload == "always")
 
 
 def load(
-    run: Run, trainable: bool, filled: bool = True, folder: Path | None = None, as_critic: bool = False
+    run: Run,
+    trainable: bool,
+    filled: bool = True,
+    folder: Path | None = None,
+    as_critic: bool = False,
+    on_host: bool = False,
 ) -> nn.Module:
-    """Load a model, sharded over the ranks of its mesh. With `filled` False, a checkpoint brings its weights later."""
+    """Load a model, sharded over the ranks of its mesh. With `filled` False, a checkpoint brings its weights later.
+    With `on_host`, its weights are in host memory at all times."""
     mesh = run.groups.actor_mesh or run.groups.scorer_mesh
     assert mesh is not None
     config = run.config
-    compiled = config.actor.compile and run.world.device.type == "cuda"
-    on_host = config.actor.offload == "always" and "actor" in run.roles
-    compute = Compute(compiled, config.actor.recompute, on_host)
+    is_cuda, is_sampling = run.world.device.type == "cuda", run.phase.name == "rollout"
+    # In the phase rollout, a model is loaded only to send it to the engines, one of which has this rank's device.
+    compiled = config.actor.compile and is_cuda and not is_sampling
+    recomputed = config.critic_recompute if as_critic else config.actor.recompute
+    compute = Compute(compiled, recomputed, on_host=is_cuda if is_sampling else on_host)
     dtype, folder = config.model.dtype, folder or run.model_folder
     is_made_up = filled and config.debug.dry_run and not has_weights(folder)
     filled = filled and not is_made_up

@@ -12,17 +12,23 @@ from rl.algo.choose import check_functions
 from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
 from rl.common.text import format_ranks
+from rl.config.modes import BOTH, PhaseOptions
 from rl.config.schema import Config, with_debugger_timeouts
 from rl.data.prompts import Tokenizer
 from rl.data.sources import Data, check_files, read_data
+from rl.learner.optimizers import check_optimizer
 from rl.model.shape import check_model
 from rl.model.tokenizer import load_tokenizer
 from rl.placement.groups import Groups, make_groups
 from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement, plan
+from rl.report.sizes import describe_data_parallelism
+from rl.report.writers import check_writers
 from rl.rewards.pool import RewardPool
+from rl.rollout.archive import StoredGroups
 from rl.rollout.service import Scored
 from rl.run.checks import check_settings
+from rl.run.find_data import find_datasets
 from rl.run.find_models import find_models
 from rl.run.lease import take_lease
 from rl.world.bootstrap import reward_server
@@ -55,6 +61,18 @@ class Run:
     resume: Resume | None  # the checkpoint to resume from
     data: Data | None = None  # on the leader
     rewards: RewardPool | None = None  # on ranks that lead an engine
+    phase: PhaseOptions = BOTH
+    stored: StoredGroups | None = None  # the groups of the next step that are in files; None in the phase both
+
+    @property
+    def start_step(self) -> int:
+        """The last finished step."""
+        return self.resume.manifest.step if self.resume is not None else 0
+
+    @property
+    def drives(self) -> bool:
+        """Whether this rank runs the loop of the command. The others serve it."""
+        return self.world.rank in self.placement.actors
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -69,21 +87,25 @@ class Run:
         return load_tokenizer(self.model_folder)
 
 
-def open_run(world: World, config: Config, config_name: str) -> Run:
+def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions = BOTH) -> Run:
     """Check everything that can be checked without loading a model, then connect the process groups."""
     config = with_debugger_timeouts(config)
     folder = Path(config.run.dir) / _run_name(world, config, config_name)
     lease = take_lease(world, folder)  # before anything is written to the folder
     world.begin_run(folder, config)
-    placement = _place(world, config)
+    placement = _place(world, config, phase)
     is_leader = world.rank == placement.leader
     world.progress.set_roles(",".join(placement.roles[world.rank]))
     warnings = check_settings(config, placement)
     if "actor" in placement.roles[world.rank]:  # the only ranks that need the user's file
         check_functions(config.algo)
+        check_optimizer(config.actor.optimizer)
     rewards = _start_rewards(world, config, placement)
     if is_leader:
-        print(f"{folder}: {placement.summary()}; loading", flush=True)
+        check_writers(config.metrics.writers)
+        only = "" if phase.name == "both" else f"phase {phase.name}, "
+        print(f"{folder}: {only}{placement.summary()}; loading", flush=True)
+        print(f"oneworld: {describe_data_parallelism(config, placement)}", flush=True)
         if placement.rank_weights is not None or not placement.nodes.are_equal:
             print(f"oneworld: {_name_nodes(world, placement)}", flush=True)
         for warning in warnings:
@@ -91,6 +113,8 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     with world.stage("find models"):
         models = find_models(world.mail, placement, config, folder)
     check_model(config, models["model.path"])
+    with world.stage("find data"):
+        datasets = find_datasets(world.mail, placement, config, folder)
     if rewards is not None:
         rewards.wait_ready()
     world.meet("model found")  # a download may take long, and the calls below have a timeout
@@ -99,15 +123,15 @@ def open_run(world: World, config: Config, config_name: str) -> Run:
     with world.stage("read data"):
         data = None
         if is_leader:
-            check_files(config)
-            data = read_data(config, load_tokenizer(models["model.path"]))
+            check_files(config, datasets)
+            data = read_data(config, load_tokenizer(models["model.path"]), datasets=datasets)
         config = agree_on_steps(world, placement, config, data)
     source = None if config.checkpoint.resume in ("auto", "never") else Path(config.checkpoint.resume)
     store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads, lease)
     world.at_end(store.close)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, store, config)
-    return Run(world, config, placement, groups, folder, models, store, resume, data, rewards)
+    return Run(world, config, placement, groups, folder, models, store, resume, data, rewards, phase)
 
 
 def agree_on_steps(world: World, placement: Placement, config: Config, data: Data | None) -> Config:
@@ -123,10 +147,10 @@ def agree_on_steps(world: World, placement: Placement, config: Config, data: Dat
     return dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=num_steps))
 
 
-def _place(world: World, config: Config) -> Placement:
+def _place(world: World, config: Config, phase: PhaseOptions) -> Placement:
     nodes = Nodes.from_local_ranks(world.local_ranks)
     sizes = (nodes.num_nodes, nodes.sizes, config.rollout.tensor_parallel_size, config.actor.num_replicas)
-    return plan(config.placement, *sizes)
+    return plan(config.placement, *sizes, phase.name)
 
 
 def _name_nodes(world: World, placement: Placement) -> str:

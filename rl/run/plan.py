@@ -14,20 +14,26 @@ from typing import Any, NoReturn
 
 from rl.common.text import count_of, format_bytes
 from rl.config.load import add_arguments
-from rl.config.modes import load_settings
+from rl.config.modes import load_settings, read_phase
 from rl.config.schema import ConfigError, resolve_path
 from rl.data.sources import Data, check_files, read_data
+from rl.data.trajectory_files import list_files, run_folder, trajectory_folder
 from rl.model.hub import find_in_cache, warn_of_typo
 from rl.model.memory import estimate
-from rl.model.shape import check_folder, check_model, check_weights, count_parameters
+from rl.model.shape import check_folder, check_model, check_weights, measure_size
 from rl.model.tokenizer import load_tokenizer
 from rl.placement.nodes import Nodes
-from rl.placement.roles import Placement, plan
+from rl.placement.roles import IDLE, Placement, plan
 from rl.report.console import print_or_exit
+from rl.report.sizes import describe_data_parallelism, max_step_tokens
+from rl.report.writers import check_writers
 from rl.rewards.find import check_rewards
 from rl.rewards.trial import TrialRow, score_one_row
 from rl.rollout.schedule import describe_lag, plan_schedule
 from rl.run.checks import check_settings
+from rl.run.find_data import choose_commits, download_datasets
+from rl.run.find_models import RECORD, read_record
+from rl.watch.reports import ServiceUnavailable
 from rl.world.bootstrap import exit_before_join, is_first_on_node
 
 LINE_LENGTH = 120
@@ -97,14 +103,17 @@ class RunPlan:
     def __init__(self, args: argparse.Namespace):
         """Make all checks. Raise ConfigError for the first mistake."""
         self.checked, self.unchecked, self.notes = ["settings", "placement"], list[str](), list[str]()
-        self.trains = not args.eval_only
         self.config, _ = load_settings(args)
+        self.phase, self.start_step = read_phase(args), 0
+        self.trains = not args.eval_only and self.phase.split != "eval-only"
         self.placement = self._place(args)
         self.notes += check_settings(self.config, self.placement)
         check_rewards(self.config.reward)
+        check_writers(self.config.metrics.writers)
         self._check_run_folder()
         self.models = {setting: self._find_model(setting, path) for setting, path in self.config.model_paths.items()}
-        check_files(self.config)
+        self.datasets = self._find_datasets()
+        check_files(self.config, self.datasets)
         # What follows may import torch, which takes seconds.
         self.data = self._read_data()
         self.reward = self._try_rewards()
@@ -130,7 +139,7 @@ class RunPlan:
             raise ConfigError(f"{got}; give one number for all nodes, or one for each")
         nodes = Nodes.of(num_nodes, sizes[0] if len(sizes) == 1 else sizes)
         tp, num_replicas = config.rollout.tensor_parallel_size, config.actor.num_replicas
-        return plan(config.placement, nodes.num_nodes, nodes.sizes, tp, num_replicas)
+        return plan(config.placement, nodes.num_nodes, nodes.sizes, tp, num_replicas, self.phase.name)
 
     def _check_run_folder(self) -> None:
         """Check that run.dir, and what exists of the run's own folder, can be written."""
@@ -163,11 +172,20 @@ class RunPlan:
         self.checked.append(f"{setting}={path}")
         return found
 
+    def _find_datasets(self) -> dict[str, Path]:
+        """Return the folders of datasets on the hub. Unlike a model, a dataset is downloaded for the plan."""
+        run = Path(self.config.run.dir) / self.config.run.name
+        try:
+            return download_datasets(self.config, choose_commits(self.config, read_record(run / RECORD)))
+        except ServiceUnavailable as error:
+            raise ConfigError(str(error)) from None
+
     def _read_data(self) -> Data:
         folder = self.models["model.path"]
         if folder is None:
             self.unchecked.append("length of prompts, chat template (they need the tokenizer)")
-        data = read_data(self.config, None if folder is None else load_tokenizer(folder), self.notes.append)
+        tokenizer = None if folder is None else load_tokenizer(folder)
+        data = read_data(self.config, tokenizer, self.notes.append, self.datasets)
         self.checked.append("every row of data.train" + (" and data.eval" if data.eval_sets else ""))
         if self.config.data.eval and not data.eval_sets:
             self.unchecked.append("data.eval (not read, because eval.interval=0)")
@@ -185,8 +203,10 @@ class RunPlan:
 
     def _check_functions(self) -> None:
         from rl.algo.choose import check_functions, own_advantage  # imports torch
+        from rl.learner.optimizers import check_optimizer
 
         check_functions(self.config.algo)
+        check_optimizer(self.config.actor.optimizer)
         if self.trains and self.config.actor.overlap:
             from rl.learner.overlap import why_overlap_waits
 
@@ -210,6 +230,7 @@ class RunPlan:
             return
         if found is None:
             return
+        self.start_step = found.manifest.step
         self.notes.append(announcement(found, root, config))
         if self.trains and self.has_tokenizer and (warning := check_prompts(found, self.data.stream)):
             self.notes.append(warning)
@@ -218,6 +239,7 @@ class RunPlan:
     def text(self) -> str:
         """Return the table of ranks, then numbers and what was checked, in lines that fit a wide terminal."""
         sections = {
+            "phase": self._phase(),
             "shares": self._shares(),
             "memory": self._memory(),
             "steps": self._steps() if self.trains else [],
@@ -248,19 +270,48 @@ class RunPlan:
             lines.append(f"node {node}: {100 * sum(own):.1f}% of the groups ({count_of(len(own), 'engine')}{each})")
         return lines
 
+    def _phase(self) -> list[str]:
+        """Return what a command with --rl-phase does."""
+        phase, config, step = self.phase, self.config, self.start_step + 1
+        if phase.name == "both":
+            return []
+        run = Path(config.run.dir) / config.run.name
+        source = f"the checkpoint of step {self.start_step}" if self.start_step else "model.path"
+        lead = f"rollout: rank {self.placement.leader} loads {source} into its host memory, and sends it to all engines"
+        if phase.split == "eval-only":
+            return [f"{lead}, which evaluate it. Nothing else is sampled"]
+        if step > config.train.num_steps:
+            return ["all steps are done, so nothing is sampled or trained on"]
+        folders = [trajectory_folder(run_folder(each), step) for each in phase.folders or [str(run)]]
+        found = len({key for folder in folders for key in list_files(folder)})
+        there = f"{count_of(found, 'group')} of step {step} {'is' if found == 1 else 'are'} there now"
+        if phase.name == "update":
+            listed = ", ".join(map(str, folders))
+            partial = ". A partial batch is accepted" if phase.takes_partial else ""
+            return [f"update: the actors train step {step} on the groups in {listed}, and save it. {there}{partial}"]
+        part = f"part {phase.part[0]} of {phase.part[1]} of " if phase.samples_part else ""
+        return [f"{lead}. They sample what is missing of {part}step {step} into {folders[0]}. {there}"]
+
     def _memory(self) -> list[str]:
         """Return a line for each set of roles, or why there is no estimate."""
-        counts = {setting: count_parameters(folder) if folder else None for setting, folder in self.models.items()}
-        if missing := [setting for setting, count in counts.items() if count is None]:
+        sizes = {setting: measure_size(folder) if folder else None for setting, folder in self.models.items()}
+        if missing := [setting for setting, size in sizes.items() if size is None]:
             return [f"not estimated, because the weights of {missing[0]} are not here"]
-        policy = counts["model.path"] or 0
-        critic = (counts.get("critic.path") or policy) if self.config.algo.has_critic else 0
+        policy = sizes["model.path"]
+        assert policy is not None
+        critic = (sizes.get("critic.path") or policy) if self.config.algo.has_critic else None
         lines = []
         for role in estimate(self.config, self.placement, policy, critic, self.trains):
+            if role.roles == IDLE:
+                lines.append(f"{role.who}: nothing to do in this phase")
+                continue
             offloaded = f" ({format_bytes(role.offloaded)} offloaded during rollouts)" if role.offloaded else ""
             host = f"{format_bytes(role.host)} of host memory ({format_bytes(role.host_on_cpu)} without a GPU)"
             lines.append(f"{role.who}: each {role.parts}{offloaded}, {host}")
-        return [*lines, f"estimated from {policy / 1e6:.2f} M parameters, without activations and KV cache"]
+        return [
+            *lines,
+            f"estimated from {policy.num_parameters / 1e6:.2f} M parameters, without activations and KV cache",
+        ]
 
     def _steps(self) -> list[str]:
         config, num_prompts = self.config, len(self.data.stream)
@@ -279,8 +330,9 @@ class RunPlan:
         config, stream = self.config, self.data.stream
         num_rollouts = config.train.num_prompts_per_step * config.rollout.num_samples_per_prompt
         prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-        most = num_rollouts * (prompt + response)
+        most = max_step_tokens(config)
         lines = [f"a step has at most {num_rollouts:,} x ({prompt} + {response}) = {most:,} tokens"]
+        lines.append(describe_data_parallelism(config, self.placement))
         if self.has_tokenizer:
             mean = fmean(len(each.tokens) for each in map(stream.at, range(min(len(stream), MAX_SAMPLE))))
             expected = f"{num_rollouts:,} x {mean:.1f} = {num_rollouts * mean:,.0f} of prompts"
@@ -292,9 +344,10 @@ class RunPlan:
 
     def _evaluation(self) -> list[str]:
         config = self.config.eval
-        if not config.interval:
+        if not config.interval or self.phase.name == "update" or self.phase.split == "train-only":
             return []
         sizes = {name: len(prompts[: config.num_prompts or None]) for name, prompts in self.data.eval_sets.items()}
         sets = ", ".join(f"{name} {count_of(size, 'prompt')}" for name, size in sizes.items())
         when = f"every {count_of(config.interval, 'step')}" if self.trains else "once"
+        when += "" if config.before_training or not self.trains else ", not before training"
         return [f"{when}: {sets} x {count_of(config.num_samples, 'sample')}"]

@@ -361,7 +361,8 @@ def _open(saved: SavedStep, processes: Groups) -> Run:
     """Return the parts of a run that its models need, on one rank. Settings that only change speed are left out."""
     actor = dataclasses.replace(saved.config.actor, offload="none", compile=False, recompute="none", num_replicas=1)
     rollout = dataclasses.replace(saved.config.rollout, max_mismatch_kl=0.0)  # compared, but no reason to stop
-    config = dataclasses.replace(saved.config, actor=actor, rollout=rollout)
+    critic = dataclasses.replace(saved.config.critic, offload="none", recompute="none")
+    config = dataclasses.replace(saved.config, actor=actor, critic=critic, rollout=rollout)
     models = {setting: _model_folder(saved, setting, path) for setting, path in config.model_paths.items()}
     world = cast(World, SimpleNamespace(rank=0, device=torch.device("cpu")))
     store = cast(CheckpointStore, _LocalFiles())

@@ -36,9 +36,10 @@ class Reporter:
         tokenizer: Tokenizer,
         rollouts: Rollouts,
         writer: MetricsWriter | None,
+        actors: Sequence[int] = (0,),
     ):
         self._world, self._config, self._folder = world, config, folder
-        self._tokenizer, self._rollouts, self._writer = tokenizer, rollouts, writer
+        self._tokenizer, self._rollouts, self._writer, self._actors = tokenizer, rollouts, writer, actors
 
     @property
     def is_writing(self) -> bool:
@@ -61,7 +62,7 @@ class Reporter:
         facts = {
             "step": world.step,
             "world": world.id,  # files of an earlier start may be left if the run was resumed with other ranks
-            "actors": self._rollouts.actors,
+            "actors": self._actors,
             "config": dataclasses.asdict(config),
         }
         file = self._folder / ROLLOUTS / rollout_file(world.step, world.rank)
@@ -81,7 +82,7 @@ class Reporter:
             values |= measure_waits(seconds, self._rollouts.take_times())
             if metrics.samples_interval and (step - 1) % metrics.samples_interval == 0:
                 self._writer.write_text("rollout/samples", show(batch, self._tokenizer, metrics.num_samples), step)
-        self._writer.write(step, version, values | seconds)
+        self._writer.write(step, version, values | seconds | self._world.take_gpus())
 
     def _name(self) -> str:
         return f"step_{self._world.step}.rank_{self._world.rank}"

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 
 from rl.data.prompts import sample_seed
-from rl.learner.policy import PolicyTrainer
 from rl.model.load import stop_token_ids
 from rl.model.shards import TensorInfo
+from rl.rollout.archive import GroupRecorder
 from rl.rollout.engine import Engine, EngineSeat, build_engine
 from rl.rollout.recovery import EngineHost
 from rl.rollout.service import RolloutService
@@ -45,13 +45,18 @@ def build_rollout_service(run: Run) -> RolloutService | None:
     engine = build()
     if engine.notice and index == seat.tp_rank == 0:
         print(f"oneworld: {engine.notice}", flush=True)
-    torch.manual_seed(sample_seed(config.run.seed, 0, index, 0))  # each engine has its own seed
+    # Each engine has its own seed. Each command of the phase rollout has others, because it samples a part of the run.
+    start = int(world.id, 16) if run.phase.name == "rollout" else 0
+    torch.manual_seed(sample_seed(config.run.seed, start, index, 0))
     host = EngineHost(world, ranks, engine, build)
     world.at_end(lambda: host.engine.close())
     # Requests without seeds use each rank's generator. Other code uses it too, so ranks could sample different tokens.
     run_seed = config.run.seed if config.rollout.deterministic or seat.tp_size > 1 else None
     leader, max_num_groups, keeps_kv = run.placement.leader, config.rollout.max_num_groups, config.rollout.keep_kv
-    return RolloutService(world, host, run.rewards, run.tokenizer, max_num_groups, run_seed, leader, keeps_kv)
+    service = RolloutService(world, host, run.rewards, run.tokenizer, max_num_groups, run_seed, leader, keeps_kv)
+    if run.stored is not None and host.is_lead:
+        service.recorder = GroupRecorder(world.mail, leader, run.folder, run.stored.order)
+    return service
 
 
 def build_sync(
@@ -59,15 +64,14 @@ def build_sync(
     tensors: list[TensorInfo],
     service: RolloutService | None,
     logprobs: Receiver | None = None,
-    learner: PolicyTrainer | None = None,
+    source: WeightSource | None = None,
 ) -> WeightSync:
-    """Build the weight sync of a rank. Its learner sends weights; its engine and its logprob service receive them."""
+    """Build the weight sync of a rank. A `source` sends weights; its engine and its logprob service receive them."""
     config, placement, device = run.config, run.placement, run.world.device
     plan, probe = make_plan(tensors, placement, config.sync.bucket_mb, device), probe_of_run(config, run.model_folder)
     # With rollout.ahead, hardly any token has lag 0, so only probes compare the engines with the learner.
     sync_config = replace(config.sync, probe_interval=1) if config.rollout.ahead else config.sync
     settings = SyncSettings(placement, plan, run.groups.sync_pgs, sync_config, device, probe)
-    source = WeightSource(learner.model, learner.weight_slices) if learner is not None else None
     engine = service.engine if service is not None else None
     receivers: list[Receiver] = [receiver for receiver in (engine, logprobs) if receiver is not None]
     version = run.resume.version - 1 if run.resume is not None else 0  # the first publish adds 1
@@ -99,7 +103,7 @@ def serve_run(run: Run) -> None:
 
 
 def end_run(run: Run) -> None:
-    """Tell all ranks that are not actors that the run is over. Every actor calls this; only the leader sends."""
+    """Tell all ranks that only serve that the run is over. Every rank that drives calls this; only the leader sends."""
     if run.world.rank == run.placement.leader:
         for rank in range(run.placement.world_size):
             if rank not in run.placement.actors:

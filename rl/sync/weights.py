@@ -163,10 +163,11 @@ class WeightSync:
 
     def _publish(self, version: int, free_device: Callable[[], None] = lambda: None) -> int:
         if self._mail.rank == self._placement.leader:
-            # The first rank of an engine passes the announcement on to its followers.
-            followers = {rank for ranks in self._placement.engines for rank in ranks[1:]}
+            # The first rank of an engine passes the announcement on to its followers, unless it is an actor.
+            actors = self._placement.actors
+            followers = {rank for ranks in self._placement.engines for rank in ranks[1:] if ranks[0] not in actors}
             for rank in range(self._placement.world_size):
-                if rank not in self._placement.actors and rank not in followers:
+                if rank not in actors and rank not in followers:
                     self._mail.send(rank, StartSync(version, self._step))
         self._run(version, free_device)
         return version

@@ -16,6 +16,7 @@ import msgspec
 from rl.common.files import run_within_wait
 from rl.common.text import format_ranks
 from rl.watch.culprit import RankState, describe_others, describe_silence, find_culprit
+from rl.watch.gpu import measurements
 from rl.watch.reports import CAUSES, TOLD_TO_END, AttemptHistory, Cause, Report
 
 COLLECT_S = 0.7  # to collect further reports after the first
@@ -34,7 +35,7 @@ class Entry:
 
     state: RankState
     heard_at: float
-    about: dict[str, Any] = field(default_factory=dict)  # process id, memory and tokens per second, for status files
+    about: dict[str, int] = field(default_factory=dict)  # process id, memory, tokens per second, GPU: for status files
     is_done: bool = False  # the rank ended normally
     is_gone: bool = False
     is_diagnosed: bool = False  # since the board last asked for a diagnosis
@@ -54,6 +55,7 @@ class Board:
         self._decide_at: float | None = None
         self._is_diagnosing = False
         self._interrupt: Report | None = None  # a Ctrl-C, which explains most failures that follow it
+        self._collector: int | None = None  # the rank that collects measurements of GPUs: the leader
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
         kind, now = message.pop("kind"), time.monotonic()
@@ -81,6 +83,8 @@ class Board:
             entry.state, entry.is_diagnosed, entry.heard_at = _read_state(rank, message), True, now
         elif kind == "done":
             entry.is_done = True
+        elif kind == "collect_gpus":
+            self._collector = rank
 
     def report(self, report: Report) -> None:
         now = time.monotonic()
@@ -109,6 +113,12 @@ class Board:
                 self._decide_at = now + TICK_S
             else:
                 self._decide()
+
+    def share_gpus(self) -> None:
+        """Send the newest measurements of all GPUs to the rank that collects them."""
+        rows = measurements({rank: entry.about for rank, entry in self.entries.items()})
+        if self._collector is not None and rows:
+            self._tell(self._collector, "gpus", rows=rows)
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each rank, as status files hold them."""

@@ -26,6 +26,7 @@ from rl.common.json_channel import JsonChannel
 from rl.watch.board import BEAT_S
 from rl.watch.board_link import BoardClient, BoardServer
 from rl.watch.death import OutOfMemoryKills, describe_end
+from rl.watch.gpu import GpuMeter
 from rl.watch.heart import HEART, Heart
 from rl.watch.launcher import Launcher
 from rl.watch.lease import RENEW_S, Lease, LeaseKeeper, LeaseOwner, ProcessIdentity
@@ -82,7 +83,8 @@ class Watchdog:
         self._board: BoardServer | BoardClient | None = None  # once the rank has joined
         self._round_at = time.monotonic()
         self._sent_at, self._sent_tokens = 0.0, 0  # of the last heartbeat that was sent
-        self._about: dict[str, int] = {}  # about the process, for status files
+        self._about: dict[str, int] = {}  # about the process and its GPU, for status files
+        self._gpu = GpuMeter("")  # until the rank names its card
         self._has_raised = self._is_unfit = self._is_done = self._is_aborted = self._is_final = self._is_told = False
         self._end = ""  # how the world ended, for status files
         self._lease: LeaseKeeper | None = None  # only in the watchdog of a node's first rank
@@ -162,6 +164,14 @@ class Watchdog:
             self._launcher.forget_early_deaths()
         if self._server is not None:
             self._server.board.history = AttemptHistory(Path(folder))
+
+    def _on_gpu(self, uuid: str) -> None:
+        """Measure this card from now on."""
+        self._gpu = GpuMeter(uuid)
+
+    def _on_collect_gpus(self) -> None:
+        """Pass the measurements of all ranks' cards to this rank from now on. Only the leader asks for this."""
+        self._send("collect_gpus")
 
     def _on_lease(self, folder: str, number: int, owner: dict[str, Any], token: str, renews: bool) -> None:
         """Renew the lease on the run folder from now on."""
@@ -246,6 +256,9 @@ class Watchdog:
         kind = message.pop("kind")
         if kind == "diagnose":
             self._monitor.start_diagnosis()
+        elif kind == "gpus":
+            if not self._rank_channel.has_unsent:  # a rank that does not read must still be told to end
+                self._rank_channel.send("gpus", rows=message["rows"])
         elif kind == "wait":
             self._quiet_until = time.monotonic() + self._monitor.silence.floor_s
         elif kind == "abort" and not self._is_aborted:
@@ -333,6 +346,7 @@ class Watchdog:
         self._sent_at, self._sent_tokens = now, tokens
         self._out_of_memory_kills.look()
         self._about = {"pid": process.pid, "tokens_per_s": round(rate), "memory_mb": process.memory_mb}
+        self._about |= self._gpu.look()
         self._send("beat", state=asdict(self._monitor.state()), about=self._about)
 
     def _write_status(self) -> None:

@@ -1,5 +1,7 @@
 """`breakpoint()` on a rank: pdb on a socket in the run's folder. A person attaches with tools/debug.py.
 
+With debug.debugpy_port, it is debugpy instead, for editors such as VS Code: rl/world/debugpy_server.py.
+
 Ranks have no terminal of their own. All ranks of a node share torchrun's, which may be on another host. While a
 debugger is open, the heartbeat says so. Then this rank, and ranks that wait for it, are not reported as hung.
 
@@ -26,6 +28,7 @@ from typing import IO, Any, cast
 
 from rl.common.files import write_atomically
 from rl.watch.heart import HEART
+from rl.world.debugpy_server import LOOPBACK, DebugpyServer
 
 MAX_PATH = 100  # bytes; the kernel's limit for the path of a socket is 107
 MAX_UNSEEN = 1 << 16  # characters of earlier output that are shown to a person who attaches
@@ -44,18 +47,33 @@ class Debugger:
         self._peer_timeout_s: float | None = None
         self._lock = threading.Lock()
         self.terminal = Terminal()
+        self._debugpy: DebugpyServer | None = None  # instead of pdb
+        self._sign: dict[str, Any] = {}  # of debugpy
 
     def install(self) -> None:
         sys.breakpointhook = self._break
 
-    def begin_run(self, folder: Path, peer_timeout_s: float | None) -> None:
-        """Put sockets into the run's folder. Other ranks wait for this one as long as `peer_timeout_s`, or forever."""
+    def begin_run(self, folder: Path, peer_timeout_s: float | None, debugpy_port: int = 0) -> None:
+        """Put sockets into the run's folder. Other ranks wait for this one as long as `peer_timeout_s`, or forever.
+        With a port, use debugpy: rank R listens on the R-th port after it."""
         self._folder, self._peer_timeout_s = folder, peer_timeout_s
+        if debugpy_port:
+            self._debugpy = DebugpyServer(debugpy_port + self._rank, self._show_sign)
 
     def _break(self, *args: Any, **kwargs: Any) -> None:
-        _RemotePdb(self).set_trace(sys._getframe(1))
+        frame = sys._getframe(1)
+        if self._debugpy is None:
+            _RemotePdb(self).set_trace(frame)
+        else:
+            self._open_debugpy(self._debugpy, _place(frame, None))
+            self._debugpy.stop_at(frame)
 
     def post_mortem(self, error: BaseException) -> None:
+        if self._debugpy is not None:
+            self._open_debugpy(self._debugpy, _place(None, error.__traceback__))
+            with suppress(Exception):  # only the original error is reported
+                self._debugpy.show_exception(error)
+            return
         debugger = _RemotePdb(self)
         debugger.message(f"{type(error).__name__}: {error}")
         debugger.reset()
@@ -68,12 +86,31 @@ class Debugger:
         with self._lock:
             if not self.terminal.is_open:
                 command = self.terminal.open(self._folder, self._rank, place)
-                text = f"stands at {place}; to debug it type there: {command}"
-                if self._peer_timeout_s is not None:
-                    text += f" (ranks that wait for it give up after {self._peer_timeout_s:g} s; debug.breakpoints=true"
-                    text += " lets them wait)"
-                self._announce(text)
+                self._announce_stop(place, f"to debug it type there: {command}")
             return self.terminal
+
+    def _open_debugpy(self, server: DebugpyServer, place: str) -> None:
+        """Let debugpy listen, and tell people and tools/debug.py where."""
+        port = server.listen()
+        self.install()  # debugpy has put its own hook in place
+        self._sign = {"host": socket.gethostname(), "pid": os.getpid(), "port": str(port), "place": place}
+        self._show_sign(True)
+        self._announce_stop(place, f"attach a debugpy client there: {LOOPBACK}:{port}")
+
+    def _show_sign(self, is_open: bool) -> None:
+        """Write the file of debugpy for tools/debug.py, or remove it."""
+        with self._lock:
+            folder = None if self._folder is None else _make_private(self._folder.resolve() / "debug")
+            if folder is not None:
+                path = folder / f"rank_{self._rank}.json"
+                write_atomically(path, json.dumps(self._sign)) if is_open else path.unlink(missing_ok=True)
+
+    def _announce_stop(self, place: str, remedy: str) -> None:
+        text = f"stands at {place}; {remedy}"
+        if self._peer_timeout_s is not None:
+            text += f" (ranks that wait for it give up after {self._peer_timeout_s:g} s; debug.breakpoints=true"
+            text += " lets them wait)"
+        self._announce(text)
 
     def close(self) -> None:
         with self._lock:

@@ -105,7 +105,8 @@ class World:
         self.faults.tell_watchdog("run", folder=str(folder), collectives=collectives, **silence)
         self._restarts.back_off(limits.max_fruitless_attempts)
         is_allowed = config.debug.breakpoints or config.debug.post_mortem or self.size == 1
-        self._debugger.begin_run(folder, None if is_allowed else limits.transfer_timeout_s)
+        peer_timeout_s = None if is_allowed else limits.transfer_timeout_s
+        self._debugger.begin_run(folder, peer_timeout_s, config.debug.debugpy_port)
         self.faults.has_post_mortem = config.debug.post_mortem
 
     def at_end(self, closer: Callable[[], None]) -> None:
@@ -134,9 +135,18 @@ class World:
             if share_gpu:
                 os.environ["NCCL_HOSTID"] = f"oneworld-{self.rank}"  # NCCL refuses two ranks of a host on one GPU
             torch.cuda.set_device(self.device)
+            self.faults.tell_watchdog("gpu", uuid=gpu_uuid(self.device))
         timeout = timedelta(seconds=timeout_s)
         store = dist.PrefixStore("c10d", self.store.unsealed)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+
+    def collect_gpus(self) -> None:
+        """Collect the memory and utilization of all ranks' GPUs from now on. `take_gpus` returns them."""
+        self.faults.tell_watchdog("collect_gpus")
+
+    def take_gpus(self) -> dict[str, float]:
+        """Return the metrics of all ranks' GPUs since the last call. There are none on machines without NVML."""
+        return self.faults.gpus.take()
 
     def close(self) -> None:
         """End normally. Wait until all ranks are done, so that no rank reports the exit of another as a failure."""
@@ -170,6 +180,15 @@ class World:
 
     def _print_about_debugger(self, text: str) -> None:
         print(f"oneworld: rank {self.rank} ({self.roles}) on {socket.gethostname()} {text}", flush=True)
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Return the UUID of a card as nvidia-smi writes it, or "" if it is not NVIDIA's.
+
+    CUDA itself knows the card, so CUDA_VISIBLE_DEVICES may hold indices or UUIDs in any order. Indices of CUDA and NVML
+    may differ.
+    """
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if torch.version.cuda else ""
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from tests.chaos.harness import running
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 # Ways in which engines and actors work at the same time.
 WAYS = {
-    "ahead": ["rollout.ahead=1"],
-    "ahead in short rounds": ["rollout.ahead=1", "rollout.max_tokens_per_round=2"],
+    "ahead": ["rollout.ahead=1", "algo.correction=token"],
+    "ahead in short rounds": ["rollout.ahead=1", "rollout.max_tokens_per_round=2", "algo.correction=token"],
     "overlap": ["actor.overlap=true"],
 }
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch.distributed.tensor import DTensor
 
 from rl.checkpoint.resume import agree_on_resume, restore
 from rl.checkpoint.store import CheckpointStore
@@ -28,7 +27,7 @@ from rl.data.batch import Batch, batch_of_responses
 from rl.data.prompts import Prompt, PromptStream
 from rl.data.rollout_state import RolloutState
 from rl.learner.policy import PolicyTrainer
-from rl.learner.sharded_trainer import MOMENTS, ShardedModel
+from rl.learner.sharded_trainer import ShardedModel
 from rl.model.load import load_model
 from rl.placement.groups import make_groups
 from rl.placement.roles import plan
@@ -40,6 +39,8 @@ from rl.sync.probe import probe_of_run
 from rl.world.service import EndRun
 from rl.world.world import World, join
 
+# torchao compiles its step, for minutes on a CPU. tests/e2e/test_settings.py lets it.
+torch.compile = lambda function, **options: function
 NUM_PROMPTS = 5
 MAX_WORLD_S = 60.0
 VOCABULARY = 37  # divides by no number of ranks
@@ -75,14 +76,15 @@ def batch_of(step: int) -> Batch:
 
 
 def digest_of(learner: PolicyTrainer) -> str:
-    """Of all parameters and moments, as whole tensors: the same at any number of ranks."""
-    learner.state_slices()
+    """Of all parameters and optimizer state, as whole tensors: the same at any number of ranks."""
+    mesh = next(learner.model.parameters()).device_mesh
+    group = mesh.get_group(mesh.ndim - 1)  # of the ranks that share a replica
+    shards: list[Any] = [None] * dist.get_world_size(group)
+    own = {(kind, part.info.name): part.data.numpy().tobytes() for kind, part in learner.state_slices()}
+    dist.all_gather_object(shards, own, group=group)
     hasher = xxhash.xxh3_64()
-    for parameter in learner.model.parameters():
-        moments = learner._moments(parameter)
-        for tensor in (parameter.detach(), *(moments[kind] for kind in MOMENTS)):
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            hasher.update(whole.contiguous().numpy().tobytes())
+    for key in own:
+        hasher.update(str(key).encode() + b"".join(shard[key] for shard in shards))
     hasher.update(f"{learner.num_updates} {learner.lr}".encode())
     return hasher.hexdigest()
 

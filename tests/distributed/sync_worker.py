@@ -131,7 +131,9 @@ class Job:
             part.data.zero_()
         scorers = self.placement.scorers
         self.copied_model = model
-        models = ScoringModels({"old_logprobs": model}, max_tokens=100, temperature=1.0, device=self.world.device)
+        models = ScoringModels(
+            {"old_logprobs": model}, max_tokens={"old_logprobs": 100}, temperature=1.0, device=self.world.device
+        )
         return LogprobService(self.world.mail, scorers, models)
 
     def make_sync(self, bucket_bytes: int = BUCKET_BYTES) -> WeightSync:

@@ -3,6 +3,7 @@
 The worlds train a tiny model without engines (checkpoint_world.py); tests/e2e/test_resume.py has whole runs.
 """
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -36,6 +37,9 @@ SHAPE = {
     "eos_token_id": 1,
 }
 
+EIGHT_BIT = {f"{moment}{part}" for moment in ("exp_avg", "exp_avg_sq") for part in ("", "_codes", "_scales")}
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -43,6 +47,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).save_pretrained(folder / "llama")
     Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False)).save_pretrained(folder / "qwen3")
+    wide = SHAPE | {"hidden_size": 64, "intermediate_size": 128}  # 8-bit AdamW quantizes its matrices
+    LlamaForCausalLM(LlamaConfig(**wide, tie_word_embeddings=True)).save_pretrained(folder / "wide")
     return folder
 
 
@@ -77,11 +83,23 @@ def files_of(folder: str, step: int) -> set[str]:
     return {path.name for path in place.glob("*.safetensors")}
 
 
-def test_resume_at_any_number_of_ranks_with_the_same_state(models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "kinds"),
+    [
+        ("adamw", {"exp_avg", "exp_avg_sq"}),
+        pytest.param("sgd", {"momentum"}, marks=pytest.mark.slow),
+        pytest.param("muon", {"momentum", "exp_avg", "exp_avg_sq"}, marks=pytest.mark.slow),
+        pytest.param("adamw_8bit", EIGHT_BIT, marks=[pytest.mark.slow, needs_torchao]),
+    ],
+)
+def test_resume_at_any_number_of_ranks_with_the_same_state(
+    optimizer: str, kinds: set[str], models: Path, tmp_path: Path
+) -> None:
     """4 actors, then 1 of 2 ranks, 2 replicas of 2, 2 of 3: after every change of the world the state is what was
     saved, bit for bit, and the losses are those of a world that never stopped."""
-    model, shared = str(models / "qwen3"), str(tmp_path / "run")
-    whole = Job(model, disks(tmp_path, *["whole"] * 4), 8, str(tmp_path / "whole.log"))
+    model, shared = str(models / ("wide" if optimizer == "adamw_8bit" else "qwen3")), str(tmp_path / "run")
+    chosen = [f"actor.optimizer={optimizer}"]
+    whole = Job(model, disks(tmp_path, *["whole"] * 4), 8, str(tmp_path / "whole.log"), settings=chosen)
     placements = [
         (4, {"actor,rollout": "all"}, 1),
         (2, {"rollout": "0", "actor": "1"}, 1),
@@ -90,7 +108,7 @@ def test_resume_at_any_number_of_ranks_with_the_same_state(models: Path, tmp_pat
     ]
     jobs = []
     for index, (num_ranks, placement, replicas) in enumerate(placements):
-        settings, log = [f"actor.num_replicas={replicas}"], str(tmp_path / f"{index}.log")
+        settings, log = [f"actor.num_replicas={replicas}", *chosen], str(tmp_path / f"{index}.log")
         jobs.append(Job(model, [shared] * num_ranks, 2 * index + 2, log, placement, replicas, settings))
     run(whole, *jobs)
     expected = {entry["step"]: entry for entry in log_of(whole)}
@@ -104,6 +122,8 @@ def test_resume_at_any_number_of_ranks_with_the_same_state(models: Path, tmp_pat
             assert entry["loss"] == pytest.approx(expected[entry["step"]]["loss"], abs=1e-5)
         before = steps[-1]["state"]
     assert [entry["state"] for entry in log_of(jobs[0])] == [expected[step]["state"] for step in (0, 1, 2)]
+    saved = {part.kind for file in manifest_of(shared, 8).files for part in file.slices}
+    assert saved == kinds | {"model"}
 
 
 def test_n_steps_equal_k_steps_a_resume_and_the_rest(models: Path, tmp_path: Path) -> None:

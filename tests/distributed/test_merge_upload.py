@@ -3,23 +3,29 @@ said when it does not."""
 
 import hashlib
 import json
+import os
 import random
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rl.common.text import format_bytes
+from rl.config.load import load_config
 from rl.config.schema import ROOT
-from rl.export.upload import is_model_weights, may_write
+from rl.export.errors import MergeError
+from rl.export.upload import is_model_weights, may_write, name_for_run
 from rl.model.hub import http_status, is_temporary
-from tests.checkpoint_files import read_model, write_checkpoint
+from tests.checkpoint_files import Made, read_model, write_checkpoint
 from tests.hub import READ_TOKEN, TOKEN, FakeHub, hub, impatient
 
 DRIVER = """
@@ -48,7 +54,7 @@ for spec in map(json.loads, sys.argv[1:]):
         error = str(problem)
     print(json.dumps({"done": done, "error": error}))
 """
-EVERYTHING = ["check", "create", "upload"]
+EVERYTHING = ["describe", "create", "upload"]
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 NUM_BYTES = 200_000  # of a shard
 
@@ -136,24 +142,33 @@ def test_a_new_repository_is_private_and_gets_all_files_in_one_commit(client: Cl
     assert commit.message == "step 40 of run"
     assert uploaded(client.fake) == content(client.folder)
     assert {name for name, blob in commit.files.items() if blob.is_large} == set(SHARDS)
-    assert outcome.done[:2] == ["ada/model"] * 2
+    assert outcome.done[:2] == [f"ada/model on {client.fake.url} (new and private)", "ada/model"]
     assert outcome.done[2] == f"{client.fake.url}/ada/model/commit/{commit.oid}"
     for name, data in content(client.folder).items():
         assert (tmp_path / "copy" / name).read_bytes() == data, name
 
 
-def test_a_check_changes_nothing(client: Client) -> None:
-    outcomes = client.run({"name": "engines/model", "steps": ["check"]}, {"name": "model", "steps": ["check"]})
-    assert [outcome.done for outcome in outcomes] == [["engines/model"], ["ada/model"]]
+def test_a_description_changes_nothing(client: Client) -> None:
+    client.fake.add_repo("ada/empty", files={"README.md": b"to come"})
+    client.fake.add_repo("ada/full", files={"model.safetensors": b"mine"})
+    names = {"model": {"revision": "b"}, "engines/model": {"public": True}, "empty": {}, "full": {}}
+    outcomes = client.run(*({"name": name, "steps": ["describe"], **spec} for name, spec in names.items()))
+    said = [outcome.done[0].replace(f" on {client.fake.url}", "") for outcome in outcomes]
+    assert said == [
+        "ada/model, branch b (new and private)",
+        "engines/model (new and public)",
+        "ada/empty (private, exists, and has no model yet)",
+        "ada/full (private, exists, and holds other files; its weights are replaced)",
+    ]
     assert {line.split()[0] for line in client.fake.requests} == {"GET"}
-    assert client.fake.repos == {}
+    assert {*client.fake.repos} == {"ada/empty", "ada/full"}
 
 
 def test_a_public_one_in_the_own_namespace_and_large_files_in_parts(client: Client) -> None:
     client.fake.part_bytes = 70_000
     outcome = client.upload("shown", public=True)
     assert outcome.error == ""
-    assert outcome.done[:2] == ["ada/shown"] * 2
+    assert outcome.done[:2] == [f"ada/shown on {client.fake.url} (new and public)", "ada/shown"]
     assert not client.fake.repos["ada/shown"].private
     assert uploaded(client.fake, "ada/shown") == content(client.folder)
     assert client.fake.count("PUT /storage/") == 2 * 3  # of 70, 70 and 60 kB
@@ -289,10 +304,10 @@ def test_who_may_not_write_is_told_what_to_do(client: Client) -> None:
     no_create, no_commit, reader, stranger = client.run(
         *({"name": name} for name in ("ada/model", "engines/denied", "museum/model", "others/model"))
     )
-    assert no_create.done == ["ada/model"]
+    assert len(no_create.done) == 1
     assert "does not let ada write to ada/model" in no_create.error
     assert "leave out --upload" in no_create.error
-    assert no_commit.done == ["engines/denied"] * 2
+    assert no_commit.done[1:] == ["engines/denied"]
     assert "does not let ada write to engines/denied" in no_commit.error
     assert f"stays in {client.folder}" in no_commit.error
     for outcome, namespace in ((reader, "museum"), (stranger, "others")):
@@ -399,6 +414,131 @@ def test_only_weights_at_the_top_are_ours() -> None:
     assert [name for name in names + others if is_model_weights(name)] == names
 
 
+def merge_command(
+    fake: FakeHub, tmp_path: Path, *arguments: str, **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run tools/merge_checkpoint.py as a user does, in a folder that has the folder `runs`."""
+    command = impatient(ROOT / "tools" / "merge_checkpoint.py", *arguments)
+    own = fake.environment(tmp_path / "home") | {"PYTHONPATH": str(ROOT)} | environment
+    own = {name: value for name, value in own.items() if value}
+    done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=100, check=False)
+    assert TOKEN not in done.stdout + done.stderr
+    return done
+
+
+Done = subprocess.CompletedProcess[str]
+TENSORS = {"w": np.arange(600, dtype=np.float32).reshape(60, 10)}
+
+
+EVERY_FOLDER = """
+import os, sys
+from tools.merge_checkpoint import main
+
+for folder in sys.argv[1:]:
+    os.chdir(folder)
+    main(["--upload"])
+"""
+
+
+def test_every_recipe_needs_no_name(tmp_path: Path) -> None:
+    """The settings of each shipped config, as a run saves them, with as many nodes as it has, all on one disk. The name
+    is one that train.py makes from the config's. One process takes them all, in a folder of runs each."""
+    made: dict[Path, Made] = {}
+    for file in sorted((ROOT / "configs").glob("*.yaml")):
+        run, config = tmp_path / file.stem / "runs" / f"{file.stem}-20261118-101500-4711", load_config(file)
+        made[run] = write_checkpoint([run], TENSORS, 2 * config.placement.get("num_nodes", 1), config=asdict(config))
+    with hub() as fake:
+        environment = fake.environment(tmp_path / "home") | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", EVERY_FOLDER, *(str(run.parent.parent) for run in made)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+    assert fake.repos.keys() == {f"ada/{run.name}" for run in made} and len(made) > 10
+    said = done.stdout.splitlines()
+    for run, one in made.items():
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.manifest.saved_at))
+        shards = [*one.step_folder().glob("model-*")]
+        size = format_bytes(sum(path.stat().st_size for path in shards))
+        lines, said = said[:6], said[6:]
+        assert lines[:4] == [
+            f"step 40 of {run.name}, saved {saved}: {len(shards)} shards of the model, {size}, in {run}",
+            "will gather nothing, because all files are on this machine",
+            f"will merge into {run}/merged/step_40: 1 file, 2.50 kB to write in all",
+            f"will upload to ada/{run.name} on {fake.url} (new and private)",
+        ]
+        assert lines[5].startswith(f"uploaded to {fake.url}/ada/{run.name}/commit/")
+        assert fake.repos[f"ada/{run.name}"].private
+        files = uploaded(fake, f"ada/{run.name}")
+        assert files == content(run / "merged" / "step_40")
+        assert one.manifest.config["model"]["path"].rpartition("/")[2] in files["README.md"].decode()
+    assert said == []
+
+
+def test_an_upload_without_a_name_replaces_only_its_own_run(tmp_path: Path) -> None:
+    write_checkpoint([tmp_path / "runs" / "my run"], TENSORS, 2, step=20)
+    with hub() as fake:
+        assert merge_command(fake, tmp_path, "--upload").returncode == 0
+        write_checkpoint([tmp_path / "runs" / "my run"], TENSORS, 2, step=40)
+        done = merge_command(fake, tmp_path, "--upload")
+        assert "will upload to ada/my-run on" in done.stdout
+        assert "(private, exists, and its step 20 of this run is replaced)" in done.stdout and done.returncode == 0
+        shutil.rmtree(tmp_path / "runs")
+        write_checkpoint([tmp_path / "runs" / "my run"], TENSORS, 2, run_id="another")
+        done = merge_command(fake, tmp_path, "--upload")
+        assert done.returncode == 1 and not (tmp_path / "runs" / "my run" / "merged").exists()
+        taken = "merge_checkpoint: ada/my-run holds step 40 of another run, 'my run', which an upload without a name "
+        taken += (
+            "does not replace: give --upload ada/my-run to replace it, or another name, such as --upload ada/my-run-2"
+        )
+        assert done.stderr.startswith(taken)
+        fake.add_repo("ada/my-run", files={"notes.md": b"of another kind", "merge.json": b"[1"})
+        assert "ada/my-run holds other files, which" in merge_command(fake, tmp_path, "--upload").stderr
+        done = merge_command(fake, tmp_path, "--upload", "ada/my-run")
+        assert done.returncode == 0 and "and holds other files; its weights are replaced)" in done.stdout
+        assert "notes.md" in fake.repos["ada/my-run"].files()
+
+
+def test_what_an_upload_without_a_name_needs(tmp_path: Path) -> None:
+    with hub() as fake:
+        done = merge_command(fake, tmp_path, "--upload")
+        assert f"{tmp_path / 'runs'} is not a folder; give the folder of a run" in done.stderr
+        (tmp_path / "runs" / "begun" / "checkpoints").mkdir(parents=True)
+        done = merge_command(fake, tmp_path, "--upload")
+        assert f"{tmp_path / 'runs'} holds no run with a committed checkpoint; give the folder" in done.stderr
+        made = [write_checkpoint([tmp_path / "runs" / name], TENSORS, 2) for name in ("b", "a")]
+        for one, seconds in zip(made, (0.2, 0.9), strict=True):
+            os.utime(one.step_folder() / "manifest.json", (1_700_000_000 + seconds,) * 2)
+        done = merge_command(fake, tmp_path, "--upload")
+        runs = [str(tmp_path / "runs" / name) for name in ("a", "b")]
+        assert f"several runs are equally new: {', '.join(runs)}; name one of them, as in tools/" in done.stderr
+        os.utime(made[0].step_folder() / "manifest.json", (1_700_000_002,) * 2)
+        done = merge_command(fake, tmp_path, "--upload", HF_TOKEN="")
+        assert "not logged in to the hub: run `hf auth login`" in done.stderr
+        assert fake.repos == {} and not [*(tmp_path / "runs").glob("*/merged")]
+        done = merge_command(fake, tmp_path, "--upload")
+        assert done.returncode == 0 and {*fake.repos} == {"ada/b"}
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        ("gsm8k_qwen2.5_0.5b-20261118-101500-4711", "gsm8k_qwen2.5_0.5b-20261118-101500-4711"),
+        ("über lr=1e-6, v2..final.git", "ber-lr-1e-6-v2.final"),
+        ("x" * 200, "x" * 96),
+        ("-a--b.", "a-b"),
+    ],
+)
+def test_the_name_of_a_run_becomes_one_that_the_hub_accepts(run: str, name: str) -> None:
+    from huggingface_hub.utils import validate_repo_id
+
+    assert name_for_run(run) == name
+    validate_repo_id(f"ada/{name}")
+
+
+def test_a_run_whose_name_has_no_usable_character() -> None:
+    with pytest.raises(MergeError, match="has no letter or digit for the hub; give one: --upload NAME"):
+        name_for_run("实验")
+
+
 def test_the_whole_command(tmp_path: Path) -> None:
     """Shards of two nodes to a repository, by the name in the run's config. The hub fails, the command goes on where it
     stopped; what was gathered is deleted when the upload is done, not before."""
@@ -414,15 +554,7 @@ def test_the_whole_command(tmp_path: Path) -> None:
     nodes = [str(runs / "x"), "--nodes", str(tmp_path / "node1" / "x")]
     work = runs / "x" / "merged" / "step_40.work-save0"
     with hub() as fake:
-        environment = fake.environment(tmp_path / "home") | {"PYTHONPATH": str(ROOT)}
-
-        def run(*more: str) -> "subprocess.CompletedProcess[str]":
-            command = impatient(ROOT / "tools" / "merge_checkpoint.py", *more)
-            done = subprocess.run(
-                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
-            )
-            assert TOKEN not in done.stdout + done.stderr
-            return done
+        run = partial(merge_command, fake, tmp_path)
 
         done = run(*nodes, *arguments, "--dry-run")
         assert "would upload to engines/adder" in done.stdout
@@ -443,6 +575,7 @@ def test_the_whole_command(tmp_path: Path) -> None:
         assert sum(fake.received.values()) == sent, "large files are not sent again"
         assert not work.exists()
         shutil.rmtree(made.step_folder(1))
+        assert "give the name: --upload NAME" in run(*nodes, "--upload", "--step", "40").stderr
         done = run(*nodes, "--upload", "engines/second", "--step", "40")
         assert done.returncode == 0 and "step 40 no longer exists" in done.stdout, "what was merged can be uploaded"
         assert uploaded(fake, "engines/second") == uploaded(fake, "engines/adder")

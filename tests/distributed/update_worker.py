@@ -22,7 +22,7 @@ from rl.learner import sharded_trainer
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import LocalScorer, ScoringModels
-from rl.learner.sharded_trainer import MOMENTS, ShardedModel, ShardedTrainer
+from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer
 from rl.model.load import Compute, load_model
 from rl.model.shards import LocalSlice, local_slices
 from rl.report.metrics import Measures
@@ -103,7 +103,7 @@ def on_device(model: torch.nn.Module) -> list[bool]:
 
 
 def scoring_models(field: str, model: torch.nn.Module, job: dict) -> ScoringModels:
-    return ScoringModels({field: model}, 30, job["temperature"], torch.device(job["device"]))
+    return ScoringModels({field: model}, {field: 30}, job["temperature"], torch.device(job["device"]))
 
 
 class CheckedOperators(TorchDispatchMode):
@@ -178,7 +178,7 @@ class WatchedUpdate:
             assert counts == [before] * len(early) + [others], (counts, before, others)
         self._after = []
         if self._trainer.num_updates:
-            self._moments = [part for kind, part in self._trainer.state_slices() if kind.endswith(MOMENTS)]
+            self._moments = [part for kind, part in self._trainer.state_slices() if kind != self._trainer.kind]
 
 
 def owned_by(rank: int, size: int, batch: Batch, job: dict) -> list[int]:

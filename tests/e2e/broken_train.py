@@ -27,6 +27,7 @@ from rl.rollout.service import RolloutService
 from rl.run.plan import parse_or_plan
 from rl.sync.layout import MemoryLayout
 from rl.sync.transfer import BucketTransfer
+from rl.world.world import World
 
 CALL = 2  # the broken method fails at this call
 LATE_CALL = 4  # after three quick ones
@@ -108,6 +109,17 @@ def stop_here() -> None:
     answer = 41 + 1
     breakpoint()
     print(f"went on with {answer}", flush=True)
+
+
+def name_cards() -> None:
+    """Let each rank say that it has the card GPU-R. tests/nvml.py stands for NVML on a machine without cards."""
+    connect = World.connect
+
+    def replaced(world: World, *args: Any) -> None:
+        connect(world, *args)
+        world.faults.tell_watchdog("gpu", uuid=f"GPU-{world.rank}")
+
+    World.connect = replaced
 
 
 def kill() -> None:
@@ -237,6 +249,8 @@ def break_(what: str, culprit: int) -> None:
         PolicyTrainer.update = broken(PolicyTrainer.update, fail)
     elif what == "breakpoint" and is_culprit:
         PolicyTrainer.update = broken(PolicyTrainer.update, stop_here)
+    elif what == "cards":
+        name_cards()
     elif what == "update, others hang":
         PolicyTrainer.update = broken(PolicyTrainer.update, fail if is_culprit else hang)
     elif what == "all hang":
@@ -245,6 +259,8 @@ def break_(what: str, culprit: int) -> None:
         RolloutService.work = broken(RolloutService.work, fail)
     elif what in ("engine, once", "engine, twice") and (is_culprit or culprit < 0):
         fail_engines(100 if what == "engine, twice" else 1)
+    elif what == "all engines, once":
+        fail_engines(1)
     elif what == "last engine" and int(os.environ["RANK"]) >= culprit and is_first_attempt:  # all of its ranks
         fail_engines_of_version(3)
     elif what.startswith(ENGINE_AFTER) and is_culprit:

@@ -5,11 +5,13 @@ import random
 import re
 import statistics
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.hub import hub
 from tests.launcher import ROOT, activated_environment, train
 
 LAST_LINE = re.compile(r"demo: reward (\d\.\d\d) -> (\d\.\d\d) in (\d+) steps, (\d+) s, engine vllm \d+\.\d+\.\d+")
@@ -33,7 +35,7 @@ def accuracy(folder: Path) -> list[float]:
 def test_make_demo(tmp_path: Path) -> None:
     environment = activated_environment()
     demo = subprocess.run(
-        ["make", "demo", f"ARGS=run.dir={tmp_path}"],
+        ["make", "demo", f"ARGS=run.dir={tmp_path / 'runs'}"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -43,7 +45,7 @@ def test_make_demo(tmp_path: Path) -> None:
     assert demo.returncode == 0, demo.stdout[-3000:] + demo.stderr[-3000:]
     last = LAST_LINE.fullmatch(demo.stdout.splitlines()[-1])
     assert last, demo.stdout[-500:]
-    folder = tmp_path / "demo"
+    folder = tmp_path / "runs" / "demo"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
     assert [row["step"] for row in rows] == list(range(1, int(last[3]) + 1))
     assert [row["version"] for row in rows] == [row["step"] + 1 for row in rows]
@@ -65,6 +67,23 @@ def test_make_demo(tmp_path: Path) -> None:
     samples = board.Tensors("rollout/samples/text_summary")
     assert [event.step for event in samples] == [1, 11, 21, 31, 41]
     assert "| reward | prompt | response |" in samples[0].tensor_proto.string_val[0].decode()
+    check_upload(tmp_path)
+
+
+def check_upload(folder: Path) -> None:
+    """Type the command of the README in the folder that has the folder `runs`, with a hub on the loopback interface."""
+    command = [sys.executable, str(ROOT / "tools" / "merge_checkpoint.py"), "--upload"]
+    with hub() as fake:
+        environment = activated_environment() | fake.environment(folder / "home") | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert f"will upload to ada/demo on {fake.url} (new and private)" in done.stdout
+        files = fake.repos["ada/demo"].files()
+        assert fake.repos["ada/demo"].private
+    merged = folder / "runs" / "demo" / "merged" / "step_50"
+    assert {path.name for path in merged.iterdir()} == files.keys() - {".gitattributes"}
+    assert files["model.safetensors"] == (merged / "model.safetensors").read_bytes()
+    assert json.loads(files["merge.json"])["step"] == 50
 
 
 @pytest.mark.slow

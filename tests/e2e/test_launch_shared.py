@@ -1,4 +1,4 @@
-"""launch/local.sh --master and --worker with a shared directory and real training on three nodes."""
+"""launch/local.sh with a shared directory and real training on three nodes, numbered by options or the environment."""
 
 import json
 import subprocess
@@ -21,14 +21,16 @@ def has_torchrun(launcher: subprocess.Popen[bytes]) -> bool:
 
 def test_an_early_and_a_late_worker_next_to_the_file_of_an_older_run(tmp_path: Path) -> None:
     """One worker waits before there is a head, next to the file of a killed one. The other comes when head and worker
-    already meet. Each node has its own run directory."""
+    already meet. Each node has its own run directory. The second head and the late worker are numbered by the
+    environment."""
     shared = tmp_path / "shared"
     file = shared / "head.json"
     with cluster(3) as nodes:
         launchers = []
 
-        def launch(index: int, role: str) -> subprocess.Popen[bytes]:
-            command = f"env ONEWORLD_PREFLIGHT=0 bash launch/local.sh {role} --shared {shared} --nproc 1 {SETTINGS}"
+        def launch(index: int, role: str, number: str = "") -> subprocess.Popen[bytes]:
+            command = f"bash launch/local.sh {role} --shared {shared} --nproc 1 {SETTINGS}"
+            command = f"env ONEWORLD_PREFLIGHT=0 {number} {command}"
             launchers.append(nodes[index].start(f"{command} run.dir={tmp_path / nodes[index].name}"))
             return launchers[-1]
 
@@ -42,9 +44,9 @@ def test_an_early_and_a_late_worker_next_to_the_file_of_an_older_run(tmp_path: P
             early = launch(1, "--worker 1 --wait 60")
             until(lambda: f"oneworld: ignoring {file}" in nodes[1].output, "the early worker")
             assert "10.77.0.1" in nodes[1].output and not has_torchrun(early)
-            head = launch(0, "--master --nnodes 3")
+            head = launch(0, "--nnodes 3", "NODE_RANK=0 RANK=0 LOCAL_RANK=0 WORLD_SIZE=3")
             until(lambda: has_torchrun(head) and has_torchrun(early), "the meeting of head and early worker")
-            late = launch(2, "--worker 2 --wait 60")
+            late = launch(2, "--nnodes 3 --wait 60", "RANK=2")
             codes = [launcher.wait(timeout=100) for launcher in (head, early, late)]
             outputs = [node.output for node in nodes]
         finally:

@@ -114,7 +114,13 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 def test_a_job_saves_on_request_and_when_cancelled_and_the_next_continues(slurm: Slurm, tmp_path: Path) -> None:
     metrics, run = tmp_path / "x" / "metrics.jsonl", tmp_path / "x"
-    arguments = ["--head", slurm.address(), *SETTINGS, f"run.dir={tmp_path}"]
+    arguments = ["--head", slurm.address(), "--activate", str(tmp_path / "env.sh"), *SETTINGS, f"run.dir={tmp_path}"]
+    job = slurm.submit(*arguments)
+    until(lambda: slurm.has_ended(job), "the end of a job whose nodes lack a file", 60)
+    for node in ("0 (node1)", "1 (node2)"):
+        assert f"oneworld: node {node}: there is no file {tmp_path}/env.sh that can be read" in slurm.output(job)
+    assert "torchrun" not in slurm.output(job)
+    (tmp_path / "env.sh").write_text(f"touch {tmp_path}/sourced-$SLURMD_NODENAME\n")
     job = slurm.submit(*arguments)
     until(lambda: metrics.exists() and '"step": 3,' in metrics.read_text(), "step 3", 120)
     slurm.ask("scancel", "--signal=USR1", job)
@@ -123,6 +129,7 @@ def test_a_job_saves_on_request_and_when_cancelled_and_the_next_continues(slurm:
     until(lambda: slurm.has_ended(job), "the end of the job", 60)
     output = slurm.output(job)
     assert output.count("oneworld: stopped at step ") == 1, output
+    assert sorted(path.name for path in tmp_path.glob("sourced-*")) == ["sourced-node1", "sourced-node2"]
     saved = [int(folder.name.removeprefix("step_")) for folder in (run / "checkpoints").glob("step_*")]
     assert saved and 3 <= max(saved) < NUM_STEPS, output
     job = slurm.submit(*arguments)

@@ -1,13 +1,17 @@
 """launch/ssh.sh and tools/jobs.py over real sshds, with real training: two nodes of one rank each."""
 
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.launcher import activated_environment, until
+from tests.cluster import Node
+from tests.launcher import activated_environment, command_of, until
 from tests.ssh_cluster import SshCluster, copy_repository, ssh_cluster
 from tests.sshd import ssh_server
 from tests.terminal import CTRL_C, leave, terminal
@@ -24,18 +28,33 @@ def saved_step(run: Path) -> int:
 def jobs(nodes: SshCluster, *arguments: str | Path) -> str:
     words = [sys.executable, "tools/jobs.py", "--runs", nodes.runs, *arguments]
     done = subprocess.run(
-        nodes.at_desk(*words), env=activated_environment(), capture_output=True, text=True, timeout=100
+        nodes.at_desk(*words), env=activated_environment(TMPDIR="/tmp"), capture_output=True, text=True, timeout=100
     )
     return done.stdout + done.stderr
 
 
+def ranks_of(node: Node) -> list[int]:
+    return [pid for pid in node.pids() if "train.py" in command_of(psutil.Process(pid))]
+
+
 def test_two_clusters_side_by_side_with_disks_of_their_own(tmp_path: Path) -> None:
-    """One is a job in the background. The other is followed in a terminal, where Ctrl-C ends it."""
+    """One is a job in the background. The other is followed in a terminal, where Ctrl-C ends it.
+
+    The nodes have no .venv. Their environment is in a file on each node's own disk, which node1 lacks at first."""
     with ssh_cluster(tmp_path, 2) as nodes:
-        said = jobs(nodes, "submit", "--hosts", nodes.hosts, "one", "--nproc", "1", *SETTINGS)
+        venv, file = nodes.repository / ".venv", nodes.runs / "env.sh"
+        (nodes.disks[0] / "env.sh").write_text((venv / "bin" / "activate").read_text())
+        shutil.rmtree(venv)
+        prepared = ["--nproc", "1", "--activate", str(file), "--forward", "TMPDIR"]
+        said = jobs(nodes, "submit", "--hosts", nodes.hosts, "one", *prepared, *SETTINGS)
+        assert f"oneworld: node 1 (node1): there is no file {file} that can be read" in said
+        assert "one was not started" in said and nodes.processes()[1] == []
+        (nodes.disks[1] / "env.sh").write_text((nodes.disks[0] / "env.sh").read_text())
+        said = jobs(nodes, "submit", "--hosts", nodes.hosts, "one", *prepared, *SETTINGS)
         follow = f"python tools/jobs.py --runs {nodes.runs} logs -f one"
         assert said == f"{nodes.runs}/one: submitted; follow it with: {follow}\n"
-        start = ["launch/ssh.sh", "start", "two", "--hosts", nodes.hosts, "--nproc", "1", "--follow", *SETTINGS]
+        start = ["launch/ssh.sh", "start", "two", "--hosts", nodes.hosts, "--nproc", "1", "--activate", file]
+        start += ["--follow", *SETTINGS]
         person = terminal(
             nodes.at_desk(*start, f"run.dir={nodes.runs}", "run.name=two"), timeout_s=100, **activated_environment()
         )
@@ -51,7 +70,8 @@ def test_two_clusters_side_by_side_with_disks_of_their_own(tmp_path: Path) -> No
             assert saved_step(disk / "two") >= 3, "each node has saved its shard on its own disk"
         assert not (nodes.runs / "two").exists(), "nothing of it is on the desk's disk"
 
-        # The other one has gone on meanwhile.
+        # The other one has gone on meanwhile. Its processes have the variable that was asked for.
+        assert {psutil.Process(pid).environ().get("TMPDIR") for pid in ranks_of(nodes.nodes[1])} == {"/tmp"}
         name, state, step, *_ = jobs(nodes, "list").splitlines()[1].split()
         assert (name, state) == ("one", "running") and int(step) > 3
         shown = jobs(nodes, "status", "one")
@@ -82,6 +102,31 @@ def test_two_clusters_side_by_side_with_disks_of_their_own(tmp_path: Path) -> No
         assert "one   stopped" in jobs(nodes, "list")
         for disk in nodes.disks:
             assert saved_step(disk / "one") >= 3
+
+        # The events are on the node that had the leader. The desk knows the nodes from the job.
+        gather = nodes.at_desk(sys.executable, "tools/tensorboard.py", nodes.runs / "one", "--gather-only")
+        done = subprocess.run(gather, env=activated_environment(), capture_output=True, text=True, timeout=60)
+        (written,) = [path for disk in nodes.disks for path in (disk / "one").glob("events.*")]
+        copied = nodes.runs / "one" / "tensorboard" / written.name
+        assert f"copied 1 file of {written.parent.parent.name}:{nodes.runs}/one to {copied.parent}" in done.stdout, done
+        assert copied.read_bytes() == written.read_bytes()
+
+
+def test_the_node_of_rank_0_finds_the_events_of_a_leader_elsewhere(tmp_path: Path) -> None:
+    """Rank 0 has an engine, and rank 1 on the other node is the leader. Each node has its own disk."""
+    with ssh_cluster(tmp_path, 2) as nodes:
+        settings = [*SETTINGS[:-1], "train.num_steps=3", "placement.rollout=0", "placement.actor=1"]
+        jobs(nodes, "submit", "--hosts", nodes.hosts, "x", "--nproc", "1", *settings)
+        jobs(nodes, "logs", "-f", "x")
+        (written,) = [path for disk in nodes.disks for path in (disk / "x").glob("events.*")]
+        leader = written.parent.parent.name
+        other = next(disk for disk in nodes.disks if disk.name != leader)
+        ssh = f"ssh -F {tmp_path}/ssh_config -i {tmp_path}/identity"
+        tool = f"{sys.executable} tools/tensorboard.py {nodes.runs}/x --gather-only --ssh {shlex.quote(ssh)}"
+        command = nodes.at_desk("launch/ssh.sh", "run", "x", "--node", other.name.removeprefix("node"), tool)
+        done = subprocess.run(command, env=activated_environment(), capture_output=True, text=True, timeout=60)
+        assert f"the leader, which writes the events, is rank 1 on {leader}\n" in done.stdout, done
+        assert (other / "x" / "tensorboard" / written.name).read_bytes() == written.read_bytes()
 
 
 def test_nodes_on_the_loopback_train_on_vllm(tmp_path: Path) -> None:

@@ -180,13 +180,15 @@ def test_an_update_that_needs_the_whole_batch_waits_and_says_so(runs: dict[str, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_an_engine_fails_while_a_batch_is_half_trained_on(model: Path, runs: dict[str, Result], tmp_path: Path) -> None:
     """The new engine gets the same version again, between two parts and between two pieces of work of the inference
     ranks."""
     trace = tmp_path / "trace"
     functions = held_functions(trace, model, NUM_STEPS + 1, awaited="nothing, since there is no such step")
     broken = f"engine, once there is {trace / 'forward 1'}"
-    described: dict[str, Run] = {"run": (5, [*shape(model), *KL, *TWO_INFERENCE, *functions, OVERLAP], broken)}
+    overrides = [*shape(model), *KL, *TWO_INFERENCE, *functions, OVERLAP, "rollout.max_num_seqs=24"]
+    described: dict[str, Run] = {"run": (5, overrides, broken)}
     result = run_all(tmp_path, described)["run"]
     assert "will be sampled again" in result.output
     assert_equal(result, runs["serial"])

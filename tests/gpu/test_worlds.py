@@ -82,6 +82,21 @@ def test_one_round_ahead_on_one_card(tmp_path: Path) -> None:
     print(json.dumps(waits | {"staleness_kl_mean": staleness}), flush=True)
 
 
+def test_overlapped_updates_on_one_card(tmp_path: Path) -> None:
+    """The first step trains on the tokens of a serial run, so its gradients are the same but for rounding."""
+    lengths = ["rollout.max_new_tokens=512", "debug.mean_response_tokens=100"]  # otherwise most have the maximum
+    options = [*settings(), *SEPARATE, *lengths, "train.num_steps=6"]
+    serial = train(tmp_path / "serial", 2, *options, timeout_s=250).metrics
+    overlapped = train(tmp_path / "overlapped", 2, *options, "actor.overlap=true", timeout_s=250).metrics
+    names = ("perf/overlap", "time/step", "policy/mismatch_kl", "optim/grad_norm", "reward/mean", "rollout/tokens")
+    for rows in (serial, overlapped):
+        print("\n" + json.dumps({name: [row.get(name) for row in rows] for name in names}), flush=True)
+    assert all(row["perf/overlap"] > 0 for row in overlapped)
+    assert overlapped[0]["rollout/tokens"] == serial[0]["rollout/tokens"]
+    assert overlapped[0]["optim/grad_norm"] == pytest.approx(serial[0]["optim/grad_norm"], rel=0.02)
+    assert max(row["policy/mismatch_kl"] for row in overlapped) < MAX_MISMATCH_KL
+
+
 @pytest.mark.parametrize("limit", [64, 100])
 def test_rounds_of_a_few_tokens(limit: int, tmp_path: Path) -> None:
     """A response that continues in another round is computed again. Engine and learner then agree as before."""

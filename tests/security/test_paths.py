@@ -26,7 +26,7 @@ from rl.common.files import UnsafeName, check_name, join_inside, write_atomicall
 from rl.config.load import load_config
 from rl.config.schema import ROOT, ConfigError
 from rl.export.upload import HubRepository
-from rl.model.shape import count_parameters, tensor_files
+from rl.model.shape import ModelSize, measure_size, tensor_files
 from tests.checkpoint_files import Made, write_checkpoint
 from tests.mails import stores_on
 from tests.merging import failure, files_of, merge
@@ -488,11 +488,11 @@ def test_an_index_names_only_files_of_the_model(tmp_path: Path) -> None:
         (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
         with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json"):
             tensor_files(model)
-        assert count_parameters(model) is None
+        assert measure_size(model) is None
     # The hub's cache consists of symlinks to its blobs.
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
     (model / "a.safetensors").symlink_to("../other.safetensors")
-    assert tensor_files(model) == {"w": "a.safetensors"} and count_parameters(model) == 3
+    assert tensor_files(model) == {"w": "a.safetensors"} and measure_size(model) == ModelSize(3)
 
 
 BAD_RUNS = ["..", ".", "/abs", "a/b", "../x", "a\nb", "a\x1bb", "x" * 300]

@@ -1,20 +1,16 @@
 """The pages: links work, every page can be reached, what they name exists, and they are easy to read."""
 
-import ast
 import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from rl.config.load import load_config
 from rl.config.schema import Config
 from tests.doc_commands import FENCE, PAGES, SPAN
 from tests.launcher import ROOT
-from tests.unit.peers import source
 from tests.unit.test_structure import LAYERS
 
 pytestmark = pytest.mark.timeout(30)
@@ -188,52 +184,6 @@ def is_setting(word: str) -> bool:
     if section == "placement":
         return name in ("rollout", "inference", "actor", "num_nodes", "num_gpus_per_node")
     return any(field.name == name for field in dataclasses.fields(getattr(Config(), section)))
-
-
-def peer_keys(title: str) -> list[str]:
-    """Return the first column of a table in docs/coming_from.md. A name without a dot has the last one's prefix."""
-    section = (ROOT / "docs" / "coming_from.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-    keys: list[str] = []
-    for row in [line for line in section.splitlines() if line.startswith("| ")][2:]:
-        prefix = ""
-        for span in SPAN.findall(row.split(" | ")[0]):
-            span = re.sub(r"^A\.", "actor_rollout_ref.", span.split("=")[0])
-            keys.append(f"{prefix}{span}" if "." not in span else span)
-            prefix = f"{keys[-1].rpartition('.')[0]}." if "." in keys[-1] else ""
-    return keys
-
-
-@pytest.mark.slow  # downloads 3 MB
-@pytest.mark.timeout(120)
-def test_keys_of_verl_exist() -> None:
-    config = yaml.safe_load(source("verl-0.9.1", "verl/trainer/config/_generated_ppo_trainer.yaml"))
-    others = {"reward_model.ground_truth", "python -m verl.model_merger"}  # a column of its rows; a program
-    keys = [key for key in peer_keys("verl") if key not in others]
-    assert len(keys) > 70
-    missing: list[str] = []
-    for key in keys:
-        value: Any = config
-        for part in key.split("."):
-            value = value.get(part, missing) if isinstance(value, dict) else missing
-        missing += [key] if value is missing else []
-    assert missing == []
-
-
-@pytest.mark.slow  # downloads 3 MB
-@pytest.mark.timeout(120)
-def test_arguments_of_trl_exist() -> None:
-    from transformers import TrainingArguments
-
-    names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    for file in ("grpo_config", "grpo_trainer"):
-        for node in ast.walk(ast.parse(source("trl-1.16.0", f"trl/trainer/{file}.py"))):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                names.add(node.target.id)
-            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                names |= {argument.arg for argument in node.args.args}
-    keys = peer_keys("TRL")
-    assert len(keys) > 50
-    assert [key for key in keys if key not in names] == []
 
 
 # Metrics

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.launcher import ROOT
-from tests.unit.test_launchers import SLURM, Machine
+from tests.unit.test_launchers import SLURM, Machine, dstack_script
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -107,9 +107,8 @@ def test_all_nodes_have_the_image_before_any_is_started(machine: Machine) -> Non
 
 
 def test_nodes_of_dstack_wait_for_the_setup_of_others(machine: Machine) -> None:
-    commands = yaml.safe_load((machine.root / "launch" / "dstack.yml").read_text())["commands"]
-    (machine.root / "Makefile").write_text("setup:\n\t@true\n")
+    task = yaml.safe_load((machine.root / "launch" / "dstack.yml").read_text())
     (machine.root / "launch" / "run_node.sh").write_text('#!/bin/bash\necho "$ONEWORLD_PREFLIGHT_WAIT_S"\n')
-    script = f"cd {machine.root}; {' && '.join(commands)}"
+    script = f"cd {machine.root}; {dstack_script(machine, task)}"
     assert machine.shell(script) == "1800\n"
     assert machine.shell(f"ONEWORLD_PREFLIGHT_WAIT_S=5; {script}") == "5\n"

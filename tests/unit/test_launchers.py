@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -471,7 +472,7 @@ def render(machine: Machine, script: str, environment: dict[str, str]) -> list[s
 
 def test_skypilot_builds_the_command(machine: Machine) -> None:
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    assert set(task) <= {"name", "num_nodes", "workdir", "resources", "envs", "secrets", "setup", "run"}
+    assert set(task) <= {"name", "num_nodes", "workdir", "resources", "file_mounts", "envs", "secrets", "setup", "run"}
     assert task["workdir"] == "." and task["num_nodes"] >= 2 and "HF_TOKEN" in task["secrets"]
     assert {"ARGS", "HF_HOME"} <= set(task["envs"])
     cluster = {
@@ -483,6 +484,12 @@ def test_skypilot_builds_the_command(machine: Machine) -> None:
     assert render(machine, task["run"], cluster) == expected(3, "10.0.0.1:29500", "rloo-sky-7_x-1")
 
 
+def dstack_script(machine: Machine, task: dict[str, Any]) -> str:
+    """Return the commands of the task, with a volume in the folder of the test, and without the setup."""
+    (machine.root / "Makefile").write_text("setup:\n\t@true\n")
+    return " && ".join(task["commands"]).replace("/checkpoints", f"{machine.folder}/checkpoints")
+
+
 def test_dstack_builds_the_command(machine: Machine) -> None:
     task = yaml.safe_load((LAUNCH / "dstack.yml").read_text())
     assert task["type"] == "task" and task["nodes"] >= 2
@@ -490,8 +497,7 @@ def test_dstack_builds_the_command(machine: Machine) -> None:
     assert task["volumes"] and task["resources"]["gpu"]
     cluster = {"DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.9", "DSTACK_NODE_RANK": "0"}
     cluster |= {"DSTACK_GPUS_PER_NODE": "8", "DSTACK_RUN_NAME": "oneworld"}
-    (machine.root / "Makefile").write_text("setup:\n\t@true\n")
-    line = render(machine, " && ".join(task["commands"]), cluster)
+    line = render(machine, dstack_script(machine, task), cluster)
     assert line == expected(2, "10.0.0.9:29500", "rloo-oneworld")
 
 

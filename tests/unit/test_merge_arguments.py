@@ -17,7 +17,7 @@ def made(tmp_path: Path) -> Made:
 def test_a_missing_checkpoint_or_step_is_reported(made: Made, tmp_path: Path) -> None:
     assert "is not a folder; give the folder of a run" in failure(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert "holds no committed checkpoint" in failure(tmp_path / "empty")
+    assert "holds no run with a committed checkpoint" in failure(tmp_path / "empty")
     (tmp_path / "begun/checkpoints").mkdir(parents=True)
     assert "no committed checkpoint in" in failure(tmp_path / "begun")
     assert "no step 41 in" in failure(*nodes(made), "--step", "41")
@@ -61,10 +61,8 @@ def test_a_folder_after_upload_is_refused(
     assert "name the run before --upload" in capsys.readouterr().err
 
 
-def test_upload_needs_a_name(made: Made) -> None:
-    made.shard(3).unlink()  # the name is reported first: to look for a file on other nodes may take minutes
-    text = failure(*nodes(made), "--upload")
-    assert "the run's config has no checkpoint.hub_name; give the name: --upload ORG/NAME" in text
+def test_a_bad_name_is_reported_first(made: Made) -> None:
+    made.shard(3).unlink()  # to look for a file on other nodes may take minutes
     assert "--upload: got 'a/b/c'; expected ORG/NAME or NAME" in failure(*nodes(made), "--upload", "a/b/c")
 
 

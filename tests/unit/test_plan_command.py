@@ -1,5 +1,6 @@
 """`python train.py --plan`, as a person types it: the plan, ten broken configs, and every shipped recipe."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -13,12 +14,22 @@ from typing import NamedTuple
 
 import pytest
 
+from launch.checks.memory import check_placement
+from launch.checks.results import OK
 from rl.config.load import load_config
 from rl.config.schema import ROOT
 from rl.data.sources import read_data
+from tests.public_models import QWEN_0_5B, QWEN_14B, write_model
 from tests.saved_steps import lose, save
 
 pytestmark = pytest.mark.timeout(240)  # for the commands, which all run in one fixture
+
+
+def without(package: str) -> pytest.MarkDecorator:
+    """Skip a test where this optional package is installed."""
+    return pytest.mark.skipif(importlib.util.find_spec(package) is not None, reason=f"{package} is installed")
+
+
 MISSION = ["placement.rollout=0-19", "placement.inference=20-23", "placement.actor=24-31"]
 PLAIN = {"default": ["--plan"], "wrong placement": ["--plan", "placement.rollout=0", "placement.actor=0-1"]}
 RECIPES = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml") if file.stem != "default")
@@ -125,6 +136,23 @@ SHARED = {
     "resumes with other prompts": ["--plan", "run.dir=saved", "run.name=mine", "run.seed=1"],
     "incomplete": ["--plan", "run.dir=saved", "run.name=torn"],
     "incomplete on one of two nodes": ["--plan", "--nnodes", "2", "run.dir=saved", "run.name=torn"],
+    "14 B with its files": ["--plan", "--config", "configs/math_qwen2.5_14b.yaml", "model.path=qwen_14b"],
+    "PPO of 0.5 B with its files": ["--plan", "--config", "configs/ppo_qwen2.5_0.5b.yaml", "model.path=qwen_0_5b"],
+    "8-bit AdamW without torchao": ["--plan", "actor.optimizer=adamw_8bit"],
+    "no such optimizer": ["--plan", "actor.optimizer=adam"],
+    "a writer that is not installed": ["--plan", "metrics.writers=[wandb]"],
+    "no such writer": ["--plan", "metrics.writers=[console, wandb]"],
+    "a best step that is never saved": ["--plan", "checkpoint.save_interval=-1", "checkpoint.best_metric=reward/mean"],
+    "save_interval below -1": ["--plan", "checkpoint.save_interval=-2"],
+    "micro-batches of a full KL": [
+        *("--plan", "algo.kl_coef=0.1", "algo.kl_estimator=full", "reference.max_tokens_per_micro_batch=64"),
+    ],
+    "no evaluation before training": ["--plan", "eval.before_training=false", "checkpoint.save_interval=-1"],
+    "resumes with another optimizer": ["--plan", "run.dir=saved", "run.name=mine", "actor.optimizer=muon"],
+    "keys of their own": [
+        *("--plan", "algo.advantage=gae", "algo.kl_coef=0.1", "actor.offload=rollout", "critic.offload=moments"),
+        *("reference.offload=none", "actor.optimizer=sgd"),
+    ],
 } | {f"recipe {name}": ["--plan", "--config", f"configs/{name}.yaml"] for name in RECIPES}
 # Ten broken configs and more: the file, and parts of the message.
 BROKEN = {
@@ -244,6 +272,8 @@ def write_files(folder: Path) -> None:
         for split in ("train", "test"):
             row = {"prompt": "1+1=", "answer": "2"}
             (folder / "data" / task / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    write_model(folder / "qwen_14b", QWEN_14B)
+    write_model(folder / "qwen_0_5b", QWEN_0_5B)
     tiny = ROOT / "configs" / "tiny"
     (folder / "empty").mkdir()
     for name in ("shape", "torn", "mute"):
@@ -274,6 +304,7 @@ class Commands(NamedTuple):
     answers: dict[str, Answer]
     imports: list[list[int]]  # of the commands QUICK: exit code, and whether torch and transformers were imported
     written: set[str]  # files and folders that the commands added
+    folder: Path
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +330,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory, hub: socket.socket) -> Co
         rows = [Answer(*row) for row in json.loads(shared.result().stdout)]
         answers = dict(zip(PLAIN, plain, strict=True)) | dict(zip(together, rows, strict=True))
     imports = json.loads(main.stdout.splitlines()[-1])
-    return Commands(answers, imports, {str(path) for path in folder.rglob("*")} - before)
+    return Commands(answers, imports, {str(path) for path in folder.rglob("*")} - before, folder)
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +357,7 @@ def test_memory_steps_and_tokens(answers: dict[str, Answer]) -> None:
     two-digit sums, such as 12+34=, and 200 held-out ones."""
     answer = answers["default"]
     assert answer.section("memory").startswith(
-        "rollout,actor (ranks 0-1): each 2.46 MB learner, 1.23 MB engine's weights, 1.08 GB of host memory"
+        "rollout,actor (ranks 0-1): each 2.46 MB policy, 1.23 MB engine's weights, 1.08 GB of host memory"
     )
     assert "estimated from 0.31 M parameters" in answer.section("memory")
     steps = "50 steps of 32 prompts x 8 samples = 256 rollouts; 0.21 epochs of 7702 prompts"
@@ -334,10 +365,56 @@ def test_memory_steps_and_tokens(answers: dict[str, Answer]) -> None:
     lengths = [len(json.loads(line)["prompt"]) for line in (ROOT / "configs/tiny/train.jsonl").open()]
     assert {*lengths} == {6}
     assert answer.section("tokens") == (
-        "a step has at most 256 x (16 + 6) = 5,632 tokens expected: 256 x 6.0 = 1,536 of prompts, and up to 1,536 of "
-        "responses"
+        "a step has at most 256 x (16 + 6) = 5,632 tokens data-parallel size 2 (1 replica of 2 shards): a step has at "
+        "most 2,816 tokens per actor on average, in micro-batches of up to 8,192 expected: 256 x 6.0 = 1,536 "
+        "of prompts, and up to 1,536 of responses"
     )
     assert answer.section("evaluation") == "every 10 steps: eval 200 prompts x 1 sample"
+
+
+def test_memory_of_14_billion_parameters_on_4_nodes_of_8_gpus(commands: Commands) -> None:
+    """14.77 billion parameters over 32 ranks: 16 bytes of state, 4 of the reference; 2 over the 2 ranks of an engine.
+    Host: 12 + 4 bytes offloaded, 12 of a checkpoint, 1.07 GB of libraries."""
+    answer = commands.answers["14 B with its files"]
+    assert answer.code == 0, answer.stderr
+    assert answer.section("memory").startswith(
+        "rollout,actor (ranks 0-31): each 7.39 GB policy, 1.85 GB reference, 14.77 GB engine's weights (9.23 GB "
+        "offloaded during rollouts), 14.00 GB of host memory ("
+    )
+    assert "estimated from 14770.03 M parameters" in answer.section("memory")
+    config = load_config("configs/math_qwen2.5_14b.yaml", [f"model.path={commands.folder / 'qwen_14b'}"])
+    row, host, _ = check_placement(config, 4, 8, [{"total": 40 * 10**9}] * 32)
+    assert row.state == OK, row
+    assert host == [pytest.approx(8 * 14.00e9, rel=1e-3)] * 4
+
+
+def test_memory_of_ppo_on_2_nodes_of_1_gpu(commands: Commands) -> None:
+    """494 million parameters over 2 ranks; policy and critic have 16 bytes each."""
+    answer = commands.answers["PPO of 0.5 B with its files"]
+    assert answer.code == 0, answer.stderr
+    assert [row.split()[1:] for row in table_of(answer)[1:]] == [
+        ["0", "rollout,actor", "0"],
+        ["1", "rollout,actor", "1"],
+    ]
+    assert answer.section("memory").startswith(
+        "rollout,actor (ranks 0-1): each 3.95 GB policy, 3.95 GB critic, 988.07 MB reference, 988.07 MB engine's"
+    )
+    assert "every 20 steps, not before training" in answer.section("evaluation")
+    config = load_config("configs/ppo_qwen2.5_0.5b.yaml", [f"model.path={commands.folder / 'qwen_0_5b'}"])
+    assert check_placement(config, 2, 1, [{"total": 24 * 10**9}] * 2)[0].state == OK
+
+
+def test_what_runs_without_an_evaluation_before_and_without_checkpoints(answers: dict[str, Answer]) -> None:
+    answer = answers["no evaluation before training"]
+    assert answer.section("evaluation") == "every 10 steps, not before training: eval 200 prompts x 1 sample"
+    assert "1.07 GB of host memory (1.35 GB without a GPU)" in answer.section("memory")
+
+
+def test_memory_of_models_with_offload_keys_of_their_own(answers: dict[str, Answer]) -> None:
+    """307,840 parameters on 2 ranks with sgd: 12 bytes of policy and critic, 4 of the reference. The policy's 12 and
+    the critic's 4 bytes of momentum leave the device."""
+    expected = "1.85 MB policy, 1.85 MB critic, 615.68 kB reference, 1.23 MB engine's weights (2.46 MB offloaded during"
+    assert expected in answers["keys of their own"].section("memory")
 
 
 def test_it_says_what_was_checked_and_what_was_not(answers: dict[str, Answer]) -> None:
@@ -359,7 +436,7 @@ def test_an_evaluation_alone_has_no_steps(answers: dict[str, Answer]) -> None:
     answer = answers["evaluation alone"]
     assert answer.code == 0, answer.stderr
     assert answer.section("evaluation") == "once: eval 7 prompts x 2 samples"
-    assert "\nsteps " not in answer.stdout and "615.68 kB learner" in answer.section("memory")
+    assert "\nsteps " not in answer.stdout and "615.68 kB policy" in answer.section("memory")
 
 
 def test_the_runs_own_warnings_are_notes(answers: dict[str, Answer]) -> None:
@@ -587,6 +664,39 @@ def test_nodes_of_different_sizes_and_their_shares(answers: dict[str, Answer]) -
         ("stale and not corrected", ["algo.old_logprobs: got always, but with rollout.max_tokens_per_round=2"]),
         ("a file as a run", ["run.name: cannot make saved/afile: saved/afile is not a directory; give another name"]),
         ("a file as checkpoints", ["run.name: cannot make", "saved/blocked/checkpoints is not a directory"]),
+        pytest.param(
+            "8-bit AdamW without torchao",
+            [
+                "actor.optimizer: got adamw_8bit, which needs torchao",
+                "pip install torchao",
+                "set actor.optimizer=adamw",
+            ],
+            marks=without("torchao"),
+        ),
+        ("no such optimizer", ["actor.optimizer: got 'adam'; it must be one of adamw, adamw_8bit, sgd, muon"]),
+        pytest.param(
+            "a writer that is not installed",
+            ["metrics.writers: got wandb, which is not installed here", "pip install wandb", "remove it"],
+            marks=without("wandb"),
+        ),
+        ("no such writer", ["metrics.writers: got ['console', 'wandb']; it must be a list of", "wandb, swanlab"]),
+        (
+            "a best step that is never saved",
+            ["checkpoint.best_metric: got 'reward/mean', but checkpoint.save_interval=-1 saves nothing"],
+        ),
+        ("save_interval below -1", ["checkpoint.save_interval: got -2; it must be at least -1"]),
+        (
+            "micro-batches of a full KL",
+            ["reference.max_tokens_per_micro_batch: got 64, but with algo.kl_estimator=full", "set it to 0"],
+        ),
+        (
+            "resumes with another optimizer",
+            [
+                "actor.optimizer: got muon, but step 4 was saved with adamw",
+                "set actor.optimizer=adamw",
+                "tools/merge_checkpoint.py",
+            ],
+        ),
         *((name, parts) for name, (_, parts) in BROKEN.items()),
     ],
 )

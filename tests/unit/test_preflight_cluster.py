@@ -148,7 +148,7 @@ def test_evaluating_alone_needs_less_than_training() -> None:
     (training,), (evaluating,) = (
         check(FakeCoordinator(), trains=trains)[0]["placement"].details for trains in (True, False)
     )
-    assert "each 820.91 kB learner" in training and "each 205.23 kB learner" in evaluating
+    assert "each 820.91 kB policy" in training and "each 205.23 kB policy" in evaluating
     assert "checkpoint" not in check(FakeCoordinator(), trains=False)[0]["run folder"].text
 
 

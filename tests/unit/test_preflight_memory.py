@@ -12,7 +12,7 @@ from launch.checks.results import FAILED, OK, WARNING
 from rl.config.load import load_config
 from rl.config.schema import ROOT, Config
 from rl.model.memory import LIBRARIES, checkpoint_bytes, estimate, host_bytes, num_kept
-from rl.model.shape import count_parameters, local_folder
+from rl.model.shape import ModelSize, local_folder, measure_size
 from rl.placement.roles import Placement, plan
 
 BILLION = 10**9
@@ -27,19 +27,19 @@ def test_a_collocated_recipe() -> None:
     """rloo.yaml: 7.616 billion parameters on 8 ranks, with a reference, swapped out while the engine works. Its head
     says 15.2 GB of state, 3.8 GB of the reference, 15.2 GB of weights."""
     config = load_config("configs/rloo.yaml")
-    (need,) = estimate(config, planned(config, 1, 8), 7_616_000_000, 0)
+    (need,) = estimate(config, planned(config, 1, 8), ModelSize(7_616_000_000))
     assert need.ranks == tuple(range(8)) and need.offloaded == need.learner
     assert need.learner == 16 * 952_000_000 + 4 * 952_000_000
     assert need.engine == 2 * 7_616_000_000
-    assert need.host == LIBRARIES + need.learner + 12 * 952_000_000
+    assert need.host == LIBRARIES + (12 + 4) * 952_000_000 + 12 * 952_000_000  # gradients are freed, not moved
     assert need.on_device(56 * BILLION) == 56 * BILLION
-    assert checkpoint_bytes(config, planned(config, 1, 8), BILLION, 0) == [14 * BILLION]
+    assert checkpoint_bytes(config, planned(config, 1, 8), ModelSize(BILLION)) == [14 * BILLION]
     part = load_config("configs/rloo.yaml", ["actor.offload=moments"])
-    (need,) = estimate(part, planned(part, 1, 8), 7_616_000_000, 0)
+    (need,) = estimate(part, planned(part, 1, 8), ModelSize(7_616_000_000))
     assert need.offloaded == 8 * 952_000_000 and need.host == LIBRARIES + (8 + 12) * 952_000_000
     assert need.on_device(56 * BILLION) == 56 * BILLION + (8 + 4) * 952_000_000
     always = load_config("configs/rloo.yaml", ["actor.offload=always"])
-    (need,) = estimate(always, planned(always, 1, 8), 7_616_000_000, 0)
+    (need,) = estimate(always, planned(always, 1, 8), ModelSize(7_616_000_000))
     assert (need.learner, need.offloaded, need.host) == (0, 0, LIBRARIES + (16 + 4 + 12) * 952_000_000)
 
 
@@ -51,7 +51,7 @@ def test_evaluation_alone_needs_weights_and_no_copy_of_a_checkpoint(
 ) -> None:
     """4 bytes a parameter of the policy and 4 of the reference, of a shard of 952 million."""
     config = load_config("configs/rloo.yaml", [f"actor.offload={offload}"])
-    (need,) = estimate(config, planned(config, 1, 8), 7_616_000_000, 0, trains=False)
+    (need,) = estimate(config, planned(config, 1, 8), ModelSize(7_616_000_000), trains=False)
     assert (need.learner, need.offloaded) == (on_device * 952_000_000, offloaded * 952_000_000)
     assert need.host == LIBRARIES + (8 if offload == "always" else offloaded) * 952_000_000
 
@@ -59,10 +59,10 @@ def test_evaluation_alone_needs_weights_and_no_copy_of_a_checkpoint(
 def test_disaggregated_roles_need_different_things() -> None:
     """1.6 billion parameters: 20 ranks with an engine each, 4 that hold a float32 copy, 8 with 16 bytes a parameter."""
     config = load_config("configs/math_r1_distill_1.5b_disaggregated.yaml")
-    needs = estimate(config, planned(config, 4, 8), 1_600_000_000, 0)
+    needs = estimate(config, planned(config, 4, 8), ModelSize(1_600_000_000))
     assert {need.roles: (need.learner, need.engine) for need in needs} == {
         ("rollout",): (0, 3_200_000_000),
-        ("inference",): (1_600_000_000, 0),
+        ("inference",): (ModelSize(1_600_000_000)),
         ("actor",): (3_200_000_000, 0),
     }
     assert [need.host - LIBRARIES for need in needs] == [0, 0, 12 * 200_000_000]
@@ -74,14 +74,14 @@ def test_a_critic_replicas_and_a_cpu() -> None:
     settings = ["algo.advantage=gae", "actor.num_replicas=2", "rollout.kv_cache_mb=100"]
     config = load_config(overrides=settings)
     placement = planned(config, 2, 2)
-    (need,) = estimate(config, placement, 1000, 600)
+    (need,) = estimate(config, placement, ModelSize(1000), ModelSize(600))
     assert (need.learner, need.engine, need.host) == (16 * 800, 4 * 1000, LIBRARIES + 12 * 800)
     assert need.host_on_cpu == LIBRARIES + 12 * 800 + 16 * 800 + 4000 + (100 << 20)
-    assert checkpoint_bytes(config, placement, 1000, 600) == [12 * 800, 12 * 800]
+    assert checkpoint_bytes(config, placement, ModelSize(1000), ModelSize(600)) == [12 * 800, 12 * 800]
     assert host_bytes([need], placement, has_gpus=True) == [2 * need.host] * 2
     assert host_bytes([need], placement, has_gpus=False) == [2 * need.host_on_cpu] * 2
     swapped = load_config(overrides=[*settings, "actor.offload=rollout"])
-    (other,) = estimate(swapped, planned(swapped, 2, 2), 1000, 600)
+    (other,) = estimate(swapped, planned(swapped, 2, 2), ModelSize(1000), ModelSize(600))
     assert other.host > need.host and other.host_on_cpu == need.host_on_cpu
 
 
@@ -95,19 +95,19 @@ def test_number_of_checkpoints_on_disk_at_once() -> None:
 
 def test_each_node_writes_what_its_actors_hold() -> None:
     config = load_config(overrides=["placement.rollout=0-4,8-10", "placement.actor=5-7,11"])
-    assert checkpoint_bytes(config, planned(config, 3, 4), 100, 0) == [0, 900, 300]
+    assert checkpoint_bytes(config, planned(config, 3, 4), ModelSize(100)) == [0, 900, 300]
 
 
 def test_parameters_are_counted_from_the_headers_of_files(tmp_path: Path) -> None:
-    assert count_parameters(ROOT / "configs/tiny") == 307_840
-    assert count_parameters(tmp_path) is None and local_folder(str(tmp_path)) is None
+    assert measure_size(ROOT / "configs/tiny") == ModelSize(307_840, 294_912)
+    assert measure_size(tmp_path) is None and local_folder(str(tmp_path)) is None
     for number in (1, 2):
         save_file({f"t{number}": torch.zeros(3, number)}, tmp_path / f"part{number}.safetensors", metadata={"a": "b"})
     index = {"weight_map": {"t1": "part1.safetensors", "t2": "part2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert count_parameters(tmp_path) == 9
+    assert measure_size(tmp_path) == ModelSize(9)
     (tmp_path / "part2.safetensors").write_bytes(b"torn")
-    assert count_parameters(tmp_path) is None
+    assert measure_size(tmp_path) is None
     (tmp_path / "config.json").write_text("{}")
     assert local_folder(str(tmp_path)) == tmp_path
     assert local_folder("nobody/no-such-model") is None
@@ -142,7 +142,7 @@ def test_a_placement_that_does_not_fit_fails() -> None:
         (2_400_000, ["actor.offload=rollout"], FAILED, "2.46 MB would be in use at once; set actor.offload=always, or"),
         (2_600_000, ["actor.offload=rollout"], WARNING, "for activations; set actor.offload=always, or give the learn"),
         (2_400_000, ["actor.offload=always"], OK, "each 1.23 MB engine's weights"),
-        (10_000_000, ["actor.offload=rollout"], OK, "each 2.46 MB learner, 1.23 MB engine's weights"),
+        (10_000_000, ["actor.offload=rollout"], OK, "each 2.46 MB policy, 1.23 MB engine's weights"),
         (20_000_000, [], WARNING, "little is left for activations"),
         (1_000_000, [], FAILED, "of which the engine may fill 850.00 kB; raise rollout.tensor_parallel_size"),
     ],
@@ -159,7 +159,7 @@ def test_a_model_too_large_to_train_can_be_evaluated() -> None:
     states = [check_placement(config, 1, 2, gpus, trains)[0].state for trains in (True, False)]
     assert states == [FAILED, WARNING]
     (line,) = check_placement(config, 1, 2, [{}] * 2, trains=False)[0].details
-    assert "615.68 kB learner" in line
+    assert "615.68 kB policy" in line
 
 
 def test_a_scorer_beside_an_engine_is_not_told_to_offload_an_actor() -> None:

@@ -70,9 +70,10 @@ def test_the_hubs_folder_of_gsm8k(tmp_path: Path) -> None:
     write(hub / "main" / "train-00000-of-00001.parquet", DUCKS, HOUSE)
     write(hub / "main" / "test-00000-of-00001.parquet", DUCKS)
     write(hub / "socratic" / "train-00000-of-00001.parquet", DUCKS)
-    assert "it has the folders main, socratic" in failure("gsm8k", hub)
-    written = prepare("gsm8k", hub / "main")
-    assert [len(rows) for rows in written.values()] == [1, 2]
+    for folder in (hub, hub / "main"):  # the first is a copy of the whole repository
+        assert [len(rows) for rows in prepare("gsm8k", folder, "--force").values()] == [1, 2]
+    (hub / "main" / "test-00000-of-00001.parquet").unlink()
+    assert "it has the folders main, prepared, socratic" in failure("gsm8k", hub)
 
 
 def test_math(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_settings_come_from_a_file_or_the_command_line(file: Path) -> None:
         (
             "last_word",
             {},
-            "got 'last_word'; choose one of exact_match, last_number, gsm8k, math, regex, format, length",
+            "got 'last_word'; choose one of exact_match, last_number, gsm8k, math, code, regex, format, length",
         ),
         ({}, {}, "got {}; it must be a name, file.py:function, or a mapping"),
         (3, {}, "got 3; it must be a name, file.py:function, or a mapping"),

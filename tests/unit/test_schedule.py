@@ -378,3 +378,16 @@ def test_the_bound_holds_after_a_resume_with_two_changed_settings(
         for _ in range(10):
             second.update()
         assert max(second.lags) <= state.max_lag, (seed, max(second.lags), state.max_lag)
+
+
+def test_a_partial_batch_has_the_groups_that_are_there() -> None:
+    """The prompts of the missing groups are skipped: the next round starts after them."""
+    schedule = Schedule(SchedulePlan(num_prompts=4))
+    now = schedule.begin_round()
+    assert now is not None
+    schedule.end_round(now, [0, 2, 3], [0, 2, 3], missing=[1])
+    assert schedule.take_batch() == [0, 2, 3]
+    assert schedule.take_batch() is None
+    following = schedule.begin_round()
+    assert following is not None and following.groups == [4, 5, 6, 7]
+    assert not schedule.state.carried and not schedule.state.finished

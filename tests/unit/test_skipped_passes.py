@@ -42,5 +42,5 @@ def test_what_a_scorer_computes(algo: dict[str, Any], fields: list[str], num_ref
     assert (models.get("old_logprobs") is policy) == ("old_logprobs" in fields)
     assert (models.get("ref_logprobs") is reference) == bool(num_references)
     if not fields:
-        scorer: Any = LocalScorer(ScoringModels(models, 1, 1.0, torch.device("cpu")), fields, None)  # type: ignore[arg-type]
+        scorer: Any = LocalScorer(ScoringModels(models, {}, 1.0, torch.device("cpu")), fields, None)  # type: ignore[arg-type]
         assert scorer.score("the batch", version=1) == "the batch"

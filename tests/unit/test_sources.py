@@ -196,7 +196,7 @@ def test_a_missing_file_is_found_before_the_others_are_read(tmp_path: Path, caps
 def test_reading_the_data_opens_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--plan has checked the files before."""
     opened, path = list[str](), write(tmp_path, GOOD)
-    monkeypatch.setattr(sources, "read_rows", lambda each: opened.append(each) or read_rows(each))
+    monkeypatch.setattr(sources, "read_rows", lambda each, datasets: opened.append(each) or read_rows(each))
     read_data(Config(data=DataConfig(train=path), eval=EvalConfig(interval=0)), Letters())
     assert opened == [path]
 

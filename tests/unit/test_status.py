@@ -46,6 +46,18 @@ def test_a_running_run(tmp_path: Path) -> None:
     ]
 
 
+def test_gpus_are_shown_if_a_rank_has_one(tmp_path: Path) -> None:
+    """The second rank's card is not known, as on a node without NVML."""
+    cards = [row(0, gpu_memory_mb=81_000, gpu_utilization=97), row(1)]
+    write(tmp_path, "board", {"at": time.time(), "world": "b", "ranks": [one | {"heard_s_ago": 0.1} for one in cards]})
+    _, head, *lines = status.show(tmp_path).splitlines()
+    first, last = head.index("GPU MB"), head.index("doing")
+    assert head[first:last].split() == ["GPU", "MB", "GPU", "%"]
+    assert [line[first:last].split() for line in lines] == [["81000", "97"], []]
+    write(tmp_path, "board", {"at": time.time(), "world": "b", "ranks": cards, "end": "ended by Ctrl-C at step 2"})
+    assert "GPU" not in status.show(tmp_path)  # what the cards did then says nothing
+
+
 def test_a_dead_run_on_a_node_without_the_board(tmp_path: Path) -> None:
     write(tmp_path, "rank_2", row(2, at=time.time() - 100, frozen="its interpreter is frozen"))
     write(tmp_path, "rank_3", row(3, at=time.time() - 101, ended=True))

@@ -19,6 +19,7 @@ import rl.watch.watchdog
 from rl.common.json_channel import JsonChannel
 from rl.common.waiting import wait_until_readable
 from rl.config.schema import ROOT
+from rl.watch import gpu
 from rl.watch.death import RECENT_S, OutOfMemoryKills, describe_end
 from rl.watch.heart import Heart
 from rl.watch.launcher import Launcher
@@ -31,6 +32,7 @@ from rl.watch.told import Level, Told, read_told, tell
 from rl.watch.watchdog import Watchdog
 from tests.launcher import until
 from tests.mails import KEY, listening
+from tests.nvml import StandIn
 from tests.unit.test_board import report
 from tools.install import PATH_FILE
 
@@ -106,6 +108,35 @@ def test_a_frozen_rank_is_shown_as_such(tmp_path: Path) -> None:
     with watched(tmp_path) as (process, _, _):
         process.send_signal(signal.SIGSTOP)
         until(are_frozen, "both files say so")
+
+
+def test_the_gpu_of_a_rank_is_measured_also_while_the_rank_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status files have the values, and the rank gets those of all ranks if it asks."""
+    nvml = StandIn(tmp_path / "nvml")
+    monkeypatch.setattr(gpu, "LIBRARY", str(nvml.path))
+    nvml.show("GPU-a", 4096, 70)
+    files = [tmp_path / "status" / f"{name}.json" for name in ("board", "rank_0")]
+
+    def shows(memory_mb: int) -> bool:
+        if not all(file.exists() for file in files):
+            return False
+        board, rank = (json.loads(file.read_text()) for file in files)
+        return board["ranks"][0].get("gpu_memory_mb") == rank.get("gpu_memory_mb") == memory_mb
+
+    with watched(tmp_path) as (process, rank, _):
+        messages: list[dict[str, Any]] = []
+        rank.send("gpu", uuid="GPU-a")
+        until(lambda: shows(4096), "the card's memory")
+        process.send_signal(signal.SIGSTOP)
+        nvml.show("GPU-a", 8192, 0)
+        until(lambda: shows(8192), "the card's memory while the rank is stopped")
+        messages += rank.receive()
+        assert [message["kind"] for message in messages if message["kind"] == "gpus"] == []
+        rank.send("collect_gpus")
+        until(lambda: messages.extend(rank.receive()) or messages[-1]["kind"] == "gpus", "a row for the leader")
+        assert messages[-1]["rows"] == [[0, 8192, 0]]
 
 
 def test_the_step_that_rank_0_reached_is_recorded_whoever_failed(tmp_path: Path) -> None:

@@ -1,0 +1,169 @@
+"""Settings of whole runs, as a user types them: evaluation and saving switched off, optimizers, keys of critic and
+reference, and writers of metrics."""
+
+import importlib.util
+import json
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from rl.config.load import load_config
+from rl.model.memory import LIBRARIES, estimate
+from rl.model.shape import ModelSize
+from rl.placement.roles import plan
+from tests import fake_wandb
+from tests.launcher import ROOT, command_of, finish, start, steps_on, train, until
+
+pytestmark = pytest.mark.timeout(250)
+FAKE = ["rollout.engine=fake", "train.num_prompts_per_step=6", "eval.num_prompts=6"]
+PPO = ["algo.advantage=gae", "algo.kl_coef=0.1", "algo.num_mini_batches=2"]
+NEVER = ["checkpoint.save_interval=-1"]
+OWN_KEYS = [
+    *("critic.offload=moments", "critic.recompute=full", "critic.max_tokens_per_micro_batch=40"),
+    *("reference.offload=always", "reference.max_tokens_per_micro_batch=50"),
+]
+
+
+def installed(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+def test_a_run_that_neither_evaluates_first_nor_saves(tmp_path: Path) -> None:
+    """It also has an optimizer, keys of critic and reference, and a writer."""
+    settings = [*FAKE, *PPO, *OWN_KEYS, *NEVER, "train.num_steps=3", "eval.interval=2", "eval.before_training=false"]
+    settings += ["actor.optimizer=sgd", "metrics.writers=[wandb]", "run.project=mine"]
+    arguments = [f"run.dir={tmp_path}", "run.name=run", *settings]
+    process = start("--nproc-per-node=2", "train.py", *arguments, **fake_wandb.install(tmp_path))
+    output = finish(process, 200)
+    assert process.returncode == 0, output[-6000:]
+    # 6 prompts x 8 samples x (16 + 6) tokens over 2 actors
+    share = "oneworld: data-parallel size 2 (1 replica of 2 shards): a step has at most 528 tokens per actor on average"
+    assert output.count(f"{share}, in micro-batches of up to 8,192\n") == 1, output
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [("eval/accuracy" in row) for row in rows if row["step"]] == [False, True, True]
+    assert not any("eval/accuracy" in row for row in rows if row["step"] == 0)
+    assert not [*(tmp_path / "run" / "checkpoints").glob("step_*")]
+    (begun,) = (note["init"] for note in fake_wandb.notes(tmp_path) if "init" in note)
+    assert (begun["project"], begun["name"]) == ("mine", "run")
+    sent = [note for note in fake_wandb.notes(tmp_path) if "step" in note]
+    assert [row["step"] for row in sent] == [row["step"] for row in rows]
+    assert sent[-1]["values"]["critic/loss"] == rows[-1]["critic/loss"]
+
+
+@pytest.mark.slow
+def test_keys_of_critic_and_reference_change_no_result(tmp_path: Path) -> None:
+    """They change only how passes are cut and where the state is, so that losses differ by rounding."""
+    common = [*FAKE, *PPO, "train.num_steps=3", "eval.interval=0"]
+    plain = train(tmp_path / "plain", 2, *common)
+    for name, settings in {
+        "own": OWN_KEYS,
+        "always": ["critic.offload=always", "reference.offload=rollout"],
+        "inference": [*OWN_KEYS, "placement.inference=2", "placement.actor,rollout=0-1"],
+    }.items():
+        other = train(tmp_path / name, 3 if name == "inference" else 2, *common, *settings)
+        for one, two in zip(plain.metrics, other.metrics, strict=True):
+            for metric in ("critic/loss", "critic/grad_norm", "loss/policy", "loss/kl", "policy/entropy"):
+                assert two[metric] == pytest.approx(one[metric], rel=2e-3, abs=2e-5), (name, metric)
+
+
+@pytest.mark.slow
+def test_orders_to_a_run_that_never_saves(tmp_path: Path) -> None:
+    """SIGUSR1 is an order to save, which it obeys. SIGTERM stops it, and it says that nothing was saved."""
+    settings = [*FAKE, "train.num_steps=100000", "eval.interval=0", *NEVER]
+    for name, ordered in (("asked", True), ("stopped", False)):
+        process = start("--nproc-per-node=1", "train.py", f"run.dir={tmp_path}", f"run.name={name}", *settings)
+        metrics, folder = tmp_path / name / "metrics.jsonl", tmp_path / name
+        until(lambda m=metrics: m.exists() and '"step": 2,' in m.read_text(), "step 2", 120)
+        if ordered:
+            children = psutil.Process(process.pid).children()
+            (rank,) = (each for each in children if any(part.endswith("train.py") for part in command_of(each)))
+            rank.send_signal(signal.SIGUSR1)
+            until(lambda f=folder: steps_on(f), "a checkpoint", 60)
+        process.send_signal(signal.SIGTERM)
+        output = finish(process, 60)
+        assert len(steps_on(folder)) == int(ordered), output[-3000:]
+        said = r"step \d+ is saved" if ordered else r"no step is saved, because checkpoint.save_interval=-1"
+        assert re.search(rf"{said} \(run.name={name}\)", output), output[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "muon", pytest.param("adamw_8bit", marks=installed("torchao"))])
+def test_an_optimizer_in_a_run_that_resumes_on_other_ranks(optimizer: str, tmp_path: Path) -> None:
+    """Another optimizer cannot use its state, and is refused by name before anything is loaded."""
+    common = [*FAKE, "eval.interval=0", "actor.lr=0.01", "reward.function=tests/e2e/reward_functions.py:varied"]
+    chosen = [*common, f"actor.optimizer={optimizer}"]
+    train(tmp_path / "run", 2, *chosen, "train.num_steps=2")
+    resumed = train(tmp_path / "run", 1, *chosen, "train.num_steps=4")
+    assert "resumes after step 2" in resumed.output
+    assert [row["step"] for row in resumed.metrics] == [1, 2, 3, 4]
+    assert resumed.metrics[-1]["optim/grad_norm"] > 0
+    before, after = (
+        load_file(next((tmp_path / "run/checkpoints" / f"step_{step}").glob("model-00000-of-*.safetensors")))
+        for step in (2, 4)
+    )
+    name = "model.norm.weight"
+    assert not before[name].equal(after[name][: len(before[name])])
+    arguments = [f"run.dir={tmp_path}", "run.name=run", *common, "train.num_steps=6"]
+    process = start("--nproc-per-node=2", "train.py", *arguments)
+    output = finish(process, 100)
+    refusal = f"actor.optimizer: got adamw, but step 4 was saved with {optimizer}"
+    assert process.returncode and output.count(refusal) == 1, output[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "files"),
+    [
+        pytest.param("wandb", "wandb/offline-run-*/run-*.wandb", marks=installed("wandb")),
+        pytest.param("swanlab", "swanlab/run-*/*", marks=installed("swanlab")),
+    ],
+)
+def test_a_real_writer_without_a_network(package: str, files: str, tmp_path: Path) -> None:
+    key = "0123456789abcdef0123456789abcdef01234567"
+    variables = {f"{package.upper()}_MODE": "offline", f"{package.upper()}_API_KEY": key}
+    common = [f"run.dir={tmp_path}", "run.name=run", *FAKE, "eval.interval=0", f"metrics.writers=[{package}]"]
+    for num_steps in (2, 4):
+        process = start("--nproc-per-node=1", "train.py", *common, f"train.num_steps={num_steps}", **variables)
+        output = finish(process, 120)
+        assert process.returncode == 0 and "has failed" not in output, output[-3000:]
+        assert json.loads((tmp_path / "run" / f"{package}.json").read_text())["step"] == num_steps
+    assert [*(tmp_path / "run").glob(files)]
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert [path for path in written if key.encode() in path.read_bytes()] == []
+
+
+# Of a model that is large enough to be seen beside the libraries: 24 layers with 3.1 million parameters each.
+LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24, "num_attention_heads": 8}
+LARGE |= {"num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 128}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_the_memory_estimate_is_what_a_dry_run_measures(optimizer: str, tmp_path: Path) -> None:
+    """The difference between a large and the tiny model, so that what both need does not count. A dry run holds no
+    copy of a checkpoint. The rest, such as gathered layers and activations, is below a quarter."""
+    config_json = json.loads((ROOT / "configs/tiny/config.json").read_text())
+    measured = {}
+    for name, shape in (("tiny", {}), ("large", LARGE)):
+        model = tmp_path / name
+        model.mkdir()
+        for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+            (model / file).write_bytes((ROOT / "configs/tiny" / file).read_bytes())
+        (model / "config.json").write_text(json.dumps(config_json | shape))
+        settings = [f"run.dir={tmp_path}/runs", f"model.path={model}", f"actor.optimizer={optimizer}", *FAKE]
+        process = start("--nproc-per-node=2", "train.py", "--dry-run", *settings)
+        output = finish(process, 240)
+        found = re.search(r"ranks 0-1 \(rollout,actor\): at most ([\d.]+) ([MG])B of host memory each", output)
+        assert process.returncode == 0 and found, output[-4000:]
+        measured[name] = float(found[1]) * {"M": 1e6, "G": 1e9}[found[2]]
+    per_layer = 4 * 512 * 512 + 3 * 512 * 1536
+    size = ModelSize(24 * (per_layer + 2 * 512) + (config_json["vocab_size"] + 1) * 512, 24 * per_layer)
+    config = load_config(overrides=[f"actor.optimizer={optimizer}", *NEVER, "rollout.engine=fake"])
+    (role,) = estimate(config, plan(config.placement, 1, 2), size)
+    estimated = role.host_on_cpu - LIBRARIES
+    grown = measured["large"] - measured["tiny"]
+    assert estimated <= 1.05 * grown and grown <= 1.25 * estimated, (estimated, measured)
