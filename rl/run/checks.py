@@ -40,7 +40,7 @@ def check_settings(config: Config, placement: Placement) -> list[str]:
             f"rollout, and cannot train while sampling. Set actor.overlap=false, or {remedy}"
         )
     warnings = []
-    if placement.rank_weights is not None:
+    if placement.rank_weights is not None and placement.engines:
         used = {placement.nodes.node_of(ranks[0]) for ranks in placement.engines}
         if idle := [node for node in range(placement.num_nodes) if node not in used]:
             warnings.append(

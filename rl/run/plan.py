@@ -261,7 +261,7 @@ class RunPlan:
     def _shares(self) -> list[str]:
         """Return the stated share of each node in the rollout work, if placement.rank_weights states them."""
         shares = self.placement.engine_shares
-        if shares is None:
+        if not shares:
             return []
         lines = []
         for node in range(self.placement.num_nodes):
