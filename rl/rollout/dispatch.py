@@ -203,7 +203,7 @@ class Dispatcher:
 
         Let a group take d seconds at speed 1. On this engine it takes d / speed. Faster engines begin some groups at
         once, if they have free slots. They free `rate` slots in d seconds, so the n-th of the other groups begins after
-        d x n / rate, and then takes d / fastest.
+        d x n / rate, and then takes d / fastest. At the start of a batch, no slot is freed before about d / 2.
         """
         speed, fastest = self._speeds[lead], max(self._speeds.values())
         if speed == fastest:
@@ -211,7 +211,10 @@ class Dispatcher:
         faster = [other for other, its_speed in self._speeds.items() if its_speed > speed]
         num_free = sum(max(0, self._slots_of(other) - self._held[other]) for other in faster)
         rate = sum(self._slots_of(other) * self._speeds[other] for other in faster)
-        return num_free + math.ceil(rate * (1 / speed - 1 / fastest) - 1e-9)
+        longer = 1 / speed - 1 / fastest  # time for a group, in d
+        if not self.num_taken[lead] and longer <= 0.5:
+            return num_free
+        return num_free + math.ceil(rate * longer - 1e-9)
 
     def _slots_of(self, lead: int) -> int:
         """Return how many groups an engine samples at once in this batch."""
