@@ -37,6 +37,7 @@ class Costs:
     update_token: float
     prefill_token: float
     sync: float
+    decode_sequence: float = 0.0  # of each sequence, besides the step's own time
 
     @staticmethod
     def like_a_real_step(step_s: float, mean: int, prompt: int) -> "Costs":
@@ -47,6 +48,11 @@ class Costs:
     def with_updates_of(self, seconds: float, num_tokens: float) -> "Costs":
         """Return the costs if an update with this number of tokens per actor takes so long."""
         return replace(self, update_token=seconds / num_tokens)
+
+    def at_speed(self, speed: float) -> "Costs":
+        """Return the costs of an engine that is this many times as fast."""
+        times = {name: getattr(self, name) / speed for name in ("decode_step", "decode_sequence", "prefill_token")}
+        return replace(self, **times)
 
 
 class Clock:
@@ -71,7 +77,7 @@ class SleepingEngine:
 
     def __init__(self, clock: Clock, costs: Costs, mean: int, prompt: int, max_num_seqs: int):
         self.version = 0
-        self._clock, self._costs, self._median, self._prompt = clock, costs, MEDIAN_OVER_MEAN * mean, prompt
+        self._clock, self.costs, self._median, self._prompt = clock, costs, MEDIAN_OVER_MEAN * mean, prompt
         self._max_num_seqs = max_num_seqs
         self._waiting: deque[Request] = deque()
         self._running: list[tuple[int, str, int, bool]] = []  # last step, request, number of tokens, is cut; a heap
@@ -93,7 +99,8 @@ class SleepingEngine:
             heapq.heappush(self._running, (self._num_steps + count, request.id, count, left > count))
             num_prefilled += len(request.tokens)
         self._num_steps += 1
-        self._clock.spend("engine", self._costs.decode_step + num_prefilled * self._costs.prefill_token)
+        decoding = self.costs.decode_step + len(self._running) * self.costs.decode_sequence
+        self._clock.spend("engine", decoding + num_prefilled * self.costs.prefill_token)
         self._clock.spent["decode steps"] += 1
         self._clock.spent["decoded tokens"] += len(self._running)
         ended = []

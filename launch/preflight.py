@@ -57,17 +57,16 @@ def coordinate(coordinator: Coordinator, args: argparse.Namespace, began: float,
     """Run the checks on rank 0, have the result printed, and end every rank."""
     from launch.checks.cluster import ClusterCheck  # imports torch, for the placement
 
-    num_ranks, num_local = coordinator.num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     code, all_alive = 1, True
     try:
         coordinator.wait_for_ranks(JOIN_S)
         coordinator.deadline = time.monotonic() + limit_s
         config = load_config(args.config, args.overrides)
         trains, saves = not args.eval_only, not (args.dry_run or args.eval_only or args.rl_phase == "rollout")
-        check = ClusterCheck(coordinator, num_local, config, saves, trains, args.rl_phase)
+        check = ClusterCheck(coordinator, config, saves, trains, args.rl_phase)
         results, all_alive = check.run(), check.all_alive
         code = int(any(result.state == FAILED for result in results))
-        verdict = format_verdict(results, num_ranks // num_local, num_ranks, time.monotonic() - began)
+        verdict = format_verdict(results, check.num_nodes, coordinator.num_ranks, time.monotonic() - began)
         text = f"{format_table(results)}\n{verdict}"
     except ConfigError as error:
         text = f"oneworld: {error}"

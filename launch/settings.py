@@ -31,7 +31,8 @@ def main(launch: str, head: str, *arguments: str) -> None:
     with suppress(OSError):
         if head and not ipaddress.ip_address(route := address_towards(head)).is_loopback:
             address = route
-    num_ranks = config.placement.get("num_gpus_per_node") or ""
+    per_node = config.placement.get("num_gpus_per_node")
+    num_ranks = per_node if isinstance(per_node, int) else ""  # of a list, this node cannot know its number yet
     print(Path(config.run.dir) / name, name, num_ranks, config.checkpoint.resume, address, sep="\n")
 
 

@@ -53,7 +53,7 @@ def connected_worlds(count: int) -> Iterator[list[World]]:
         lines = [socket.socketpair() for _ in mails]
         store = SealedStore(dist.HashStore(), "0123456789")
         yield [
-            World(mail, mail.rank, count, count, store, JsonChannel(ours))
+            World(mail, mail.rank, count, store, JsonChannel(ours))
             for mail, (ours, _) in zip(mails, lines, strict=True)
         ]
         for pair in lines:

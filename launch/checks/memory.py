@@ -19,7 +19,7 @@ ACTIVATION_SHARE = 0.1  # fraction of a GPU that should stay free
 def check_placement(
     config: Config,
     num_nodes: int,
-    num_local: int,
+    num_local: int | Sequence[int],  # ranks on every node, or on each
     gpus: Sequence[Mapping[str, Any]],
     trains: bool = True,
     phase: Phase = "both",

@@ -7,6 +7,7 @@ from typing import Any
 from launch.checks.bandwidth import Link, describe_slow, format_rate, slow_links, usual_rate
 from launch.checks.results import FAILED, WARNING, CheckResult, Finding, format_nodes, summarize
 from rl.common.text import count_of, format_bytes
+from rl.placement.nodes import Nodes
 
 Facts = Mapping[str, Any]  # about one node, rank or folder
 Names = Sequence[str]  # of all nodes or of all ranks: `node 2 (gpu-03)`
@@ -55,16 +56,16 @@ def check_versions(facts: Sequence[Facts], names: Names) -> CheckResult:
 
 
 def check_gpus(
-    gpus: Sequence[Facts], num_local: int, share_gpu: bool, users: Sequence[Sequence[str]], names: Names
+    gpus: Sequence[Facts], world: Nodes, share_gpu: bool, users: Sequence[Sequence[str]], names: Names
 ) -> CheckResult:
     """Check that each rank has a free GPU, all of one kind. `users` are the processes on each node's GPUs."""
-    firsts = gpus[::num_local]  # an empty dict is a CPU
+    firsts = [gpus[lead] for lead in world.leads]  # an empty dict is a CPU
     found: list[Finding] = []
     if not any(first.get("count") for first in firsts):
         reasons = [first["unusable_because"] for first in firsts if "unusable_because" in first]
         found += [(WARNING, f"there are GPUs, but {why}: all ranks run on CPUs") for why in reasons[:1]]
         return summarize("GPUs", found, "none: all ranks run on CPUs")
-    for first, name in zip(firsts, names):
+    for first, num_local, name in zip(firsts, world.sizes, names):
         count = first.get("count", 0)
         text = f"{name} has {count} for {count_of(num_local, 'rank')}"
         if not count:
@@ -75,8 +76,8 @@ def check_gpus(
         elif count > num_local and not share_gpu:
             found.append((WARNING, f"{text}: {count - num_local} stay idle"))
     for rank, gpu in enumerate(gpus):
-        processes = users[rank // num_local]
-        where = f"GPU {gpu.get('index')} of {names[rank // num_local]}"
+        processes = users[world.node_of(rank)]
+        where = f"GPU {gpu.get('index')} of {names[world.node_of(rank)]}"
         if "error" in gpu:
             found.append((FAILED, f"{where} cannot be used: {gpu['error']}; reset it, or leave out its node"))
         used = gpu["total"] - gpu["free"] if "total" in gpu and not share_gpu else 0
@@ -87,7 +88,9 @@ def check_gpus(
             found.append((FAILED if is_busy else WARNING, f"{text}; end the processes that use it"))
     if outliers := describe_outliers([first.get("name", "none") for first in firsts], names):
         found.append((WARNING, outliers))
-    return summarize("GPUs", found, f"{firsts[0].get('count')} x {firsts[0].get('name')} on every node, free")
+    counts = " and ".join(dict.fromkeys(str(first.get("count")) for first in firsts))
+    where = "on every node" if world.are_equal else "on the nodes"
+    return summarize("GPUs", found, f"{counts} x {firsts[0].get('name')} {where}, free")
 
 
 def check_clocks(offsets: Sequence[float], names: Names) -> CheckResult:

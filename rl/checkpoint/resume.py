@@ -336,7 +336,7 @@ def read_groups(resume: Resume, store: CheckpointStore, placement: Placement) ->
     """Return the files of the groups that this actor takes over: those of the saved actors i, i + number of actors, and
     so on, if this is actor i."""
     rank, num_actors = store.mail.rank, len(placement.actors)
-    reader = SliceReader(resume, store, rank - rank % placement.num_ranks_per_node)
+    reader = SliceReader(resume, store, placement.nodes.lead_of(rank))
     data = []
     for name, pieces in sorted(resume.manifest.slices(GROUPS).items()):
         match = re.fullmatch(rf"{GROUPS}-(\d{{5,9}})-of-\d{{5,9}}\.safetensors", name, re.ASCII)
@@ -366,7 +366,7 @@ def restore(
 ) -> None:
     """Restore learner, critic and this process's random generators. Called on every actor."""
     rank = store.mail.rank
-    reader = SliceReader(resume, store, rank - rank % placement.num_ranks_per_node)
+    reader = SliceReader(resume, store, placement.nodes.lead_of(rank))
     state = resume.manifest.state
     shard, num_shards = placement.shard_of(rank), len(placement.owners)
     fill(learner.state_slices(), reader, shard, num_shards)

@@ -190,7 +190,7 @@ class Saver:
 
     def _manifest(self, snapshot: Snapshot, ranks: dict[str, Any], files: list[File]) -> Manifest:
         placement, store = self._placement, self._store
-        hosts = [store.hosts[rank // placement.num_ranks_per_node] for rank in range(placement.world_size)]
+        hosts = [store.hosts[placement.nodes.node_of(rank)] for rank in range(placement.world_size)]
         # A resume takes the newest save, so the time must increase even if the clock was set back.
         self._saved_at = max(time.time(), self._saved_at + 1e-3)
         return Manifest(

@@ -112,11 +112,12 @@ class CheckpointWriter:
 
     def _copy(self, folder: str, file: File) -> tuple[int, ...]:
         """Copy a file to the next node with another disk, if two copies are wanted. Return the nodes that hold it."""
-        num_nodes, per_node = self._placement.num_nodes, self._placement.num_ranks_per_node
-        own, place = divmod(self.rank, per_node)
-        for distance in range(1, num_nodes if self._copies > 1 else 1):
-            node = (own + distance) % num_nodes
-            if self.send_file(node * per_node + place, folder, file):
+        nodes = self._placement.nodes
+        own, place = nodes.node_of(self.rank), self.rank - nodes.lead_of(self.rank)
+        for distance in range(1, nodes.num_nodes if self._copies > 1 else 1):
+            node = (own + distance) % nodes.num_nodes
+            receivers = nodes.ranks_of(node)  # a smaller node has no rank at the same place
+            if self.send_file(receivers[place % len(receivers)], folder, file):
                 return own, node
         return (own,)
 

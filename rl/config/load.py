@@ -23,7 +23,7 @@ from rl.config.hub_path import read_hub_path
 from rl.config.schema import (
     DEFAULT_CONFIG,
     PLACEHOLDER,
-    PLACEMENT_SIZES,
+    PLACEMENT_SETTINGS,
     Config,
     ConfigError,
     Phase,
@@ -77,7 +77,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | None 
         raise ConfigError(f"{file} holds a {type(values).__name__}; a config must be a mapping of sections")
     if any(_names_a_role(override) for override in overrides):
         # A role on the command line replaces all roles of the file, since a mixture of both would be meaningless.
-        values["placement"] = {name: size for name, size in _placement_of(values).items() if name in PLACEMENT_SIZES}
+        values["placement"] = {name: size for name, size in _placement_of(values).items() if name in PLACEMENT_SETTINGS}
     for override in overrides:
         _apply_override(values, override)
     config = _typed(values)
@@ -104,7 +104,7 @@ def _explain_yaml(file: Path, error: Exception) -> str:
 
 def _names_a_role(override: str) -> bool:
     section, _, name = override.partition("=")[0].partition(".")
-    return section == "placement" and name not in PLACEMENT_SIZES
+    return section == "placement" and name not in PLACEMENT_SETTINGS
 
 
 def _placement_of(values: dict) -> dict:
@@ -133,10 +133,15 @@ def _apply_override(values: dict, override: str) -> None:
 def _typed(values: dict) -> Config:
     placement = _placement_of(values)
     values.pop("placement", None)
-    for name in PLACEMENT_SIZES:
-        size = placement.get(name)
-        if size is not None and (type(size) is not int or size < 1):
-            raise ConfigError(f"placement.{name}: got {size!r}; it must be a whole number from 1, such as {name}: 8")
+    if placement.get("num_gpus_per_node") is not None:
+        placement["num_gpus_per_node"] = parse_ranks_per_node(placement["num_gpus_per_node"])
+    num_nodes = placement.get("num_nodes")
+    if num_nodes is not None and (type(num_nodes) is not int or num_nodes < 1):
+        raise ConfigError(f"placement.num_nodes: got {num_nodes!r}; it must be a whole number from 1, such as 4")
+    per_node = placement.get("num_gpus_per_node")
+    if isinstance(per_node, list) and num_nodes not in (None, len(per_node)):
+        got = f"got {len(per_node)} numbers, but placement.num_nodes is {num_nodes}"
+        raise ConfigError(f"placement.num_gpus_per_node: {got}; give one number for all nodes, or one for each")
     for section, content in values.items():
         if is_dataclass(getattr(Config(), str(section), None)) and not isinstance(content, dict):
             got = "no keys" if content is None else repr(content)
@@ -162,9 +167,21 @@ def _typed(values: dict) -> Config:
             section, _, leaf = name.rpartition(".")
             problem = f"got {values[section][leaf]!r}; it must be {_needed(kinds[name])}"
         raise ConfigError(f"{name}: {problem}") from None
-    roles = {} if placement.keys() - PLACEMENT_SIZES else config.placement  # sizes alone keep the default roles
-    given = {str(n): value if value is not None or n in PLACEMENT_SIZES else "" for n, value in placement.items()}
+    roles = {} if placement.keys() - PLACEMENT_SETTINGS else config.placement  # sizes alone keep the default roles
+    given = {str(n): value if value is not None or n in PLACEMENT_SETTINGS else "" for n, value in placement.items()}
     return replace(config, placement=roles | given)
+
+
+def parse_ranks_per_node(value: Any) -> int | list[int]:
+    """Return placement.num_gpus_per_node: a number, or a list with one number per node such as 8,4."""
+    parts = value if isinstance(value, list) else str(value).split(",")
+    counts = [int(part) if re.fullmatch("[0-9]{1,9}", str(part).strip()) else 0 for part in parts]
+    if not counts or min(counts) < 1:
+        raise ConfigError(
+            f"placement.num_gpus_per_node: got {value!r}; it must be a whole number from 1, such as 8, or one per "
+            "node, such as 8,4"
+        )
+    return counts[0] if len(counts) == 1 else counts
 
 
 def _fill_empty(values: dict, kinds: Mapping[str, Any]) -> None:

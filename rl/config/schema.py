@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
 PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 PLACEMENT_SIZES = ("num_nodes", "num_gpus_per_node")
+PLACEMENT_SETTINGS = (*PLACEMENT_SIZES, "rank_weights")  # keys of the section that are not roles
 DAY_S = 86_400.0
 
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae")
@@ -537,7 +538,9 @@ class DebugConfig:
 
 @dataclass(frozen=True)
 class Config:
-    placement: dict[str, Any] = key({"actor,rollout": "all"}, "Roles of the ranks. docs/placement.md has the grammar.")
+    placement: dict[str, Any] = key(
+        {"actor,rollout": "all"}, "Roles of the ranks, and shares of rollout work. See docs/placement.md."
+    )
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -143,7 +143,7 @@ def host_bytes(roles: Sequence[RoleMemory], placement: Placement, has_gpus: bool
     found = [0] * placement.num_nodes
     for role in roles:
         for rank in role.ranks:
-            found[rank // placement.num_ranks_per_node] += role.host if has_gpus else role.host_on_cpu
+            found[placement.nodes.node_of(rank)] += role.host if has_gpus else role.host_on_cpu
     return found
 
 
@@ -155,7 +155,7 @@ def checkpoint_bytes(
     for model in filter(None, (policy, critic)):
         # The weights, float32 masters if model.dtype is narrower, and moments.
         size += model.num_parameters * (dtype + (WEIGHTS if dtype < 4 else 0)) + moment_bytes(config, model)
-    nodes = [actor // placement.num_ranks_per_node for actor in placement.actors]
+    nodes = [placement.nodes.node_of(actor) for actor in placement.actors]
     return [size * nodes.count(node) // len(nodes) for node in range(placement.num_nodes)]
 
 

@@ -6,11 +6,13 @@ absolutely (all, 0-3,8) or for any size of the world (4 ranks, 25%). Each rank b
 
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rl.common.text import count_of, format_ranges, format_ranks
-from rl.config.schema import PLACEMENT_SIZES, ConfigError, Phase
+from rl.config.schema import PLACEMENT_SETTINGS, PLACEMENT_SIZES, ConfigError, Phase
+from rl.placement.nodes import Nodes, parse_weights
 
 ROLES = ("rollout", "inference", "actor")
 IDLE = ("idle",)  # the roles of a rank that has nothing to do in a phase
@@ -23,11 +25,11 @@ Entry = tuple[str, str]  # roles in the order of ROLES, joined by commas, and th
 class Placement:
     """The roles of every rank. An engine is the tuple of its ranks, and the first of them is its lead."""
 
-    num_nodes: int
-    num_ranks_per_node: int
+    nodes: Nodes
     roles: tuple[tuple[str, ...], ...]
     engines: tuple[tuple[int, ...], ...]
     num_replicas: int = 1  # copies of the policy; each is sharded over consecutive actors
+    rank_weights: tuple[float, ...] | None = None  # shares of rollout work by node; None: by measured speed
 
     @property
     def world_size(self) -> int:
@@ -70,9 +72,23 @@ class Placement:
         return self.actors.index(actor) % len(self.replicas[0])
 
     @property
+    def num_nodes(self) -> int:
+        return self.nodes.num_nodes
+
+    @property
     def node_leads(self) -> list[int]:
         """The first rank of each node, which handles the node's disk for the other ranks."""
-        return list(range(0, self.world_size, self.num_ranks_per_node))
+        return self.nodes.leads
+
+    @property
+    def engine_shares(self) -> dict[int, float] | None:
+        """The stated share of rollout work of each engine, by its lead. The engines of a node share its weight.
+        None: shares follow from measured speeds."""
+        if self.rank_weights is None:
+            return None
+        hosts = [self.nodes.node_of(ranks[0]) for ranks in self.engines]
+        weights = [self.rank_weights[node] / hosts.count(node) for node in hosts]
+        return {ranks[0]: weight / sum(weights) for ranks, weight in zip(self.engines, weights)}
 
     @property
     def receivers(self) -> list[int]:
@@ -88,14 +104,14 @@ class Placement:
 
     def summary(self) -> str:
         parts = [f"{role} {format_ranges(self.ranks(role))}" for role in ROLES if self.ranks(role)]
-        world = f"{count_of(self.world_size, 'rank')} on {count_of(self.num_nodes, 'node')}"
+        world = f"{count_of(self.world_size, 'rank')} on {self.nodes.describe()}"
         return f"{world}: {', '.join(parts)}; {count_of(len(self.engines), 'engine')}"
 
     def table(self) -> str:
         rows = [("rank", "node", "roles", "engine")]
         for rank, roles in enumerate(self.roles):
             engine = self.engine_of(rank)
-            place = str(rank), str(rank // self.num_ranks_per_node), ",".join(roles)
+            place = str(rank), str(self.nodes.node_of(rank)), ",".join(roles)
             rows.append((*place, "-" if engine is None else str(engine)))
         widths = [max(map(len, column)) for column in zip(*rows)]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
@@ -104,7 +120,7 @@ class Placement:
 def plan(
     spec: dict[str, Any],
     num_nodes: int,
-    num_ranks_per_node: int,
+    num_ranks_per_node: int | Sequence[int],  # the same on every node, or one number per node
     tensor_parallel_size: int = 1,
     num_replicas: int = 1,
     phase: Phase = "both",
@@ -113,29 +129,43 @@ def plan(
 
     In a phase, ranks keep only the roles that it needs. A rank that is left without a role is idle.
     """
-    for name, real in zip(PLACEMENT_SIZES, (num_nodes, num_ranks_per_node)):
-        if spec.get(name) not in (None, real):
-            nodes, ranks = spec.get("num_nodes") or num_nodes, spec.get("num_gpus_per_node") or num_ranks_per_node
-            raise ConfigError(
-                f"placement.{name}: the config says {spec[name]}, but the world that torchrun started has {real}; "
-                f"start {nodes} x {ranks} = {nodes * ranks} ranks as the config says, or set placement.{name}={real}"
-            )
+    nodes = Nodes.of(num_nodes, num_ranks_per_node)
+    _check_sizes(spec, nodes)
     entries = [
         (_parse_roles(name), ",".join(map(str, value)) if isinstance(value, list) else str(value).strip())
         for name, value in spec.items()
-        if name not in PLACEMENT_SIZES
+        if name not in PLACEMENT_SETTINGS
     ]
     if not entries:
         raise ConfigError("placement names no role; for example {'actor,rollout': all}")
-    assigned = _assign(entries, num_nodes * num_ranks_per_node, tensor_parallel_size)
-    roles = _roles_by_rank(entries, assigned, num_nodes * num_ranks_per_node)
+    assigned = _assign(entries, nodes.num_ranks, tensor_parallel_size)
+    roles = _roles_by_rank(entries, assigned, nodes.num_ranks)
     roles = tuple(tuple(role for role in own if role in PHASE_ROLES[phase]) or IDLE for own in roles)
     rollout = [rank for rank, own in enumerate(roles) if "rollout" in own]
-    engines = _group_engines(rollout, num_ranks_per_node, tensor_parallel_size)
+    engines = _group_engines(rollout, nodes, tensor_parallel_size)
     num_replicas = 1 if phase == "rollout" else num_replicas
-    placement = Placement(num_nodes, num_ranks_per_node, roles, engines, num_replicas)
+    placement = Placement(nodes, roles, engines, num_replicas, parse_weights(spec.get("rank_weights"), nodes))
     _check_roles(placement, tensor_parallel_size, phase)
     return placement
+
+
+def _check_sizes(spec: dict[str, Any], nodes: Nodes) -> None:
+    """Compare the sizes that the config states, if any, with those of the world."""
+    sizes = [*nodes.sizes]
+    real: dict[str, Any] = {"num_nodes": nodes.num_nodes, "num_gpus_per_node": nodes.size if nodes.are_equal else sizes}
+    stated = {name: spec[name] if spec.get(name) is not None else real[name] for name in PLACEMENT_SIZES}
+    for name in PLACEMENT_SIZES:
+        if stated[name] in (real[name], sizes):
+            continue
+        num_nodes, each = stated.values()
+        start = f"{num_nodes} x {each} = {num_nodes * each}"
+        if isinstance(each, list):
+            start = f"{' + '.join(map(str, each))} = {sum(each)}"
+        said, got = (str(value).strip("[]").replace(" ", "") for value in (stated[name], real[name]))
+        raise ConfigError(
+            f"placement.{name}: the config says {said}, but the world that torchrun started has {got}; "
+            f"start {start} ranks as the config says, or set placement.{name}={got}"
+        )
 
 
 def _parse_roles(name: str) -> str:
@@ -271,7 +301,7 @@ def _roles_by_rank(entries: list[Entry], assigned: list[list[int]], world_size: 
     return tuple(tuple(name.split(",")) for name in names)
 
 
-def _group_engines(rollout: list[int], num_ranks_per_node: int, tp: int) -> tuple[tuple[int, ...], ...]:
+def _group_engines(rollout: list[int], nodes: Nodes, tp: int) -> tuple[tuple[int, ...], ...]:
     if len(rollout) % tp:
         raise ConfigError(
             f"rollout.tensor_parallel_size: got {tp}, but the rollout role has {count_of(len(rollout), 'rank')} "
@@ -280,18 +310,26 @@ def _group_engines(rollout: list[int], num_ranks_per_node: int, tp: int) -> tupl
         )
     engines = tuple(tuple(rollout[start : start + tp]) for start in range(0, len(rollout), tp))
     for ranks in engines:
-        one_node = ranks[0] // num_ranks_per_node == ranks[-1] // num_ranks_per_node
+        one_node = nodes.node_of(ranks[0]) == nodes.node_of(ranks[-1])
         if ranks[-1] - ranks[0] != tp - 1 or not one_node:
-            why = "not consecutive" if one_node else f"on different nodes of {count_of(num_ranks_per_node, 'rank')}"
-            start = ranks[0] // num_ranks_per_node * num_ranks_per_node
-            remedy = f"start the rollout range at a multiple of {tp}, for example rollout: {start}-{start + tp - 1}"
-            if tp > num_ranks_per_node:
-                remedy = f"set for example rollout.tensor_parallel_size={num_ranks_per_node}"
+            why = "not consecutive" if one_node else f"on different nodes of {nodes.describe_sizes()}"
             raise ConfigError(
                 f"rollout.tensor_parallel_size: got {tp}, but ranks {', '.join(map(str, ranks))} of one engine are "
-                f"{why}; an engine's ranks must be consecutive ranks of one node: {remedy}"
+                f"{why}; an engine's ranks must be consecutive ranks of one node: {_remedy(ranks[0], nodes, tp)}"
             )
     return engines
+
+
+def _remedy(rank: int, nodes: Nodes, tp: int) -> str:
+    """Return how to change ranges or engines if the engine that begins at this rank is not on one node."""
+    if tp > max(nodes.sizes):
+        return f"set for example rollout.tensor_parallel_size={max(nodes.sizes)}"
+    if nodes.are_equal:
+        start = nodes.lead_of(rank)
+        return f"start the rollout range at a multiple of {tp}, for example rollout: {start}-{start + tp - 1}"
+    whole = [range(lead, lead + size // tp * tp) for lead, size in zip(nodes.leads, nodes.sizes)]
+    fitting = format_ranges(rank for ranks in whole for rank in ranks)
+    return f"leave out the ranks of a node that do not fill an engine, for example rollout: {fitting}"
 
 
 def _check_roles(placement: Placement, tp: int, phase: Phase) -> None:

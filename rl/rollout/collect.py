@@ -93,7 +93,8 @@ class Rollouts(Service):
         if world.rank == placement.leader:
             self._failures = FailureLog(world.mail, all_failed)
             world.at_end(self._failures.summarize)
-            self._dispatcher = Dispatcher(world.mail, len(placement.engines))
+            leads = [ranks[0] for ranks in placement.engines]
+            self._dispatcher = Dispatcher(world.mail, leads, placement.engine_shares)
             followers_of_any = {rank for ranks in placement.engines for rank in ranks[1:]}
             heads = [rank for rank in placement.actors if rank not in followers_of_any]
             self._gate = OrderGate(world.mail, len(placement.actors), heads)

@@ -1,8 +1,15 @@
 """Hand out the prompts of a round to the engines. Runs on the leader.
 
 The dispatcher runs in the mailbox's I/O thread, so that engines never wait for a busy leader. Engines pull when they
-have room. At any time, an engine holds at most an equal share of the batch. So the first engine to ask does not take
-everything, and an engine that finishes early gets more.
+have room.
+
+By default, shares follow from measured speeds (speeds.py). At any time, an engine holds at most its share of the batch.
+So the first engine to ask does not take everything, and an engine that finishes early gets more. Equal engines have
+equal shares. When few groups are left, a slow engine takes none that faster ones would finish sooner.
+
+With placement.rank_weights, each engine gets exactly the share that the user states.
+
+Only the choice of engines depends on time. Which groups a batch has, and their seeds, do not.
 """
 
 import math
@@ -11,11 +18,14 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rl.data.prompts import Prompt, sample_seed
+from rl.rollout.speeds import EngineSpeeds, StepTimes
 from rl.world.messages import Letter, Mailbox, Message
+
+MAX_IDLE = 16  # after so many batches without a group, a slow engine gets one, to see whether it is still slow
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class Pull(Message):
 
     room: int  # number of groups that the engine can take
     held: int  # number of groups that the engine is sampling
+    step_times: StepTimes = field(default_factory=list)  # since the last pull
 
 
 @dataclass(frozen=True)
@@ -75,22 +86,36 @@ class NewTasks(Message):
 
 @dataclass(frozen=True)
 class BatchTime:
-    """How long the engines took for a batch, and which of them was the last to end."""
+    """How long the engines took for a batch, and what the slowest of them cost.
+
+    The slowest engine is the one with the lowest measured speed. If all engines are equally fast, it is the one that
+    ended last. It costs the time from the median end of the other engines to its own end. If its speed is low, it also
+    costs the time that the batch would have taken less if it were as fast as the median engine.
+    """
 
     seconds: float
     slowest: int  # lead of the engine
-    cost_s: float  # from the median end of the other engines to the end of the slowest; 0 without others
+    cost_s: float  # 0 without other engines
+    speed: float = 1.0  # of the slowest engine, relative to the median engine
     trained_s: float = 0.0  # in which the leader trained on parts of the batch, with actor.overlap
 
 
 class Dispatcher:
-    def __init__(self, mail: Mailbox, num_engines: int):
-        self._mail, self._num_engines = mail, num_engines
+    def __init__(self, mail: Mailbox, engines: Sequence[int], stated: Mapping[int, float] | None = None):
+        """`engines` are the leads of all engines. `stated` are their shares of the work, which add up to 1."""
+        self._mail, self._stated = mail, stated
         self._lock = threading.Lock()
         self._opened_at = 0.0
         self._ended_at: dict[int, float] = {}  # engine lead -> when it had sampled its tasks; infinite until then
         self._tasks: deque[Task] = deque()
-        self._share = 0
+        self.measured = EngineSpeeds(engines)
+        self._speeds = dict.fromkeys(engines, 1.0)
+        self._shares = dict.fromkeys(engines, 0)  # of the open batch, by engine lead
+        self.num_taken = dict.fromkeys(engines, 0)  # of the open batch
+        self._num_idle = dict.fromkeys(engines, 0)  # batches in a row of which an engine took nothing
+        self._slots: dict[int, int] = {}  # number of groups that an engine can sample at once, once it has pulled
+        self._held = dict.fromkeys(engines, 0)
+        self._fit_at_once = True  # the engines can sample all groups of the open batch at once
         self._waiting: dict[int, Pull] = {}  # engine lead -> latest pull
         mail.on(Pull, self._on_pull)
 
@@ -98,40 +123,125 @@ class Dispatcher:
         with self._lock:
             self._opened_at, self._ended_at = time.monotonic(), {}
             self._tasks.extend(self._mix(tasks))
-            self._share = -(-len(tasks) // self._num_engines)
+            self._speeds = self.measured.measure()
+            self._shares = self._divide()
+            for lead, taken in self.num_taken.items():
+                self._num_idle[lead] = 0 if taken else self._num_idle[lead] + 1
+            self.num_taken = dict.fromkeys(self._shares, 0)
+            self._fit_at_once = len(self._tasks) <= sum(self._slots_of(lead) for lead in self._shares)
             self._answer()
+
+    def _divide(self) -> dict[int, int]:
+        """Return how many of the waiting groups are the share of each engine."""
+        if self._stated is not None:
+            return divide(len(self._tasks), self._stated)
+        num_samples = self._tasks[0].sampling.num_samples if self._tasks else 1
+        return share_by_speed(len(self._tasks), self._speeds, self.measured.overhead / num_samples)
 
     def time_batch(self) -> BatchTime | None:
         """Return how long the last batch took, all of whose groups have arrived. Return None if a later one is open,
         and no engine has taken a task of it yet."""
         with self._lock:
+            if not self._ended_at:
+                return None
             now = time.monotonic()  # the end of an engine whose last pull has not arrived yet
             ended_at = {lead: min(ended, now) for lead, ended in self._ended_at.items()}
-        if not ended_at:
-            return None
-        slowest = max(ended_at, key=ended_at.__getitem__)
-        last = ended_at.pop(slowest)
-        cost_s = last - statistics.median(ended_at.values()) if ended_at else 0.0
-        return BatchTime(last - self._opened_at, slowest, cost_s)
+            speeds = self.measured.measure()
+        last = max(ended_at, key=ended_at.__getitem__)
+        slowest = min(speeds, key=speeds.__getitem__)
+        if speeds[slowest] == 1.0:
+            slowest = last
+        others = [ended for lead, ended in ended_at.items() if lead != slowest]
+        seconds = ended_at[last] - self._opened_at
+        late_s = max(0.0, ended_at[slowest] - statistics.median(others)) if slowest in ended_at and others else 0.0
+        total = sum(speeds[lead] for lead in ended_at)  # speed of the engines that took part
+        missing = 1.0 - (speeds[slowest] if slowest in ended_at else 0.0)  # to the speed of the median engine
+        cost_s = late_s + (seconds - late_s) * missing / (total + missing)
+        return BatchTime(seconds, slowest, cost_s, speeds[slowest])
 
     def _mix(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """Order the tasks so that consecutive ones have carried groups of all ages, and new ones. Otherwise one engine
         would read the longest responses again, while another only starts new ones."""
         if not any(task.is_carried for task in tasks):
             return tasks
-        return [task for first in range(self._num_engines) for task in tasks[first :: self._num_engines]]
+        num_engines = len(self._shares)
+        return [task for first in range(num_engines) for task in tasks[first::num_engines]]
 
     def _on_pull(self, letter: Letter[Pull]) -> None:
+        lead, pull = letter.source, letter.message
         with self._lock:
-            self._waiting[letter.source] = letter.message
-            if not letter.message.held and letter.source in self._ended_at:
-                self._ended_at[letter.source] = time.monotonic()
+            self._waiting[lead] = pull
+            self._slots[lead], self._held[lead] = pull.room + pull.held, pull.held
+            self.measured.add(lead, pull.step_times)
+            if not pull.held and lead in self._ended_at:
+                self._ended_at[lead] = time.monotonic()
             self._answer()
 
     def _answer(self) -> None:
-        for lead, pull in list(self._waiting.items()):
-            count = min(pull.room, self._share - pull.held, len(self._tasks))
+        for lead, pull in list(self._waiting.items()) if self._tasks else ():
+            count = min(pull.room, self._num_allowed(lead, pull.held), len(self._tasks))
             if count > 0:
                 self._ended_at[lead] = math.inf
+                self.num_taken[lead] += count
+                self._held[lead] += count
                 self._mail.send(lead, NewTasks([self._tasks.popleft() for _ in range(count)]))
                 del self._waiting[lead]
+
+    def _num_allowed(self, lead: int, num_held: int) -> int:
+        """Return how many groups an engine may take now, if it has room."""
+        share, num_taken = self._shares[lead], self.num_taken[lead]
+        if self._stated is not None:
+            return share - num_taken
+        if self._num_idle[lead] >= MAX_IDLE and not num_taken:
+            return max(1, share)
+        # If all groups fit at once, the shares say who takes which. Otherwise faster engines may soon have room.
+        num_due = share - num_taken if self._fit_at_once else 0
+        return min(share - num_held, max(num_due, len(self._tasks) - self._num_reserved(lead)))
+
+    def _num_reserved(self, lead: int) -> int:
+        """Return how many of the waiting groups faster engines would finish sooner than this one.
+
+        Let a group take d seconds at speed 1. On this engine it takes d / speed. Faster engines begin some groups at
+        once, if they have free slots. They free `rate` slots in d seconds, so the n-th of the other groups begins after
+        d x n / rate, and then takes d / fastest. At the start of a batch, no slot is freed before about d / 2.
+        """
+        speed, fastest = self._speeds[lead], max(self._speeds.values())
+        if speed == fastest:
+            return 0
+        faster = [other for other, its_speed in self._speeds.items() if its_speed > speed]
+        num_free = sum(max(0, self._slots_of(other) - self._held[other]) for other in faster)
+        rate = sum(self._slots_of(other) * self._speeds[other] for other in faster)
+        longer = 1 / speed - 1 / fastest  # time for a group, in d
+        if not self.num_taken[lead] and longer <= 0.5:
+            return num_free
+        return num_free + math.ceil(rate * longer - 1e-9)
+
+    def _slots_of(self, lead: int) -> int:
+        """Return how many groups an engine samples at once in this batch."""
+        return min(self._shares[lead], self._slots.get(lead, self._shares[lead]))
+
+
+def divide(count: int, shares: Mapping[int, float]) -> dict[int, int]:
+    """Divide a number of groups by shares that add up to 1. Rounded down; the largest remainders get what is left."""
+    found = {key: math.floor(count * share + 1e-9) for key, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda key: found[key] - count * shares[key])
+    for key in by_remainder[: count - sum(found.values())]:
+        found[key] += 1
+    return found
+
+
+def share_by_speed(count: int, speeds: Mapping[int, float], overhead: float = 0.0) -> dict[int, int]:
+    """Return how many groups each engine may hold at a time, rounded up, so that all engines end together.
+
+    An engine with k groups takes (k + overhead) / speed: the overhead is the number of groups that take as long as the
+    fixed part of its decode steps. An engine gets no group if its fixed part alone takes as long as the others need.
+    Equal engines have equal shares.
+    """
+    engines = sorted(speeds, key=speeds.__getitem__)
+    while True:
+        seconds = (count + len(engines) * overhead) / sum(speeds[lead] for lead in engines)
+        if seconds * speeds[engines[0]] > overhead or len(engines) == 1:
+            break
+        del engines[0]
+    shares = {lead: math.ceil(seconds * speeds[lead] - overhead - 1e-9) for lead in engines}
+    return dict.fromkeys(speeds, 0) | shares

@@ -21,6 +21,7 @@ from rl.rollout.dispatch import NewTasks, Pull, Task
 from rl.rollout.engine import Completion, Engine, Request
 from rl.rollout.recovery import EngineHost
 from rl.rollout.responses import Response, pack_group, unpack_group
+from rl.rollout.speeds import StepTimer
 from rl.watch.heart import HEART, size_class
 from rl.world.messages import Letter, Message
 from rl.world.orders import Order
@@ -162,6 +163,7 @@ class RolloutService(Service):
         self._is_rebuilt = False  # the engine was replaced, and has sampled nothing yet
         self._num_prompt_tokens = 0  # in requests that were added since the last step
         self._reported_at = 0.0  # when the leader was told of the progress
+        self._timer, self._is_decoding = StepTimer(), False  # whether the last step read no prompts
         self.recorder: Recorder | None = None  # in the phase rollout: writes groups to files
         self._pull()
 
@@ -223,10 +225,16 @@ class RolloutService(Service):
             groups, self._to_restart, self._is_rebuilt = self._to_restart, [], False
             return self._begin(groups)
         self._tell_followers(StepEngine())
+        num_responses, started = self.engine.num_unfinished, time.perf_counter()
+        reads_prompts, was_decoding = self._num_prompt_tokens > 0, self._is_decoding
         try:
             ended = self._step()
         except Exception as error:
             return self._recover(error)
+        # An engine that schedules asynchronously waits for the prompts of a step in the next one.
+        self._is_decoding = not reads_prompts
+        if was_decoding and self._is_decoding:
+            self._timer.add(num_responses, time.perf_counter() - started)
         HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
         is_last_of_group = [self._submit(completion) for completion in ended]
         self._report_progress(is_urgent=any(is_last_of_group))
@@ -299,7 +307,7 @@ class RolloutService(Service):
         if self.host.is_lead:
             groups = self._being_sampled
             room = math.floor(self._max_num_groups - sum(group.occupancy for group in groups) + 1e-6)
-            self._mail.send(self._leader, Pull(max(room, 0), len(groups)))
+            self._mail.send(self._leader, Pull(max(room, 0), len(groups), self._timer.take()))
 
     def _start(self, tasks: list[Task]) -> None:
         groups = {(task.batch, task.position): Group(task) for task in tasks}

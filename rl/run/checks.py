@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from rl.common.text import format_ranks
+from rl.common.text import format_ranges, format_ranks
 from rl.config.schema import Config, ConfigError
 from rl.evaluation.best_metric import check_best_metric
 from rl.placement.roles import Placement
@@ -39,16 +39,24 @@ def check_settings(config: Config, placement: Placement) -> list[str]:
             f"actor.overlap: got true, but {format_ranks(hosts)} {'is' if len(hosts) == 1 else 'are'} both actor and "
             f"rollout, and cannot train while sampling. Set actor.overlap=false, or {remedy}"
         )
+    warnings = []
+    if placement.rank_weights is not None and placement.engines:
+        used = {placement.nodes.node_of(ranks[0]) for ranks in placement.engines}
+        if idle := [node for node in range(placement.num_nodes) if node not in used]:
+            warnings.append(
+                f"placement.rank_weights: node{'s' * (len(idle) > 1)} {format_ranges(idle)} "
+                f"{'has' if len(idle) == 1 else 'have'} no engine, so the weight of such a node has no effect"
+            )
     if placement.scorers and not config.algo.fields_to_score:
         why, remedy = "a single update per batch needs no old logprobs", "algo.old_logprobs=always"
         if config.algo.has_recorded_ratio:
             why = "the loss takes the engine's logprobs as old logprobs"
             remedy = "algo.old_logprobs=always algo.correction=token"
-        return [
+        warnings.append(
             "the inference ranks have nothing to compute. algo.kl_coef=0 needs no reference logprobs, and "
             f"{why}. Give these ranks another role, or set {remedy}"
-        ]
-    return []
+        )
+    return warnings
 
 
 def _check_debugpy(port: int, num_ranks: int) -> None:

@@ -48,11 +48,10 @@ def find_models(mail: Mailbox, placement: Placement, config: Config, run_folder:
         commits = HubCommits(_choose_commits(settings, run_folder / RECORD))
         for lead in placement.node_leads:
             mail.send(lead, commits)
-    size = placement.num_ranks_per_node
     if mail.rank in placement.node_leads:
         chosen = mail.receive(HubCommits).message.commits
         found = ModelFolders({path: str(_find(setting, path, chosen[path])) for setting, path in settings.items()})
-        for rank in range(mail.rank, mail.rank + size):
+        for rank in placement.nodes.ranks_of(placement.nodes.node_of(mail.rank)):
             mail.send(rank, found)
     folders = mail.receive(ModelFolders).message.folders
     return {setting: Path(folders[path]) for setting, path in settings.items()}

@@ -11,14 +11,16 @@ from typing import Any
 from rl.algo.choose import check_functions
 from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
+from rl.common.text import format_ranks
 from rl.config.modes import BOTH, PhaseOptions
-from rl.config.schema import Config, ConfigError, with_debugger_timeouts
+from rl.config.schema import Config, with_debugger_timeouts
 from rl.data.prompts import Tokenizer
 from rl.data.sources import Data, check_files, read_data
 from rl.learner.optimizers import check_optimizer
 from rl.model.shape import check_model
 from rl.model.tokenizer import load_tokenizer
 from rl.placement.groups import Groups, make_groups
+from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement, plan
 from rl.report.sizes import describe_data_parallelism
 from rl.report.writers import check_writers
@@ -104,6 +106,8 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
         only = "" if phase.name == "both" else f"phase {phase.name}, "
         print(f"{folder}: {only}{placement.summary()}; loading", flush=True)
         print(f"oneworld: {describe_data_parallelism(config, placement)}", flush=True)
+        if placement.rank_weights is not None or not placement.nodes.are_equal:
+            print(f"oneworld: {_name_nodes(world, placement)}", flush=True)
         for warning in warnings:
             print(f"oneworld: {warning}", flush=True)
     with world.stage("find models"):
@@ -143,14 +147,16 @@ def agree_on_steps(world: World, placement: Placement, config: Config, data: Dat
 
 
 def _place(world: World, config: Config, phase: PhaseOptions) -> Placement:
-    num_nodes, remainder = divmod(world.size, world.num_ranks_per_node)
-    if remainder:
-        raise ConfigError(
-            f"got {world.size} ranks, {world.num_ranks_per_node} of them on the node of rank {world.rank}; all nodes "
-            "need the same number of ranks: give the same --nproc-per-node on each"
-        )
-    sizes = (num_nodes, world.num_ranks_per_node, config.rollout.tensor_parallel_size, config.actor.num_replicas)
+    nodes = Nodes.from_local_ranks(world.local_ranks)
+    sizes = (nodes.num_nodes, nodes.sizes, config.rollout.tensor_parallel_size, config.actor.num_replicas)
     return plan(config.placement, *sizes, phase.name)
+
+
+def _name_nodes(world: World, placement: Placement) -> str:
+    """Return the host and the ranks of each node. torchrun numbers the nodes, in the order of their addresses."""
+    nodes = placement.nodes
+    names = [f"node {nodes.node_of(lead)} is {world.hosts[lead]}" for lead in nodes.leads]
+    return ", ".join(f"{name} ({format_ranks(nodes.ranks_of(node))})" for node, name in enumerate(names))
 
 
 def _start_rewards(world: World, config: Config, placement: Placement) -> RewardPool | None:
@@ -163,7 +169,7 @@ def _start_rewards(world: World, config: Config, placement: Placement) -> Reward
     def deliver(key: tuple[int, ...], result: dict[str, Any]) -> None:
         world.mail.send(world.rank, Scored(key, result))
 
-    share = len(os.sched_getaffinity(0)) // world.num_ranks_per_node
+    share = len(os.sched_getaffinity(0)) // placement.nodes.sizes[placement.nodes.node_of(world.rank)]
     num_workers = config.reward.num_workers or max(1, min(MAX_REWARD_WORKERS, share))
     pool = RewardPool(server, config.reward, num_workers, deliver, world.mail.fail)
     world.at_end(pool.close)

@@ -22,6 +22,7 @@ from rl.model.hub import find_in_cache, warn_of_typo
 from rl.model.memory import estimate
 from rl.model.shape import check_folder, check_model, check_weights, measure_size
 from rl.model.tokenizer import load_tokenizer
+from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement, plan
 from rl.report.console import print_or_exit
 from rl.report.sizes import describe_data_parallelism, max_step_tokens
@@ -60,17 +61,29 @@ def parse_or_plan(description: str | None) -> argparse.Namespace:
     parser.add_argument("--plan", action="store_true", help="check the run, print what it would do, and exit")
     what = "with --plan: number of nodes; default: placement.num_nodes, or 1"
     parser.add_argument("--nnodes", type=int, metavar="N", help=what)
-    what = "with --plan: ranks per node; default: placement.num_gpus_per_node, or 2"
-    parser.add_argument("--nproc-per-node", type=int, metavar="M", help=what)
+    what = "with --plan: ranks per node, or one number per node such as 8,4; default: placement.num_gpus_per_node, or 2"
+    parser.add_argument("--nproc-per-node", type=_parse_list, metavar="M", help=what)
     args = parser.parse_intermixed_args()
-    sizes = [size for size in (args.nnodes, args.nproc_per_node) if size is not None]
+    sizes = [*([] if args.nnodes is None else [args.nnodes]), *(args.nproc_per_node or [])]
     if sizes and not args.plan:
         parser.error("--nnodes and --nproc-per-node after train.py need --plan; without it, write them before train.py")
     if sizes and min(sizes) < 1:
         parser.error(f"--nnodes and --nproc-per-node: got {min(sizes)}; they must be at least 1")
+    if args.nnodes and len(args.nproc_per_node or []) not in (0, 1, args.nnodes):
+        got = f"--nproc-per-node has {len(args.nproc_per_node)} numbers, and --nnodes is {args.nnodes}"
+        parser.error(f"{got}; give one number for all nodes, or one for each")
     if args.plan:
         print_plan(args)
     return args
+
+
+def _parse_list(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}; give a number such as 8, or one per node such as 8,4"
+        ) from None
 
 
 def print_plan(args: argparse.Namespace) -> NoReturn:
@@ -118,10 +131,15 @@ class RunPlan:
 
     def _place(self, args: argparse.Namespace) -> Placement:
         config = self.config
-        num_nodes = args.nnodes or config.placement.get("num_nodes") or 1
-        num_ranks = args.nproc_per_node or config.placement.get("num_gpus_per_node") or 2
-        sizes = (num_nodes, num_ranks, config.rollout.tensor_parallel_size, config.actor.num_replicas)
-        return plan(config.placement, *sizes, self.phase.name)
+        stated = config.placement.get("num_gpus_per_node") or 2
+        sizes = args.nproc_per_node or (stated if isinstance(stated, list) else [stated])
+        num_nodes = args.nnodes or (len(sizes) if len(sizes) > 1 else config.placement.get("num_nodes") or 1)
+        if len(sizes) not in (1, num_nodes):
+            got = f"placement.num_gpus_per_node has {len(sizes)} numbers, and --nnodes is {num_nodes}"
+            raise ConfigError(f"{got}; give one number for all nodes, or one for each")
+        nodes = Nodes.of(num_nodes, sizes[0] if len(sizes) == 1 else sizes)
+        tp, num_replicas = config.rollout.tensor_parallel_size, config.actor.num_replicas
+        return plan(config.placement, nodes.num_nodes, nodes.sizes, tp, num_replicas, self.phase.name)
 
     def _check_run_folder(self) -> None:
         """Check that run.dir, and what exists of the run's own folder, can be written."""
@@ -222,6 +240,7 @@ class RunPlan:
         """Return the table of ranks, then numbers and what was checked, in lines that fit a wide terminal."""
         sections = {
             "phase": self._phase(),
+            "shares": self._shares(),
             "memory": self._memory(),
             "steps": self._steps() if self.trains else [],
             "tokens": self._tokens() if self.trains else [],
@@ -238,6 +257,18 @@ class RunPlan:
             wrapped = [line for entry in entries for line in wrapper.wrap(entry)]
             lines += [f"{'' if index else name:<{width}}{line}" for index, line in enumerate(wrapped)]
         return "\n".join([self.placement.table(), "", *lines])
+
+    def _shares(self) -> list[str]:
+        """Return the stated share of each node in the rollout work, if placement.rank_weights states them."""
+        shares = self.placement.engine_shares
+        if not shares:
+            return []
+        lines = []
+        for node in range(self.placement.num_nodes):
+            own = [share for lead, share in shares.items() if self.placement.nodes.node_of(lead) == node]
+            each = f", {100 * own[0]:.1f}% each" if len(own) > 1 else ""
+            lines.append(f"node {node}: {100 * sum(own):.1f}% of the groups ({count_of(len(own), 'engine')}{each})")
+        return lines
 
     def _phase(self) -> list[str]:
         """Return what a command with --rl-phase does."""

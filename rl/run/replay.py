@@ -33,6 +33,7 @@ from rl.data.group_file import StoredGroup, groups_from_bytes, step_from_bytes
 from rl.learner.credit import assign_credit
 from rl.model.hub import download
 from rl.placement.groups import Groups, make_groups
+from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement
 from rl.report.describe import describe
 from rl.report.metrics import METRICS, Measures, read_metrics
@@ -42,7 +43,7 @@ from rl.run.open import Run
 from rl.run.reporter import ROLLOUTS, rollout_file
 from rl.world.world import World
 
-ALONE = Placement(num_nodes=1, num_ranks_per_node=1, roles=(("actor",),), engines=())
+ALONE = Placement(Nodes((1,)), roles=(("actor",),), engines=())
 TIMEOUT_S = 600.0
 EXACT = 1e-5  # limit of relative differences if only sums are computed in another order
 MODEL_LIMITS = {"float32": (1e-3, 1e-6), "bfloat16": (0.05, 2e-3)}  # relative and absolute, if the model is used

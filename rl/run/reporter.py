@@ -104,4 +104,5 @@ def measure_waits(seconds: Mapping[str, float], rounds: Sequence[BatchTime]) -> 
     slowest = max(rounds, key=lambda each: each.cost_s, default=None)
     if slowest is not None and slowest.cost_s:
         waits |= {"perf/slowest_engine": float(slowest.slowest), "perf/slowest_engine_s": slowest.cost_s}
+        waits |= {"perf/slowest_engine_speed": slowest.speed}
     return waits

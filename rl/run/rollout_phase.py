@@ -137,6 +137,6 @@ def _load_weights(run: Run) -> nn.Module:
     model, resume = load(run, trainable=False, filled=run.resume is None), run.resume
     if resume is not None:
         with run.world.stage("resume"):
-            node_lead = run.world.rank - run.world.rank % run.placement.num_ranks_per_node
+            node_lead = run.placement.nodes.lead_of(run.world.rank)
             fill([("model", part) for part in local_slices(model)], SliceReader(resume, run.store, node_lead), 0, 1)
     return model

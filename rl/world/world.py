@@ -52,10 +52,9 @@ class Proceed(Message):
 class World:
     """This rank's place in the world. `join` creates it, and `connect` adds torch.distributed later."""
 
-    def __init__(
-        self, mail: Mailbox, local_rank: int, size: int, local_size: int, store: SealedStore, watchdog: JsonChannel
-    ):
-        self.rank, self.local_rank, self.size, self.num_ranks_per_node = mail.rank, local_rank, size, local_size
+    def __init__(self, mail: Mailbox, local_rank: int, size: int, store: SealedStore, watchdog: JsonChannel):
+        self.rank, self.local_rank, self.size = mail.rank, local_rank, size
+        self.local_ranks, self.hosts = list[int](), list[str]()  # of all ranks, once `enter` has found them
         self.store, self.mail = store, mail
         self.id = store.world[:8]  # unique to this start of the world
         self.device = torch.device("cpu")
@@ -91,9 +90,10 @@ class World:
         self.faults.tell_watchdog("join", world=self.id, key=board_key, **place)
         self.faults.listen()
         self._signals.listen()
-        self.store.set(f"mail/{self.rank}", asdict(self.mail.contact))
-        contacts = self.store.get_all([f"mail/{peer}" for peer in range(self.size)])
-        self.mail.learn({peer: Contact(**contact) for peer, contact in enumerate(contacts)})
+        self.store.set(f"mail/{self.rank}", [self.local_rank, socket.gethostname(), asdict(self.mail.contact)])
+        peers = self.store.get_all([f"mail/{peer}" for peer in range(self.size)])
+        self.local_ranks, self.hosts = [local_rank for local_rank, *_ in peers], [host for _, host, _ in peers]
+        self.mail.learn({peer: Contact(**contact) for peer, (*_, contact) in enumerate(peers)})
 
     def begin_run(self, folder: Path, config: Config) -> None:
         """Use the run's folder for restarts, logs, the watchdog and debuggers from now on."""
@@ -221,7 +221,7 @@ def _join() -> World:
     host = own_address(sealed)
     if rank == HUB and not os.environ.get(SECRET) and not ipaddress.ip_address(host).is_loopback:
         print(f"oneworld: {SECRET} is not set, so everybody on this network is trusted (docs/security.md)", flush=True)
-    mail, local_size = Mailbox(rank, host, derive_key("mail", sealed.world)), os.environ.get("LOCAL_WORLD_SIZE", size)
-    world = World(mail, local_rank, size, int(local_size), sealed, watchdog_channel())
+    mail = Mailbox(rank, host, derive_key("mail", sealed.world))
+    world = World(mail, local_rank, size, sealed, watchdog_channel())
     world.enter()
     return world

@@ -99,6 +99,9 @@ SMOKE = {  # by program; what follows a comma names another run of it
         "lag_mean lag_max carried mean_new_tokens",
         "seconds mfu_update mfu_update_with_attention mfu_logprobs peak_memory_gib mismatch_kl settings",
     ),
+    "uneven": Smoke(
+        "--engines 2 --waves 1 --mean 4 --rounds 1 --step-ms 2", "engines speed waves round_s ratio", "groups slowest"
+    ),
     "weight_sync": Smoke(
         "--model 10m --rollouts 1 --rounds 1",
         "megabytes seconds gbps wire_gbps ratio ratio_bare_receivers naive_gbps peak_extra_mb",

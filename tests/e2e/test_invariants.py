@@ -10,24 +10,33 @@ from tests.launcher import Result, finish, start, train
 pytestmark = pytest.mark.timeout(150)
 SETTINGS = ["rollout.engine=fake", "train.num_steps=2", "train.num_prompts_per_step=7", "eval.interval=0"]
 SETTINGS += ["rollout.max_num_seqs=16", "debug.save_rollouts=true"]
+LONGER = ["train.num_steps=3", "rollout.max_new_tokens=24"]  # enough decode steps to measure the speed of engines
 DISAGGREGATED = ["placement.rollout=0-1", "placement.actor=2"]
 
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """A run with two engines on ranks of their own, one of which is slow."""
+    """A run with two engines on ranks of their own, one of which is slow. In the last step, that is known."""
     folder = tmp_path_factory.mktemp("uneven") / "run"
     script = ["tests/e2e/broken_train.py", "slow engine", "0", f"run.dir={folder.parent}", f"run.name={folder.name}"]
-    process = start("--nproc-per-node=3", *script, *SETTINGS, *DISAGGREGATED)
+    process = start("--nproc-per-node=3", *script, *SETTINGS, *LONGER, *DISAGGREGATED)
     output = finish(process, 120)
     assert process.returncode == 0, output[-4000:]
     return Result(output, folder)
 
 
+def test_a_slow_engine_is_named_with_its_speed_and_cost(uneven: Result) -> None:
+    """Rank 0 sleeps in every decode step."""
+    names = ("perf/slowest_engine", "perf/slowest_engine_speed", "perf/slowest_engine_s", "time/rollout")
+    *_, before, (engine, speed, cost_s, rollout_s) = [[row[name] for name in names] for row in uneven.metrics]
+    assert engine == 0 and speed < 0.5 and 0 < cost_s < rollout_s
+    assert rollout_s < before[-1] / 2, "it gets no groups any more"
+
+
 def test_timing_never_changes_the_data(uneven: Result, tmp_path: Path) -> None:
     """A slow engine samples fewer of the groups, and nothing else changes: the batches are those of one engine."""
-    alone = train(tmp_path / "alone", 1, *SETTINGS)
-    for step in (1, 2):
+    alone = train(tmp_path / "alone", 1, *SETTINGS, *LONGER)
+    for step in (1, 2, 3):
         expected, got = alone.rollouts(step), uneven.rollouts(step)
         assert got.tokens.tolist() == expected.tokens.tolist()
         assert got.group_ids.tolist() == expected.group_ids.tolist()

@@ -141,3 +141,47 @@ def test_a_node_is_gone_when_the_run_goes_on(copies: int, tmp_path: Path) -> Non
         assert "resumes after step 2" in output
         for node in ("node0", "node1"):
             assert (tmp_path / node / "x" / "checkpoints" / "step_3" / "COMMITTED").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nodes_with_different_numbers_of_ranks(tmp_path: Path) -> None:
+    """Two ranks on one node and one on the other, with private disks and two copies of checkpoints. The run goes on
+    through the launcher, whose preflight checks the cluster, with the numbers of ranks swapped."""
+    settings = "rollout.engine=fake train.num_prompts_per_step=12 eval.interval=0 run.name=x checkpoint.copies=2"
+    settings += " rollout.num_samples_per_prompt=2"
+
+    def run(commands: list[str]) -> str:
+        with cluster(2) as nodes:
+            agents = []
+            try:
+                for node, command in zip(nodes, commands, strict=True):
+                    agents.append(node.start(f"{command} {settings} run.dir={tmp_path / node.name}"))
+                codes = [agent.wait(timeout=250) for agent in agents]
+            finally:
+                end(agents)
+            output = "\n".join(node.output for node in nodes)
+            assert codes == [0, 0], output[-6000:]
+            return output
+
+    torchrun = "torchrun --nnodes 2 --nproc-per-node {} --rdzv-endpoint head:29500 train.py train.num_steps=2"
+    output = run([f"{torchrun.format(count)} placement.rank_weights=1,1" for count in (2, 1)])
+    assert "3 ranks on 2 nodes (2 and 1 ranks): rollout 0-2, actor 0-2; 3 engines" in output
+    assert "node 0 is node0 (ranks 0-1), node 1 is node1 (rank 2)" in output
+    names = [f"model-0000{shard}-of-00003.safetensors" for shard in range(3)]
+    for node in ("node0", "node1"):
+        step = tmp_path / node / "x" / "checkpoints" / "step_2"
+        assert (step / "COMMITTED").exists()
+        assert sorted(file.name for file in step.glob("model-*")) == names, "both disks have all shards"
+    launcher = "launch/run_node.sh --nnodes 2 --nproc {} --head head --node-rank {} -- train.num_steps=3"
+    output = run([launcher.format(1, 0), launcher.format(2, 1)])
+    # torchrun numbers the nodes by their addresses, as the launcher gives them: node1 comes first.
+    assert "2 nodes with 2 and 1 ranks" in output and "preflight: ready, 2 nodes, 3 ranks" in output
+    assert "node 0 is node1 (ranks 0-1), node 1 is node0 (rank 2)" in output
+    assert "resumes after step 2" in output
+    for node in ("node0", "node1"):
+        step = tmp_path / node / "x" / "checkpoints" / "step_3"
+        assert (step / "COMMITTED").exists() and sorted(file.name for file in step.glob("model-*")) == names
+    metrics = (tmp_path / node / "x" / "metrics.jsonl" for node in ("node0", "node1"))
+    rows = [json.loads(line) for file in metrics for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3], "the leader of each run has written its steps"

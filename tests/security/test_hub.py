@@ -22,6 +22,7 @@ from huggingface_hub import constants
 from rl.config.load import load_config
 from rl.config.schema import ROOT, ConfigError
 from rl.model import hub as client
+from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement
 from rl.run.find_models import RECORD, find_models
 from rl.watch.heart import HEART
@@ -56,7 +57,7 @@ def find(run: Path, num_nodes: int, num_ranks: int, *settings: str) -> list[dict
     run.mkdir(exist_ok=True)
     config = load_config(overrides=["model.path=ada/tiny", *settings])
     size = num_nodes * num_ranks
-    placement = Placement(num_nodes, num_ranks, (("actor",),) * size, ())
+    placement = Placement(Nodes.of(num_nodes, num_ranks), (("actor",),) * size, ())
     with connected(size) as mails, ThreadPoolExecutor(size) as pool:
 
         def on_rank(rank: int) -> dict[str, Path]:

@@ -567,7 +567,7 @@ def launched(folders: list[Path], launcher: int) -> Iterator[Launch]:
     with connected(len(folders)) as mails, ExitStack() as stack:
         lines = [[stack.enter_context(end) for end in socket.socketpair()] for _ in mails]
         store = SealedStore(dist.HashStore(), f"{launcher:08d}")
-        worlds = [World(mail, 0, len(folders), 1, store, JsonChannel(ours)) for mail, (ours, _) in zip(mails, lines)]
+        worlds = [World(mail, 0, len(folders), store, JsonChannel(ours)) for mail, (ours, _) in zip(mails, lines)]
         yield Launch(folders, launcher, worlds, [JsonChannel(theirs) for _, theirs in lines])
 
 

@@ -121,6 +121,17 @@ def test_a_second_copy_lies_on_the_next_nodes_disk(tmp_path: Path, monkeypatch: 
     assert len(files_on(roots[0])) == 4 + len(SMALL)
 
 
+def test_a_second_copy_goes_to_a_smaller_node_and_back(tmp_path: Path) -> None:
+    """Ranks 0 and 1 are on one node, rank 2 is on the other, which has no second rank."""
+    placement, roots = plan({"actor,rollout": "all"}, 2, [2, 1]), [tmp_path / "a", tmp_path / "b"]
+    with stores_on([roots[0], roots[0], roots[1]]) as stores:
+        stores[0].create_roots("r1")
+        nodes = [set(written(store, placement, copies=2).values()) for store in stores]
+    assert nodes == [{(0, 1)}, {(0, 1)}, {(1, 0)}]
+    assert files_on(roots[0]) == files_on(roots[1])
+    assert len(files_on(roots[0])) == 6 + len(SMALL)
+
+
 def test_nodes_on_the_same_disk_have_one_copy(tmp_path: Path) -> None:
     with stores_on([tmp_path, tmp_path]) as stores:
         assert written(stores[0], placed(2), copies=2) == dict.fromkeys(shards(0, 2) + SMALL, (0,))

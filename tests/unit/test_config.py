@@ -95,6 +95,16 @@ ROLES_AND_SIZE = "placement: {rollout: 0-19, actor: 20-31, num_nodes: 4}"
         ),
         (["placement.rollout=75%", "placement.actor=[6, 7]"], {"rollout": "75%", "actor": [6, 7], "num_nodes": 4}),
         (["placement.actor=3"], {"actor": 3, "num_nodes": 4}),
+        (
+            ["placement.rank_weights=2,1,1,1", "placement.num_gpus_per_node=[4, 4, 4, 2]"],
+            {
+                "rollout": "0-19",
+                "actor": "20-31",
+                "num_nodes": 4,
+                "rank_weights": "2,1,1,1",
+                "num_gpus_per_node": [4, 4, 4, 2],
+            },
+        ),
     ],
 )
 def test_a_role_on_the_command_line_replaces_the_files_role_map(
@@ -131,6 +141,8 @@ def test_a_role_on_the_command_line_replaces_the_files_role_map(
         ("run.name=${nowhere}", ["run.name", "'nowhere' not found"]),
         ("actor=5", ["actor: got 5", "section"]),
         ("actor.lr.peak=5", ["got 'actor.lr.peak=5'", "'lr' is a value, not a section"]),
+        ("placement.num_gpus_per_node=8,0", ["num_gpus_per_node: got '8,0'", "whole number", "such as 8,4"]),
+        ("placement.num_gpus_per_node=[8, 4.5]", ["num_gpus_per_node: got [8, 4.5]", "such as 8,4"]),
         ("placement.num_nodes=two", ["placement.num_nodes: got 'two'", "whole number"]),
         ("placement=all", ["placement: got 'all'", "{'actor,rollout': all}"]),
         ("actor.lr", ["got the argument 'actor.lr'", "key=value", "actor.lr=1e-5"]),

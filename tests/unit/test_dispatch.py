@@ -20,16 +20,27 @@ def make_tasks(count: int, batch: int = 1) -> list[Task]:
 
 
 class Hall:
-    """The dispatcher on the leader, and two engines' leads."""
+    """The dispatcher on the leader, and the leads of two engines, or of the engines that `stated` gives shares."""
 
-    def __init__(self) -> None:
+    def __init__(self, stated: dict[int, float] | None = None) -> None:
         self.mails = [Mailbox(rank, "127.0.0.1", b"key") for rank in range(3)]
         for mail in self.mails:
             mail.learn({other.rank: other.contact for other in self.mails})
-        self.dispatcher = Dispatcher(self.mails[LEADER], num_engines=2)
+        self.dispatcher = Dispatcher(self.mails[LEADER], [*(stated or (FIRST, SECOND))], stated)
 
-    def pull(self, engine: int, held: int = 0, room: int = 100) -> None:
-        self.mails[engine].send(LEADER, Pull(room, held))
+    def pull(self, engine: int, held: int = 0, room: int = 100, step_s: float = 0.0) -> None:
+        """Ask for groups, and report 40 decode steps with 16 sequences if `step_s` is given."""
+        self.mails[engine].send(LEADER, Pull(room, held, [(16, 40, 40 * step_s)] if step_s else []))
+
+    def teach(self, first_s: float, second_s: float, room: int = 100) -> None:
+        """Let both engines sample a batch, with decode steps that take so long, and ask for more."""
+        self.pull(FIRST)
+        self.pull(SECOND)
+        self.dispatcher.open(make_tasks(2))
+        for engine, step_s in ((FIRST, first_s), (SECOND, second_s)):
+            self.positions(engine)
+            self.pull(engine, room=room, step_s=step_s)
+            assert self.silent(engine), "so the dispatcher knows the times"
 
     def positions(self, engine: int) -> list[int]:
         """Return the positions of the tasks in the next answer."""
@@ -40,8 +51,8 @@ class Hall:
 
 
 @pytest.fixture
-def hall() -> Iterator[Hall]:
-    hall = Hall()
+def hall(request: pytest.FixtureRequest) -> Iterator[Hall]:
+    hall = Hall(getattr(request, "param", None))
     yield hall
     for mail in hall.mails:
         mail.close()
@@ -119,10 +130,72 @@ def test_waiting_pulls_are_answered_when_a_batch_opens(hall: Hall) -> None:
     assert hall.silent(FIRST)  # its pull was answered; it did not ask again
 
 
+@pytest.mark.parametrize("hall", [{LEADER: 0.5, FIRST: 0.5}], indirect=True)
 def test_the_leaders_own_engine_pulls_too(hall: Hall) -> None:
     hall.pull(LEADER)
     hall.dispatcher.open(make_tasks(2))
     assert hall.positions(LEADER) == [0]
+
+
+@pytest.mark.parametrize("hall", [{FIRST: 2 / 3, SECOND: 1 / 3}], indirect=True)
+def test_stated_shares_are_exact(hall: Hall) -> None:
+    """Two thirds of 10 are 6.67, so the first engine gets 7 of them, however slow it is. The rest waits."""
+    hall.dispatcher.open(make_tasks(10))
+    hall.pull(SECOND)
+    assert hall.positions(SECOND) == [0, 1, 2]
+    hall.pull(SECOND)
+    assert hall.silent(SECOND), "it has had its share"
+    hall.pull(FIRST, room=5)
+    assert hall.positions(FIRST) == [3, 4, 5, 6, 7]
+    hall.pull(FIRST, held=4)
+    assert hall.positions(FIRST) == [8, 9]
+    hall.dispatcher.open(make_tasks(3, batch=2))
+    assert hall.positions(SECOND) == [0], "the next batch is divided anew"
+
+
+def test_a_slow_engine_gets_a_smaller_share(hall: Hall) -> None:
+    """Its decode steps take twice as long, with as many sequences."""
+    hall.teach(0.01, 0.02)
+    hall.dispatcher.open(make_tasks(9, batch=2))
+    assert (len(hall.positions(FIRST)), len(hall.positions(SECOND))) == (6, 3)
+
+
+def test_noise_leaves_shares_equal(hall: Hall) -> None:
+    hall.teach(0.0100, 0.0109)
+    hall.dispatcher.open(make_tasks(6, batch=2))
+    assert len(hall.positions(SECOND)) == 3
+
+
+def test_a_slow_engine_takes_no_group_that_a_fast_one_would_finish_sooner(hall: Hall) -> None:
+    """Both have room for two groups, and the second takes twice as long for one. The first frees two slots meanwhile,
+    so the second takes another group only while at least two wait besides it."""
+    hall.teach(0.01, 0.02, room=2)
+    hall.dispatcher.open(make_tasks(8, batch=2))
+    assert sorted([hall.positions(FIRST), hall.positions(SECOND)]) == [[0, 1], [2, 3]]
+    hall.pull(SECOND, room=1, held=1)
+    assert hall.positions(SECOND) == [4], "3 wait besides it"
+    hall.pull(FIRST, room=1, held=1)
+    assert hall.positions(FIRST) == [5]
+    hall.pull(SECOND, room=1, held=1)
+    assert hall.silent(SECOND), "1 would wait besides it"
+    hall.pull(FIRST, room=1, held=1)
+    assert hall.positions(FIRST) == [6]
+    hall.pull(FIRST, room=1, held=1)
+    assert hall.positions(FIRST) == [7], "the fastest takes the last"
+
+
+def test_a_slow_engine_is_named_though_it_ends_with_the_others(hall: Hall) -> None:
+    """At half speed, it costs a quarter of the round: two fast engines would need 1.5 / 2 of the time."""
+    hall.teach(0.01, 0.02)
+    hall.dispatcher.open(make_tasks(3, batch=2))
+    assert (len(hall.positions(FIRST)), len(hall.positions(SECOND))) == (2, 1)
+    time.sleep(0.4)
+    hall.pull(SECOND)
+    hall.pull(FIRST)
+    assert hall.silent(FIRST)
+    batch = hall.dispatcher.time_batch()
+    assert (batch.slowest, batch.speed) == (SECOND, pytest.approx(0.5))
+    assert batch.cost_s == pytest.approx(batch.seconds / 4, abs=0.05)
 
 
 def test_tasks_arrive_unchanged(hall: Hall) -> None:

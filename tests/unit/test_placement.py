@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from rl.config.schema import ConfigError
+from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement, plan
 
 MISSION = {"rollout": "0-19", "inference": "20-23", "actor": "24-31"}
@@ -428,3 +429,51 @@ def test_inference_and_rollout_share_ranks_without_tensor_parallelism() -> None:
     placement = plan({"inference,rollout": "0-3", "actor": "4-7"}, 1, 8)
     assert placement.scorers == [0, 1, 2, 3]
     assert len(placement.engines) == 4
+
+
+def test_nodes_of_different_sizes() -> None:
+    """8 and 4 ranks, engines of 4 ranks. Nothing in the placement depends on equal nodes."""
+    placement = plan({"rollout": "75%", "actor": "rest"}, 2, [8, 4], 4)
+    assert placement.engines == ((0, 1, 2, 3), (4, 5, 6, 7)) and placement.actors == [8, 9, 10, 11]
+    assert placement.node_leads == [0, 8]
+    assert [placement.nodes.node_of(rank) for rank in (0, 7, 8, 11)] == [0, 0, 1, 1]
+    assert [*placement.nodes.ranks_of(1)] == [8, 9, 10, 11]
+    assert placement.summary().startswith("12 ranks on 2 nodes (8 and 4 ranks): ")
+    assert [line.split()[1] for line in placement.table().splitlines()[1:]] == ["0"] * 8 + ["1"] * 4
+
+
+def test_a_config_may_state_the_size_of_each_node() -> None:
+    spec = {"actor,rollout": "all", "num_nodes": 2, "num_gpus_per_node": [2, 1]}
+    assert plan(spec, 2, [2, 1]).world_size == 3
+    with pytest.raises(ConfigError, match="the config says 2,1, but the world that torchrun started has 1,2; start 2"):
+        plan(spec, 2, [1, 2])
+    assert plan(spec | {"num_gpus_per_node": [2, 2]}, 2, 2).world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ("2,1,1", {0: 0.25, 1: 0.25, 2: 0.25, 3: 0.25}),  # the first node has two engines
+        ([2, 1, 1], {0: 0.25, 1: 0.25, 2: 0.25, 3: 0.25}),
+        ("1, 1 ,2", {0: 0.125, 1: 0.125, 2: 0.25, 3: 0.5}),
+        ("0.5,1,1", {0: 0.1, 1: 0.1, 2: 0.4, 3: 0.4}),
+        ("auto", None),
+        (None, None),
+    ],
+)
+def test_weights_of_nodes_are_divided_among_their_engines(weights: Any, shares: dict[int, float] | None) -> None:
+    placement = plan({"actor,rollout": "all", "rank_weights": weights}, 3, [2, 1, 1])
+    assert placement.engine_shares == (None if shares is None else pytest.approx(shares))
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "sizes"), [([0], (1,)), ([0, 1, 0, 1], (2, 2)), ([0, 1, 0], (2, 1)), ([0, 0, 1, 2], (1, 3))]
+)
+def test_nodes_are_found_from_local_ranks(local_ranks: list[int], sizes: tuple[int, ...]) -> None:
+    assert Nodes.from_local_ranks(local_ranks).sizes == sizes
+
+
+@pytest.mark.parametrize("local_ranks", [[0, 0, 1, 1], [1, 0], [0, 2]])
+def test_ranks_of_a_node_must_be_consecutive(local_ranks: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"the ranks of a node must be consecutive.*as torchrun starts them"):
+        Nodes.from_local_ranks(local_ranks)

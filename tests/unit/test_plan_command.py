@@ -40,6 +40,24 @@ SHARED = {
     "flags after overrides": [*MISSION, "--plan", "--nproc-per-node=8", "--nnodes=4"],
     "sizes from config": ["--plan", "--config", "cluster.yaml"],
     "flags against config": ["--plan", "--config", "cluster.yaml", "--nnodes", "1"],
+    "uneven nodes": [
+        *("--plan", "--nproc-per-node", "5,3", "placement.rollout=0-3,5-6", "placement.actor=4,7"),
+        *("rollout.tensor_parallel_size=2", "placement.rank_weights=3,1"),
+    ],
+    "uneven nodes from config": ["--plan", "placement.num_gpus_per_node=2,1", "placement.rank_weights=auto"],
+    "a node without engines": [
+        *("--plan", "--nnodes=2", "--nproc-per-node=1", "placement.rollout=0", "placement.actor=1"),
+        "placement.rank_weights=1,2",
+    ],
+    "an engine across nodes": ["--plan", "--nproc-per-node=5,4", "rollout.tensor_parallel_size=3"],
+    "more numbers than nodes": ["--plan", "--nnodes", "3", "--nproc-per-node", "8,4"],
+    "no number of ranks": ["--plan", "--nproc-per-node", "8,x"],
+    "more weights than nodes": ["--plan", "--nnodes=2", "placement.rank_weights=2,1,1"],
+    "a weight of zero": ["--plan", "--nnodes=2", "placement.rank_weights=1,0"],
+    "a negative weight": ["--plan", "--nnodes=2", "placement.rank_weights=-2,1"],
+    "weights that are no numbers": ["--plan", "--nnodes=2", "placement.rank_weights=fast,slow"],
+    "more sizes than nodes": ["--plan", "placement.num_gpus_per_node=8,4", "placement.num_nodes=3"],
+    "other sizes than the flags": ["--plan", "--nproc-per-node=2,2", "placement.num_gpus_per_node=2,1"],
     "wrong for the model": ["--plan", "--nproc-per-node=3", "rollout.tensor_parallel_size=3"],
     "too long for the model": ["--plan", "data.max_prompt_tokens=123"],
     "far too long": ["--plan", "rollout.max_new_tokens=512"],
@@ -592,10 +610,41 @@ def test_the_ranks_of_a_recipe(answers: dict[str, Answer]) -> None:
     assert [line.split()[2] for line in rows] == ["rollout"] * 20 + ["inference"] * 4 + ["actor"] * 8
 
 
+def test_nodes_of_different_sizes_and_their_shares(answers: dict[str, Answer]) -> None:
+    """Node 0 has two engines and node 1 has one. They have three quarters and one quarter of the groups."""
+    rows = [line.split() for line in answers["uneven nodes"].stdout.splitlines()[1:9]]
+    assert [row[1] for row in rows] == ["0"] * 5 + ["1"] * 3
+    assert [row[3] for row in rows] == ["0", "0", "1", "1", "-", "2", "2", "-"]
+    shares = answers["uneven nodes"].section("shares")
+    assert "node 0: 75.0% of the groups (2 engines, 37.5% each)" in shares
+    assert "node 1: 25.0% of the groups (1 engine)" in shares
+    from_config = answers["uneven nodes from config"].stdout.splitlines()
+    assert [line.split()[1] for line in from_config[1:4]] == ["0", "0", "1"]
+    assert not any(line.startswith("shares") for line in from_config), "auto: they are not known yet"
+    note = answers["a node without engines"].section("note")
+    assert "placement.rank_weights: node 1 has no engine, so the weight of such a node has no effect" in note
+
+
 @pytest.mark.parametrize(
     ("command", "parts"),
     [
         ("wrong placement", ["rank 0 is in the entry 'rollout' and in the entry 'actor'", "write 'rollout,actor': 0"]),
+        (
+            "an engine across nodes",
+            ["got 3, but ranks 3, 4, 5 of one engine are on different nodes of 5 and 4 ranks", "rollout: 0-2,5-7"],
+        ),
+        (
+            "more weights than nodes",
+            ["rank_weights: got 3 numbers (2,1,1), but the world has 2 nodes", "placement.rank_weights=2,1, or auto"],
+        ),
+        ("a weight of zero", ["rank_weights: got 0 for node 1", "above 0", "give its ranks no rollout role"]),
+        ("a negative weight", ["rank_weights: got -2 for node 0", "above 0", "give its ranks no rollout role"]),
+        ("weights that are no numbers", ["got 'fast,slow', which is not a list of numbers", "one positive number per"]),
+        ("more sizes than nodes", ["num_gpus_per_node: got 2 numbers, but placement.num_nodes is 3", "one for each"]),
+        (
+            "other sizes than the flags",
+            ["num_gpus_per_node: the config says 2,1, but", "start 2 + 1 = 3 ranks", "num_gpus_per_node=2"],
+        ),
         ("flags against config", ["placement.num_nodes: the config says 2", "has 1", "placement.num_nodes=1"]),
         ("wrong for the model", [f"got 3, but {ROOT / 'configs/tiny'} has 4 attention heads", "one of 1, 2, 4"]),
         ("too long for the model", ["got 129, but", "has 128 positions", "data.max_prompt_tokens=122"]),
@@ -731,6 +780,8 @@ def test_a_plan_writes_nothing(commands: Commands) -> None:
     [
         ("sizes without a plan", "--nnodes and --nproc-per-node after train.py need --plan"),
         ("no ranks", "--nnodes and --nproc-per-node: got 0; they must be at least 1"),
+        ("more numbers than nodes", "--nproc-per-node has 2 numbers, and --nnodes is 3; give one number for all nodes"),
+        ("no number of ranks", "--nproc-per-node: got '8,x'; give a number such as 8, or one per node such as 8,4"),
     ],
 )
 def test_sizes_are_torchruns_unless_there_is_a_plan(answers: dict[str, Answer], command: str, text: str) -> None:

@@ -25,11 +25,15 @@ class FakeCoordinator:
     def __init__(self, slow: tuple[int, int] | None = None, hanging: int | None = None, held_by: str = ""):
         self.slow, self.hanging, self.held_by = slow, hanging, held_by
         self.rate, self.num_ranks = 2.0 * GB, 6
+        self.links: set[frozenset[int]] = set()  # of GPUs, that were measured
         self.markers: dict[str, str] = {}
         self.asked: list[str] = []
 
+    def node_of(self, rank: int) -> int:
+        return rank // NUM_LOCAL
+
     def addresses(self) -> dict[int, str]:
-        return {rank: f"10.0.0.{rank // NUM_LOCAL}" for rank in range(6)}
+        return {rank: f"10.0.0.{self.node_of(rank)}" for rank in range(6)}
 
     def ask(self, question: str, arguments: Mapping[int, Mapping[str, Any]], timeout_s: float = 1.0) -> dict[int, Any]:
         self.asked += [question] if arguments else []
@@ -82,16 +86,35 @@ class FakeCoordinator:
         def rate(partner: int) -> float:
             if self.slow is not None and {rank, partner} == {*self.slow}:
                 return 4.0 * GB
-            return (300.0 if partner // NUM_LOCAL == rank // NUM_LOCAL else 40.0) * GB
+            return (300.0 if self.node_of(partner) == self.node_of(rank) else 40.0) * GB
 
+        self.links |= {frozenset((rank, partner)) for partner in partners if partner is not None}
         return [None if partner is None else rate(partner) for partner in partners]
+
+
+class UnevenCoordinator(FakeCoordinator):
+    """Two nodes: ranks 0-3 on the first one, ranks 4-5 on the second."""
+
+    def node_of(self, rank: int) -> int:
+        return rank // 4
+
+    def describe(self, rank: int) -> dict[str, Any]:
+        found = super().describe(2 * (rank // 4))
+        node = found.pop("node") | {"is_head": rank == 0, "head": "a", "number": rank // 4}
+        gpu = found["gpu"] | {"count": 2 if rank > 3 else 4, "index": rank % 4}
+        found |= {"gpu": gpu, "host": HOSTS[rank // 4], "sink": 1000 + rank}
+        return found | ({"node": node} if rank in (0, 4) else {})
+
+    def hold_port(self, rank: int, port: int) -> str:
+        assert (rank, port) == (0, 29500)
+        return ""
 
 
 def check(
     coordinator: FakeCoordinator, *settings: str, trains: bool = True
 ) -> tuple[dict[str, CheckResult], ClusterCheck]:
     config = load_config(overrides=[*settings])
-    cluster = ClusterCheck(cast(Coordinator, coordinator), NUM_LOCAL, config, saves=trains, trains=trains)
+    cluster = ClusterCheck(cast(Coordinator, coordinator), config, saves=trains, trains=trains)
     return {result.name: result for result in cluster.run()}, cluster
 
 
@@ -105,6 +128,19 @@ def test_a_healthy_cluster() -> None:
     assert rows["GPUs between nodes"].text == "40.00 GB/s to 40.00 GB/s, 12 links"  # 3 pairs, 2 GPUs, both ways
     assert rows["GPUs inside nodes"].text == "300.00 GB/s to 300.00 GB/s, 6 links"
     assert not coordinator.markers and cluster.all_alive
+
+
+def test_nodes_may_have_different_numbers_of_ranks() -> None:
+    """4 and 2 ranks: 2 links between GPUs of the nodes, 6 + 1 inside them, each measured in both directions."""
+    coordinator = UnevenCoordinator()
+    rows, cluster = check(coordinator)
+    assert {name: row.state for name, row in rows.items()} == dict.fromkeys(CHECKS, OK), rows
+    assert rows["nodes"].text == "2 nodes with 4 and 2 ranks"
+    assert rows["GPUs"].text == "4 and 2 x H100 on the nodes, free"
+    assert rows["placement"].text.startswith("6 ranks on 2 nodes (4 and 2 ranks)")
+    inside = {frozenset((a, b)) for ranks in (range(4), range(4, 6)) for a in ranks for b in ranks if a < b}
+    assert coordinator.links == inside | {frozenset((0, 4)), frozenset((1, 5))}
+    assert cluster.num_nodes == 2
 
 
 def test_evaluating_alone_needs_less_than_training() -> None:
@@ -187,14 +223,4 @@ def test_settings_that_one_node_refuses_end_the_checks() -> None:
     coordinator = FakeCoordinator()
     coordinator.describe = lambda rank: {"config_error": "no file", "host": "b"}  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="b: no file"):
-        check(coordinator)
-
-
-def test_nodes_with_unequal_numbers_of_ranks_are_refused() -> None:
-    """1, 2 and 3 ranks on three nodes are 6 too."""
-    coordinator = FakeCoordinator()
-    plain = coordinator.describe
-    leads = {0: 0, 1: 2, 3: 4}
-    coordinator.describe = lambda rank: plain(leads.get(rank, 1))  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="got 6 ranks, 2 of them on the node of rank 0; all nodes need equally many"):
         check(coordinator)

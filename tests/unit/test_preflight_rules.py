@@ -17,6 +17,7 @@ from launch.checks.results import (
     format_verdict,
     summarize,
 )
+from rl.placement.nodes import Nodes
 
 
 def named(*hosts: str) -> list[str]:
@@ -139,7 +140,7 @@ def test_gpus_that_are_missing_busy_or_broken() -> None:
     two = named("a", "b")
 
     def check(gpus: list[dict[str, Any]], share: bool = False) -> CheckResult:
-        return rules.check_gpus(gpus, 2, share, [["77, python, 40000 MiB"], []], two)
+        return rules.check_gpus(gpus, Nodes((2, 2)), share, [["77, python, 40000 MiB"], []], two)
 
     good = [gpu(index=index) for index in (0, 1)]
     assert check([{}] * 4) == CheckResult("GPUs", OK, "none: all ranks run on CPUs")
