@@ -52,9 +52,10 @@ class RolloutLead:
         return self.sync.publish(self.step)
 
     def evaluate(self, version: int) -> None:
-        """Evaluate the weights, if that is due and was not done yet."""
+        """Evaluate the weights, if that is due and was not done yet. Of several parts, only the first evaluates."""
         run, step = self.run, self.run.start_step
-        is_wanted = run.phase.split == "eval-only" or (run.phase.split == "all" and self._is_evaluation_left(version))
+        has_both = run.phase.split == "all" and run.phase.part[0] == 1
+        is_wanted = run.phase.split == "eval-only" or (has_both and self._is_evaluation_left(version))
         if self.evaluation is None or not is_wanted:
             return
         values = self.evaluation.run(step, version)
@@ -99,7 +100,7 @@ class RolloutLead:
         text = "nothing was being sampled"
         if self.archive is not None:
             num_done = self.archive.num_stored + self.archive.num_written
-            text = f"{count_of(num_done, 'group')} of step {self.step} are in {self._folder}"
+            text = f"{self._folder} has {count_of(num_done, 'group')}"
         raise Stopped(f"{text}; the same command continues (run.name={self.run.folder.name})")
 
 

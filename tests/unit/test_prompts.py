@@ -27,7 +27,7 @@ def test_stream_order_is_fixed() -> None:
     taken = take(PromptStream(make_prompts(6), seed=0), 12)
     assert ids(taken) == [0, 5, 1, 4, 3, 2, 2, 0, 1, 5, 3, 4]
     assert [prompt.epoch for prompt in taken] == [0] * 6 + [1] * 6
-    assert taken[6] == Prompt(2, 1, "text 2", "answer 2", [2])
+    assert taken[6] == Prompt(2, 1, "text 2", "answer 2", [2], number=6)
 
 
 def test_stream_order_depends_on_seed_and_epoch_alone() -> None:
