@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl.config.load import load_config
-from rl.config.schema import Config
+from rl.config.schema import PLACEMENT_SETTINGS, Config
 from tests.doc_commands import FENCE, PAGES, SPAN
 from tests.launcher import ROOT
 from tests.unit.test_structure import LAYERS
@@ -182,7 +182,7 @@ def test_settings_that_are_named_exist(page: Path) -> None:
 def is_setting(word: str) -> bool:
     section, name = word.split(".")
     if section == "placement":
-        return name in ("rollout", "inference", "actor", "num_nodes", "num_gpus_per_node")
+        return name in ("rollout", "inference", "actor", *PLACEMENT_SETTINGS)
     return any(field.name == name for field in dataclasses.fields(getattr(Config(), section)))
 
 
