@@ -58,6 +58,7 @@ class Gathered:
     scores: dict[int, Results]  # of this actor's groups, by position; what this batch has scored
     num_preemptions: int  # of this actor's groups
     num_kept_tokens: int  # see ScoredGroup
+    scored: frozenset[str] = frozenset()  # names of the scores of all actors' groups, such as reward/NAME/PART
     missing: frozenset[int] = frozenset()  # positions of this actor's groups that are in no file, in the phase update
 
 
@@ -199,7 +200,7 @@ class Rollouts(Service):
             trained_s = self._overlap.trained_s if self._overlap is not None else 0.0
             self._times.append(replace(took, trained_s=trained_s))
         missing = frozenset(arrived.keys() - groups.keys())
-        return Gathered(groups, owners, scores, num_preemptions, num_kept_tokens, missing)
+        return Gathered(groups, owners, scores, num_preemptions, num_kept_tokens, frozenset(totals), missing)
 
     def take_times(self) -> list[BatchTime]:
         """Return how long the engines took for each batch to train on since the last call. Only the leader knows."""

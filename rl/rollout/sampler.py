@@ -60,6 +60,7 @@ class Sampler:
         self._schedule, self.sampling, self._algo, self._rewards = schedule, sampling, algo, rewards
         self._held = held if held is not None else HeldGroups()
         self._in_flight: InFlight | None = None
+        self._scored: set[str] = set()  # names of scores so far, including parts; equal on all actors
 
     def sample(self, version: int, measures: Measures) -> Sampled:
         """Return the next batch. Sample rounds from this version of the weights until the schedule has one. A round
@@ -102,6 +103,7 @@ class Sampler:
             return
         (now, batch), self._in_flight = self._in_flight, None
         gathered = self.rollouts.gather(batch)
+        self._scored |= gathered.scored
         self._held.add(now.groups, gathered)
         outcomes = dict(zip(now.groups, self._outcomes(gathered), strict=True))
         informative = [number for number, outcome in outcomes.items() if outcome == INFORMATIVE]
@@ -178,6 +180,8 @@ class Sampler:
             measures.mean(f"reward/{name}", *totals.get(f"reward/{name}", (0.0, 0.0)))
         for name in ("reward/timeouts", "reward/errors"):
             measures.sum(name, totals[name][0])
+        for name in sorted(self._scored - set(measures.names)):  # parts; only the functions know their names
+            measures.mean_if_any(name, *totals.get(name, (0.0, 0.0)))
 
     def _count(self, measures: Measures, name: str, count: int) -> None:
         """Add a number that every actor knows."""

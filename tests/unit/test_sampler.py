@@ -74,8 +74,9 @@ class Rank:
         owners = [position % size for position in range(len(prompts))]
         mine = [position for position, owner in enumerate(owners) if owner == self._rank]
         groups = {position: self._engines.group(prompts[position], position) for position in mine}
-        result = {"parts": {"made_up": 1.0}, "status": "ok", "answer": None}
-        return Gathered(groups, owners, {position: [result, result] for position in mine}, 1, 0)
+        result = {"parts": {"made_up": 1.0, "made_up/part": 0.5}, "status": "ok", "answer": None}
+        names = frozenset({"reward/timeouts", "reward/errors", "reward/made_up", "reward/made_up/part"})
+        return Gathered(groups, owners, {position: [result, result] for position in mine}, 1, 0, names)
 
     def settle(self, groups: dict[int, Batch], owners: list[int]) -> Batch:
         """Nothing moves."""
@@ -128,6 +129,7 @@ def test_the_first_informative_groups_in_stream_order(num_ranks: int) -> None:
         "rollout/sampled_prompts": 11,
         "rollout/informative_prompts": 5,
         "reward/made_up": 1.0,
+        "reward/made_up/part": 0.5,
         "reward/timeouts": 0,
         "reward/errors": 0,
     }
