@@ -36,7 +36,7 @@ def assert_scored(result: Result) -> None:
     assert sum(row["reward/timeouts"] for row in result.metrics) > 0
     assert sum(row["reward/errors"] for row in result.metrics) > 0
     assert result.output.count(": it took longer than reward.timeout_s = 0.5 s (configs/tiny/train.jsonl, line ") == 1
-    assert result.output.count(": RuntimeError: planted (prompt") == 1
+    assert result.output.count(": RuntimeError: planted (configs/tiny/train.jsonl, line ") == 1
     assert_counted(result)
 
 

@@ -16,15 +16,6 @@ from tests.launcher import ROOT
 from tests.unit.peers import source
 
 NOT_KEYS = {"reward_model.ground_truth", "python -m verl.model_merger"}  # a column of verl's rows, and a program
-# Settings of Intuitor's and run.sh's commands that have no row yet.
-WITHOUT_A_ROW = {
-    "Intuitor": {
-        "actor_rollout_ref.ref.fsdp_config.param_offload",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-        "trainer.project_name",
-    },
-    "run.sh": {"--rank-weights", "--rl-phase", "--rollout-split"},
-}
 
 
 def published() -> dict[str, set[str]]:
@@ -67,11 +58,11 @@ def test_names_on_the_page_are_published(title: str, at_least: int) -> None:
 
 
 def test_every_setting_of_a_whole_command_has_a_row() -> None:
-    """Of Intuitor's script and run.sh. Add a row to the page, and remove the name above."""
+    """Of Intuitor's script and run.sh."""
     rows = {"Intuitor": {*named("Intuitor"), *named("verl")}, "run.sh": set(named("run.sh"))}
     for title, names in rows.items():
         leaves = {key for key in KEYS[title] if not any(other.startswith(f"{key}.") for other in KEYS[title])}
-        assert leaves - names == WITHOUT_A_ROW[title], title
+        assert leaves - names == set(), title
 
 
 def test_every_source_has_a_version() -> None:
