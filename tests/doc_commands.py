@@ -91,8 +91,11 @@ ELSEWHERE = {
         "tests/unit/test_answer_forms.py",
         '"-m", "tests.answer_forms"',
     ),
-    "python tools/tensorboard.py runs/x": ("tests/distributed/test_tensorboard_gather.py", 'tool("tensorboard.py"'),
-    "python tools/tensorboard.py runs/x --nodes NAME:sky_workdir/runs/x,NAME-worker1:sky_workdir/runs/x": (
+    "python tools/open_tensorboard.py runs/x": (
+        "tests/distributed/test_tensorboard_gather.py",
+        'tool("open_tensorboard.py"',
+    ),
+    "python tools/open_tensorboard.py runs/x --nodes NAME:sky_workdir/runs/x,NAME-worker1:sky_workdir/runs/x": (
         "tests/distributed/test_tensorboard_gather.py",
         '"--nodes"',
     ),

@@ -39,8 +39,6 @@ from rl.sync.probe import probe_of_run
 from rl.world.service import EndRun
 from rl.world.world import World, join
 
-# torchao compiles its step, for minutes on a CPU. tests/e2e/test_settings.py lets it.
-torch.compile = lambda function, **options: function
 NUM_PROMPTS = 5
 MAX_WORLD_S = 60.0
 VOCABULARY = 37  # divides by no number of ranks
@@ -209,4 +207,6 @@ def main(jobs: list[Job]) -> None:
 
 
 if __name__ == "__main__":
+    # torchao compiles its step, for minutes on a CPU. tests/e2e/test_settings.py lets it.
+    torch.compile = lambda function, **options: function
     main([Job(**job) for job in json.loads(sys.argv[1])])

@@ -16,8 +16,6 @@ from torch.distributed.tensor import distribute_tensor
 from rl.config.schema import ActorConfig
 from rl.learner.optimizers import ModelOptimizer, build_optimizer
 
-# torchao compiles its step, for minutes on a CPU. tests/e2e/test_settings.py lets it.
-torch.compile = lambda function, **options: function
 NUM_STEPS, LR = 3, 0.01
 CPU = torch.device("cpu")
 
@@ -83,4 +81,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # torchao compiles its step, for minutes on a CPU. tests/e2e/test_settings.py lets it.
+    torch.compile = lambda function, **options: function
     main()

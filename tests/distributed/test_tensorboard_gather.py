@@ -1,4 +1,4 @@
-"""tools/tensorboard.py over a real sshd: which events it finds and copies, and what it says if there are none."""
+"""tools/open_tensorboard.py over a real sshd: which events it finds and copies, and what it says if there are none."""
 
 import json
 import re
@@ -39,7 +39,7 @@ class Run:
         return ",".join(f"node{node}:{self.folders[node]}" for node in range(1, 4))
 
     def gather(self, *more: str | Path, code: int = 0) -> str:
-        command = [sys.executable, "tools/tensorboard.py", *map(str, more), *self.ssh, "--gather-only"]
+        command = [sys.executable, "tools/open_tensorboard.py", *map(str, more), *self.ssh, "--gather-only"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
         assert done.returncode == code, done.stdout + done.stderr
         assert "Traceback" not in done.stderr
@@ -165,7 +165,7 @@ def test_tensorboard_serves_on_the_loopback_and_follows_the_run(run: Run) -> Non
     events.write_bytes(part)
     port = free_port()
     options = [run.here, "--nodes", run.nodes, *run.ssh, "--port", str(port), "--interval", "0.5"]
-    person = tool("tensorboard.py", *options, timeout_s=40)
+    person = tool("open_tensorboard.py", *options, timeout_s=40)
     person.expect(
         rf"http://127.0.0.1:{port}/ on this machine; from your own machine, first run: ssh -N -L (\S+) (\S+)\r"
     )
@@ -179,7 +179,7 @@ def test_tensorboard_serves_on_the_loopback_and_follows_the_run(run: Run) -> Non
     listening = subprocess.run(["ss", "-Htln", f"sport = :{port}"], capture_output=True, text=True).stdout
     assert re.findall(r"\S+:\d+(?=\s)", listening) == [f"127.0.0.1:{port}"], listening
     taken = subprocess.run(
-        [sys.executable, "tools/tensorboard.py", str(run.here), *map(str, options[1:])],
+        [sys.executable, "tools/open_tensorboard.py", str(run.here), *map(str, options[1:])],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -104,7 +104,7 @@ def test_two_clusters_side_by_side_with_disks_of_their_own(tmp_path: Path) -> No
             assert saved_step(disk / "one") >= 3
 
         # The events are on the node that had the leader. The desk knows the nodes from the job.
-        gather = nodes.at_desk(sys.executable, "tools/tensorboard.py", nodes.runs / "one", "--gather-only")
+        gather = nodes.at_desk(sys.executable, "tools/open_tensorboard.py", nodes.runs / "one", "--gather-only")
         done = subprocess.run(gather, env=activated_environment(), capture_output=True, text=True, timeout=60)
         (written,) = [path for disk in nodes.disks for path in (disk / "one").glob("events.*")]
         copied = nodes.runs / "one" / "tensorboard" / written.name
@@ -122,7 +122,7 @@ def test_the_node_of_rank_0_finds_the_events_of_a_leader_elsewhere(tmp_path: Pat
         leader = written.parent.parent.name
         other = next(disk for disk in nodes.disks if disk.name != leader)
         ssh = f"ssh -F {tmp_path}/ssh_config -i {tmp_path}/identity"
-        tool = f"{sys.executable} tools/tensorboard.py {nodes.runs}/x --gather-only --ssh {shlex.quote(ssh)}"
+        tool = f"{sys.executable} tools/open_tensorboard.py {nodes.runs}/x --gather-only --ssh {shlex.quote(ssh)}"
         command = nodes.at_desk("launch/ssh.sh", "run", "x", "--node", other.name.removeprefix("node"), tool)
         done = subprocess.run(command, env=activated_environment(), capture_output=True, text=True, timeout=60)
         assert f"the leader, which writes the events, is rank 1 on {leader}\n" in done.stdout, done

@@ -79,7 +79,7 @@ def test_errors_of_the_client_that_quote_a_token(text: str, monkeypatch: pytest.
     for action in (
         lambda: client.find_commit("model.path", "ada/tiny"),
         lambda: client.download("model.path", "ada/tiny", "0" * 40),
-        HubRepository("ada/tiny").check,
+        HubRepository("ada/tiny").describe,
     ):
         with pytest.raises(Exception, match=r"\*\*\*") as error:
             action()
@@ -91,7 +91,7 @@ def test_errors_of_the_client_that_quote_a_token(text: str, monkeypatch: pytest.
 def test_a_token_in_the_address_of_the_hub(tmp_path: Path) -> None:
     """The address is part of most messages of the client and of ours."""
     code = "from rl.model import hub; hub.MAX_RETRIES, hub.FIRST_WAIT_S = 1, 0.01; hub.find_commit('model.path', 'a/b')"
-    uploads = "from rl.export.upload import HubRepository; HubRepository('ada/b').check()"
+    uploads = "from rl.export.upload import HubRepository; HubRepository('ada/b').describe()"
     with hub() as fake:
         environment = fake.environment(tmp_path) | {"PYTHONPATH": str(ROOT)}
         environment["HF_ENDPOINT"] = fake.url.replace("http://", f"http://ada:{PASSWORD}@")

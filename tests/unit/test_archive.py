@@ -127,7 +127,7 @@ def test_engines_write_groups_before_the_leader_hears_of_them(mails: list[Mailbo
 def test_stored_groups_stand_in_for_engines(mails: list[Mailbox]) -> None:
     """Rank 0 leads, rank 1 owns the groups, and rank 2 is an engine."""
     groups = {GroupKey(1, 10): make_group(10), GroupKey(2, 11): make_group(11), GroupKey(2, 10): make_group(10)}
-    archive = ArchiveDispatcher(mails[0], Dispatcher(mails[0], 1), groups, samples=lambda number: number != 12)
+    archive = ArchiveDispatcher(mails[0], Dispatcher(mails[0], [2]), groups, samples=lambda number: number != 12)
     mails[2].send(0, Pull(8, 0))
     archive.open([task_of(10, 0), task_of(11, 1), task_of(12, 2)])
     (asked,) = take(mails[2], NewTasks).message.tasks

@@ -1,7 +1,7 @@
 """Show a run in TensorBoard, wherever its event files are.
 
-    python tools/tensorboard.py [RUN]
-    python tools/tensorboard.py runs/x --nodes node0:/data/runs/x,node3:/data/runs/x
+    python tools/open_tensorboard.py [RUN]
+    python tools/open_tensorboard.py runs/x --nodes node0:/data/runs/x,node3:/data/runs/x
 
 RUN is the directory of a run (default: the newest under runs/). The leader, which is the first actor rank, writes the
 events on the disk of its node. With placement.actor=24-31 and 8 ranks per node, that is the fourth node. If other nodes
