@@ -19,7 +19,8 @@ from rl.evaluation.evaluation import Evaluation, is_evaluation_due, show_evaluat
 from rl.model.shards import local_slices
 from rl.report.metrics import MetricsWriter, read_metrics
 from rl.rollout.archive import ArchiveDispatcher
-from rl.rollout.collect import Balancer, Rollouts
+from rl.rollout.balance import Balancer
+from rl.rollout.collect import Rollouts
 from rl.rollout.sampler import Sampler
 from rl.run.build import build_evaluation, build_sampler, error_if_all_fail
 from rl.run.models import load
