@@ -150,10 +150,12 @@ def _typed(values: dict) -> Config:
         values["sync"]["verify"] = "off"  # YAML reads a bare `off` as a boolean
     kinds = {name: entry.type for name, entry in keys_of(Config)}
     _fill_empty(values, kinds)
+    if "class" in values.get("environment", {}):
+        values["environment"]["class_"] = values["environment"].pop("class")
     try:
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values)))
     except ConfigKeyError as error:
-        known = [entry.name for entry in fields(error.object_type or Config)]
+        known = [entry.name.rstrip("_") for entry in fields(error.object_type or Config)]
         prefix = next((f"{entry.name}." for entry in fields(Config) if entry.type is error.object_type), "")
         near = difflib.get_close_matches(str(error.key), known, n=1)
         names = ", ".join(prefix + name for name in known)

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -92,7 +93,7 @@ def keys_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
         if is_dataclass(entry.type):
             yield from keys_of(entry.type, f"{prefix}{entry.name}.")
         else:
-            yield prefix + entry.name, entry
+            yield prefix + entry.name.rstrip("_"), entry
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,51 @@ class RewardConfig:
     credentials: list[str] = key(
         [], "Names of credentials in the environment that functions may read, such as [OPENAI_API_KEY]."
     )
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """Conversations of several turns: docs/environments.md. At most one of tools, class and rollout is set, except that
+    a class may be given tools besides its own methods."""
+
+    tools: list[str] = key(
+        [], "Functions that the model may call: a list of file.py:function. Types and docstrings describe them."
+    )
+    class_: str = key("", "file.py:Class of an environment, with one instance per sample. Empty: none.")
+    rollout: str = key("", "file.py:function of an asynchronous function that makes a whole rollout. Empty: none.")
+    options: dict[str, Any] = key({}, "Keyword arguments of the class or of the rollout function.")
+    max_turns: int = key(8, "Maximum number of the model's turns in a conversation.", POSITIVE)
+    max_tokens_per_turn: int = key(
+        0, "Maximum number of tokens that the model writes in a turn; 0: none.", NOT_NEGATIVE
+    )
+    max_observation_tokens: int = key(
+        512, "Maximum length of one observation. The middle of a longer one is left out.", POSITIVE
+    )
+    max_conversation_tokens: int = key(
+        0,
+        "Maximum number of tokens after the first prompt: those of the model, of which there are at most "
+        "rollout.max_new_tokens, and those of observations. 0: twice rollout.max_new_tokens.",
+        NOT_NEGATIVE,
+    )
+    max_seconds: float = key(600.0, "Time limit of a conversation in seconds, over all of its turns.", POSITIVE)
+    timeout_s: float = key(10.0, "Time limit in seconds of each call of a tool or an environment.", POSITIVE)
+    num_workers: int = key(
+        0,
+        "Processes per engine for tools and environments that are not asynchronous; 0: as many as needed, up to 64.",
+        NOT_NEGATIVE,
+    )
+    on_rewrite: Literal["refuse", "split"] = key(
+        "refuse",
+        "If the model's chat template changes earlier turns when a conversation goes on: refuse to start, or train on "
+        "each stretch between such changes as a sequence of its own.",
+    )
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.tools or self.class_ or self.rollout)
+
+
+setattr(EnvironmentConfig, "class", property(attrgetter("class_")))  # the key has the name of a Python keyword
 
 
 @dataclass(frozen=True)
@@ -546,6 +592,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -593,7 +640,13 @@ class Config:
     @property
     def max_sequence_tokens(self) -> int:
         """Return the maximum length of prompt and response, in training or evaluation."""
-        return self.data.max_prompt_tokens + max(self.rollout.max_new_tokens, self.eval.max_new_tokens)
+        return self.data.max_prompt_tokens + self.max_tokens_after_prompt
+
+    @property
+    def max_tokens_after_prompt(self) -> int:
+        """Return the maximum number of tokens after the first prompt: the model's, and those of observations."""
+        most = max(self.rollout.max_new_tokens, self.eval.max_new_tokens)
+        return (self.environment.max_conversation_tokens or 2 * most) if self.environment.is_set else most
 
 
 def resolve_path(path: str) -> Path:

@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-FORMAT = "oneworld rollouts 1"  # changing the fields of `Batch` needs another number
+FORMAT = "oneworld rollouts 2"  # changing the fields of `Batch` needs another number
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Batch:
     rewards: Tensor  # [S] float32
     group_ids: Tensor  # [S] int64, position of the prompt in its batch of the prompt stream
     truncated: Tensor  # [S] bool, whether max_new_tokens cut the response
+    turns: Tensor | None = None  # [T] int32, turn of a conversation in which the policy sampled the token; -1 elsewhere
+    samples: Tensor | None = None  # [S] int64, sample of the group; sequences of one conversation share its reward
     ended: Tensor | None = None  # [S] bool, whether the response has ended; None: all have
     noise: Tensor | None = None  # [S, n] uint8, state of each response's random generator; None if all have ended
     lags: Tensor | None = None  # [T] int32, number of updates since the token's version; None: 0 everywhere
@@ -137,7 +139,7 @@ class Batch:
         return {name: value for name, value in named.items() if value is not None}
 
 
-SEQUENCE_FIELDS = ("lengths", "prompt_lengths", "rewards", "group_ids", "truncated", "ended", "noise")
+SEQUENCE_FIELDS = ("lengths", "prompt_lengths", "rewards", "group_ids", "truncated", "samples", "ended", "noise")
 
 
 def read_metadata(data: bytes | bytearray) -> dict[str, str]:

@@ -20,6 +20,7 @@ LAYERS = [
     ("common",),
     ("config", "watch"),
     ("rewards", "placement", "data", "algo"),
+    ("environments",),
     ("world", "report", "model"),
     ("sync",),
     ("learner",),

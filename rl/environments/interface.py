@@ -1,0 +1,89 @@
+"""What passes between a conversation, its chat format, and the processes that run users' code."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+
+Message = dict[str, Any]  # role, content, and perhaps tool_calls, as chat templates know them
+# `unknown_tool` and `bad_arguments`: the user's code was not called. `crash`: its process ended.
+Status = Literal["ok", "error", "timeout", "crash", "unknown_tool", "bad_arguments"]
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call that the model has written."""
+
+    name: str
+    arguments: dict[str, Any]
+    problem: str = ""  # why its text is no valid call, for the model to read; empty: it is valid
+
+
+class ParsedTurn(msgspec.Struct, frozen=True):
+    """What the model has written in a turn."""
+
+    text: str  # without reasoning and calls
+    reasoning: str = ""
+    calls: list[ToolCall] = []
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a call of the user's code ended."""
+
+    status: Status
+    value: Any = None  # what it returned, as plain data
+    text: str = ""  # if not ok: what was wrong, for the model and for people to read
+
+
+class Generated(NamedTuple):
+    """What the engine has sampled."""
+
+    tokens: list[int]  # with the stop token, if it stopped
+    finish: Literal["stop", "length"]
+
+
+Generate = Callable[..., Awaitable[Generated]]  # generate(ids, *, max_tokens=..., ...)
+
+
+class ChatFormat(Protocol):
+    """The model family's way to write a conversation as token ids. Nothing that the model wrote is tokenized again."""
+
+    name: str
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a conversation so far, with the tools and the beginning of the model's turn."""
+
+    def parse(self, completion: list[int], prompt: Sequence[int]) -> ParsedTurn:
+        """Read what the model wrote after `prompt`. Never raise: a call that is not valid has a `problem`."""
+
+    def extend(self, completion: list[int], turn: ParsedTurn, messages: Sequence[Message]) -> list[int]:
+        """Return the ids that follow `completion`: the rest of the model's turn, if it was cut or if the template goes
+        on after the stop token, then these messages, then the beginning of the model's next turn."""
+
+
+class Workers(Protocol):
+    """Run the user's code in processes of its own. All methods are called in the conversation server's event loop.
+
+    `conversation` names one sample. Calls of one conversation come one after the other.
+    """
+
+    schemas: list[dict[str, Any]]  # of the tools, for the chat template
+    has_step: bool  # the environment answers messages without calls
+    has_reward: bool
+
+    async def reset(self, conversation: str, row: dict[str, Any], seed: int) -> Outcome:
+        """Begin a conversation. The value is a text, a list of messages, or None: nothing to add to the prompt."""
+
+    async def call(self, conversation: str, call: ToolCall) -> Outcome:
+        """Call a tool. The value is the text of the observation."""
+
+    async def step(self, conversation: str, message: str) -> Outcome:
+        """Give the environment what the model said. The value is [observation, is_done]."""
+
+    async def reward(self, conversation: str) -> Outcome:
+        """The value is a number, or a mapping of numbers by name."""
+
+    async def roll_out(self, conversation: str, task: dict[str, Any], generate: Generate) -> Outcome:
+        """Run the user's rollout function. The value is its reward."""
+
+    def drop(self, conversation: str) -> None:
+        """Forget a conversation, and end what it still runs."""
