@@ -32,6 +32,7 @@ class Outcome(msgspec.Struct, frozen=True):
     status: Status
     value: Any = None  # what it returned, as plain data
     text: str = ""  # if not ok: what was wrong, for the model and for people to read
+    is_done: bool = False  # of a call: the environment's attribute `done` is true, which ends the conversation
 
 
 class Generated(NamedTuple):
@@ -51,6 +52,12 @@ class ChatFormat(Protocol):
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a conversation so far, with the tools and the beginning of the model's turn."""
+
+    def appends(self, role: str) -> bool:
+        """Return whether messages of this role leave the ids before them as they are. Then `extend` adds them."""
+
+    def shorten(self, text: str, max_tokens: int) -> str:
+        """Return the text, without its middle if it has more tokens than that."""
 
     def parse(self, completion: list[int], prompt: Sequence[int]) -> ParsedTurn:
         """Read what the model wrote after `prompt`. Never raise: a call that is not valid has a `problem`."""

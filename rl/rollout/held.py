@@ -23,7 +23,8 @@ class HeldGroups:
 
     def to_continue(self, numbers: Sequence[int]) -> Carried:
         own = {position: self.groups[number] for position, number in enumerate(numbers) if number in self.groups}
-        return Carried([self.owners[number] for number in numbers], own)
+        results = {position: self.results[numbers[position]] for position in own}
+        return Carried([self.owners[number] for number in numbers], own, results)
 
     def add(self, numbers: Sequence[int], gathered: Gathered) -> None:
         """Take over the groups of a round, which sampled these numbers."""
