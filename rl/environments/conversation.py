@@ -13,7 +13,7 @@ from typing import Any
 
 from rl.config.schema import EnvironmentConfig
 from rl.environments.interface import ChatFormat, Generated, Message, Outcome, ParsedTurn, ToolCall, Workers
-from rl.environments.protocol import Answer, Ask, Ended, Ending, Open
+from rl.environments.protocol import Ask, Ended, Ending, Open, SampledTurn
 
 COUNT_OF = {
     "unknown_tool": "unknown_tool",
@@ -42,7 +42,7 @@ class Conversation:
         max_prompt_tokens: int,
         chat: ChatFormat | None,  # None: only a rollout function needs none
         workers: Workers,
-        ask: Callable[[Ask], Awaitable[Answer]],
+        ask: Callable[[Ask], Awaitable[SampledTurn]],
     ):
         self._opened, self._settings, self._max_prompt_tokens = opened, settings, max_prompt_tokens
         self._chat, self._workers, self._ask = chat, workers, ask

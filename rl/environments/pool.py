@@ -14,7 +14,7 @@ import msgspec
 from rl.common.framing import Channel, pack
 from rl.common.waiting import wait_until_readable
 from rl.config.schema import Config, ConfigError
-from rl.environments.protocol import Answer, Ask, Close, Ended, FromServer, Key, Load, Open, Ready, ToServer
+from rl.environments.protocol import Ask, Close, Ended, FromServer, Key, Load, Open, Ready, SampledTurn, ToServer
 from rl.rewards.launch import ServerProcess
 from rl.rewards.pool import read_credentials
 
@@ -64,7 +64,7 @@ class ConversationPool:
 
     def send(self, message: ToServer) -> None:
         body = self._encode(message)
-        if isinstance(message, Open | Answer):
+        if isinstance(message, Open | SampledTurn):
             self._waiting.add(message.key)
             self._changed_at = time.monotonic()
         elif isinstance(message, Close):

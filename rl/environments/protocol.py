@@ -1,6 +1,6 @@
 """Messages between an engine's lead and its conversation server. They are msgpack, and nothing in them is code.
 
-    lead --Load, Open, Answer, Close--> server        server --Ready, Ask, Ended--> lead
+    lead --Load, Open, SampledTurn, Close--> server        server --Ready, Ask, Ended--> lead
 
 A conversation has one `Ask` under way at a time. The lead knows how many tokens are left, and records what is sampled.
 """
@@ -43,7 +43,7 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     counts: dict[str, int]  # of the turns before
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class SampledTurn(msgspec.Struct, frozen=True, tag=True):
     """What the engine has sampled."""
 
     key: Key
@@ -87,5 +87,5 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     counts: dict[str, int]  # of turns and calls
 
 
-ToServer = Load | Open | Answer | Close
+ToServer = Load | Open | SampledTurn | Close
 FromServer = Ready | Ask | Ended

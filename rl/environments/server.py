@@ -21,7 +21,7 @@ from rl.config.schema import ConfigError, EnvironmentConfig
 from rl.environments.chat import load_chat_format
 from rl.environments.conversation import Conversation
 from rl.environments.interface import ChatFormat
-from rl.environments.protocol import Answer, Ask, Close, Ended, FromServer, Key, Load, Open, Ready, ToServer
+from rl.environments.protocol import Ask, Close, Ended, FromServer, Key, Load, Open, Ready, SampledTurn, ToServer
 from rl.environments.workers import EnvironmentWorkers, start_workers
 from rl.rewards.process_tree import adopt_orphans
 from rl.rewards.server import ignore_signals
@@ -42,7 +42,7 @@ class ConversationServer:
         self._chat: ChatFormat | None = None
         self._workers: EnvironmentWorkers | None = None
         self._tasks: dict[Key, asyncio.Task[None]] = {}
-        self._asked: dict[Key, asyncio.Future[Answer]] = {}  # at most one turn of a conversation is under way
+        self._asked: dict[Key, asyncio.Future[SampledTurn]] = {}  # at most one turn of a conversation is under way
 
     async def serve(self) -> None:
         """Serve until the rank ends or closes the connection."""
@@ -80,7 +80,7 @@ class ConversationServer:
                     message, self._settings, self._max_prompt_tokens, self._chat, self._workers, self._ask
                 )
                 self._tasks[key] = self._loop.create_task(self._run(key, conversation))
-            case Answer(key):
+            case SampledTurn(key):
                 if (asked := self._asked.pop(key, None)) is not None and not asked.done():
                     asked.set_result(message)
             case Close(key):
@@ -115,7 +115,7 @@ class ConversationServer:
         if self._tasks.pop(key, None) is not None:
             self._send(ended)
 
-    async def _ask(self, ask: Ask) -> Answer:
+    async def _ask(self, ask: Ask) -> SampledTurn:
         future = self._asked[ask.key] = self._loop.create_future()
         self._send(ask)
         return await future

@@ -9,10 +9,11 @@ if two of them sent each other large groups, both would wait for ever.
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl.data.batch import Batch
+from rl.rollout.conversations import Record
 from rl.world.messages import Letter, Message
 from rl.world.world import World
 
@@ -31,7 +32,7 @@ class CarriedGroup(Message):
 
     batch: int
     position: int
-    records: list[dict[str, Any] | None]  # what the batch does not tell of conversations, by sample
+    records: list[Record | None] = field(default_factory=list)  # what the batch does not tell of conversations
 
 
 class CarriedGroups:
@@ -40,7 +41,7 @@ class CarriedGroups:
     def __init__(self, world: World):
         self._world = world
         self._changed = threading.Condition()
-        self._groups: dict[tuple[int, int], tuple[Batch, list[dict[str, Any] | None]]] = {}  # by batch and position
+        self._groups: dict[tuple[int, int], tuple[Batch, list[Record | None]]] = {}  # by batch and position
         self._asked: deque[Letter[FetchGroup]] = deque()
         world.mail.on(FetchGroup, self._on_fetch)
         threading.Thread(target=self._serve, name="carried groups", daemon=True).start()
@@ -72,7 +73,7 @@ class CarriedGroups:
         except BaseException as error:
             self._world.faults.fail_in_background(error, "rollout", self._world.step)
 
-    def _next(self) -> tuple[Letter[FetchGroup], tuple[Batch, list[dict[str, Any] | None]]]:
+    def _next(self) -> tuple[Letter[FetchGroup], tuple[Batch, list[Record | None]]]:
         """Wait for a question that can be answered. An engine may ask before this actor has started the batch."""
         with self._changed:
             while True:

@@ -59,7 +59,7 @@ class Group:
     def request_id(self, sample: int) -> str:
         return f"{self.task.batch}/{self.task.position}/{sample}"
 
-    def begin(self, are_conversations: bool) -> None:
+    def begin(self, are_conversations: bool = False) -> None:
         """Begin the round: continue the carried responses or conversations, or start new ones."""
         samples, carried = (
             range(self.task.sampling.num_samples),

@@ -1,6 +1,6 @@
 """Sample the turns of conversations, within their limits.
 
-conversation server --Ask--> lead --Request--> engine --Completion--> lead --Answer--> conversation server
+conversation server --Ask--> lead --Request--> engine --Completion--> lead --SampledTurn--> conversation server
 """
 
 import math
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable
 from rl.config.schema import Config
 from rl.data.prompts import sample_seed, turn_seed
 from rl.data.sources import make_conversation
-from rl.environments.protocol import Answer, Ask, Close, Finish, Key, Open, ToServer
+from rl.environments.protocol import Ask, Close, Finish, Key, Open, SampledTurn, ToServer
 from rl.rollout.conversations import Turn
 from rl.rollout.engine import Completion, Request
 from rl.rollout.group import Group
 
 
 class Conversations:
-    """Answer what the conversations of an engine ask. Runs on its lead."""
+    """SampledTurn what the conversations of an engine ask. Runs on its lead."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Conversations:
         num_left = sampling.max_new_tokens - conversation.num_tokens
         room = len(conversation.turns[0].prompt) + most - len(turn.prompt) - len(begun)
         if num_left <= 0 or room <= 0:
-            self._send(Answer(ask.key, ask.turn, [], "tokens" if num_left <= 0 else "context"))
+            self._send(SampledTurn(ask.key, ask.turn, [], "tokens" if num_left <= 0 else "context"))
             return True
         of_round = (sampling.max_tokens_per_round or math.inf) - conversation.num_new_tokens
         if of_round <= 0:
@@ -107,7 +107,7 @@ class Conversations:
             self._send(Close(key))
             return False
         response.is_ended, response.noise = True, b""
-        self._send(Answer(key, number, response.tokens, finish))
+        self._send(SampledTurn(key, number, response.tokens, finish))
         return True
 
 
