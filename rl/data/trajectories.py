@@ -67,7 +67,7 @@ def read_trajectory(key: GroupKey, data: bytes | bytearray) -> Trajectory:
     if [group.number for group in stored] != [key.number]:
         raise ValueError(f"it must hold one group, number {key.number}, as its name says")
     (group,) = stored
-    results = group.results or [None] * group.batch.num_sequences
+    results = group.results or [None] * group.batch.num_conversations
     names = {"parts", "status", "answer"}
     if any(result is not None and result.keys() != names for result in results):
         raise ValueError(f"the results of its reward functions must have {', '.join(sorted(names))}")

@@ -64,7 +64,9 @@ class HeldGroups:
     def check_lengths(self, max_new_tokens: int) -> None:
         """Raise ConfigError if a response that a resumed run continues is too long for its settings."""
         for group in self.groups.values():
-            longest = int(group.response_lengths[~group.ended].max()) if group.ended is not None else 0
+            if group.ended is None:
+                continue
+            longest = int(group.conversation_lengths[~group.ended[group.starts_conversation]].max())
             if longest >= max_new_tokens:
                 raise ConfigError(
                     f"rollout.max_new_tokens: got {max_new_tokens}, but a response that the checkpoint continues has "
@@ -80,6 +82,6 @@ class HeldGroups:
         return HeldGroups(
             {number: owner % num_actors for number, owner in owners.items()},
             {group.number: group.batch for group in stored},
-            {group.number: group.results or [None] * group.batch.num_sequences for group in stored},
+            {group.number: group.results or [None] * group.batch.num_conversations for group in stored},
             Counter(counts),
         )
