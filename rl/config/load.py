@@ -371,12 +371,6 @@ def _environment_problems(config: Config) -> Iterator[str]:
         yield f"environment.max_conversation_tokens: got {most}; it must be at least {least}, which it includes"
     if config.debug.mean_response_tokens:
         yield "debug.mean_response_tokens makes up the lengths of responses; set it to 0 with an environment"
-    if config.actor.overlap and (environment.rollout or environment.on_rewrite == "split"):
-        key = "rollout" if environment.rollout else "on_rewrite=split"
-        yield (
-            f"actor.overlap: got true, but with environment.{key} a sample may become several sequences, whose lengths "
-            "are not known in advance; set actor.overlap=false"
-        )
 
 
 def _are_distinct_paths(value: Any) -> bool:

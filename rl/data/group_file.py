@@ -132,22 +132,24 @@ def _without_noise(batch: Batch) -> Batch:
 
 
 def _with_noise(batches: list[Batch]) -> list[Batch]:
-    """Give finished groups `ended` and `noise` like the others, if there are unfinished groups."""
+    """Give all groups `ended` and `noise` of the same width, if there are unfinished groups.
+
+    In a group of conversations that have all ended a turn, no random generator has a state, and the width is 0.
+    """
     widths = {batch.noise.shape[1] for batch in batches if batch.noise is not None}
     if not widths:
         assert all(batch.ended is None for batch in batches), "an unfinished group must have `noise`, if of width 0"
         return batches
-    assert len(widths) == 1, f"`noise` has several widths, {sorted(widths)}; one engine must have sampled all groups"
-    width = widths.pop()
-    return [
-        batch
-        if batch.noise is not None
-        else batch.replace(
-            ended=torch.ones(batch.num_sequences, dtype=torch.bool),
-            noise=torch.zeros(batch.num_sequences, width, dtype=torch.uint8),
-        )
-        for batch in batches
-    ]
+    assert len(widths - {0}) <= 1, f"`noise` has several widths, {sorted(widths)}; one engine must have sampled all"
+    return [_widen_noise(batch, max(widths)) for batch in batches]
+
+
+def _widen_noise(batch: Batch, width: int) -> Batch:
+    count = batch.num_sequences
+    if batch.noise is None:
+        batch = batch.replace(ended=torch.ones(count, dtype=torch.bool), noise=torch.zeros(count, 0, dtype=torch.uint8))
+    assert batch.noise is not None
+    return batch.replace(noise=torch.nn.functional.pad(batch.noise, (0, width - batch.noise.shape[1])))
 
 
 def _metadata(data: bytes | bytearray) -> dict[str, str]:

@@ -32,7 +32,7 @@ class Over(Exception):
         self.ending, self.problem = ending, problem
 
 
-class Conversation:
+class LiveConversation:
     """A conversation with tools, with an environment, or by a rollout function."""
 
     def __init__(

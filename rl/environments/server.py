@@ -19,7 +19,7 @@ import msgspec
 from rl.common.framing import Channel
 from rl.config.schema import ConfigError, EnvironmentConfig
 from rl.environments.chat import load_chat_format
-from rl.environments.conversation import Conversation
+from rl.environments.conversation import LiveConversation
 from rl.environments.interface import ChatFormat
 from rl.environments.protocol import Ask, Close, Ended, FromServer, Key, Load, Open, Ready, SampledTurn, ToServer
 from rl.environments.workers import EnvironmentWorkers, start_workers
@@ -76,7 +76,7 @@ class ConversationServer:
                 self._send(self._load(message))
             case Open(key):
                 assert self._workers is not None
-                conversation = Conversation(
+                conversation = LiveConversation(
                     message, self._settings, self._max_prompt_tokens, self._chat, self._workers, self._ask
                 )
                 self._tasks[key] = self._loop.create_task(self._run(key, conversation))
@@ -103,7 +103,7 @@ class ConversationServer:
         gc.freeze()
         return Ready("", self._workers.has_reward)
 
-    async def _run(self, key: Key, conversation: Conversation) -> None:
+    async def _run(self, key: Key, conversation: LiveConversation) -> None:
         try:
             ended: Ended = await conversation.run()
         except asyncio.CancelledError:  # by Close

@@ -19,7 +19,7 @@ Record = dict[str, Any]  # of a carried conversation: what its tokens do not tel
 
 
 @dataclass
-class Turn:
+class RecordedTurn:
     """One turn of the model."""
 
     prompt: list[int]
@@ -31,7 +31,7 @@ class Turn:
 class RecordedConversation:
     """The turns of one sample so far. After a round it has ended, or its last turn goes on in the next one."""
 
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[RecordedTurn] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)  # of the calls of tools
     is_ended: bool = False
     is_truncated: bool = False
@@ -157,11 +157,11 @@ def unpack_conversations(batch: Batch, records: Sequence[Record | None]) -> list
         end = 0
         for begin, end in _runs(numbers):
             response = Response(tokens[begin:end], logprobs[begin:end], versions[begin:end], is_ended=True)
-            conversation.turns.append(Turn(tokens[:begin], response))
+            conversation.turns.append(RecordedTurn(tokens[:begin], response))
         is_last = owners[index + 1 :][:1] != [sample]
         if is_last and not conversation.is_ended:
             if end < len(tokens):  # the model has read this, but written nothing yet
-                conversation.turns.append(Turn(tokens))
+                conversation.turns.append(RecordedTurn(tokens))
             elif end:
                 conversation.turns[-1].response.noise = noise[index].tobytes()
             conversation.turns[-1].response.is_ended = False

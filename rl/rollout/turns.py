@@ -10,7 +10,7 @@ from rl.config.schema import Config
 from rl.data.prompts import sample_seed, turn_seed
 from rl.data.sources import make_conversation
 from rl.environments.protocol import Ask, Close, Finish, Key, Open, SampledTurn, ToServer
-from rl.rollout.conversations import Turn
+from rl.rollout.conversations import RecordedTurn
 from rl.rollout.engine import Completion, Request
 from rl.rollout.group import Group
 
@@ -53,7 +53,7 @@ class Conversations:
         conversation = group.conversations[sample]
         conversation.counts = ask.counts
         if ask.turn == len(conversation.turns):
-            conversation.turns.append(Turn(ask.prompt, messages=ask.messages))
+            conversation.turns.append(RecordedTurn(ask.prompt, messages=ask.messages))
         turn, most = conversation.turns[ask.turn], self._config.max_tokens_after_prompt
         begun = turn.response.tokens
         num_left = sampling.max_new_tokens - conversation.num_tokens

@@ -10,7 +10,7 @@ from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, sample_seed, turn_seed
 from rl.environments.protocol import Ask, Close, Ended, Open, SampledTurn, ToServer
-from rl.rollout.conversations import RecordedConversation, Turn, pack_conversations, unpack_conversations
+from rl.rollout.conversations import RecordedConversation, RecordedTurn, pack_conversations, unpack_conversations
 from rl.rollout.dispatch import Sampling, Task
 from rl.rollout.engine import Completion, Request
 from rl.rollout.group import Group
@@ -67,7 +67,8 @@ class Lead:
 
 def test_turns_that_go_on_become_one_sequence_with_observations_that_are_not_trained_on() -> None:
     conversation = RecordedConversation(
-        [Turn([1, 2], written(3, STOP)), Turn([1, 2, 3, STOP, 6, 7], written(4, STOP, version=6))], is_ended=True
+        [RecordedTurn([1, 2], written(3, STOP)), RecordedTurn([1, 2, 3, STOP, 6, 7], written(4, STOP, version=6))],
+        is_ended=True,
     )
     conversation.reward = 0.5
     batch = pack_conversations([1, 2], 4, [conversation])
@@ -82,8 +83,12 @@ def test_turns_that_go_on_become_one_sequence_with_observations_that_are_not_tra
 
 
 def test_a_turn_that_does_not_begin_with_the_one_before_starts_another_sequence() -> None:
-    turns = [Turn([1, 2], written(3, STOP)), Turn([1, 2, 8], written(4, 5)), Turn([1, 2, 8, 4, 5], written(6))]
-    other = RecordedConversation([Turn([1, 2], written(7))], is_ended=True)
+    turns = [
+        RecordedTurn([1, 2], written(3, STOP)),
+        RecordedTurn([1, 2, 8], written(4, 5)),
+        RecordedTurn([1, 2, 8, 4, 5], written(6)),
+    ]
+    other = RecordedConversation([RecordedTurn([1, 2], written(7))], is_ended=True)
     batch = pack_conversations([1, 2], 0, [RecordedConversation(turns, is_ended=True), other])
     assert batch.samples is not None and batch.samples.tolist() == [0, 0, 1]
     assert batch.turns is not None
@@ -112,12 +117,12 @@ def test_a_carried_group_is_unpacked_as_it_was(seed: int) -> None:
         conversation, prompt = RecordedConversation(), [1, 2]
         for number in range(source.randint(1, 4)):
             tokens = [source.randint(3, 8) for _ in range(source.randint(1, 3))]
-            conversation.turns.append(Turn(prompt, written(*tokens), [{"number": number}]))
+            conversation.turns.append(RecordedTurn(prompt, written(*tokens), [{"number": number}]))
             prompt = [*prompt, *tokens] if source.random() < 0.7 else [1]
             prompt = [*prompt, *(source.randint(10, 20) for _ in range(source.randint(1, 2)))]
         conversation.is_ended, conversation.counts = source.random() < 0.5, {"calls": 3}
         if not conversation.is_ended and source.random() < 0.5:
-            conversation.turns.append(Turn(prompt, written(is_ended=False), [{"role": "tool"}]))
+            conversation.turns.append(RecordedTurn(prompt, written(is_ended=False), [{"role": "tool"}]))
         elif not conversation.is_ended:
             last = conversation.turns[-1].response
             last.is_ended, last.noise = False, b"abcd"
