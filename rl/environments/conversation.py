@@ -25,10 +25,10 @@ COUNT_OF = {
 
 
 class Over(Exception):
-    """The conversation has ended before its program did."""
+    """The conversation has ended before its program did. A rollout function may catch this, and return a reward."""
 
     def __init__(self, ending: Ending, problem: str = ""):
-        super().__init__(ending)
+        super().__init__(f"the limit of {ending} is reached")
         self.ending, self.problem = ending, problem
 
 
@@ -71,11 +71,13 @@ class LiveConversation:
                     return "done", await self._roll_out(), ""
                 ending = await self._converse()
         except TimeoutError:
-            ending = "seconds"
+            self._limit = ending = "seconds"
         except Over as over:
             if over.problem:
                 return over.ending, None, over.problem
             ending = over.ending
+        if self._settings.rollout:  # it was interrupted, or did not catch the end of its tokens
+            return ending, 0.0, ""
         if not self._workers.has_reward:
             return ending, None, ""
         outcome = await self._workers.reward(self._name)
@@ -84,7 +86,10 @@ class LiveConversation:
     async def _roll_out(self) -> Any:
         opened = self._opened
         task = {"row": opened.row, "messages": opened.messages, "prompt": opened.prompt, "seed": opened.seed}
-        return _require(await self._workers.roll_out(self._name, task, self._generate)).value
+        outcome = await self._workers.roll_out(self._name, task, self._generate)
+        if outcome.status != "ok" and self._limit is not None:
+            raise Over(self._limit)
+        return _require(outcome).value
 
     async def _converse(self) -> Ending:
         assert self._chat is not None
@@ -95,7 +100,7 @@ class LiveConversation:
         while True:
             generated = await self._generate(ids)
             turn = self._chat.parse(generated.tokens, ids)
-            self._messages.append(_as_message(turn))
+            self._messages.append(self._chat.message(generated.tokens, turn))
             if self._limit is not None:
                 return self._limit
             if not turn.calls and not self._workers.has_step:
@@ -111,16 +116,15 @@ class LiveConversation:
     async def _begin(self) -> list[int]:
         """Return the ids of the first prompt."""
         assert self._chat is not None
-        if self._settings.class_:
-            self._messages += await self._reset()
+        self._messages += await self._reset()
         return self._chat.render(self._messages)
 
     async def _replay(self) -> list[int]:
         """Bring the environment to the state after the recorded turns. Return the prompt of the next one."""
         assert self._chat is not None
         history, counts = self._opened.history, self._counts.copy()
+        await self._reset()
         if self._settings.class_:
-            await self._reset()
             for recorded in history[:-1]:
                 await self._react(self._chat.parse(recorded.tokens, recorded.prompt))
         self._counts = counts  # these calls were counted before
@@ -171,8 +175,10 @@ class LiveConversation:
         """Return what the model writes after these ids: from the record of a rollout function, or sampled now."""
         async with self._turns:
             turn, history = self._num_turns, self._opened.history
-            if self._limit is not None or turn >= self._settings.max_turns:
-                raise Over(self._limit or "turns")
+            if self._limit is None and turn >= self._settings.max_turns:
+                self._limit = "turns"
+            if self._limit is not None:
+                raise Over(self._limit)
             self._num_turns += 1
             if turn < len(history) - 1:
                 return Generated(history[turn].tokens, "stop")
@@ -182,6 +188,7 @@ class LiveConversation:
             if answer.finish in ("tokens", "context"):
                 self._limit = answer.finish
             if not answer.tokens:
+                self._num_turns -= 1
                 raise Over(self._limit or "tokens")
             return Generated(answer.tokens, "stop" if answer.finish == "stop" else "length")
 
@@ -199,13 +206,3 @@ def _require(outcome: Outcome) -> Outcome:
 
 def _failure_of(outcome: Outcome) -> Ending:
     return outcome.status if outcome.status in ("timeout", "crash") else "error"
-
-
-def _as_message(turn: ParsedTurn) -> Message:
-    message: Message = {"role": "assistant", "content": turn.text}
-    if turn.reasoning:
-        message["reasoning_content"] = turn.reasoning
-    if turn.calls:
-        calls = [{"name": call.name, "arguments": call.arguments} for call in turn.calls]
-        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    return message

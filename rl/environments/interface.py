@@ -59,6 +59,9 @@ class ChatFormat(Protocol):
     def shorten(self, text: str, max_tokens: int) -> str:
         """Return the text, without its middle if it has more tokens than that."""
 
+    def message(self, completion: list[int], turn: ParsedTurn) -> Message:
+        """Return the model's turn as a message, for `render` and for reward functions."""
+
     def parse(self, completion: list[int], prompt: Sequence[int]) -> ParsedTurn:
         """Read what the model wrote after `prompt`. Never raise: a call that is not valid has a `problem`."""
 
