@@ -33,6 +33,7 @@ class Outcome(msgspec.Struct, frozen=True):
     value: Any = None  # what it returned, as plain data
     text: str = ""  # if not ok: what was wrong, for the model and for people to read
     is_done: bool = False  # of a call: the environment's attribute `done` is true, which ends the conversation
+    place: str = ""  # if not ok: file:line in the user's code, for people; empty if unknown
 
 
 class Generated(NamedTuple):
@@ -40,6 +41,16 @@ class Generated(NamedTuple):
 
     tokens: list[int]  # with the stop token, if it stopped
     finish: Literal["stop", "length"]
+
+
+class RolloutTask(NamedTuple):
+    """What a rollout function gets to work on."""
+
+    row: dict[str, Any]
+    messages: list[Message]  # the prompt
+    seed: int  # for the function's own random numbers
+    chat: Any  # the ChatFormat
+    tokenizer: Any
 
 
 Generate = Callable[..., Awaitable[Generated]]  # generate(ids, *, max_tokens=..., ...)
