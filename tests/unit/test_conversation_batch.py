@@ -1,14 +1,21 @@
 """Conversations in a batch and in files: which sequences belong together, and what was said in which turn."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load, save
 
+from rl.config.load import load_config
 from rl.config.schema import ConfigError
 from rl.data.batch import Batch, empty_batch
 from rl.data.conversations import Turn, count_observed, read_conversations
 from rl.data.group_file import FORMAT, StoredGroup, groups_from_bytes, groups_to_bytes
+from rl.data.prompts import Prompt
+from rl.data.trajectories import Trajectory, compare_provenance, read_trajectory, write_trajectory
+from rl.data.trajectory_files import GroupKey
 from rl.rollout.held import HeldGroups
+from rl.run.find_groups import _check_prompt, _settings
 from tests.conversations import Said, Sample, batch_of_conversations
 
 # The second sample of the first group has two sequences: the template rewrote its first turn, 6 6, to 6.
@@ -82,11 +89,11 @@ def test_turns_without_an_observation_in_between() -> None:
 
 def test_a_later_sequence_that_shares_nothing_or_everything() -> None:
     unrelated = Sample(0.0, [[[1], Said(0, [5])], [[2, 3], Said(1, [6])]])
-    again = Sample(0.0, [[[1, 2], Said(0, [5])], [[1, 2], Said(1, [6])]])  # another answer to the same prompt
+    again = Sample(0.0, [[[1, 2], Said(0, [5])], [[1, 2], Said(1, [5])]])  # the same answer to the same prompt
     batch = batch_of_conversations([[unrelated, again]])
     assert [[turn.tokens for turn in each.turns] for each in read_conversations(batch)] == [
         [[5], [2, 3], [6]],
-        [[5], [6]],
+        [[5], [5]],
     ]
     assert count_observed(batch).tolist() == [2, 0]
 
@@ -169,3 +176,29 @@ def test_a_carried_conversation_that_is_too_long_for_new_settings_is_refused() -
     held.check_lengths(max_new_tokens=7)
     with pytest.raises(ConfigError, match=r"got 6, .* has 6 tokens already"):
         held.check_lengths(max_new_tokens=6)
+
+
+class Stream:
+    def at(self, number: int) -> Prompt:
+        return Prompt(number, 0, "text", "", [40, 41])
+
+
+def test_files_between_phases_hold_conversations(tmp_path: Path) -> None:
+    """Their prompts may differ from the row's: an environment adds to it, and the template lists the tools."""
+    key, group = GroupKey(1, 4), Trajectory(unfinished(), [OK, None], "fake", 2, 3)
+    write_trajectory(tmp_path, key, group, 5, {"run.seed": 1})
+    read = read_trajectory(key, (tmp_path / key.file).read_bytes())
+    assert (read.scores, read.engine, read.has_score) == ([OK, None], "fake", True)
+    assert torch.equal(read.batch.turns, group.batch.turns)
+    _check_prompt(read, Stream(), 4, num_samples=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="it has 2 samples, but a group has 3"):
+        _check_prompt(read, Stream(), 4, num_samples=3)  # type: ignore[arg-type]
+
+
+def test_groups_of_another_environment_are_refused() -> None:
+    """Runs without environments have the provenance that they always had, so their files stay usable."""
+    plain, game = _settings(load_config(None, [])), _settings(load_config(None, ["environment.class=my/game.py:Guess"]))
+    assert not [name for name in plain if name.startswith("environment.")]
+    other = _settings(load_config(None, ["environment.class=my/game.py:Other"]))
+    assert compare_provenance(game, other) == ["environment.class is my/game.py:Guess there and my/game.py:Other here"]
+    assert any("environment.max_turns" in each for each in compare_provenance(plain, game))
