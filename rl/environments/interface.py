@@ -16,6 +16,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     name: str
     arguments: dict[str, Any]
     problem: str = ""  # why its text is no valid call, for the model to read; empty: it is valid
+    id: str = ""  # what the model wrote as the call's id; only Mistral's models write one
 
 
 class ParsedTurn(msgspec.Struct, frozen=True):
