@@ -62,6 +62,10 @@ class ChatFormat(Protocol):
 
     name: str
 
+    def appends(self, role: str) -> bool:
+        """Tell whether a message of this role leaves the earlier turns as they are. If not, `render` the whole
+        conversation instead of `extend`; this begins another stretch."""
+
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a conversation so far, with the tools and the beginning of the model's turn."""
 
@@ -77,9 +81,15 @@ class ChatFormat(Protocol):
     def parse(self, completion: list[int], prompt: Sequence[int]) -> ParsedTurn:
         """Read what the model wrote after `prompt`. Never raise: a call that is not valid has a `problem`."""
 
-    def extend(self, completion: list[int], turn: ParsedTurn, messages: Sequence[Message]) -> list[int]:
+    def extend(
+        self, completion: list[int], turn: ParsedTurn, messages: Sequence[Message], opening: Sequence[Message] = ()
+    ) -> list[int]:
         """Return the ids that follow `completion`: the rest of the model's turn, if it was cut or if the template goes
-        on after the stop token, then these messages, then the beginning of the model's next turn."""
+        on after the stop token, then these messages, then the beginning of the model's next turn. `opening`: the
+        conversation's first messages, because templates may read settings from the system message."""
+
+    def message(self, completion: list[int], turn: ParsedTurn) -> Message:
+        """Return the model's turn as a message, for `render` and for reward functions."""
 
 
 class Workers(Protocol):
