@@ -32,6 +32,7 @@ class Outcome(msgspec.Struct, frozen=True):
     status: Status
     value: Any = None  # what it returned, as plain data
     text: str = ""  # if not ok: what was wrong, for the model and for people to read
+    is_done: bool = False  # of a call: the environment's attribute `done` is true, which ends the conversation
     place: str = ""  # if not ok: file:line in the user's code, for people; empty if unknown
 
 
@@ -46,7 +47,8 @@ class RolloutTask(NamedTuple):
     """What a rollout function gets to work on."""
 
     row: dict[str, Any]
-    messages: list[Message]  # the prompt
+    messages: list[Message]  # the prompt; empty if it is no chat
+    prompt: list[int]  # its ids
     seed: int  # for the function's own random numbers
     chat: Any  # the ChatFormat
     tokenizer: Any
