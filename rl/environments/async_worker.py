@@ -199,7 +199,7 @@ class AsyncWorker:
             value = run()
             if inspect.isawaitable(value):
                 value = await value
-            answer = CallAnswer("ok", read(value))
+            answer = self._caller.succeed(request, read(value))
         except BaseException as error:  # CancelledError too: a call may cancel itself
             answer = self._caller.describe(request, error)
         self._answer(call, answer)
@@ -262,12 +262,8 @@ class AsyncWorker:
 
     def _take_generated(self, number: int, body: bytes | bytearray) -> None:
         future = self._generating.pop(number)
-        problem, tokens, finish = msgspec.msgpack.decode(body, type=tuple[str, list[int], str])
-        if future.done():  # cancelled
-            return
-        if problem:
-            future.set_exception(RuntimeError(problem))
-        else:
+        tokens, finish = msgspec.msgpack.decode(body, type=tuple[list[int], str])
+        if not future.done():  # else it was cancelled
             future.set_result(Generated(tokens, "stop" if finish == "stop" else "length"))
 
 

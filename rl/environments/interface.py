@@ -48,7 +48,8 @@ class RolloutTask(NamedTuple):
     """What a rollout function gets to work on."""
 
     row: dict[str, Any]
-    messages: list[Message]  # the prompt
+    messages: list[Message]  # the prompt; empty if it is no chat
+    prompt: list[int]  # its ids
     seed: int  # for the function's own random numbers
     chat: Any  # the ChatFormat
     tokenizer: Any

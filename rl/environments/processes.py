@@ -418,7 +418,9 @@ class ProcessPool:
             if call is culprit:
                 function = self._environment.function_of(call.request.kind, call.request.name)
                 call.resolve(
-                    Outcome("timeout" if status == "timeout" else "crash", None, text, find_place(function, frames))
+                    Outcome(
+                        "timeout" if status == "timeout" else "crash", None, text, place=find_place(function, frames)
+                    )
                 )
             else:
                 call.lose(is_suspect=culprit is None and not blamed)
@@ -493,7 +495,7 @@ class ProcessPool:
 
 
 def _to_outcome(answer: CallAnswer) -> Outcome:
-    return Outcome(answer.status, answer.value, answer.text, answer.place)  # type: ignore[arg-type]
+    return Outcome(answer.status, answer.value, answer.text, answer.is_done, answer.place)  # type: ignore[arg-type]
 
 
 def _ignore(future: asyncio.Future[Outcome]) -> None:

@@ -57,6 +57,7 @@ class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
     value: Any = None
     text: str = ""
     place: str = ""
+    is_done: bool = False
     is_out_of_memory: bool = False
     is_worn: bool = False  # the process has grown or made many calls, and should be replaced
 
@@ -94,13 +95,21 @@ class Caller:
             return Prepared(partial(method, request.value), read_step)
         return Prepared(method, read_reward)
 
+    def succeed(self, request: CallRequest, value: Any) -> CallAnswer:
+        """Return the answer to a call that returned `value`. An environment whose attribute `done` is true ends the
+        conversation."""
+        done = getattr(self.instances.get(request.conversation), "done", False) if request.kind == "tool" else False
+        return CallAnswer("ok", value, is_done=not request.is_plain and _is_bool(done) and bool(done))
+
     def describe(self, request: CallRequest, error: BaseException) -> CallAnswer:
         """Return the answer to a call that raised `error`."""
         if isinstance(error, BadArgumentsError):
             return CallAnswer("bad_arguments", text=hide_credentials(str(error)))
         failure = describe_error(request.name, self._environment.function_of(request.kind, request.name), error)
         text = failure.text.removeprefix(f"{WrongResultError.__name__}: ")
-        return CallAnswer("error", None, hide_credentials(text), failure.place, isinstance(error, MemoryError))
+        return CallAnswer(
+            "error", None, hide_credentials(text), failure.place, is_out_of_memory=isinstance(error, MemoryError)
+        )
 
     def _reset(self, request: CallRequest) -> Any:
         assert self._environment.class_ is not None
@@ -199,7 +208,7 @@ def decode_answer(kind: str, body: bytes | bytearray) -> CallAnswer | None:
         answer = CallAnswer(*json.loads(body))
     except (ValueError, TypeError, RecursionError):
         return None
-    are_texts = isinstance(answer.text, str) and isinstance(answer.place, str)
+    are_texts = isinstance(answer.text, str) and isinstance(answer.place, str) and isinstance(answer.is_done, bool)
     is_known = answer.status in ("ok", "error", "timeout", "bad_arguments")
     return answer if are_texts and is_known and (answer.status != "ok" or _is_valid(kind, answer.value)) else None
 
@@ -258,7 +267,7 @@ def _serve(connection: socket.socket, caller: Caller) -> None:
 def _call(caller: Caller, request: CallRequest) -> CallAnswer:
     try:
         run, read = caller.prepare(request)
-        return CallAnswer("ok", read(run()))
+        return caller.succeed(request, read(run()))
     except BaseException as error:  # SystemExit too
         return caller.describe(request, error)
 

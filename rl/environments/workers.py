@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rl.config.schema import EnvironmentConfig
 from rl.environments.async_worker import NUMBER
-from rl.environments.find import EnvironmentSpec, load_environment
+from rl.environments.find import load_environment, read_environment
 from rl.environments.interface import Generate, Generated, Outcome, ToolCall
 from rl.environments.processes import PendingCall, ProcessLostError, ProcessPool, WorkerProcess
 from rl.environments.worker import CallRequest
@@ -48,8 +49,13 @@ class _Conversation:
         self.name, self.row, self.seed = name, row, seed
         self.calls: list[RecordedCall] = []
         self.process: WorkerProcess | None = None  # where its instance lives
+        self.num_earlier = 0  # calls of functions before `calls`
         self.ended: Outcome | None = None  # why its instance is gone
         self.rollout: _Rollout | None = None
+
+    @property
+    def num_calls(self) -> int:
+        return self.num_earlier + len(self.calls)
 
 
 class _Rollout:
@@ -90,11 +96,12 @@ class _Rollout:
                 task.cancel()
 
 
-class ForkedWorkers:
+class EnvironmentWorkers:
     """Implement `Workers`. Make it in a running event loop; processes are forked when they are needed."""
 
-    def __init__(self, spec: EnvironmentSpec):
+    def __init__(self, config: EnvironmentConfig):
         """Import the user's files. Raise ConfigError if something is wrong with them."""
+        spec = read_environment(config)
         before = _open_files()
         self._environment = load_environment(spec)
         self._pool = ProcessPool(self._environment, spec.timeout_s, spec.num_workers, kept_fds=_open_files() - before)
@@ -104,20 +111,22 @@ class ForkedWorkers:
         self._answering: set[asyncio.Task[None]] = set()
         self.schemas = self._environment.schemas
         self.has_step = "step" in self._environment.methods
-        self.has_reward = "reward" in self._environment.methods
+        self.has_reward = "reward" in self._environment.methods or self._environment.rollout is not None
 
     def set_chat(self, chat: Any, tokenizer: Any) -> None:
         """Set what a rollout function finds in its task. Call it before the first conversation."""
         self._pool.chat, self._pool.tokenizer = chat, tokenizer
 
-    async def reset(self, conversation: str, row: dict[str, Any], seed: int) -> Outcome:
+    async def reset(self, conversation: str, row: dict[str, Any], seed: int, num_calls: int = 0) -> Outcome:
+        """Begin a conversation. `num_calls` counts the calls of functions before, if it is continued without them."""
         known = self._conversations[conversation] = _Conversation(conversation, row, seed)
+        known.num_earlier = num_calls
         if self._environment.class_ is None:
             return Outcome("ok")
         return await self._call_instance(known, RecordedCall("reset"))
 
     async def call(self, conversation: str, call: ToolCall) -> Outcome:
-        known, tool = self._conversations[conversation], self._environment.tools.get(call.name)
+        known, tool = self._find(conversation), self._environment.tools.get(call.name)
         if call.problem:
             return Outcome("bad_arguments", text=call.problem)
         if tool is None:
@@ -129,13 +138,16 @@ class ForkedWorkers:
         return await self._call_plain(known, recorded, tool.is_async)
 
     async def step(self, conversation: str, message: str) -> Outcome:
-        return await self._call_instance(self._conversations[conversation], RecordedCall("step", value=message))
+        return await self._call_instance(self._find(conversation), RecordedCall("step", value=message))
 
     async def reward(self, conversation: str) -> Outcome:
-        return await self._call_instance(self._conversations[conversation], RecordedCall("reward"))
+        if self._environment.class_ is None:
+            return Outcome("error", text="the rollout function was ended before it returned a reward")
+        return await self._call_instance(self._find(conversation), RecordedCall("reward"))
 
     async def roll_out(self, conversation: str, task: dict[str, Any], generate: Generate) -> Outcome:
-        """Run the user's rollout function. `task` has row, messages and seed."""
+        """Run the user's rollout function. `task` has row, messages, prompt and seed. If `generate` raises, the
+        function is ended, and this raises the same."""
         known = self._conversations[conversation] = _Conversation(conversation, task["row"], task["seed"])
         known.rollout = _Rollout(generate)
         request = CallRequest("rollout", conversation, known.seed, 0, value=task)
@@ -151,8 +163,7 @@ class ForkedWorkers:
         if known.rollout is not None:
             known.rollout.cancel()
         if known.process is not None:
-            number = len(known.calls)
-            self._pool.release(known.process, CallRequest("close", conversation, known.seed, number))
+            self._release(known)
 
     def recorded_calls(self, conversation: str) -> list[RecordedCall]:
         """Return what `restore` needs to continue this conversation elsewhere, besides its row and seed."""
@@ -173,11 +184,16 @@ class ForkedWorkers:
             task.cancel()
         self._pool.close()
 
+    def _find(self, conversation: str) -> _Conversation:
+        if conversation not in self._conversations:
+            raise KeyError(f"conversation {conversation} was not begun; call reset first, which gets its seed")
+        return self._conversations[conversation]
+
     # Calls
 
     async def _call_plain(self, known: _Conversation, call: RecordedCall, is_async: bool) -> Outcome:
         """Call a function that needs no instance."""
-        request = CallRequest("tool", known.name, known.seed, len(known.calls), call.name, call.value, is_plain=True)
+        request = CallRequest("tool", known.name, known.seed, known.num_calls, call.name, call.value, is_plain=True)
         outcome = await self._repeat(self._make_plain_call, request, is_async)
         known.calls.append(call)
         return outcome
@@ -270,19 +286,23 @@ class ForkedWorkers:
             call.resolve(_not_deterministic())
             self._pool.cancel(call)
             return
-        answering = asyncio.ensure_future(self._answer(process, number, result))
+        answering = asyncio.ensure_future(self._answer(process, call, number, result))
         self._answering.add(answering)
         answering.add_done_callback(self._answering.discard)
 
-    async def _answer(self, process: WorkerProcess, number: int, result: asyncio.Task[Generated]) -> None:
+    async def _answer(
+        self, process: WorkerProcess, call: PendingCall, number: int, result: asyncio.Task[Generated]
+    ) -> None:
         try:
-            tokens, finish = await asyncio.shield(result)
-            values: tuple[str, Sequence[int], str] = ("", tokens, finish)
+            generated = await asyncio.shield(result)
         except asyncio.CancelledError:
             return  # the conversation was dropped
         except Exception as error:
-            values = (str(error) or type(error).__name__, [], "")
-        self._pool.send_generated(process, number, msgspec.msgpack.encode(values))
+            if not call.future.done():
+                call.future.set_exception(error)
+                self._pool.cancel(call)
+            return
+        self._pool.send_generated(process, number, msgspec.msgpack.encode(tuple(generated)))
 
 
 def _not_deterministic() -> Outcome:
