@@ -49,6 +49,8 @@ class ScoredResponse:
     num_turns: int | None = None  # of the model; this and the following: only in conversations
     prompt: str | None = None  # what the model has read before its first turn
     turns: list[dict[str, str]] | None = None  # role (model or environment) and text of each
+    ending: str | None = None  # how it ended: done, or the limit or failure that ended it
+    counts: dict[str, int] | None = None  # of its turns and calls, and of what was wrong with these
 
 
 class AnsweredPrompt(NamedTuple):
@@ -117,7 +119,8 @@ class Evaluation:
         for fields, result in zip(read(group), results, strict=True):
             assert result is not None, "an evaluation has one round, so every response has a result"
             score = result["parts"].get(self._function, 0.0)  # a function that failed has no score
-            yield ScoredResponse(score=score, answer=result["answer"], status=result["status"], **fields)
+            about: dict[str, Any] = {name: result.get(name) for name in ("answer", "status", "ending", "counts")}
+            yield ScoredResponse(score=score, **about, **fields)
 
     def _read_responses(self, group: Batch) -> Iterator[dict[str, Any]]:
         """Yield the fields of each ScoredResponse that the batch has."""

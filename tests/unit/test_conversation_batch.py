@@ -1,5 +1,6 @@
 """Conversations in a batch and in files: which sequences belong together, and what was said in which turn."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -185,10 +186,17 @@ class Stream:
 
 def test_files_between_phases_hold_conversations(tmp_path: Path) -> None:
     """Their prompts may differ from the row's: an environment adds to it, and the template lists the tools."""
-    key, group = GroupKey(1, 4), Trajectory(unfinished(), [OK, None], "fake", 2, 3)
+    done = OK | {"ending": "done", "counts": {"turns": 2}}
+    goes_on = {"parts": {}, "status": "open", "answer": None, "record": {"messages": [[], []], "counts": {}}}
+    key, group = GroupKey(1, 4), Trajectory(unfinished(), [done, goes_on], "fake", 2, 3)
     write_trajectory(tmp_path, key, group, 5, {"run.seed": 1})
     read = read_trajectory(key, (tmp_path / key.file).read_bytes())
-    assert (read.scores, read.engine, read.has_score) == ([OK, None], "fake", True)
+    assert (read.scores, read.engine, read.has_score) == ([done, goes_on], "fake", True)
+    assert dataclasses.replace(group, scores=[None, goes_on]).has_score, "nothing has failed"
+    assert not dataclasses.replace(group, scores=[OK | {"status": "error"}, goes_on]).has_score
+    write_trajectory(tmp_path, key, dataclasses.replace(group, scores=[OK | {"colour": 1}, None]), 5, {})
+    with pytest.raises(ValueError, match="must have answer, parts, status, and perhaps counts, ending, record"):
+        read_trajectory(key, (tmp_path / key.file).read_bytes())
     assert torch.equal(read.batch.turns, group.batch.turns)
     _check_prompt(read, Stream(), 4, num_samples=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="it has 2 samples, but a group has 3"):

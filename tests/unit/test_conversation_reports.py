@@ -104,7 +104,7 @@ def test_samples_in_tensorboard_have_turns() -> None:
     )
 
 
-OK = {"parts": {"environment": 1.0}, "status": "ok", "answer": "7"}
+OK = {"parts": {"environment": 1.0}, "status": "ok", "answer": "7", "ending": "done", "counts": {"calls": 1}}
 FAILED = {"parts": {"environment": 0.0}, "status": "timeout", "answer": None}
 
 
@@ -138,7 +138,7 @@ def test_files_of_an_evaluation_have_turns(tmp_path: Path) -> None:
     assert first["prompt"] == "q0"
     assert first["responses"][0] == {
         **{"text": "", "score": 1.0, "answer": "7", "status": "ok", "num_tokens": 3, "is_truncated": False},
-        **{"num_turns": 2, "prompt": "ab"},
+        **{"num_turns": 2, "prompt": "ab", "ending": "done", "counts": {"calls": 1}},
         "turns": [
             {"role": "model", "text": "ee"},
             {"role": "environment", "text": OBSERVED},
