@@ -31,6 +31,7 @@ from rl.environments.tokenizer import load_chat_tokenizer
 QUESTION = {"role": "user", "content": "?"}
 MANY = 1_000_000  # calls in a turn
 TAG = re.compile(r"</?[\w-]+>|\[/?[A-Z_]+\]")
+LEFT_OUT = " ... "  # instead of the middle of a long observation
 OPEN, CLOSE = "<think>", "</think>"  # around reasoning, in all families that have it
 
 
@@ -142,6 +143,16 @@ class TemplateChat:
         text = self._text(completion).strip()
         is_open = turn.reasoning and OPEN not in text
         return {"role": "assistant", "content": f"{OPEN}\n{text}" if is_open else text}
+
+    def shorten(self, text: str, max_tokens: int) -> str:
+        if len(text.encode(errors="replace")) <= max_tokens:  # a token has at least one byte
+            return text
+        ids = self._encode(text)
+        if len(ids) <= max_tokens:
+            return text
+        num_kept = max(0, max_tokens - len(self._encode(LEFT_OUT)))
+        head, tail = ids[: num_kept - num_kept // 2], ids[len(ids) - num_kept // 2 :]
+        return self._decode(head) + LEFT_OUT + self._decode(tail)
 
     def _text(self, completion: list[int]) -> str:
         """Decode a turn without its stop token."""

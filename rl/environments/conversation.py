@@ -76,7 +76,7 @@ class LiveConversation:
             if over.problem:
                 return over.ending, None, over.problem
             ending = over.ending
-        if self._settings.rollout:  # it was interrupted, or did not catch the end of its tokens
+        if self._settings.rollout:  # the function was interrupted, or did not catch the end of its tokens
             return ending, 0.0, ""
         if not self._workers.has_reward:
             return ending, None, ""
@@ -169,7 +169,7 @@ class LiveConversation:
         assert self._chat is not None
         if not all(self._chat.appends(message["role"]) for message in answers):
             return self._chat.render(self._messages)
-        return ids + generated.tokens + self._chat.extend(generated.tokens, turn, answers)
+        return ids + generated.tokens + self._chat.extend(generated.tokens, turn, answers, self._messages[:1])
 
     async def _generate(self, ids: list[int], max_tokens: int = 0) -> Generated:
         """Return what the model writes after these ids: from the record of a rollout function, or sampled now."""

@@ -70,14 +70,8 @@ class ChatFormat(Protocol):
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a conversation so far, with the tools and the beginning of the model's turn."""
 
-    def appends(self, role: str) -> bool:
-        """Return whether messages of this role leave the ids before them as they are. Then `extend` adds them."""
-
     def shorten(self, text: str, max_tokens: int) -> str:
         """Return the text, without its middle if it has more tokens than that."""
-
-    def message(self, completion: list[int], turn: ParsedTurn) -> Message:
-        """Return the model's turn as a message, for `render` and for reward functions."""
 
     def parse(self, completion: list[int], prompt: Sequence[int]) -> ParsedTurn:
         """Read what the model wrote after `prompt`. Never raise: a call that is not valid has a `problem`."""

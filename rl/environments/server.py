@@ -18,13 +18,12 @@ import msgspec
 
 from rl.common.framing import Channel
 from rl.config.schema import ConfigError, EnvironmentConfig
-from rl.environments.find import read_environment
 from rl.environments.chat import load_chat_format
 from rl.environments.conversation import LiveConversation
 from rl.environments.interface import ChatFormat
 from rl.environments.protocol import Ask, Close, Ended, FromServer, Key, Load, Open, Ready, SampledTurn, ToServer
 from rl.environments.tokenizer import hide_torch, load_chat_tokenizer
-from rl.environments.workers import ForkedWorkers
+from rl.environments.workers import EnvironmentWorkers
 from rl.rewards.process_tree import adopt_orphans
 from rl.rewards.server import ignore_signals
 
@@ -42,7 +41,7 @@ class ConversationServer:
         self._encode = msgspec.msgpack.Encoder().encode
         self._settings, self._max_prompt_tokens = EnvironmentConfig(), 0
         self._chat: ChatFormat | None = None
-        self._workers: ForkedWorkers | None = None
+        self._workers: EnvironmentWorkers | None = None
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._asked: dict[Key, asyncio.Future[SampledTurn]] = {}  # at most one turn of a conversation is under way
 
@@ -95,16 +94,16 @@ class ConversationServer:
         self._max_prompt_tokens = message.max_prompt_tokens
         os.environ.update(message.credentials)
         try:
-            self._workers = ForkedWorkers(read_environment(self._settings))
+            self._workers = EnvironmentWorkers(self._settings)
             self._load_chat(Path(message.model_folder), self._workers)
         except ConfigError as error:
             return Ready(str(error), False)
         ignore_signals()  # an import may have changed them
         gc.collect()
         gc.freeze()
-        return Ready("", self._workers.has_reward or bool(self._settings.rollout))
+        return Ready("", self._workers.has_reward)
 
-    def _load_chat(self, folder: Path, workers: ForkedWorkers) -> None:
+    def _load_chat(self, folder: Path, workers: EnvironmentWorkers) -> None:
         """Load the tokenizer and the chat format. A rollout function may do without a chat template."""
         tokenizer = load_chat_tokenizer(folder)
         if tokenizer.chat_template is not None or not self._settings.rollout:

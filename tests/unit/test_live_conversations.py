@@ -41,7 +41,9 @@ class Letters:
         calls = [ToolCall(name, {}) for name in said.split("!")[1:]]
         return ParsedTurn("" if calls else said, calls=calls)
 
-    def extend(self, completion: list[int], turn: ParsedTurn, messages: Sequence[Message]) -> list[int]:
+    def extend(
+        self, completion: list[int], turn: ParsedTurn, messages: Sequence[Message], opening: Sequence[Message] = ()
+    ) -> list[int]:
         return ids("".join(f"<{message['content']}" for message in messages) + ">")
 
 
