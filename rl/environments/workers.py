@@ -19,6 +19,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -314,4 +315,5 @@ def _not_deterministic() -> Outcome:
 
 
 def _open_files() -> set[int]:
-    return set(map(int, os.listdir("/proc/self/fd")))
+    listed = map(int, os.listdir("/proc/self/fd"))
+    return {fd for fd in listed if Path(f"/proc/self/fd/{fd}").exists()}  # without the listing's own
