@@ -141,7 +141,7 @@ FAULTS = {
 @in_server
 async def test_each_fault_of_a_tool_costs_its_own_call() -> None:
     """Make each fault among calls that must succeed, in the same conversations. They all go on."""
-    workers = make("fault", "add", timeout_s=1.0, num_workers=4)
+    workers = make("fault", "add", timeout_s=1.0, num_workers=8)
 
     async def converse(name: str) -> Outcome:
         await begin(workers, name)
@@ -167,9 +167,9 @@ async def test_each_fault_of_a_tool_costs_its_own_call() -> None:
         assert outcome.status == "ok" or outcome.place.startswith(str(Path(FILE).parent)), (name, outcome)
         assert len(outcome.text) < 1000
     deadline = time.monotonic() + 3
-    while len(descendants_of(os.getpid())) > 4 and time.monotonic() < deadline:
+    while len(descendants_of(os.getpid())) > 8 and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
-    assert len(descendants_of(os.getpid())) <= 4, "only workers are left"
+    assert len(descendants_of(os.getpid())) <= 8, "only workers are left"
     workers.close()
     assert not children_of(os.getpid())
 
@@ -321,10 +321,10 @@ async def test_sleeping_tools_do_not_wait_for_each_other() -> None:
     workers = make("nap", timeout_s=5.0, num_workers=0)
     await begin(workers, "a")
     began = time.monotonic()
-    outcomes = await asyncio.gather(*[workers.call("a", ToolCall("nap", {"seconds": 0.5})) for _ in range(40)])
-    assert time.monotonic() - began < 5.0, "20 s if one by one, 10 s in two processes"
+    outcomes = await asyncio.gather(*[workers.call("a", ToolCall("nap", {"seconds": 0.3})) for _ in range(30)])
+    assert time.monotonic() - began < 3.0, "9 s if one by one, 4.5 s in two processes"
     assert {outcome.status for outcome in outcomes} == {"ok"}
-    assert num_workers_now() == 40, "as many as needed"
+    assert num_workers_now() == 30, "as many as needed"
     workers.close()
     limited = make("nap", name="Counter", timeout_s=5.0, num_workers=3)
     await begin(limited, *"abcdefg")
@@ -449,7 +449,7 @@ async def test_thousands_of_asynchronous_calls_share_a_process() -> None:
     workers = make("async_nap", "stubborn_nap", timeout_s=3.0)
     await begin(workers, "a")
     began = time.monotonic()
-    outcomes = await asyncio.gather(*[workers.call("a", ToolCall("async_nap", {"seconds": 0.5})) for _ in range(2000)])
+    outcomes = await asyncio.gather(*[workers.call("a", ToolCall("async_nap", {"seconds": 0.3})) for _ in range(2000)])
     assert {outcome.value for outcome in outcomes} == {"slept"}
     assert time.monotonic() - began < 5.0
     assert num_workers_now() == 1
@@ -470,12 +470,12 @@ async def test_thousands_of_asynchronous_calls_share_a_process() -> None:
 @in_server
 async def test_who_blocks_the_loop_or_ends_the_process_is_found() -> None:
     """Other calls are repeated in another process, where their instances are rebuilt."""
-    workers = make("async_nap", "async_fault", name="AsyncCounter", timeout_s=0.6)
+    workers = make("async_nap", "async_fault", name="AsyncCounter")
     for fault, status, text in [
         (
             "sleeps",
             "timeout",
-            "it took longer than environment.timeout_s = 0.6 s; it kept all asynchronous code waiting",
+            "it took longer than environment.timeout_s = 0.4 s; it kept all asynchronous code waiting",
         ),
         ("exits", "crash", "its process ended with exit code 3"),
         ("segfaults", "crash", "its process was ended by SIGSEGV"),
@@ -484,13 +484,12 @@ async def test_who_blocks_the_loop_or_ends_the_process_is_found() -> None:
         assert ok(await workers.call("b", ToolCall("subtract", {"number": 3}))) == "7"
         calls = [
             workers.call("a", ToolCall("async_fault", {"name": fault})),
-            workers.call("b", ToolCall("add", {"number": 5, "seconds": 0.3})),
-            workers.call("c", ToolCall("async_nap", {"seconds": 0.3})),
+            workers.call("b", ToolCall("add", {"number": 5, "seconds": 0.2})),
+            workers.call("c", ToolCall("async_nap", {"seconds": 0.2})),
         ]
         culprit, added, slept = await asyncio.gather(*calls)
         assert (culprit.status, culprit.text.startswith(text)) == (status, True), culprit
         assert (ok(added), ok(slept)) == ("12", "slept")
-        assert (await workers.call("a", ToolCall("fault", {"name": fault}))).status == status
         assert (await workers.call("a", ToolCall("add", {"number": 1}))).status == status, "its instance is gone"
         assert ok(await workers.reward("b")) == 12.0
         for name in "abc":
@@ -580,9 +579,9 @@ async def test_rollout_functions_are_repeated_with_what_was_generated() -> None:
     workers = make(rollout=f"{FILE}:rollout", options={"rounds": 3})
     workers.set_chat(0, None)
     undisturbed, engines = Engine(), [Engine() for _ in range(4)]
-    expected = ok(await workers.roll_out("a", task(pause=0.3), undisturbed))
-    good = [workers.roll_out(f"good {n}", task(pause=0.3), engine) for n, engine in enumerate(engines[:3])]
-    bad = workers.roll_out("bad", task(pause=0.1, fault="sleeps"), engines[3])
+    expected = ok(await workers.roll_out("a", task(pause=0.15), undisturbed))
+    good = [workers.roll_out(f"good {n}", task(pause=0.15), engine) for n, engine in enumerate(engines[:3])]
+    bad = workers.roll_out("bad", task(pause=0.05, fault="sleeps"), engines[3])
     outcomes = await asyncio.gather(*good, bad)
     assert [ok(outcome) for outcome in outcomes[:3]] == [expected] * 3
     assert outcomes[3].status == "timeout"
