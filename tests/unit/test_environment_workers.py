@@ -141,7 +141,7 @@ FAULTS = {
 @in_server
 async def test_each_fault_of_a_tool_costs_its_own_call() -> None:
     """Make each fault among calls that must succeed, in the same conversations. They all go on."""
-    workers = make("fault", "add", timeout_s=1.0, num_workers=8)
+    workers = make("fault", "add", timeout_s=2.0, num_workers=8)
 
     async def converse(name: str) -> Outcome:
         await begin(workers, name)
@@ -157,7 +157,7 @@ async def test_each_fault_of_a_tool_costs_its_own_call() -> None:
     wrong = {name: outcome for name, outcome in outcomes.items() if outcome.status != FAULTS[name]}
     assert not wrong, wrong
     texts = {name: outcome.text for name, outcome in outcomes.items()}
-    assert texts["loops"] == "it took longer than environment.timeout_s = 1 s"
+    assert texts["loops"] == "it took longer than environment.timeout_s = 2 s"
     assert texts["segfaults"] == "its process was ended by SIGSEGV"
     assert texts["bombs"] == "it had more than 64 processes"
     assert texts["fills_memory"].startswith("MemoryError")
@@ -337,21 +337,19 @@ async def test_sleeping_tools_do_not_wait_for_each_other() -> None:
 
 @in_server
 async def test_processes_of_an_instance_live_as_long_as_it() -> None:
-    workers = make("do_wrong", name="Counter", num_workers=1)
+    workers = make("do_wrong", name="Counter", timeout_s=3.0, num_workers=1)
     await begin(workers, "a", "b")
-    pid = int(ok(await workers.call("a", ToolCall("start", {}))))
+    one, two = [int(ok(await workers.call(name, ToolCall("start", {})))) for name in "ab"]
     ok(await workers.call("b", ToolCall("do_wrong", {"name": "leaves_children"})))
-    ok(await workers.call("b", ToolCall("fault", {"name": "leaves_children"})))
-    assert len(descendants_of(os.getpid())) > 3
-    ok(await workers.call("a", ToolCall("is_running", {})))
+    assert len(descendants_of(os.getpid())) < 20, "a function may leave none of its 30 behind"
     workers.drop("b")
     assert ok(await workers.call("a", ToolCall("is_running", {}))) == "true"
-    assert descendants_of(os.getpid())[1:] == [pid], "the worker, and the process of the other instance"
+    assert [psutil.pid_exists(one), psutil.pid_exists(two)] == [True, False]
     workers.drop("a")
     deadline = time.monotonic() + 3
-    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+    while psutil.pid_exists(one) and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
-    assert not psutil.pid_exists(pid)
+    assert not psutil.pid_exists(one)
     assert num_workers_now() == 1
     workers.close()
 
@@ -490,6 +488,7 @@ async def test_who_blocks_the_loop_or_ends_the_process_is_found() -> None:
         culprit, added, slept = await asyncio.gather(*calls)
         assert (culprit.status, culprit.text.startswith(text)) == (status, True), culprit
         assert (ok(added), ok(slept)) == ("12", "slept")
+        assert (await workers.call("a", ToolCall("fault", {"name": fault}))).status == status
         assert (await workers.call("a", ToolCall("add", {"number": 1}))).status == status, "its instance is gone"
         assert ok(await workers.reward("b")) == 12.0
         for name in "abc":
