@@ -249,9 +249,13 @@ async def rollout(task: Any, generate: Any, rounds: int = 2) -> dict[str, float]
 
 
 async def moody_rollout(task: Any, generate: Any) -> float:
-    """Ask for something else in every process."""
-    await generate([1])
-    await generate([os.getpid() % 1000 + 2] if not task.row.get("fault") else [2])
+    """Ask for something else in every process, one by one or at once."""
+    requests = [[1], [os.getpid()]]
+    if task.row.get("at_once"):
+        await asyncio.gather(*map(generate, requests))
+    else:
+        for ids in requests:
+            await generate(ids)
     await asyncio.sleep(task.row.get("pause", 0.0))
     if "fault" in task.row:
         fault(task.row["fault"])

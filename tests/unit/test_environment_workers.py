@@ -500,8 +500,9 @@ async def test_who_blocks_the_loop_or_ends_the_process_is_found() -> None:
 async def test_time_in_which_others_block_does_not_count() -> None:
     workers = make("async_nap", "block", timeout_s=0.6)
     await begin(workers, "a")
+    ok(await workers.call("a", ToolCall("async_nap", {"seconds": 0.0})))  # its process has started
     nap = asyncio.ensure_future(workers.call("a", ToolCall("async_nap", {"seconds": 0.5})))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.3)
     assert ok(await workers.call("a", ToolCall("block", {"seconds": 0.5}))) == "blocked"
     assert ok(await nap) == "slept", "the loop went on after its time limit only"
     workers.close()
@@ -593,12 +594,16 @@ async def test_rollout_functions_are_repeated_with_what_was_generated() -> None:
 async def test_a_rollout_function_that_cannot_be_repeated_is_told_so() -> None:
     workers = make(rollout=f"{FILE}:moody_rollout")
     assert ok(await workers.roll_out("a", task(), Engine())) == 1.0
-    outcome, culprit = await asyncio.gather(
-        workers.roll_out("a", task(pause=0.5), Engine()),
-        workers.roll_out("b", task(pause=0.1, fault="exits"), Engine()),
+    engines = [Engine(), Engine(), Engine()]
+    one_by_one, at_once, culprit = await asyncio.gather(
+        workers.roll_out("a", task(pause=0.5), engines[0]),
+        workers.roll_out("b", task(pause=0.5, at_once=True), engines[1]),
+        workers.roll_out("c", task(pause=0.1, fault="exits"), engines[2]),
     )
     assert culprit.status == "crash"
-    assert (outcome.status, "it is not deterministic" in outcome.text) == ("error", True), outcome
+    for outcome in (one_by_one, at_once):
+        assert (outcome.status, "it is not deterministic" in outcome.text) == ("error", True), outcome
+    assert len(engines[0].asked) == 2, "what does not fit is not generated"
     workers.close()
 
 
