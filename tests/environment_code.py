@@ -163,6 +163,11 @@ async def async_nap(seconds: float) -> str:
     return "slept"
 
 
+async def num_tasks() -> int:
+    """Return how many tasks the event loop has."""
+    return len(asyncio.all_tasks())
+
+
 async def stubborn_nap(seconds: float) -> str:
     """Sleep, and ignore cancellation."""
     for _ in range(2):

@@ -426,9 +426,10 @@ async def test_workers_that_cannot_start_are_an_error_soon() -> None:
 
 @in_server
 async def test_a_call_that_nobody_waits_for_ends() -> None:
-    plain = make("nap", "async_nap", timeout_s=30.0, num_workers=1)
+    plain = make("nap", "async_nap", "num_tasks", timeout_s=30.0, num_workers=1)
     await begin(plain, "b")
     for name in ("nap", "async_nap"):
+        ok(await plain.call("b", ToolCall(name, {"seconds": 0})))  # its process has started
         call = asyncio.ensure_future(plain.call("b", ToolCall(name, {"seconds": 1000})))
         await asyncio.sleep(0.1)
         call.cancel()
@@ -436,6 +437,7 @@ async def test_a_call_that_nobody_waits_for_ends() -> None:
         await begin(plain, "b")
         async with asyncio.timeout(3):
             assert ok(await plain.call("b", ToolCall(name, {"seconds": 0}))) == "slept"
+    assert ok(await plain.call("b", ToolCall("num_tasks", {}))) == "2", "the one that serves, and this one"
     plain.close()
 
 
